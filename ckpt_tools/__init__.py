@@ -1,0 +1,11 @@
+"""Inspect and convert PyTorch checkpoints without executing anything in them. Importing this imports no torch."""
+
+from __future__ import annotations
+
+from ckpt_tools.checkpoint import Checkpoint, open_checkpoint
+from ckpt_tools.convert import Converted, convert
+from ckpt_tools.describe import Description, inspect
+from ckpt_tools.errors import CkptError
+
+__version__ = "0.1.0"
+__all__ = ["Checkpoint", "CkptError", "Converted", "Description", "convert", "inspect", "open_checkpoint"]

@@ -1,0 +1,147 @@
+"""Value work on a tree, planned and not done: casts, byte order, checksums. The bytes are worked out while writing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import translate
+
+from ckpt_tools.checkpoint import find_state_dicts, find_tensors
+from ckpt_tools.containers.base import Decoded
+from ckpt_tools.containers.torch_zip import RecordRange
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
+from ckpt_tools.numeric import CastCount, cast, swapped
+from ckpt_tools.plan import Checksum, Piece, Range, chunks
+from ckpt_tools.transforms import dotted, map_storages
+from ckpt_tools.tree import Entry, Node, Storage, reachable
+
+
+@dataclass(slots=True)
+class Casting:
+    """What is cast: tensors by "from -> to", and per storage its name and the count of overflows."""
+
+    moves: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, CastCount] = field(default_factory=dict)
+
+    def overflowed(self) -> dict[str, int]:
+        """Tensor name -> finite values that became infinite; to be asked once the bytes are written."""
+        return {name: count.overflowed for name, count in self.counts.items() if count.overflowed}
+
+
+def cast_floats(root: Node, target: DType, only: Sequence[str] = ()) -> tuple[Node, Casting]:
+    """Cast every float tensor, or those that a glob in `only` names; ties, views and everything else stay.
+
+    Raises:
+        NothingMatchedError: a glob that matches no float tensor. ConvertError: a storage of which only a part would be cast.
+    """
+    users: dict[int, list[tuple[str, str, Entry]]] = {}
+    names = {id(state_dict.node): state_dict for state_dict in find_state_dicts(root)}
+    prefixes = {state_dict.where for state_dict in names.values()}
+    for tensor in find_tensors(root):
+        if type(tensor.node) is Entry:
+            name = str(tensor.where[-1]) if tensor.where[:-1] in prefixes else ""
+            users.setdefault(id(tensor.node.storage), []).append((dotted(tensor.where), name, tensor.node))
+    chosen = _chosen(users, only)
+    casting = Casting()
+
+    def change(storage: Storage) -> Storage:
+        views = users.get(id(storage), [])
+        before = views[0][2].dtype if views else None
+        if before is None or id(storage) not in chosen or before is target or before.family != "float":
+            return storage
+        if any(entry.dtype is not before for _, _, entry in views) or before.packed > 1:
+            raise ConvertError(f"{views[0][0]!r} shares its storage with a tensor of another dtype; it cannot be cast.")
+        move = f"{before.name} -> {target.name}"
+        casting.moves[move] = casting.moves.get(move, 0) + len(views)
+        count = casting.counts[views[0][1] or views[0][0]] = CastCount()
+        content = cast(storage.content, before, target, count)
+        return replace(storage, dtype=target, nbytes=content.length, content=content)
+
+    return _retype(map_storages(root, change), target), casting
+
+
+def _chosen(users: dict[int, list[tuple[str, str, Entry]]], only: Sequence[str]) -> set[int]:
+    """The storages whose tensors match; all without globs."""
+    if not only:
+        return set(users)
+    patterns = {glob: re.compile(translate(glob)) for glob in only}
+    unused = set(patterns)
+    chosen = set()
+    for storage, views in users.items():
+        hits = {path: [glob for glob, rule in patterns.items() if rule.match(path) or (name and rule.match(name))]
+                for path, name, entry in views if entry.dtype.family == "float"}  # fmt: skip
+        unused -= {glob for globs in hits.values() for glob in globs}
+        if any(hits.values()):
+            if not all(hits.values()):
+                names = ", ".join(map(repr, hits))
+                raise ConvertError(f"{names} are tied, and --dtype-only matches some of them.", fix="Match all of them or none.")
+            chosen.add(storage)
+    if unused:
+        raise NothingMatchedError(f"--dtype-only {sorted(unused)[0]!r} matches no float tensor.")
+    return chosen
+
+
+def _retype(root: Node, target: DType) -> Node:
+    """Entries whose untyped storage (fp8) became typed take its dtype."""
+    from ckpt_tools import tree
+
+    def swap(node: Node) -> Node:
+        if type(node) is Entry and node.storage.dtype is target and node.dtype is not target:
+            return replace(node, dtype=target)
+        return node
+
+    return tree.replace(root, swap)
+
+
+def to_little_endian(root: Node, byteorder: str) -> Node:
+    """The storages of a big-endian file, to be swapped while writing; anything else as it is."""
+    if byteorder == "little":
+        return root
+    widths: dict[int, set[int]] = {}
+    for node in reachable(root):
+        if type(node) is Entry:
+            widths.setdefault(id(node.storage), set()).add(node.dtype.swap_width)
+
+    def change(storage: Storage) -> Storage:
+        found = widths.get(id(storage), {storage.dtype.swap_width if storage.dtype else 1})
+        if len(found) != 1:
+            raise TensorError(f"The big-endian storage {storage.key!r} is viewed with several element sizes.")
+        return replace(storage, content=swapped(storage.content, found.pop()))
+
+    return map_storages(root, change)
+
+
+def checked(pieces: list[Piece], decoded: Decoded, root: Node) -> list[Piece]:
+    """The pieces with `--verify`: whole records are checked as they pass; the others are read and checked now.
+
+    Raises:
+        ChecksumError: bytes that do not match.
+    """
+    whole = {(piece.content.offset, piece.content.length) for piece in pieces if isinstance(piece.content, Range)}
+    records = {}
+    for content in _sources(decoded):
+        records[content.offset, content.length] = content
+        if content.length and (content.offset, content.length) not in whole:
+            _check_now(content)
+    return [_with_checksum(piece, records) for piece in pieces]
+
+
+def _sources(decoded: Decoded) -> list[RecordRange]:
+    storages = {id(node): node for node in reachable(decoded.root) if type(node) is Storage}
+    return [storage.content for storage in storages.values() if isinstance(storage.content, RecordRange)]
+
+
+def _check_now(content: RecordRange) -> None:
+    checksum = Checksum(content.length, content.record.crc, content.record.name)
+    for chunk in chunks(content):
+        checksum.update(chunk)
+
+
+def _with_checksum(piece: Piece, records: dict[tuple[int, int], RecordRange]) -> Piece:
+    content = piece.content
+    if piece.checksum is not None or not isinstance(content, Range) or not content.length:
+        return piece
+    record = records.get((content.offset, content.length))
+    return piece if record is None else Piece(content, Checksum(content.length, record.record.crc, record.record.name))

@@ -1,0 +1,181 @@
+"""Open a checkpoint: find its container by content, decode it, refuse what is something else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ckpt_tools.containers import safetensors, torch_zip
+from ckpt_tools.containers.base import Decoded, Warned
+from ckpt_tools.containers.foreign import refuse_foreign
+from ckpt_tools.errors import CkptError
+from ckpt_tools.files import Source
+from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
+from ckpt_tools.pickling.weights_only import refused
+from ckpt_tools.tree import Dict, Entry, List, Node, Object, Where, walk
+
+HEAD = 4096
+
+
+class Checkpoint:
+    """An open checkpoint: its tree without tensor data, and the file that it came from.
+
+    Use it in a `with` block, or call `close`; the file stays open for whoever wants the bytes.
+
+    Attributes:
+        path: the file. file_bytes: its size in bytes.
+        container: "torch-zip" or "safetensors".
+        root: the tree (see `ckpt_tools.tree`).
+        decoded: everything that the container's reader found.
+    """
+
+    def __init__(self, decoded: Decoded) -> None:
+        self.decoded = decoded
+        self.path: Path = decoded.source.path
+        self.file_bytes: int = decoded.source.size
+        self.container: str = decoded.container
+        self.root: Node = decoded.root
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; the tree stays readable."""
+        self.decoded.source.close()
+
+    @property
+    def warnings(self) -> list[Warned]:
+        """Oddities that did not keep the file from being read."""
+        return self.decoded.warnings
+
+    @property
+    def refused_globals(self) -> list[str]:
+        """The globals that `torch.load(weights_only=True)` would refuse."""
+        return refused(self.decoded.globals)
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor with its path, in order."""
+        return list(find_tensors(self.root))
+
+    @cached_property
+    def state_dicts(self) -> list[StateDict]:
+        """Every state dict with its path, in order."""
+        return find_state_dicts(self.root)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """One tensor of a tree and where it is. `unusual` is set for one that is no plain view on a storage."""
+
+    where: Where
+    node: Entry | Object
+    unusual: UnusualTensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateDict:
+    """A mapping name -> entry found in the tree."""
+
+    where: Where
+    node: Dict
+
+    @property
+    def names(self) -> list[str]:
+        """The names of its tensors, in order."""
+        return [key for key, value in self.node.items if type(key) is str and is_tensor(value)]
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint and decode its structure. Runs nothing, imports nothing, reads no tensor bytes.
+
+    Args:
+        path: a file; its container is found by content, not by extension.
+
+    Returns:
+        The open checkpoint.
+
+    Raises:
+        NotACheckpointError: the file is missing, or something else. UnsupportedContainerError: a container that this
+        version does not read. DamagedFileError, LimitError: the file breaks a promise of its format.
+    """
+    source = Source(path)
+    try:
+        head = source.read(0, min(HEAD, source.size))
+        if torch_zip.sniff(head):
+            return Checkpoint(torch_zip.decode(source))
+        if safetensors.sniff(head) or _claims_safetensors(source.path, head):
+            return Checkpoint(safetensors.decode(source))
+        raise refuse_foreign(source, head)
+    except CkptError as error:
+        source.close()
+        if str(source.path) not in error.what:
+            error.what = f"{source.path}: {error.what}"
+        raise
+    except BaseException:
+        source.close()
+        raise
+
+
+def _claims_safetensors(path: Path, head: bytes) -> bool:
+    """A damaged file that still calls itself safetensors, and looks like nothing else: say what is wrong with its header."""
+    return path.suffix == ".safetensors" and len(head) > 0 and head[:1] not in b"<{v\x1f" and any(head)
+
+
+def is_tensor(node: Node) -> bool:
+    """Whether a node is a tensor, plain or unusual."""
+    return type(node) is Entry or (type(node) is Object and unusual_tensor(node) is not None)
+
+
+def find_tensors(root: Node) -> Iterator[Tensor]:
+    """Every tensor below `root` with its path, in order."""
+    for where, node in walk(root, stop=is_tensor):
+        if type(node) is Entry:
+            yield Tensor(where, node)
+        elif type(node) is Object and (unusual := unusual_tensor(node)) is not None:
+            yield Tensor(where, node, unusual)
+
+
+def find_state_dicts(root: Node) -> list[StateDict]:
+    """Every state dict below `root`, wherever it is.
+
+    A dict is one when it maps text to tensors, and either a name has a dot in it, or at least half of its values are
+    tensors and none of the others holds tensors. Optimizer state (`state` and `param_groups`) is none, nor is anything in
+    it, nor what lies inside an object.
+    """
+    found = []
+    for where, node in walk(root, stop=_closed):
+        if type(node) is Dict and not is_optimizer(node) and _is_state_dict(node):
+            found.append(StateDict(where, node))
+    return found
+
+
+def _closed(node: Node) -> bool:
+    return type(node) is Object or (type(node) is Dict and is_optimizer(node))
+
+
+def is_optimizer(node: Node) -> bool:
+    """Whether a node is what `optimizer.state_dict()` gives."""
+    return type(node) is Dict and type(node.get("param_groups")) is List and type(node.get("state")) is Dict
+
+
+def _is_state_dict(node: Dict) -> bool:
+    tensors = [key for key, value in node.items if type(key) is str and is_tensor(value)]
+    if not tensors:
+        return False
+    if any("." in name for name in tensors):
+        return True
+    others = [value for key, value in node.items if not is_tensor(value)]
+    return len(others) <= len(tensors) and not any(_holds_tensors(value) for value in others)
+
+
+def _holds_tensors(node: Node) -> bool:
+    return any(is_tensor(below) for _, below in walk(node, stop=is_tensor))

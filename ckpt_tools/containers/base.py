@@ -1,0 +1,52 @@
+"""What every container's reader returns, and what its layout is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.files import Source
+from ckpt_tools.tree import Global, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something odd in a file that does not keep it from being read.
+
+    Attributes:
+        code: a short stable name.
+        found: what is there. expected: what should be.
+    """
+
+    code: str
+    found: str
+    expected: str = ""
+
+
+@dataclass(slots=True)
+class Decoded:
+    """What a container's `read` makes of a file.
+
+    Attributes:
+        container: the format's name.
+        root: the tree.
+        globals: every global that the file names, known ones too.
+        unusual: uses that torch's weights_only unpickler refuses although the globals are allowed.
+        metadata: text that the container carries beside the tree (safetensors' `__metadata__`).
+        warnings: oddities.
+        storage_bytes: bytes that the file spends on tensor data.
+        byteorder: "little" or "big", as the tensor bytes are stored.
+        has_checksums: whether the records carry a CRC-32.
+    """
+
+    container: str
+    root: Node
+    source: Source
+    globals: list[Global] = field(default_factory=list)
+    unusual: list[str] = field(default_factory=list)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    warnings: list[Warned] = field(default_factory=list)
+    storage_bytes: int = 0
+    byteorder: str = "little"
+    has_checksums: bool = False
+    root_folder: str = "archive"

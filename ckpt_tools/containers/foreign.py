@@ -1,0 +1,88 @@
+"""What a file is when it is no checkpoint that we read, told from its first bytes: one sentence each."""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tools.errors import CkptError, NotACheckpointError, UnsupportedContainerError
+from ckpt_tools.files import Source
+
+# What torch wrote before 1.6: the pickled magic number 0x1950a86a20f9469cfc6c.
+LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_KINDS = (
+    (b"\x1f\x8b", "a gzip archive", "Unpack it first: gunzip FILE."),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "Unpack it first."),
+    (b"\xfd7zXZ\x00", "an xz archive", "Unpack it first: unxz FILE."),
+    (b"BZh", "a bzip2 archive", "Unpack it first: bunzip2 FILE."),
+    (b"\x28\xb5\x2f\xfd", "a zstd archive", "Unpack it first: unzstd FILE."),
+    (b"Rar!", "a RAR archive", "Unpack it first."),
+    (b"\x89PNG", "a PNG picture", ""),
+    (b"\xff\xd8\xff", "a JPEG picture", ""),
+    (b"%PDF", "a PDF document", ""),
+    (b"\x89HDF\r\n", "an HDF5 file (Keras or old TensorFlow weights)", ""),
+    (b"GGUF", "a GGUF file", ""),
+    (b"\x93NUMPY", "a NumPy array file", ""),
+    (b"\x7fELF", "a program", ""),
+)  # fmt: skip
+_READS = "ckpt reads torch-zip (torch.save since 1.6) and safetensors files."
+
+
+def refuse_foreign(source: Source, head: bytes) -> CkptError:
+    """The error that says what the file is."""
+    path = source.path
+    if not head:
+        return NotACheckpointError(f"{path} is an empty file.", why="Whatever should have written it wrote nothing.")
+    for magic, kind, fix in _KINDS:
+        if head.startswith(magic):
+            return NotACheckpointError(f"{path} is {kind}, not a checkpoint.", fix=fix)
+    if head.startswith(b"version https://git-lfs.github.com/spec/"):
+        return _lfs_pointer(source, head)
+    if not any(head) and not any(any(source.read(at, min(1 << 20, source.size - at))) for at in range(0, source.size, 1 << 20)):
+        return NotACheckpointError(
+            f"{path} holds {source.size} zero bytes: it was never written.",
+            why="A disk that was full, or a copy that was interrupted, leaves such files.",
+            fix="Get the file again.",
+        )
+    return _pickle_or_tar(source, head) or _text(source, head)
+
+
+def _lfs_pointer(source: Source, head: bytes) -> CkptError:
+    size = re.search(rb"^size (\d+)", head, re.MULTILINE)
+    real = f" The real file has {size.group(1).decode()} bytes." if size else ""
+    return NotACheckpointError(
+        f"{source.path} is a git-LFS pointer, not the file itself.", why=f"git cloned the pointer only.{real}", fix="Run: git lfs pull"
+    )
+
+
+def _pickle_or_tar(source: Source, head: bytes) -> CkptError | None:
+    resave = "Load it with torch and save it again: torch.save(torch.load(FILE, weights_only=True), 'new.pth')."
+    if LEGACY_MAGIC in head[:32]:
+        return UnsupportedContainerError(
+            f"{source.path} is a torch-legacy stream (torch.save before 1.6).", why=_READS, fix=resave
+        )
+    if head[257:262] == b"ustar":
+        return UnsupportedContainerError(f"{source.path} is a tar archive, as torch 0.1 wrote.", why=_READS, fix=resave)
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
+        if LEGACY_MAGIC.replace(b"\n", b"\r\n") in head[:32]:
+            return NotACheckpointError(
+                f"{source.path} was damaged by a text-mode transfer.", why="Every line feed has a carriage return before it.",
+                fix="Transfer it again in binary mode.",
+            )  # fmt: skip
+        return UnsupportedContainerError(f"{source.path} is a plain pickle, not written by torch.save.", why=_READS)
+    return None
+
+
+def _text(source: Source, head: bytes) -> CkptError:
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    first = start.splitlines()[0][:80].decode("utf-8", "replace") if start else ""
+    if re.match(rb"<(!doctype html|html|head|body)", start, re.IGNORECASE):
+        title = re.search(rb"<title[^>]*>(.*?)</title", head, re.IGNORECASE | re.DOTALL)
+        named = f" Its title is {title.group(1).strip().decode('utf-8', 'replace')[:80]!r}." if title else ""
+        return NotACheckpointError(
+            f"{source.path} is a web page, not a checkpoint.", why=f"The server sent a page in place of the file.{named}",
+            fix="Download the file itself.",
+        )  # fmt: skip
+    if start[:1] in (b"{", b"[", b"<"):
+        kind = "XML" if start[:1] == b"<" else "JSON"
+        return NotACheckpointError(f"{source.path} is {kind} text, not a checkpoint.", why=f"It begins with {first!r}.")
+    return NotACheckpointError(f"{source.path} is not a checkpoint.", why=f"It begins with {head[:16]!r}. {_READS}")

@@ -1,0 +1,278 @@
+"""safetensors: an 8-byte little-endian length N, N bytes of JSON, then the tensors' bytes without holes.
+
+    header               MUST be UTF-8 JSON, an object that begins with "{", at most 100 MB, padded with spaces
+    NAME: {dtype, shape, data_offsets}   MUST cover the bytes from 0 to the end exactly, without overlap
+    __metadata__         MAY   a map of strings to strings
+
+Source: the safetensors README ("Format") and its `tensor.rs` (`Metadata::validate`).
+
+Two keys of our own in `__metadata__` carry what the format has no place for, as JSON: `ckpt_tools.aliases`, tied tensors
+(name -> the name that holds the bytes), and `ckpt_tools.state_dict_metadata`, the `_metadata` of the state dict.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from ckpt_tools.containers.base import Decoded, Warned
+from ckpt_tools.dtypes import BY_SAFETENSORS, DType
+from ckpt_tools.errors import ContainerLimitError, LimitError, SafetensorsError
+from ckpt_tools.files import Source
+from ckpt_tools.plan import Content, Literal, Piece, Range
+from ckpt_tools.tree import MAX_ELEMENTS, Dict, Entry, Storage, check, contiguous_stride
+
+MAX_HEADER = 100_000_000
+MAX_DEPTH = 128
+ALIASES = "ckpt_tools.aliases"
+STATE_DICT_METADATA = "ckpt_tools.state_dict_metadata"
+
+
+def sniff(head: bytes) -> bool:
+    """Whether a file that starts with these bytes may be a safetensors file."""
+    return len(head) >= 9 and head[8:9] == b"{"
+
+
+# --- reading
+
+
+def decode(source: Source) -> Decoded:
+    """Read the header; no tensor bytes.
+
+    Raises:
+        SafetensorsError: anything that safetensors would refuse, or that two readers could read differently.
+    """
+    header, data_start = _read_header(source)
+    warnings: list[Warned] = []
+    metadata = _metadata(header.pop("__metadata__", None) if "__metadata__" in header else {}, warnings)
+    size = source.size - data_start
+    spans: list[tuple[int, int, str]] = []
+    items: list[tuple[Any, Any]] = []
+    for index, (name, info) in enumerate(header.items()):
+        dtype, shape, begin, end = _tensor_info(name, info, warnings)
+        spans.append((begin, end, name))
+        storage = Storage(str(index), dtype, end - begin, None, Range(source, data_start + begin, end - begin))
+        entry = Entry(storage, dtype, shape, contiguous_stride(shape), 0)
+        check(entry, repr(name))
+        items.append((name, entry))
+    _check_spans(spans, size)
+    root = Dict(_restore_aliases(items, metadata), ordered=True)
+    root.attributes = _restore_state_dict_metadata(metadata)
+    return Decoded("safetensors", root, source, metadata=metadata, warnings=warnings, storage_bytes=size)
+
+
+def _read_header(source: Source) -> tuple[dict[str, Any], int]:
+    if source.size < 8:
+        raise SafetensorsError(f"The file has {source.size} bytes; a safetensors file starts with a length of 8 bytes.")
+    length = int.from_bytes(source.read(0, 8), "little")
+    if length > MAX_HEADER:
+        raise SafetensorsError(f"The safetensors header claims {length} bytes; {MAX_HEADER} is the limit.")
+    if length < 2 or 8 + length > source.size:
+        raise SafetensorsError(f"The safetensors header claims {length} bytes; {source.size - 8} follow.")
+    raw = source.read(8, length)
+    if not raw.startswith(b"{"):
+        raise SafetensorsError("The safetensors header does not begin with '{'.", why=f"It begins with {raw[:8]!r}.")
+    return _parse(raw), 8 + length
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        header: dict[str, Any] = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except UnicodeDecodeError:
+        raise SafetensorsError("The safetensors header is not UTF-8.") from None
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or a number of thousands of digits
+        raise SafetensorsError("The safetensors header is not JSON.", why=f"{error}.") from None
+    return header
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON value")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise SafetensorsError(f"The safetensors header has the key {twice!r} twice.")
+    for key in found:
+        _no_surrogates(key)
+    return found
+
+
+def _no_surrogates(text: str) -> None:
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise SafetensorsError(f"The safetensors header holds text with a lone surrogate, {text!r}.")
+
+
+def _metadata(value: Any, warnings: list[Warned]) -> dict[str, str]:
+    if value is None:
+        warnings.append(Warned("null-metadata", "__metadata__ is null", "a map of strings"))
+        return {}
+    if not isinstance(value, dict):
+        raise SafetensorsError("The safetensors metadata is not a map.")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise SafetensorsError(f"The safetensors metadata {key!r} is not text.")
+        _no_surrogates(text)
+    return value
+
+
+def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, tuple[int, ...], int, int]:
+    """dtype, torch's shape, and the bytes' begin and end."""
+    if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
+        raise SafetensorsError(f"Tensor {name!r} in the safetensors header lacks dtype, shape or data_offsets.")
+    for extra in info.keys() - {"dtype", "shape", "data_offsets"}:
+        if _depth(info[extra]) > MAX_DEPTH:
+            raise LimitError(f"The safetensors header is nested more than {MAX_DEPTH} deep at tensor {name!r}.")
+        warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
+    dtype = BY_SAFETENSORS.get(info["dtype"]) if isinstance(info["dtype"], str) else None
+    if dtype is None:
+        raise SafetensorsError(f"Tensor {name!r} has the unknown dtype {info['dtype']!r}.")
+    shape, offsets = info["shape"], info["data_offsets"]
+    if not isinstance(shape, list) or len(shape) > 1024 or any(type(size) is not int or size < 0 for size in shape):
+        raise SafetensorsError(f"Tensor {name!r} has the malformed shape {shape!r}.")
+    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(at) is not int or at < 0 for at in offsets):
+        raise SafetensorsError(f"Tensor {name!r} has the malformed data_offsets {offsets!r}.")
+    begin, end = offsets
+    bits = _elements(name, shape) * dtype.bits // dtype.packed
+    if bits % 8:
+        raise SafetensorsError(f"Tensor {name!r} of {dtype.safetensors} does not end on a whole byte.")
+    if end - begin != bits // 8:
+        raise SafetensorsError(f"Tensor {name!r} needs {bits // 8} bytes and has the offsets {begin} to {end}.")
+    return dtype, _torch_shape(name, shape, dtype), begin, end
+
+
+def _elements(name: str, shape: list[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+        if count > MAX_ELEMENTS or size > MAX_ELEMENTS:
+            raise SafetensorsError(f"Tensor {name!r} has the impossible shape {shape!r}.")
+    return count
+
+
+def _torch_shape(name: str, shape: list[int], dtype: DType) -> tuple[int, ...]:
+    """torch counts float4 in pairs, safetensors one by one."""
+    if dtype.packed == 1 or not shape:
+        return tuple(shape)
+    if shape[-1] % dtype.packed:
+        raise SafetensorsError(f"Tensor {name!r} of {dtype.safetensors} has an odd last size.")
+    return (*shape[:-1], shape[-1] // dtype.packed)
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            part
+            for node in level
+            if isinstance(node, dict | list)
+            for part in (node.values() if isinstance(node, dict) else node)
+        ]
+    return depth
+
+
+def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
+    """The tensors cover the bytes exactly, one after another."""
+    at = 0
+    for begin, end, name in sorted(spans):
+        if begin != at:
+            what = "overlaps another" if begin < at else "leaves a hole before it"
+            raise SafetensorsError(f"Tensor {name!r} {what}: it begins at {begin}, where {at} is expected.")
+        at = end
+    if at != size:
+        what = "is cut off" if at > size else "has bytes that no tensor claims"
+        raise SafetensorsError(f"The file {what}: its tensors end at {at}, its data at {size}.", fix="Get the file again.")
+
+
+def _restore_aliases(items: list[tuple[Any, Any]], metadata: Mapping[str, str]) -> list[tuple[Any, Any]]:
+    """The items with tied tensors put back at their places: an alias is an entry on the storage of another."""
+    aliases = _json_map(metadata.get(ALIASES))
+    if not aliases:
+        return items
+    entries = dict(items)
+    result = list(items)
+    for name, target in aliases.items():
+        if not isinstance(target, dict) or target.get("of") not in entries or name in entries:
+            raise SafetensorsError(f"The tied tensor {name!r} refers to a tensor that is not there.")
+        place = target.get("index")
+        index = place if type(place) is int and 0 <= place <= len(result) else len(result)
+        result.insert(index, (name, entries[target["of"]]))
+    return result
+
+
+def _restore_state_dict_metadata(metadata: Mapping[str, str]) -> Dict | None:
+    """The `_metadata` attribute of the state dict, where one was kept."""
+    paths = _json_map(metadata.get(STATE_DICT_METADATA))
+    if not paths:
+        return None
+    rows: list[tuple[Any, Any]] = []
+    for path, row in paths.items():
+        if not isinstance(row, dict) or any(isinstance(value, dict | list) for value in row.values()):
+            return None
+        rows.append((path, Dict(list(row.items()))))
+    return Dict([("_metadata", Dict(rows, ordered=True))])
+
+
+def _json_map(text: str | None) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text) if text else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+# --- laying out
+
+
+def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str]) -> list[Piece]:
+    """The pieces of a safetensors file.
+
+    Names stand in the header in the order given. The bytes are ordered by element size, largest first, as safetensors does,
+    so that every tensor is aligned to its element.
+
+    Args:
+        tensors: name -> (entry, its bytes row-major).
+        metadata: the `__metadata__`.
+
+    Raises:
+        ContainerLimitError: a dtype without a safetensors code, a header over 100 MB, a tensor called `__metadata__`.
+    """
+    if "__metadata__" in tensors:
+        raise ContainerLimitError("safetensors reserves the name '__metadata__'; a tensor has it.", fix="Use --rename.")
+    offsets: dict[str, list[int]] = {}
+    contents: list[Content] = []
+    at = 0
+    for name, (entry, content) in sorted(tensors.items(), key=lambda item: -item[1][0].dtype.itemsize):
+        offsets[name] = [at, at + content.length]
+        at += content.length
+        contents.append(content)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    for name, (entry, _) in tensors.items():
+        header[name] = {"dtype": _code(name, entry), "shape": _safetensors_shape(entry), "data_offsets": offsets[name]}
+    try:
+        raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise ContainerLimitError("A tensor's name holds a lone surrogate, which a safetensors header cannot.") from None
+    raw += b" " * (-len(raw) % 8)
+    if len(raw) > MAX_HEADER:
+        raise ContainerLimitError(f"The safetensors header would take {len(raw)} bytes; {MAX_HEADER} is the limit.")
+    return [Piece(Literal(len(raw).to_bytes(8, "little") + raw)), *map(Piece, contents)]
+
+
+def _code(name: str, entry: Entry) -> str:
+    if entry.dtype.safetensors is None or (entry.dtype.packed > 1 and not entry.shape):
+        raise ContainerLimitError(
+            f"{name!r} is {entry.dtype.name}, which safetensors has no type for.", fix=f"Leave it out: --drop '{name}'."
+        )
+    return entry.dtype.safetensors
+
+
+def _safetensors_shape(entry: Entry) -> list[int]:
+    shape = list(entry.shape)
+    if shape and entry.dtype.packed > 1:
+        shape[-1] *= entry.dtype.packed
+    return shape

@@ -1,0 +1,290 @@
+"""Our own reading of a zip's central directory: as torch (miniz) reads it, and refusing what two readers could read apart.
+
+Python's zipfile is no alternative: the last duplicate wins there, CRC 0 is refused, one bad extra field refuses all.
+Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.12 (central), 4.3.14 and 4.3.15 (zip64 end), 4.3.16 (end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from struct import Struct
+
+from ckpt_tools.errors import LimitError, ZipError
+from ckpt_tools.files import Source
+
+LOCAL = Struct("<4s5H3I2H")
+CENTRAL = Struct("<4s6H3I5H2I")
+END = Struct("<4s4H2IH")
+END64 = Struct("<4sQ2H2I4Q")
+LOCATOR64 = Struct("<4sIQI")
+MAX_RECORDS = 1_000_000
+_MAX_COMMENT = 65535
+_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_ENCRYPTED, _PATCHED, _STRONG, _MASKED = 1, 1 << 5, 1 << 6, 1 << 13
+_METHODS = {1: "shrink", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz", 98: "ppmd"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """One record. `header` is where its local header starts, `data` where its bytes do, `following` where what comes next does."""
+
+    name: str
+    header: int
+    data: int
+    size: int
+    compressed: int
+    crc: int
+    deflated: bool
+    flags: int
+    following: int = 0
+
+    @property
+    def end(self) -> int:
+        """Where its bytes end."""
+        return self.data + self.compressed
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The records in file order, where the central directory starts, and how many bytes come after the end record."""
+
+    records: list[Record]
+    start: int
+    trailing: int
+
+
+def read_directory(source: Source) -> Directory:
+    """Read and check the directory of a zip file.
+
+    Raises:
+        ZipError: anything that torch would refuse, or that two readers could read differently.
+        LimitError: more than a million records.
+    """
+    tail_start = max(0, source.size - _MAX_COMMENT - END.size)
+    tail = source.read(tail_start, source.size - tail_start)
+    end = _find_end(source, tail, tail_start)
+    _, disk, first_disk, on_disk, count, size, start, _ = END.unpack_from(tail, end - tail_start)
+    trailing = source.size - end - END.size - _comment_length(tail, end - tail_start)
+    directory_end = end
+    wide = _read_zip64(source, end)
+    if wide is not None:
+        directory_end, wide_fields = wide
+        _agree((disk, first_disk, on_disk, count, size, start), wide_fields)
+        disk, first_disk, on_disk, count, size, start = wide_fields
+    if disk or first_disk or on_disk != count:
+        raise ZipError("The zip is one part of several.", why="torch writes single archives.")
+    if count > MAX_RECORDS:
+        raise LimitError(f"The zip directory lists {count} records; {MAX_RECORDS} is the limit.")
+    _check_place(source, start, size, directory_end)
+    records = _read_central(source, source.read(start, size), count, start)
+    _check_names(records)
+    return Directory(_in_file_order(records, start), start, trailing)
+
+
+def _comment_length(tail: bytes, at: int) -> int:
+    return int.from_bytes(tail[at + 20 : at + 22], "little")
+
+
+def _find_end(source: Source, tail: bytes, tail_start: int) -> int:
+    """The offset of the end record: the last signature, unless it lies inside the comment of an earlier one."""
+    last = len(tail)
+    while (last := tail.rfind(b"PK\x05\x06", 0, last)) >= 0 and last + END.size > len(tail):
+        pass
+    if last < 0:
+        raise _no_directory(source)
+    if last + END.size + _comment_length(tail, last) > len(tail):
+        raise ZipError("The zip's end record claims a comment longer than the file.")
+    earlier = last
+    while (earlier := tail.rfind(b"PK\x05\x06", 0, earlier)) >= 0:
+        if earlier + END.size + _comment_length(tail, earlier) > last and _plausible_end(source, tail, earlier, tail_start):
+            raise ZipError(
+                "The zip has an end record inside the comment of another.",
+                why="Two programs would read two different archives.",
+            )
+    return tail_start + last
+
+
+def _plausible_end(source: Source, tail: bytes, at: int, tail_start: int) -> bool:
+    """Whether these bytes, found by their signature alone, point to a central directory."""
+    *_, size, start, _ = END.unpack_from(tail, at)
+    return start == _FULL32 or (start + size <= tail_start + at and source.read(start, 4) in (b"PK\x01\x02", b"PK\x05\x06"))
+
+
+def _no_directory(source: Source) -> ZipError:
+    return ZipError(
+        "The zip directory at the end of the file is missing.",
+        why=f"The file ends after {source.size} bytes; PyTorch says 'failed finding central directory'.",
+        fix="The file was cut off, most often by an interrupted download or a full disk: get it again.",
+    )
+
+
+def _read_zip64(source: Source, end: int) -> tuple[int, tuple[int, ...]] | None:
+    """Where the zip64 end record starts, and its fields; None when there is none."""
+    if end < LOCATOR64.size:
+        return None
+    signature, disk, at, disks = LOCATOR64.unpack(source.read(end - LOCATOR64.size, LOCATOR64.size))
+    if signature != b"PK\x06\x07":
+        return None
+    if disk or disks != 1:
+        raise ZipError("The zip is one part of several.", why="torch writes single archives.")
+    if at + END64.size > end - LOCATOR64.size:
+        raise _misplaced(source, f"its zip64 end record is said to be at {at}")
+    signature, record_size, _, _, disk, first_disk, on_disk, count, size, start = END64.unpack(source.read(at, END64.size))
+    if signature != b"PK\x06\x06" or at + 12 + record_size != end - LOCATOR64.size:
+        raise _misplaced(source, f"there is no zip64 end record at {at}")
+    return at, (disk, first_disk, on_disk, count, size, start)
+
+
+def _agree(plain: tuple[int, ...], wide: tuple[int, ...]) -> None:
+    for index, (narrow, full) in enumerate(zip(plain, wide, strict=True)):
+        limit = _FULL16 if index < 4 else _FULL32
+        if narrow != full and narrow != limit:
+            raise ZipError(
+                "The zip's two end records disagree.", why=f"One says {narrow}, the zip64 one {full}: two programs would differ."
+            )
+
+
+def _check_place(source: Source, start: int, size: int, directory_end: int) -> None:
+    if start + size != directory_end:
+        raise _misplaced(source, f"it should end at {start + size} and ends at {directory_end}")
+
+
+def _misplaced(source: Source, why: str) -> ZipError:
+    """The directory is not where the end record says: bytes were put before or removed, or the file was damaged."""
+    head = source.read(0, min(source.size, 1 << 20))
+    if b"\r\n" in head and b"\n" not in head.replace(b"\r\n", b""):
+        reason = "Every line feed has a carriage return before it: the file went through a text-mode transfer."
+        return ZipError("The zip directory is not where the file says.", why=reason, fix="Transfer it again in binary mode.")
+    if head.startswith(b"PK\x03\x04"):
+        reason = "Either bytes are missing or added in the middle, or several zips were put one after another (a .distcp shard)."
+    else:
+        reason = "There are bytes in front of the archive."
+    return ZipError(f"The zip directory is not where the file says: {why}.", why=reason)
+
+
+def _read_central(source: Source, data: bytes, count: int, start: int) -> list[Record]:
+    records, at = [], 0
+    for _ in range(count):
+        if at + CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
+            raise ZipError(f"The zip directory is damaged at offset {start + at}.", why="There is no entry where one is counted.")
+        record, at = _read_entry(source, data, at, start)
+        if record is not None:
+            records.append(record)
+    if at != len(data):
+        raise ZipError(f"The zip directory lists more than the {count} records that the end record counts.")
+    return records
+
+
+def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[Record | None, int]:
+    """One entry of the central directory, with its local header checked; None for an empty folder entry."""
+    fields = CENTRAL.unpack_from(data, at)
+    _, _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length, comment, disk, _, attributes, header = fields
+    name_end = at + CENTRAL.size + name_length
+    extra_end = name_end + extra_length
+    following = extra_end + comment
+    if following > len(data):
+        raise ZipError(f"The zip directory is damaged at offset {directory + at}.", why="An entry runs past its end.")
+    raw_name = data[at + CENTRAL.size : name_end]
+    name = _checked_name(raw_name)
+    if extra_length:
+        size, compressed, header = _zip64_fields(data[name_end:extra_end], size, compressed, header, name)
+    if disk not in (0, _FULL16):
+        raise ZipError("The zip is one part of several.", why="torch writes single archives.")
+    if name.endswith("/") or attributes & 0x10:
+        if size or compressed:
+            raise ZipError(f"The zip record {name!r} is marked as a folder and has data.")
+        return None, following
+    _check_kind(name, flags, method, size, compressed)
+    start = _check_local(source, raw_name, name, flags, method, header, (crc, compressed, size), directory)
+    return Record(name, header, start, size, compressed, crc, method == 8, flags), following
+
+
+def _checked_name(raw: bytes) -> str:
+    """A record name. It is only ever looked up, never used as a path; what other readers could trip over is refused."""
+    try:
+        name = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ZipError(f"The zip record name {raw!r} is not UTF-8.") from None
+    parts = name.split("/")
+    if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts or "" in parts[:-1]:
+        raise ZipError(f"The zip record name {name!r} is not one that torch writes.")
+    return name
+
+
+def _zip64_fields(extra: bytes, size: int, compressed: int, header: int, name: str) -> tuple[int, int, int]:
+    """Sizes and offset with those that do not fit 32 bits taken from the zip64 extra field."""
+    for tag, body in _extra_fields(extra, name):
+        if tag != 1:
+            continue
+        values = [int.from_bytes(body[i : i + 8], "little") for i in range(0, len(body) - 7, 8)]
+        wanted = [size, compressed, header]
+        for index, value in enumerate(wanted):
+            if value == _FULL32:
+                if not values:
+                    raise ZipError(f"The zip64 field of record {name!r} is too short.")
+                wanted[index] = values.pop(0)
+        size, compressed, header = wanted
+    return size, compressed, header
+
+
+def _extra_fields(extra: bytes, name: str) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at < len(extra):
+        length = int.from_bytes(extra[at + 2 : at + 4], "little")
+        if at + 4 + length > len(extra):
+            raise ZipError(f"An extra field of zip record {name!r} is malformed.")
+        yield int.from_bytes(extra[at : at + 2], "little"), extra[at + 4 : at + 4 + length]
+        at += 4 + length
+
+
+def _check_kind(name: str, flags: int, method: int, size: int, compressed: int) -> None:
+    if flags & (_ENCRYPTED | _PATCHED | _STRONG | _MASKED):
+        raise ZipError(f"The zip record {name!r} is encrypted or a patch (flags {flags:#06x}).")
+    if method not in (0, 8):
+        kind = _METHODS.get(method, f"method {method}")
+        raise ZipError(f"The zip record {name!r} is compressed with {kind}.", why="torch reads stored and deflated records.")
+    if method == 0 and size != compressed:
+        raise ZipError(f"The zip record {name!r} is stored with two sizes, {compressed} and {size}.")
+
+
+def _check_local(
+    source: Source, raw: bytes, name: str, flags: int, method: int, header: int, sums: tuple[int, int, int], directory: int
+) -> int:
+    """Where the record's bytes start, after comparing its local header with the central entry."""
+    length = LOCAL.size + len(raw)
+    local = source.read(header, length) if header + length <= directory else b""
+    if local[:4] != b"PK\x03\x04":
+        raise ZipError(f"The zip record {name!r} is not where the directory says (offset {header}).")
+    _, _, local_flags, local_method, _, _, crc, compressed, size, name_length, extra_length = LOCAL.unpack_from(local)
+    if local[LOCAL.size :] != raw or name_length != len(raw):
+        raise ZipError(f"The zip record {name!r} has another name in its local header.", why="Two programs would read two files.")
+    if local_method != method or (local_flags ^ flags) & _ENCRYPTED:
+        raise ZipError(f"The zip record {name!r} says in its local header that it is packed in another way.")
+    if not local_flags & 8 and (crc, compressed, size) != sums and _FULL32 not in (compressed, size):
+        raise ZipError(f"The zip record {name!r} has another size or CRC-32 in its local header.")
+    start = header + length + extra_length
+    if start + sums[1] > directory:
+        raise ZipError(f"The zip record {name!r} reaches into the zip directory: the file is cut or damaged.")
+    return start
+
+
+def _check_names(records: list[Record]) -> None:
+    folded: dict[str, Record] = {}
+    for record in records:
+        other, name = folded.setdefault(record.name.casefold(), record).name, record.name
+        if folded[name.casefold()] is record:
+            continue
+        if other == name:
+            raise ZipError(f"The zip holds two records named {name!r}.", why="Two programs would read two different ones.")
+        raise ZipError(f"The zip records {other!r} and {name!r} differ only in case.", why="torch would mix them up.")
+
+
+def _in_file_order(records: list[Record], directory: int) -> list[Record]:
+    """The records by offset, each knowing where the next begins; ZipError when two overlap."""
+    ordered = sorted(records, key=lambda record: record.header)
+    starts = [record.header for record in ordered[1:]] + [directory]
+    for record, other, start in zip(ordered, [*ordered[1:], None], starts, strict=True):
+        if record.end > start:
+            raise ZipError(f"The zip record {record.name!r} overlaps {repr(other.name) if other else 'the zip directory'}.")
+    return [replace(record, following=start) for record, start in zip(ordered, starts, strict=True)]

@@ -1,0 +1,318 @@
+"""Convert a checkpoint: edit its tree, lay the result out in a container, move the bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from ckpt_tools import casts, flatten, plain, transforms
+from ckpt_tools.checkpoint import Checkpoint, StateDict, find_state_dicts, find_tensors, open_checkpoint
+from ckpt_tools.containers import safetensors, torch_zip
+from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
+from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
+from ckpt_tools.files import free_bytes, no_space, output_target, replacing
+from ckpt_tools.names import strip_leading, strip_module, unwrap
+from ckpt_tools.plan import Piece, total
+from ckpt_tools.transforms import Rename, dotted
+from ckpt_tools.tree import Node, Where
+from ckpt_tools.writer import Progress, write
+
+ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
+Format: TypeAlias = Literal["pth", "safetensors"]
+_SUFFIXES: dict[str, Format] = {".safetensors": "safetensors"}
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedNames:
+    """What happened to the names of one state dict."""
+
+    where: list[str | int]
+    tensors: int
+    renamed: int
+    examples: list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFate:
+    """What became of one object."""
+
+    where: list[str | int]
+    name: str
+    became: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something the user should know: `code` is stable, `text` a sentence."""
+
+    code: str
+    text: str
+
+
+@dataclass(slots=True)
+class Converted:
+    """The report of a conversion.
+
+    Attributes:
+        source, target: the two paths. container: the output's. dry_run: whether nothing was written.
+        state_dicts: what happened to the names, per state dict.
+        dropped: paths of the tensors and values that were left out, with the reason.
+        objects: every object that was exchanged or dropped.
+        devices: "from -> to": number of storages.
+        casts: number of tensors cast, by "from -> to". overflowed: tensor name -> finite values that became infinite.
+        optimizer_names: how many `param_names` changed.
+        aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
+        notes: what else the user should know.
+        tensors, bytes: tensors in the output, and its size. seconds: how long it took.
+    """
+
+    source: str
+    target: str
+    container: str = ""
+    dry_run: bool = False
+    state_dicts: list[RenamedNames] = field(default_factory=list)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    objects: list[ObjectFate] = field(default_factory=list)
+    devices: dict[str, int] = field(default_factory=dict)
+    casts: dict[str, int] = field(default_factory=dict)
+    overflowed: dict[str, int] = field(default_factory=dict)
+    optimizer_names: int = 0
+    aliases: dict[str, str] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    tensors: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    strip_module: bool = False,
+    add_module: bool = False,
+    unwrap: bool = False,
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    rename: Sequence[str] = (),
+    keep: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    select: str | None = None,
+    map_location: str | None = None,
+    dtype: str | None = None,
+    dtype_only: Sequence[str] = (),
+    objects: ObjectsPolicy | None = None,
+    format: Format | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    verify: bool = False,
+    fsync: bool = False,
+    progress: Progress | None = None,
+) -> Converted:
+    """Read `source`, edit it, write `target`: the whole new file, or nothing.
+
+    The steps come in this order: select, objects, keep and drop (by the names in `source`), names (strip_module, unwrap,
+    strip_prefix, rename, add_prefix, add_module), devices, dtype.
+
+    Args:
+        source: the checkpoint to read. target: the file to write.
+        strip_module: remove leading `module.`, repeated ones too, in every state dict. add_module: put one before every name.
+        unwrap: remove every known wrapper, in any order and depth.
+        strip_prefix, add_prefix: any literal prefix.
+        rename: `REGEX=REPLACEMENT`, applied in order with `re.sub`.
+        keep, drop: globs on tensor names or dotted paths.
+        select: the dotted path of a state dict or subtree that becomes the whole output.
+        map_location: one device for all storages, or `from=to` pairs separated by commas.
+        dtype: cast float tensors: bf16, fp16, fp32 or fp64. dtype_only: globs that say which.
+        objects: what happens to objects that are not plain data; without it a file that has some is refused.
+        format: "pth" or "safetensors"; else by the target's extension.
+        overwrite: replace an existing target. dry_run: only report. verify: check CRC-32s while copying.
+        fsync: make a new file durable before returning (a replaced one always is).
+        progress: called with (bytes written, bytes in total).
+
+    Returns:
+        The report.
+
+    Raises:
+        CkptError: see `ckpt_tools.errors`; nothing has been written then.
+    """
+    started = time.perf_counter()
+    names = _Names(strip_module, add_module, unwrap, strip_prefix, add_prefix, rename)
+    if dtype is not None and dtype not in CAST_TARGETS:
+        raise UsageError(f"--dtype {dtype!r} is none of bf16, fp16, fp32, fp64.")
+    if dtype_only and dtype is None:
+        raise UsageError("--dtype-only says which tensors --dtype casts; --dtype is missing.")
+    retag = transforms.parse_map_location(map_location) if map_location is not None else None
+    kind = output_format(target, format)
+    if not dry_run or not overwrite:
+        output_target(target, overwrite=overwrite or dry_run)
+    with open_checkpoint(source) as checkpoint:
+        report = Converted(str(source), str(target), "torch-zip" if kind == "pth" else "safetensors", dry_run)
+        report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
+        root = checkpoint.root if select is None else transforms.select(checkpoint.root, select)
+        root = _apply_objects(root, checkpoint, objects, report, selected=select is not None)
+        if keep or drop:
+            gone = transforms.filter_tensors(root, keep, drop)
+            report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
+        names.apply(root, report)
+        if retag is not None:
+            root, report.devices = transforms.map_devices(root, retag)
+            _note_devices(report, checkpoint, kind, map_location)
+        root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
+        if dtype is not None:
+            root, casting = casts.cast_floats(root, DTYPES[CAST_TARGETS[dtype]], dtype_only)
+            report.casts = casting.moves
+        report.tensors = sum(1 for _ in find_tensors(root))
+        pieces = _lay_out(root, checkpoint, kind, report, objects, verify=verify)
+        report.bytes = total(pieces)
+        if not dry_run:
+            _write(pieces, checkpoint, target, report.bytes, progress, overwrite=overwrite, fsync=fsync)
+            if dtype is not None:
+                report.overflowed = casting.overflowed()
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def output_format(target: str | os.PathLike[str], format: Format | None) -> Format:
+    """The container of an output: as said, else by extension; anything but `.safetensors` is a torch-zip."""
+    if format not in (None, "pth", "safetensors"):
+        raise UsageError(f"--format {format!r} is neither pth nor safetensors.")
+    return format or _SUFFIXES.get(Path(target).suffix, "pth")
+
+
+class _Names:
+    """The name options, checked and put together into one function of a name."""
+
+    def __init__(
+        self, strip: bool, add: bool, unwrapping: bool, strip_prefix: str | None, add_prefix: str | None, rename: Sequence[str]
+    ) -> None:
+        if strip and add:
+            raise UsageError("--strip-module and --add-module contradict each other.")
+        if strip_prefix == "" or add_prefix == "":
+            raise UsageError("A prefix cannot be empty.")
+        self.steps: list[tuple[str, Rename]] = []
+        if strip:
+            self.steps.append(("--strip-module", strip_module))
+        if unwrapping:
+            self.steps.append(("--unwrap", unwrap))
+        if strip_prefix is not None:
+            self.steps.append((f"--strip-prefix {strip_prefix}", lambda name: strip_leading(name, strip_prefix)))
+        for text in rename:
+            pattern, replacement = transforms.parse_rename(text)
+            self.steps.append((f"--rename {text!r}", lambda name, p=pattern, r=replacement: p.sub(r, name)))  # type: ignore[misc]
+        for prefix in (add_prefix, "module." if add else None):
+            if prefix is not None:
+                self.steps.append(("--add-prefix", lambda name, prefix=prefix: prefix + name))  # type: ignore[misc]
+
+    def apply(self, root: Node, report: Converted) -> None:
+        """Rename in every state dict and every optimizer, and report it."""
+        found = find_state_dicts(root)
+        if self.steps:
+            self._check_matches(found, report)
+        for state_dict in found:
+            renamed = transforms.rename_state_dict(state_dict, self.rename)
+            examples = list(renamed.changes.items())[:3]
+            report.state_dicts.append(RenamedNames(list(renamed.where), renamed.tensors, len(renamed.changes), examples))
+        if self.steps:
+            report.optimizer_names = transforms.rename_optimizers(root, self.rename)
+
+    def rename(self, name: str) -> str:
+        """The new name."""
+        for _, step in self.steps:
+            name = step(name)
+        return name
+
+    def _check_matches(self, found: list[StateDict], report: Converted) -> None:
+        """A --rename that changes nothing is refused; another option that changes nothing is noted."""
+        if not found:
+            raise NothingMatchedError("There is no state dict to rename in.", why="No mapping of names to tensors was found.")
+        names = [name for state_dict in found for name in state_dict.names]
+        for option, step in self.steps:
+            new = [step(name) for name in names]
+            if new == names and option.startswith("--rename"):
+                raise NothingMatchedError(f"{option} changes no name.", fix="ckpt inspect --all FILE lists the names.")
+            if new == names:
+                report.notes.append(Note("no-prefix", f"{option}: no name has the prefix; the names stay as they are."))
+            names = new
+
+
+def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool) -> Node:
+    if policy not in (None, "keep", "plain", "drop"):
+        raise UsageError(f"--objects {policy!r} is none of keep, plain, drop.")
+    unknown = plain.find_unknown(root)
+    present = {name for _, name in unknown}
+    hidden = [] if selected else [g for g in checkpoint.decoded.globals if not plain.is_known(g) and str(g) not in present]
+    if policy is None and (unknown or hidden):
+        raise _objects_error(checkpoint, unknown, [str(name) for name in hidden])
+    for name in hidden:
+        report.objects.append(ObjectFate([], str(name), "dropped"))
+    if policy in (None, "keep"):
+        return root
+    root, fates = plain.make_plain(root) if policy == "plain" else plain.drop_unknown(root)
+    report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+    if root is None or root is plain.DROP:
+        raise NothingMatchedError("Nothing would be left.", why="The whole checkpoint is one object that has no plain form.")
+    return root
+
+
+def _objects_error(checkpoint: Checkpoint, unknown: list[tuple[Where, str]], hidden: list[str]) -> ObjectsError:
+    lines = [f"{dotted(where) or 'the root'}: {name}" for where, name in unknown]
+    lines += [f"{name} (named by the pickle, not part of what it makes)" for name in hidden]
+    more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+    return ObjectsError(
+        f"{checkpoint.path} holds objects that are not plain data.", why="; ".join(lines[:8]) + more + ".",
+        fix="Choose with --objects: 'plain' makes data of them, 'drop' leaves them out, 'keep' keeps them as they are.",
+    )  # fmt: skip
+
+
+def _note_devices(report: Converted, checkpoint: Checkpoint, kind: Format, spec: str | None) -> None:
+    if "safetensors" in (checkpoint.container, report.container):
+        report.notes.append(Note("no-device-tags", "safetensors has no device tags, so --map-location changes nothing in it."))
+    elif not report.devices:
+        report.notes.append(Note("devices-unchanged", f"--map-location {spec}: no storage had to change."))
+
+
+def _lay_out(
+    root: Node, checkpoint: Checkpoint, kind: Format, report: Converted, objects: str | None, *, verify: bool
+) -> list[Piece]:
+    decoded = checkpoint.decoded
+    if verify and not decoded.has_checksums:
+        report.notes.append(Note("no-checksums", "--verify: the input carries no checksums."))
+    if kind == "safetensors":
+        flat = flatten.flatten(root, objects=objects, metadata=decoded.metadata)
+        report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
+        report.notes += [Note(code, text) for code, text in flat.notes]
+        report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
+        pieces = safetensors.lay_out(flat.tensors, flat.metadata)
+        return casts.checked(pieces, decoded, root) if verify and decoded.has_checksums else pieces
+    if decoded.container == "safetensors":
+        lost = [key for key in decoded.metadata if key not in (safetensors.ALIASES, safetensors.STATE_DICT_METADATA, "format")]
+        report.dropped += [(key, "safetensors metadata; a .pth has no place for it") for key in lost]
+    if not report.tensors and checkpoint.tensors:
+        raise NothingMatchedError("No tensor would be left.")
+    verify = verify and decoded.has_checksums
+    pieces = torch_zip.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums, verify=verify)
+    return casts.checked(pieces, decoded, root) if verify else pieces
+
+
+def _write(
+    pieces: list[Piece], checkpoint: Checkpoint, target: str | os.PathLike[str], size: int, progress: Progress | None,
+    *, overwrite: bool, fsync: bool,
+) -> None:  # fmt: skip
+    """Write beside the target, make sure that the input is still what was read, then take the target's name."""
+    folder = output_target(target, overwrite=overwrite)
+    free = free_bytes(folder.parent)
+    if free is not None and free < size:
+        raise no_space(folder, size)
+    with replacing(target, overwrite=overwrite, durable=fsync) as output:
+        write(pieces, output, progress)
+        checkpoint.decoded.source.check_unchanged()
+        checkpoint.close()
+

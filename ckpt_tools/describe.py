@@ -1,0 +1,271 @@
+"""Describe a checkpoint: everything `ckpt inspect` shows, as plain data."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ckpt_tools.checkpoint import Checkpoint, Tensor, is_optimizer, is_tensor, open_checkpoint
+from ckpt_tools.names import MODULE, wrappers_in
+from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.transforms import dotted
+from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage, Where, reachable, walk
+
+MAX_VALUES = 1000
+MAX_TEXT = 4096
+_SHOWN_ITEMS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing worth knowing, with the command that mends it.
+
+    `severity` is "info", "warning" or "problem"; `where` a path from the root.
+    """
+
+    code: str
+    severity: str
+    where: list[str | int]
+    found: str
+    expected: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a checkpoint holds. The fields are the contract of `ckpt inspect --json`, see docs/json.md."""
+
+    path: str
+    container: str
+    file_bytes: int
+    state_dicts: list[dict[str, Any]]
+    tensors: list[dict[str, Any]]
+    totals: dict[str, Any]
+    tied: list[list[str]]
+    values: dict[str, Any]
+    objects: list[dict[str, Any]]
+    globals: list[str]
+    weights_only: dict[str, Any]
+    metadata: dict[str, str]
+    findings: list[Finding]
+
+    def to_json(self) -> dict[str, Any]:
+        """The description as plain data."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"findings": [asdict(row) for row in self.findings]}
+
+
+def inspect(path: str | os.PathLike[str]) -> Description:
+    """Describe the checkpoint at a path. Reads its structure, no tensor bytes; runs and imports nothing.
+
+    Raises:
+        CkptError: see `ckpt_tools.open_checkpoint`.
+    """
+    with open_checkpoint(path) as checkpoint:
+        return describe(checkpoint)
+
+
+def describe(checkpoint: Checkpoint) -> Description:
+    """Describe an open checkpoint."""
+    names = {state_dict.where: frozenset(state_dict.names) for state_dict in checkpoint.state_dicts}
+    rows = [_tensor_row(tensor, names) for tensor in checkpoint.tensors]
+    refused = checkpoint.refused_globals
+    reasons = [] if refused else [f"it uses {reason}" for reason in checkpoint.decoded.unusual]
+    state_dicts = _state_dicts(checkpoint, rows)
+    totals = {
+        "tensors": len(rows),
+        "parameters": sum(row["parameters"] for row in state_dicts) if state_dicts else _numbers(rows),
+        "bytes": sum(row["bytes"] for row in rows),
+        "storage_bytes": checkpoint.decoded.storage_bytes,
+        "dtypes": dict(Counter(row["dtype"] for row in rows)),
+        "devices": dict(Counter(row["device"] for row in rows if row["device"] is not None)),
+    }
+    return Description(
+        str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals, _tied(checkpoint, names),
+        dict(_values(checkpoint.root)), _objects(checkpoint.root), [str(name) for name in checkpoint.decoded.globals],
+        {"loads": not refused and not reasons, "refused": refused, "reasons": reasons},
+        dict(checkpoint.decoded.metadata), list(_findings(checkpoint, state_dicts, totals, refused, reasons)),
+    )  # fmt: skip
+
+
+def _tensor_row(tensor: Tensor, names: dict[Where, frozenset[str]]) -> dict[str, Any]:
+    where, node = tensor.where, tensor.node
+    last = where[-1] if where else None
+    name = last if isinstance(last, str) and last in names.get(where[:-1], ()) else None
+    row: dict[str, Any] = {"where": list(where), "name": name}
+    if type(node) is Entry:
+        storage = node.storage
+        return row | {
+            "dtype": node.dtype.name, "shape": list(node.shape), "stride": list(node.stride), "offset": node.offset,
+            "device": storage.device, "bytes": node.nbytes, "storage": storage.key, "requires_grad": node.requires_grad,
+            "kind": node.kind,
+        }  # fmt: skip
+    unusual, storages = tensor.unusual, _storages(node)
+    assert unusual is not None
+    return row | {
+        "dtype": unusual.dtype.name if unusual.dtype else None,
+        "shape": _list(unusual.shape), "stride": _list(unusual.stride), "offset": None,
+        "device": "meta" if unusual.kind == "meta" else storages[0].device if storages else None,
+        "bytes": sum(storage.nbytes for storage in storages), "storage": None, "requires_grad": None, "kind": unusual.kind,
+    }  # fmt: skip
+
+
+def _list(sizes: tuple[int, ...] | None) -> list[int] | None:
+    return None if sizes is None else list(sizes)
+
+
+def _storages(node: Node) -> list[Storage]:
+    return list({id(below): below for below in reachable(node) if type(below) is Storage}.values())
+
+
+def _numbers(rows: list[dict[str, Any]]) -> int:
+    """How many numbers the tensors hold."""
+    total = 0
+    for row in rows:
+        count = 1
+        for size in row["shape"] or ():
+            count *= size
+        total += count
+    return total
+
+
+def _state_dicts(checkpoint: Checkpoint, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    below: dict[Where, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["name"] is not None:
+            below.setdefault(tuple(row["where"][:-1]), []).append(row)
+    return [
+        {
+            "where": list(state_dict.where),
+            "tensors": len(own := below.get(state_dict.where, [])),
+            "parameters": _numbers(own),
+            "bytes": sum(row["bytes"] for row in own),
+            "wrappers": list(wrappers_in(state_dict.names)),
+        }
+        for state_dict in checkpoint.state_dicts
+    ]
+
+
+def _tied(checkpoint: Checkpoint, names: dict[Where, frozenset[str]]) -> list[list[str]]:
+    """Groups of tensors on one storage: names inside one state dict, dotted paths across several."""
+    groups: dict[int, list[Where]] = {}
+    for tensor in checkpoint.tensors:
+        if type(tensor.node) is Entry and tensor.node.nbytes:
+            groups.setdefault(id(tensor.node.storage), []).append(tensor.where)
+    tied = []
+    for wheres in groups.values():
+        if len(wheres) > 1:
+            inside = len({where[:-1] for where in wheres}) == 1 and wheres[0][:-1] in names
+            tied.append([str(where[-1]) if inside else dotted(where) for where in wheres])
+    return tied
+
+
+def _values(root: Node) -> Iterator[tuple[str, Any]]:
+    """Plain values with their dotted paths; short lists whole, optimizers left out."""
+    count = 0
+    for where, node in walk(root, stop=lambda node: is_tensor(node) or is_optimizer(node) or _is_row(node)):
+        if not where or is_tensor(node) or type(node) in (Dict, Object, Global, Storage) or is_optimizer(node):
+            continue
+        if _is_row(node) or type(node) not in (List, tuple):
+            yield dotted(where), value_text(node)
+            count += 1
+            if count == MAX_VALUES:
+                return
+
+
+def _is_row(node: Node) -> bool:
+    """A list or tuple of plain values, shown whole."""
+    items = node.items if type(node) is List else node
+    return type(node) in (List, tuple) and all(item is None or type(item) in (str, int, float, bool) for item in items)
+
+
+def value_text(node: Node) -> Any:
+    """A plain value as JSON can say it: numbers too long for text, NaN and bytes become short descriptions."""
+    if type(node) in (List, tuple):
+        items = node.items if type(node) is List else node
+        return [value_text(item) for item in items] if len(items) <= _SHOWN_ITEMS else f"list of {len(items)}"
+    if node is None or type(node) is bool:
+        return node
+    if type(node) is int:
+        return node if node.bit_length() <= 64 else f"int of {node.bit_length()} bits"
+    if type(node) is float:
+        return node if abs(node) < float("inf") else str(node)
+    if type(node) is str:
+        text = node.encode("utf-8", "backslashreplace").decode()
+        return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
+    return f"{len(node if type(node) is bytes else node.data)} bytes"
+
+
+def _objects(root: Node) -> list[dict[str, Any]]:
+    """Objects and globals that weights_only does not know, with their paths."""
+    found = []
+    for where, node in walk(root, stop=is_tensor):
+        name = node.function if type(node) is Object else node
+        if type(name) is Global and name not in ALLOWED:
+            found.append({"where": list(where), "global": str(name)})
+    return found
+
+
+def _findings(
+    checkpoint: Checkpoint, state_dicts: list[dict[str, Any]], totals: dict[str, Any], refused: list[str], reasons: list[str]
+) -> Iterator[Finding]:
+    path = str(checkpoint.path)
+    for row in state_dicts:
+        if row["wrappers"]:
+            option = "--strip-module" if row["wrappers"] == [MODULE] else "--unwrap"
+            found = f"names start with {', '.join(row['wrappers'])}"
+            yield Finding("wrapper-prefix", "warning", row["where"], found, "names of the plain model", _convert(path, option))
+    devices = [device for device in totals["devices"] if device not in ("cpu", "meta")]
+    if devices:
+        found = f"storages tagged {', '.join(devices)}"
+        fix = _convert(path, "--map-location cpu")
+        yield Finding("device-tags", "info", [], found, "cpu, to load on a machine without that device", fix)
+    if checkpoint.decoded.byteorder == "big":
+        yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", _convert(path, ""))
+    yield from _oversized(checkpoint, totals)
+    if refused or reasons:
+        found = ", ".join(refused or reasons)
+        fix = _convert(path, "--objects plain")
+        expected = "only what torch.load(weights_only=True) takes"
+        yield Finding("weights-only-refused", "warning", [], found, expected, fix)
+    for warned in checkpoint.warnings:
+        yield Finding(warned.code, "warning", [], warned.found, warned.expected, _convert(path, ""))
+
+
+def _oversized(checkpoint: Checkpoint, totals: dict[str, Any]) -> Iterator[Finding]:
+    """Storages of which the tensors use less than half, a megabyte or more in all."""
+    used: dict[int, tuple[Storage, int]] = {}
+    for tensor in checkpoint.tensors:
+        if type(tensor.node) is Entry:
+            storage = tensor.node.storage
+            used[id(storage)] = (storage, used.get(id(storage), (storage, 0))[1] + tensor.node.nbytes)
+    wasted = sum(storage.nbytes - count for storage, count in used.values() if count * 2 < storage.nbytes)
+    if wasted >= 1 << 20 or (wasted and wasted * 2 > totals["storage_bytes"]):
+        found = f"tensors that use {totals['bytes']} of {totals['storage_bytes']} bytes of storage"
+        fix = "torch.save({name: tensor.clone() for name, tensor in state_dict.items()}, OUT)"
+        yield Finding("oversized-storage", "info", [], found, "storages as large as their tensors", fix)
+
+
+def _convert(path: str, options: str) -> str:
+    import shlex
+
+    stem, suffix = os.path.splitext(path)
+    parts = ["ckpt", "convert", shlex.quote(path), shlex.quote(f"{stem}.fixed{suffix}"), *options.split()]
+    return printable(" ".join(parts))
+
+
+def printable(text: str) -> str:
+    """Text from a file as it may go to a terminal or page: control, format and surrogate characters are escaped."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escape(character) for character in text)
+
+
+def _escape(character: str) -> str:
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+        code = ord(character)
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+    return character

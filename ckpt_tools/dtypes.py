@@ -1,0 +1,95 @@
+"""Every dtype that torch 2.13 and safetensors 0.8 know, one row each.
+
+Sources: `torch.storage._dtype_to_storage_type_map`, `torch.storage._new_dtypes` (those are saved on an UntypedStorage with
+`_rebuild_tensor_v3`), and the table in the safetensors README.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Family = Literal["float", "int", "bool", "complex", "quantized", "bits"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DType:
+    """One element type.
+
+    Attributes:
+        name: torch's name without `torch.`; for a safetensors type that torch lacks, its own name in lower case.
+        bits: bits that one element takes in a file (torch pads its sub-byte ints to 8).
+        family: what kind of number it is.
+        storage: the torch storage class that carries it, or None where torch uses an UntypedStorage.
+        safetensors: its code in a safetensors header, or None.
+        packed: how many safetensors elements one torch element holds (2 for float4_e2m1fn_x2).
+        in_torch: whether torch has it.
+    """
+
+    name: str
+    bits: int
+    family: Family
+    storage: str | None = None
+    safetensors: str | None = None
+    packed: int = 1
+    in_torch: bool = True
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element (0 for a sub-byte safetensors type that torch lacks)."""
+        return self.bits // 8
+
+    @property
+    def swap_width(self) -> int:
+        """Bytes that are reversed together between byte orders."""
+        return self.itemsize // 2 if self.family == "complex" else self.itemsize
+
+
+_ROWS = (
+    DType("float64", 64, "float", "DoubleStorage", "F64"),
+    DType("float32", 32, "float", "FloatStorage", "F32"),
+    DType("float16", 16, "float", "HalfStorage", "F16"),
+    DType("bfloat16", 16, "float", "BFloat16Storage", "BF16"),
+    DType("float8_e4m3fn", 8, "float", None, "F8_E4M3"),
+    DType("float8_e5m2", 8, "float", None, "F8_E5M2"),
+    DType("float8_e4m3fnuz", 8, "float", None, "F8_E4M3FNUZ"),
+    DType("float8_e5m2fnuz", 8, "float", None, "F8_E5M2FNUZ"),
+    DType("float8_e8m0fnu", 8, "float", None, "F8_E8M0"),
+    DType("float4_e2m1fn_x2", 8, "float", None, "F4", packed=2),
+    DType("f6_e2m3", 6, "float", None, "F6_E2M3", in_torch=False),
+    DType("f6_e3m2", 6, "float", None, "F6_E3M2", in_torch=False),
+    DType("int64", 64, "int", "LongStorage", "I64"),
+    DType("int32", 32, "int", "IntStorage", "I32"),
+    DType("int16", 16, "int", "ShortStorage", "I16"),
+    DType("int8", 8, "int", "CharStorage", "I8"),
+    DType("uint8", 8, "int", "ByteStorage", "U8"),
+    DType("uint16", 16, "int", None, "U16"),
+    DType("uint32", 32, "int", None, "U32"),
+    DType("uint64", 64, "int", None, "U64"),
+    DType("bool", 8, "bool", "BoolStorage", "BOOL"),
+    DType("complex64", 64, "complex", "ComplexFloatStorage", "C64"),
+    DType("complex128", 128, "complex", "ComplexDoubleStorage"),
+    DType("complex32", 32, "complex"),
+    DType("qint8", 8, "quantized", "QInt8Storage"),
+    DType("qint32", 32, "quantized", "QInt32Storage"),
+    DType("quint8", 8, "quantized", "QUInt8Storage"),
+    DType("quint4x2", 8, "quantized", "QUInt4x2Storage"),
+    DType("quint2x4", 8, "quantized", "QUInt2x4Storage"),
+    DType("bits8", 8, "bits"),
+    DType("bits16", 16, "bits"),
+    DType("bits1x8", 8, "bits"),
+    DType("bits2x4", 8, "bits"),
+    DType("bits4x2", 8, "bits"),
+    *(DType(f"uint{bits}", 8, "int") for bits in range(1, 8)),
+    *(DType(f"int{bits}", 8, "int") for bits in range(1, 8)),
+)
+
+DTYPES = {row.name: row for row in _ROWS}
+BY_STORAGE = {row.storage: row for row in _ROWS if row.storage}
+BY_SAFETENSORS = {row.safetensors: row for row in _ROWS if row.safetensors}
+UINT8 = DTYPES["uint8"]
+
+CAST_TARGETS = {
+    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
+    "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
+}  # fmt: skip

@@ -1,0 +1,117 @@
+"""Every error of ckpt_tools, one base class, one class per promise that a file or a user breaks.
+
+    CkptError                      exit code 3 unless noted
+    ├── UsageError                 an option that cannot be read or does not fit the others (exit code 2)
+    ├── NotACheckpointError        the bytes are something else: empty, HTML, a git-LFS pointer, gzip ...
+    ├── UnsupportedContainerError  a checkpoint, in a container that this version does not read
+    ├── DamagedFileError           a checkpoint whose container breaks a promise of its format
+    │   ├── ZipError                   the zip directory or a zip record
+    │   ├── PickleError                the pickle stream
+    │   ├── SafetensorsError           the safetensors header
+    │   ├── TensorError                a tensor that does not fit its storage
+    │   └── ChecksumError              bytes that do not match their CRC-32
+    ├── LimitError                 larger or deeper than any real checkpoint
+    ├── ChangedFileError           the input changed while it was read
+    ├── ConvertError               the conversion that was asked for cannot be done without loss or guessing
+    │   ├── CollisionError             two tensors would get one name
+    │   ├── NothingMatchedError        an option that matches nothing, or a result without tensors
+    │   ├── ObjectsError               objects that are not plain data, and no word on what to do with them
+    │   └── ContainerLimitError        something that the output container cannot hold
+    └── OutputError                the output cannot be written
+        └── OutputExistsError          it exists, and overwriting was not asked for
+"""
+
+from __future__ import annotations
+
+
+class CkptError(Exception):
+    """What went wrong, why, and what to do about it; each a sentence of its own.
+
+    Args:
+        what: the sentence that says what was refused, with the file and tensor concerned.
+        why: what was found and what was expected.
+        fix: what the user can do, a command where there is one.
+    """
+
+    exit_code = 3
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what, self.why, self.fix = what, why, fix
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (self.what, self.why, self.fix) if part)
+
+
+class UsageError(CkptError):
+    """An option that cannot be read, or does not fit the others."""
+
+    exit_code = 2
+
+
+class NotACheckpointError(CkptError):
+    """The bytes are something else than a checkpoint."""
+
+
+class UnsupportedContainerError(CkptError):
+    """A checkpoint, in a container that this version does not read."""
+
+
+class DamagedFileError(CkptError):
+    """A checkpoint whose container breaks a promise of its format."""
+
+
+class ZipError(DamagedFileError):
+    """The zip directory, or a record in it, is not as torch writes and reads it."""
+
+
+class PickleError(DamagedFileError):
+    """The pickle stream is malformed."""
+
+
+class SafetensorsError(DamagedFileError):
+    """The safetensors header is malformed."""
+
+
+class TensorError(DamagedFileError):
+    """A tensor does not fit its storage."""
+
+
+class ChecksumError(DamagedFileError):
+    """Bytes do not match their CRC-32."""
+
+
+class LimitError(CkptError):
+    """Larger or deeper than any real checkpoint."""
+
+
+class ChangedFileError(CkptError):
+    """The input changed while it was read."""
+
+
+class ConvertError(CkptError):
+    """The conversion that was asked for cannot be done without loss or guessing."""
+
+
+class CollisionError(ConvertError):
+    """Two tensors would get one name."""
+
+
+class NothingMatchedError(ConvertError):
+    """An option matches nothing, or nothing would be left."""
+
+
+class ObjectsError(ConvertError):
+    """The file holds objects that are not plain data, and nobody said what to do with them."""
+
+
+class ContainerLimitError(ConvertError):
+    """The output container cannot hold this."""
+
+
+class OutputError(CkptError):
+    """The output cannot be written."""
+
+
+class OutputExistsError(OutputError):
+    """The output exists, and overwriting was not asked for."""

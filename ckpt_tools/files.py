@@ -1,0 +1,235 @@
+"""Files as this project touches them: a source that is read by position, and an output that appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools.errors import ChangedFileError, NotACheckpointError, OutputError, OutputExistsError
+
+_BINARY: int = getattr(os, "O_BINARY", 0)
+
+
+class Source:
+    """A file opened for reading by position (pread: a memory map of a file that shrinks kills the process)."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.fd = _open_regular(self.path)
+        status = os.fstat(self.fd)
+        self.size = status.st_size
+        self._identity = (status.st_size, status.st_mtime_ns)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`; ChangedFileError when the file has become shorter."""
+        parts = []
+        while length:
+            data = self._pread(length, offset)
+            if not data:
+                raise self._changed()
+            if len(data) == length and not parts:
+                return data
+            parts.append(data)
+            offset, length = offset + len(data), length - len(data)
+        return b"".join(parts)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        while len(buffer):
+            if hasattr(os, "preadv"):
+                try:
+                    count = os.preadv(self.fd, [buffer], offset)
+                except OSError as error:
+                    raise self._unreadable(error) from None
+            else:
+                data = self._pread(len(buffer), offset)
+                count = len(data)
+                buffer[:count] = data
+            if not count:
+                raise self._changed()
+            buffer, offset = buffer[count:], offset + count
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedFileError when size or modification time differ from when the file was opened."""
+        status = os.fstat(self.fd)
+        if (status.st_size, status.st_mtime_ns) != self._identity:
+            raise self._changed()
+
+    def close(self) -> None:
+        """Close the file; further calls do nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _pread(self, length: int, offset: int) -> bytes:
+        try:
+            if hasattr(os, "pread"):
+                return os.pread(self.fd, length, offset)
+            os.lseek(self.fd, offset, os.SEEK_SET)
+            return os.read(self.fd, length)
+        except OSError as error:
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: OSError) -> NotACheckpointError:
+        return NotACheckpointError(f"{self.path} cannot be read.", why=f"{error.strerror or error}.")
+
+    def _changed(self) -> ChangedFileError:
+        return ChangedFileError(
+            f"{self.path} changed while it was read.", fix="Wait until whoever writes it has finished, then run this again."
+        )
+
+
+def _open_regular(path: Path) -> int:
+    """Open for reading; a directory, a FIFO or a dangling link is refused, and never waited for."""
+    try:
+        # O_NONBLOCK: opening a FIFO without a writer would wait for ever. It means nothing for a regular file.
+        fd = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError:
+        why = "It is a link to a file that is not there." if path.is_symlink() else "There is no such file."
+        raise NotACheckpointError(f"{path} cannot be read.", why=why) from None
+    except (OSError, ValueError) as error:
+        if path.is_dir():  # Windows refuses to open a directory
+            raise _not_regular(path, "a directory") from None
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise NotACheckpointError(f"{path} cannot be read.", why=f"{why}.") from None
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        raise _not_regular(path, "a directory" if stat.S_ISDIR(mode) else "no regular file (a pipe, socket or device)")
+    return fd
+
+
+def _not_regular(path: Path, what: str) -> NotACheckpointError:
+    return NotACheckpointError(f"{path} is {what}.", why="A checkpoint in torch-zip or safetensors is a single file.")
+
+
+@dataclass(slots=True)
+class Output:
+    """The temporary file of `replacing`: write to `fd`, which is closed by `replacing`."""
+
+    fd: int
+    target: Path
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable: bool = False) -> Iterator[Output]:
+    """A temporary file beside `path` that takes its name when the block ends well, and vanishes when it does not.
+
+    The mode is what a plain `open` gives, or that of the file replaced; a symlink keeps pointing where it points. A file
+    that is replaced is made durable first (fsync of file and folder); a new one only with `durable`.
+
+    Raises:
+        OutputExistsError: `path` exists and `overwrite` is false, also when it appears while the block runs.
+        OutputError: a directory, a device, a missing or read-only folder, a full disk.
+    """
+    target = output_target(path, overwrite=overwrite)
+    replaces = target.exists()
+    temporary = target.with_name(f".{target.name[:120]}.{secrets.token_hex(6)}.ckpt-tmp")
+    with _output_errors(target):
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        try:
+            if replaces:
+                _copy_mode(target, fd)
+            yield Output(fd, target)
+            with _output_errors(target):
+                if durable or replaces:
+                    os.fsync(fd)
+        finally:
+            with _output_errors(target):
+                os.close(fd)
+        with _output_errors(target):
+            _commit(temporary, target, overwrite=overwrite)
+            if durable or replaces:
+                _sync_folder(target.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
+    """Where an output really goes (links followed), after every check that can be made before work starts."""
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise OutputError(f"{path} is a directory.", fix="Name a file in it.")
+    if target.exists() and not target.is_file():
+        raise OutputError(f"{path} is no regular file.", why="An output is written beside its place and then renamed.")
+    if target.exists() and not overwrite:
+        raise exists_error(target)
+    if not target.parent.is_dir():
+        raise OutputError(f"{path} cannot be written.", why=f"There is no folder {target.parent}.")
+    if not os.access(target.parent, os.W_OK):
+        raise OutputError(f"{path} cannot be written.", why=f"The folder {target.parent} is read-only.")
+    return target
+
+
+def exists_error(target: Path) -> OutputExistsError:
+    """The error for an output that is already there."""
+    return OutputExistsError(f"{target} already exists.", fix="Give --overwrite (overwrite=True) to replace it.")
+
+
+@contextlib.contextmanager
+def _output_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise output_error(target, error) from None
+
+
+def output_error(target: Path, error: OSError, needed: int = 0) -> OutputError:
+    """An OSError of the output as ours; for a full disk with what was needed and what there is."""
+    if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", -1), errno.EFBIG):
+        return no_space(target, needed)
+    return OutputError(f"{target} cannot be written.", why=f"{error.strerror or error}.")
+
+
+def no_space(target: Path, needed: int) -> OutputError:
+    """The error for a full disk."""
+    free = free_bytes(target.parent)
+    has = "" if free is None else f" The disk has {free} bytes left."
+    return OutputError(f"{target} cannot be written: no space.", why=f"It needs {needed} bytes.{has}")
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Bytes that may still be written to the disk of `folder`, or None where the system does not tell."""
+    if not hasattr(os, "statvfs"):
+        return None
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def _copy_mode(target: Path, fd: int) -> None:
+    if hasattr(os, "fchmod"):
+        with contextlib.suppress(OSError):
+            os.fchmod(fd, stat.S_IMODE(target.stat().st_mode))
+
+
+def _commit(temporary: Path, target: Path, *, overwrite: bool) -> None:
+    """Give the temporary its name. Without `overwrite` by a hard link, which fails when the name is taken meanwhile."""
+    if overwrite:
+        os.replace(temporary, target)
+        return
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise exists_error(target) from None
+    except OSError:  # a file system without hard links (FAT, some network ones)
+        if target.exists():
+            raise exists_error(target) from None
+        os.replace(temporary, target)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,157 @@
+"""Dotted tensor names and the wrapper prefixes that training puts in front of them. Pure functions.
+
+`nn.DataParallel` and `DistributedDataParallel` register the model as `module`, `torch.compile` as `_orig_mod`, FSDP1 as
+`_fsdp_wrapped_module`, activation checkpointing as `_checkpoint_wrapped_module`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from ckpt_tools.errors import CollisionError
+
+MODULE = "module."
+# Names that no user gives an attribute: safe to remove at any depth. "module" is not one of them: real models have a
+# sub-module of that name (model.norm1.module.weight), so it is only removed where it leads.
+INNER_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+WRAPPERS = (MODULE, *INNER_WRAPPERS)
+Row = TypeVar("Row")
+_INNER_PARTS = frozenset(wrapper[:-1] for wrapper in INNER_WRAPPERS)
+
+
+def strip_leading(name: str, prefix: str) -> str:
+    """Remove `prefix` from the front of `name`, repeated ones too; a name that is nothing else stays as it is."""
+    while name.startswith(prefix) and len(name) > len(prefix):
+        name = name[len(prefix) :]
+    return name
+
+
+def strip_module(name: str) -> str:
+    """Remove leading `module.`, repeated ones too.
+
+    >>> strip_module("module.module.conv1.weight"), strip_module("norm.module.weight")
+    ('conv1.weight', 'norm.module.weight')
+    """
+    return strip_leading(name, MODULE)
+
+
+def strip_inner(name: str) -> str:
+    """Remove the wrappers that no user gives an attribute (all but `module.`), at any depth.
+
+    >>> strip_inner("_orig_mod.layer1._fsdp_wrapped_module.weight")
+    'layer1.weight'
+    """
+    *modules, leaf = name.split(".")
+    return ".".join([part for part in modules if part not in _INNER_PARTS] + [leaf])
+
+
+def unwrap(name: str) -> str:
+    """Remove every known wrapper, in any order; `module.` only where it leads.
+
+    >>> unwrap("_orig_mod.module.layer1._checkpoint_wrapped_module.norm.module.weight")
+    'layer1.norm.module.weight'
+    """
+    return strip_module(strip_inner(name))
+
+
+def leading_wrappers(name: str) -> tuple[str, ...]:
+    """The run of wrapper prefixes in front of `name`, in order.
+
+    >>> leading_wrappers("_orig_mod.module.conv1.weight")
+    ('_orig_mod.', 'module.')
+    """
+    found = []
+    while prefix := next((w for w in WRAPPERS if name.startswith(w) and len(name) > len(w)), None):
+        found.append(prefix)
+        name = name[len(prefix) :]
+    return tuple(found)
+
+
+def wrappers_in(names: Iterable[str]) -> tuple[str, ...]:
+    """Every wrapper that `unwrap` would remove from any of `names`, each once, in order of appearance."""
+    found: dict[str, None] = {}
+    for name in names:
+        if "module." not in name and "_orig_mod." not in name:
+            continue
+        found.update(dict.fromkeys(leading_wrappers(name)))
+        found.update(dict.fromkeys(w for w in INNER_WRAPPERS if f".{w}" in name))
+    return tuple(found)
+
+
+def check_unique(renamed: Mapping[str, str]) -> None:
+    """Raise CollisionError when two old names (the keys) get one new name (the values)."""
+    if len(set(renamed.values())) == len(renamed):
+        return
+    first: dict[str, str] = {}
+    for old, new in renamed.items():
+        if new in first:
+            raise CollisionError(
+                f"{first[new]!r} and {old!r} would both be named {new!r}.",
+                why="One of the two tensors would be lost.",
+                fix="Rename or drop one of them: --rename 'REGEX=REPLACEMENT', --drop GLOB.",
+            )
+        first[new] = old
+
+
+def module_paths(renamed: Mapping[str, str], paths: Iterable[str]) -> dict[str, str]:
+    """Where each module path (a key of a state dict's `_metadata`) goes when tensors are renamed.
+
+    A path moves with the tensors below it: `module.conv1` goes to `conv1` when `module.conv1.weight` goes to
+    `conv1.weight`. A path without tensors (a ReLU) moves with its nearest ancestor that has some. A path whose own module
+    is gone (the wrapper's) is left out. Where two paths meet, the deeper one, the wrapped model's, keeps the place.
+    """
+    moves: dict[str, set[str | None]] = {}
+    for old, new in renamed.items():
+        path, rest = "", old
+        while True:
+            moves.setdefault(path, set()).add(_moved(new, rest))
+            head, dot, tail = rest.partition(".")
+            if not dot:
+                break
+            path, rest = f"{path}.{head}" if path else head, tail
+    result: dict[str, str] = {}
+    taken: set[str] = set()
+    for path in sorted(paths, key=lambda path: path.count(".") + bool(path), reverse=True):
+        target = _target(path, moves)
+        if target is not None and target not in taken:
+            result[path] = target
+            taken.add(target)
+    return result
+
+
+def move_metadata(renamed: Mapping[str, str], rows: list[tuple[str, Row]], new_root: Callable[[], Row]) -> list[tuple[str, Row]]:
+    """The rows of `_metadata` under their new module paths.
+
+    Where a prefix was added, the wrapper is a module too: it gets the row `new_root()` (torch gives a Module version 1).
+    """
+    targets = module_paths(renamed, [path for path, _ in rows])
+    moved = [(targets[path], row) for path, row in rows if path in targets]
+    if "" not in targets.values() and any(path == "" for path, _ in rows):
+        moved.insert(0, ("", new_root()))
+    return moved
+
+
+def _moved(new: str, rest: str) -> str | None:
+    """The module path in front of `rest` in its new name; None when the modules within `rest` are no longer there.
+
+    The last part, the tensor's own name in its module, may change.
+    """
+    inner, within = new.rpartition(".")[0], rest.rpartition(".")[0]
+    if not within:
+        return inner
+    if inner == within:
+        return ""
+    return inner[: -len(within) - 1] if inner.endswith(f".{within}") else None
+
+
+def _target(path: str, moves: Mapping[str, set[str | None]]) -> str | None:
+    anchor, tail = path, ""
+    while anchor and anchor not in moves:
+        anchor, _, last = anchor.rpartition(".")
+        tail = f"{last}.{tail}" if tail else last
+    targets = moves.get(anchor, {anchor}) - {None}
+    if len(targets) != 1:
+        return "" if targets and not path else None
+    (target,) = targets
+    return f"{target}.{tail}" if target and tail else str(target) + tail

@@ -1,0 +1,143 @@
+"""The one door to torch for work on values: casts and gathers. torch is imported inside the functions."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt_tools.dtypes import DType
+from ckpt_tools.plan import CHUNK, Computed, Content, Literal, Range, chunks, read
+from ckpt_tools.tree import Entry
+
+if TYPE_CHECKING:
+    import torch
+
+_ARRAY_TYPES = {2: "H", 4: "I", 8: "Q"}
+
+
+@dataclass(slots=True)
+class CastCount:
+    """Counted while a cast is written: finite values that became infinite."""
+
+    overflowed: int = 0
+
+
+def cast(content: Content, source: DType, target: DType, count: CastCount) -> Computed:
+    """The content cast from one float dtype to another, a chunk at a time.
+
+    Args:
+        content: elements of `source`, little-endian.
+        count: where finite values that become infinite are counted while the bytes are worked out.
+    """
+
+    def work() -> Iterator[memoryview]:
+        import torch
+
+        before, after = torch_dtype(source), torch_dtype(target)
+        for chunk in whole_elements(content, source.itemsize):
+            values = torch.frombuffer(bytearray(chunk), dtype=before)
+            out = bytearray(len(chunk) // source.itemsize * target.itemsize)
+            result = torch.frombuffer(out, dtype=after)
+            result.copy_(values)
+            if target.bits < source.bits:
+                count.overflowed += int((result.isinf() & values.isfinite()).sum())
+            yield memoryview(out)
+
+    return Computed(content.length // source.itemsize * target.itemsize, work)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """torch's own object for a dtype."""
+    import torch
+
+    found = getattr(torch, dtype.name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def whole_elements(content: Content, itemsize: int) -> Iterator[bytes | bytearray]:
+    """The content in chunks that end on whole elements."""
+    rest = b""
+    for chunk in chunks(content):
+        data = rest + bytes(chunk) if rest else bytes(chunk)
+        cut = len(data) - len(data) % itemsize
+        rest = data[cut:]
+        if cut:
+            yield data[:cut]
+
+
+def swapped(content: Content, width: int) -> Content:
+    """The content with the bytes of every `width`-byte number reversed."""
+    if width == 1:
+        return content
+
+    def work() -> Iterator[bytes]:
+        for chunk in whole_elements(content, width):
+            numbers = array.array(_ARRAY_TYPES[width], chunk)
+            numbers.byteswap()
+            yield numbers.tobytes()
+
+    return Computed(content.length, work)
+
+
+def part(content: Content, start: int, length: int) -> Content:
+    """A range of a content."""
+    if start == 0 and length == content.length:
+        return content
+    if isinstance(content, Range):
+        return Range(content.source, content.offset + start, length)
+    if isinstance(content, Literal):
+        return Literal(content.data[start : start + length])
+
+    def work() -> Iterator[memoryview]:
+        at = 0
+        for chunk in chunks(content):
+            view = memoryview(chunk)[max(0, start - at) : max(0, start + length - at)]
+            at += len(chunk)
+            if len(view):
+                yield view
+            if at >= start + length:
+                return
+
+    return Computed(length, work)
+
+
+def row_major(entry: Entry) -> Content:
+    """The bytes of an entry, row-major: a range of its storage where it is contiguous, else gathered.
+
+    A gather holds the part of the storage that the entry spans in memory.
+    """
+    item = entry.dtype.itemsize
+    if entry.is_contiguous and not lazy_bits(entry):
+        return part(entry.storage.content, entry.offset * item if entry.nbytes else 0, entry.nbytes)
+    span = 1 + sum((size - 1) * step for size, step in zip(entry.shape, entry.stride, strict=True))
+
+    def work() -> Iterator[memoryview]:
+        import torch
+
+        data = bytearray(read(part(entry.storage.content, entry.offset * item, span * item)))
+        values = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).as_strided(entry.shape, entry.stride)
+        if "conj" in lazy_bits(entry):
+            values = values.conj()
+        if "neg" in lazy_bits(entry):
+            values = -values
+        rows = max(1, CHUNK // max(1, entry.nbytes // entry.shape[0]))
+        for start in range(0, entry.shape[0], rows):
+            block = values[start : start + rows]
+            out = bytearray(block.numel() * item)
+            torch.frombuffer(out, dtype=values.dtype).copy_(block.resolve_conj().reshape(-1))
+            yield memoryview(out)
+
+    if not entry.shape:  # a 0-d tensor with a conj or neg bit
+        flat = Entry(entry.storage, entry.dtype, (1,), (1,), entry.offset, extras=entry.extras)
+        return row_major(flat)
+    return Computed(entry.nbytes, work)
+
+
+def lazy_bits(entry: Entry) -> set[str]:
+    """The math bits that torch applies on reading: "conj", "neg"."""
+    metadata = entry.extras.metadata if entry.extras is not None else None
+    return {str(key) for key, value in metadata.items if value is True} if metadata is not None else set()
+

@@ -1,0 +1,702 @@
+"""The pickle machine: opcodes in, nodes out. Nothing is imported, called or looked up by a name in the file.
+
+Source for every opcode: CPython's Lib/pickle.py and Lib/pickletools.py. The stack is split at MARK as there, so that
+popping below a mark is an underflow. One dispatch table; no recursion; every length is checked against the bytes left.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+from collections.abc import Callable, Mapping
+from struct import Struct
+from struct import error as StructError
+from typing import Any, NoReturn, TypeAlias
+
+from ckpt_tools.errors import LimitError, PickleError
+from ckpt_tools.pickling.limits import MAX_DEPTH, node_budget
+from ckpt_tools.tree import ByteString, Dict, Entry, Global, List, Node, Object
+
+Maker: TypeAlias = Callable[[Any], Node]
+PersistentLoad: TypeAlias = Callable[[Node], Node]
+
+_U16, _U32, _U64, _I32, _F64 = Struct("<H"), Struct("<I"), Struct("<Q"), Struct("<i"), Struct(">d")
+_MISSING = object()
+
+
+class Machine:
+    """One reading of one pickle stream.
+
+    Args:
+        data: the stream.
+        makers: what a call of a known global makes: args tuple -> node. A maker that returns None leaves an Object.
+        persistent_load: turns a persistent id into a node.
+        offset: where in `data` the stream starts.
+
+    Attributes:
+        globals: every global that the stream names, in order, also those whose result is popped.
+        unusual: opcodes and uses that torch's weights_only unpickler refuses.
+        position: after `load`, where the stream ended.
+    """
+
+    def __init__(
+        self, data: bytes, makers: Mapping[Global, Maker], persistent_load: PersistentLoad, offset: int = 0
+    ) -> None:
+        self.data, self.position, self.end = data, offset, len(data)
+        self.limit = self.end
+        self.makers, self.persistent_load = makers, persistent_load
+        self.stack: list[Node] = []
+        self.marks: list[list[Node]] = []
+        self.memo: list[Node] = []
+        self.far_memo: dict[int, Node] = {}
+        self.protocol = 0
+        self.globals: dict[Global, None] = {}
+        self.unusual: dict[str, None] = {}
+        self.budget = node_budget(self.end - offset)
+
+    def load(self) -> Node:
+        """Run to STOP and return the object.
+
+        Raises:
+            PickleError: malformed, with the offset. LimitError: the node budget or the depth is used up.
+        """
+        try:
+            return self._run()
+        except _Stop as stop:
+            return stop.value
+        except IndexError:
+            raise self.error("takes a value that is not there, or the stream ends without STOP") from None
+        except StructError:
+            raise self.error("is cut off: the stream ends within it") from None
+
+    def _run(self) -> NoReturn:
+        """The hot loop; a `_Stop` ends it."""
+        data = self.data
+        while True:
+            while self.position < self.limit:
+                opcode = data[self.position]
+                self.position += 1
+                OPCODES[opcode](self)
+            if self.position > self.limit or self.limit == self.end:
+                raise self.error("ends beyond its frame or the stream")
+            self.limit = self.end
+
+    def error(self, what: str) -> PickleError:
+        """A PickleError at the current position."""
+        at = min(self.position, self.end)
+        return PickleError(f"The pickle is malformed: the opcode before offset {at} {what}.")
+
+    def spend(self) -> None:
+        """Count one container against the budget."""
+        self.budget -= 1
+        if self.budget < 0:
+            raise LimitError("The pickle makes more objects than a checkpoint of its size can hold.")
+
+    def take(self, length: int) -> bytes:
+        """The next `length` bytes of the stream."""
+        start = self.position
+        if length < 0 or length > self.limit - start:
+            raise self.error(f"claims {length} bytes where {self.limit - start} are left")
+        self.position = start + length
+        return self.data[start : start + length]
+
+    def number(self, form: Struct) -> Any:
+        """The next number in this form."""
+        (value,) = form.unpack_from(self.data, self.position)
+        self.position += form.size
+        return value
+
+    def line(self) -> bytes:
+        """Bytes up to the next newline, which is taken too."""
+        stop = self.data.find(b"\n", self.position, self.limit)
+        if stop < 0:
+            raise self.error("needs a line that does not end")
+        line = self.data[self.position : stop]
+        self.position = stop + 1
+        return line
+
+    def text_line(self) -> str:
+        """A line as text."""
+        return self.text(self.line())
+
+    def text(self, data: bytes) -> str:
+        """UTF-8 with lone surrogates, as pickle writes it."""
+        try:
+            return data.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            raise self.error("holds text that is not UTF-8") from None
+
+    def pop_mark(self) -> list[Node]:
+        """What was pushed since the last MARK."""
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def remember(self, index: int) -> None:
+        """Memoize the top of the stack. Real streams count up; any other index costs one dict slot, never a list."""
+        top = self.stack[-1]
+        if index == len(self.memo):
+            self.memo.append(top)
+        elif 0 <= index < len(self.memo):
+            self.memo[index] = top
+        elif index < 0:
+            raise self.error("memoizes under a negative index")
+        else:
+            self.spend()
+            self.far_memo[index] = top
+
+    def recall(self, index: int) -> None:
+        """Push a memoized value."""
+        if 0 <= index < len(self.memo):
+            self.stack.append(self.memo[index])
+            return
+        value = self.far_memo.get(index, _MISSING)
+        if value is _MISSING:
+            raise self.error(f"reads memo {index}, which was never written")
+        self.stack.append(value)
+
+    def name_global(self, module: str, name: str) -> None:
+        """Push the inert record of a global."""
+        if self.protocol < 3:
+            module, name = python3_name(module, name)
+        found = Global(module, name)
+        self.globals[found] = None
+        self.stack.append(found)
+
+    def make(self, function: Node, args: Node) -> None:
+        """Push what `function(*args)` would make: by a maker where the global is known, else an inert Object."""
+        self.spend()
+        if type(function) is not Global:
+            self.unusual["call of something that is no global"] = None
+        elif maker := self.makers.get(function):
+            made = maker(args)
+            if made is not None:
+                self.stack.append(made)
+                return
+        self.stack.append(Object("reduce", function, args))
+
+
+class _Stop(Exception):
+    def __init__(self, value: Node) -> None:
+        self.value = value
+
+
+def python3_name(module: str, name: str) -> tuple[str, str]:
+    """The Python 3 name of a Python 2 global, as pickle and torch map it for protocols below 3."""
+    if (module, name) in _compat_pickle.NAME_MAPPING:
+        return _compat_pickle.NAME_MAPPING[module, name]
+    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
+
+
+def _unsupported(machine: Machine) -> NoReturn:
+    machine.position -= 1
+    code = machine.data[machine.position]
+    raise PickleError(f"The pickle is malformed: offset {machine.position} holds byte {code:#04x}, which is no opcode.")
+
+
+OPCODES: list[Callable[[Machine], None]] = [_unsupported] * 256
+_Handler: TypeAlias = Callable[[Machine], None]
+
+
+def _opcode(code: bytes, *, unusual: str = "") -> Callable[[_Handler], _Handler]:
+    """Enter a handler in the dispatch table; `unusual` names an opcode that weights_only refuses."""
+
+    def enter(handler: _Handler) -> _Handler:
+        def noting(machine: Machine) -> None:
+            machine.unusual[f"opcode {unusual}"] = None
+            handler(machine)
+
+        OPCODES[code[0]] = noting if unusual else handler
+        return handler
+
+    return enter
+
+
+# --- the stream itself
+
+
+@_opcode(b"\x80")
+def _proto(machine: Machine) -> None:
+    machine.protocol = machine.data[machine.position]
+    machine.position += 1
+    if machine.protocol > 5:
+        raise machine.error(f"says protocol {machine.protocol}; 5 is the highest")
+
+
+@_opcode(b"\x95", unusual="FRAME")
+def _frame(machine: Machine) -> None:
+    if machine.limit != machine.end:
+        raise machine.error("opens a frame inside a frame")
+    length = machine.number(_U64)
+    if length > machine.end - machine.position:
+        raise machine.error(f"opens a frame of {length} bytes where {machine.end - machine.position} are left")
+    machine.limit = machine.position + length
+
+
+@_opcode(b".")
+def _stop(machine: Machine) -> None:
+    raise _Stop(machine.stack.pop())
+
+
+@_opcode(b"(")
+def _mark(machine: Machine) -> None:
+    machine.marks.append(machine.stack)
+    machine.stack = []
+    if len(machine.marks) > 2 * MAX_DEPTH:
+        raise LimitError(f"The pickle is nested more than {MAX_DEPTH} deep.")
+
+
+@_opcode(b"0", unusual="POP")
+def _pop(machine: Machine) -> None:
+    if machine.stack:
+        machine.stack.pop()
+    else:
+        machine.pop_mark()
+
+
+@_opcode(b"1", unusual="POP_MARK")
+def _pop_mark(machine: Machine) -> None:
+    machine.pop_mark()
+
+
+@_opcode(b"2", unusual="DUP")
+def _dup(machine: Machine) -> None:
+    machine.stack.append(machine.stack[-1])
+
+
+# --- the memo
+
+
+@_opcode(b"q")
+def _binput(machine: Machine) -> None:
+    machine.remember(machine.data[machine.position])
+    machine.position += 1
+
+
+@_opcode(b"r")
+def _long_binput(machine: Machine) -> None:
+    machine.remember(machine.number(_U32))
+
+
+@_opcode(b"p", unusual="PUT")
+def _put(machine: Machine) -> None:
+    machine.remember(_decimal(machine))
+
+
+@_opcode(b"\x94", unusual="MEMOIZE")
+def _memoize(machine: Machine) -> None:
+    machine.remember(len(machine.memo) + len(machine.far_memo))
+
+
+@_opcode(b"h")
+def _binget(machine: Machine) -> None:
+    machine.recall(machine.data[machine.position])
+    machine.position += 1
+
+
+@_opcode(b"j")
+def _long_binget(machine: Machine) -> None:
+    machine.recall(machine.number(_U32))
+
+
+@_opcode(b"g", unusual="GET")
+def _get(machine: Machine) -> None:
+    machine.recall(_decimal(machine))
+
+
+# --- plain values
+
+for _code, _value in ((b"N", None), (b"\x88", True), (b"\x89", False), (b")", ())):
+    OPCODES[_code[0]] = lambda machine, value=_value: machine.stack.append(value)
+
+
+@_opcode(b"K")
+def _binint1(machine: Machine) -> None:
+    machine.stack.append(machine.data[machine.position])
+    machine.position += 1
+
+
+@_opcode(b"M")
+def _binint2(machine: Machine) -> None:
+    machine.stack.append(machine.number(_U16))
+
+
+@_opcode(b"J")
+def _binint(machine: Machine) -> None:
+    machine.stack.append(machine.number(_I32))
+
+
+@_opcode(b"\x8a")
+def _long1(machine: Machine) -> None:
+    machine.stack.append(int.from_bytes(machine.take(machine.number(_U8)), "little", signed=True))
+
+
+@_opcode(b"\x8b", unusual="LONG4")
+def _long4(machine: Machine) -> None:
+    machine.stack.append(int.from_bytes(machine.take(machine.number(_I32)), "little", signed=True))
+
+
+@_opcode(b"I", unusual="INT")
+def _int(machine: Machine) -> None:
+    line = machine.line()
+    machine.stack.append(line == b"01" if line in (b"00", b"01") else _parse_decimal(machine, line))
+
+
+@_opcode(b"L", unusual="LONG")
+def _long(machine: Machine) -> None:
+    machine.stack.append(_parse_decimal(machine, machine.line().removesuffix(b"L")))
+
+
+@_opcode(b"F", unusual="FLOAT")
+def _float(machine: Machine) -> None:
+    try:
+        machine.stack.append(float(machine.line()))
+    except ValueError:
+        raise machine.error("holds a float that cannot be read") from None
+
+
+@_opcode(b"G")
+def _binfloat(machine: Machine) -> None:
+    machine.stack.append(machine.number(_F64))
+
+
+@_opcode(b"X")
+def _binunicode(machine: Machine) -> None:
+    machine.stack.append(machine.text(machine.take(machine.number(_U32))))
+
+
+@_opcode(b"\x8c", unusual="SHORT_BINUNICODE")
+def _short_binunicode(machine: Machine) -> None:
+    machine.stack.append(machine.text(machine.take(machine.number(_U8))))
+
+
+@_opcode(b"\x8d", unusual="BINUNICODE8")
+def _binunicode8(machine: Machine) -> None:
+    machine.stack.append(machine.text(machine.take(machine.number(_U64))))
+
+
+@_opcode(b"V", unusual="UNICODE")
+def _unicode(machine: Machine) -> None:
+    try:
+        machine.stack.append(str(machine.line(), "raw-unicode-escape"))
+    except UnicodeDecodeError:
+        raise machine.error("holds text that cannot be read") from None
+
+
+def _byte_string(data: bytes) -> Node:
+    """A Python 2 str: text when it is UTF-8 (torch.load's default encoding), else its bytes."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return ByteString(data)
+
+
+@_opcode(b"U")
+def _short_binstring(machine: Machine) -> None:
+    machine.stack.append(_byte_string(machine.take(machine.number(_U8))))
+
+
+@_opcode(b"T", unusual="BINSTRING")
+def _binstring(machine: Machine) -> None:
+    machine.stack.append(_byte_string(machine.take(machine.number(_I32))))
+
+
+@_opcode(b"S", unusual="STRING")
+def _string(machine: Machine) -> None:
+    line = machine.line()
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+        raise machine.error("holds a string without its quotes")
+    try:
+        machine.stack.append(_byte_string(_unescape(line[1:-1])))
+    except ValueError:
+        raise machine.error("holds a string with a bad escape") from None
+
+
+def _unescape(data: bytes) -> bytes:
+    import codecs
+
+    return codecs.escape_decode(data)[0]  # type: ignore[attr-defined, no-any-return]
+
+
+@_opcode(b"C", unusual="SHORT_BINBYTES")
+def _short_binbytes(machine: Machine) -> None:
+    machine.stack.append(machine.take(machine.number(_U8)))
+
+
+@_opcode(b"B", unusual="BINBYTES")
+def _binbytes(machine: Machine) -> None:
+    machine.stack.append(machine.take(machine.number(_U32)))
+
+
+@_opcode(b"\x8e", unusual="BINBYTES8")
+def _binbytes8(machine: Machine) -> None:
+    machine.stack.append(machine.take(machine.number(_U64)))
+
+
+@_opcode(b"\x96", unusual="BYTEARRAY8")
+def _bytearray8(machine: Machine) -> None:
+    machine.make(Global("builtins", "bytearray"), (machine.take(machine.number(_U64)),))
+
+
+# --- containers
+
+
+@_opcode(b"]")
+def _empty_list(machine: Machine) -> None:
+    machine.spend()
+    machine.stack.append(List())
+
+
+@_opcode(b"}")
+def _empty_dict(machine: Machine) -> None:
+    machine.spend()
+    machine.stack.append(Dict())
+
+
+@_opcode(b"\x8f", unusual="EMPTY_SET")
+def _empty_set(machine: Machine) -> None:
+    machine.make(Global("builtins", "set"), (List(),))
+
+
+@_opcode(b"\x91", unusual="FROZENSET")
+def _frozenset(machine: Machine) -> None:
+    machine.make(Global("builtins", "frozenset"), (List(machine.pop_mark()),))
+
+
+@_opcode(b"\x90", unusual="ADDITEMS")
+def _additems(machine: Machine) -> None:
+    items = machine.pop_mark()
+    target = machine.stack[-1]
+    if type(target) is not Object or target.function != Global("builtins", "set"):
+        raise machine.error("adds items to something that is no set")
+    target.args[0].items.extend(items)
+
+
+@_opcode(b"l", unusual="LIST")
+def _list(machine: Machine) -> None:
+    machine.spend()
+    machine.stack.append(List(machine.pop_mark()))
+
+
+@_opcode(b"d", unusual="DICT")
+def _dict(machine: Machine) -> None:
+    machine.spend()
+    machine.stack.append(Dict(_pairs(machine, machine.pop_mark())))
+
+
+@_opcode(b"t")
+def _tuple(machine: Machine) -> None:
+    machine.spend()
+    items = tuple(machine.pop_mark())
+    machine.stack.append(items)
+
+
+@_opcode(b"\x85")
+def _tuple1(machine: Machine) -> None:
+    machine.spend()
+    machine.stack[-1] = (machine.stack[-1],)
+
+
+@_opcode(b"\x86")
+def _tuple2(machine: Machine) -> None:
+    machine.spend()
+    stack = machine.stack
+    last = stack.pop()
+    stack[-1] = (stack[-1], last)
+
+
+@_opcode(b"\x87")
+def _tuple3(machine: Machine) -> None:
+    machine.spend()
+    stack = machine.stack
+    third, second = stack.pop(), stack.pop()
+    stack[-1] = (stack[-1], second, third)
+
+
+@_opcode(b"a")
+def _append(machine: Machine) -> None:
+    item = machine.stack.pop()
+    _extend(machine, [item])
+
+
+@_opcode(b"e")
+def _appends(machine: Machine) -> None:
+    _extend(machine, machine.pop_mark())
+
+
+@_opcode(b"s")
+def _setitem(machine: Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _set(machine, [(key, value)])
+
+
+@_opcode(b"u")
+def _setitems(machine: Machine) -> None:
+    _set(machine, _pairs(machine, machine.pop_mark()))
+
+
+def _pairs(machine: Machine, items: list[Node]) -> list[tuple[Node, Node]]:
+    if len(items) % 2:
+        raise machine.error("takes pairs, and finds an odd number of values")
+    return list(zip(items[::2], items[1::2], strict=True))
+
+
+def _extend(machine: Machine, items: list[Node]) -> None:
+    target = machine.stack[-1]
+    if type(target) is List:
+        target.items.extend(items)
+    elif type(target) is Object:
+        machine.unusual["APPEND to something that is no list"] = None
+        _step(target, "append", items)
+    else:
+        raise machine.error("appends to something that is no list")
+
+
+def _set(machine: Machine, pairs: list[tuple[Node, Node]]) -> None:
+    target = machine.stack[-1]
+    if type(target) is Dict:
+        target.items.extend(pairs)
+    elif type(target) is Object:
+        if target.function != Global("collections", "Counter"):
+            machine.unusual["SETITEM on something that is no dict"] = None
+        _step(target, "set", pairs)
+    else:
+        raise machine.error("sets items of something that is no dict")
+
+
+def _step(target: Object, step: Any, values: list[Node]) -> None:
+    if target.steps and target.steps[-1][0] == step:
+        target.steps[-1][1].extend(values)
+    else:
+        target.steps.append((step, values))
+
+
+# --- globals and objects
+
+
+@_opcode(b"c")
+def _global(machine: Machine) -> None:
+    module = machine.text_line()
+    machine.name_global(module, machine.text_line())
+
+
+@_opcode(b"\x93", unusual="STACK_GLOBAL")
+def _stack_global(machine: Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        raise machine.error("names a global by something that is no text")
+    machine.name_global(module, name)
+
+
+@_opcode(b"R")
+def _reduce(machine: Machine) -> None:
+    args = machine.stack.pop()
+    if type(args) is not tuple:
+        raise machine.error("calls with arguments that are no tuple")
+    machine.make(machine.stack.pop(), args)
+
+
+@_opcode(b"\x81")
+def _newobj(machine: Machine) -> None:
+    _new(machine, "new", machine.stack.pop(), None)
+
+
+@_opcode(b"\x92", unusual="NEWOBJ_EX")
+def _newobj_ex(machine: Machine) -> None:
+    kwargs = machine.stack.pop()
+    if type(kwargs) is not Dict:
+        raise machine.error("calls with keyword arguments that are no dict")
+    _new(machine, "new_ex", machine.stack.pop(), kwargs)
+
+
+def _new(machine: Machine, call: Any, args: Node, kwargs: Node) -> None:
+    if type(args) is not tuple:
+        raise machine.error("makes an object with arguments that are no tuple")
+    machine.spend()
+    machine.stack.append(Object(call, machine.stack.pop(), args, kwargs))
+
+
+@_opcode(b"i", unusual="INST")
+def _inst(machine: Machine) -> None:
+    module = machine.text_line()
+    machine.name_global(module, machine.text_line())
+    _instantiate(machine, machine.stack.pop(), machine.pop_mark())
+
+
+@_opcode(b"o", unusual="OBJ")
+def _obj(machine: Machine) -> None:
+    items = machine.pop_mark()
+    _instantiate(machine, items.pop(0), items)
+
+
+def _instantiate(machine: Machine, cls: Node, args: list[Node]) -> None:
+    """INST and OBJ: without arguments Python 3 calls `cls.__new__(cls)`, with some it calls `cls(*args)`."""
+    if args:
+        machine.make(cls, tuple(args))
+    else:
+        machine.spend()
+        machine.stack.append(Object("new", cls, ()))
+
+
+@_opcode(b"b")
+def _build(machine: Machine) -> None:
+    state = machine.stack.pop()
+    target = machine.stack[-1]
+    if type(target) is Object:
+        if type(target.function) is Global and target.function.module != "collections":
+            machine.unusual[f"BUILD of {target.function}"] = None
+        target.steps.append(("build", state))
+    elif type(target) is Dict and target.ordered and type(state) is Dict:
+        if target.attributes is None:
+            target.attributes = Dict()
+        target.attributes.items.extend(state.items)
+    elif type(target) is Global:
+        machine.unusual["BUILD of a global"] = None
+        machine.spend()
+        machine.stack[-1] = built = Object("none", target, None)
+        built.steps.append(("build", state))
+    else:
+        raise machine.error(f"sets the state of a {_kind(target)}, which has none")
+
+
+def _kind(node: Node) -> str:
+    return {Dict: "dict", List: "list", Entry: "tensor"}.get(type(node), type(node).__name__)
+
+
+# --- persistent ids, and what no checkpoint has
+
+
+@_opcode(b"Q")
+def _binpersid(machine: Machine) -> None:
+    machine.stack.append(machine.persistent_load(machine.stack.pop()))
+
+
+@_opcode(b"P", unusual="PERSID")
+def _persid(machine: Machine) -> None:
+    machine.stack.append(machine.persistent_load(machine.text_line()))
+
+
+def _refuse(code: bytes, name: str) -> None:
+    def refuse(machine: Machine) -> NoReturn:
+        raise machine.error(f"is {name}, which no checkpoint uses: it refers to something outside the file")
+
+    OPCODES[code[0]] = refuse
+
+
+for _code, _name in (
+    (b"\x82", "EXT1"), (b"\x83", "EXT2"), (b"\x84", "EXT4"), (b"\x97", "NEXT_BUFFER"), (b"\x98", "READONLY_BUFFER"),
+):  # fmt: skip
+    _refuse(_code, _name)
+
+
+_U8 = Struct("<B")
+
+
+def _decimal(machine: Machine) -> int:
+    return _parse_decimal(machine, machine.line())
+
+
+def _parse_decimal(machine: Machine, line: bytes) -> int:
+    """A decimal number; longer ones than Python converts by default (4300 digits) are refused: they take n² time."""
+    try:
+        return int(line, 0)
+    except ValueError:
+        raise machine.error("holds a whole number that cannot be read") from None

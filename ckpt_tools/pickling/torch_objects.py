@@ -1,0 +1,302 @@
+"""What the globals that `torch.save` writes stand for: storages, tensors, parameters, OrderedDicts, bytes.
+
+Source: torch/_utils.py and torch/_tensor.py, the functions of the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_tools.dtypes import BY_STORAGE, DTYPES, UINT8, DType
+from ckpt_tools.errors import PickleError, TensorError
+from ckpt_tools.pickling.reader import Maker
+from ckpt_tools.plan import Content
+from ckpt_tools.tree import Dict, Entry, Extras, Global, List, Node, Object, Storage, check
+
+ORDERED_DICT = Global("collections", "OrderedDict")
+Locate = Callable[[str, int], Content]
+
+
+class Storages:
+    """Turns the persistent ids of a torch pickle into storages, one for each key.
+
+    Args:
+        locate: (key, size in bytes) -> where the bytes are; raises when there is no such record or its size differs.
+    """
+
+    def __init__(self, locate: Locate) -> None:
+        self.locate = locate
+        self.by_key: dict[str, tuple[tuple[Node, ...], Storage]] = {}
+
+    def load(self, pid: Node) -> Storage:
+        """The storage of a persistent id ("storage", class, key, location, number of elements)."""
+        if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
+            raise PickleError(
+                "The pickle refers to something outside it that is no storage.",
+                why=f"Expected ('storage', class, key, location, size), found {_brief(pid)}.",
+            )
+        _, kind, key, device, numel = pid
+        if type(key) is not str or not key or type(device) is not str or type(numel) is not int or numel < 0:
+            raise PickleError(f"The pickle refers to a storage by a malformed id {_brief(pid)}.")
+        known = self.by_key.get(key)
+        if known is not None:
+            if known[0] != pid:
+                raise TensorError(f"Storage {key!r} is used with two types, sizes or devices.")
+            return known[1]
+        dtype = storage_dtype(kind)
+        nbytes = numel * (dtype or UINT8).itemsize
+        storage = Storage(key, dtype, nbytes, device, self.locate(key, nbytes))
+        self.by_key[key] = (pid, storage)
+        return storage
+
+
+def storage_dtype(kind: Node) -> DType | None:
+    """The dtype of a storage class; None for an UntypedStorage. As torch does, the name alone decides."""
+    if type(kind) is Global:
+        if kind.name == "UntypedStorage":
+            return None
+        if kind.name in BY_STORAGE and kind.module in ("torch", "torch.cuda", "torch.storage"):
+            return BY_STORAGE[kind.name]
+    raise TensorError(f"The pickle uses an unknown kind of storage, {_brief(kind)}.")
+
+
+def _brief(node: Node) -> str:
+    text = str(node) if type(node) in (Global, str, bytes, float, bool) else type(node).__name__
+    if type(node) is tuple:
+        text = "(" + ", ".join(_brief(part) if type(part) is not tuple else "..." for part in node[:8]) + ")"
+    return text if len(text) < 100 else f"{text[:100]}..."
+
+
+# --- makers: args tuple -> node, or None to leave an inert Object
+
+
+def _arguments(args: tuple[Node, ...], low: int, high: int, name: str) -> tuple[Node, ...]:
+    if not low <= len(args) <= high:
+        raise TensorError(f"{name} is called with {len(args)} arguments.")
+    return args
+
+
+def _rebuild_tensor(args: Node) -> Node:
+    storage, offset, shape, stride = _arguments(args, 4, 4, "_rebuild_tensor")
+    return _entry(storage, storage_of(storage).dtype, offset, shape, stride, False, None)
+
+
+def _rebuild_tensor_v2(args: Node) -> Node:
+    storage, offset, shape, stride, requires_grad, hooks, *rest = _arguments(args, 6, 7, "_rebuild_tensor_v2")
+    return _entry(storage, storage_of(storage).dtype, offset, shape, stride, requires_grad, _extras(hooks, rest))
+
+
+def _rebuild_tensor_v3(args: Node) -> Node:
+    storage, offset, shape, stride, requires_grad, hooks, dtype, *rest = _arguments(args, 7, 8, "_rebuild_tensor_v3")
+    return _entry(storage, dtype_of(dtype), offset, shape, stride, requires_grad, _extras(hooks, rest))
+
+
+def storage_of(node: Node) -> Storage:
+    """The node, if it is a storage."""
+    if type(node) is not Storage:
+        raise TensorError(f"A tensor is built on a {_brief(node)} where a storage is expected.")
+    return node
+
+
+def dtype_of(node: Node) -> DType:
+    """The dtype that a global like `torch.float8_e5m2` names."""
+    dtype = DTYPES.get(node.name) if type(node) is Global and node.module == "torch" else None
+    if dtype is None or not dtype.in_torch:
+        raise TensorError(f"A tensor has the unknown dtype {_brief(node)}.")
+    return dtype
+
+
+def _extras(hooks: Node, rest: list[Node]) -> Extras | None:
+    metadata = rest[0] if rest else None
+    plain_hooks = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
+    if plain_hooks and metadata is None:
+        return None
+    return Extras(hooks=None if plain_hooks else hooks, metadata=metadata)
+
+
+def _entry(
+    storage: Node, dtype: DType | None, offset: Node, shape: Node, stride: Node, requires_grad: Node, extras: Extras | None
+) -> Entry:
+    shape, stride = _sizes(shape), _sizes(stride)
+    if type(offset) is not int or type(requires_grad) is not bool or shape is None or stride is None:
+        raise TensorError("A tensor has a size, stride, offset or requires_grad of the wrong type.")
+    entry = Entry(storage_of(storage), dtype or UINT8, shape, stride, offset, requires_grad, "tensor", extras)
+    check(entry)
+    return entry
+
+
+def _sizes(node: Node) -> tuple[int, ...] | None:
+    """A size or stride: a tuple of ints, a list of them, or a torch.Size."""
+    if type(node) is Object and node.function == Global("torch", "Size") and type(node.args) is tuple and len(node.args) == 1:
+        node = node.args[0]
+    if type(node) is List:
+        node = tuple(node.items)
+    if type(node) is not tuple:
+        return None
+    for part in node:
+        if type(part) is not int:
+            return None
+    return node
+
+
+def _rebuild_parameter(args: Node) -> Node:
+    data, requires_grad, hooks = _arguments(args, 3, 3, "_rebuild_parameter")
+    return _parameter(data, requires_grad, _extras(hooks, []))
+
+
+def _rebuild_parameter_with_state(args: Node) -> Node:
+    data, requires_grad, hooks, state = _arguments(args, 4, 4, "_rebuild_parameter_with_state")
+    return _parameter(data, requires_grad, replace(_extras(hooks, []) or Extras(), state=state))
+
+
+def _parameter(data: Node, requires_grad: Node, extras: Extras | None) -> Node:
+    if type(data) is Object:
+        return None  # a parameter around an unusual tensor stays an inert object
+    if type(data) is not Entry or type(requires_grad) is not bool:
+        raise TensorError("A parameter is built on something that is no tensor.")
+    if data.extras is not None:
+        return None
+    return replace(data, requires_grad=requires_grad, kind="parameter", extras=extras)
+
+
+_DENSE_REBUILDS: dict[str, Maker] = {
+    "_rebuild_tensor_v2": _rebuild_tensor_v2,
+    "_rebuild_tensor_v3": _rebuild_tensor_v3,
+    "_rebuild_parameter": _rebuild_parameter,
+}
+
+
+def _rebuild_from_type_v2(args: Node) -> Node:
+    """A tensor subclass, or a tensor with Python attributes: function, class, arguments, state."""
+    function, python_type, inner, state = _arguments(args, 4, 4, "_rebuild_from_type_v2")
+    rebuild = _DENSE_REBUILDS.get(function.name) if type(function) is Global and function.module == "torch._utils" else None
+    if rebuild is None or type(python_type) is not Global or type(inner) is not tuple:
+        return None
+    entry = rebuild(inner)
+    if type(entry) is not Entry or entry.extras is not None:
+        return None
+    return replace(entry, extras=Extras(python_type=python_type, state=state))
+
+
+def _ordered_dict(args: Node) -> Node:
+    """`OrderedDict()`, or Python 2's `OrderedDict([[key, value], ...])`."""
+    if not args:
+        return Dict(ordered=True)
+    pairs = args[0].items if len(args) == 1 and type(args[0]) is List else None
+    if pairs is None:
+        return None
+    made = [tuple(pair.items) if type(pair) is List else pair for pair in pairs]
+    if any(type(pair) is not tuple or len(pair) != 2 for pair in made):
+        raise PickleError("An OrderedDict is made from something that is no list of pairs.")
+    return Dict(made, ordered=True)
+
+
+def _encode(args: Node) -> Node:
+    """`_codecs.encode(text, "latin1")`: how protocol 2 carries bytes."""
+    if len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1"):
+        try:
+            return args[0].encode("latin1")
+        except UnicodeEncodeError:
+            raise PickleError("Bytes are written as text that is not latin1.") from None
+    return None
+
+
+def _empty_bytes(args: Node) -> Node:
+    """`bytes()`: how protocol 2 carries empty bytes."""
+    return b"" if args == () else None
+
+
+MAKERS: dict[Global, Maker] = {
+    ORDERED_DICT: _ordered_dict,
+    Global("_codecs", "encode"): _encode,
+    Global("builtins", "bytes"): _empty_bytes,
+    Global("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    Global("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+    Global("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
+    Global("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    Global("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter_with_state,
+    Global("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type_v2,
+    Global("torch.tensor", "_rebuild_from_type_v2"): _rebuild_from_type_v2,
+}
+
+
+# --- tensors that are no plain view on a storage
+
+
+@dataclass(frozen=True, slots=True)
+class UnusualTensor:
+    """A sparse, quantised, nested or meta tensor: kept as an Object, listed with what its arguments tell.
+
+    `kind` is "sparse", "quantized", "nested", "meta", "subclass" or "device"; `dtype`, `shape` and `stride` are None where
+    only the values tell.
+    """
+
+    kind: str
+    dtype: DType | None = None
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+
+
+def unusual_tensor(node: Node) -> UnusualTensor | None:
+    """What kind of tensor an Object rebuilds; None when it is none."""
+    if type(node) is not Object or type(node.function) is not Global or node.call != "reduce":
+        return None
+    describe = _UNUSUAL.get(str(node.function))
+    if describe is None:
+        return None
+    try:
+        return describe(node.args)
+    except (IndexError, TypeError, ValueError, AttributeError, TensorError):
+        raise TensorError(f"{node.function} is called with malformed arguments.") from None
+
+
+def _quantized(args: Any) -> UnusualTensor:
+    return UnusualTensor("quantized", storage_of(args[0]).dtype, _sizes(args[2]), _sizes(args[3]))
+
+
+def _sparse(args: Any) -> UnusualTensor:
+    parts = args[1]
+    values = parts[1] if len(parts) == 4 and type(parts[3]) is bool or len(parts) == 3 else parts[2]
+    shape = parts[2] if values is parts[1] else parts[3]
+    return UnusualTensor("sparse", values.dtype, _sizes(shape))
+
+
+def _nested(args: Any) -> UnusualTensor:
+    return UnusualTensor("nested", args[0].dtype)
+
+
+def _meta(args: Any) -> UnusualTensor:
+    return UnusualTensor("meta", dtype_of(args[0]), _sizes(args[1]), _sizes(args[2]))
+
+
+def _wrapper_subclass(args: Any) -> UnusualTensor:
+    return UnusualTensor("subclass", dtype_of(args[1]), _sizes(args[2]), _sizes(args[3]))
+
+
+def _from_cpu_tensor(args: Any) -> UnusualTensor:
+    return UnusualTensor("device", dtype_of(args[1]), args[0].shape, args[0].stride)
+
+
+def _parameter_of(args: Any) -> UnusualTensor:
+    return unusual_tensor(args[0]) or UnusualTensor("subclass", args[0].dtype, args[0].shape, args[0].stride)
+
+
+def _from_type(args: Any) -> UnusualTensor:
+    inner = Object("reduce", args[0], args[2])
+    return unusual_tensor(inner) or UnusualTensor("subclass")
+
+
+_UNUSUAL: dict[str, Callable[[Any], UnusualTensor]] = {
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_sparse_csr_tensor": _sparse,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper_subclass,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu_tensor,
+    "torch._utils._rebuild_parameter": _parameter_of,
+    "torch._utils._rebuild_parameter_with_state": _parameter_of,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+}

@@ -1,0 +1,47 @@
+"""What `torch.load(weights_only=True)` of torch 2.13 accepts, told from the globals and opcodes alone.
+
+Source: torch/_weights_only_unpickler.py, `_get_allowed_globals` and the opcodes of `Unpickler.load`; a test compares this
+table with the torch that is installed.
+"""
+
+from __future__ import annotations
+
+from ckpt_tools.dtypes import BY_STORAGE, DTYPES
+from ckpt_tools.tree import Global
+
+_DENSE = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+_SPARSE = ("BFloat16", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+_CUDA_STORAGES = (*_DENSE, "ComplexDouble", "ComplexFloat")
+_REBUILD = (
+    "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_device_tensor_from_numpy", "_rebuild_meta_tensor_no_storage",
+    "_rebuild_nested_tensor", "_rebuild_parameter", "_rebuild_parameter_with_state", "_rebuild_qtensor",
+    "_rebuild_sparse_tensor", "_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_wrapper_subclass",
+)  # fmt: skip
+_QSCHEMES = (
+    "per_channel_affine", "per_channel_affine_float_qparams", "per_channel_symmetric", "per_tensor_affine",
+    "per_tensor_symmetric",
+)  # fmt: skip
+# bool has a row in the dtype table, but `torch.bool` is missing from torch's own list: str(torch.bool) is in it.
+_DTYPE_NAMES = [name for name, dtype in DTYPES.items() if dtype.in_torch]
+
+ALLOWED = frozenset(
+    Global(*name.rsplit(".", 1))
+    for name in (
+        "collections.OrderedDict", "collections.Counter", "torch.nn.parameter.Parameter", "torch.serialization._get_layout",
+        "torch.Size", "torch.Tensor", "torch.device", "_codecs.encode", "builtins.bytearray", "builtins.set",
+        "builtins.complex", "torch._tensor._rebuild_from_type_v2", "torch.storage.TypedStorage",
+        "torch.storage.UntypedStorage",
+        *(f"torch.{name}" for name in _DTYPE_NAMES),
+        *(f"torch.{name}" for name in BY_STORAGE),
+        *(f"torch.cuda.{name}Storage" for name in _CUDA_STORAGES),
+        *(f"torch.{name}" for name in _QSCHEMES),
+        *(f"torch._utils.{name}" for name in _REBUILD),
+        *(f"torch.{device}{name}Tensor" for device in ("", "cuda.") for name in _DENSE),
+        *(f"torch.{device}sparse.{name}Tensor" for device in ("", "cuda.") for name in _SPARSE),
+    )
+)  # fmt: skip
+
+
+def refused(names: list[Global]) -> list[str]:
+    """The globals that torch refuses, as `module.name`, in order."""
+    return [str(name) for name in names if name not in ALLOWED]

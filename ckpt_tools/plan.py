@@ -1,0 +1,137 @@
+"""What will be written, as frozen data: pieces in order, each with its length known before a byte moves."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckpt_tools.errors import ChecksumError, ZipError
+from ckpt_tools.files import Source
+
+CHUNK = 4 << 20
+
+
+class Checksum:
+    """A running CRC-32. With `expected`, a mismatch is a ChecksumError once `length` bytes have passed."""
+
+    __slots__ = ("expected", "label", "left", "value")
+
+    def __init__(self, length: int, expected: int | None = None, label: str = "") -> None:
+        self.value = 0
+        self.left, self.expected, self.label = length, expected, label
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Take in the next bytes."""
+        self.value = zlib.crc32(data, self.value)
+        self.left -= len(data)
+        if self.left == 0 and self.expected not in (None, self.value):
+            raise ChecksumError(
+                f"The bytes of {self.label} do not match their CRC-32.",
+                why=f"The file says {self.expected:08x}, the bytes give {self.value:08x}: they changed after they were saved.",
+                fix="Get the file again; without --verify the bytes are copied as they are.",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes at hand."""
+
+    data: bytes
+
+    @property
+    def length(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A range of a source file, as it is."""
+
+    source: Source
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deflated:
+    """A deflated range of a source file, to be inflated to exactly `length` bytes."""
+
+    source: Source
+    offset: int
+    compressed: int
+    length: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Bytes that are worked out in chunks while writing: a cast, a gather, a byte swap."""
+
+    length: int
+    chunks: Callable[[], Iterator[bytes | memoryview]]
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Bytes that are known only after the pieces before: a directory that holds their checksums."""
+
+    length: int
+    make: Callable[[], bytes]
+
+
+Content: TypeAlias = Literal | Range | Deflated | Computed
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A content, with the checksum that its bytes are counted into, if any."""
+
+    content: Content | Late
+    checksum: Checksum | None = None
+
+
+def total(pieces: Iterable[Piece]) -> int:
+    """Bytes that the pieces make."""
+    return sum(piece.content.length for piece in pieces)
+
+
+def chunks(content: Content) -> Iterator[bytes | memoryview]:
+    """The bytes of a content, a chunk at a time."""
+    if isinstance(content, Literal):
+        yield content.data
+    elif isinstance(content, Range):
+        for start in range(0, content.length, CHUNK):
+            yield content.source.read(content.offset + start, min(CHUNK, content.length - start))
+    elif isinstance(content, Deflated):
+        yield from _inflate(content)
+    else:
+        yield from content.chunks()
+
+
+def read(content: Content) -> bytes:
+    """All bytes of a content, in memory."""
+    return b"".join(chunks(content))
+
+
+def _inflate(content: Deflated) -> Iterator[bytes]:
+    """Inflate; the declared size is a hard stop, so that a bomb costs one chunk at most."""
+    inflater, left = zlib.decompressobj(-15), content.length
+    checksum = Checksum(content.length, content.crc or None, "a deflated record")
+    try:
+        for data in chunks(Range(content.source, content.offset, content.compressed)):
+            pending = bytes(data)
+            while pending and not inflater.eof:
+                # One byte more than declared may come out: that is how a size lie is seen.
+                out = inflater.decompress(pending, min(CHUNK, left + 1))
+                left -= len(out)
+                if left < 0:
+                    raise ZipError("A deflated record holds more bytes than the zip directory says.")
+                checksum.update(out)
+                yield out
+                pending = inflater.unconsumed_tail
+    except zlib.error as error:
+        raise ZipError("A deflated record cannot be inflated.", why=str(error)) from None
+    if left or not inflater.eof:
+        raise ZipError("A deflated record holds fewer bytes than the zip directory says.", why=f"{left} bytes are missing.")

@@ -1,0 +1,18 @@
+"""Reports as JSON, one document a line: for scripts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ckpt_tools.errors import CkptError
+
+
+def line(document: dict[str, Any]) -> str:
+    """A document as one line. ASCII, so that lone surrogates and control characters in names survive any pipe."""
+    return json.dumps(document, allow_nan=False, separators=(",", ":"))
+
+
+def error_document(path: str, error: CkptError) -> dict[str, Any]:
+    """What stands in the place of a description that could not be made."""
+    return {"path": path, "error": type(error).__name__, "what": error.what, "why": error.why, "fix": error.fix}

@@ -1,0 +1,414 @@
+"""The decoded structure of a checkpoint: plain values, containers, entries, inert objects. No tensor data.
+
+A node is None, bool, int, float, str, bytes or a tuple of nodes, or one of the records below. `Storage`, `Entry`, `Global`
+and `ByteString` are frozen. `Dict`, `List` and `Object` have identity (they may be shared, and may contain themselves); a
+tree belongs to whoever read it, and transforms edit those three in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import TensorError
+
+if TYPE_CHECKING:
+    from ckpt_tools.plan import Content
+
+Node: TypeAlias = Any
+Where: TypeAlias = tuple["str | int", ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """One run of bytes that entries view. Two entries on one storage are tied.
+
+    Attributes:
+        key: its name in the container, unique there.
+        dtype: the element type it was saved with; None for an untyped one (a run of bytes).
+        nbytes: its size in bytes.
+        device: its device tag, None where the container has none.
+        content: where the bytes are.
+    """
+
+    key: str
+    dtype: DType | None
+    nbytes: int
+    device: str | None
+    content: Content
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extras:
+    """What a few tensors carry beyond their data.
+
+    Attributes:
+        hooks: the backward hooks node, where it is not the usual empty OrderedDict.
+        metadata: a Dict with the `conj` and `neg` bits of `_rebuild_tensor_v2`, or None.
+        python_type: the class of a tensor subclass (`_rebuild_from_type_v2`), or None.
+        state: Python attributes set on the tensor or parameter, or None.
+    """
+
+    hooks: Node = None
+    metadata: Node = None
+    python_type: Global | None = None
+    state: Node = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One tensor: a view on a storage. Stride and offset count elements, as in torch."""
+
+    storage: Storage
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool = False
+    kind: Literal["tensor", "parameter"] = "tensor"
+    extras: Extras | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the elements need, row-major."""
+        return self.numel * self.dtype.bits // 8
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie row-major without gaps (strides of dimensions of size 1 do not matter)."""
+        return is_contiguous(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function that the file names; never imported. Python 2 module names are already mapped."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ByteString:
+    """A Python 2 byte string whose bytes are not UTF-8 text."""
+
+    data: bytes
+
+
+class Dict:
+    """A dict or an OrderedDict. `items` are (key, value) pairs in order, keys unique; `attributes` its `__dict__`."""
+
+    __slots__ = ("attributes", "items", "ordered")
+
+    def __init__(self, items: list[tuple[Node, Node]] | None = None, *, ordered: bool = False) -> None:
+        self.items: list[tuple[Node, Node]] = [] if items is None else items
+        self.ordered = ordered
+        self.attributes: Dict | None = None
+
+    def get(self, key: str) -> Node:
+        """The value under `key`, or None."""
+        return next((value for name, value in self.items if type(name) is str and name == key), None)
+
+    def __contains__(self, key: str) -> bool:
+        return any(type(name) is str and name == key for name, _ in self.items)
+
+
+class List:
+    """A list."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: list[Node] | None = None) -> None:
+        self.items: list[Node] = [] if items is None else items
+
+
+Call: TypeAlias = Literal["reduce", "new", "new_ex", "none"]
+
+
+class Object:
+    """A Python object that is not plain data, as an inert record of how a pickle would build it.
+
+    Attributes:
+        call: "reduce" for `function(*args)`, "new" for `class.__new__(class, *args)`, "new_ex" with keyword arguments,
+            "none" where the steps happen to the function or class itself.
+        function: what would be called; nearly always a Global.
+        args: the tuple node of arguments.
+        kwargs: keyword arguments of "new_ex", else None.
+        steps: what happened to it next, in order: ("append", [nodes]), ("set", [pairs]), ("build", state).
+    """
+
+    __slots__ = ("args", "call", "function", "kwargs", "steps")
+
+    def __init__(self, call: Call, function: Node, args: Node, kwargs: Node = None) -> None:
+        self.call, self.function, self.args, self.kwargs = call, function, args, kwargs
+        self.steps: list[tuple[Literal["append", "set", "build"], Node]] = []
+
+    @property
+    def state(self) -> Node:
+        """The state of the last "build" step, or None."""
+        return next((value for step, value in reversed(self.steps) if step == "build"), None)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a row-major tensor of this shape, as torch counts them (a size of 0 counts as 1)."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether this stride is row-major for this shape."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True
+
+
+MAX_ELEMENTS = 2**59
+MAX_DIMENSIONS = 1024
+
+
+def check(entry: Entry, name: str = "a tensor") -> None:
+    """Raise TensorError unless the view lies inside its storage. Every reader's result and writer's input passes here."""
+    shape, stride, storage = entry.shape, entry.stride, entry.storage
+    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
+        raise TensorError(f"{name} has {len(shape)} sizes and {len(stride)} strides.")
+    if entry.offset < 0 or (shape and (min(shape) < 0 or min(stride) < 0)):
+        raise TensorError(f"{name} has a negative size, stride or offset: {shape}, {stride}, {entry.offset}.")
+    last, numel = entry.offset, 1
+    for size, step in zip(shape, stride, strict=True):
+        numel *= size
+        last += (size - 1) * step
+        if numel > MAX_ELEMENTS:
+            raise TensorError(f"{name} claims {len(shape)} dimensions with more than 2**59 elements.")
+    if numel and (last + 1) * entry.dtype.bits > storage.nbytes * 8:
+        raise TensorError(
+            f"{name} reaches outside its storage.",
+            why=f"Its last element ends at byte {(last + 1) * entry.dtype.bits // 8}; storage {storage.key!r} has "
+            f"{storage.nbytes} bytes.",
+        )
+
+
+def children(node: Node) -> Iterator[tuple[str | int, Node]]:
+    """The parts of a container, each with the path component that leads to it."""
+    if type(node) is Dict:
+        for key, value in node.items:
+            yield component(key), value
+    elif type(node) is List:
+        yield from enumerate(node.items)
+    elif type(node) is tuple:
+        yield from enumerate(node)
+    elif type(node) is Object:
+        yield from _object_children(node)
+
+
+def component(key: Node) -> str | int:
+    """A dict key as a path component: strings and ints as they are, anything else as text."""
+    if type(key) is str or (type(key) is int and key.bit_length() <= 128):
+        return key
+    if type(key) in (Object, tuple):
+        return f"<{type(key).__name__} key>"
+    return f"<int of {key.bit_length()} bits>" if type(key) is int else str(key)
+
+
+def _object_children(node: Object) -> Iterator[tuple[str | int, Node]]:
+    for index, arg in enumerate(node.args if type(node.args) is tuple else (node.args,)):
+        yield f"<arg {index}>", arg
+    if node.kwargs is not None:
+        yield "<kwargs>", node.kwargs
+    for step, value in node.steps:
+        if step == "set":
+            yield from ((component(key), item) for key, item in value)
+        elif step == "append":
+            yield from enumerate(value)
+        elif type(value) is Dict:
+            yield from children(value)
+        else:
+            yield "<state>", value
+
+
+CONTAINERS = (Dict, List, Object, tuple)
+
+
+def walk(root: Node, *, stop: Callable[[Node], bool] | None = None) -> Iterator[tuple[Where, Node]]:
+    """Every node with its path, depth first in order, the root included.
+
+    A container that is reached again by another path is walked again, as `torch.load` would show it twice, but never
+    inside itself, and not once the walk has become four times as long as the tree is large: the time stays linear.
+
+    Args:
+        root: where to start.
+        stop: do not go below nodes for which this is true.
+    """
+    yield (), root
+    seen: set[int] = set()
+    spare = 10_000
+    path: list[str | int] = []
+    open_nodes: dict[int, None] = {}
+    stack: list[Iterator[tuple[str | int, Node]]] = []
+
+    def enter(node: Node) -> bool:
+        nonlocal spare
+        if type(node) not in CONTAINERS or (stop is not None and stop(node)):
+            return False
+        if id(node) in seen:
+            if spare <= 0 or id(node) in open_nodes:
+                return False
+            spare -= 1
+        else:
+            seen.add(id(node))
+            spare += 3
+        open_nodes[id(node)] = None
+        stack.append(children(node))
+        return True
+
+    enter(root)
+    while stack:
+        step = next(stack[-1], None)
+        if step is None:
+            stack.pop()
+            open_nodes.popitem()
+            if path:
+                path.pop()
+            continue
+        key, node = step
+        yield (*path, key), node
+        if enter(node):
+            path.append(key)
+
+
+def reachable(root: Node) -> Iterator[Node]:
+    """Every node once, by identity, keys, functions and `__dict__` attributes included; in no promised order."""
+    seen: set[int] = set()
+    stack: list[Node] = [root]
+    while stack:
+        node = stack.pop()
+        if type(node) in CONTAINERS or type(node) is Entry:
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            stack.extend(parts(node))
+        yield node
+
+
+def parts(node: Node) -> list[Node]:
+    """Everything that a container or an entry refers to, keys, functions, storages and attributes included."""
+    if type(node) is Dict:
+        found = [part for pair in node.items for part in pair]
+        return [*found, node.attributes] if node.attributes is not None else found
+    if type(node) is List:
+        return node.items
+    if type(node) is tuple:
+        return list(node)
+    if type(node) is Entry:
+        extras = node.extras
+        found = [node.storage]
+        return found if extras is None else [*found, extras.hooks, extras.metadata, extras.python_type, extras.state]
+    found = [node.function, node.args, node.kwargs]
+    for step, value in node.steps:
+        found.extend([part for pair in value for part in pair] if step == "set" else value if step == "append" else [value])
+    return found
+
+
+class _Drop:
+    """What `swap` returns for a record that is to be left out."""
+
+
+DROP = _Drop()
+RECORDS = (Entry, Object, Storage, Global, ByteString)
+
+
+def replace(root: Node, swap: Callable[[Node], Node]) -> Node:
+    """Exchange records everywhere, keys and arguments included.
+
+    `swap` gets each Entry, Object, Storage, Global and ByteString once, and returns it or another node, whose parts are
+    exchanged in turn. DROP leaves it out of its dict or list; in a tuple None takes its place. Containers are edited in
+    place, so that shared references and cycles stay.
+    """
+    done: dict[int, tuple[Node, Node]] = {}  # id -> (the old one, kept alive so that its id stays its own; the new one)
+    pending: list[Node] = []
+
+    def leaf(node: Node) -> Node:
+        if type(node) in RECORDS:
+            if id(node) not in done:
+                new = swap(node)
+                done[id(node)] = (node, new)
+                done[id(new)] = (new, new)
+            node = done[id(node)][1]
+        if type(node) in (Dict, List, Object):
+            pending.append(node)
+        return node
+
+    def exchange(node: Node) -> Node:
+        return _exchange_tuple(node, leaf, done) if type(node) is tuple else leaf(node)
+
+    root = exchange(root)
+    seen: set[int] = set()
+    while pending:
+        node = pending.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            _edit(node, exchange)
+    return root
+
+
+def _edit(node: Node, exchange: Callable[[Node], Node]) -> None:
+    if type(node) is Dict:
+        node.items[:] = _edit_pairs(node.items, exchange)
+        if node.attributes is not None:
+            node.attributes = exchange(node.attributes)
+    elif type(node) is List:
+        node.items[:] = _edit_list(node.items, exchange)
+    else:
+        node.function, node.args, node.kwargs = map(exchange, (node.function, node.args, node.kwargs))
+        for index, (step, value) in enumerate(node.steps):
+            if step == "build":
+                node.steps[index] = (step, exchange(value))
+            else:
+                node.steps[index] = (step, (_edit_pairs if step == "set" else _edit_list)(value, exchange))
+
+
+def _edit_pairs(pairs: list[tuple[Node, Node]], exchange: Callable[[Node], Node]) -> list[tuple[Node, Node]]:
+    edited = ((exchange(key), exchange(value)) for key, value in pairs)
+    return [(key, value) for key, value in edited if key is not DROP and value is not DROP]
+
+
+def _edit_list(items: list[Node], exchange: Callable[[Node], Node]) -> list[Node]:
+    return [item for item in map(exchange, items) if item is not DROP]
+
+
+def _exchange_tuple(root: tuple[Node, ...], leaf: Callable[[Node], Node], done: dict[int, tuple[Node, Node]]) -> Node:
+    """A tuple with its leaves exchanged, nested tuples included, without recursion; itself when nothing changed."""
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        waiting = [part for part in node if type(part) is tuple and id(part) not in done]
+        if waiting:
+            stack.extend(waiting)
+            continue
+        stack.pop()
+        if id(node) not in done:
+            leaves = (done[id(part)][1] if type(part) is tuple else leaf(part) for part in node)
+            changed = tuple(None if part is DROP else part for part in leaves)
+            same = all(new is old for new, old in zip(changed, node, strict=True))
+            done[id(node)] = (node, node if same else changed)
+    return done[id(root)][1]
