@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ckpt_tools._version import __version__
 from ckpt_tools.checkpoint import Checkpoint, open_checkpoint
 from ckpt_tools.convert import Converted, convert
 from ckpt_tools.describe import Description, inspect
 from ckpt_tools.errors import CkptError
 
-__version__ = "0.1.0"
-__all__ = ["Checkpoint", "CkptError", "Converted", "Description", "convert", "inspect", "open_checkpoint"]
+__all__ = ["Checkpoint", "CkptError", "Converted", "Description", "__version__", "convert", "inspect", "open_checkpoint"]

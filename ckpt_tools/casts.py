@@ -76,7 +76,9 @@ def _chosen(users: dict[int, list[tuple[str, str, Entry]]], only: Sequence[str])
         if any(hits.values()):
             if not all(hits.values()):
                 names = ", ".join(map(repr, hits))
-                raise ConvertError(f"{names} are tied, and --dtype-only matches some of them.", fix="Match all of them or none.")
+                raise ConvertError(
+                    f"{names} are tied, and --dtype-only matches some of them.", fix="Match all of them or none."
+                )
             chosen.add(storage)
     if unused:
         raise NothingMatchedError(f"--dtype-only {sorted(unused)[0]!r} matches no float tensor.")

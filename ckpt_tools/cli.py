@@ -83,7 +83,9 @@ def main() -> None:
 @click.option("--tree/--flat", "tree", default=None, help="Show the tensors as a tree, or one a line.")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up below the first N parts of the names.")
 @click.option("--filter", "pattern", metavar="GLOB", help="Only tensors whose name or path matches.")
-@click.option("--sort", type=click.Choice(["name", "size", "file"]), default="file", show_default=True, help="Order of the tensors.")
+@click.option(
+    "--sort", type=click.Choice(["name", "size", "file"]), default="file", show_default=True, help="Order of the tensors."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document a line; see docs/json.md.")
 def inspect(
     paths: tuple[Path, ...], show_all: bool, tree: bool | None, depth: int | None, pattern: str | None, sort: str, as_json: bool
@@ -141,7 +143,9 @@ def _expand(paths: tuple[Path, ...]) -> list[Path]:
             continue
         found = sorted(below for below in path.rglob("*") if below.suffix in _SUFFIXES and below.is_file())
         if not found:
-            raise NotACheckpointError(f"{path} is a folder without checkpoints.", why=f"Looked for {', '.join(sorted(_SUFFIXES))}.")
+            raise NotACheckpointError(
+                f"{path} is a folder without checkpoints.", why=f"Looked for {', '.join(sorted(_SUFFIXES))}."
+            )
         files += found
     return files
 
@@ -164,7 +168,9 @@ def _expand(paths: tuple[Path, ...]) -> list[Path]:
 @click.option("--map-location", metavar="SPEC", help="cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.")
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast float tensors.")
 @click.option("--dtype-only", multiple=True, metavar="GLOB", help="Cast only tensors whose name matches. Repeatable.")
-@click.option("--objects", type=click.Choice(["keep", "plain", "drop"]), help="What happens to objects that are not plain data.")
+@click.option(
+    "--objects", type=click.Choice(["keep", "plain", "drop"]), help="What happens to objects that are not plain data."
+)
 @click.option("--format", "format_", type=click.Choice(["pth", "safetensors"]), help="Container of OUT; else by its extension.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")

@@ -18,7 +18,7 @@ from ckpt_tools.files import free_bytes, no_space, output_target, replacing
 from ckpt_tools.names import strip_leading, strip_module, unwrap
 from ckpt_tools.plan import Piece, total
 from ckpt_tools.transforms import Rename, dotted
-from ckpt_tools.tree import Node, Where
+from ckpt_tools.tree import DROP, Node, Where
 from ckpt_tools.writer import Progress, write
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
@@ -257,7 +257,7 @@ def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, repor
         return root
     root, fates = plain.make_plain(root) if policy == "plain" else plain.drop_unknown(root)
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
-    if root is None or root is plain.DROP:
+    if root is None or root is DROP:
         raise NothingMatchedError("Nothing would be left.", why="The whole checkpoint is one object that has no plain form.")
     return root
 
@@ -315,4 +315,3 @@ def _write(
         write(pieces, output, progress)
         checkpoint.decoded.source.check_unchanged()
         checkpoint.close()
-

@@ -1,24 +1,24 @@
 """Every error of ckpt_tools, one base class, one class per promise that a file or a user breaks.
 
-    CkptError                      exit code 3 unless noted
-    ├── UsageError                 an option that cannot be read or does not fit the others (exit code 2)
-    ├── NotACheckpointError        the bytes are something else: empty, HTML, a git-LFS pointer, gzip ...
-    ├── UnsupportedContainerError  a checkpoint, in a container that this version does not read
-    ├── DamagedFileError           a checkpoint whose container breaks a promise of its format
-    │   ├── ZipError                   the zip directory or a zip record
-    │   ├── PickleError                the pickle stream
-    │   ├── SafetensorsError           the safetensors header
-    │   ├── TensorError                a tensor that does not fit its storage
-    │   └── ChecksumError              bytes that do not match their CRC-32
-    ├── LimitError                 larger or deeper than any real checkpoint
-    ├── ChangedFileError           the input changed while it was read
-    ├── ConvertError               the conversion that was asked for cannot be done without loss or guessing
-    │   ├── CollisionError             two tensors would get one name
-    │   ├── NothingMatchedError        an option that matches nothing, or a result without tensors
-    │   ├── ObjectsError               objects that are not plain data, and no word on what to do with them
-    │   └── ContainerLimitError        something that the output container cannot hold
-    └── OutputError                the output cannot be written
-        └── OutputExistsError          it exists, and overwriting was not asked for
+CkptError                      exit code 3 unless noted
+├── UsageError                 an option that cannot be read or does not fit the others (exit code 2)
+├── NotACheckpointError        the bytes are something else: empty, HTML, a git-LFS pointer, gzip ...
+├── UnsupportedContainerError  a checkpoint, in a container that this version does not read
+├── DamagedFileError           a checkpoint whose container breaks a promise of its format
+│   ├── ZipError                   the zip directory or a zip record
+│   ├── PickleError                the pickle stream
+│   ├── SafetensorsError           the safetensors header
+│   ├── TensorError                a tensor that does not fit its storage
+│   └── ChecksumError              bytes that do not match their CRC-32
+├── LimitError                 larger or deeper than any real checkpoint
+├── ChangedFileError           the input changed while it was read
+├── ConvertError               the conversion that was asked for cannot be done without loss or guessing
+│   ├── CollisionError             two tensors would get one name
+│   ├── NothingMatchedError        an option that matches nothing, or a result without tensors
+│   ├── ObjectsError               objects that are not plain data, and no word on what to do with them
+│   └── ContainerLimitError        something that the output container cannot hold
+└── OutputError                the output cannot be written
+    └── OutputExistsError          it exists, and overwriting was not asked for
 """
 
 from __future__ import annotations

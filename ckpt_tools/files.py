@@ -28,7 +28,7 @@ class Source:
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; ChangedFileError when the file has become shorter."""
-        parts = []
+        parts: list[bytes] = []
         while length:
             data = self._pread(length, offset)
             if not data:

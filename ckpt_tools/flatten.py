@@ -14,7 +14,7 @@ from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.numeric import row_major
 from ckpt_tools.plan import Content
 from ckpt_tools.transforms import dotted
-from ckpt_tools.tree import Dict, Entry, List, Node, Object, children, component, walk
+from ckpt_tools.tree import DROP, Dict, Entry, List, Node, Object, children, component, walk
 
 
 @dataclass(slots=True)
@@ -46,7 +46,9 @@ def flatten(root: Node, *, objects: str | None = None, metadata: Mapping[str, st
         ContainerLimitError: several state dicts, tensors outside of one, an unusual tensor, objects that are to be kept.
     """
     if objects == "keep" and plain.find_unknown(root):
-        raise ContainerLimitError("safetensors holds no Python objects, so it cannot keep them.", fix="Use --objects plain or drop.")
+        raise ContainerLimitError(
+            "safetensors holds no Python objects, so it cannot keep them.", fix="Use --objects plain or drop."
+        )
     state_dict = _only_state_dict(root)
     own = (ALIASES, STATE_DICT_METADATA)
     flat = Flat(metadata={key: text for key, text in (metadata or {}).items() if key not in own})
@@ -104,7 +106,8 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
         index += 1
     shared = [names for names in storages.values() if len(names) > 1]
     if shared:
-        text = f"{sum(map(len, shared))} tensors are different views on shared storages; each is written in full: {_some(shared[0])}."
+        count = sum(map(len, shared))
+        text = f"{count} tensors are different views on shared storages; each is written in full: {_some(shared[0])}."
         flat.notes.append(("views-separated", text))
 
 
@@ -130,10 +133,12 @@ def _value(where: tuple[Any, ...], node: Node, flat: Flat) -> None:
     node, fates = plain.make_plain(node)
     flat.fates += [plain.Fate((*where, *fate.where), fate.name, fate.became) for fate in fates]
     key = dotted(where)
-    if node is plain.DROP:
+    if node is DROP:
         return
     if key in flat.metadata and flat.metadata[key] != node:
-        raise ContainerLimitError(f"The value {key!r} would overwrite metadata of that name.", fix=f"Leave it out: --drop '{key}'.")
+        raise ContainerLimitError(
+            f"The value {key!r} would overwrite metadata of that name.", fix=f"Leave it out: --drop '{key}'."
+        )
     text = node if type(node) is str else _json(node)
     if text is None:
         flat.notes.append(("value-dropped", f"{key!r} has no text form and is left out."))
@@ -153,7 +158,10 @@ def _plain_json(node: Node, depth: int) -> Any:
     if depth > 50 or (type(node) is int and node.bit_length() > 4096):
         raise TypeError
     if type(node) is Dict:
-        return {key if type(key) is str else str(_plain_json(key, depth + 1)): _plain_json(value, depth + 1) for key, value in node.items}
+        return {
+            key if type(key) is str else str(_plain_json(key, depth + 1)): _plain_json(value, depth + 1)
+            for key, value in node.items
+        }
     if type(node) in (List, tuple):
         return [_plain_json(item, depth + 1) for item in (node.items if type(node) is List else node)]
     if node is None or type(node) in (str, int, float, bool):

@@ -120,7 +120,9 @@ def module_paths(renamed: Mapping[str, str], paths: Iterable[str]) -> dict[str, 
     return result
 
 
-def move_metadata(renamed: Mapping[str, str], rows: list[tuple[str, Row]], new_root: Callable[[], Row]) -> list[tuple[str, Row]]:
+def move_metadata(
+    renamed: Mapping[str, str], rows: list[tuple[str, Row]], new_root: Callable[[], Row]
+) -> list[tuple[str, Row]]:
     """The rows of `_metadata` under their new module paths.
 
     Where a prefix was added, the wrapper is a module too: it gets the row `new_root()` (torch gives a Module version 1).

@@ -17,16 +17,67 @@ from ckpt_tools.tree import DROP, ByteString, Dict, Entry, Extras, Global, List,
 
 # Kept as they are by default, beside what weights_only allows.
 _NAMES = frozenset(
-    """argparse.Namespace types.SimpleNamespace collections.defaultdict collections.deque builtins.set builtins.frozenset
-    builtins.list builtins.dict builtins.tuple builtins.int builtins.float builtins.str builtins.bool builtins.bytes
-    builtins.bytearray builtins.complex builtins.range builtins.slice builtins.object
-    numpy.core.multiarray.scalar numpy.core.multiarray._reconstruct numpy.core.numeric._frombuffer
-    numpy._core.multiarray.scalar numpy._core.multiarray._reconstruct numpy._core.numeric._frombuffer""".split()
+    [
+        "argparse.Namespace",
+        "types.SimpleNamespace",
+        "collections.defaultdict",
+        "collections.deque",
+        "builtins.set",
+        "builtins.frozenset",
+        "builtins.list",
+        "builtins.dict",
+        "builtins.tuple",
+        "builtins.int",
+        "builtins.float",
+        "builtins.str",
+        "builtins.bool",
+        "builtins.bytes",
+        "builtins.bytearray",
+        "builtins.complex",
+        "builtins.range",
+        "builtins.slice",
+        "builtins.object",
+        "numpy.core.multiarray.scalar",
+        "numpy.core.multiarray._reconstruct",
+        "numpy.core.numeric._frombuffer",
+        "numpy._core.multiarray.scalar",
+        "numpy._core.multiarray._reconstruct",
+        "numpy._core.numeric._frombuffer",
+    ]
 )
 _NUMPY_TYPES = frozenset(
-    """dtype ndarray generic bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64
-    complex64 complex128 str_ bytes_ void object_ longlong ulonglong intc uintc longdouble clongdouble datetime64
-    timedelta64""".split()
+    [
+        "dtype",
+        "ndarray",
+        "generic",
+        "bool",
+        "bool_",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "str_",
+        "bytes_",
+        "void",
+        "object_",
+        "longlong",
+        "ulonglong",
+        "intc",
+        "uintc",
+        "longdouble",
+        "clongdouble",
+        "datetime64",
+        "timedelta64",
+    ]
 )
 
 
@@ -45,8 +96,16 @@ def is_known(name: Global) -> bool:
 
 _PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 _SIMPLE = frozenset(
-    """datetime.datetime datetime.date datetime.time datetime.timedelta datetime.timezone decimal.Decimal
-    fractions.Fraction uuid.UUID""".split()
+    [
+        "datetime.datetime",
+        "datetime.date",
+        "datetime.time",
+        "datetime.timedelta",
+        "datetime.timezone",
+        "decimal.Decimal",
+        "fractions.Fraction",
+        "uuid.UUID",
+    ]
 )
 
 
@@ -117,11 +176,14 @@ def _exchange(root: Node, swap: Callable[[Node], Node]) -> tuple[Node, list[Fate
     return tree.replace(root, noting), fates
 
 
+_KINDS: dict[type, str] = {
+    Dict: "dict", List: "list", Entry: "tensor", Object: "set", bool: "number", int: "number", float: "number", str: "text",
+    bytes: "bytes", tuple: "tuple",
+}  # fmt: skip
+
+
 def _kind(node: Node) -> str:
-    names = {Dict: "dict", List: "list", Entry: "tensor", Object: "set", bool: "number", int: "number", float: "number"}
-    if node is DROP:
-        return "dropped"
-    return names.get(type(node), {str: "text", bytes: "bytes", tuple: "tuple"}.get(type(node), "None"))
+    return "dropped" if node is DROP else _KINDS.get(type(node), "None")
 
 
 Key = Callable[[], str]
@@ -259,7 +321,7 @@ def _timestamp(node: Object, key: Key) -> Node:
     kind = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}[str(node.function.name)]
     if not node.args or type(node.args[0]) is not bytes or len(node.args) > 1:
         return DROP
-    return kind(node.args[0]).isoformat()  # type: ignore[arg-type]
+    return kind(node.args[0]).isoformat()
 
 
 def _timedelta(node: Object, key: Key) -> Node:

@@ -1,7 +1,7 @@
 """Load code: checkpoints as live tensors, names without wrappers, atomic saves. The part of ckpt_tools that imports torch.
 
-    from ckpt_tools.torch import load_state_dict, save
-    model.load_state_dict(load_state_dict("ddp.pth", map_location="cpu"))
+from ckpt_tools.torch import load_state_dict, save
+model.load_state_dict(load_state_dict("ddp.pth", map_location="cpu"))
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def _choose(checkpoint: Checkpoint, select: str | None) -> StateDict:
         return StateDict((), node)
     if len(found) != 1:
         wheres = ", ".join(repr(dotted(state_dict.where)) for state_dict in found) or "none"
-        raise NothingMatchedError(f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix="Choose one with select=...")
+        raise NothingMatchedError(
+            f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix="Choose one with select=..."
+        )
     return found[0]
 
 
@@ -225,9 +227,13 @@ class _Builder:
     def storage(self, storage: Storage) -> torch.UntypedStorage:
         data = bytearray(storage.nbytes)
         fill(storage.content, memoryview(data))
-        made = torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.UntypedStorage(0)
+        made = (
+            torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+            if data
+            else torch.empty(0, dtype=torch.uint8).untyped_storage()
+        )
         if self.big_endian and storage.dtype is not None:
-            made.byteswap(torch_dtype(storage.dtype))
+            made.byteswap(torch_dtype(storage.dtype))  # type: ignore[no-untyped-call]
         device = self.device(storage.device or "cpu")
         return made if device.type == "cpu" else made.to(device=device)
 
@@ -269,7 +275,7 @@ def save(
     Args:
         model_or_mapping: a module, wrapped by DP, DDP, FSDP1 or compile or not; or a mapping, saved as it is.
         path: the file; replaced when it exists.
-        format: "pth" (what `torch.save` writes) or "safetensors" (one flat state dict, ties kept as aliases); else by extension.
+        format: "pth" (what `torch.save` writes) or "safetensors" (one flat state dict, ties kept); else by extension.
         wrapped: keep the wrapper's names of a module.
 
     Raises:
@@ -337,7 +343,8 @@ def _entry_of(tensor: torch.Tensor, name: str, storages: dict[int, Storage]) -> 
 
 def _storage_chunks(storage: torch.UntypedStorage) -> Iterator[memoryview]:
     """The bytes of a live storage, without a copy of more than what lies on another device."""
-    on_cpu = storage.cpu()
-    view = memoryview((ctypes.c_char * on_cpu.nbytes()).from_address(on_cpu.data_ptr())).cast("B") if on_cpu.nbytes() else memoryview(b"")
-    for start in range(0, len(view), CHUNK):
-        yield view[start : start + CHUNK]
+    on_cpu = storage if storage.device.type == "cpu" else storage.to(device=torch.device("cpu"))
+    if on_cpu.nbytes():
+        view = memoryview((ctypes.c_char * on_cpu.nbytes()).from_address(on_cpu.data_ptr())).cast("B")
+        for start in range(0, len(view), CHUNK):
+            yield view[start : start + CHUNK]

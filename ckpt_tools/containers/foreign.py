@@ -50,7 +50,9 @@ def _lfs_pointer(source: Source, head: bytes) -> CkptError:
     size = re.search(rb"^size (\d+)", head, re.MULTILINE)
     real = f" The real file has {size.group(1).decode()} bytes." if size else ""
     return NotACheckpointError(
-        f"{source.path} is a git-LFS pointer, not the file itself.", why=f"git cloned the pointer only.{real}", fix="Run: git lfs pull"
+        f"{source.path} is a git-LFS pointer, not the file itself.",
+        why=f"git cloned the pointer only.{real}",
+        fix="Run: git lfs pull",
     )
 
 

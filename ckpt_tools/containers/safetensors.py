@@ -246,7 +246,7 @@ def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str,
     offsets: dict[str, list[int]] = {}
     contents: list[Content] = []
     at = 0
-    for name, (entry, content) in sorted(tensors.items(), key=lambda item: -item[1][0].dtype.itemsize):
+    for name, (_, content) in sorted(tensors.items(), key=lambda item: -item[1][0].dtype.itemsize):
         offsets[name] = [at, at + content.length]
         at += content.length
         contents.append(content)

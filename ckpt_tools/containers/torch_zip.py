@@ -197,7 +197,9 @@ def lay_out(
     for storage in storages:
         content = storage.content
         if isinstance(content, RecordRange) and trust_crc:
-            layout.add_record(storage.key, content, whole=not verify and _is_whole(content.record, folder, storage.key), verify=verify)
+            layout.add_record(
+                storage.key, content, whole=not verify and _is_whole(content.record, folder, storage.key), verify=verify
+            )
         else:
             layout.add(f"data/{storage.key}", content, align=True)
     layout.add("version", Literal(b"3\n"))
@@ -267,13 +269,11 @@ class _Layout:
     def put(self, content: Content | Late, checksum: Checksum | None = None) -> None:
         """Add a piece; a range that goes on where the last one ended makes that one longer."""
         self.position += content.length
-        last = self.pieces[-1] if self.pieces else None
-        if checksum is None and last is not None and last.checksum is None and isinstance(content, Range):
-            before = last.content
-            if isinstance(before, Range) and before.source is content.source:
-                if before.offset + before.length == content.offset:
-                    self.pieces[-1] = Piece(Range(before.source, before.offset, before.length + content.length))
-                    return
+        if checksum is None and self.pieces and self.pieces[-1].checksum is None:
+            before = self.pieces[-1].content
+            if isinstance(before, Range) and isinstance(content, Range) and _goes_on(before, content):
+                self.pieces[-1] = Piece(Range(before.source, before.offset, before.length + content.length))
+                return
         self.pieces.append(Piece(content, checksum))
 
     def add_record(self, key: str, content: RecordRange, *, whole: bool, verify: bool) -> None:
@@ -328,6 +328,10 @@ class _Layout:
         few, small, near = min(count, _FULL16), min(size, _FULL32), min(start, _FULL32)
         self.put(Literal(wide + locator + END.pack(b"PK\x05\x06", 0, 0, few, few, small, near, 0)))
         return self.pieces
+
+
+def _goes_on(before: Range, after: Range) -> bool:
+    return before.source is after.source and before.offset + before.length == after.offset
 
 
 def _padding(end: int, target: int, modulus: int) -> int:

@@ -27,7 +27,10 @@ _METHODS = {1: "shrink", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """One record. `header` is where its local header starts, `data` where its bytes do, `following` where what comes next does."""
+    """One record.
+
+    `header` is where its local header starts, `data` where its bytes do, `following` where whatever comes next does.
+    """
 
     name: str
     header: int
@@ -141,7 +144,8 @@ def _agree(plain: tuple[int, ...], wide: tuple[int, ...]) -> None:
         limit = _FULL16 if index < 4 else _FULL32
         if narrow != full and narrow != limit:
             raise ZipError(
-                "The zip's two end records disagree.", why=f"One says {narrow}, the zip64 one {full}: two programs would differ."
+                "The zip's two end records disagree.",
+                why=f"One says {narrow}, the zip64 one {full}: two programs would differ.",
             )
 
 
@@ -157,7 +161,9 @@ def _misplaced(source: Source, why: str) -> ZipError:
         reason = "Every line feed has a carriage return before it: the file went through a text-mode transfer."
         return ZipError("The zip directory is not where the file says.", why=reason, fix="Transfer it again in binary mode.")
     if head.startswith(b"PK\x03\x04"):
-        reason = "Either bytes are missing or added in the middle, or several zips were put one after another (a .distcp shard)."
+        reason = (
+            "Either bytes are missing or added in the middle, or several zips were put one after another (a .distcp shard)."
+        )
     else:
         reason = "There are bytes in front of the archive."
     return ZipError(f"The zip directory is not where the file says: {why}.", why=reason)
@@ -167,7 +173,9 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> list[R
     records, at = [], 0
     for _ in range(count):
         if at + CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
-            raise ZipError(f"The zip directory is damaged at offset {start + at}.", why="There is no entry where one is counted.")
+            raise ZipError(
+                f"The zip directory is damaged at offset {start + at}.", why="There is no entry where one is counted."
+            )
         record, at = _read_entry(source, data, at, start)
         if record is not None:
             records.append(record)
@@ -179,7 +187,9 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> list[R
 def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[Record | None, int]:
     """One entry of the central directory, with its local header checked; None for an empty folder entry."""
     fields = CENTRAL.unpack_from(data, at)
-    _, _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length, comment, disk, _, attributes, header = fields
+    _, _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length, comment, disk, _, attributes, header = (
+        fields
+    )
     name_end = at + CENTRAL.size + name_length
     extra_end = name_end + extra_length
     following = extra_end + comment
@@ -258,12 +268,14 @@ def _check_local(
         raise ZipError(f"The zip record {name!r} is not where the directory says (offset {header}).")
     _, _, local_flags, local_method, _, _, crc, compressed, size, name_length, extra_length = LOCAL.unpack_from(local)
     if local[LOCAL.size :] != raw or name_length != len(raw):
-        raise ZipError(f"The zip record {name!r} has another name in its local header.", why="Two programs would read two files.")
+        raise ZipError(
+            f"The zip record {name!r} has another name in its local header.", why="Two programs would read two files."
+        )
     if local_method != method or (local_flags ^ flags) & _ENCRYPTED:
         raise ZipError(f"The zip record {name!r} says in its local header that it is packed in another way.")
     if not local_flags & 8 and (crc, compressed, size) != sums and _FULL32 not in (compressed, size):
         raise ZipError(f"The zip record {name!r} has another size or CRC-32 in its local header.")
-    start = header + length + extra_length
+    start = header + length + int(extra_length)
     if start + sums[1] > directory:
         raise ZipError(f"The zip record {name!r} reaches into the zip directory: the file is cut or damaged.")
     return start

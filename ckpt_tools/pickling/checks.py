@@ -28,10 +28,9 @@ def settle(root: Node) -> list[str]:
             raise LimitError(f"The pickle is nested more than {MAX_DEPTH} deep.")
         below: list[Node] = []
         for node in level:
-            if type(node) in CONTAINERS or type(node) in (Entry, Extras):
-                if id(node) not in seen:
-                    seen.add(id(node))
-                    below.extend(_settle_one(node, repeated))
+            if (type(node) in CONTAINERS or type(node) in (Entry, Extras)) and id(node) not in seen:
+                seen.add(id(node))
+                below.extend(_settle_one(node, repeated))
         level = below
     return repeated
 

@@ -7,9 +7,9 @@ popping below a mark is an underflow. One dispatch table; no recursion; every le
 from __future__ import annotations
 
 import _compat_pickle
+import struct
 from collections.abc import Callable, Mapping
 from struct import Struct
-from struct import error as StructError
 from typing import Any, NoReturn, TypeAlias
 
 from ckpt_tools.errors import LimitError, PickleError
@@ -38,9 +38,7 @@ class Machine:
         position: after `load`, where the stream ended.
     """
 
-    def __init__(
-        self, data: bytes, makers: Mapping[Global, Maker], persistent_load: PersistentLoad, offset: int = 0
-    ) -> None:
+    def __init__(self, data: bytes, makers: Mapping[Global, Maker], persistent_load: PersistentLoad, offset: int = 0) -> None:
         self.data, self.position, self.end = data, offset, len(data)
         self.limit = self.end
         self.makers, self.persistent_load = makers, persistent_load
@@ -65,7 +63,7 @@ class Machine:
             return stop.value
         except IndexError:
             raise self.error("takes a value that is not there, or the stream ends without STOP") from None
-        except StructError:
+        except struct.error:
             raise self.error("is cut off: the stream ends within it") from None
 
     def _run(self) -> NoReturn:
@@ -174,7 +172,7 @@ class Machine:
         self.stack.append(Object("reduce", function, args))
 
 
-class _Stop(Exception):
+class _Stop(Exception):  # noqa: N818  not an error: how the loop ends
     def __init__(self, value: Node) -> None:
         self.value = value
 
@@ -304,8 +302,13 @@ def _get(machine: Machine) -> None:
 
 # --- plain values
 
+
+def _constant(code: bytes, value: Node) -> None:
+    OPCODES[code[0]] = lambda machine: machine.stack.append(value)
+
+
 for _code, _value in ((b"N", None), (b"\x88", True), (b"\x89", False), (b")", ())):
-    OPCODES[_code[0]] = lambda machine, value=_value: machine.stack.append(value)
+    _constant(_code, _value)
 
 
 @_opcode(b"K")
@@ -413,7 +416,7 @@ def _string(machine: Machine) -> None:
 def _unescape(data: bytes) -> bytes:
     import codecs
 
-    return codecs.escape_decode(data)[0]  # type: ignore[attr-defined, no-any-return]
+    return codecs.escape_decode(data)[0]
 
 
 @_opcode(b"C", unusual="SHORT_BINBYTES")

@@ -258,7 +258,7 @@ def _quantized(args: Any) -> UnusualTensor:
 
 def _sparse(args: Any) -> UnusualTensor:
     parts = args[1]
-    values = parts[1] if len(parts) == 4 and type(parts[3]) is bool or len(parts) == 3 else parts[2]
+    values = parts[1] if (len(parts) == 4 and type(parts[3]) is bool) or len(parts) == 3 else parts[2]
     shape = parts[2] if values is parts[1] else parts[3]
     return UnusualTensor("sparse", values.dtype, _sizes(shape))
 

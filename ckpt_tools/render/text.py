@@ -154,7 +154,9 @@ def _tensor_table(rows: list[dict[str, Any]], view: View, out: Console) -> Table
         table.add_row(Text(printable(line.name)), line.shape, line.dtype, printable(line.device), size_text(line.bytes))
     if len(shown) < len(lines):
         left = lines[len(shown) :]
-        table.add_row(f"... {sum(line.count for line in left)} more (--all)", "", "", "", size_text(sum(line.bytes for line in left)))
+        table.add_row(
+            f"... {sum(line.count for line in left)} more (--all)", "", "", "", size_text(sum(line.bytes for line in left))
+        )
     return table
 
 
