@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt_tools.checkpoint import Checkpoint, Tensor, is_optimizer, is_tensor, open_checkpoint
+from ckpt_tools.checkpoint import Checkpoint, Tensor, collector_paused, is_optimizer, is_tensor, open_checkpoint
 from ckpt_tools.names import MODULE, wrappers_in
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.transforms import dotted
@@ -64,7 +64,7 @@ def inspect(path: str | os.PathLike[str]) -> Description:
     Raises:
         CkptError: see `ckpt_tools.open_checkpoint`.
     """
-    with open_checkpoint(path) as checkpoint:
+    with collector_paused(), open_checkpoint(path) as checkpoint:
         return describe(checkpoint)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -130,7 +129,7 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
     """
     target = output_target(path, overwrite=overwrite)
     replaces = target.exists()
-    temporary = target.with_name(f".{target.name[:120]}.{secrets.token_hex(6)}.ckpt-tmp")
+    temporary = target.with_name(f".{target.name[:120]}.{os.urandom(6).hex()}.ckpt-tmp")
     with _output_errors(target):
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:

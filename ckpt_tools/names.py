@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ MODULE = "module."
 # sub-module of that name (model.norm1.module.weight), so it is only removed where it leads.
 INNER_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 WRAPPERS = (MODULE, *INNER_WRAPPERS)
+_LEAD = re.compile(f"(?:{'|'.join(map(re.escape, WRAPPERS))})+(?=.)")
 Row = TypeVar("Row")
 _INNER_PARTS = frozenset(wrapper[:-1] for wrapper in INNER_WRAPPERS)
 
@@ -71,11 +73,14 @@ def leading_wrappers(name: str) -> tuple[str, ...]:
 def wrappers_in(names: Iterable[str]) -> tuple[str, ...]:
     """Every wrapper that `unwrap` would remove from any of `names`, each once, in order of appearance."""
     found: dict[str, None] = {}
+    leads: set[str] = set()
     for name in names:
-        if "module." not in name and "_orig_mod." not in name:
-            continue
-        found.update(dict.fromkeys(leading_wrappers(name)))
-        found.update(dict.fromkeys(w for w in INNER_WRAPPERS if f".{w}" in name))
+        lead = _LEAD.match(name)
+        if lead is not None and lead.group() not in leads:
+            leads.add(lead.group())
+            found.update(dict.fromkeys(leading_wrappers(name)))
+        if "._" in name:
+            found.update(dict.fromkeys(w for w in INNER_WRAPPERS if f".{w}" in name))
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.12 (central)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from struct import Struct
 
 from ckpt_tools.errors import LimitError, ZipError
@@ -25,7 +25,7 @@ _ENCRYPTED, _PATCHED, _STRONG, _MASKED = 1, 1 << 5, 1 << 6, 1 << 13
 _METHODS = {1: "shrink", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz", 98: "ppmd"}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Record:
     """One record.
 
@@ -299,4 +299,5 @@ def _in_file_order(records: list[Record], directory: int) -> list[Record]:
     for record, other, start in zip(ordered, [*ordered[1:], None], starts, strict=True):
         if record.end > start:
             raise ZipError(f"The zip record {record.name!r} overlaps {repr(other.name) if other else 'the zip directory'}.")
-    return [replace(record, following=start) for record, start in zip(ordered, starts, strict=True)]
+        record.following = start
+    return ordered

@@ -13,6 +13,7 @@ from struct import Struct
 from typing import Any, NoReturn, TypeAlias
 
 from ckpt_tools.errors import LimitError, PickleError
+from ckpt_tools.pickling import fused
 from ckpt_tools.pickling.limits import MAX_DEPTH, node_budget
 from ckpt_tools.tree import ByteString, Dict, Entry, Global, List, Node, Object
 
@@ -31,6 +32,7 @@ class Machine:
         makers: what a call of a known global makes: args tuple -> node. A maker that returns None leaves an Object.
         persistent_load: turns a persistent id into a node.
         offset: where in `data` the stream starts.
+        fast: whether tensors in the usual shape may take the fused path (`pickling.fused`).
 
     Attributes:
         globals: every global that the stream names, in order, also those whose result is popped.
@@ -38,14 +40,24 @@ class Machine:
         position: after `load`, where the stream ended.
     """
 
-    def __init__(self, data: bytes, makers: Mapping[Global, Maker], persistent_load: PersistentLoad, offset: int = 0) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        makers: Mapping[Global, Maker],
+        persistent_load: PersistentLoad,
+        offset: int = 0,
+        *,
+        fast: bool = True,
+    ) -> None:
         self.data, self.position, self.end = data, offset, len(data)
         self.limit = self.end
-        self.makers, self.persistent_load = makers, persistent_load
+        self.makers, self.persistent_load, self.fused = makers, persistent_load, fast
         self.stack: list[Node] = []
         self.marks: list[list[Node]] = []
         self.memo: list[Node] = []
+        self.sizes: dict[bytes, tuple[int, ...]] = {}
         self.far_memo: dict[int, Node] = {}
+        self.rebuild: Node = _MISSING
         self.protocol = 0
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
@@ -83,9 +95,9 @@ class Machine:
         at = min(self.position, self.end)
         return PickleError(f"The pickle is malformed: the opcode before offset {at} {what}.")
 
-    def spend(self) -> None:
-        """Count one container against the budget."""
-        self.budget -= 1
+    def spend(self, count: int = 1) -> None:
+        """Count containers against the budget."""
+        self.budget -= count
         if self.budget < 0:
             raise LimitError("The pickle makes more objects than a checkpoint of its size can hold.")
 
@@ -156,6 +168,8 @@ class Machine:
         if self.protocol < 3:
             module, name = python3_name(module, name)
         found = Global(module, name)
+        if found == fused.REBUILD and found in self.makers:
+            self.rebuild = found
         self.globals[found] = None
         self.stack.append(found)
 
@@ -288,6 +302,8 @@ def _memoize(machine: Machine) -> None:
 def _binget(machine: Machine) -> None:
     machine.recall(machine.data[machine.position])
     machine.position += 1
+    if machine.fused and machine.stack[-1] is machine.rebuild:
+        fused.tensor(machine)
 
 
 @_opcode(b"j")

@@ -45,14 +45,14 @@ class _Done:
 
 class _Writer:
     def __init__(self, root: Node) -> None:
-        self.out: list[bytes] = []
+        self.out = bytearray()
         self.memo: dict[Any, int] = {}
         references, protocol = _survey(root)
         self.shared = {key for key, count in references.items() if count > 1}
         self.protocol = protocol
 
     def write(self, root: Node) -> bytes:
-        self.out.append(bytes((0x80, self.protocol)))
+        self.out += bytes((0x80, self.protocol))
         todo: list[Node] = [root]
         while todo:
             node = todo.pop()
@@ -65,30 +65,30 @@ class _Writer:
                 todo.extend(reversed(self.entry(node)))
             else:
                 self.leaf(node)
-        self.out.append(b".")
-        return b"".join(self.out)
+        self.out += b"."
+        return bytes(self.out)
 
     # --- the memo
 
     def remember(self, key: Any) -> None:
         index = self.memo[key] = len(self.memo)
-        self.out.append(b"q" + bytes((index,)) if index < 256 else b"r" + struct.pack("<I", index))
+        self.out += b"q" + bytes((index,)) if index < 256 else b"r" + struct.pack("<I", index)
 
     def recall(self, key: Any) -> bool:
         index = self.memo.get(key)
         if index is None:
             return False
-        self.out.append(b"h" + bytes((index,)) if index < 256 else b"j" + struct.pack("<I", index))
+        self.out += b"h" + bytes((index,)) if index < 256 else b"j" + struct.pack("<I", index)
         return True
 
     def finish(self, done: _Done) -> None:
         node = done.node
         if node is not None and id(node) in self.memo:
             # A cycle led back here, and the inner writing has built it already: drop this one, as pickle does.
-            self.out.append(done.opcodes + b"0")
+            self.out += done.opcodes + b"0"
             self.recall(id(node))
             return
-        self.out.append(done.opcodes)
+        self.out += done.opcodes
         if node is not None and id(node) in self.shared:
             self.remember(id(node))
 
@@ -100,21 +100,21 @@ class _Writer:
         if type(node) is Dict:
             return self.dict(node)
         if type(node) is List:
-            self.out.append(b"]")
+            self.out += b"]"
             if id(node) in self.shared:
                 self.remember(id(node))
             return [_Done(b"("), *node.items, _Done(b"e")] if node.items else []
         if type(node) is tuple:
             if len(node) < 4:
                 return [*node, _Done(_TUPLES[len(node)], node or None)]
-            self.out.append(b"(")
+            self.out += b"("
             return [*node, _Done(b"t", node)]
         return self.object(node)
 
     def dict(self, node: Dict) -> list[Node]:
         if node.ordered:
             self.leaf(ORDERED_DICT)
-        self.out.append(b")R" if node.ordered else b"}")
+        self.out += b")R" if node.ordered else b"}"
         if id(node) in self.shared:
             self.remember(id(node))
         attributes = [] if node.attributes is None else [node.attributes, _Done(b"b")]
@@ -157,22 +157,22 @@ class _Writer:
             self.global_(_REBUILD_PARAMETER)
         untyped = _untyped(entry)
         self.global_(_REBUILD_V3 if untyped else _REBUILD_V2)
-        self.out.append(b"(")
+        self.out += b"("
         self.storage(entry.storage)
-        self.out += [_integer(entry.offset), _sizes(entry.shape), _sizes(entry.stride)]
-        self.out.append(b"\x88" if entry.requires_grad and not parameter else b"\x89")
+        self.out += _integer(entry.offset) + _sizes(entry.shape) + _sizes(entry.stride)
+        self.out += b"\x88" if entry.requires_grad and not parameter else b"\x89"
         self.no_hooks()
         if untyped:
             self.global_(Global("torch", entry.dtype.name))
-        self.out.append(b"tR")
+        self.out += b"tR"
         if parameter:
-            self.out.append(b"\x88" if entry.requires_grad else b"\x89")
+            self.out += b"\x88" if entry.requires_grad else b"\x89"
             self.no_hooks()
-            self.out.append(b"\x87R")
+            self.out += b"\x87R"
 
     def no_hooks(self) -> None:
         self.global_(ORDERED_DICT)
-        self.out.append(b")R")
+        self.out += b")R"
 
     def entry_with_extras(self, entry: Entry, extras: Extras) -> list[Node]:
         """The calls that torch writes for hooks, conj bits, subclasses and Python attributes."""
@@ -200,11 +200,11 @@ class _Writer:
         if kind is str:
             self.text(node)
         elif kind is int:
-            self.out.append(_integer(node))
+            self.out += _integer(node)
         elif node is None or kind is bool:
-            self.out.append({None: b"N", True: b"\x88", False: b"\x89"}[node])
+            self.out += {None: b"N", True: b"\x88", False: b"\x89"}[node]
         elif kind is float:
-            self.out.append(b"G" + struct.pack(">d", node))
+            self.out += b"G" + struct.pack(">d", node)
         elif kind is Global:
             self.global_(node)
         elif kind is Storage:
@@ -212,13 +212,13 @@ class _Writer:
         elif kind is bytes:
             self.bytes(node)
         elif kind is ByteString:
-            self.out.append(b"T" + struct.pack("<i", len(node.data)) + node.data)
+            self.out += b"T" + struct.pack("<i", len(node.data)) + node.data
         else:
             raise PickleError(f"A value of type {kind.__name__} cannot be written.")
 
     def text(self, text: str) -> None:
         data = text.encode("utf-8", "surrogatepass")
-        self.out.append(b"X" + struct.pack("<I", len(data)) + data)
+        self.out += b"X" + struct.pack("<I", len(data)) + data
 
     def constant(self, text: str) -> None:
         """A text that is written many times: once in full, then from the memo."""
@@ -232,27 +232,27 @@ class _Writer:
         if "." in node.name or self.protocol > 2:
             self.text(node.module)
             self.text(node.name)
-            self.out.append(b"\x93")
+            self.out += b"\x93"
         else:
-            self.out.append(b"c" + f"{node.module}\n{node.name}\n".encode("utf-8", "surrogatepass"))
+            self.out += b"c" + f"{node.module}\n{node.name}\n".encode("utf-8", "surrogatepass")
         self.remember(node)
 
     def bytes(self, data: bytes) -> None:
         self.global_(Global("_codecs", "encode"))
         self.text(data.decode("latin1"))
         self.constant("latin1")
-        self.out.append(b"\x86R")
+        self.out += b"\x86R"
 
     def storage(self, storage: Storage) -> None:
         """The persistent id ("storage", class, key, location, number of elements)."""
         typed = storage.dtype is not None and storage.dtype.storage is not None
         dtype = storage.dtype if typed and storage.dtype else UINT8
-        self.out.append(b"(")
+        self.out += b"("
         self.constant("storage")
         self.global_(Global("torch", str(dtype.storage)) if typed else Global("torch.storage", "UntypedStorage"))
         self.text(storage.key)
         self.constant(storage.device or "cpu")
-        self.out.append(_integer(storage.nbytes // dtype.itemsize) + b"tQ")
+        self.out += _integer(storage.nbytes // dtype.itemsize) + b"tQ"
 
 
 def _items(pairs: list[tuple[Node, Node]]) -> list[Node]:

@@ -1,0 +1,84 @@
+"""The hot path: one regular expression for the 31 opcodes with which `torch.save` writes a tensor.
+
+A checkpoint repeats the same opcodes for every tensor: `_rebuild_tensor_v2` from the memo, a persistent id, sizes, strides,
+an empty OrderedDict, six memo entries and three calls. When the bytes match that shape exactly, with memo indices counting
+up, this does what the opcodes would do, without dispatching each. Anything else, also the first tensors of a file, whose
+memo indices are below 256, takes the general path; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import TYPE_CHECKING
+
+from ckpt_tools.tree import Dict, Global, Storage
+
+if TYPE_CHECKING:
+    from ckpt_tools.pickling.reader import Machine
+
+REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+_ORDERED_DICT = Global("collections", "OrderedDict")
+_INT = rb"(?:K.|M..|J...[\0-\x7f])"
+_SIZES = rb"(\)|(?:%b){1,3}[\x85-\x87]|\((?:%b){4,8}t)" % (_INT, _INT)
+_PUT = rb"r(....)"
+_TENSOR = re.compile(
+    rb"\(\(h(.)h(.)X(.)\0\0\0([0-9]{1,18})" + _PUT + rb"h(.)(" + _INT + rb")t" + _PUT + rb"Q"  # the persistent id
+    rb"(" + _INT + rb")" + _SIZES + rb"(?:" + _PUT + rb")?" + _SIZES + rb"(?:" + _PUT + rb")?"  # offset, size, stride
+    rb"([\x88\x89])h(.)\)R" + _PUT + rb"t" + _PUT + rb"R" + _PUT,  # requires_grad, hooks, the call
+    re.DOTALL,
+)  # fmt: skip
+_SPENT = 6
+_TUPLE_OPCODES = {0x85: 1, 0x86: 2, 0x87: 3}
+
+
+def tensor(machine: Machine) -> bool:
+    """Do all that is left of a tensor after its rebuild function was recalled; False when the bytes are not of that shape."""
+    found = _TENSOR.match(machine.data, machine.position, machine.limit)
+    if found is None:
+        return False
+    (word, kind, length, key, put_key, device, numel, put_pid, offset, size, put_size, stride, put_stride, grad, hooks,
+     put_hooks, put_args, put_tensor) = found.groups(b"")  # fmt: skip
+    memo = machine.memo
+    puts = put_key + put_pid + put_size + put_stride + put_hooks + put_args + put_tensor
+    count = len(puts) // 4
+    if puts != struct.pack(f"<{count}I", *range(len(memo), len(memo) + count)) or machine.far_memo:
+        return False
+    shape, strides = _sizes(machine, size), _sizes(machine, stride)
+    if length[0] != len(key) or memo[hooks[0]] != _ORDERED_DICT or shape is None or strides is None:
+        return False
+    if bool(put_size) != bool(shape) or bool(put_stride) != bool(strides):
+        return False
+    text = key.decode()
+    pid = (memo[word[0]], memo[kind[0]], text, memo[device[0]], _integer(numel))
+    storage = machine.persistent_load(pid)
+    if type(storage) is not Storage:
+        return False
+    no_hooks = Dict(ordered=True)
+    args = (storage, _integer(offset), shape, strides, grad == b"\x88", no_hooks)
+    machine.spend(_SPENT)
+    made = machine.makers[REBUILD](args)
+    kept = (text, pid, *((shape,) if put_size else ()), *((strides,) if put_stride else ()), no_hooks, args, made)
+    memo.extend(kept)
+    machine.stack[-1] = made
+    machine.position = found.end()
+    return True
+
+
+def _integer(code: bytes) -> int:
+    return int.from_bytes(code[1:], "little")
+
+
+def _sizes(machine: Machine, code: bytes) -> tuple[int, ...] | None:
+    """The tuple that these opcodes make; models repeat few shapes, so each is decoded once."""
+    known = machine.sizes.get(code)
+    if known is None:
+        items, at, end = [], int(code[0] == 0x28), len(code) - 1
+        while at < end:
+            width = {0x4B: 1, 0x4D: 2, 0x4A: 4}[code[at]]
+            items.append(int.from_bytes(code[at + 1 : at + 1 + width], "little"))
+            at += 1 + width
+        if len(items) != _TUPLE_OPCODES.get(code[-1], len(items)):
+            return None
+        known = machine.sizes[code] = tuple(items)
+    return known
