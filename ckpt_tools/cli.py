@@ -117,7 +117,7 @@ def inspect(
             view = text.View(show_all, bool(tree), tree is False, depth, pattern, cast("text.Sort", sort))
             if number:
                 click.echo()
-            text.print_description(description, view, text.console())
+            text.show(lambda out, shown=description: text.print_description(shown, view, out))  # type: ignore[misc]
     sys.exit(code)
 
 
@@ -196,7 +196,7 @@ def convert(source: Path, target: Path, format_: str | None, as_json: bool, **op
     else:
         from ckpt_tools.render import text
 
-        text.print_converted(report, text.console())
+        text.show(lambda out: text.print_converted(report, out))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from ckpt_tools import plain
 from ckpt_tools.checkpoint import StateDict, find_state_dicts, find_tensors, is_optimizer, is_tensor
 from ckpt_tools.containers.safetensors import ALIASES, STATE_DICT_METADATA
 from ckpt_tools.errors import ContainerLimitError
-from ckpt_tools.numeric import row_major
+from ckpt_tools.numeric import lazy_bits, row_major
 from ckpt_tools.plan import Content
 from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import DROP, Dict, Entry, List, Node, Object, children, component, walk
@@ -96,7 +96,7 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
         if type(node) is Object:
             raise ContainerLimitError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
                                       fix=f"Leave it out: --drop '{name}'.")  # fmt: skip
-        view = (id(node.storage), node.dtype, node.shape, node.stride, node.offset)
+        view = (id(node.storage), node.dtype, node.shape, node.stride, node.offset, *sorted(lazy_bits(node)))
         if node.nbytes and view in first:
             flat.aliases[name] = {"of": first[view], "index": index}
         else:

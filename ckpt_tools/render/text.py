@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import IO, Any, Literal
@@ -51,6 +52,17 @@ def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
     if not made.is_terminal:
         made = Console(file=file, stderr=stderr, highlight=False, emoji=False, markup=False, width=200)
     return made
+
+
+def show(render: Callable[[Console], None]) -> None:
+    """Render to standard output; in a pipe without the blanks that fill up table cells."""
+    out = console()
+    if out.is_terminal:
+        render(out)
+        return
+    with out.capture() as captured:
+        render(out)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 def _path_text(where: Iterable[str | int]) -> str:
@@ -136,6 +148,7 @@ class _Line:
     device: str
     bytes: int
     count: int = 1
+    named: bool = True
 
 
 def _tensor_table(rows: list[dict[str, Any]], view: View, out: Console) -> Table:
@@ -164,7 +177,7 @@ def _line(row: dict[str, Any]) -> _Line:
     name = ".".join(map(str, row["where"])) or "(the whole file)"
     shape = "?" if row["shape"] is None else "x".join(map(str, row["shape"])) or "scalar"
     kind = "" if row["kind"] in ("tensor", "parameter") else f" {row['kind']}"
-    return _Line(name, shape, (row["dtype"] or "?") + kind, row["device"] or "-", row["bytes"])
+    return _Line(name, shape, (row["dtype"] or "?") + kind, row["device"] or "-", row["bytes"], 1, row["name"] is not None)
 
 
 def _by_depth(rows: list[dict[str, Any]], depth: int) -> list[_Line]:
@@ -204,13 +217,17 @@ def _fold_siblings(lines: list[_Line]) -> list[_Line]:
 
 
 def _fold_blocks(lines: list[_Line]) -> list[_Line]:
-    """Runs of lines that repeat but for a counted number become one: `layers.{0-11}.attn.{weight, bias}`."""
+    """Lines that repeat but for a counted number become one: `layers.{0-11}.attn.{weight, bias}`.
+
+    In a state dict the shapes must agree too; outside of one (optimizer state) they may differ.
+    """
     groups: dict[tuple[str, str, str, str], list[tuple[int, _Line]]] = {}
     for line in lines:
         match = re.search(r"(?<=\.)\d+(?=\.)", line.name)
         pattern = line.name[: match.start()] + "\0" + line.name[match.end() :] if match else line.name
         number = int(match.group()[:9]) if match else -1
-        groups.setdefault((pattern, line.shape, line.dtype, line.device), []).append((number, line))
+        shape = line.shape if line.named or not match else ""
+        groups.setdefault((pattern, shape, line.dtype, line.device), []).append((number, line))
     return [_folded(pattern, group) for (pattern, *_), group in groups.items()]
 
 
@@ -223,7 +240,7 @@ def _folded(pattern: str, group: list[tuple[int, _Line]]) -> _Line:
     text = f"{numbers[0]}-{numbers[-1]}" if counted else ",".join(map(str, numbers[:8])) + (",..." if len(numbers) > 8 else "")
     name = pattern.replace("\0", f"{{{text}}}")
     lines = [line for _, line in group]
-    shape = f"{first.shape} each"
+    shape = f"{first.shape} each" if len({line.shape for line in lines}) == 1 else f"{sum(line.count for line in lines)} tensors"
     return _Line(name, shape, first.dtype, first.device, sum(line.bytes for line in lines), sum(line.count for line in lines))
 
 
@@ -256,7 +273,8 @@ def _print_rest(description: Description, view: View, out: Console) -> None:
     for group in description.tied[:limit]:
         grid.add_row("tied", printable(" = ".join(group[:6]) + (f" and {len(group) - 6} more" if len(group) > 6 else "")))
     _more(grid, "tied", len(description.tied), limit)
-    for name, value in list(description.values.items())[:limit]:
+    values = sorted(description.values.items(), key=lambda item: item[0].count("."))  # epoch before config.data.workers
+    for name, value in values[:limit]:
         grid.add_row("value", printable(f"{name} = {_short(value)}"))
     _more(grid, "value", len(description.values), limit)
     for row in description.objects[:limit]:

@@ -1,0 +1,33 @@
+"""What several test files share: small checkpoints, made by torch itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+
+def small_model() -> nn.Module:
+    """A convolution, a batch norm (with buffers) and a linear layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+
+
+@pytest.fixture
+def wrapped_file(tmp_path: Path) -> Path:
+    """The state dict of a model under nn.DataParallel."""
+    path = tmp_path / "wrapped.pth"
+    torch.save(nn.DataParallel(small_model()).state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def training_file(tmp_path: Path) -> Path:
+    """A training checkpoint: wrapped model, optimizer with state, epoch."""
+    path = tmp_path / "training.pth"
+    model = nn.DataParallel(small_model())
+    optimizer = torch.optim.Adam(model.parameters())
+    model.module[3](torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "best_acc": 0.5}, path)
+    return path
