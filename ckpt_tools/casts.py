@@ -9,7 +9,7 @@ from fnmatch import translate
 
 from ckpt_tools.checkpoint import find_state_dicts, find_tensors
 from ckpt_tools.containers.base import Decoded
-from ckpt_tools.containers.torch_zip import RecordRange
+from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
 from ckpt_tools.numeric import CastCount, cast, swapped

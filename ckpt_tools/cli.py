@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -117,7 +118,7 @@ def inspect(
             view = text.View(show_all, bool(tree), tree is False, depth, pattern, cast("text.Sort", sort))
             if number:
                 click.echo()
-            text.show(lambda out, shown=description: text.print_description(shown, view, out))  # type: ignore[misc]
+            text.show(partial(text.print_description, description, view))
     sys.exit(code)
 
 
@@ -196,7 +197,7 @@ def convert(source: Path, target: Path, format_: str | None, as_json: bool, **op
     else:
         from ckpt_tools.render import text
 
-        text.show(lambda out: text.print_converted(report, out))
+        text.show(partial(text.print_converted, report))
 
 
 @contextlib.contextmanager

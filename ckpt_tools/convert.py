@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckpt_tools import casts, flatten, plain, transforms
 from ckpt_tools.checkpoint import Checkpoint, StateDict, find_state_dicts, find_tensors, open_checkpoint
+from ckpt_tools.cloning import Clone
 from ckpt_tools.containers import safetensors, torch_zip
 from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
-from ckpt_tools.files import free_bytes, no_space, output_target, replacing
+from ckpt_tools.files import Output, free_bytes, no_space, output_target, replacing
 from ckpt_tools.names import strip_leading, strip_module, unwrap
 from ckpt_tools.plan import Piece, total
 from ckpt_tools.transforms import Rename, dotted
@@ -145,39 +147,78 @@ def convert(
     """
     started = time.perf_counter()
     names = _Names(strip_module, add_module, unwrap, strip_prefix, add_prefix, rename)
-    if dtype is not None and dtype not in CAST_TARGETS:
-        raise UsageError(f"--dtype {dtype!r} is none of bf16, fp16, fp32, fp64.")
-    if dtype_only and dtype is None:
-        raise UsageError("--dtype-only says which tensors --dtype casts; --dtype is missing.")
-    retag = transforms.parse_map_location(map_location) if map_location is not None else None
-    kind = output_format(target, format)
-    if not dry_run or not overwrite:
-        output_target(target, overwrite=overwrite or dry_run)
-    with open_checkpoint(source) as checkpoint:
-        report = Converted(str(source), str(target), "torch-zip" if kind == "pth" else "safetensors", dry_run)
-        report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
-        root = checkpoint.root if select is None else transforms.select(checkpoint.root, select)
-        root = _apply_objects(root, checkpoint, objects, report, selected=select is not None)
-        if keep or drop:
-            gone = transforms.filter_tensors(root, keep, drop)
-            report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
-        names.apply(root, report)
-        if retag is not None:
-            root, report.devices = transforms.map_devices(root, retag)
-            _note_devices(report, checkpoint, kind, map_location)
-        root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
-        if dtype is not None:
-            root, casting = casts.cast_floats(root, DTYPES[CAST_TARGETS[dtype]], dtype_only)
-            report.casts = casting.moves
-        report.tensors = sum(1 for _ in find_tensors(root))
-        pieces = _lay_out(root, checkpoint, kind, report, objects, verify=verify)
-        report.bytes = total(pieces)
-        if not dry_run:
-            _write(pieces, checkpoint, target, report.bytes, progress, overwrite=overwrite, fsync=fsync)
-            if dtype is not None:
-                report.overflowed = casting.overflowed()
+    edits = _Edits(names, keep, drop, select, map_location, dtype, dtype_only, objects, output_format(target, format), verify)
+    report = Converted(str(source), str(target), "torch-zip" if edits.kind == "pth" else "safetensors", dry_run)
+    if dry_run:
+        output_target(target, overwrite=True)
+        with open_checkpoint(source) as checkpoint:
+            report.bytes = total(edits.plan(checkpoint, report))
+    else:
+        with replacing(target, overwrite=overwrite, durable=fsync) as output:
+            _convert(source, output, edits, report, progress)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _convert(
+    source: str | os.PathLike[str], output: Output, edits: _Edits, report: Converted, progress: Progress | None
+) -> None:
+    """Read, plan and write; the input must still be what was read when the output takes its name."""
+    with Clone(source, output) if edits.keep_bytes else nullcontext() as clone, open_checkpoint(source) as checkpoint:
+        pieces = edits.plan(checkpoint, report)
+        report.bytes = total(pieces)
+        free = free_bytes(output.target.parent)
+        if free is not None and free + (clone.done if clone else 0) < report.bytes:
+            raise no_space(output.target, report.bytes)
+        write(pieces, output, progress, clone)
+        checkpoint.decoded.source.check_unchanged()
+        if edits.casting is not None:
+            report.overflowed = edits.casting.overflowed()
+
+
+class _Edits:
+    """The options, checked; and what they do to a checkpoint."""
+
+    def __init__(
+        self, names: _Names, keep: Sequence[str], drop: Sequence[str], select: str | None, map_location: str | None,
+        dtype: str | None, dtype_only: Sequence[str], objects: str | None, kind: Format, verify: bool,
+    ) -> None:  # fmt: skip
+        if dtype is not None and dtype not in CAST_TARGETS:
+            raise UsageError(f"--dtype {dtype!r} is none of bf16, fp16, fp32, fp64.")
+        if dtype_only and dtype is None:
+            raise UsageError("--dtype-only says which tensors --dtype casts; --dtype is missing.")
+        if objects not in (None, "keep", "plain", "drop"):
+            raise UsageError(f"--objects {objects!r} is none of keep, plain, drop.")
+        self.names, self.keep, self.drop, self.select = names, keep, drop, select
+        self.map_location = map_location
+        self.retag = transforms.parse_map_location(map_location) if map_location is not None else None
+        self.dtype = DTYPES[CAST_TARGETS[dtype]] if dtype is not None else None
+        self.dtype_only, self.objects, self.kind, self.verify = dtype_only, objects, kind, verify
+        self.casting: casts.Casting | None = None
+
+    @property
+    def keep_bytes(self) -> bool:
+        """Whether the tensors' bytes can be expected to stay as they lie in the input."""
+        return self.kind == "pth" and not (self.keep or self.drop or self.select or self.dtype or self.verify)
+
+    def plan(self, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
+        """Edit the tree, fill in the report, lay the output out."""
+        report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
+        root = checkpoint.root if self.select is None else transforms.select(checkpoint.root, self.select)
+        root = _apply_objects(root, checkpoint, self.objects, report, selected=self.select is not None)
+        if self.keep or self.drop:
+            gone = transforms.filter_tensors(root, self.keep, self.drop)
+            report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
+        self.names.apply(root, report)
+        if self.retag is not None:
+            root, report.devices = transforms.map_devices(root, self.retag)
+            _note_devices(report, checkpoint, self.kind, self.map_location)
+        root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
+        if self.dtype is not None:
+            root, self.casting = casts.cast_floats(root, self.dtype, self.dtype_only)
+            report.casts = self.casting.moves
+        report.tensors = sum(1 for _ in find_tensors(root))
+        return _lay_out(root, checkpoint, self.kind, report, self.objects, verify=self.verify)
 
 
 def output_format(target: str | os.PathLike[str], format: Format | None) -> Format:
@@ -244,8 +285,6 @@ class _Names:
 
 
 def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool) -> Node:
-    if policy not in (None, "keep", "plain", "drop"):
-        raise UsageError(f"--objects {policy!r} is none of keep, plain, drop.")
     unknown = plain.find_unknown(root)
     present = {name for _, name in unknown}
     hidden = [] if selected else [g for g in checkpoint.decoded.globals if not plain.is_known(g) and str(g) not in present]
@@ -300,18 +339,3 @@ def _lay_out(
     verify = verify and decoded.has_checksums
     pieces = torch_zip.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums, verify=verify)
     return casts.checked(pieces, decoded, root) if verify else pieces
-
-
-def _write(
-    pieces: list[Piece], checkpoint: Checkpoint, target: str | os.PathLike[str], size: int, progress: Progress | None,
-    *, overwrite: bool, fsync: bool,
-) -> None:  # fmt: skip
-    """Write beside the target, make sure that the input is still what was read, then take the target's name."""
-    folder = output_target(target, overwrite=overwrite)
-    free = free_bytes(folder.parent)
-    if free is not None and free < size:
-        raise no_space(folder, size)
-    with replacing(target, overwrite=overwrite, durable=fsync) as output:
-        write(pieces, output, progress)
-        checkpoint.decoded.source.check_unchanged()
-        checkpoint.close()

@@ -23,7 +23,7 @@ class Source:
         self.fd = _open_regular(self.path)
         status = os.fstat(self.fd)
         self.size = status.st_size
-        self._identity = (status.st_size, status.st_mtime_ns)
+        self._identity = _identity(status)
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; ChangedFileError when the file has become shorter."""
@@ -56,9 +56,12 @@ class Source:
 
     def check_unchanged(self) -> None:
         """Raise ChangedFileError when size or modification time differ from when the file was opened."""
-        status = os.fstat(self.fd)
-        if (status.st_size, status.st_mtime_ns) != self._identity:
+        if _identity(os.fstat(self.fd)) != self._identity:
             raise self._changed()
+
+    def is_same(self, other: Source) -> bool:
+        """Whether another source was opened on the same file in the same state."""
+        return self._identity == other._identity
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""
@@ -82,6 +85,10 @@ class Source:
         return ChangedFileError(
             f"{self.path} changed while it was read.", fix="Wait until whoever writes it has finished, then run this again."
         )
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _open_regular(path: Path) -> int:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from ckpt_tools.cloning import Clone
 from ckpt_tools.files import Output, no_space, output_error
 from ckpt_tools.plan import CHUNK, Checksum, Late, Literal, Piece, Range, chunks, total
 
@@ -18,27 +19,33 @@ KERNEL_COPY = 1 << 20
 _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ETXTBSY}
 
 
-def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = None) -> int:
+def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = None, clone: Clone | None = None) -> int:
     """Write the pieces in order and return the number of bytes. Memory stays at one buffer of 4 MiB.
 
     Args:
         pieces: what to write.
         output: the temporary of `files.replacing`.
         progress: called with (bytes done, bytes in total) every few megabytes.
+        clone: a copy of the source that runs ahead; ranges that it has put in their place already are passed over.
 
     Raises:
         OutputError: the disk is full or fails. ChecksumError: a piece does not match. ChangedFileError: a source shrank.
     """
-    loop = _Loop(output, total(pieces), progress)
+    loop = _Loop(output, total(pieces), progress, clone)
+    while clone is not None and clone.under_way(0.1):
+        if progress is not None:
+            progress(min(clone.done, loop.size), loop.size)
     for piece in pieces:
         loop.add(piece)
     loop.flush()
+    if clone is not None:
+        os.ftruncate(output.fd, loop.done)
     return loop.done
 
 
 class _Loop:
-    def __init__(self, output: Output, size: int, progress: Progress | None) -> None:
-        self.output, self.size, self.progress = output, size, progress
+    def __init__(self, output: Output, size: int, progress: Progress | None, clone: Clone | None) -> None:
+        self.output, self.size, self.progress, self.clone = output, size, progress, clone
         self.buffer = memoryview(bytearray(min(CHUNK, max(size, 1))))
         self.fill = self.done = 0
         self.kernel_copy = hasattr(os, "copy_file_range")
@@ -46,6 +53,8 @@ class _Loop:
     def add(self, piece: Piece) -> None:
         content = piece.content
         if isinstance(content, Range):
+            if piece.checksum is None and self.pass_over(content):
+                return
             if piece.checksum is None and content.length >= KERNEL_COPY and self.kernel_copy:
                 content = self.copy_in_kernel(content)
             self.copy(content, piece.checksum)
@@ -55,6 +64,16 @@ class _Loop:
         else:
             for chunk in chunks(content):
                 self.append(chunk, piece.checksum)
+
+    def pass_over(self, content: Range) -> bool:
+        """Leave a range where the clone has put it, if it is to stand at its own offset."""
+        there = self.clone is not None and content.offset == self.done + self.fill
+        if not there or not self.clone or not self.clone.holds(content.source, content.offset, content.length):
+            return False
+        self.flush()
+        os.lseek(self.output.fd, content.length, os.SEEK_CUR)
+        self.report(content.length)
+        return True
 
     def append(self, data: bytes | memoryview, checksum: Checksum | None) -> None:
         if checksum is not None:

@@ -81,7 +81,7 @@ class Same:
             assert struct.pack("2d", *pair[:2]) == struct.pack("2d", *pair[2:]), f"{where}: {one} and {two}"
         elif isinstance(one, LEAVES):
             assert one == two, f"{where}: {one!r} and {two!r}"
-        elif one != () and self._new(one, two, where):
+        elif not (type(one) is tuple and not one) and self._new(one, two, where):
             self._parts(one, two, where)
 
     def _new(self, one: Any, two: Any, where: str) -> bool:

@@ -226,7 +226,8 @@ def test_through_safetensors_and_back(path: Path, tmp_path: Path) -> None:
 
 def is_views(tensors: dict[str, torch.Tensor], names: list[str]) -> bool:
     """Whether names share a storage without being one and the same view."""
-    return len({(tensors[name].shape, tensors[name].stride(), tensors[name].storage_offset()) for name in names}) > 1
+    live = [tensors[name] for name in names]
+    return len({(one.shape, one.stride(), one.storage_offset(), one.is_conj(), one.is_neg()) for one in live}) > 1
 
 
 @safetensors_fixtures

@@ -11,29 +11,24 @@ Source: torch/serialization.py (`_save`, `_load`), caffe2/serialize/inline_conta
 
 from __future__ import annotations
 
-import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.containers.base import Decoded, Warned
-from ckpt_tools.containers.zip_directory import CENTRAL, END, END64, LOCAL, LOCATOR64, Directory, Record, read_directory
+from ckpt_tools.containers.zip_directory import Directory, Record, RecordRange, read_directory
+from ckpt_tools.containers.zip_layout import ALIGNMENT, DESCRIPTOR_64, ZipLayout
 from ckpt_tools.errors import ChecksumError, PickleError, TensorError, UnsupportedContainerError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.pickling.writer import write_pickle
-from ckpt_tools.plan import Checksum, Content, Deflated, Late, Literal, Piece, Range, read
+from ckpt_tools.plan import Content, Deflated, Literal, Piece, read
 from ckpt_tools.tree import Node, Storage, reachable
 
-ALIGNMENT = 64
-_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
-_DESCRIPTOR, _DESCRIPTOR_64 = 16, 24
-_FLAGS = 0x0808  # UTF-8 names, and a data descriptor after the bytes: what torch's miniz writes
-# Above this size the new pickle is padded so that tensor bytes keep their offset modulo 64 KiB: then the kernel's copy
-# runs at its best speed, and a file system with reflinks can share the blocks (docs/benchmarks.md).
-_CONGRUENT, _CONGRUENT_FROM = 65536, 32 << 20
+# Storages keep their offsets when that leaves a gap before them of at most this many bytes, or a 64th of all.
+_SMALL_GAP = 4096
 _PICKLE_LIMIT = 1 << 30
 
 
@@ -107,13 +102,6 @@ def record_content(source: Source, record: Record) -> Content:
     return RecordRange(source, record.data, record.size, record)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordRange(Range):
-    """The bytes of a stored record, which may be copied together with the zip header before them."""
-
-    record: Record
-
-
 def _root_folder(records: Sequence[Record]) -> str:
     roots = dict.fromkeys(record.name.partition("/")[0] for record in records)
     names = {record.name for record in records}
@@ -180,8 +168,8 @@ def lay_out(
 ) -> list[Piece]:
     """The pieces of a torch-zip with this tree.
 
-    Storages that lie one after another in the source file are copied in one piece, zip headers included: renaming a
-    checkpoint is one new pickle, one long copy and a new directory.
+    Storages that lie one after another in the source file are copied in one piece, zip headers included, and where they can
+    they keep their very offsets: renaming a checkpoint is a clone of the file with a new pickle and a new directory.
 
     Args:
         root: the tree.
@@ -191,19 +179,32 @@ def lay_out(
         verify: check every copied record against the source's CRC-32.
     """
     storages = sorted(_storages(root), key=_source_order)
-    layout = _Layout(folder)
-    layout.add("data.pkl", Literal(write_pickle(root)), align=True)
-    layout.add("byteorder", Literal(byteorder.encode()), end_at=_anchor(storages, folder))
+    whole = {} if verify or not trust_crc else dict(_whole_records(storages, folder))
+    head: list[tuple[str, Content]] = [("data.pkl", Literal(write_pickle(root))), ("byteorder", Literal(byteorder.encode()))]
+    tail: list[tuple[str, Content]] = [("version", Literal(b"3\n"))]
+    layout = ZipLayout(folder)
+    anchor = whole[storages[0].key].header if storages and storages[0].key in whole else 0
+    if layout.room(head) > anchor >= layout.room(head[1:]):
+        tail.insert(0, head.pop(0))  # the pickle has grown: it goes behind the storages, which stay
+    for name, content in head:
+        layout.add(name, content, align=name == "data.pkl")
+    if 0 <= anchor - layout.position <= max(_SMALL_GAP, sum(storage.nbytes for storage in storages) // 64):
+        layout.pad(anchor - layout.position)
     for storage in storages:
-        content = storage.content
-        if isinstance(content, RecordRange) and trust_crc:
-            layout.add_record(
-                storage.key, content, whole=not verify and _is_whole(content.record, folder, storage.key), verify=verify
-            )
-        else:
-            layout.add(f"data/{storage.key}", content, align=True)
-    layout.add("version", Literal(b"3\n"))
+        _add_storage(layout, storage, whole.get(storage.key), trust_crc=trust_crc, verify=verify)
+    for name, content in tail:
+        layout.add(name, content, align=name == "data.pkl")
     return layout.finish()
+
+
+def _add_storage(layout: ZipLayout, storage: Storage, whole: Record | None, *, trust_crc: bool, verify: bool) -> None:
+    content = storage.content
+    if whole is not None and isinstance(content, RecordRange):
+        layout.copy(content)
+    elif isinstance(content, RecordRange) and trust_crc:
+        layout.add(f"data/{storage.key}", content, align=True, crc=content.record.crc, verify=verify)
+    else:
+        layout.add(f"data/{storage.key}", content, align=True)
 
 
 def _storages(root: Node) -> list[Storage]:
@@ -220,125 +221,12 @@ def _source_order(storage: Storage) -> tuple[int, int, str]:
     return 1, int(storage.key) if storage.key.isdecimal() and len(storage.key) < 20 else 0, storage.key
 
 
-def _is_whole(record: Record, folder: str, key: str) -> bool:
-    """Whether a record can be copied with its header and descriptor: same name, aligned, nothing else behind it."""
-    gap = record.following - record.end
-    return record.name == f"{folder}/data/{key}" and record.data % ALIGNMENT == 0 and gap < _DESCRIPTOR_64 + ALIGNMENT
-
-
-def _anchor(storages: list[Storage], folder: str) -> tuple[int, int] | None:
-    """(offset, modulus) at which the first storage should start, so that all that follow keep their alignment."""
-    if not storages or not isinstance(storages[0].content, RecordRange):
-        return None
-    record = storages[0].content.record
-    if not _is_whole(record, folder, storages[0].key):
-        return None
-    large = sum(storage.nbytes for storage in storages) >= _CONGRUENT_FROM
-    return record.header, _CONGRUENT if large else ALIGNMENT
-
-
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    """A record as the central directory will list it."""
-
-    name: bytes
-    flags: int
-    crc: int | Checksum
-    size: int
-    header: int
-
-    def entry(self) -> bytes:
-        crc = self.crc.value if isinstance(self.crc, Checksum) else self.crc
-        wide = self.extra()
-        size, header = (_FULL32, _FULL32) if wide else (self.size, self.header)
-        fields = (0, 0, self.flags, 0, 0, 0, crc, size, size, len(self.name), len(wide), 0, 0, 0, 0, header)
-        return CENTRAL.pack(b"PK\x01\x02", *fields) + self.name + wide
-
-    def extra(self) -> bytes:
-        if self.size < _FULL32 and self.header < _FULL32:
-            return b""
-        return struct.pack("<2H3Q", 1, 24, self.size, self.size, self.header)
-
-
-class _Layout:
-    def __init__(self, folder: str) -> None:
-        self.folder, self.position = folder, 0
-        self.pieces: list[Piece] = []
-        self.listed: list[_Listed] = []
-
-    def put(self, content: Content | Late, checksum: Checksum | None = None) -> None:
-        """Add a piece; a range that goes on where the last one ended makes that one longer."""
-        self.position += content.length
-        if checksum is None and self.pieces and self.pieces[-1].checksum is None:
-            before = self.pieces[-1].content
-            if isinstance(before, Range) and isinstance(content, Range) and _goes_on(before, content):
-                self.pieces[-1] = Piece(Range(before.source, before.offset, before.length + content.length))
-                return
-        self.pieces.append(Piece(content, checksum))
-
-    def add_record(self, key: str, content: RecordRange, *, whole: bool, verify: bool) -> None:
-        """A stored record of the source: with its zip header where that can stay, else under a new one."""
-        record = content.record
-        if not whole:
-            self.add(f"data/{key}", content, align=True, crc=record.crc, verify=verify)
-            return
-        if gap := (record.header - self.position) % ALIGNMENT:
-            self.put(Literal(bytes(gap)))
-        self.listed.append(_Listed(record.name.encode(), record.flags, record.crc, record.size, self.position))
-        self.put(Range(content.source, record.header, record.following - record.header))
-
-    def add(
-        self, name: str, content: Content, *, align: bool = False, end_at: tuple[int, int] | None = None,
-        crc: int | None = None, verify: bool = False,
-    ) -> None:  # fmt: skip
-        """A record under a new header, as torch's miniz writes it: sizes in a descriptor behind the bytes.
-
-        Args:
-            name: its name in the root folder.
-            content: its bytes.
-            align: whether the bytes start at a multiple of 64.
-            end_at: (offset, modulus) for what follows the record.
-            crc: its CRC-32 where known.
-            verify: whether to check the bytes against `crc`.
-        """
-        size, path = content.length, f"{self.folder}/{name}".encode()
-        wide = struct.pack("<2H2Q", 1, 16, 0, 0) if size >= _FULL32 else b""
-        start = self.position + LOCAL.size + len(path) + len(wide) + 4
-        descriptor = (_DESCRIPTOR_64 if wide else _DESCRIPTOR) if size else 0
-        padding = -start % ALIGNMENT if align else 0
-        if end_at is not None:
-            padding = _padding(start + size + descriptor, *end_at)
-        extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        flags = _FLAGS if size else _FLAGS & ~8
-        checksum = Checksum(size, crc if verify else None, path.decode()) if crc is None or verify else None
-        self.listed.append(_Listed(path, flags, checksum if checksum is not None else crc or 0, size, self.position))
-        self.put(Literal(LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra))
-        self.put(content, checksum)
-        if size:
-            self.put(Late(descriptor, lambda: _descriptor(checksum.value if checksum else crc or 0, size)))
-
-    def finish(self) -> list[Piece]:
-        """Add the central directory and the end records."""
-        start = self.position
-        size = sum(CENTRAL.size + len(listed.name) + len(listed.extra()) for listed in self.listed)
-        self.put(Late(size, lambda: b"".join(listed.entry() for listed in self.listed)))
-        count, end = len(self.listed), self.position
-        wide = END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
-        locator = LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
-        few, small, near = min(count, _FULL16), min(size, _FULL32), min(start, _FULL32)
-        self.put(Literal(wide + locator + END.pack(b"PK\x05\x06", 0, 0, few, few, small, near, 0)))
-        return self.pieces
-
-
-def _goes_on(before: Range, after: Range) -> bool:
-    return before.source is after.source and before.offset + before.length == after.offset
-
-
-def _padding(end: int, target: int, modulus: int) -> int:
-    """How far to push `end` so that it equals `target` modulo `modulus`, as far as one extra field can hold it."""
-    padding = (target - end) % modulus
-    return padding if padding + 4 <= _FULL16 else padding % 4096
-
-
-def _descriptor(crc: int, size: int) -> bytes:
-    return struct.pack("<4sI2Q" if size >= _FULL32 else "<4sI2I", b"PK\x07\x08", crc, size, size)
+def _whole_records(storages: Sequence[Storage], folder: str) -> Iterator[tuple[str, Record]]:
+    """The storages that can be copied with their zip headers and descriptors: same name, aligned, nothing else behind them."""
+    for storage in storages:
+        if isinstance(storage.content, RecordRange):
+            record = storage.content.record
+            gap = record.following - record.end
+            same = record.name == f"{folder}/data/{storage.key}"
+            if same and record.data % ALIGNMENT == 0 and gap < DESCRIPTOR_64 + ALIGNMENT:
+                yield storage.key, record

@@ -12,6 +12,7 @@ from struct import Struct
 
 from ckpt_tools.errors import LimitError, ZipError
 from ckpt_tools.files import Source
+from ckpt_tools.plan import Range
 
 LOCAL = Struct("<4s5H3I2H")
 CENTRAL = Struct("<4s6H3I5H2I")
@@ -46,6 +47,13 @@ class Record:
     def end(self) -> int:
         """Where its bytes end."""
         return self.data + self.compressed
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRange(Range):
+    """The bytes of a stored record, which may be copied together with the zip header before them."""
+
+    record: Record
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,7 +240,9 @@ def _folded(pattern: str, group: list[tuple[int, _Line]]) -> _Line:
     text = f"{numbers[0]}-{numbers[-1]}" if counted else ",".join(map(str, numbers[:8])) + (",..." if len(numbers) > 8 else "")
     name = pattern.replace("\0", f"{{{text}}}")
     lines = [line for _, line in group]
-    shape = f"{first.shape} each" if len({line.shape for line in lines}) == 1 else f"{sum(line.count for line in lines)} tensors"
+    shape = (
+        f"{first.shape} each" if len({line.shape for line in lines}) == 1 else f"{sum(line.count for line in lines)} tensors"
+    )
     return _Line(name, shape, first.dtype, first.device, sum(line.bytes for line in lines), sum(line.count for line in lines))
 
 

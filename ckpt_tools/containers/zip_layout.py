@@ -1,0 +1,125 @@
+"""Lay out a zip as torch's miniz writes it: stored records, sizes in a descriptor behind the bytes, zip64 end records."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ckpt_tools.containers.zip_directory import CENTRAL, END, END64, LOCAL, LOCATOR64, RecordRange
+from ckpt_tools.plan import CHUNK, Checksum, Computed, Content, Late, Literal, Piece, Range
+
+ALIGNMENT = 64
+DESCRIPTOR, DESCRIPTOR_64 = 16, 24
+_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
+_FLAGS = 0x0808  # UTF-8 names, and a data descriptor after the bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A record as the central directory will list it."""
+
+    name: bytes
+    flags: int
+    crc: int | Checksum
+    size: int
+    header: int
+
+    def entry(self) -> bytes:
+        crc = self.crc.value if isinstance(self.crc, Checksum) else self.crc
+        wide = self.extra()
+        size, header = (_FULL32, _FULL32) if wide else (self.size, self.header)
+        fields = (0, 0, self.flags, 0, 0, 0, crc, size, size, len(self.name), len(wide), 0, 0, 0, 0, header)
+        return CENTRAL.pack(b"PK\x01\x02", *fields) + self.name + wide
+
+    def extra(self) -> bytes:
+        if self.size < _FULL32 and self.header < _FULL32:
+            return b""
+        return struct.pack("<2H3Q", 1, 24, self.size, self.size, self.header)
+
+
+class ZipLayout:
+    """Records under one root folder, one after another, then the directory. `position` is where the next one goes."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.position = folder, 0
+        self.pieces: list[Piece] = []
+        self.listed: list[_Listed] = []
+
+    def put(self, content: Content | Late, checksum: Checksum | None = None) -> None:
+        """Add a piece; a range that goes on where the last one ended makes that one longer."""
+        self.position += content.length
+        if checksum is None and self.pieces and self.pieces[-1].checksum is None:
+            before = self.pieces[-1].content
+            if isinstance(before, Range) and isinstance(content, Range) and _goes_on(before, content):
+                self.pieces[-1] = Piece(Range(before.source, before.offset, before.length + content.length))
+                return
+        self.pieces.append(Piece(content, checksum))
+
+    def pad(self, count: int) -> None:
+        """Leave a gap of zero bytes, which no record claims."""
+        if count:
+            self.put(Computed(count, lambda: _zeros(count)))
+
+    def copy(self, content: RecordRange) -> None:
+        """A record of the source as it is, with its zip header and descriptor."""
+        record = content.record
+        self.pad((record.header - self.position) % ALIGNMENT)
+        self.listed.append(_Listed(record.name.encode(), record.flags, record.crc, record.size, self.position))
+        self.put(Range(content.source, record.header, record.following - record.header))
+
+    def room(self, records: Iterable[tuple[str, Content]]) -> int:
+        """How many bytes these records take at most."""
+        fixed = LOCAL.size + len(self.folder) + 1 + 20 + 4 + ALIGNMENT + DESCRIPTOR_64
+        return sum(fixed + len(name.encode()) + content.length for name, content in records)
+
+    def add(self, name: str, content: Content, *, align: bool = False, crc: int | None = None, verify: bool = False) -> None:
+        """A record under a new header.
+
+        Args:
+            name: its name in the root folder.
+            content: its bytes.
+            align: whether the bytes start at a multiple of 64.
+            crc: its CRC-32 where known; else it is computed on the way.
+            verify: whether to check the bytes against `crc`.
+        """
+        size, path = content.length, f"{self.folder}/{name}".encode()
+        wide = struct.pack("<2H2Q", 1, 16, 0, 0) if size >= _FULL32 else b""
+        start = self.position + LOCAL.size + len(path) + len(wide) + 4
+        padding = -start % ALIGNMENT if align else 0
+        extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        flags = _FLAGS if size else _FLAGS & ~8  # nothing follows an empty record
+        checksum = Checksum(size, crc if verify else None, path.decode()) if crc is None or verify else None
+        self.listed.append(_Listed(path, flags, checksum if checksum is not None else crc or 0, size, self.position))
+        self.put(Literal(LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra))
+        self.put(content, checksum)
+        if size:
+            late = Late(
+                DESCRIPTOR_64 if wide else DESCRIPTOR, lambda: _descriptor(checksum.value if checksum else crc or 0, size)
+            )
+            self.put(late)
+
+    def finish(self) -> list[Piece]:
+        """Add the central directory and the end records."""
+        start = self.position
+        size = sum(CENTRAL.size + len(listed.name) + len(listed.extra()) for listed in self.listed)
+        self.put(Late(size, lambda: b"".join(listed.entry() for listed in self.listed)))
+        count, end = len(self.listed), self.position
+        wide = END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
+        locator = LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
+        few, small, near = min(count, _FULL16), min(size, _FULL32), min(start, _FULL32)
+        self.put(Literal(wide + locator + END.pack(b"PK\x05\x06", 0, 0, few, few, small, near, 0)))
+        return self.pieces
+
+
+def _goes_on(before: Range, after: Range) -> bool:
+    return before.source is after.source and before.offset + before.length == after.offset
+
+
+def _zeros(count: int) -> Iterator[bytes]:
+    for start in range(0, count, CHUNK):
+        yield bytes(min(CHUNK, count - start))
+
+
+def _descriptor(crc: int, size: int) -> bytes:
+    return struct.pack("<4sI2Q" if size >= _FULL32 else "<4sI2I", b"PK\x07\x08", crc, size, size)

@@ -1,0 +1,228 @@
+"""The command line as a user types it: what it prints, its exit codes, its answers to mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from ckpt_tools.cli import main
+
+ROOT = Path(__file__).parents[1]
+SCHEMA = json.loads((ROOT / "docs" / "inspect.schema.json").read_text())
+
+
+def ckpt(*arguments: object) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, output not on a terminal."""
+    command = [sys.executable, "-m", "ckpt_tools", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+# --- inspect
+
+
+def test_inspect_shows_the_page(training_file: Path) -> None:
+    """The page names the container, the state dict with its wrapper, folded tensors, values, and the mending command."""
+    result = ckpt("inspect", training_file)
+    assert result.exit_code == 0
+    for part in ("torch-zip", "wrapped in module.", "model.module.0.{weight, bias}", "epoch = 3", "best_acc = 0.5"):
+        assert part in result.output
+    assert f"ckpt convert {training_file} {training_file.with_suffix('')}.fixed.pth --strip-module" in result.output
+
+
+def test_the_suggested_command_works(training_file: Path) -> None:
+    """The command that a finding gives can be pasted, and mends what it says."""
+    line = next(line for line in ckpt("inspect", training_file).output.splitlines() if "--strip-module" in line)
+    assert ckpt(*line.split()[1:]).exit_code == 0
+    fixed = training_file.with_name("training.fixed.pth")
+    assert all(not name.startswith("module.") for name in torch.load(fixed)["model"])
+    assert "--strip-module" not in ckpt("inspect", fixed).output
+
+
+@pytest.mark.parametrize("options", [[], ["--all"], ["--tree"], ["--flat"], ["--depth", "2"], ["--sort", "size"], ["--sort", "name"]])
+def test_inspect_views(training_file: Path, options: list[str]) -> None:
+    """Every view shows the tensors and ends well."""
+    result = ckpt("inspect", *options, training_file)
+    assert result.exit_code == 0
+    assert "module" in result.output
+
+
+def test_all_shows_every_tensor(training_file: Path) -> None:
+    """--all has one line a tensor, --depth sums up, --filter chooses, --sort size begins with the largest."""
+    names = ["model." + name for name in torch.load(training_file)["model"]]
+    everything = ckpt("inspect", "--all", training_file).output
+    assert all(f"{name} " in everything for name in names)
+    assert "model.*" in ckpt("inspect", "--depth", "1", training_file).output
+    filtered = ckpt("inspect", "--filter", "*.running_mean", training_file).output
+    assert "running_mean" in filtered
+    assert "running_var" not in filtered
+    by_size = ckpt("inspect", "--sort", "size", "--filter", "model.*", training_file).output
+    assert by_size.index("module.0.weight") < by_size.index("module.1.weight")
+
+
+def test_filter_that_matches_nothing_says_so(training_file: Path) -> None:
+    """An empty table is explained."""
+    assert "no tensor matches" in ckpt("inspect", "--filter", "nope*", training_file).output
+
+
+def test_json_follows_its_schema(training_file: Path) -> None:
+    """Every document of --json, errors included, is one line that the schema accepts."""
+    bad = training_file.with_name("bad.pth")
+    bad.write_bytes(b"")
+    documents = [training_file, bad, *sorted((ROOT / "fixtures").glob("*.pth")), *sorted((ROOT / "fixtures").glob("*.safetensors"))]
+    result = shell("inspect", "--json", *documents)
+    assert result.returncode == 3
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(documents)
+    for line in lines:
+        jsonschema.validate(json.loads(line), SCHEMA)
+    assert json.loads(lines[0])["values"]["epoch"] == 3
+    assert json.loads(lines[1])["error"] == "NotACheckpointError"
+
+
+def test_json_is_the_library(training_file: Path) -> None:
+    """The command line is a thin layer: the same document comes from `ckpt_tools.inspect`."""
+    import ckpt_tools
+
+    shown = json.loads(ckpt("inspect", "--json", training_file).output)
+    assert shown == json.loads(json.dumps(ckpt_tools.inspect(training_file).to_json()))
+
+
+def test_folders_and_several_paths(training_file: Path, wrapped_file: Path) -> None:
+    """A folder stands for the checkpoints in it, sorted; other files in it are passed over."""
+    (training_file.parent / "notes.txt").write_text("no checkpoint")
+    result = ckpt("inspect", "--json", training_file.parent)
+    assert [json.loads(line)["path"] for line in result.output.splitlines()] == [str(training_file), str(wrapped_file)]
+
+
+def test_empty_folder_is_refused(tmp_path: Path) -> None:
+    """A folder without checkpoints is an error, not silence."""
+    result = shell("inspect", tmp_path)
+    assert result.returncode == 3
+    assert "folder without checkpoints" in result.stderr
+
+
+def test_a_bad_file_does_not_stop_the_others(training_file: Path) -> None:
+    """The other files are shown, the bad one is explained on standard error, the exit code tells."""
+    bad = training_file.with_name("a.pth")
+    bad.write_text("<html><head><title>Sign in</title></head></html>")
+    result = shell("inspect", bad, training_file)
+    assert result.returncode == 3
+    assert "web page" in result.stderr
+    assert "'Sign in'" in result.stderr
+    assert "torch-zip" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_pipes_get_no_colour_and_no_blanks(training_file: Path) -> None:
+    """In a pipe there are no escape codes and no blanks at the ends of lines."""
+    shown = shell("inspect", training_file).stdout
+    assert "\x1b" not in shown
+    assert all(line == line.rstrip() for line in shown.splitlines())
+
+
+def test_terminal_width_and_colour_are_followed(training_file: Path) -> None:
+    """On a terminal of 60 columns no line is longer, but for the path and commands, which must paste whole."""
+    shown = shell("inspect", training_file, FORCE_COLOR="1", COLUMNS="60").stdout
+    assert "\x1b[" in shown
+    plain = shell("inspect", training_file, FORCE_COLOR="1", NO_COLOR="1", COLUMNS="60").stdout
+    assert "\x1b[3" not in plain
+
+
+# --- convert
+
+
+def test_convert_reports(training_file: Path, tmp_path: Path) -> None:
+    """The report says where it wrote, how many names changed, with examples."""
+    result = ckpt("convert", training_file, tmp_path / "out.pth", "--strip-module")
+    assert result.exit_code == 0
+    assert "9 of 9 renamed" in result.output
+    assert "module.0.weight -> 0.weight" in result.output
+
+
+def test_convert_json(training_file: Path, tmp_path: Path) -> None:
+    """--json gives the report as one document."""
+    report = json.loads(ckpt("convert", training_file, tmp_path / "out.pth", "--strip-module", "--json").output)
+    assert report["state_dicts"][0]["renamed"] == 9
+    assert report["bytes"] == (tmp_path / "out.pth").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (["--strip-module", "--add-module"], 2, "contradict"),
+        (["--map-location", "gpu"], 2, "is no device"),
+        (["--rename", "nonsense"], 2, "REGEX=REPLACEMENT"),
+        (["--rename", "([=x"], 2, "no regular expression"),
+        (["--dtype-only", "*"], 2, "--dtype is missing"),
+        (["--dtype", "fp12"], 2, "fp12"),
+        (["--no-such-option"], 2, "no-such-option"),
+        (["--rename", "zzz=y"], 3, "changes no name"),
+        (["--keep", "zzz"], 3, "matches nothing"),
+        (["--drop", "zzz"], 3, "matches nothing"),
+        (["--select", "modell"], 3, "'model'"),
+        (["--drop", "*"], 3, "No tensor would be left"),
+    ],
+)
+def test_mistakes_are_one_clear_message(training_file: Path, tmp_path: Path, options: list[str], code: int, text: str) -> None:
+    """A wrong option ends with exit code 2, an impossible wish with 3; no traceback, nothing written."""
+    out = tmp_path / "out.pth"
+    result = shell("convert", training_file, out, *options)
+    assert result.returncode == code
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not out.exists()
+
+
+def test_existing_output_needs_overwrite(training_file: Path) -> None:
+    """An existing OUT is left alone without --overwrite, and replaced with it; OUT may be IN."""
+    before = training_file.read_bytes()
+    result = shell("convert", training_file, training_file, "--strip-module")
+    assert result.returncode == 3
+    assert "--overwrite" in result.stderr
+    assert training_file.read_bytes() == before
+    assert ckpt("convert", training_file, training_file, "--strip-module", "--overwrite").exit_code == 0
+    assert "0.weight" in torch.load(training_file)["model"]
+
+
+def test_several_state_dicts_to_safetensors_says_how(training_file: Path, tmp_path: Path) -> None:
+    """The refusal names the --select that works, and that command works."""
+    result = shell("convert", training_file, tmp_path / "out.safetensors")
+    assert result.returncode == 3
+    assert "--select model" in result.stderr
+    assert "--drop optimizer" in result.stderr
+    assert ckpt("convert", training_file, tmp_path / "out.safetensors", "--select", "model").exit_code == 0
+
+
+def test_help_has_an_example_and_every_option() -> None:
+    """Each --help shows a command to copy."""
+    assert "ckpt convert in.pth out.pth --strip-module" in ckpt("--help").output
+    assert "ckpt inspect model.pth" in ckpt("inspect", "--help").output
+    shown = ckpt("convert", "--help").output
+    for option in ("--strip-module", "--unwrap", "--rename", "--map-location", "--objects", "--verify", "--dry-run"):
+        assert option in shown
+
+
+def test_version() -> None:
+    """`ckpt --version` and `python -m ckpt_tools` agree on the name."""
+    assert shell("--version").stdout.startswith("ckpt, version 0.1.0")
+
+
+def test_readme_lists_every_option() -> None:
+    """The README's tables and --help name the same options."""
+    readme = (ROOT / "README.md").read_text()
+    for command in (main.commands["inspect"], main.commands["convert"]):  # type: ignore[attr-defined]
+        for parameter in command.params:
+            for option in parameter.opts:
+                if option.startswith("--") and option != "--help":
+                    assert option in readme, f"{option} of ckpt {command.name} is not in the README"
