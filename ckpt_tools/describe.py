@@ -12,6 +12,7 @@ from typing import Any
 from ckpt_tools.checkpoint import Checkpoint, Tensor, collector_paused, is_optimizer, is_tensor, open_checkpoint
 from ckpt_tools.names import MODULE, wrappers_in
 from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.plain import as_value, is_known
 from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage, Where, reachable, walk
 
@@ -164,16 +165,22 @@ def _tied(checkpoint: Checkpoint, names: dict[Where, frozenset[str]]) -> list[li
 
 
 def _values(root: Node) -> Iterator[tuple[str, Any]]:
-    """Plain values with their dotted paths; short lists whole, optimizers left out."""
+    """Plain values with their dotted paths; short lists whole. Optimizers and objects of unknown classes are left out."""
     count = 0
-    for where, node in walk(root, stop=lambda node: is_tensor(node) or is_optimizer(node) or _is_row(node)):
-        if not where or is_tensor(node) or type(node) in (Dict, Object, Global, Storage) or is_optimizer(node):
-            continue
-        if _is_row(node) or type(node) not in (List, tuple):
-            yield dotted(where), value_text(node)
+    for where, node in walk(root, stop=_holds_no_values):
+        value = as_value(node) if type(node) is Object else node
+        plain_value = _is_row(node) or type(value) not in (Dict, List, tuple, Object, Global, Storage, Entry)
+        if where and plain_value and not (type(node) is Object and value is None):
+            yield dotted(where), value_text(value)
             count += 1
             if count == MAX_VALUES:
                 return
+
+
+def _holds_no_values(node: Node) -> bool:
+    if type(node) is Object and type(node.function) is Global:
+        return not is_known(node.function) or as_value(node) is not None or is_tensor(node) or "numpy" in node.function.module
+    return is_tensor(node) or is_optimizer(node) or _is_row(node)
 
 
 def _is_row(node: Node) -> bool:
@@ -200,9 +207,9 @@ def value_text(node: Node) -> Any:
 
 
 def _objects(root: Node) -> list[dict[str, Any]]:
-    """Objects and globals that weights_only does not know, with their paths."""
+    """Objects and globals that weights_only does not know, with their paths; a NumPy scalar counts as one."""
     found = []
-    for where, node in walk(root, stop=is_tensor):
+    for where, node in walk(root, stop=lambda node: is_tensor(node) or as_value(node) is not None):
         name = node.function if type(node) is Object else node
         if type(name) is Global and name not in ALLOWED:
             found.append({"where": list(where), "global": str(name)})
@@ -227,9 +234,11 @@ def _findings(
         yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", _convert(path, ""))
     yield from _oversized(checkpoint, totals)
     if refused or reasons:
-        found = ", ".join(refused or reasons)
+        names = refused or reasons
+        found = f"torch.load(weights_only=True) refuses it: {', '.join(names[:5])}"
+        found += f" and {len(names) - 5} more" if len(names) > 5 else ""
         fix = _convert(path, "--objects plain")
-        expected = "only what torch.load(weights_only=True) takes"
+        expected = "plain data and tensors only"
         yield Finding("weights-only-refused", "warning", [], found, expected, fix)
     for warned in checkpoint.warnings:
         yield Finding(warned.code, "warning", [], warned.found, warned.expected, _convert(path, ""))

@@ -211,6 +211,14 @@ def _plain_tensor(entry: Entry) -> Entry:
     return replace(entry, extras=Extras(metadata=extras.metadata) if extras.metadata is not None else None)
 
 
+def as_value(node: Node) -> Node:
+    """The text or number that a NumPy scalar, a path or a date stands for; None for anything else."""
+    if type(node) is not Object or type(node.function) is not Global or not is_known(node.function):
+        return None
+    made = _plain_object(node, node.function, lambda: "0")
+    return made if type(made) in (str, int, float, bool) else None
+
+
 def _plain_object(node: Object, name: Global, key: Key) -> Node:
     if name in ALLOWED and node.call == "reduce" and not node.steps:
         return node

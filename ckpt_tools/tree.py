@@ -7,12 +7,12 @@ tree belongs to whoever read it, and transforms edit those three in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.dtypes import DType
-from ckpt_tools.errors import TensorError
+from ckpt_tools.errors import LimitError, TensorError
 
 if TYPE_CHECKING:
     from ckpt_tools.plan import Content
@@ -156,6 +156,11 @@ class Object:
         self.steps: list[tuple[Literal["append", "set", "build"], Node]] = []
 
     @property
+    def name(self) -> str:
+        """The name of its function; one that is computed has none, and its text could be as long as the file likes."""
+        return str(self.function) if type(self.function) is Global else "<a computed function>"
+
+    @property
     def state(self) -> Node:
         """The state of the last "build" step, or None."""
         return next((value for step, value in reversed(self.steps) if step == "build"), None)
@@ -193,13 +198,15 @@ def check(entry: Entry, name: str = "a tensor") -> None:
     if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
         raise TensorError(f"{name} has {len(shape)} sizes and {len(stride)} strides.")
     if entry.offset < 0 or (shape and (min(shape) < 0 or min(stride) < 0)):
-        raise TensorError(f"{name} has a negative size, stride or offset: {shape}, {stride}, {entry.offset}.")
+        raise TensorError(f"{name} has a negative size, stride or offset.")
     last, numel = entry.offset, 1
     for size, step in zip(shape, stride, strict=True):
         numel *= size
         last += (size - 1) * step
-        if numel > MAX_ELEMENTS:
-            raise TensorError(f"{name} claims {len(shape)} dimensions with more than 2**59 elements.")
+        if numel > MAX_ELEMENTS or step.bit_length() > 63:
+            raise TensorError(f"{name} claims {len(shape)} dimensions with more than 2**59 elements, or a stride over 2**63.")
+    if entry.offset.bit_length() > 63:
+        raise TensorError(f"{name} claims an offset over 2**63.")
     if numel and (last + 1) * entry.dtype.bits > storage.nbytes * 8:
         raise TensorError(
             f"{name} reaches outside its storage.",
@@ -222,12 +229,20 @@ def children(node: Node) -> Iterator[tuple[str | int, Node]]:
 
 
 def component(key: Node) -> str | int:
-    """A dict key as a path component: strings and ints as they are, anything else as text."""
-    if type(key) is str or (type(key) is int and key.bit_length() <= 128):
+    """A dict key as a path component: text and small ints as they are, anything else as short text.
+
+    Larger ints would let a file choose thousands of paths with one hash value, and every table of paths become slow.
+    """
+    if type(key) is str or (type(key) is int and key.bit_length() < 32):
         return key
-    if type(key) in (Object, tuple):
-        return f"<{type(key).__name__} key>"
-    return f"<int of {key.bit_length()} bits>" if type(key) is int else str(key)
+    if type(key) is int:
+        return str(key) if key.bit_length() <= 128 else f"<int of {key.bit_length()} bits>"
+    if type(key) in (float, bool, Global) or key is None:
+        return str(key)[:_SHOWN_KEY]
+    return str(key[:_SHOWN_KEY]) if type(key) is bytes else f"<{type(key).__name__} key>"
+
+
+_SHOWN_KEY = 100
 
 
 def _object_children(node: Object) -> Iterator[tuple[str | int, Node]]:
@@ -247,9 +262,22 @@ def _object_children(node: Object) -> Iterator[tuple[str | int, Node]]:
 
 
 CONTAINERS = (Dict, List, Object, tuple)
+PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_SPARE_VISITS = 10_000
+_SPARE_EFFORT, _EFFORT_A_NODE = 4_000_000, 16  # in path components, or eight characters of a path
 
 
-def walk(root: Node, *, stop: Callable[[Node], bool] | None = None) -> Iterator[tuple[Where, Node]]:
+def branches(node: Node) -> Iterable[tuple[str | int, Node]]:
+    """The children that are more than plain values. Quick for long rows of numbers."""
+    if type(node) in (List, tuple):
+        items = node.items if type(node) is List else node
+        if PLAIN.issuperset(map(type, items)):
+            return ()
+        return ((index, item) for index, item in enumerate(items) if type(item) not in PLAIN)
+    return ((key, item) for key, item in children(node) if type(item) not in PLAIN)
+
+
+def walk(root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool = True) -> Iterator[tuple[Where, Node]]:
     """Every node with its path, depth first in order, the root included.
 
     A container that is reached again by another path is walked again, as `torch.load` would show it twice, but never
@@ -258,46 +286,80 @@ def walk(root: Node, *, stop: Callable[[Node], bool] | None = None) -> Iterator[
     Args:
         root: where to start.
         stop: do not go below nodes for which this is true.
+        plain: whether plain values (None, numbers, text, bytes) are wanted too.
+
+    Raises:
+        LimitError: paths so deep or long, in so many places, that writing them down would take more than the file itself.
     """
     yield (), root
-    seen: set[int] = set()
-    spare = 10_000
+    visits = _Visits(stop)
+    below = children if plain else branches
     path: list[str | int] = []
-    open_nodes: dict[int, None] = {}
-    stack: list[Iterator[tuple[str | int, Node]]] = []
-
-    def enter(node: Node) -> bool:
-        nonlocal spare
-        if type(node) not in CONTAINERS or (stop is not None and stop(node)):
-            return False
-        if id(node) in seen:
-            if spare <= 0 or id(node) in open_nodes:
-                return False
-            spare -= 1
-        else:
-            seen.add(id(node))
-            spare += 3
-        open_nodes[id(node)] = None
-        stack.append(children(node))
-        return True
-
-    enter(root)
+    costs = [0]  # what one path in each open container costs
+    stack = [iter(below(root))] if visits.enter(root) else []
+    effort = 0
     while stack:
-        step = next(stack[-1], None)
-        if step is None:
+        for key, node in stack[-1]:
+            effort += costs[-1] - _EFFORT_A_NODE
+            if effort > _SPARE_EFFORT:
+                raise LimitError("The checkpoint is nested deeper, or under longer keys, than any real one.")
+            yield (*path, key), node
+            if type(node) in CONTAINERS and visits.enter(node):
+                path.append(key)
+                costs.append(costs[-1] + 1 + (len(key) >> 3 if type(key) is str else 0))
+                stack.append(iter(below(node)))
+                break
+        else:
+            visits.leave()
             stack.pop()
-            open_nodes.popitem()
+            costs.pop()
             if path:
                 path.pop()
-            continue
-        key, node = step
-        yield (*path, key), node
-        if enter(node):
-            path.append(key)
+
+
+class _Visits:
+    """Which containers a walk may enter."""
+
+    def __init__(self, stop: Callable[[Node], bool] | None) -> None:
+        self.stop, self.spare = stop, _SPARE_VISITS
+        self.seen: set[int] = set()
+        self.open: dict[int, None] = {}
+
+    def enter(self, node: Node) -> bool:
+        """Whether to go below a node; it is open until `leave`."""
+        if type(node) not in CONTAINERS or (self.stop is not None and self.stop(node)):
+            return False
+        cost = 1 + _width(node)
+        if id(node) in self.seen:
+            if self.spare < cost or id(node) in self.open:
+                return False
+            self.spare -= cost
+        else:
+            self.seen.add(id(node))
+            self.spare += 3 * cost
+        self.open[id(node)] = None
+        return True
+
+    def leave(self) -> None:
+        """Close the container that was entered last."""
+        self.open.popitem()
+
+
+def _width(node: Node) -> int:
+    """How many children a container has, about."""
+    if type(node) is tuple:
+        return len(node)
+    if type(node) is not Object:
+        return len(node.items)
+    lengths = (len(value.items) if type(value) is Dict else len(value) if step != "build" else 1 for step, value in node.steps)
+    return (len(node.args) if type(node.args) is tuple else 1) + sum(lengths)
 
 
 def reachable(root: Node) -> Iterator[Node]:
-    """Every node once, by identity, keys, functions and `__dict__` attributes included; in no promised order."""
+    """Every container and record once, by identity, keys, functions and `__dict__` attributes included; in no promised order.
+
+    Plain values are left out.
+    """
     seen: set[int] = set()
     stack: list[Node] = [root]
     while stack:
@@ -306,11 +368,13 @@ def reachable(root: Node) -> Iterator[Node]:
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            stack.extend(parts(node))
+            below = parts(node)
+            if not PLAIN.issuperset(map(type, below)):
+                stack.extend([part for part in below if type(part) not in PLAIN])
         yield node
 
 
-def parts(node: Node) -> list[Node]:
+def parts(node: Node) -> Sequence[Node]:
     """Everything that a container or an entry refers to, keys, functions, storages and attributes included."""
     if type(node) is Dict:
         found = [part for pair in node.items for part in pair]
@@ -318,7 +382,7 @@ def parts(node: Node) -> list[Node]:
     if type(node) is List:
         return node.items
     if type(node) is tuple:
-        return list(node)
+        return node
     if type(node) is Entry:
         extras = node.extras
         found = [node.storage]
@@ -388,11 +452,15 @@ def _edit(node: Node, exchange: Callable[[Node], Node]) -> None:
 
 
 def _edit_pairs(pairs: list[tuple[Node, Node]], exchange: Callable[[Node], Node]) -> list[tuple[Node, Node]]:
+    if all(type(key) in PLAIN and type(value) in PLAIN for key, value in pairs):
+        return pairs
     edited = ((exchange(key), exchange(value)) for key, value in pairs)
     return [(key, value) for key, value in edited if key is not DROP and value is not DROP]
 
 
 def _edit_list(items: list[Node], exchange: Callable[[Node], Node]) -> list[Node]:
+    if PLAIN.issuperset(map(type, items)):
+        return items
     return [item for item in map(exchange, items) if item is not DROP]
 
 
@@ -401,12 +469,14 @@ def _exchange_tuple(root: tuple[Node, ...], leaf: Callable[[Node], Node], done: 
     stack = [root]
     while stack:
         node = stack[-1]
+        if id(node) in done:
+            stack.pop()
+            continue
         waiting = [part for part in node if type(part) is tuple and id(part) not in done]
         if waiting:
             stack.extend(waiting)
-            continue
-        stack.pop()
-        if id(node) not in done:
+        else:
+            stack.pop()
             leaves = (done[id(part)][1] if type(part) is tuple else leaf(part) for part in node)
             changed = tuple(None if part is DROP else part for part in leaves)
             same = all(new is old for new, old in zip(changed, node, strict=True))

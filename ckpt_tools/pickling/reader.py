@@ -492,13 +492,15 @@ def _additems(machine: Machine) -> None:
 @_opcode(b"l", unusual="LIST")
 def _list(machine: Machine) -> None:
     machine.spend()
-    machine.stack.append(List(machine.pop_mark()))
+    made = List(machine.pop_mark())  # before `machine.stack` is looked up: it is another one then
+    machine.stack.append(made)
 
 
 @_opcode(b"d", unusual="DICT")
 def _dict(machine: Machine) -> None:
     machine.spend()
-    machine.stack.append(Dict(_pairs(machine, machine.pop_mark())))
+    made = Dict(_pairs(machine, machine.pop_mark()))
+    machine.stack.append(made)
 
 
 @_opcode(b"t")
