@@ -28,7 +28,6 @@ _TENSOR = re.compile(
     rb"([\x88\x89])h(.)\)R" + _PUT + rb"t" + _PUT + rb"R" + _PUT,  # requires_grad, hooks, the call
     re.DOTALL,
 )  # fmt: skip
-_SPENT = 6
 _TUPLE_OPCODES = {0x85: 1, 0x86: 2, 0x87: 3}
 
 
@@ -56,7 +55,7 @@ def tensor(machine: Machine) -> bool:
         return False
     no_hooks = Dict(ordered=True)
     args = (storage, _integer(offset), shape, strides, grad == b"\x88", no_hooks)
-    machine.spend(_SPENT)
+    machine.spend(4 + bool(put_size) + bool(put_stride))
     made = machine.makers[REBUILD](args)
     kept = (text, pid, *((shape,) if put_size else ()), *((strides,) if put_stride else ()), no_hooks, args, made)
     memo.extend(kept)

@@ -1,0 +1,189 @@
+"""Every fast path gives what the slow one gives: fused tensors, the clone, the kernel's copy."""
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools import cloning, writer
+from ckpt_tools.errors import CkptError
+from ckpt_tools.files import replacing
+from ckpt_tools.pickling import fused
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.torch_objects import MAKERS, Storages
+from ckpt_tools.pickling.writer import write_pickle
+from ckpt_tools.plan import Literal, Piece, Range
+from ckpt_tools.tree import Entry, walk
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2)
+
+
+def many_tensors(count: int = 120) -> dict[str, object]:
+    """A checkpoint large enough that memo indices pass 256, with shapes of 0 to 6 dimensions, views, ties and Parameters."""
+    base = torch.arange(720.0)
+    shapes = [(), (3,), (300, 2), (2, 3, 4), (70000, 1), (1, 2, 3, 4), (1, 2, 1, 2, 1), (1, 2, 1, 2, 1, 2), (0, 3)]
+    tensors: dict[str, object] = {}
+    for index in range(count):
+        shape = shapes[index % len(shapes)]
+        tensor = torch.zeros(shape, dtype=DTYPES[index % len(DTYPES)])
+        tensors[f"layer.{index}.weight"] = nn.Parameter(tensor, requires_grad=False) if index % 7 == 0 else tensor
+        tensors[f"layer.{index}.view"] = base[index : index + 20 : 2].view(2, 5).t()
+        tensors[f"layer.{index}.grad"] = torch.ones(index % 5 + 1, requires_grad=True)
+    return tensors
+
+
+def pickle_of(path: Path) -> bytes:
+    """The pickle in a torch file."""
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+
+
+def machine(data: bytes, *, fast: bool) -> Machine:
+    """A machine over a pickle whose storages are all there."""
+    return Machine(data, MAKERS, Storages(lambda key, size: Literal(b"")).load, fast=fast)
+
+
+def outcome(data: bytes, *, fast: bool) -> object:
+    """All that a reading shows: the tree as rewritten bytes, memo kinds, budget; or the error."""
+    reader = machine(data, fast=fast)
+    try:
+        root = reader.load()
+    except CkptError as error:
+        return type(error), str(error)
+    memo = [type(node).__name__ for node in reader.memo]
+    return (
+        write_pickle(root),
+        memo,
+        reader.budget,
+        reader.position,
+        [str(name) for name in reader.globals],
+        list(reader.unusual),
+    )
+
+
+def test_fused_tensors_equal_the_general_path(tmp_path: Path) -> None:
+    """The fused path reads the same tree, memo and budget as opcode by opcode, and it is really taken."""
+    torch.save(many_tensors(), tmp_path / "many.pth")
+    data = pickle_of(tmp_path / "many.pth")
+    assert outcome(data, fast=True) == outcome(data, fast=False)
+    taken = sum(1 for _ in filter(None, _fused_positions(data)))
+    assert taken > 100
+
+
+def _fused_positions(data: bytes) -> list[bool]:
+    taken = []
+    original = fused.tensor
+
+    def counting(reader: Machine) -> bool:
+        taken.append(original(reader))
+        return taken[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "tensor", counting)
+        machine(data, fast=True).load()
+    return taken
+
+
+@pytest.fixture(scope="module")
+def many_pickle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the pickle of many tensors."""
+    path = tmp_path_factory.mktemp("many") / "many.pth"
+    torch.save(many_tensors(60), path)
+    path.write_bytes(pickle_of(path))
+    return path
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+def test_fused_tensors_equal_the_general_path_on_damaged_streams(many_pickle: Path, at: float, byte: int) -> None:
+    """Whatever byte is changed, both paths give the same tree or the same kind of error."""
+    damaged = bytearray(many_pickle.read_bytes())
+    damaged[int(at * len(damaged))] = byte
+    fast, slow = outcome(bytes(damaged), fast=True), outcome(bytes(damaged), fast=False)
+    if isinstance(slow, tuple) and isinstance(slow[0], type):
+        assert isinstance(fast, tuple)
+        assert fast[0] is slow[0]
+    else:
+        assert fast == slow
+
+
+@pytest.fixture
+def wrapped(tmp_path: Path) -> Path:
+    """A checkpoint with wrapped names and a few hundred kilobytes of tensors."""
+    model = {f"module.layer.{index}.weight": torch.full((40, 50), float(index)) for index in range(60)}
+    torch.save({"model": model, "epoch": 1}, tmp_path / "wrapped.pth")
+    return tmp_path / "wrapped.pth"
+
+
+OPTIONS: list[dict[str, object]] = [
+    {"strip_module": True},
+    {"add_module": True},
+    {"add_prefix": "a.very.long.prefix.that.makes.the.pickle.grow.beyond.the.room.it.had."},
+    {"map_location": "cuda:1"},
+    {},
+]
+
+
+@pytest.mark.skipif(not hasattr(os, "copy_file_range"), reason="needs copy_file_range")
+@pytest.mark.parametrize("options", OPTIONS, ids=[str(sorted(options)) for options in OPTIONS])
+def test_the_clone_changes_nothing(
+    wrapped: Path, tmp_path: Path, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a copy running ahead the output is the same, byte for byte; and the clone is really used."""
+    ckpt_tools.convert(wrapped, tmp_path / "slow.pth", **options)  # type: ignore[arg-type]
+    monkeypatch.setattr(cloning, "_FROM", 0)
+    passed: list[bool] = []
+    original = writer._Loop.pass_over
+    monkeypatch.setattr(writer._Loop, "pass_over", lambda loop, content: passed.append(original(loop, content)) or passed[-1])
+    ckpt_tools.convert(wrapped, tmp_path / "fast.pth", **options)  # type: ignore[arg-type]
+    assert (tmp_path / "fast.pth").read_bytes() == (tmp_path / "slow.pth").read_bytes()
+    assert any(passed)
+    loaded = torch.load(tmp_path / "fast.pth", map_location="cpu")["model"]
+    assert all(torch.equal(tensor, torch.full((40, 50), float(index))) for index, tensor in enumerate(loaded.values()))
+
+
+def test_a_clone_of_another_file_is_not_trusted(wrapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the input was exchanged between the clone's opening and the reader's, the clone's bytes are not used."""
+    monkeypatch.setattr(cloning, "_FROM", 0)
+    other = tmp_path / "other.pth"
+    torch.save({"model": {"module.x": torch.zeros(90_000)}}, other)
+    with replacing(tmp_path / "out.pth") as output, cloning.Clone(other, output) as clone:  # noqa: SIM117
+        with ckpt_tools.open_checkpoint(wrapped) as checkpoint:
+            entry = next(node for _, node in walk(checkpoint.root) if type(node) is Entry)
+            content = entry.storage.content
+            while clone.under_way(1):
+                pass
+            assert clone.done == other.stat().st_size
+            assert not clone.holds(content.source, 0, 10)
+            writer.write([Piece(Range(content.source, 0, checkpoint.file_bytes))], output, None, clone)
+    assert (tmp_path / "out.pth").read_bytes() == wrapped.read_bytes()
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_kernel_copy_and_buffer_agree(wrapped: Path, tmp_path: Path, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range moved by the kernel and one moved through the buffer are the same bytes."""
+    monkeypatch.setattr(writer, "KERNEL_COPY", 1 if kernel else 1 << 60)
+    ckpt_tools.convert(wrapped, tmp_path / "out.safetensors", strip_module=True)
+    with ckpt_tools.open_checkpoint(tmp_path / "out.safetensors") as checkpoint:
+        assert len(checkpoint.tensors) == 60
+    from safetensors.torch import load_file
+
+    assert all(
+        torch.equal(load_file(tmp_path / "out.safetensors")[f"layer.{i}.weight"], torch.full((40, 50), float(i)))
+        for i in (0, 59)
+    )
+
+
+def test_without_kernel_copies_the_result_is_the_same(wrapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has neither copy_file_range nor preadv nor pread (macOS, Windows), the fallbacks give the same file."""
+    ckpt_tools.convert(wrapped, tmp_path / "a.pth", strip_module=True)
+    for name in ("copy_file_range", "preadv", "pread", "statvfs", "fchmod"):
+        monkeypatch.delattr(os, name, raising=False)
+    ckpt_tools.convert(wrapped, tmp_path / "b.pth", strip_module=True)
+    assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
