@@ -1,0 +1,42 @@
+"""What every test of `train/` may ask for."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.train.runs import free_port
+from train import metrics
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums are split by threads: runs are compared bit by bit, so all have one, as torchrun's processes do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the curves takes longer than training: only tests that ask for `curves` have them."""
+    if "curves" not in request.fixturenames:
+        monkeypatch.setattr(metrics, "draw", lambda rows, path: None)
+
+
+@pytest.fixture
+def curves() -> None:
+    """Lets a test have its curves drawn."""
+
+
+@pytest.fixture
+def only_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes this process the only one of a process group, as `torchrun --nproc-per-node 1` would."""
+
+    def enter() -> None:
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", free_port())
+
+    return enter

@@ -1,0 +1,108 @@
+"""Runs for the tests of `train/`, in this process and in several; and what makes two checkpoints equal."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import train as package
+from train.config import Config
+from train.train import train
+
+ROOT = Path(package.__file__).parents[1]
+
+# Several runs in each process, since starting one takes longer than training. A run is [options, rank, step]: that rank
+# sends itself SIGTERM after so many steps; rank -1 is nobody.
+RANKS = """
+import json, os, signal, sys
+from train import metrics, train as loop
+from train.cli import command
+
+metrics.draw = lambda rows, path: None
+step = loop.train_step
+for number, (options, rank, after) in enumerate(json.loads(sys.argv[1])):
+    os.environ["MASTER_PORT"] = json.loads(sys.argv[2])[number]
+    done = 0
+
+    def stopping(*arguments):
+        global done
+        done += 1
+        if int(os.environ["RANK"]) == rank and done == after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*arguments)
+
+    loop.train_step = stopping
+    code = command(["--parallel", "ddp", *options], standalone_mode=False)
+    assert code == (0 if rank < 0 else 128 + signal.SIGTERM), code
+"""
+
+
+def run(out: Path, **options: Any) -> dict[str, Any]:
+    """Trains in this process; the last checkpoint."""
+    assert train(Config(out=out, **options), frozenset(options)) == 0
+    return last(out)
+
+
+def last(out: Path) -> dict[str, Any]:
+    """What `latest` names, as torch itself reads it, refusing all but plain data."""
+    checkpoint: dict[str, Any] = torch.load(out / (out / "latest").read_text().strip(), weights_only=True)
+    return checkpoint
+
+
+def free_port() -> str:
+    """A port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def environment(**more: str) -> dict[str, str]:
+    """What a process under test gets: this package, one thread, warnings as errors."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", **more}
+
+
+def ranks(size: int, *runs: list[str] | tuple[list[str], int, int]) -> None:
+    """Runs each list of options in `size` processes, one after the other; see RANKS."""
+    plans = json.dumps([each if isinstance(each, tuple) else (each, -1, 0) for each in runs])
+    ports = json.dumps([free_port() for _ in runs])
+    world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANKS, plans, ports],
+            env=environment(**world, RANK=str(rank), LOCAL_RANK=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * size, "\n".join(outputs)
+
+
+def bare(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without `module.`, done here by hand, since the code under test does it too."""
+    return {name.removeprefix("module."): tensor for name, tensor in state_dict.items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Weights and momentum equal, tensor by tensor, whatever the wrapper."""
+    weights, others = bare(one["model"]), bare(other["model"])
+    momentum, momenta = one["optimizer"]["state"], other["optimizer"]["state"]
+    return (
+        list(weights) == list(others)
+        and all(torch.equal(weights[name], others[name]) for name in weights)
+        and momentum.keys() == momenta.keys()
+        and all(torch.equal(momentum[key]["momentum_buffer"], momenta[key]["momentum_buffer"]) for key in momentum)
+    )
+
+
+def close(one: dict[str, Any], other: dict[str, Any], tolerance: float = 1e-4) -> bool:
+    """Weights equal within float tolerance."""
+    weights, others = bare(one["model"]), bare(other["model"])
+    return all(torch.allclose(weights[name], others[name], atol=tolerance) for name in weights)

@@ -1,0 +1,225 @@
+"""A checkpoint is whole, plain, and goes on to the very weights of a run that never stopped."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ckpt_tools.torch import load_state_dict
+from tests.train.runs import ROOT, close, environment, last, run, same
+from train import checkpoint
+from train import train as loop
+from train.cli import command
+from train.config import Config
+
+CPU = (torch.device("cpu"),)
+
+
+@pytest.mark.usefixtures("curves")
+def test_a_run_leaves_a_checkpoint_an_epoch_and_a_pointer_to_the_last(tmp_path: Path) -> None:
+    run(tmp_path, epochs=2)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [
+        *("curves.png", "epoch_001.json", "epoch_001.pth", "epoch_002.json", "epoch_002.pth", "latest", "metrics.jsonl")
+    ]
+    assert (tmp_path / "latest").read_text() == "epoch_002.pth\n"
+    facts = json.loads((tmp_path / "epoch_002.json").read_text())
+    assert (facts["file"], facts["epoch"], facts["config"]["model"]) == ("epoch_002.pth", 2, "mlp")
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert rows[1]["test_accuracy"] > rows[0]["test_accuracy"] > 0.7
+
+
+def test_a_checkpoint_is_plain_data_with_everything_a_run_needs(tmp_path: Path) -> None:
+    saved = run(tmp_path, epochs=1, schedule="cosine")
+    assert list(saved) == [*checkpoint.PARTS, "torch"]
+    assert list(saved["model"]) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
+    assert saved["rng"][0].keys() == {"python", "numpy", "torch", "cuda"}
+    assert load_state_dict(tmp_path / "epoch_001.pth", select="model").keys() == saved["model"].keys()
+
+
+def test_epochs_zero_saves_fresh_weights(tmp_path: Path) -> None:
+    saved = run(tmp_path, epochs=0, model="cnn", width=0.03)
+    assert (tmp_path / "latest").read_text() == "epoch_000.pth\n"
+    assert saved["model"]["conv6.weight"].shape == (123, 61, 5, 5)
+
+
+def test_two_epochs_and_two_more_equal_four(tmp_path: Path) -> None:
+    """Bit for bit, with everything that has a state in use."""
+    options: dict[str, Any] = {"model": "resnet18", "width": 0.1, "seed": 3, "batch_size": 128, "amp": "bf16"}
+    whole = run(tmp_path / "whole", epochs=4, **options)
+    run(tmp_path / "parts", epochs=2, **options)
+    parts = run(tmp_path / "parts", epochs=4, resume="latest")
+    assert same(whole, parts)
+    for part in ("scheduler", "scaler", "epoch", "step", "totals"):
+        assert whole[part] == parts[part]
+    assert whole["rng"][0]["python"] == parts["rng"][0]["python"]
+    assert torch.equal(whole["rng"][0]["torch"], parts["rng"][0]["torch"])
+    rows = [(tmp_path / each / "metrics.jsonl").read_text().splitlines() for each in ("whole", "parts")]
+    timed = ("seconds", "samples_per_second")
+    pairs = [[{k: v for k, v in json.loads(row).items() if k not in timed} for row in each] for each in rows]
+    assert pairs[0] == pairs[1]
+
+
+def test_a_cosine_schedule_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", epochs=3, schedule="cosine")
+    rest = run(tmp_path / "rest", resume=str(tmp_path / "whole" / "epoch_001.pth"))
+    assert same(whole, rest)
+    assert whole["scheduler"]["_last_lr"] == [0]
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int, number: int) -> None:
+    """Sends this process a signal in the middle of one step."""
+    step, done = loop.train_step, 0
+
+    def stopping(*arguments: Any) -> torch.Tensor:
+        nonlocal done
+        done += 1
+        if done == after:
+            os.kill(os.getpid(), number)
+        return step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", stopping)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("after", "name"), [(60, "epoch_001_step_00015.pth"), (45, "epoch_001.pth"), (46, None)])
+def test_a_signal_saves_after_the_step_and_the_run_goes_on_exactly(
+    number: int, after: int, name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """45 steps are an epoch: a signal in the last of them ends the epoch, and the run."""
+    with monkeypatch.context() as patch:
+        interrupt(patch, after, number)
+        assert loop.train(Config(out=tmp_path / "parts", epochs=2)) == 128 + number
+    assert (tmp_path / "parts" / "latest").read_text().strip() == (name or "epoch_001_step_00001.pth")
+    parts = run(tmp_path / "parts", resume="latest")
+    assert same(run(tmp_path / "whole", epochs=2), parts)
+    rows = [(tmp_path / each / "metrics.jsonl").read_text().splitlines() for each in ("whole", "parts")]
+    assert json.loads(rows[0][1])["loss"] == json.loads(rows[1][1])["loss"]
+
+
+def test_signals_are_python_s_own_again_after_a_run(tmp_path: Path) -> None:
+    run(tmp_path, epochs=0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_resumed_run_takes_its_recipe_from_the_checkpoint(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1, model="lenet", width=2.0, lr=0.02, batch_size=64)
+    result = CliRunner().invoke(command, ["--out", str(tmp_path), "--resume", "latest", "--epochs", "2"])
+    assert result.exit_code == 0, result.output
+    config = last(tmp_path)["config"]
+    assert (config["model"], config["width"], config["lr"], config["batch_size"]) == ("lenet", 2.0, 0.02, 64)
+
+
+@pytest.mark.parametrize("option", [("--model", "lenet"), ("--seed", "1"), ("--batch-size", "64"), ("--lr", "0.1")])
+def test_an_option_that_contradicts_the_checkpoint_is_refused(option: tuple[str, str], tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    result = CliRunner().invoke(command, ["--out", str(tmp_path), "--resume", "latest", *option])
+    assert result.exit_code == 2
+    assert f"{option[0]} {option[1]} contradicts the checkpoint" in result.output
+
+
+def test_resuming_a_path_goes_on_in_its_folder(tmp_path: Path) -> None:
+    run(tmp_path, epochs=2)
+    result = CliRunner().invoke(command, ["--resume", str(tmp_path / "epoch_001.pth"), "--epochs", "2"])
+    assert result.exit_code == 0
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_run_that_is_done_says_so(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    before = (tmp_path / "epoch_001.pth").stat().st_mtime_ns
+    result = CliRunner().invoke(command, ["--out", str(tmp_path), "--resume", "latest"])
+    assert result.exit_code == 0
+    assert "nothing to do: 1 epochs are done; --epochs 2 would go on" in result.output
+    assert (tmp_path / "epoch_001.pth").stat().st_mtime_ns == before
+
+
+def test_a_new_run_does_not_write_into_the_folder_of_another(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    with pytest.raises(click.UsageError, match=r"holds checkpoints: go on from them with --resume latest"):
+        run(tmp_path, epochs=1)
+
+
+def test_keep_leaves_the_newest(tmp_path: Path) -> None:
+    run(tmp_path, epochs=4, keep=2)
+    assert sorted(path.name for path in tmp_path.glob("epoch_*")) == [
+        *("epoch_003.json", "epoch_003.pth", "epoch_004.json", "epoch_004.pth")
+    ]
+
+
+def test_safetensors_holds_the_weights_and_cannot_be_resumed(tmp_path: Path) -> None:
+    run(tmp_path / "pth", epochs=1)
+    loop.train(Config(out=tmp_path / "st", epochs=1, format="safetensors"))
+    weights = load_state_dict(tmp_path / "st" / "epoch_001.safetensors")
+    assert close({"model": weights}, last(tmp_path / "pth"), tolerance=0)
+    with pytest.raises(click.UsageError, match=r"has no model, optimizer, scheduler; .* --format pth"):
+        run(tmp_path / "st", resume="latest")
+
+
+def test_a_pickled_module_holds_the_network_and_cannot_be_resumed(tmp_path: Path) -> None:
+    loop.train(Config(out=tmp_path, epochs=1, save="module"))
+    network = torch.load(tmp_path / "epoch_001.pth", weights_only=False)
+    assert type(network).__name__ == "MLP"
+    with pytest.raises(click.UsageError, match="cannot resume from"):
+        run(tmp_path, resume="latest")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a checkpoint"])
+def test_a_damaged_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "epoch_001.pth").write_bytes(content)
+    result = CliRunner().invoke(command, ["--resume", str(tmp_path / "epoch_001.pth")])
+    assert result.exit_code == 2
+    assert "cannot resume from" in result.output
+
+
+@pytest.mark.parametrize("content", [{"model": {}}, {"config": {}}, [1, 2], {}])
+def test_a_file_that_is_no_training_checkpoint_is_one_sentence(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "other.pth")
+    result = CliRunner().invoke(command, ["--resume", str(tmp_path / "other.pth")])
+    assert result.exit_code == 2
+    assert "it has no" in result.output
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    result = CliRunner().invoke(command, ["--out", str(tmp_path / "file" / "out")])
+    assert result.exit_code == 2
+    assert "cannot make the folder" in result.output
+
+
+def test_random_states_go_into_a_file_and_back(tmp_path: Path) -> None:
+    """Python's and numpy's generators with a half-used Gaussian pair, too."""
+    checkpoint.seed_everything(5)
+    random.gauss(0, 1), numpy.random.standard_normal(), torch.rand(3)
+    torch.save(checkpoint.random_states(CPU), tmp_path / "rng.pth")
+    drawn = [random.gauss(0, 1), random.random(), numpy.random.standard_normal(), torch.rand(1).item()]
+    checkpoint.set_random_states(torch.load(tmp_path / "rng.pth", weights_only=True), CPU)
+    assert drawn == [random.gauss(0, 1), random.random(), numpy.random.standard_normal(), torch.rand(1).item()]
+
+
+def test_kill_9_in_the_middle_of_a_save_leaves_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    options = ["--model", "resnet18", "--data", "synthetic", "--samples", "10", "--batch-size", "8", "--epochs", "500"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "train", *options, "--keep", "2", "--out", str(tmp_path)],
+        env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    known = {".pth", ".json", ".jsonl", ""}
+    deadline = time.monotonic() + 60
+    while not ((tmp_path / "latest").exists() and {path.suffix for path in tmp_path.iterdir()} - known):
+        assert time.monotonic() < deadline, "no save was caught under way"
+    process.kill()
+    process.wait()
+    done = last(tmp_path)["epoch"]
+    assert run(tmp_path, resume="latest", epochs=done + 1)["epoch"] == done + 1

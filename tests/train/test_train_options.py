@@ -1,0 +1,118 @@
+"""A wrong run is refused early, in one sentence with exit code 2."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from train.cli import command, main
+from train.config import Config
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+
+
+def refusal(options: str, out: Path) -> str:
+    """What the command says to options that it must refuse."""
+    result = CliRunner().invoke(command, [*options.split(), "--out", str(out)])
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    assert not out.exists()
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--model vgg", "'vgg' is not one of"),
+        ("--parallel ddp", "torchrun --nproc-per-node 2 -m train --parallel ddp"),
+        ("--batch-size 10 --grad-accum 4", "--batch-size 10 does not divide into 4 equal parts"),
+        ("--model resnet18 --batch-size 1", "a batch of one"),
+        ("--model resnet18 --width 0.1 --batch-size 479", "a batch of one"),
+        ("--hidden 5000", "--hidden belongs to --model cnn"),
+        ("--samples 100", "belong to --data synthetic"),
+        ("--device-ids 0", "--device-ids belongs to --parallel dp"),
+        ("--sync-bn", "--sync-bn belongs to --parallel ddp"),
+        ("--compile --parallel dp", "take --parallel ddp"),
+        ("--save module --format safetensors", "--save module needs --format pth"),
+        ("--device tpu", "--device is auto, cpu, cuda or cuda:N, not tpu"),
+        ("--device cuda:x", "--device is auto, cpu, cuda or cuda:N, not cuda:x"),
+        ("--device cpu:0", "--device is auto, cpu, cuda or cuda:N, not cpu:0"),
+        ("--resume latest", "there is no"),
+        ("--resume nowhere.pth", "there is no file nowhere.pth"),
+        ("--epochs -1", "-1 is not in the range"),
+        pytest.param("--device cuda", "sees no GPU here; --device cpu works now", marks=no_gpu),
+        pytest.param("--device cuda:1", "sees no GPU here", marks=no_gpu),
+        pytest.param("--parallel dp --device-ids 0,1", "this run is on the CPU", marks=no_gpu),
+    ],
+)
+def test_a_wrong_run_is_refused(options: str, sentence: str, tmp_path: Path) -> None:
+    assert sentence in refusal(options, tmp_path / "out")
+
+
+@pytest.mark.parametrize("mode", ["single", "dp"])
+def test_one_process_modes_are_refused_under_torchrun(mode: str, tmp_path: Path, only_rank: Callable[[], None]) -> None:
+    only_rank()
+    assert "torchrun starts --parallel ddp" in refusal(f"--parallel {mode}", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [("--device cuda:0", "each process takes the GPU of its LOCAL_RANK"), ("--device cpu --sync-bn", "on GPUs only")],
+)
+@no_gpu
+def test_a_wrong_rank_is_refused(
+    options: str, sentence: str, tmp_path: Path, only_rank: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_rank()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert sentence in refusal(f"--parallel ddp {options}", tmp_path / "out")
+
+
+def test_more_processes_than_gpus_are_refused(
+    tmp_path: Path, only_rank: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_rank()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "2 processes were started here and there are 1 GPUs" in refusal("--parallel ddp", tmp_path / "out")
+
+
+def test_a_mistake_is_said_by_one_rank_alone(
+    only_rank: Callable[[], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only_rank()
+    monkeypatch.setattr("sys.argv", ["train", "--parallel", "single"])
+    for rank, said in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as exit:
+            main()
+        assert exit.value.code == 2
+        assert ("torchrun starts --parallel ddp" in capsys.readouterr().err) is said
+
+
+def test_help_names_every_option() -> None:
+    result = CliRunner().invoke(command, ["--help"])
+    assert result.exit_code == 0
+    names = [field.name.replace("_", "-") for field in fields(Config) if field.name != "local_rank"]
+    assert all(f"--{name} " in result.output for name in names)
+
+
+@pytest.mark.parametrize("spelling", ["--local-rank", "--local_rank"])
+def test_the_older_launcher_s_argument_is_taken(
+    spelling: str, tmp_path: Path, only_rank: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_rank()
+    monkeypatch.delenv("LOCAL_RANK")
+    options = ["--parallel", "ddp", f"{spelling}=0", "--epochs", "0", "--out", str(tmp_path)]
+    assert CliRunner().invoke(command, options).exit_code == 0
+
+
+@pytest.mark.parametrize(("batch_size", "rate"), [(256, 0.1), (512, 0.2), (128, 0.05)])
+def test_the_linear_rule_scales_the_learning_rate(batch_size: int, rate: float) -> None:
+    assert Config(lr=0.1, batch_size=batch_size, scale_lr=True).learning_rate == pytest.approx(rate)
+    assert Config(lr=0.1, batch_size=batch_size).learning_rate == 0.1

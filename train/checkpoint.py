@@ -1,0 +1,144 @@
+"""Checkpoints on disk: whole or not there, with a `latest` that names one that is whole; and the random states in them.
+
+* `DIR/epoch_003.pth`: after three epochs
+* `DIR/epoch_003_step_00010.pth`: stopped by a signal, ten steps into the fourth
+* `DIR/epoch_003.json`: what the checkpoint is, readable without loading it
+* `DIR/latest`: the name of the newest, written after it
+"""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from click import UsageError
+from torch import nn
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.files import replacing
+from ckpt_tools.torch import load, save
+from train.config import RECIPE, Config, refuse
+
+PARTS = ("model", "optimizer", "scheduler", "scaler", "epoch", "step", "totals", "seconds", "config", "rng")
+SUFFIXES = (".pth", ".safetensors")
+
+
+def write(checkpoint: Mapping[str, Any], model: nn.Module, config: Config) -> Path:
+    """Writes one checkpoint into `config.out`, then its JSON, then `latest`; then removes what `--keep` is done with.
+
+    `--save module` pickles `model` whole, and `--format safetensors` holds the weights alone: neither can be resumed.
+    A process killed at any point leaves `latest` on the last whole checkpoint.
+    """
+    path = config.out / f"{stem(checkpoint['epoch'], checkpoint['step'])}.{config.format}"
+    if config.save == "module":
+        with replacing(path, overwrite=True, durable=True) as output, open(output.fd, "wb", closefd=False) as file:
+            torch.save(model, file)
+    else:
+        save(checkpoint["model"] if config.format == "safetensors" else checkpoint, path)
+    facts = {name: checkpoint[name] for name in ("epoch", "step", "config", "torch")}
+    write_text(path.with_suffix(".json"), json.dumps({"file": path.name, **facts}, indent=2) + "\n")
+    write_text(config.out / "latest", path.name + "\n")
+    prune(config.out, config.keep)
+    return path
+
+
+def make_folder(folder: Path) -> None:
+    """Makes `folder`, before the work rather than after it. Raises UsageError where nothing can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: cannot make the folder {folder}: {error.strerror}") from error
+    refuse(not os.access(folder, os.W_OK), f"--out: the folder {folder} is read-only")
+
+
+def stem(epoch: int, step: int) -> str:
+    """`epoch_003`, or `epoch_003_step_00010` in the middle of the fourth."""
+    return f"epoch_{epoch:03d}" + (f"_step_{step:05d}" if step else "")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first."""
+    found = [path for path in folder.glob("epoch_*") if path.suffix in SUFFIXES]
+    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def prune(folder: Path, keep: int | None) -> None:
+    """Removes all but the newest `keep` checkpoints, with their JSON."""
+    for path in checkpoints(folder)[:-keep] if keep else []:
+        path.unlink()
+        path.with_suffix(".json").unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small text file, whole or not at all."""
+    with replacing(path, overwrite=True, durable=True) as output:
+        os.write(output.fd, text.encode())
+
+
+def locate(resume: str, out: Path) -> Path:
+    """The file that `--resume PATH|latest` means. Raises UsageError where there is none."""
+    pointer = out / "latest"
+    if resume == "latest":
+        refuse(not pointer.is_file(), f"--resume latest: there is no {pointer}; leave --resume out to start anew")
+        resume = str(out / pointer.read_text(encoding="utf-8").strip())
+    refuse(not Path(resume).is_file(), f"--resume: there is no file {resume}")
+    return Path(resume)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A checkpoint written by `write`, on the CPU: `load_state_dict` takes each tensor to its own device from there.
+
+    Raises UsageError for a damaged file, and for one that holds less than a run needs to go on.
+    """
+    try:
+        checkpoint = load(path, map_location="cpu")
+    except CkptError as error:
+        raise UsageError(f"cannot resume from {path}: {' '.join(str(error).split())}") from error
+    there = checkpoint.keys() if isinstance(checkpoint, dict) else ()
+    missing = [part for part in PARTS if part not in there]
+    missing = missing or [f"config.{name}" for name in (*RECIPE, "epochs") if name not in checkpoint["config"]]
+    refuse(
+        bool(missing),
+        f"cannot resume from {path}: it has no {', '.join(missing[:3])}; a run goes on from what --format pth and "
+        "--save unwrapped or wrapped write",
+    )
+    return dict(checkpoint)
+
+
+def random_states(devices: tuple[torch.device, ...]) -> dict[str, Any]:
+    """The state of every random generator of this process, as plain data and byte tensors."""
+    # numpy comes only with the packages that read data; where nothing loaded it, nothing drew from it.
+    numpy = sys.modules.get("numpy")
+    kind, words, *rest = numpy.random.get_state() if numpy else (None, (), None)
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, [int(word) for word in words], *rest] if numpy else None,
+        "torch": torch.get_rng_state(),
+        "cuda": [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"],
+    }
+
+
+def set_random_states(states: Mapping[str, Any], devices: tuple[torch.device, ...]) -> None:
+    """Puts back what `random_states` took. States of devices that this process does not have are left out."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    numpy = sys.modules.get("numpy")
+    if numpy and states["numpy"]:
+        numpy.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(states["torch"])
+    gpus = [device for device in devices if device.type == "cuda"]
+    for device, state in zip(gpus, states["cuda"], strict=False):
+        torch.cuda.set_rng_state(state, device)
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds every generator that `random_states` keeps."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy:
+        numpy.random.seed(seed % 2**32)

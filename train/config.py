@@ -1,0 +1,96 @@
+"""What a run was asked to do: one frozen record, made from the command line and kept in every checkpoint."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from click import UsageError
+
+# What decides the numbers that come out. A resumed run takes these from its checkpoint; the rest (where and how it
+# runs, what it saves) comes from the command line every time.
+RECIPE = (
+    *("model", "width", "hidden", "data", "shape", "samples", "seed"),
+    *("batch_size", "lr", "momentum", "scale_lr", "schedule", "amp"),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The defaults here are the command line's. `batch_size` is global: what one optimizer step sees over all ranks."""
+
+    model: str = "mlp"
+    width: float = 1.0
+    hidden: int = 8000
+    data: str = "digits"
+    data_dir: Path = Path("data")
+    shape: str = "1x28x28"
+    samples: int = 12_000
+    epochs: int = 10
+    batch_size: int = 32
+    grad_accum: int = 1
+    lr: float = 0.05
+    momentum: float = 0.9
+    schedule: str = "constant"
+    scale_lr: bool = False
+    seed: int = 0
+    parallel: str = "single"
+    device: str = "auto"
+    device_ids: str | None = None
+    local_rank: int = 0
+    sync_bn: bool = False
+    amp: str = "off"
+    compile: bool = False
+    workers: int = 0
+    out: Path = Path("runs")
+    save: str = "unwrapped"
+    format: str = "pth"
+    keep: int | None = None
+    resume: str | None = None
+    read: str = "rank0"
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        refuse(self.hidden != Config.hidden and self.model != "cnn", "--hidden belongs to --model cnn")
+        custom = (self.shape, self.samples) != (Config.shape, Config.samples)
+        refuse(custom and self.data != "synthetic", "--shape and --samples belong to --data synthetic")
+        refuse(self.device_ids is not None and self.parallel != "dp", "--device-ids belongs to --parallel dp")
+        refuse(self.sync_bn and self.parallel != "ddp", "--sync-bn belongs to --parallel ddp")
+        refuse(
+            self.compile and self.parallel == "dp",
+            "--compile does not go through DataParallel's threads: take --parallel ddp",
+        )
+        refuse(
+            self.format == "safetensors" and self.save == "module",
+            "--format safetensors holds tensors alone: --save module needs --format pth",
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        """`lr`; with `--scale-lr` it belongs to a batch of 256, and twice the batch takes twice the rate."""
+        return self.lr * self.batch_size / 256 if self.scale_lr else self.lr
+
+    def plain(self) -> dict[str, Any]:
+        """As plain data, for the checkpoint and its JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+    def continued(self, saved: Mapping[str, Any], given: frozenset[str]) -> "Config":
+        """This run with the recipe of the run that it resumes; `given` names the options that the user spelled out.
+
+        Raises UsageError where one of them contradicts the checkpoint: the rest of the run would not be the same run.
+        """
+        for name in RECIPE:
+            refuse(
+                name in given and getattr(self, name) != saved[name],
+                f"--{name.replace('_', '-')} {getattr(self, name)} contradicts the checkpoint, which was trained with "
+                f"{saved[name]}: leave it out, or start a new run without --resume",
+            )
+        recipe = {name: saved[name] for name in RECIPE}
+        return replace(self, **recipe, epochs=self.epochs if "epochs" in given else saved["epochs"])
+
+
+def refuse(wrong: bool, sentence: str) -> None:
+    """Raises UsageError with `sentence` where something is wrong."""
+    if wrong:
+        raise UsageError(sentence)

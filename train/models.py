@@ -1,0 +1,152 @@
+"""The four networks, with the layers and the parameter counts of the articles that they come from.
+
+| name       | input                  | parameters at width 1                                      |
+|------------|------------------------|------------------------------------------------------------|
+| `mlp`      | 1 x 28 x 28            | 101,770                                                    |
+| `lenet`    | 1 or 3 x 32 x 32       | 62,006 with 3 channels                                     |
+| `cnn`      | 3 x 32 x 32            | 800,940,490 with `hidden=8000`, 604,137,490 with 5000      |
+| `resnet18` | any channels, any size | 11,175,818 with 1 channel                                  |
+
+`width` multiplies every inner channel count, so that a small machine can train the same shape of network.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def scaled(channels: int, width: float) -> int:
+    """`channels * width`, at least 8: with fewer, nothing is learned. Width 1 changes nothing, even below 8."""
+    return channels if width == 1 else max(8, round(channels * width))
+
+
+class MLP(nn.Module):
+    """Images (N, 1, 28, 28) to logits (N, classes)."""
+
+    def __init__(self, channels: int, classes: int, width: float) -> None:
+        super().__init__()
+        inner = scaled(128, width)
+        self.fc1 = nn.Linear(channels * 28 * 28, inner)
+        self.fc2 = nn.Linear(inner, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc2(F.relu(self.fc1(x.flatten(1))))
+        return logits
+
+
+class LeNet(nn.Module):
+    """Images (N, channels, 32, 32) to logits (N, classes)."""
+
+    def __init__(self, channels: int, classes: int, width: float) -> None:
+        super().__init__()
+        a, b, c, d = (scaled(n, width) for n in (6, 16, 120, 84))
+        self.conv1 = nn.Conv2d(channels, a, 5)
+        self.conv2 = nn.Conv2d(a, b, 5)
+        self.fc1 = nn.Linear(b * 5 * 5, c)
+        self.fc2 = nn.Linear(c, d)
+        self.fc3 = nn.Linear(d, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = F.relu(self.fc1(x.flatten(1)))
+        logits: Tensor = self.fc3(F.relu(self.fc2(x)))
+        return logits
+
+
+class CNN(nn.Module):
+    """Images (N, 3, 32, 32) to logits (N, classes). At width 1 the weights take 3.2 GB, 2.4 GB with hidden=5000."""
+
+    def __init__(self, channels: int, classes: int, width: float, hidden: int) -> None:
+        super().__init__()
+        sizes = [channels, *(scaled(n, width) for n in (32, 64, 512, 1024, 2048, 4096))]
+        for i, (before, after) in enumerate(pairwise(sizes), start=1):
+            self.add_module(f"conv{i}", nn.Conv2d(before, after, 5, padding=2))
+        inner, narrow = scaled(hidden, width), scaled(64, width)
+        self.fc1 = nn.Linear(sizes[-1] * 4 * 4, inner)
+        self.fc2 = nn.Linear(inner, narrow)
+        self.fc3 = nn.Linear(narrow, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(1, 7):
+            x = F.relu(self.get_submodule(f"conv{i}")(x))
+            x = F.max_pool2d(x, 2) if i in (3, 4, 6) else x
+        x = F.relu(self.fc1(x.flatten(1)))
+        logits: Tensor = self.fc3(F.relu(self.fc2(x)))
+        return logits
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions around a shortcut: (N, before, H, W) to (N, after, H / stride, W / stride)."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, padding=1, stride=stride)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1)
+        self.conv3 = None if stride == 1 else nn.Conv2d(before, after, 1, stride=stride)
+        self.bn1 = nn.BatchNorm2d(after)
+        self.bn2 = nn.BatchNorm2d(after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(y + (x if self.conv3 is None else self.conv3(x)))
+
+
+class ResNet18(nn.Module):
+    """Images (N, channels, H, W) to logits (N, classes); a 3x3 stem without max-pool, all convolutions with bias."""
+
+    def __init__(self, channels: int, classes: int, width: float) -> None:
+        super().__init__()
+        a, b, c, d = (scaled(n, width) for n in (64, 128, 256, 512))
+        self.stem = nn.Sequential(nn.Conv2d(channels, a, 3, padding=1), nn.BatchNorm2d(a), nn.ReLU())
+        self.block1 = nn.Sequential(Residual(a, a, 1), Residual(a, a, 1))
+        self.block2 = nn.Sequential(Residual(a, b, 2), Residual(b, b, 1))
+        self.block3 = nn.Sequential(Residual(b, c, 2), Residual(c, c, 1))
+        self.block4 = nn.Sequential(Residual(c, d, 2), Residual(d, d, 1))
+        self.fc = nn.Linear(d, classes)
+        self.apply(normal_weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block4(self.block3(self.block2(self.block1(self.stem(x)))))
+        logits: Tensor = self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+        return logits
+
+
+def normal_weights(module: nn.Module) -> None:
+    """The article's initialisation: N(0, 0.01) for the weights of Linear and Conv."""
+    if isinstance(module, nn.Linear | nn.Conv2d):
+        nn.init.normal_(module.weight, std=0.01)
+
+
+@dataclass(frozen=True)
+class Network:
+    """One row of the table above. `channels` are those it takes; `size` is None where any image size will do."""
+
+    build: Callable[..., nn.Module]
+    channels: tuple[int, ...]
+    size: int | None
+
+
+NETWORKS = {
+    "mlp": Network(MLP, (1,), 28),
+    "lenet": Network(LeNet, (1, 3), 32),
+    "cnn": Network(CNN, (3,), 32),
+    "resnet18": Network(ResNet18, (1, 3), None),
+}
+
+
+def input_shape(name: str, image: tuple[int, int, int]) -> tuple[int, int, int]:
+    """What the network takes for images of shape (channels, height, width): their own shape, where it can."""
+    network = NETWORKS[name]
+    channels = image[0] if image[0] in network.channels else network.channels[-1]
+    height, width = (network.size, network.size) if network.size else image[1:]
+    return channels, height, width
+
+
+def build(name: str, channels: int, classes: int = 10, *, width: float = 1.0, hidden: int = 8000) -> nn.Module:
+    """The network `name` with fresh weights. `hidden` is the first linear layer of `cnn`: 8000 or 5000 as published."""
+    extra = {"hidden": hidden} if name == "cnn" else {}
+    return NETWORKS[name].build(channels, classes, width, **extra)

@@ -1,0 +1,277 @@
+"""One process or many: who this process is, which devices it uses, and the few words that ranks exchange.
+
+`single` and `dp` are one process. `ddp` is one process a device, started by torchrun, which sets RANK, WORLD_SIZE,
+LOCAL_RANK and MASTER_ADDR. Gradients travel inside DistributedDataParallel (nccl on cuda, gloo on cpu); everything
+else that ranks tell each other is small and goes over gloo, without touching a GPU: over `control`, or where
+that is None over the one group there is.
+"""
+
+import gc
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from click import UsageError
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from train.config import Config, refuse
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all. `devices` are its own: one, or with DataParallel as many as it splits a batch over."""
+
+    mode: str
+    devices: tuple[torch.device, ...]
+    rank: int = 0
+    size: int = 1
+    control: dist.ProcessGroup | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and the batches live."""
+        return self.devices[0]
+
+    def barrier(self) -> None:
+        """Waits for every rank."""
+        if self.size > 1:
+            dist.barrier(group=self.control)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`values` added up over all ranks, on the CPU."""
+        total = values.detach().cpu().clone()
+        if self.size > 1:
+            dist.all_reduce(total, group=self.control)
+        return total
+
+    def gather(self, value: Any) -> list[Any]:
+        """Each rank's value, in the order of ranks."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_first(self, task: Callable[[], Any]) -> Any:
+        """What `task` returns on rank 0, given to all; tensors follow one by one, so that memory holds them once.
+
+        A user's mistake that `task` finds on rank 0 is raised on every rank, so that none waits for ever.
+        """
+        if self.size == 1:
+            return task()
+        result, mistake = attempted(task) if self.rank == 0 else (None, None)
+        message = [mapped(result, lambda tensor: tensor.to("meta")), mistake]
+        dist.broadcast_object_list(message, src=0, group=self.control)
+        if message[1] is not None:
+            raise UsageError(message[1])
+        return mapped(result if self.rank == 0 else message[0], self._broadcast)
+
+    def on_all(self, task: Callable[[], Any]) -> Any:
+        """Each rank's own result of `task`; a user's mistake that any rank finds is raised on every rank."""
+        result, mistake = attempted(task)
+        mistakes = [each for each in self.gather(mistake) if each is not None]
+        if mistakes:
+            raise UsageError(mistakes[0])
+        return result
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor everywhere; the other ranks come with one that has its shape but no data."""
+        sent = tensor.contiguous() if self.rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype)
+        dist.broadcast(sent, src=0, group=self.control)
+        return sent
+
+
+def attempted(task: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The result of `task` and None, or None and the sentence with which it refused."""
+    try:
+        return task(), None
+    except UsageError as error:
+        return None, error.message
+
+
+def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of `tree` (dicts, lists, tuples, plain values) with every tensor changed, always in the same order."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(mapped(value, change) for value in tree)
+    return tree
+
+
+def join(config: Config) -> World:
+    """This process's place in the run. Raises UsageError where the way it was started does not fit `--parallel`."""
+    launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    if config.parallel == "ddp":
+        refuse(not launched, "start --parallel ddp with torchrun: torchrun --nproc-per-node 2 -m train --parallel ddp")
+        return join_ranks(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    refuse(launched, f"torchrun starts --parallel ddp; --parallel {config.parallel} is started by python -m train")
+    return World(config.parallel, devices(config))
+
+
+def join_ranks(config: Config, rank: int, size: int) -> World:
+    """One of the processes that torchrun started, on a device of its own."""
+    device = rank_device(config)
+    if device.type == "cpu":
+        dist.init_process_group("gloo")
+        return World("ddp", (device,), rank, size)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return World("ddp", (device,), rank, size, dist.new_group(backend="gloo"))
+
+
+def check_division(config: Config, world: World) -> None:
+    """Raises UsageError unless the global batch divides into equal parts for every process or device, and pass."""
+    processors = world.size * len(world.devices)
+    parts = processors * config.grad_accum
+    refuse(
+        config.batch_size % parts != 0,
+        f"--batch-size {config.batch_size} does not divide into {parts} equal parts: {processors} processes or devices "
+        f"times --grad-accum {config.grad_accum}",
+    )
+
+
+@contextmanager
+def joined(config: Config) -> Iterator[World]:
+    """This process's place in the run, left when the run is over or was refused on all ranks.
+
+    After any other failure a rank just exits: the others wait for it, and torchrun ends them once it is gone.
+    """
+    world = join(config)
+    try:
+        yield world
+    except UsageError:
+        leave(world)
+        raise
+    leave(world)
+
+
+def leave(world: World) -> None:
+    """Ends the exchange between ranks."""
+    if world.mode == "ddp":
+        # A DistributedDataParallel that waits for the garbage collector keeps gloo's threads alive until the process
+        # ends, and a thread that lets go of a tensor then aborts it: 2 of 25 runs did, on the rank that is done first.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def devices(config: Config) -> tuple[torch.device, ...]:
+    """The devices of a run in one process: those of `--device`, and with DataParallel those of `--device-ids`."""
+    kind, index = wanted(config.device)
+    if kind == "cpu":
+        refuse(config.device_ids is not None, "--device-ids are GPUs, and this run is on the CPU")
+        refuse(
+            config.parallel == "dp" and torch.cuda.is_available(),
+            "DataParallel takes GPUs wherever there are any: set CUDA_VISIBLE_DEVICES= to run it on the CPU",
+        )
+        return (torch.device("cpu"),)
+    refuse(index is not None and config.device_ids is not None, "--device-ids goes with --device cuda, without a number")
+    chosen = [index] if index is not None else [0]
+    if config.parallel == "dp" and index is None:
+        chosen = numbers(config.device_ids) if config.device_ids else list(range(torch.cuda.device_count()))
+    for each in chosen:
+        wanted(f"cuda:{each}")
+    return tuple(torch.device("cuda", each) for each in chosen)
+
+
+def rank_device(config: Config) -> torch.device:
+    """The one device of this rank: its own GPU, or the CPU."""
+    kind, index = wanted(config.device)
+    refuse(index is not None, "under ddp each process takes the GPU of its LOCAL_RANK: write --device cuda")
+    if kind == "cpu":
+        refuse(config.sync_bn, "PyTorch's SyncBatchNorm works on GPUs only")
+        return torch.device("cpu")
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    refuse(here > gpus, f"{here} processes were started here and there are {gpus} GPUs: one each, or --device cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", config.local_rank)))
+
+
+def wanted(device: str) -> tuple[str, int | None]:
+    """`--device` as ("cpu", None), ("cuda", None) or ("cuda", N). Raises UsageError for a GPU that is not there."""
+    form = re.fullmatch(r"(auto|cpu|cuda)|cuda:(\d+)", device)
+    if form is None:
+        raise UsageError(f"--device is auto, cpu, cuda or cuda:N, not {device}")
+    kind, number = form[1] or "cuda", int(form[2]) if form[2] else None
+    if kind == "auto":
+        return ("cuda" if torch.cuda.is_available() else "cpu"), None
+    refuse(
+        kind == "cuda" and not torch.cuda.is_available(),
+        f"--device {device}: PyTorch {torch.__version__} sees no GPU here; --device cpu works now",
+    )
+    count = torch.cuda.device_count()
+    refuse(kind == "cuda" and (number or 0) >= count, f"--device {device}: the GPUs here are numbered 0 to {count - 1}")
+    return kind, number
+
+
+def numbers(text: str) -> list[int]:
+    """The GPU numbers in a text such as "0,2"."""
+    refuse(not all(part.isdigit() for part in text.split(",")), f"{text} is not a list of GPU numbers such as 0,1")
+    return [int(part) for part in text.split(",")]
+
+
+def wrap(model: nn.Module, world: World, shape: tuple[int, int, int], *, sync_bn: bool = False) -> nn.Module:
+    """`model` as the mode calls for it: as it is, or inside DataParallel or DistributedDataParallel.
+
+    `shape` is that of one input image (channels, height, width).
+    """
+    if sync_bn:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    ids = [device.index for device in world.devices if device.type == "cuda"] or None
+    if world.mode == "dp":
+        return nn.DataParallel(model, device_ids=ids)
+    if world.mode == "ddp":
+        return settled(DistributedDataParallel(model, device_ids=ids), torch.zeros(1, *shape, device=world.device))
+    return model
+
+
+def settled(model: DistributedDataParallel, image: Tensor) -> DistributedDataParallel:
+    """`model` after one backward pass that changes nothing.
+
+    DistributedDataParallel groups gradients anew after its first one, and with three ranks or more the grouping decides
+    in which order gloo adds up: without this, the first step after a resume would round differently from the same
+    step of a run that never stopped.
+    """
+    model.eval()
+    torch.autograd.backward(model(image).sum())
+    model.zero_grad(set_to_none=True)
+    return model
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, DistributedDataParallel leaves gradients on their rank: for all passes of a batch but the last."""
+    inner = getattr(model, "_orig_mod", model)  # under torch.compile
+    return inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
+
+
+class Stop:
+    """SIGTERM or Ctrl-C, remembered until the step is done. `agreed` is the signal's number, 0 while there was none."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.signal = world, 0
+
+    def __enter__(self) -> "Stop":
+        self.before = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+
+    def agreed(self) -> int:
+        """The largest signal number over all ranks: they stop after the same step or not at all."""
+        if self.world.size == 1:
+            return self.signal
+        heard = torch.tensor(self.signal)
+        dist.all_reduce(heard, dist.ReduceOp.MAX, group=self.world.control)
+        return int(heard)
