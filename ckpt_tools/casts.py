@@ -7,34 +7,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 
-from ckpt_tools.checkpoint import find_state_dicts, find_tensors
-from ckpt_tools.containers.base import Decoded
+from ckpt_tools.checkpoint import find_state_dicts, find_tensors, is_optimizer, is_tensor
 from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
 from ckpt_tools.numeric import CastCount, cast, swapped
-from ckpt_tools.plan import Checksum, Piece, Range, chunks
+from ckpt_tools.plan import Checksum, Computed, Content, Piece, Range, chunks
 from ckpt_tools.transforms import dotted, map_storages
-from ckpt_tools.tree import Entry, Node, Storage, reachable
+from ckpt_tools.tree import Dict, Entry, Node, Storage, reachable, walk
 
 
 @dataclass(slots=True)
 class Casting:
-    """What is cast: tensors by "from -> to", and per storage its name and the count of overflows."""
+    """What is cast: tensors by "from -> to", and per storage its path and the count of overflows; step counters that stay."""
 
     moves: dict[str, int] = field(default_factory=dict)
     counts: dict[str, CastCount] = field(default_factory=dict)
+    steps: int = 0
 
     def overflowed(self) -> dict[str, int]:
-        """Tensor name -> finite values that became infinite; to be asked once the bytes are written."""
+        """Dotted path -> finite values that became infinite; to be asked once the bytes are written."""
         return {name: count.overflowed for name, count in self.counts.items() if count.overflowed}
 
 
 def cast_floats(root: Node, target: DType, only: Sequence[str] = ()) -> tuple[Node, Casting]:
     """Cast every float tensor, or those that a glob in `only` names; ties, views and everything else stay.
 
+    An optimizer counts its steps in a float tensor. Those are cast only where `only` names them: in bf16, 256 + 1 is 256.
+
     Raises:
-        NothingMatchedError: a glob that matches no float tensor. ConvertError: a storage of which only a part would be cast.
+        NothingMatchedError: a glob that matches no float tensor. ConvertError: a storage of which only a part would be
+        cast, or a type that torch cannot cast.
     """
     users: dict[int, list[tuple[str, str, Entry]]] = {}
     names = {id(state_dict.node): state_dict for state_dict in find_state_dicts(root)}
@@ -43,23 +46,37 @@ def cast_floats(root: Node, target: DType, only: Sequence[str] = ()) -> tuple[No
         if type(tensor.node) is Entry:
             name = str(tensor.where[-1]) if tensor.where[:-1] in prefixes else ""
             users.setdefault(id(tensor.node.storage), []).append((dotted(tensor.where), name, tensor.node))
-    chosen = _chosen(users, only)
-    casting = Casting()
+    steps = set() if only else _steps(root)
+    chosen = _chosen(users, only) - steps
+    casting = Casting(steps=len(steps))
 
     def change(storage: Storage) -> Storage:
         views = users.get(id(storage), [])
         before = views[0][2].dtype if views else None
         if before is None or id(storage) not in chosen or before is target or before.family != "float":
             return storage
-        if any(entry.dtype is not before for _, _, entry in views) or before.packed > 1:
+        if any(entry.dtype is not before for _, _, entry in views):
             raise ConvertError(f"{views[0][0]!r} shares its storage with a tensor of another dtype; it cannot be cast.")
+        if before.packed > 1 or not before.in_torch:
+            raise ConvertError(f"{views[0][0]!r} is {before.name}, which torch cannot cast.", fix="Choose with --dtype-only.")
         move = f"{before.name} -> {target.name}"
         casting.moves[move] = casting.moves.get(move, 0) + len(views)
-        count = casting.counts[views[0][1] or views[0][0]] = CastCount()
+        count = casting.counts[views[0][0]] = CastCount()
         content = cast(storage.content, before, target, count)
         return replace(storage, dtype=target, nbytes=content.length, content=content)
 
     return _retype(map_storages(root, change), target), casting
+
+
+def _steps(root: Node) -> set[int]:
+    """The storages of the step counters of every optimizer."""
+    found = set()
+    for _, node in walk(root, stop=is_tensor, plain=False):
+        for _, state in node.get("state").items if is_optimizer(node) else ():
+            step = state.get("step") if type(state) is Dict else None
+            if type(step) is Entry and step.dtype.family == "float":
+                found.add(id(step.storage))
+    return found
 
 
 def _chosen(users: dict[int, list[tuple[str, str, Entry]]], only: Sequence[str]) -> set[int]:
@@ -115,7 +132,7 @@ def to_little_endian(root: Node, byteorder: str) -> Node:
     return map_storages(root, change)
 
 
-def checked(pieces: list[Piece], decoded: Decoded, root: Node) -> list[Piece]:
+def checked(pieces: list[Piece], root: Node) -> list[Piece]:
     """The pieces with `--verify`: whole records are checked as they pass; the others are read and checked now.
 
     Raises:
@@ -123,16 +140,24 @@ def checked(pieces: list[Piece], decoded: Decoded, root: Node) -> list[Piece]:
     """
     whole = {(piece.content.offset, piece.content.length) for piece in pieces if isinstance(piece.content, Range)}
     records = {}
-    for content in _sources(decoded):
+    for content in _sources(root):
         records[content.offset, content.length] = content
         if content.length and (content.offset, content.length) not in whole:
             _check_now(content)
     return [_with_checksum(piece, records) for piece in pieces]
 
 
-def _sources(decoded: Decoded) -> list[RecordRange]:
-    storages = {id(node): node for node in reachable(decoded.root) if type(node) is Storage}
-    return [storage.content for storage in storages.values() if isinstance(storage.content, RecordRange)]
+def _sources(root: Node) -> list[RecordRange]:
+    """The records that the tree's storages are, or are worked out of."""
+    storages = {id(node): node for node in reachable(root) if type(node) is Storage}
+    found = []
+    for storage in storages.values():
+        content: Content | None = storage.content
+        while isinstance(content, Computed):
+            content = content.of
+        if isinstance(content, RecordRange):
+            found.append(content)
+    return found
 
 
 def _check_now(content: RecordRange) -> None:

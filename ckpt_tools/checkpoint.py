@@ -14,14 +14,17 @@ from typing import Self
 
 from ckpt_tools.containers import safetensors, torch_zip
 from ckpt_tools.containers.base import Decoded, Warned
-from ckpt_tools.containers.foreign import refuse_foreign
-from ckpt_tools.errors import CkptError
+from ckpt_tools.containers.foreign import recognise, unknown
+from ckpt_tools.errors import CkptError, LimitError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.pickling.weights_only import refused
-from ckpt_tools.tree import Dict, Entry, List, Node, Object, Where, walk
+from ckpt_tools.tree import CONTAINERS, Dict, Entry, List, Node, Object, Where, children, is_hollow, walk
 
 HEAD = 4096
+# How many tensors may be listed: each costs 16 and the length of its path, every 4 bytes of the file pay for 1. A tensor
+# takes 66 bytes in a pickle at least, and 300 with its record; only names for one tensor take less.
+_SPARE_LISTED, _BYTES_PER_LISTED, _LISTED_COST = 1_000_000, 4, 16
 
 
 class Checkpoint:
@@ -65,8 +68,18 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """Every tensor with its path, in order."""
-        return list(find_tensors(self.root))
+        """Every tensor with its path, in order.
+
+        Raises:
+            LimitError: many more than a file of this size can hold: one tensor under millions of names.
+        """
+        found, left = [], _SPARE_LISTED + self.file_bytes // _BYTES_PER_LISTED
+        for tensor in find_tensors(self.root):
+            found.append(tensor)
+            left -= _LISTED_COST + len(tensor.where)
+            if left < 0:
+                raise LimitError(f"{self.path} refers to its tensors too often: {len(found)} times in {self.file_bytes} bytes.")
+        return found
 
     @cached_property
     def state_dicts(self) -> list[StateDict]:
@@ -128,9 +141,13 @@ def _decode(source: Source) -> Decoded:
     head = source.read(0, min(HEAD, source.size))
     if torch_zip.sniff(head):
         return torch_zip.decode(source)
-    if safetensors.sniff(head) or _claims_safetensors(source.path, head):
+    if safetensors.sniff(head):
         return safetensors.decode(source)
-    raise refuse_foreign(source, head)
+    if error := recognise(source, head):
+        raise error
+    if source.path.suffix == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header
+        return safetensors.decode(source)
+    raise unknown(source, head)
 
 
 @contextlib.contextmanager
@@ -145,11 +162,6 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _claims_safetensors(path: Path, head: bytes) -> bool:
-    """A damaged file that still calls itself safetensors, and looks like nothing else: say what is wrong with its header."""
-    return path.suffix == ".safetensors" and len(head) > 0 and head[:1] not in b"<{v\x1f" and any(head)
-
-
 def is_tensor(node: Node) -> bool:
     """Whether a node is a tensor, plain or unusual."""
     return type(node) is Entry or (type(node) is Object and unusual_tensor(node) is not None)
@@ -157,7 +169,7 @@ def is_tensor(node: Node) -> bool:
 
 def find_tensors(root: Node) -> Iterator[Tensor]:
     """Every tensor below `root` with its path, in order."""
-    for where, node in walk(root, stop=is_tensor):
+    for where, node in walk(root, stop=is_tensor, plain=False):
         if type(node) is Entry:
             yield Tensor(where, node)
         elif type(node) is Object and (unusual := unusual_tensor(node)) is not None:
@@ -172,8 +184,9 @@ def find_state_dicts(root: Node) -> list[StateDict]:
     it, nor what lies inside an object.
     """
     found = []
-    for where, node in walk(root, stop=_closed):
-        if type(node) is Dict and not is_optimizer(node) and _is_state_dict(node):
+    holders = _Holders(root)
+    for where, node in walk(root, stop=_closed, plain=False):
+        if type(node) is Dict and not is_optimizer(node) and _is_state_dict(node, holders):
             found.append(StateDict(where, node))
     return found
 
@@ -187,15 +200,47 @@ def is_optimizer(node: Node) -> bool:
     return type(node) is Dict and type(node.get("param_groups")) is List and type(node.get("state")) is Dict
 
 
-def _is_state_dict(node: Dict) -> bool:
+def _is_state_dict(node: Dict, holders: _Holders) -> bool:
     tensors = [key for key, value in node.items if type(key) is str and is_tensor(value)]
     if not tensors:
         return False
     if any("." in name for name in tensors):
         return True
     others = [value for key, value in node.items if not is_tensor(value)]
-    return len(others) <= len(tensors) and not any(_holds_tensors(value) for value in others)
+    return len(others) <= len(tensors) and not any(id(value) in holders.ids for value in others)
 
 
-def _holds_tensors(node: Node) -> bool:
-    return any(is_tensor(below) for _, below in walk(node, stop=is_tensor))
+class _Holders:
+    """Which containers hold a tensor, however deep. Worked out once, when first asked: dicts in dicts would ask for each."""
+
+    def __init__(self, root: Node) -> None:
+        self.root = root
+
+    @cached_property
+    def ids(self) -> set[int]:
+        """Their ids."""
+        found: set[int] = set()
+        seen = {id(self.root)}
+        path = [id(self.root)]
+        stack = [children(self.root)]
+        while stack:
+            for _, node in stack[-1]:
+                if is_tensor(node) or id(node) in found:
+                    _mark(path, found)
+                elif type(node) in CONTAINERS and id(node) not in seen and not is_hollow(node):
+                    seen.add(id(node))
+                    path.append(id(node))
+                    stack.append(children(node))
+                    break
+            else:
+                stack.pop()
+                path.pop()
+        return found
+
+
+def _mark(path: list[int], found: set[int]) -> None:
+    """Add what is on the path, from its end; above one that is known all are."""
+    for holder in reversed(path):
+        if holder in found:
+            return
+        found.add(holder)

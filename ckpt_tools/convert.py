@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from ckpt_tools import casts, flatten, plain, transforms
-from ckpt_tools.checkpoint import Checkpoint, StateDict, find_state_dicts, find_tensors, open_checkpoint
+from ckpt_tools.checkpoint import Checkpoint, StateDict, collector_paused, find_state_dicts, find_tensors, open_checkpoint
 from ckpt_tools.cloning import Clone
 from ckpt_tools.containers import safetensors, torch_zip
 from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.files import Output, free_bytes, no_space, output_target, replacing
-from ckpt_tools.names import strip_leading, strip_module, unwrap
+from ckpt_tools.names import strip_inner, strip_leading, strip_module, uneven, unwrap
 from ckpt_tools.plan import Piece, total
 from ckpt_tools.transforms import Rename, dotted
 from ckpt_tools.tree import DROP, Node, Where
@@ -165,7 +165,8 @@ def _convert(
 ) -> None:
     """Read, plan and write; the input must still be what was read when the output takes its name."""
     with Clone(source, output) if edits.keep_bytes else nullcontext() as clone, open_checkpoint(source) as checkpoint:
-        pieces = edits.plan(checkpoint, report)
+        with collector_paused():
+            pieces = edits.plan(checkpoint, report)
         report.bytes = total(pieces)
         free = free_bytes(output.target.parent)
         if free is not None and free + (clone.done if clone else 0) < report.bytes:
@@ -217,6 +218,9 @@ class _Edits:
         if self.dtype is not None:
             root, self.casting = casts.cast_floats(root, self.dtype, self.dtype_only)
             report.casts = self.casting.moves
+            if self.casting.steps:
+                text = f"{self.casting.steps} step counters of optimizers keep their dtype; --dtype-only '*.step' casts them."
+                report.notes.append(Note("steps-kept", text))
         report.tensors = sum(1 for _ in find_tensors(root))
         return _lay_out(root, checkpoint, self.kind, report, self.objects, verify=self.verify)
 
@@ -257,6 +261,7 @@ class _Names:
         found = find_state_dicts(root)
         if self.steps:
             self._check_matches(found, report)
+            self._note_uneven(found, report)
         for state_dict in found:
             renamed = transforms.rename_state_dict(state_dict, self.rename)
             examples = list(renamed.changes.items())[:3]
@@ -283,9 +288,23 @@ class _Names:
                 report.notes.append(Note("no-prefix", f"{option}: no name has the prefix; the names stay as they are."))
             names = new
 
+    def _note_uneven(self, found: list[StateDict], report: Converted) -> None:
+        """Say so where some names of a state dict lose more than one `module.`, and others one."""
+        options = [option for option, _ in self.steps if option in ("--strip-module", "--unwrap")]
+        for state_dict in found if options else ():
+            pair = uneven(map(strip_inner, state_dict.names) if "--unwrap" in options else state_dict.names)
+            if pair is not None:
+                text = (
+                    f"{options[0]}: {pair[0]!r} loses one 'module.', {pair[1]!r} more. Where the model itself has a sub-module "
+                )
+                fix = r"of that name, remove one only: --rename '^module\.='."
+                report.notes.append(Note("uneven-prefix", text + fix))
+
 
 def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool) -> Node:
-    unknown = plain.find_unknown(root)
+    decoded = checkpoint.decoded
+    simple = all(map(plain.is_known, decoded.globals)) and not decoded.unusual  # then nothing can be unknown
+    unknown = [] if simple else plain.find_unknown(root)
     present = {name for _, name in unknown}
     hidden = [] if selected else [g for g in checkpoint.decoded.globals if not plain.is_known(g) and str(g) not in present]
     if policy is None and (unknown or hidden):
@@ -324,18 +343,18 @@ def _lay_out(
     decoded = checkpoint.decoded
     if verify and not decoded.has_checksums:
         report.notes.append(Note("no-checksums", "--verify: the input carries no checksums."))
+    if not report.tensors and checkpoint.tensors:
+        raise NothingMatchedError("No tensor would be left.")
     if kind == "safetensors":
         flat = flatten.flatten(root, objects=objects, metadata=decoded.metadata)
         report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
         report.notes += [Note(code, text) for code, text in flat.notes]
         report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
         pieces = safetensors.lay_out(flat.tensors, flat.metadata)
-        return casts.checked(pieces, decoded, root) if verify and decoded.has_checksums else pieces
+        return casts.checked(pieces, root) if verify and decoded.has_checksums else pieces
     if decoded.container == "safetensors":
         lost = [key for key in decoded.metadata if key not in (safetensors.ALIASES, safetensors.STATE_DICT_METADATA, "format")]
         report.dropped += [(key, "safetensors metadata; a .pth has no place for it") for key in lost]
-    if not report.tensors and checkpoint.tensors:
-        raise NothingMatchedError("No tensor would be left.")
     verify = verify and decoded.has_checksums
     pieces = torch_zip.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums, verify=verify)
-    return casts.checked(pieces, decoded, root) if verify else pieces
+    return casts.checked(pieces, root) if verify else pieces

@@ -19,6 +19,7 @@ from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage, Wh
 MAX_VALUES = 1000
 MAX_TEXT = 4096
 _SHOWN_ITEMS = 32
+_ROW = frozenset((type(None), bool, int, float, str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,9 @@ def inspect(path: str | os.PathLike[str]) -> Description:
 
 def describe(checkpoint: Checkpoint) -> Description:
     """Describe an open checkpoint."""
+    tensors = checkpoint.tensors
     names = {state_dict.where: frozenset(state_dict.names) for state_dict in checkpoint.state_dicts}
-    rows = [_tensor_row(tensor, names) for tensor in checkpoint.tensors]
+    rows = [_tensor_row(tensor, names) for tensor in tensors]
     refused = checkpoint.refused_globals
     reasons = [] if refused else [f"it uses {reason}" for reason in checkpoint.decoded.unusual]
     state_dicts = _state_dicts(checkpoint, rows)
@@ -186,7 +188,7 @@ def _holds_no_values(node: Node) -> bool:
 def _is_row(node: Node) -> bool:
     """A list or tuple of plain values, shown whole."""
     items = node.items if type(node) is List else node
-    return type(node) in (List, tuple) and all(item is None or type(item) in (str, int, float, bool) for item in items)
+    return type(node) in (List, tuple) and _ROW.issuperset(map(type, items[:MAX_VALUES]))  # no longer row is shown
 
 
 def value_text(node: Node) -> Any:
@@ -209,7 +211,7 @@ def value_text(node: Node) -> Any:
 def _objects(root: Node) -> list[dict[str, Any]]:
     """Objects and globals that weights_only does not know, with their paths; a NumPy scalar counts as one."""
     found = []
-    for where, node in walk(root, stop=lambda node: is_tensor(node) or as_value(node) is not None):
+    for where, node in walk(root, stop=lambda node: is_tensor(node) or as_value(node) is not None, plain=False):
         name = node.function if type(node) is Object else node
         if type(name) is Global and name not in ALLOWED:
             found.append({"where": list(where), "global": str(name)})

@@ -97,10 +97,10 @@ def _open_regular(path: Path) -> int:
         # O_NONBLOCK: opening a FIFO without a writer would wait for ever. It means nothing for a regular file.
         fd = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
-        why = "It is a link to a file that is not there." if path.is_symlink() else "There is no such file."
+        why = "It is a link to a file that is not there." if os.path.islink(path) else "There is no such file."
         raise NotACheckpointError(f"{path} cannot be read.", why=why) from None
     except (OSError, ValueError) as error:
-        if path.is_dir():  # Windows refuses to open a directory
+        if os.path.isdir(path):  # Windows refuses to open a directory
             raise _not_regular(path, "a directory") from None
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise NotACheckpointError(f"{path} cannot be read.", why=f"{why}.") from None
@@ -136,10 +136,11 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
     """
     target = output_target(path, overwrite=overwrite)
     replaces = target.exists()
-    temporary = target.with_name(f".{target.name[:120]}.{os.urandom(6).hex()}.ckpt-tmp")
-    with _output_errors(target):
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | getattr(os, "O_CLOEXEC", 0), 0o666)
+    # 40 characters are 160 bytes at most: the temporary's name stays under the 255 that the target's may have
+    temporary = target.with_name(f".{target.name[:40]}.{os.urandom(6).hex()}.ckpt-tmp")
     try:
+        with _output_errors(target):
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
             if replaces:
                 _copy_mode(target, fd)
@@ -161,6 +162,11 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
 
 def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     """Where an output really goes (links followed), after every check that can be made before work starts."""
+    with _output_errors(Path(path)):
+        return _checked_target(path, overwrite=overwrite)
+
+
+def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise OutputError(f"{path} is a directory.", fix="Name a file in it.")
@@ -186,6 +192,8 @@ def _output_errors(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise output_error(target, error) from None
+    except ValueError as error:  # a path with a NUL in it
+        raise OutputError(f"{target} cannot be written.", why=f"{error}.") from None
 
 
 def output_error(target: Path, error: OSError, needed: int = 0) -> OutputError:
@@ -206,7 +214,10 @@ def free_bytes(folder: Path) -> int | None:
     """Bytes that may still be written to the disk of `folder`, or None where the system does not tell."""
     if not hasattr(os, "statvfs"):
         return None
-    status = os.statvfs(folder)
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return None
     return status.f_bavail * status.f_frsize
 
 

@@ -73,7 +73,7 @@ def _only_state_dict(root: Node) -> StateDict:
             fix=f"Choose one: --select {wheres[0] or wheres[1]}",
         )
     outside = [tensor.where for tensor in find_tensors(root) if not found or tensor.where[:-1] != found[0].where]
-    optimizers = [dotted(where) for where, node in walk(root, stop=is_tensor) if is_optimizer(node)]
+    optimizers = [dotted(where) for where, node in walk(root, stop=is_tensor, plain=False) if is_optimizer(node)]
     if outside or not found:
         parts = list(dict.fromkeys(str(where[0]) if where else "the root" for where in outside))
         fix = f"Take the state dict alone: --select {wheres[0]}" if wheres and wheres[0] else ""

@@ -38,6 +38,17 @@ def strip_module(name: str) -> str:
     return strip_leading(name, MODULE)
 
 
+def uneven(names: Iterable[str]) -> tuple[str, str] | None:
+    """Two names of which one starts with more `module.` than the other: what is left of the longer may be the user's own.
+
+    >>> uneven(["module.conv.weight", "module.module.weight", "epoch"])
+    ('module.conv.weight', 'module.module.weight')
+    """
+    depths = {(len(name) - len(strip_module(name))) // len(MODULE): name for name in names if name.startswith(MODULE)}
+    depths.pop(0, None)
+    return (depths[min(depths)], depths[max(depths)]) if len(depths) > 1 else None
+
+
 def strip_inner(name: str) -> str:
     """Remove the wrappers that no user gives an attribute (all but `module.`), at any depth.
 

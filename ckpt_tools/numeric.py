@@ -36,16 +36,18 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
         import torch
 
         before, after = torch_dtype(source), torch_dtype(target)
+        may_overflow = torch.finfo(before).max > torch.finfo(after).max  # bf16 -> fp16 too, of the same size
         for chunk in whole_elements(content, source.itemsize):
             values = torch.frombuffer(bytearray(chunk), dtype=before)
             out = bytearray(len(chunk) // source.itemsize * target.itemsize)
             result = torch.frombuffer(out, dtype=after)
             result.copy_(values)
-            if target.bits < source.bits:
+            if may_overflow:
+                values = values if source.bits > 8 else values.float()  # torch has no isfinite for fp8
                 count.overflowed += int((result.isinf() & values.isfinite()).sum())
             yield memoryview(out)
 
-    return Computed(content.length // source.itemsize * target.itemsize, work)
+    return Computed(content.length // source.itemsize * target.itemsize, work, content)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -79,7 +81,7 @@ def swapped(content: Content, width: int) -> Content:
             numbers.byteswap()
             yield numbers.tobytes()
 
-    return Computed(content.length, work)
+    return Computed(content.length, work, content)
 
 
 def part(content: Content, start: int, length: int) -> Content:
@@ -123,17 +125,25 @@ def row_major(entry: Entry) -> Content:
             values = values.conj()
         if "neg" in lazy_bits(entry):
             values = -values
-        rows = max(1, CHUNK // max(1, entry.nbytes // entry.shape[0]))
-        for start in range(0, entry.shape[0], rows):
-            block = values[start : start + rows]
+        for block in _blocks(values):
             out = bytearray(block.numel() * item)
             torch.frombuffer(out, dtype=values.dtype).copy_(block.resolve_conj().reshape(-1))
             yield memoryview(out)
 
-    if not entry.shape:  # a 0-d tensor with a conj or neg bit
-        flat = Entry(entry.storage, entry.dtype, (1,), (1,), entry.offset, extras=entry.extras)
-        return row_major(flat)
     return Computed(entry.nbytes, work)
+
+
+def _blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor in row-major blocks of a few megabytes. An expanded one can be far larger than its storage and the memory."""
+    values = values.squeeze()
+    if values.nbytes <= CHUNK:
+        yield values
+    elif rows := CHUNK // (values.nbytes // len(values)):
+        for start in range(0, len(values), rows):
+            yield values[start : start + rows]
+    else:
+        for row in range(len(values)):
+            yield from _blocks(values[row])
 
 
 def lazy_bits(entry: Entry) -> set[str]:

@@ -67,10 +67,11 @@ class Deflated:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Bytes that are worked out in chunks while writing: a cast, a gather, a byte swap."""
+    """Bytes that are worked out in chunks while writing: a cast, a gather, a byte swap. `of` is the content worked on, if one."""
 
     length: int
     chunks: Callable[[], Iterator[bytes | memoryview]]
+    of: Content | None = None
 
 
 @dataclass(frozen=True, slots=True)

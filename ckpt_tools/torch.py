@@ -10,23 +10,23 @@ import collections
 import ctypes
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
-from ckpt_tools import names, plain, transforms
+from ckpt_tools import casts, names, plain, transforms
 from ckpt_tools import tree as trees
-from ckpt_tools.checkpoint import Checkpoint, StateDict, is_tensor, open_checkpoint
+from ckpt_tools.checkpoint import Checkpoint, StateDict, find_state_dicts, is_tensor, open_checkpoint
 from ckpt_tools.containers import safetensors
 from ckpt_tools.convert import Format, output_format
 from ckpt_tools.dtypes import DTYPES
-from ckpt_tools.errors import ContainerLimitError, NothingMatchedError, ObjectsError
+from ckpt_tools.errors import ContainerLimitError, NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.files import replacing
 from ckpt_tools.flatten import flatten
 from ckpt_tools.numeric import lazy_bits, torch_dtype
 from ckpt_tools.plan import CHUNK, Computed, Content, Range, chunks
 from ckpt_tools.transforms import dotted
-from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage
+from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage, Where
 from ckpt_tools.writer import write
 
 __all__ = ["MapLocation", "add_prefix", "load", "load_state_dict", "save", "strip_prefix", "unwrap"]
@@ -63,7 +63,7 @@ def unwrap(state_dict: _StateDict) -> _StateDict:
 
 def _renamed(state_dict: _StateDict, rename: Callable[[str], str]) -> _StateDict:
     metadata = getattr(state_dict, "_metadata", None)
-    renamed = {key: rename(key) if isinstance(key, str) else key for key in state_dict}
+    renamed = {key: rename(key) if _is_name(key, value) else key for key, value in state_dict.items()}
     names.check_unique(renamed)
     kind = type(state_dict) if isinstance(state_dict, dict) else dict
     result: Any = kind() if kind is not collections.defaultdict else {}
@@ -71,6 +71,11 @@ def _renamed(state_dict: _StateDict, rename: Callable[[str], str]) -> _StateDict
     if metadata is not None:
         result._metadata = type(metadata)(names.move_metadata(renamed, list(metadata.items()), lambda: {"version": 1}))
     return result  # type: ignore[no-any-return]
+
+
+def _is_name(key: Any, value: Any) -> bool:
+    """Whether a key names part of the model, as `ckpt convert` has it; an epoch beside the tensors does not."""
+    return isinstance(key, str) and (isinstance(value, torch.Tensor) or key.endswith("_extra_state") or "." in key)
 
 
 # --- loading
@@ -92,13 +97,20 @@ def load(path: str | os.PathLike[str], *, map_location: MapLocation = "cpu") -> 
     with open_checkpoint(path) as checkpoint:
         unknown = plain.find_unknown(checkpoint.root)
         if unknown:
-            raise ObjectsError(
-                f"{path} holds objects that are not plain data.",
-                why="; ".join(f"{dotted(where) or 'the root'}: {name}" for where, name in unknown[:8]),
-                fix=f"Make data of them: ckpt convert {path} OUT --objects plain",
-            )
-        root, _ = plain.make_plain(checkpoint.root)
-        return _Builder(checkpoint, map_location).build(root)
+            raise _objects_error(path, unknown)
+        root, fates = plain.make_plain(checkpoint.root)
+        dropped = [(fate.where, fate.name) for fate in fates if fate.became == "dropped"]
+        if dropped:
+            raise _objects_error(path, dropped)
+        return _Builder(checkpoint, map_location).build(casts.to_little_endian(root, checkpoint.decoded.byteorder))
+
+
+def _objects_error(path: str | os.PathLike[str], found: list[tuple[Where, str]]) -> ObjectsError:
+    return ObjectsError(
+        f"{path} holds objects that are not plain data.",
+        why="; ".join(f"{dotted(where) or 'the root'}: {name}" for where, name in found[:8]),
+        fix=f"Make data of them: ckpt convert {path} OUT --objects plain",
+    )
 
 
 def load_state_dict(
@@ -107,34 +119,51 @@ def load_state_dict(
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """One state dict of a checkpoint as live tensors, ready for `model.load_state_dict`. Executes nothing in the file.
 
+    Values beside the tensors (an epoch) are left out. A pickled module gives its state dict.
+
     Args:
         path: a checkpoint in any container that ckpt reads.
         map_location: as for `load`.
         select: the dotted path of the state dict ("model", "ema"), where the checkpoint holds several.
         unwrap: remove the wrappers of DP, DDP, compile, FSDP1 and activation checkpointing from the names.
-        dtype: cast float tensors to this.
+        dtype: cast float tensors to this; ties and views stay.
 
     Raises:
         NothingMatchedError: no state dict there, or several and no `select`. CollisionError: two names would become one.
-        CkptError: the file cannot be read.
+        UsageError: a dtype that is no float, a device that is not there. CkptError: the file cannot be read.
     """
+    if dtype is not None and not dtype.is_floating_point:
+        raise UsageError(f"dtype={dtype} is no float type.")
     with open_checkpoint(path) as checkpoint:
         state_dict = _choose(checkpoint, select)
         if unwrap:
             transforms.rename_state_dict(state_dict, names.unwrap)
-        loaded: dict[str, torch.Tensor] = _Builder(checkpoint, map_location).build(state_dict.node)
+        root = casts.to_little_endian(_loadable(state_dict.node), checkpoint.decoded.byteorder)
         if dtype is not None:
-            for name, tensor in loaded.items():
-                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                    loaded[name] = tensor.to(dtype)
+            root, _ = casts.cast_floats(root, DTYPES[str(dtype).removeprefix("torch.")])
+        loaded: dict[str, torch.Tensor] = _Builder(checkpoint, map_location).build(root)
         return loaded
 
 
+def _loadable(node: Dict) -> Dict:
+    """A state dict with what `load_state_dict` takes: tensors, and what modules keep as `_extra_state`."""
+    kept = [
+        (key, value) for key, value in node.items if type(key) is str and (is_tensor(value) or key.endswith("_extra_state"))
+    ]
+    made = Dict(kept, ordered=node.ordered)
+    made.attributes = node.attributes
+    root, _ = plain.make_plain(made)
+    return cast("Dict", root)
+
+
 def _choose(checkpoint: Checkpoint, select: str | None) -> StateDict:
-    found = checkpoint.state_dicts
+    found, root = checkpoint.state_dicts, checkpoint.root
+    if not found:
+        root, _ = plain.make_plain(root)
+        found = find_state_dicts(root)
     if select is not None:
-        node = transforms.select(checkpoint.root, select)
-        if type(node) is not Dict:
+        node = transforms.select(root, select)
+        if type(node) is not Dict or not StateDict((), node).names:
             raise NothingMatchedError(f"{checkpoint.path}: {select!r} is no state dict.")
         return StateDict((), node)
     if len(found) != 1:
@@ -151,7 +180,7 @@ class _Builder:
     def __init__(self, checkpoint: Checkpoint, map_location: MapLocation) -> None:
         self.path = checkpoint.path
         self.map_location = map_location
-        self.big_endian = checkpoint.decoded.byteorder == "big"
+        self.devices: dict[str, torch.device] = {}
         self.made: dict[int, Any] = {}
         self.pending: list[Node] = []
 
@@ -162,10 +191,12 @@ class _Builder:
             made = self.made[id(node)]
             if type(node) is List:
                 made.extend(self.value(item) for item in node.items)
-            else:
+                continue
+            attributes = node.attributes if type(node) is Dict else node.extras.state
+            if type(node) is Dict:
                 made.update((self.value(key), self.value(value)) for key, value in node.items)
-                for name, value in node.attributes.items if node.attributes is not None else ():
-                    setattr(made, name, self.value(value))
+            for name, value in attributes.items if type(attributes) is Dict else ():
+                setattr(made, name, self.value(value))
         return result
 
     def value(self, node: Node) -> Any:
@@ -197,6 +228,8 @@ class _Builder:
             self.pending.append(node)
             return []
         if type(node) is Entry:
+            if node.extras is not None and node.extras.state is not None:
+                self.pending.append(node)
             return self.tensor(node)
         if type(node) is Storage:
             return self.storage(node)
@@ -232,15 +265,25 @@ class _Builder:
             if data
             else torch.empty(0, dtype=torch.uint8).untyped_storage()
         )
-        if self.big_endian and storage.dtype is not None:
-            made.byteswap(torch_dtype(storage.dtype))  # type: ignore[no-untyped-call]
         device = self.device(storage.device or "cpu")
         return made if device.type == "cpu" else made.to(device=device)
 
     def device(self, tag: str) -> torch.device:
-        if isinstance(self.map_location, Mapping):
-            return torch.device(self.map_location.get(tag, tag))
-        return torch.device(tag if self.map_location is None else self.map_location)
+        """Where a storage with this tag goes; made sure of once."""
+        if tag not in self.devices:
+            if isinstance(self.map_location, Mapping):
+                wanted: str | torch.device = self.map_location.get(tag, tag)
+            else:
+                wanted = tag if self.map_location is None else self.map_location
+            try:
+                self.devices[tag] = torch.device(wanted)
+                torch.empty(0, device=wanted)
+            except (RuntimeError, AssertionError, NotImplementedError) as error:
+                raise UsageError(
+                    f"{self.path} has tensors tagged {tag!r}, which cannot be placed on {str(wanted)!r} here.",
+                    why=str(error).splitlines()[0], fix="Choose another device with map_location.",
+                ) from None  # fmt: skip
+        return self.devices[tag]
 
 
 _OBJECTS: dict[str, Callable[..., Any]] = {

@@ -10,7 +10,7 @@ from fnmatch import translate
 
 from ckpt_tools import tree
 from ckpt_tools.checkpoint import StateDict, find_state_dicts, find_tensors, is_optimizer, is_tensor
-from ckpt_tools.errors import NothingMatchedError, UsageError
+from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.names import check_unique, move_metadata
 from ckpt_tools.tree import Dict, Entry, List, Node, Storage, Where, walk
 
@@ -38,11 +38,13 @@ def rename_state_dict(state_dict: StateDict, rename: Rename) -> Renamed:
     """Give every name in a state dict its new name; `_metadata` goes with them, order is kept.
 
     Raises:
-        CollisionError: two would get one name; nothing is changed.
+        CollisionError: two would get one name; nothing is changed. ConvertError: one would have none.
     """
     node = state_dict.node
     renamed = {key: rename(key) if _is_name(key, value) else key for key, value in node.items if type(key) is str}
     check_unique(renamed)
+    if nameless := [old for old, new in renamed.items() if old and not new]:
+        raise ConvertError(f"{nameless[0]!r} would be left without a name.", fix="Give it another with --rename.")
     tensors = len(state_dict.names)
     changes = {old: new for old, new in renamed.items() if old != new}
     if changes:
@@ -67,7 +69,7 @@ def _rename_metadata(node: Dict, renamed: dict[str, str]) -> None:
 def rename_optimizers(root: Node, rename: Rename) -> int:
     """Rename the `param_names` of every optimizer below `root`; returns how many changed."""
     changed = 0
-    for _, node in walk(root, stop=is_tensor):
+    for _, node in walk(root, stop=is_tensor, plain=False):
         if not is_optimizer(node):
             continue
         for group in node.get("param_groups").items:
@@ -134,9 +136,8 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str]) -> list
         return bool(hits)
 
     gone: list[Where] = []
-    for where, node in list(walk(root, stop=is_tensor)):
-        if type(node) is not Dict:
-            continue
+    dicts = [(where, node) for where, node in walk(root, stop=is_tensor) if type(node) is Dict]
+    for where, node in dicts:
         own, kept = names.get(id(node), set()), []
         for key, value in node.items:
             path = (*where, tree.component(key))

@@ -7,8 +7,10 @@ tree belongs to whoever read it, and transforms edit those three in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.dtypes import DType
@@ -199,20 +201,29 @@ def check(entry: Entry, name: str = "a tensor") -> None:
         raise TensorError(f"{name} has {len(shape)} sizes and {len(stride)} strides.")
     if entry.offset < 0 or (shape and (min(shape) < 0 or min(stride) < 0)):
         raise TensorError(f"{name} has a negative size, stride or offset.")
-    last, numel = entry.offset, 1
+    span = _span(shape, stride)
+    if span is None:
+        raise TensorError(f"{name} claims {len(shape)} dimensions with more than 2**59 elements, or a stride over 2**63.")
+    if entry.offset.bit_length() > 63:
+        raise TensorError(f"{name} claims an offset over 2**63.")
+    end = (entry.offset + span) * entry.dtype.bits
+    if span and end > storage.nbytes * 8:
+        raise TensorError(
+            f"{name} reaches outside its storage.",
+            why=f"Its last element ends at byte {end // 8}; storage {storage.key!r} has {storage.nbytes} bytes.",
+        )
+
+
+@lru_cache(maxsize=4096)
+def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
+    """Elements from the first to the last, 0 for none; None when there are impossibly many. Models repeat few shapes."""
+    last, numel = 0, 1
     for size, step in zip(shape, stride, strict=True):
         numel *= size
         last += (size - 1) * step
         if numel > MAX_ELEMENTS or step.bit_length() > 63:
-            raise TensorError(f"{name} claims {len(shape)} dimensions with more than 2**59 elements, or a stride over 2**63.")
-    if entry.offset.bit_length() > 63:
-        raise TensorError(f"{name} claims an offset over 2**63.")
-    if numel and (last + 1) * entry.dtype.bits > storage.nbytes * 8:
-        raise TensorError(
-            f"{name} reaches outside its storage.",
-            why=f"Its last element ends at byte {(last + 1) * entry.dtype.bits // 8}; storage {storage.key!r} has "
-            f"{storage.nbytes} bytes.",
-        )
+            return None
+    return last + 1 if numel else 0
 
 
 def children(node: Node) -> Iterator[tuple[str | int, Node]]:
@@ -263,18 +274,8 @@ def _object_children(node: Object) -> Iterator[tuple[str | int, Node]]:
 
 CONTAINERS = (Dict, List, Object, tuple)
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
-_SPARE_VISITS = 10_000
+_SPARE_VISITS, _SPARE_WIDTH, _KEPT_HOLLOW = 10_000, 100_000, 100_000
 _SPARE_EFFORT, _EFFORT_A_NODE = 4_000_000, 16  # in path components, or eight characters of a path
-
-
-def branches(node: Node) -> Iterable[tuple[str | int, Node]]:
-    """The children that are more than plain values. Quick for long rows of numbers."""
-    if type(node) in (List, tuple):
-        items = node.items if type(node) is List else node
-        if PLAIN.issuperset(map(type, items)):
-            return ()
-        return ((index, item) for index, item in enumerate(items) if type(item) not in PLAIN)
-    return ((key, item) for key, item in children(node) if type(item) not in PLAIN)
 
 
 def walk(root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool = True) -> Iterator[tuple[Where, Node]]:
@@ -286,17 +287,17 @@ def walk(root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool 
     Args:
         root: where to start.
         stop: do not go below nodes for which this is true.
-        plain: whether plain values (None, numbers, text, bytes) are wanted too.
+        plain: whether plain values (None, numbers, text, bytes) are wanted too. Without, a container that holds nothing
+            else may be left out as well.
 
     Raises:
         LimitError: paths so deep or long, in so many places, that writing them down would take more than the file itself.
     """
     yield (), root
-    visits = _Visits(stop)
-    below = children if plain else branches
+    visits = _Visits(stop, plain=plain)
     path: list[str | int] = []
     costs = [0]  # what one path in each open container costs
-    stack = [iter(below(root))] if visits.enter(root) else []
+    stack = [visits.below(root)] if type(root) in CONTAINERS and visits.enter(root) else []
     effort = 0
     while stack:
         for key, node in stack[-1]:
@@ -307,7 +308,7 @@ def walk(root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool 
             if type(node) in CONTAINERS and visits.enter(node):
                 path.append(key)
                 costs.append(costs[-1] + 1 + (len(key) >> 3 if type(key) is str else 0))
-                stack.append(iter(below(node)))
+                stack.append(visits.below(node))
                 break
         else:
             visits.leave()
@@ -318,31 +319,52 @@ def walk(root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool 
 
 
 class _Visits:
-    """Which containers a walk may enter."""
+    """Which containers a walk may enter, and what it sees there."""
 
-    def __init__(self, stop: Callable[[Node], bool] | None) -> None:
-        self.stop, self.spare = stop, _SPARE_VISITS
+    def __init__(self, stop: Callable[[Node], bool] | None, *, plain: bool) -> None:
+        self.stop, self.plain = stop, plain
+        self.visits, self.width = _SPARE_VISITS, _SPARE_WIDTH
         self.seen: set[int] = set()
+        self.hollow: set[int] = set()
         self.open: dict[int, None] = {}
 
     def enter(self, node: Node) -> bool:
-        """Whether to go below a node; it is open until `leave`."""
-        if type(node) not in CONTAINERS or (self.stop is not None and self.stop(node)):
+        """Whether to go below a container; it is open until `leave`."""
+        known = id(node) in self.seen
+        if known and (id(node) in self.open or not self.visits or _width(node) > self.width):
             return False
-        cost = 1 + _width(node)
-        if id(node) in self.seen:
-            if self.spare < cost or id(node) in self.open:
-                return False
-            self.spare -= cost
+        if not (self.plain or known) and is_hollow(node):
+            if len(self.hollow) < _KEPT_HOLLOW:
+                self.hollow.add(id(node))
+            return False
+        if self.stop is not None and self.stop(node):
+            return False
+        width = _width(node)
+        if known:
+            self.visits, self.width = self.visits - 1, self.width - width
         else:
             self.seen.add(id(node))
-            self.spare += 3 * cost
+            self.visits, self.width = self.visits + 3, self.width + 3 * width
         self.open[id(node)] = None
         return True
 
     def leave(self) -> None:
         """Close the container that was entered last."""
         self.open.popitem()
+
+    def below(self, node: Node) -> Iterator[tuple[str | int, Node]]:
+        """The children to look at."""
+        if self.plain:
+            return children(node)
+        hollow = self.hollow
+        return ((key, item) for key, item in children(node) if type(item) not in PLAIN and id(item) not in hollow)
+
+
+def is_hollow(node: Node) -> bool:
+    """Whether a dict, list or tuple holds plain values only."""
+    if type(node) is Dict:
+        return all(type(value) in PLAIN for _, value in node.items)
+    return type(node) is not Object and PLAIN.issuperset(map(type, node.items if type(node) is List else node))
 
 
 def _width(node: Node) -> int:
@@ -398,6 +420,7 @@ class _Drop:
 
 
 DROP = _Drop()
+_MAX_ATTACHED = 50  # tensors in the attributes of tensors, in tuples
 RECORDS = (Entry, Object, Storage, Global, ByteString)
 
 
@@ -408,31 +431,55 @@ def replace(root: Node, swap: Callable[[Node], Node]) -> Node:
     exchanged in turn. DROP leaves it out of its dict or list; in a tuple None takes its place. Containers are edited in
     place, so that shared references and cycles stay.
     """
-    done: dict[int, tuple[Node, Node]] = {}  # id -> (the old one, kept alive so that its id stays its own; the new one)
-    pending: list[Node] = []
+    return _Exchange(swap).run(root)
 
-    def leaf(node: Node) -> Node:
+
+class _Exchange:
+    def __init__(self, swap: Callable[[Node], Node]) -> None:
+        self.swap = swap
+        # id -> (the old one, kept alive so that its id stays its own; the new one)
+        self.done: dict[int, tuple[Node, Node]] = {}
+        self.pending: list[Node] = []
+        self.depth = 0
+
+    def run(self, root: Node) -> Node:
+        root = self.node(root)
+        seen: set[int] = set()
+        while self.pending:
+            node = self.pending.pop()
+            if id(node) not in seen:
+                seen.add(id(node))
+                _edit(node, self.node)
+        return root
+
+    def node(self, node: Node) -> Node:
+        return _exchange_tuple(node, self.leaf, self.done) if type(node) is tuple else self.leaf(node)
+
+    def leaf(self, node: Node) -> Node:
         if type(node) in RECORDS:
-            if id(node) not in done:
-                new = swap(node)
-                done[id(node)] = (node, new)
-                done[id(new)] = (new, new)
-            node = done[id(node)][1]
+            if id(node) not in self.done:
+                self.record(node)
+            node = self.done[id(node)][1]
         if type(node) in (Dict, List, Object):
-            pending.append(node)
+            self.pending.append(node)
         return node
 
-    def exchange(node: Node) -> Node:
-        return _exchange_tuple(node, leaf, done) if type(node) is tuple else leaf(node)
+    def record(self, node: Node) -> None:
+        new = self.swap(node)
+        self.done[id(node)] = (node, new)
+        if type(new) is Entry and new.extras is not None:
+            new = dataclasses.replace(new, extras=self.extras(new.extras))
+            self.done[id(node)] = (node, new)
+        self.done[id(new)] = (new, new)
 
-    root = exchange(root)
-    seen: set[int] = set()
-    while pending:
-        node = pending.pop()
-        if id(node) not in seen:
-            seen.add(id(node))
-            _edit(node, exchange)
-    return root
+    def extras(self, extras: Extras) -> Extras:
+        """The same with what it holds exchanged: dicts in place and later, tuples now."""
+        self.depth += 1
+        if self.depth > _MAX_ATTACHED:
+            raise LimitError(f"The pickle attaches more than {_MAX_ATTACHED} tensors to one another.")
+        hooks, state = (None if part is DROP else part for part in (self.node(extras.hooks), self.node(extras.state)))
+        self.depth -= 1
+        return dataclasses.replace(extras, hooks=hooks, state=state)
 
 
 def _edit(node: Node, exchange: Callable[[Node], Node]) -> None:

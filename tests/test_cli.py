@@ -49,7 +49,9 @@ def test_the_suggested_command_works(training_file: Path) -> None:
     assert "--strip-module" not in ckpt("inspect", fixed).output
 
 
-@pytest.mark.parametrize("options", [[], ["--all"], ["--tree"], ["--flat"], ["--depth", "2"], ["--sort", "size"], ["--sort", "name"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--all"], ["--tree"], ["--flat"], ["--depth", "2"], ["--sort", "size"], ["--sort", "name"]]
+)
 def test_inspect_views(training_file: Path, options: list[str]) -> None:
     """Every view shows the tensors and ends well."""
     result = ckpt("inspect", *options, training_file)
@@ -79,7 +81,12 @@ def test_json_follows_its_schema(training_file: Path) -> None:
     """Every document of --json, errors included, is one line that the schema accepts."""
     bad = training_file.with_name("bad.pth")
     bad.write_bytes(b"")
-    documents = [training_file, bad, *sorted((ROOT / "fixtures").glob("*.pth")), *sorted((ROOT / "fixtures").glob("*.safetensors"))]
+    documents = [
+        training_file,
+        bad,
+        *sorted((ROOT / "fixtures").glob("*.pth")),
+        *sorted((ROOT / "fixtures").glob("*.safetensors")),
+    ]
     result = shell("inspect", "--json", *documents)
     assert result.returncode == 3
     lines = result.stdout.splitlines()

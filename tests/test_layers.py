@@ -20,7 +20,7 @@ LAYERS = [
     ["pickling"],
     ["containers"],
     ["checkpoint"],
-    ["transforms", "plain", "numeric"],
+    ["transforms", "plain", "plain_keys", "plain_values", "numeric"],
     ["casts", "flatten"],
     ["describe", "conversion"],
     ["torch", "render"],

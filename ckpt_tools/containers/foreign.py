@@ -27,8 +27,8 @@ _KINDS = (
 _READS = "ckpt reads torch-zip (torch.save since 1.6) and safetensors files."
 
 
-def refuse_foreign(source: Source, head: bytes) -> CkptError:
-    """The error that says what the file is."""
+def recognise(source: Source, head: bytes) -> CkptError | None:
+    """The error that says what the file is; None when nothing known begins so."""
     path = source.path
     if not head:
         return NotACheckpointError(f"{path} is an empty file.", why="Whatever should have written it wrote nothing.")
@@ -43,7 +43,22 @@ def refuse_foreign(source: Source, head: bytes) -> CkptError:
             why="A disk that was full, or a copy that was interrupted, leaves such files.",
             fix="Get the file again.",
         )
-    return _pickle_or_tar(source, head) or _text(source, head)
+    return _pickle_or_tar(source, head) or _zip_behind(source) or _text(source, head)
+
+
+def unknown(source: Source, head: bytes) -> CkptError:
+    """The error for a file that begins like nothing known."""
+    return NotACheckpointError(f"{source.path} is not a checkpoint.", why=f"It begins with {head[:16]!r}. {_READS}")
+
+
+def _zip_behind(source: Source) -> CkptError | None:
+    """A zip that begins later than the file."""
+    tail = min(source.size, 1 << 16)
+    if b"PK\x05\x06" not in source.read(source.size - tail, tail):
+        return None
+    return NotACheckpointError(
+        f"{source.path} has other bytes in front of a zip archive.", why="torch reads archives from the first byte on only."
+    )
 
 
 def _lfs_pointer(source: Source, head: bytes) -> CkptError:
@@ -74,7 +89,7 @@ def _pickle_or_tar(source: Source, head: bytes) -> CkptError | None:
     return None
 
 
-def _text(source: Source, head: bytes) -> CkptError:
+def _text(source: Source, head: bytes) -> CkptError | None:
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     first = start.splitlines()[0][:80].decode("utf-8", "replace") if start else ""
     if re.match(rb"<(!doctype html|html|head|body)", start, re.IGNORECASE):
@@ -84,7 +99,7 @@ def _text(source: Source, head: bytes) -> CkptError:
             f"{source.path} is a web page, not a checkpoint.", why=f"The server sent a page in place of the file.{named}",
             fix="Download the file itself.",
         )  # fmt: skip
-    if start[:1] in (b"{", b"[", b"<"):
+    if start[:1] in (b"{", b"[", b"<") and b"\0" not in start[:8]:
         kind = "XML" if start[:1] == b"<" else "JSON"
         return NotACheckpointError(f"{source.path} is {kind} text, not a checkpoint.", why=f"It begins with {first!r}.")
-    return NotACheckpointError(f"{source.path} is not a checkpoint.", why=f"It begins with {head[:16]!r}. {_READS}")
+    return None

@@ -30,8 +30,11 @@ STATE_DICT_METADATA = "ckpt_tools.state_dict_metadata"
 
 
 def sniff(head: bytes) -> bool:
-    """Whether a file that starts with these bytes may be a safetensors file."""
-    return len(head) >= 9 and head[8:9] == b"{"
+    """Whether a file that starts with these bytes may be a safetensors file.
+
+    Eight printable characters are no length but text: a JSON error body can have its second brace there.
+    """
+    return len(head) >= 9 and head[8:9] == b"{" and not (head[:8].isascii() and head[:8].decode().isprintable())
 
 
 # --- reading
@@ -78,12 +81,21 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
 
 def _parse(raw: bytes) -> dict[str, Any]:
     try:
-        header: dict[str, Any] = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        # "-0" is a whole number to Python and none to safetensors; a hook for each number takes time, so only where it matters
+        whole = _no_minus_zero if b"-0" in raw else None
+        text = raw.decode("utf-8")
+        header: dict[str, Any] = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=whole)
     except UnicodeDecodeError:
         raise SafetensorsError("The safetensors header is not UTF-8.") from None
     except (ValueError, RecursionError) as error:  # ValueError: no JSON, or a number of thousands of digits
         raise SafetensorsError("The safetensors header is not JSON.", why=f"{error}.") from None
     return header
+
+
+def _no_minus_zero(text: str) -> int:
+    if text == "-0":
+        raise ValueError("-0 is no size")
+    return int(text)
 
 
 def _no_constant(text: str) -> NoReturn:
@@ -129,12 +141,12 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
         warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
     dtype = BY_SAFETENSORS.get(info["dtype"]) if isinstance(info["dtype"], str) else None
     if dtype is None:
-        raise SafetensorsError(f"Tensor {name!r} has the unknown dtype {info['dtype']!r}.")
+        raise SafetensorsError(f"Tensor {name!r} has the unknown dtype {_brief(info['dtype'])}.")
     shape, offsets = info["shape"], info["data_offsets"]
     if not isinstance(shape, list) or len(shape) > 1024 or any(type(size) is not int or size < 0 for size in shape):
-        raise SafetensorsError(f"Tensor {name!r} has the malformed shape {shape!r}.")
+        raise SafetensorsError(f"Tensor {name!r} has the malformed shape {_brief(shape)}.")
     if not isinstance(offsets, list) or len(offsets) != 2 or any(type(at) is not int or at < 0 for at in offsets):
-        raise SafetensorsError(f"Tensor {name!r} has the malformed data_offsets {offsets!r}.")
+        raise SafetensorsError(f"Tensor {name!r} has the malformed data_offsets {_brief(offsets)}.")
     begin, end = offsets
     bits = _elements(name, shape) * dtype.bits // dtype.packed
     if bits % 8:
@@ -144,12 +156,20 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
     return dtype, _torch_shape(name, shape, dtype), begin, end
 
 
+def _brief(value: Any) -> str:
+    """A JSON value for a message, cut; not what is nested in it, which could be deep."""
+    if isinstance(value, list):
+        shown = ", ".join("..." if isinstance(part, list | dict) else repr(part)[:20] for part in value[:8])
+        return f"[{shown}{', ...' if len(value) > 8 else ''}]"
+    return "a map" if isinstance(value, dict) else repr(value)[:40]
+
+
 def _elements(name: str, shape: list[int]) -> int:
     count = 1
     for size in shape:
         count *= size
         if count > MAX_ELEMENTS or size > MAX_ELEMENTS:
-            raise SafetensorsError(f"Tensor {name!r} has the impossible shape {shape!r}.")
+            raise SafetensorsError(f"Tensor {name!r} has the impossible shape {_brief(shape)}.")
     return count
 
 
@@ -194,14 +214,20 @@ def _restore_aliases(items: list[tuple[Any, Any]], metadata: Mapping[str, str]) 
     if not aliases:
         return items
     entries = dict(items)
-    result = list(items)
+    places: dict[int, tuple[Any, Any]] = {}
+    unplaced = []
     for name, target in aliases.items():
-        if not isinstance(target, dict) or target.get("of") not in entries or name in entries:
+        of = target.get("of") if isinstance(target, dict) else None
+        if not isinstance(of, str) or of not in entries or name in entries:
             raise SafetensorsError(f"The tied tensor {name!r} refers to a tensor that is not there.")
+        _no_surrogates(name)
         place = target.get("index")
-        index = place if type(place) is int and 0 <= place <= len(result) else len(result)
-        result.insert(index, (name, entries[target["of"]]))
-    return result
+        if type(place) is not int or place in places or not 0 <= place < len(items) + len(aliases):
+            unplaced.append((name, entries[of]))
+        else:
+            places[place] = (name, entries[of])
+    others = iter([*items, *unplaced])
+    return [places.get(index) or next(others) for index in range(len(items) + len(aliases))]
 
 
 def _restore_state_dict_metadata(metadata: Mapping[str, str]) -> Dict | None:

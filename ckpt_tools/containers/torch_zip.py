@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.containers.base import Decoded, Warned
-from ckpt_tools.containers.zip_directory import Directory, Record, RecordRange, read_directory
+from ckpt_tools.containers.zip_directory import Directory, MissingDirectoryError, Record, RecordRange, read_directory
 from ckpt_tools.containers.zip_layout import ALIGNMENT, DESCRIPTOR_64, ZipLayout
-from ckpt_tools.errors import ChecksumError, PickleError, TensorError, UnsupportedContainerError, ZipError
+from ckpt_tools.containers.zip_truncated import describe_cut
+from ckpt_tools.errors import ChecksumError, LimitError, TensorError, UnsupportedContainerError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
@@ -29,7 +30,7 @@ from ckpt_tools.tree import Node, Storage, reachable
 
 # Storages keep their offsets when that leaves a gap before them of at most this many bytes, or a 64th of all.
 _SMALL_GAP = 4096
-_PICKLE_LIMIT = 1 << 30
+_PICKLE_LIMIT, _INFLATED = 1 << 30, 1 << 20
 
 
 def sniff(head: bytes) -> bool:
@@ -46,14 +47,17 @@ def decode(source: Source) -> Decoded:
     Raises:
         ZipError, PickleError, TensorError: the file breaks a promise. UnsupportedContainerError: another kind of zip.
     """
-    directory = read_directory(source)
+    try:
+        directory = read_directory(source)
+    except MissingDirectoryError:
+        raise describe_cut(source) from None
     records = {record.name: record for record in directory.records}
     folder = _root_folder(directory.records)
     warnings = _odd_records(source, records, folder, directory)
     has_checksums = any(record.crc for record in directory.records)
     byteorder = _byteorder(source, records.get(f"{folder}/byteorder"))
     storages = Storages(_Locator(source, records, folder).locate)
-    stream = _read_record(source, records[f"{folder}/data.pkl"], check=has_checksums)
+    stream = _read_pickle(source, records[f"{folder}/data.pkl"], check=has_checksums)
     machine = Machine(stream, MAKERS, storages.load)
     root = machine.load()
     missing = [key for key, (_, storage) in storages.by_key.items() if storage.content is _MISSING]
@@ -127,9 +131,15 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
+def _read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
+    """The pickle. A deflated one may be as long as the file: the records that it lists take more than their names in it."""
+    limit = max(source.size, _INFLATED) if record.deflated else _PICKLE_LIMIT
+    if record.size > limit:
+        raise LimitError(f"The pickle claims {record.size} bytes; {limit} is the limit for this file.")
+    return _read_record(source, record, check=check)
+
+
 def _read_record(source: Source, record: Record, *, check: bool) -> bytes:
-    if record.size > _PICKLE_LIMIT:
-        raise PickleError(f"The pickle claims {record.size} bytes; {_PICKLE_LIMIT} is the limit.")
     data = read(record_content(source, record))
     if check and zlib.crc32(data) != record.crc:
         raise ChecksumError(f"The bytes of {record.name} do not match their CRC-32: the file is damaged.")

@@ -65,13 +65,25 @@ class Directory:
     trailing: int
 
 
+class MissingDirectoryError(ZipError):
+    """The file ends without an end record: it was cut off."""
+
+
 def read_directory(source: Source) -> Directory:
     """Read and check the directory of a zip file.
 
     Raises:
-        ZipError: anything that torch would refuse, or that two readers could read differently.
-        LimitError: more than a million records.
+        MissingDirectoryError: there is none. ZipError: anything that torch would refuse, or that two readers could read
+        differently. LimitError: more than a million records.
     """
+    try:
+        return _read_directory(source)
+    except ZipError as error:
+        # Carriage returns that were put in can break any part, so this is asked last, whatever broke.
+        raise _text_mode(source) or error from None
+
+
+def _read_directory(source: Source) -> Directory:
     tail_start = max(0, source.size - _MAX_COMMENT - END.size)
     tail = source.read(tail_start, source.size - tail_start)
     end = _find_end(source, tail, tail_start)
@@ -87,7 +99,7 @@ def read_directory(source: Source) -> Directory:
         raise ZipError("The zip is one part of several.", why="torch writes single archives.")
     if count > MAX_RECORDS:
         raise LimitError(f"The zip directory lists {count} records; {MAX_RECORDS} is the limit.")
-    _check_place(source, start, size, directory_end)
+    _check_place(start, size, directory_end)
     records = _read_central(source, source.read(start, size), count, start)
     _check_names(records)
     return Directory(_in_file_order(records, start), start, trailing)
@@ -103,7 +115,7 @@ def _find_end(source: Source, tail: bytes, tail_start: int) -> int:
     while (last := tail.rfind(b"PK\x05\x06", 0, last)) >= 0 and last + END.size > len(tail):
         pass
     if last < 0:
-        raise _no_directory(source)
+        raise MissingDirectoryError("The zip directory at the end of the file is missing.")
     if last + END.size + _comment_length(tail, last) > len(tail):
         raise ZipError("The zip's end record claims a comment longer than the file.")
     earlier = last
@@ -122,14 +134,6 @@ def _plausible_end(source: Source, tail: bytes, at: int, tail_start: int) -> boo
     return start == _FULL32 or (start + size <= tail_start + at and source.read(start, 4) in (b"PK\x01\x02", b"PK\x05\x06"))
 
 
-def _no_directory(source: Source) -> ZipError:
-    return ZipError(
-        "The zip directory at the end of the file is missing.",
-        why=f"The file ends after {source.size} bytes; PyTorch says 'failed finding central directory'.",
-        fix="The file was cut off, most often by an interrupted download or a full disk: get it again.",
-    )
-
-
 def _read_zip64(source: Source, end: int) -> tuple[int, tuple[int, ...]] | None:
     """Where the zip64 end record starts, and its fields; None when there is none."""
     if end < LOCATOR64.size:
@@ -140,10 +144,10 @@ def _read_zip64(source: Source, end: int) -> tuple[int, tuple[int, ...]] | None:
     if disk or disks != 1:
         raise ZipError("The zip is one part of several.", why="torch writes single archives.")
     if at + END64.size > end - LOCATOR64.size:
-        raise _misplaced(source, f"its zip64 end record is said to be at {at}")
+        raise _misplaced(f"its zip64 end record is said to be at {at}")
     signature, record_size, _, _, disk, first_disk, on_disk, count, size, start = END64.unpack(source.read(at, END64.size))
     if signature != b"PK\x06\x06" or at + 12 + record_size != end - LOCATOR64.size:
-        raise _misplaced(source, f"there is no zip64 end record at {at}")
+        raise _misplaced(f"there is no zip64 end record at {at}")
     return at, (disk, first_disk, on_disk, count, size, start)
 
 
@@ -157,24 +161,27 @@ def _agree(plain: tuple[int, ...], wide: tuple[int, ...]) -> None:
             )
 
 
-def _check_place(source: Source, start: int, size: int, directory_end: int) -> None:
+def _check_place(start: int, size: int, directory_end: int) -> None:
     if start + size != directory_end:
-        raise _misplaced(source, f"it should end at {start + size} and ends at {directory_end}")
+        raise _misplaced(f"it should end at {start + size} and ends at {directory_end}")
 
 
-def _misplaced(source: Source, why: str) -> ZipError:
+def _misplaced(why: str) -> ZipError:
     """The directory is not where the end record says: bytes were put before or removed, or the file was damaged."""
-    head = source.read(0, min(source.size, 1 << 20))
-    if b"\r\n" in head and b"\n" not in head.replace(b"\r\n", b""):
-        reason = "Every line feed has a carriage return before it: the file went through a text-mode transfer."
-        return ZipError("The zip directory is not where the file says.", why=reason, fix="Transfer it again in binary mode.")
-    if head.startswith(b"PK\x03\x04"):
-        reason = (
-            "Either bytes are missing or added in the middle, or several zips were put one after another (a .distcp shard)."
-        )
-    else:
-        reason = "There are bytes in front of the archive."
+    reason = "Bytes are missing or added before it, or several zips were put one after another (a .distcp shard)."
     return ZipError(f"The zip directory is not where the file says: {why}.", why=reason)
+
+
+def _text_mode(source: Source) -> ZipError | None:
+    """The error for a file that a text-mode transfer went over, None where none did. No other file lacks a bare line feed."""
+    head = source.read(0, min(source.size, 1 << 20))
+    if b"\r\n" not in head or b"\n" in head.replace(b"\r\n", b""):
+        return None
+    return ZipError(
+        "The file was damaged by a text-mode transfer.",
+        why="Every line feed has a carriage return before it.",
+        fix="Transfer it again in binary mode.",
+    )
 
 
 def _read_central(source: Source, data: bytes, count: int, start: int) -> list[Record]:
@@ -303,9 +310,8 @@ def _check_names(records: list[Record]) -> None:
 def _in_file_order(records: list[Record], directory: int) -> list[Record]:
     """The records by offset, each knowing where the next begins; ZipError when two overlap."""
     ordered = sorted(records, key=lambda record: record.header)
-    starts = [record.header for record in ordered[1:]] + [directory]
-    for record, other, start in zip(ordered, [*ordered[1:], None], starts, strict=True):
-        if record.end > start:
+    for record, other in zip(ordered, [*ordered[1:], None], strict=False):
+        record.following = other.header if other else directory
+        if record.end > record.following:
             raise ZipError(f"The zip record {record.name!r} overlaps {repr(other.name) if other else 'the zip directory'}.")
-        record.following = start
     return ordered

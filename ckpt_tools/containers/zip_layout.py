@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt_tools.containers.zip_directory import CENTRAL, END, END64, LOCAL, LOCATOR64, RecordRange
 from ckpt_tools.plan import CHUNK, Checksum, Computed, Content, Late, Literal, Piece, Range
@@ -15,8 +15,7 @@ _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _FLAGS = 0x0808  # UTF-8 names, and a data descriptor after the bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
+class _Listed(NamedTuple):
     """A record as the central directory will list it."""
 
     name: bytes
@@ -45,16 +44,18 @@ class ZipLayout:
         self.folder, self.position = folder, 0
         self.pieces: list[Piece] = []
         self.listed: list[_Listed] = []
+        self.run: Range | None = None  # records of the source that are copied in one piece
 
     def put(self, content: Content | Late, checksum: Checksum | None = None) -> None:
-        """Add a piece; a range that goes on where the last one ended makes that one longer."""
+        """Add a piece."""
         self.position += content.length
-        if checksum is None and self.pieces and self.pieces[-1].checksum is None:
-            before = self.pieces[-1].content
-            if isinstance(before, Range) and isinstance(content, Range) and _goes_on(before, content):
-                self.pieces[-1] = Piece(Range(before.source, before.offset, before.length + content.length))
-                return
+        self._end_run()
         self.pieces.append(Piece(content, checksum))
+
+    def _end_run(self) -> None:
+        if self.run is not None:
+            self.pieces.append(Piece(self.run))
+            self.run = None
 
     def pad(self, count: int) -> None:
         """Leave a gap of zero bytes, which no record claims."""
@@ -63,10 +64,15 @@ class ZipLayout:
 
     def copy(self, content: RecordRange) -> None:
         """A record of the source as it is, with its zip header and descriptor."""
-        record = content.record
-        self.pad((record.header - self.position) % ALIGNMENT)
+        record, run = content.record, self.run
+        goes_on = run is not None and run.source is content.source and run.offset + run.length == record.header
+        if not goes_on:
+            self.pad((record.header - self.position) % ALIGNMENT)
+            self._end_run()
         self.listed.append(_Listed(record.name.encode(), record.flags, record.crc, record.size, self.position))
-        self.put(Range(content.source, record.header, record.following - record.header))
+        start = run.offset if run is not None and goes_on else record.header
+        self.run = Range(content.source, start, record.following - start)
+        self.position += record.following - record.header
 
     def room(self, records: Iterable[tuple[str, Content]]) -> int:
         """How many bytes these records take at most."""
@@ -110,10 +116,6 @@ class ZipLayout:
         few, small, near = min(count, _FULL16), min(size, _FULL32), min(start, _FULL32)
         self.put(Literal(wide + locator + END.pack(b"PK\x05\x06", 0, 0, few, few, small, near, 0)))
         return self.pieces
-
-
-def _goes_on(before: Range, after: Range) -> bool:
-    return before.source is after.source and before.offset + before.length == after.offset
 
 
 def _zeros(count: int) -> Iterator[bytes]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ckpt_tools.errors import LimitError, PickleError
 from ckpt_tools.pickling.limits import MAX_DEPTH, MAX_KEY_DEPTH
-from ckpt_tools.tree import CONTAINERS, PLAIN, Dict, Entry, Extras, List, Node, Object
+from ckpt_tools.tree import PLAIN, Dict, Entry, Extras, List, Node, Object
 
 UNHASHABLE = ("builtins.bytearray", "builtins.set", "collections.OrderedDict", "collections.Counter", "collections.defaultdict")
 
@@ -30,13 +31,20 @@ def settle(root: Node) -> list[str]:
             raise LimitError(f"The pickle is nested more than {MAX_DEPTH} deep.")
         below: list[Node] = []
         for node in level:
-            if (type(node) in CONTAINERS or type(node) in (Entry, Extras)) and id(node) not in seen:
-                seen.add(id(node))
-                parts = _settle_one(node, keys)
-                if not PLAIN.issuperset(map(type, parts)):
-                    below.extend(parts)
+            if type(node) in PLAIN or (type(node) is Entry and node.extras is None) or id(node) in seen or _is_short_row(node):
+                continue
+            seen.add(id(node))
+            parts = _settle_one(node, keys)
+            if not PLAIN.issuperset(map(type, parts)):
+                below.extend(parts)
         level = below
     return keys.repeated
+
+
+def _is_short_row(node: Node) -> bool:
+    """Whether a node is a list or tuple with nothing to check, and to see that is quicker than to remember it."""
+    items = node.items if type(node) is List else node
+    return type(node) in (List, tuple) and len(items) < 8 and PLAIN.issuperset(map(type, items))
 
 
 def _settle_one(node: Node, keys: _Keys) -> Sequence[Node]:
@@ -52,7 +60,7 @@ def _settle_one(node: Node, keys: _Keys) -> Sequence[Node]:
         return [] if node.extras is None else [node.extras]
     if type(node) is Extras:
         return [node.hooks, node.metadata, node.state]
-    return _settle_object(node, keys)
+    return _settle_object(node, keys) if type(node) is Object else []
 
 
 def _settle_object(node: Object, keys: _Keys) -> list[Node]:
@@ -82,7 +90,7 @@ class _Keys:
     def __init__(self) -> None:
         self.repeated: list[str] = []
         self.numbers: dict[Node, int] = {}  # the parts of a tuple -> a number that stands for it
-        self.tuples: dict[int, tuple[Node, Node]] = {}  # id -> (the tuple, kept so that its id stays its own; stand-in)
+        self.tuples: dict[int, _Tuple] = {}  # by id
 
     def merge(self, pairs: list[tuple[Node, Node]]) -> list[tuple[Node, Node]]:
         """The pairs with each key once, at its first place with its last value."""
@@ -117,20 +125,30 @@ class _Keys:
         return id(key) if type(key) in (Object, Entry) else key
 
     def _tuple(self, root: tuple[Node, ...]) -> Node:
-        """The stand-in of a tuple. A deep one is refused: it crashes C pickle."""
-        stack = [(root, 1)]
+        """The stand-in of a tuple, parts before wholes. A deep one is refused: it crashes C pickle."""
+        stack = [root]
         while stack:
-            node, depth = stack[-1]
-            if id(node) in self.tuples:
-                stack.pop()
-                continue
-            if depth > MAX_KEY_DEPTH:
-                raise PickleError(f"The pickle uses a tuple nested more than {MAX_KEY_DEPTH} deep as a dict key.")
-            waiting = [(part, depth + 1) for part in node if type(part) is tuple and id(part) not in self.tuples]
-            if waiting:
-                stack.extend(waiting)
-                continue
-            stack.pop()
-            parts = tuple(self.tuples[id(part)][1] if type(part) is tuple else self.identity(part) for part in node)
-            self.tuples[id(node)] = (node, ("t", self.numbers.setdefault(parts, len(self.numbers))))
-        return self.tuples[id(root)][1]
+            node = stack[-1]
+            known = id(node) in self.tuples
+            waiting = [] if known else [part for part in node if type(part) is tuple and id(part) not in self.tuples]
+            stack.extend(waiting)
+            if not waiting:
+                self._add_tuple(stack.pop())
+        return self.tuples[id(root)].stand_in
+
+    def _add_tuple(self, node: tuple[Node, ...]) -> None:
+        if id(node) in self.tuples:
+            return
+        depth = 1 + max((self.tuples[id(part)].depth for part in node if type(part) is tuple), default=0)
+        if depth > MAX_KEY_DEPTH:
+            raise PickleError(f"The pickle uses a tuple nested more than {MAX_KEY_DEPTH} deep as a dict key.")
+        parts = tuple(self.tuples[id(part)].stand_in if type(part) is tuple else self.identity(part) for part in node)
+        self.tuples[id(node)] = _Tuple(node, ("t", self.numbers.setdefault(parts, len(self.numbers))), depth)
+
+
+class _Tuple(NamedTuple):
+    """What is known about a tuple: itself (kept, so that its id stays its own), its stand-in, how deep it is nested."""
+
+    node: tuple[Node, ...]
+    stand_in: Node
+    depth: int

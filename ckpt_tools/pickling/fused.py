@@ -9,7 +9,9 @@ memo indices are below 256, takes the general path; a test compares the two.
 from __future__ import annotations
 
 import re
-import struct
+import sys
+from array import array
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ckpt_tools.tree import Dict, Global, Storage
@@ -41,7 +43,7 @@ def tensor(machine: Machine) -> bool:
     memo = machine.memo
     puts = put_key + put_pid + put_size + put_stride + put_hooks + put_args + put_tensor
     count = len(puts) // 4
-    if puts != struct.pack(f"<{count}I", *range(len(memo), len(memo) + count)) or machine.far_memo:
+    if puts != _indices(len(memo), count) or machine.far_memo:
         return False
     shape, strides = _sizes(machine, size), _sizes(machine, stride)
     if length[0] != len(key) or memo[hooks[0]] != _ORDERED_DICT or shape is None or strides is None:
@@ -62,6 +64,21 @@ def tensor(machine: Machine) -> bool:
     machine.stack[-1] = made
     machine.position = found.end()
     return True
+
+
+@lru_cache(maxsize=1)
+def _table(size: int) -> bytes:
+    """The numbers below `size`, each as four little-endian bytes."""
+    numbers = array("I", range(size))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _indices(first: int, count: int) -> bytes:
+    """`count` memo indices from `first` on, as the stream holds them: cut from a table."""
+    size = 1 << (first + count).bit_length()
+    return _table(size)[4 * first : 4 * (first + count)]
 
 
 def _integer(code: bytes) -> int:

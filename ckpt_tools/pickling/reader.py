@@ -7,14 +7,15 @@ popping below a mark is an underflow. One dispatch table; no recursion; every le
 from __future__ import annotations
 
 import _compat_pickle
+import re
 import struct
 from collections.abc import Callable, Mapping
 from struct import Struct
 from typing import Any, NoReturn, TypeAlias
 
-from ckpt_tools.errors import LimitError, PickleError
+from ckpt_tools.errors import DamagedFileError, LimitError, PickleError
 from ckpt_tools.pickling import fused
-from ckpt_tools.pickling.limits import MAX_DEPTH, node_budget
+from ckpt_tools.pickling.limits import BYTES_PER_NODE, MAX_DEPTH, MAX_GLOBALS, node_budget
 from ckpt_tools.tree import ByteString, Dict, Entry, Global, List, Node, Object
 
 Maker: TypeAlias = Callable[[Any], Node]
@@ -57,6 +58,7 @@ class Machine:
         self.memo: list[Node] = []
         self.sizes: dict[bytes, tuple[int, ...]] = {}
         self.far_memo: dict[int, Node] = {}
+        self.sets: dict[int, Node] = {}  # what EMPTY_SET made, by id, kept so that the id stays its own
         self.rebuild: Node = _MISSING
         self.protocol = 0
         self.globals: dict[Global, None] = {}
@@ -77,6 +79,10 @@ class Machine:
             raise self.error("takes a value that is not there, or the stream ends without STOP") from None
         except struct.error:
             raise self.error("is cut off: the stream ends within it") from None
+        except DamagedFileError as error:
+            if "offset" not in error.what:
+                error.why = f"{error.why} It ends at offset {self.position} of the pickle.".strip()
+            raise
 
     def _run(self) -> NoReturn:
         """The hot loop; a `_Stop` ends it."""
@@ -145,6 +151,8 @@ class Machine:
         top = self.stack[-1]
         if index == len(self.memo):
             self.memo.append(top)
+            if self.far_memo:
+                self.far_memo.pop(index, None)  # written there before, when the memo was shorter
         elif 0 <= index < len(self.memo):
             self.memo[index] = top
         elif index < 0:
@@ -171,6 +179,8 @@ class Machine:
         if found == fused.REBUILD and found in self.makers:
             self.rebuild = found
         self.globals[found] = None
+        if len(self.globals) > MAX_GLOBALS:
+            raise LimitError(f"The pickle names more than {MAX_GLOBALS} different globals.")
         self.stack.append(found)
 
     def make(self, function: Node, args: Node) -> None:
@@ -181,9 +191,19 @@ class Machine:
         elif maker := self.makers.get(function):
             made = maker(args)
             if made is not None:
+                self.spend(_cost(made))
                 self.stack.append(made)
                 return
         self.stack.append(Object("reduce", function, args))
+
+
+def _cost(made: Node) -> int:
+    """What a maker's result costs beyond one container. The same arguments, memoized, can be given again and again."""
+    if type(made) is Entry:
+        return len(made.shape) if len(made.shape) > 16 else 0
+    if type(made) is Dict:
+        return len(made.items) // 2
+    return len(made) // BYTES_PER_NODE if type(made) is bytes else 0
 
 
 class _Stop(Exception):  # noqa: N818  not an error: how the loop ends
@@ -429,10 +449,24 @@ def _string(machine: Machine) -> None:
         raise machine.error("holds a string with a bad escape") from None
 
 
-def _unescape(data: bytes) -> bytes:
-    import codecs
+_ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(.)?)", re.DOTALL)
+_ESCAPED = {b"\n": b"", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
 
-    return codecs.escape_decode(data)[0]
+
+def _unescape(data: bytes) -> bytes:
+    """A Python bytes literal's inside. Our own: `codecs.escape_decode` warns, and warnings can be errors."""
+    return _ESCAPE.sub(_unescape_one, data)
+
+
+def _unescape_one(found: re.Match[bytes]) -> bytes:
+    octal, hexadecimal, other = found.groups()
+    if octal is not None:
+        return bytes((int(octal, 8) & 0xFF,))
+    if hexadecimal is not None:
+        return bytes.fromhex(hexadecimal.decode())
+    if other is None or other == b"x":
+        raise ValueError("an escape that ends early")
+    return _ESCAPED.get(other, other if other in b"\\'\"" else b"\\" + other)
 
 
 @_opcode(b"C", unusual="SHORT_BINBYTES")
@@ -470,9 +504,13 @@ def _empty_dict(machine: Machine) -> None:
     machine.stack.append(Dict())
 
 
+_SET = Global("builtins", "set")
+
+
 @_opcode(b"\x8f", unusual="EMPTY_SET")
 def _empty_set(machine: Machine) -> None:
-    machine.make(Global("builtins", "set"), (List(),))
+    machine.make(_SET, (List(),))
+    machine.sets[id(machine.stack[-1])] = machine.stack[-1]
 
 
 @_opcode(b"\x91", unusual="FROZENSET")
@@ -484,8 +522,8 @@ def _frozenset(machine: Machine) -> None:
 def _additems(machine: Machine) -> None:
     items = machine.pop_mark()
     target = machine.stack[-1]
-    if type(target) is not Object or target.function != Global("builtins", "set"):
-        raise machine.error("adds items to something that is no set")
+    if id(target) not in machine.sets:
+        raise machine.error("adds items to something that is no new set")
     target.args[0].items.extend(items)
 
 
@@ -546,6 +584,7 @@ def _appends(machine: Machine) -> None:
 @_opcode(b"s")
 def _setitem(machine: Machine) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
+    machine.spend()
     _set(machine, [(key, value)])
 
 
@@ -557,7 +596,9 @@ def _setitems(machine: Machine) -> None:
 def _pairs(machine: Machine, items: list[Node]) -> list[tuple[Node, Node]]:
     if len(items) % 2:
         raise machine.error("takes pairs, and finds an odd number of values")
-    return list(zip(items[::2], items[1::2], strict=True))
+    machine.spend(len(items) * 3 // 8)  # a pair takes less than a container; three quarters let every dict of pickle pass
+    values = iter(items)
+    return list(zip(values, values, strict=True))
 
 
 def _extend(machine: Machine, items: list[Node]) -> None:
@@ -668,6 +709,7 @@ def _build(machine: Machine) -> None:
     elif type(target) is Dict and target.ordered and type(state) is Dict:
         if target.attributes is None:
             target.attributes = Dict()
+        machine.spend(len(state.items))  # one state can be set again and again
         target.attributes.items.extend(state.items)
     elif type(target) is Global:
         machine.unusual["BUILD of a global"] = None
@@ -712,12 +754,12 @@ _U8 = Struct("<B")
 
 
 def _decimal(machine: Machine) -> int:
-    return _parse_decimal(machine, machine.line())
+    return _parse_decimal(machine, machine.line(), base=10)
 
 
-def _parse_decimal(machine: Machine, line: bytes) -> int:
+def _parse_decimal(machine: Machine, line: bytes, base: int = 0) -> int:
     """A decimal number; longer ones than Python converts by default (4300 digits) are refused: they take n² time."""
     try:
-        return int(line, 0)
+        return int(line, base)
     except ValueError:
         raise machine.error("holds a whole number that cannot be read") from None

@@ -13,7 +13,7 @@ from ckpt_tools.dtypes import BY_STORAGE, DTYPES, UINT8, DType
 from ckpt_tools.errors import PickleError, TensorError
 from ckpt_tools.pickling.reader import Maker
 from ckpt_tools.plan import Content
-from ckpt_tools.tree import Dict, Entry, Extras, Global, List, Node, Object, Storage, check
+from ckpt_tools.tree import MAX_DIMENSIONS, Dict, Entry, Extras, Global, List, Node, Object, Storage, check
 
 ORDERED_DICT = Global("collections", "OrderedDict")
 Locate = Callable[[str, int], Content]
@@ -38,7 +38,7 @@ class Storages:
                 why=f"Expected ('storage', class, key, location, size), found {_brief(pid)}.",
             )
         _, kind, key, device, numel = pid
-        if type(key) is not str or not key or type(device) is not str or type(numel) is not int or numel < 0:
+        if type(key) is not str or not key or type(device) is not str or not _is_count(numel):
             raise PickleError(f"The pickle refers to a storage by a malformed id {_brief(pid)}.")
         known = self.by_key.get(key)
         if known is not None:
@@ -50,6 +50,10 @@ class Storages:
         storage = Storage(key, dtype, nbytes, device, self.locate(key, nbytes))
         self.by_key[key] = (pid, storage)
         return storage
+
+
+def _is_count(numel: Node) -> bool:
+    return type(numel) is int and numel >= 0 and numel.bit_length() <= 59
 
 
 def storage_dtype(kind: Node) -> DType | None:
@@ -239,17 +243,39 @@ class UnusualTensor:
     stride: tuple[int, ...] | None = None
 
 
+MAX_WRAPPINGS = 8  # parameters of subclasses of tensors: torch nests two
+
+
 def unusual_tensor(node: Node) -> UnusualTensor | None:
     """What kind of tensor an Object rebuilds; None when it is none."""
-    if type(node) is not Object or type(node.function) is not Global or node.call != "reduce":
-        return None
-    describe = _UNUSUAL.get(str(node.function))
-    if describe is None:
+    if type(node) is not Object or node.name not in _REBUILDS or node.call != "reduce":
         return None
     try:
-        return describe(node.args)
+        return _checked(_describe(node))
     except (IndexError, TypeError, ValueError, AttributeError, TensorError):
-        raise TensorError(f"{node.function} is called with malformed arguments.") from None
+        raise TensorError(f"{node.name} is called with malformed arguments.") from None
+
+
+def _describe(node: Any) -> UnusualTensor:
+    """What the rebuild function of the innermost tensor tells: parameters and subclasses are wrapped around one."""
+    for _ in range(MAX_WRAPPINGS):
+        if type(node) is Entry:
+            return UnusualTensor("subclass", node.dtype, node.shape, node.stride)
+        if node.name in _PARAMETERS:
+            node = node.args[0]
+        elif node.name not in _FROM_TYPE:
+            return _UNUSUAL[node.name](node.args) if node.name in _UNUSUAL else UnusualTensor("subclass")
+        else:
+            node = Object("reduce", node.args[0], node.args[2])
+    raise TensorError("A tensor is wrapped in too many others.")
+
+
+def _checked(unusual: UnusualTensor) -> UnusualTensor:
+    """The same, if its sizes are sizes: nothing checked them against a storage."""
+    for sizes in (unusual.shape, unusual.stride):
+        if sizes and (len(sizes) > MAX_DIMENSIONS or min(sizes) < 0 or max(sizes).bit_length() > 63):
+            raise TensorError("A tensor has impossible sizes.")
+    return unusual
 
 
 def _quantized(args: Any) -> UnusualTensor:
@@ -279,15 +305,6 @@ def _from_cpu_tensor(args: Any) -> UnusualTensor:
     return UnusualTensor("device", dtype_of(args[1]), args[0].shape, args[0].stride)
 
 
-def _parameter_of(args: Any) -> UnusualTensor:
-    return unusual_tensor(args[0]) or UnusualTensor("subclass", args[0].dtype, args[0].shape, args[0].stride)
-
-
-def _from_type(args: Any) -> UnusualTensor:
-    inner = Object("reduce", args[0], args[2])
-    return unusual_tensor(inner) or UnusualTensor("subclass")
-
-
 _UNUSUAL: dict[str, Callable[[Any], UnusualTensor]] = {
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse,
@@ -296,7 +313,7 @@ _UNUSUAL: dict[str, Callable[[Any], UnusualTensor]] = {
     "torch._utils._rebuild_meta_tensor_no_storage": _meta,
     "torch._utils._rebuild_wrapper_subclass": _wrapper_subclass,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu_tensor,
-    "torch._utils._rebuild_parameter": _parameter_of,
-    "torch._utils._rebuild_parameter_with_state": _parameter_of,
-    "torch._tensor._rebuild_from_type_v2": _from_type,
 }
+_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2")
+_REBUILDS = frozenset((*_UNUSUAL, *_PARAMETERS, *_FROM_TYPE))

@@ -1,7 +1,9 @@
 """Write a tree as a pickle of protocol 2, the one that `torch.save` writes, with the opcodes that weights_only reads.
 
 What the tree shares stays shared: whatever is referenced more than once goes through the memo, containers before their
-contents, so that cycles close. No recursion: a stack of things still to write.
+contents, so that cycles close. A cycle through a tuple or through what a call is given (a set holds an object that refers to
+the set) closes as pickle closes it: the inner round makes the value, the outer one drops its own and takes it from the memo.
+No recursion: a stack of things still to write.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ import struct
 from collections import Counter
 from typing import Any
 
-from ckpt_tools.dtypes import UINT8
 from ckpt_tools.errors import ContainerLimitError, PickleError
 from ckpt_tools.pickling.reader import python3_name
 from ckpt_tools.pickling.torch_objects import ORDERED_DICT
 from ckpt_tools.tree import CONTAINERS, ByteString, Dict, Entry, Extras, Global, List, Node, Object, Storage, parts
 
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
+_LONG = 64
+_SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
+_UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 _REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 _REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
@@ -28,10 +32,17 @@ def write_pickle(root: Node) -> bytes:
     """The pickle of a tree. Protocol 2; 4 only where a name needs it (a nested class, a module that 2 would rename).
 
     Raises:
-        ContainerLimitError: an entry with a dtype that torch lacks.
+        ContainerLimitError: an entry with a dtype that torch lacks. PickleError: an object that is made from itself.
     """
-    writer = _Writer(root)
-    return writer.write(root)
+    references, protocol = _survey(root)
+    try:
+        return _Writer({key for key, count in references.items() if count > 1}, protocol).write(root)
+    except _ComesRound:
+        return _Writer(set(references), protocol, rounds=2).write(root)
+
+
+class _ComesRound(Exception):  # noqa: N818  not an error: everything has to go through the memo
+    """A tuple or a call is needed while its own parts are written."""
 
 
 class _Done:
@@ -44,12 +55,20 @@ class _Done:
 
 
 class _Writer:
-    def __init__(self, root: Node) -> None:
+    """One writing.
+
+    Args:
+        shared: the ids of what goes through the memo.
+        protocol: 2 or 4.
+        rounds: how often a tuple or call may be open at once.
+    """
+
+    def __init__(self, shared: set[int], protocol: int, rounds: int = 1) -> None:
         self.out = bytearray()
+        self.templates: dict[Any, tuple[bytes, bytes]] = {}
         self.memo: dict[Any, int] = {}
-        references, protocol = _survey(root)
-        self.shared = {key for key, count in references.items() if count > 1}
-        self.protocol = protocol
+        self.shared, self.protocol, self.rounds = shared, protocol, rounds
+        self.opened: dict[int, int] = {}
 
     def write(self, root: Node) -> bytes:
         self.out += bytes((0x80, self.protocol))
@@ -81,8 +100,18 @@ class _Writer:
         self.out += b"h" + bytes((index,)) if index < 256 else b"j" + struct.pack("<I", index)
         return True
 
+    def begin(self, node: Node) -> None:
+        """Note that the parts of a tuple or call are being written, before it can be in the memo."""
+        self.opened[id(node)] = rounds = self.opened.get(id(node), 0) + 1
+        if rounds > self.rounds:
+            if self.rounds == 1:
+                raise _ComesRound
+            raise PickleError("The pickle holds an object that is made from itself; it cannot be written.")
+
     def finish(self, done: _Done) -> None:
         node = done.node
+        if node is not None:
+            self.opened[id(node)] -= 1
         if node is not None and id(node) in self.memo:
             # A cycle led back here, and the inner writing has built it already: drop this one, as pickle does.
             self.out += done.opcodes + b"0"
@@ -103,10 +132,13 @@ class _Writer:
             self.out += b"]"
             if id(node) in self.shared:
                 self.remember(id(node))
-            return [_Done(b"("), *node.items, _Done(b"e")] if node.items else []
+            return _elements(node.items)
         if type(node) is tuple:
+            if not node:
+                return [_Done(b")")]
+            self.begin(node)
             if len(node) < 4:
-                return [*node, _Done(_TUPLES[len(node)], node or None)]
+                return [*node, _Done(_TUPLES[len(node)], node)]
             self.out += b"("
             return [*node, _Done(b"t", node)]
         return self.object(node)
@@ -121,8 +153,11 @@ class _Writer:
         return [*_items(node.items), *attributes]
 
     def object(self, node: Object) -> list[Node]:
+        self.begin(node)
         todo: list[Node] = [node.function]
-        if node.call == "new":
+        if node.call == "reduce" and node.function in _SETS and _is_one_list(node.args):
+            todo += [_Done(b"]"), *_elements(node.args[0].items), _Done(b"\x85R", node)]
+        elif node.call == "new":
             todo += [node.args, _Done(b"\x81", node)]
         elif node.call == "new_ex":
             # protocol 2 has no NEWOBJ_EX; copyreg's function does the same
@@ -133,10 +168,10 @@ class _Writer:
             if step == "set":
                 todo += _items(value)
             elif step == "append":
-                todo += [_Done(b"("), *value, _Done(b"e")]
+                todo += _elements(value)
             else:
                 todo += [value, _Done(b"b")]
-        return todo
+        return todo if node.call != "none" else [*todo, _Done(b"", node)]
 
     def entry(self, entry: Entry) -> list[Node]:
         if id(entry) in self.shared and self.recall(id(entry)):
@@ -152,13 +187,41 @@ class _Writer:
 
     def plain_entry(self, entry: Entry) -> None:
         """A tensor or parameter without extras, emitted at once: checkpoints hold thousands."""
-        parameter = entry.kind == "parameter"
-        if parameter:
+        storage = entry.storage
+        like = (
+            entry.dtype, entry.shape, entry.stride, entry.offset, entry.requires_grad, entry.kind,
+            storage.dtype, storage.device, storage.nbytes,
+        )  # fmt: skip
+        known = self.templates.get(like)
+        if known is not None:
+            self.out += known[0]
+            self.text(storage.key)
+            self.out += known[1]
+            return
+        self.before_key(entry)
+        self.text(storage.key)
+        self.after_key(entry)
+        # From now on its constants come from the memo: the next entry like this one is the same bytes, but for the key.
+        out = self.out
+        self.out = before = bytearray()
+        self.before_key(entry)
+        self.out = after = bytearray()
+        self.after_key(entry)
+        self.out = out
+        self.templates[like] = (bytes(before), bytes(after))
+
+    def before_key(self, entry: Entry) -> None:
+        """The calls of a plain entry up to its storage's key."""
+        if entry.kind == "parameter":
             self.global_(_REBUILD_PARAMETER)
-        untyped = _untyped(entry)
-        self.global_(_REBUILD_V3 if untyped else _REBUILD_V2)
+        self.global_(_REBUILD_V3 if _untyped(entry) else _REBUILD_V2)
         self.out += b"("
-        self.storage(entry.storage)
+        self.storage_before_key(entry.storage)
+
+    def after_key(self, entry: Entry) -> None:
+        """The rest of a plain entry."""
+        parameter, untyped = entry.kind == "parameter", _untyped(entry)
+        self.storage_after_key(entry.storage)
         self.out += _integer(entry.offset) + _sizes(entry.shape) + _sizes(entry.stride)
         self.out += b"\x88" if entry.requires_grad and not parameter else b"\x89"
         self.no_hooks()
@@ -176,6 +239,7 @@ class _Writer:
 
     def entry_with_extras(self, entry: Entry, extras: Extras) -> list[Node]:
         """The calls that torch writes for hooks, conj bits, subclasses and Python attributes."""
+        self.begin(entry)
         parameter, untyped = entry.kind == "parameter", _untyped(entry)
         hooks = Dict(ordered=True) if extras.hooks is None else extras.hooks
         grad = entry.requires_grad and not parameter
@@ -196,6 +260,14 @@ class _Writer:
     # --- nodes without parts
 
     def leaf(self, node: Node) -> None:
+        """A value; a long one that is used several times goes through the memo, as in pickle."""
+        if id(node) not in self.shared:
+            self.value(node)
+        elif not self.recall(id(node)):
+            self.value(node)
+            self.remember(id(node))
+
+    def value(self, node: Node) -> None:
         kind = type(node)
         if kind is str:
             self.text(node)
@@ -245,14 +317,30 @@ class _Writer:
 
     def storage(self, storage: Storage) -> None:
         """The persistent id ("storage", class, key, location, number of elements)."""
-        typed = storage.dtype is not None and storage.dtype.storage is not None
-        dtype = storage.dtype if typed and storage.dtype else UINT8
+        self.storage_before_key(storage)
+        self.text(storage.key)
+        self.storage_after_key(storage)
+
+    def storage_before_key(self, storage: Storage) -> None:
         self.out += b"("
         self.constant("storage")
-        self.global_(Global("torch", str(dtype.storage)) if typed else Global("torch.storage", "UntypedStorage"))
-        self.text(storage.key)
+        typed = storage.dtype is not None and storage.dtype.storage is not None
+        self.global_(Global("torch", f"{storage.dtype.storage}") if typed and storage.dtype else _UNTYPED_STORAGE)
+
+    def storage_after_key(self, storage: Storage) -> None:
         self.constant(storage.device or "cpu")
-        self.out += _integer(storage.nbytes // dtype.itemsize) + b"tQ"
+        typed = storage.dtype is not None and storage.dtype.storage is not None
+        itemsize = storage.dtype.itemsize if typed and storage.dtype else 1
+        self.out += _integer(storage.nbytes // itemsize) + b"tQ"
+
+
+def _elements(items: list[Node]) -> list[Node]:
+    return [_Done(b"("), *items, _Done(b"e")] if items else []
+
+
+def _is_one_list(args: Node) -> bool:
+    """Whether these are the arguments of a set: one list, which the set copies and nobody else sees."""
+    return type(args) is tuple and len(args) == 1 and type(args[0]) is List
 
 
 def _items(pairs: list[tuple[Node, Node]]) -> list[Node]:
@@ -271,7 +359,7 @@ def _integer(value: int) -> bytes:
 
 
 def _survey(root: Node) -> tuple[Counter[int], int]:
-    """How often each container and entry is referenced, by id, and the protocol that the names need."""
+    """How often each container, entry and long value is referenced, by id, and the protocol that the names need."""
     references: Counter[int] = Counter()
     protocol = 2
     seen: set[int] = set()
@@ -283,13 +371,22 @@ def _survey(root: Node) -> tuple[Counter[int], int]:
             if "." in node.name or "\n" in node.module + node.name or python3_name(*_pair(node)) != _pair(node):
                 protocol = 4
             continue
-        if kind not in CONTAINERS and kind is not Entry:
-            continue
-        references[id(node)] += 1
-        if id(node) not in seen:
-            seen.add(id(node))
-            todo.extend(parts(node))
+        if kind in CONTAINERS or kind is Entry:
+            references[id(node)] += 1
+            if id(node) not in seen:
+                seen.add(id(node))
+                todo.extend(parts(node))
+        elif _is_long(node):
+            references[id(node)] += 1
     return references, protocol
+
+
+def _is_long(node: Node) -> bool:
+    """Whether a value is so long that writing it twice would matter: a file may use one text a million times."""
+    kind = type(node)
+    if kind is str or kind is bytes:
+        return len(node) > _LONG
+    return (kind is int and node.bit_length() > 8 * _LONG) or (kind is ByteString and len(node.data) > _LONG)
 
 
 def _pair(node: Global) -> tuple[str, str]:

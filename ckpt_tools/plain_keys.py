@@ -1,0 +1,112 @@
+"""Dict keys and set elements that are objects: their plain form must be hashable, and different from every other key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckpt_tools import tree
+from ckpt_tools.tree import DROP, Dict, Global, List, Node, Object
+
+Plain = Callable[[Node], Node]
+_SETS = ("builtins.set", "builtins.frozenset")
+_SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
+_HASHABLE = ("builtins.complex", "torch.Size", "torch.device")
+_MAX_DEPTH = 100
+_UNHASHABLE = object()
+
+
+def plain_keys(root: Node, plain: Plain) -> list[tuple[Node, Node]]:
+    """Make the keys of dicts and the elements of sets plain, in place.
+
+    A frozenset becomes a tuple. What has no hashable plain form, or one that is a key already, becomes the name of its
+    class, with a number where that is taken: its value is not lost with it.
+
+    Args:
+        root: the tree.
+        plain: what an object becomes.
+
+    Returns:
+        The objects, each with what it became.
+    """
+    keys = _Keys(plain)
+    for node in list(tree.reachable(root)):
+        if type(node) is Dict:
+            keys.edit(node.items)
+        elif type(node) is Object:
+            for step, value in node.steps:
+                if step == "set":
+                    keys.edit(value)
+            if node.name in _SETS:
+                keys.edit_set(node)
+    return keys.changed
+
+
+class _Keys:
+    def __init__(self, plain: Plain) -> None:
+        self.plain = plain
+        self.changed: list[tuple[Node, Node]] = []
+
+    def edit_set(self, node: Object) -> None:
+        pairs = [(item, None) for item in _elements(node)]
+        self.edit(pairs)
+        node.args = (List([key for key, _ in pairs]),)
+
+    def edit(self, pairs: list[tuple[Node, Node]]) -> None:
+        """The keys of one dict. Simple keys stay; whatever comes to be beside them has to differ."""
+        if _SIMPLE.issuperset(type(key) for key, _ in pairs):
+            return
+        taken = {_identity(key) for key, _ in pairs if type(key) in _SIMPLE}
+        numbers: dict[str, int] = {}
+        for index, (key, value) in enumerate(pairs):
+            if type(key) in _SIMPLE:
+                continue
+            new = self.key(key, 0)
+            if new is _UNHASHABLE or _identity(new) in taken:
+                new = _free_name(key, taken, numbers)
+                self.changed.append((key, new))
+            taken.add(_identity(new))
+            pairs[index] = (new, value)
+
+    def key(self, node: Node, depth: int) -> Node:
+        """The plain form of a key, or _UNHASHABLE."""
+        if type(node) is tuple:
+            return self.tuple(node, depth)
+        if type(node) is not Object and type(node) is not Global:
+            return _UNHASHABLE if type(node) in (Dict, List) else node
+        new = _elements(node) if type(node) is Object and node.name == "builtins.frozenset" else self.plain(node)
+        new = self.tuple(new, depth) if type(new) is tuple else new
+        if new is DROP or type(new) in (Dict, List) or (type(new) is Object and new.name not in _HASHABLE):
+            return _UNHASHABLE
+        if new is not node and new is not _UNHASHABLE:
+            self.changed.append((node, new))
+        return new
+
+    def tuple(self, node: tuple[Node, ...], depth: int) -> Node:
+        if depth > _MAX_DEPTH:
+            return _UNHASHABLE
+        parts = tuple(self.key(part, depth + 1) for part in node)
+        return _UNHASHABLE if any(part is _UNHASHABLE for part in parts) else parts
+
+
+def _elements(node: Object) -> tuple[Node, ...]:
+    """The elements of a set."""
+    args = node.args
+    return tuple(args[0].items) if type(args) is tuple and args and type(args[0]) is List else ()
+
+
+def _free_name(key: Node, taken: set[Node], numbers: dict[str, int]) -> str:
+    """The name of a key's class, with a number where that is taken."""
+    name = text = key.name if type(key) is Object else str(key) if type(key) is Global else "tuple"
+    while text in taken:
+        numbers[name] = numbers.get(name, 1) + 1
+        text = f"{name} {numbers[name]}"
+    return text
+
+
+def _identity(key: Node) -> Node:
+    """Equal for keys that Python holds equal. Numbers as text: a file could choose numbers whose hashes collide."""
+    if type(key) is tuple:
+        return tuple(map(_identity, key))
+    if type(key) in (bool, int, float) and key == key and abs(key) != float("inf") and key == int(key):
+        return "n", hex(int(key))
+    return key if type(key) in _SIMPLE else id(key)

@@ -1,0 +1,307 @@
+"""What a Python object is as plain data, one converter for each kind. Nothing that a file names is looked up or called."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ckpt_tools import tree
+from ckpt_tools.dtypes import DTYPES, DType
+from ckpt_tools.errors import CkptError, LimitError
+from ckpt_tools.pickling.torch_objects import unusual_tensor
+from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.plan import Literal
+from ckpt_tools.tree import DROP, Dict, Entry, Global, List, Node, Object, Storage, contiguous_stride
+
+Key = Callable[[], str]
+PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
+_PRIMITIVES = frozenset((type(None), bool, int, float, str, bytes))
+_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+_MAX_NAMES = 1_000_000  # in one state dict: modules that hold one another twice would have endless ones
+
+
+def plain_object(node: Object, name: Global, key: Key) -> Node:
+    """The plain form of an object, whose parts are still as they were; DROP where it has none.
+
+    Args:
+        node: the object. name: what it calls.
+        key: gives a new storage key, for an array that becomes a tensor.
+    """
+    if name == _FROM_TYPE and unusual_tensor(node) is not None:
+        return plain_subclass(node)
+    if name in ALLOWED and node.call == "reduce" and not node.steps:
+        return node
+    if unusual_tensor(node) is not None:
+        return DROP
+    convert = _CONVERSIONS.get(str(name).replace("numpy._core.", "numpy.core.").replace("pathlib._local.", "pathlib."))
+    if convert is None:
+        return _plain_instance(node)
+    try:
+        return convert(node, key)
+    except (ValueError, TypeError, IndexError, AttributeError, KeyError, struct.error, OverflowError, CkptError):
+        return DROP
+
+
+def plain_subclass(node: Object) -> Object:
+    """An unusual tensor without a class that torch does not know."""
+    _, python_type, inner, _ = node.args
+    return node if python_type in ALLOWED else Object("reduce", node.args[0], inner)
+
+
+def _plain_instance(node: Object) -> Node:
+    """An instance of a class that we do not know: its contents, its module's state dict, its attributes, its arguments."""
+    state = attributes(node)
+    if state is not None and all(type(state.get(part)) in (Dict, Object) for part in ("_parameters", "_buffers", "_modules")):
+        return module_state_dict(node)
+    pairs = [pair for step, value in node.steps if step == "set" for pair in value]
+    items = [item for step, value in node.steps if step == "append" for item in value]
+    if pairs:
+        names = {name for name, _ in pairs if type(name) is str}
+        return Dict(pairs + [pair for pair in (state.items if state else ()) if pair[0] not in names])
+    if items:
+        return List(items)
+    if state is not None:
+        return Dict(list(state.items))
+    return _made_from(node.args) if node.state is None else _made_from((node.state,))
+
+
+def _made_from(args: Node) -> Node:
+    """What an enum member, a named tuple, a subclass of str or int is made from: its arguments are all it is."""
+    if type(args) is not tuple or not args:
+        return DROP
+    if not _PRIMITIVES.issuperset(map(type, args)):
+        return args[0] if len(args) == 1 and type(args[0]) in (Dict, List) else List(list(args))
+    return args[0] if len(args) == 1 else args
+
+
+def attributes(node: Node) -> Dict | None:
+    """The attributes of an instance, from the state that its pickle sets: a dict, or a pair of dict and slots."""
+    state = node.state if type(node) is Object else None
+    if type(state) is tuple and len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)}:
+        return Dict([pair for part in state if part is not None for pair in part.items])
+    return state if type(state) is Dict else None
+
+
+def _mapping(node: Node) -> list[tuple[Node, Node]]:
+    if type(node) is Dict:
+        return node.items
+    return [pair for step, value in node.steps if step == "set" for pair in value] if type(node) is Object else []
+
+
+def module_state_dict(module: Object) -> Dict:
+    """What `state_dict()` of a pickled nn.Module would give: its own parameters and buffers, then its children's, in order.
+
+    Raises:
+        LimitError: modules that hold one another, or millions of names.
+    """
+    result: list[tuple[Node, Node]] = []
+    todo: list[tuple[str, Node]] = [("", module)]
+    visits = 0
+    while todo:
+        prefix, node = todo.pop()
+        visits += 1
+        if visits + len(result) > _MAX_NAMES or len(prefix) > _MAX_NAMES:
+            raise LimitError("A pickled module has more sub-modules than a model can have: they may hold one another.")
+        state = attributes(node)
+        if state is None:
+            continue
+        hidden = _set_items(state.get("_non_persistent_buffers_set"))
+        own = _mapping(state.get("_parameters")) + [pair for pair in _mapping(state.get("_buffers")) if pair[0] not in hidden]
+        result += [(f"{prefix}{name}", _detached(value)) for name, value in own if value is not None]
+        children = [(f"{prefix}{name}.", child) for name, child in _mapping(state.get("_modules")) if child is not None]
+        todo.extend(reversed(children))
+    return Dict(result, ordered=True)
+
+
+def _detached(node: Node) -> Node:
+    """A Parameter as `state_dict()` shows it: the tensor in it."""
+    return replace(node, requires_grad=False, kind="tensor") if type(node) is Entry else node
+
+
+def _set_items(node: Node) -> list[Node]:
+    if type(node) is Object and type(node.args) is tuple and node.args and type(node.args[0]) is List:
+        return [item for item in node.args[0].items if type(item) is str]
+    return []
+
+
+# --- known objects, one converter each
+
+
+def _attributes_dict(node: Object, key: Key) -> Node:
+    state = attributes(node)
+    return Dict(list(state.items)) if state is not None else Dict()
+
+
+def _path(node: Object, key: Key) -> Node:
+    parts = [part for part in node.args if type(part) is str]
+    windows = "Windows" in str(node.function)
+    separator = "\\" if windows else "/"
+    head, *tail = parts or ["."]
+    return head + (separator if tail and not head.endswith(separator) else "") + separator.join(tail)
+
+
+def _items_dict(node: Object, key: Key) -> Node:
+    return Dict(_mapping(node))
+
+
+def _items_list(node: Object, key: Key) -> Node:
+    items = [item for step, value in node.steps if step == "append" for item in value]
+    given = node.args[0].items if node.args and type(node.args[0]) is List else []
+    return List([*given, *items])
+
+
+def _as_set(node: Object, key: Key) -> Node:
+    return Object("reduce", Global("builtins", "set"), (List(list(node.args[0].items)) if node.args else List(),))
+
+
+def _timestamp(node: Object, key: Key) -> Node:
+    import datetime
+
+    # A known class of the standard library with checked bytes: nothing that the file names is looked up or called.
+    kind = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}[str(node.function.name)]
+    data, *zone = node.args
+    made = kind(data)
+    return (made.replace(tzinfo=_zone(*zone)) if zone else made).isoformat()
+
+
+def _zone(node: Object) -> Any:
+    """The time zone of a pickled datetime.timezone; ValueError for another class's."""
+    import datetime
+
+    if str(node.function) != "datetime.timezone":
+        raise ValueError("not a fixed time zone")
+    return datetime.timezone(datetime.timedelta(*node.args[0].args))
+
+
+def _timezone(node: Object, key: Key) -> Node:
+    return str(_zone(node))
+
+
+def _timedelta(node: Object, key: Key) -> Node:
+    days, seconds, microseconds = node.args
+    return days * 86400.0 + seconds + microseconds / 1e6
+
+
+def _uuid(node: Object, key: Key) -> Node:
+    import uuid
+
+    return str(uuid.UUID(int=node.state.get("int")))
+
+
+def _range(node: Object, key: Key) -> Node:
+    return f"{node.function.name}({', '.join(map(repr, _numbers(node.args)))})"
+
+
+def _numbers(args: Node) -> Node:
+    if any(part is not None and type(part) is not int for part in args):
+        raise ValueError("not plain numbers")
+    return args
+
+
+def _named_member(node: Object, key: Key) -> Node:
+    """`getattr(class, name)`: how some Pythons pickle an enum member."""
+    owner, name = node.args
+    return name if type(owner) is Global and type(name) is str else DROP
+
+
+def _text_argument(node: Object, key: Key) -> Node:
+    return node.args[0] if type(node.args[0]) is str else DROP
+
+
+def _numpy_scalar(node: Object, key: Key) -> Node:
+    kind, data = node.args
+    code, order = _numpy_type(kind)
+    if code == "b1":
+        return data != b"\0"
+    if code[0] in "SU":
+        return data.decode("latin1" if code[0] == "S" else f"utf-32-{'be' if order == '>' else 'le'}").rstrip("\0")
+    if code in ("c8", "c16"):
+        return Object("reduce", Global("builtins", "complex"), struct.unpack(order + {"c8": "2f", "c16": "2d"}[code], data))
+    return struct.unpack(order + _STRUCT[code], data)[0]
+
+
+_STRUCT = {
+    "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "f2": "e", "f4": "f", "f8": "d",
+}  # fmt: skip
+_TORCH = {
+    "b1": "bool", "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64", "u1": "uint8", "u2": "uint16", "u4": "uint32",
+    "u8": "uint64", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128",
+}  # fmt: skip
+
+
+def _numpy_type(node: Node) -> tuple[str, str]:
+    """The code ("f8") and byte order ("<" or ">") of a pickled numpy.dtype."""
+    if type(node) is not Object or str(node.function) != "numpy.dtype" or type(node.args[0]) is not str:
+        raise ValueError("not a numpy dtype")
+    order = node.state[1] if type(node.state) is tuple else "<"
+    return node.args[0], ">" if order == ">" else "<"
+
+
+def _numpy_dtype(node: Object, key: Key) -> Node:
+    code, _ = _numpy_type(node)
+    return _TORCH.get(code, code)
+
+
+def _numpy_array(node: Object, key: Key) -> Node:
+    """An array by `_reconstruct` and its state (version, shape, dtype, is_fortran, bytes)."""
+    _, shape, kind, fortran, data = node.state
+    return _array(shape, kind, fortran, data, key)
+
+
+def _numpy_frombuffer(node: Object, key: Key) -> Node:
+    buffer, kind, shape, order = node.args
+    data = buffer.args[0] if type(buffer) is Object else buffer
+    return _array(shape, kind, order == "F", data, key)
+
+
+def _array(shape: Any, kind: Node, fortran: Any, data: Any, key: Key) -> Node:
+    code, order = _numpy_type(kind)
+    if code not in _TORCH:
+        return _object_array(shape, code, data)
+    dtype: DType = DTYPES[_TORCH[code]]
+    if type(data) is not bytes or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError("not plain numbers")
+    if order == ">" and dtype.swap_width > 1:
+        width = dtype.swap_width
+        data = b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))
+    stride = tuple(reversed(contiguous_stride(shape[::-1]))) if fortran else contiguous_stride(shape)
+    entry = Entry(Storage(key(), dtype if dtype.storage else None, len(data), "cpu", Literal(data)), dtype, shape, stride, 0)
+    tree.check(entry)
+    return entry
+
+
+def _object_array(shape: Any, code: str, data: Any) -> Node:
+    """An array of Python objects with one dimension: a list of them."""
+    if not code.startswith("O") or type(data) is not List or shape != (len(data.items),):
+        raise ValueError("not plain numbers")
+    return List(list(data.items))
+
+
+_CONVERSIONS: dict[str, Callable[[Object, Key], Node]] = {
+    "argparse.Namespace": _attributes_dict,
+    "types.SimpleNamespace": _attributes_dict,
+    "collections.defaultdict": _items_dict,
+    "collections.deque": _items_list,
+    "builtins.frozenset": _as_set,
+    "builtins.set": _as_set,
+    "builtins.list": _items_list,
+    "builtins.dict": _items_dict,
+    "datetime.datetime": _timestamp,
+    "datetime.date": _timestamp,
+    "datetime.time": _timestamp,
+    "datetime.timedelta": _timedelta,
+    "datetime.timezone": _timezone,
+    "uuid.UUID": _uuid,
+    "builtins.range": _range,
+    "builtins.slice": _range,
+    "builtins.getattr": _named_member,
+    "numpy.dtype": _numpy_dtype,
+    "decimal.Decimal": _text_argument,
+    "fractions.Fraction": _text_argument,
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy.core.multiarray._reconstruct": _numpy_array,
+    "numpy.core.numeric._frombuffer": _numpy_frombuffer,
+    **{f"pathlib.{name}": _path for name in PATHS},
+}

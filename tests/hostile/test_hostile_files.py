@@ -1,0 +1,222 @@
+"""The file as a whole: rows 1 to 13."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import os
+import tarfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.errors import NotACheckpointError, UnsupportedContainerError, ZipError
+from tests.hostile.headers import info, safetensors
+from tests.hostile.refusals import refused, write
+from tests.hostile.zips import Rec, build
+
+TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3)}
+
+
+def saved(**options: bool) -> bytes:
+    """A checkpoint by torch."""
+    buffer = io.BytesIO()
+    torch.save(TENSORS, buffer, **options)
+    return buffer.getvalue()
+
+
+def test_01_empty(tmp_path: Path) -> None:
+    """A file of no bytes."""
+    refused(write(tmp_path, b""), NotACheckpointError, "an empty file")
+
+
+@pytest.mark.parametrize("data", [b"a", b"ab", b"abc", b"some text\n", b"PK", b"\x80", b"\x00\x01"])
+def test_02_short_or_text(data: bytes, tmp_path: Path) -> None:
+    """A few bytes, shown in the message."""
+    refused(write(tmp_path, data), NotACheckpointError, "is not a checkpoint", f"begins with {data[:16]!r}")
+
+
+@pytest.mark.parametrize("start", [b"<!DOCTYPE html>\n", b"\n  <html lang='en'>", b"\xef\xbb\xbf<HTML>", b"<head>"])
+def test_03_web_page(start: bytes, tmp_path: Path) -> None:
+    """What a server sent in place of the file, with its title."""
+    page = start + b"<head><title>\n Sign in \xe2\x80\x94 Hub</title></head><body>no</body></html>"
+    refused(write(tmp_path, page), NotACheckpointError, "is a web page", "'Sign in \u2014 Hub'")
+
+
+@pytest.mark.parametrize("name", ["bad.pth", "bad.safetensors"])
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b'{"error": "Access to this model is restricted"}', "JSON"),
+        (b'{"err": {"code": 404}}', "JSON"),
+        (b'[{"error": 1}]', "JSON"),
+        (b'<?xml version="1.0"?>\n<Error><Code>NoSuchKey</Code></Error>', "XML"),
+    ],
+)
+def test_04_error_body(body: bytes, kind: str, name: str, tmp_path: Path) -> None:
+    """A JSON or XML answer, with its first line; the second has its second brace where a safetensors header begins."""
+    refused(write(tmp_path, body, name), NotACheckpointError, f"is {kind} text", repr(body.split(b"\n")[0].decode()))
+
+
+@pytest.mark.parametrize("name", ["bad.pth", "bad.safetensors"])
+def test_05_lfs_pointer(name: str, tmp_path: Path) -> None:
+    """A git-LFS pointer, with the real size."""
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 46827520\n"
+    refused(write(tmp_path, pointer, name), NotACheckpointError, "git-LFS pointer", "46827520 bytes", "git lfs pull")
+
+
+@pytest.mark.parametrize("size", [1, 8, 512, 4096, 3_000_000])
+@pytest.mark.parametrize("name", ["bad.pth", "bad.safetensors"])
+def test_06_zeros(name: str, size: int, tmp_path: Path) -> None:
+    """Nothing but zeros, which torch takes for a tar."""
+    refused(write(tmp_path, bytes(size), name), NotACheckpointError, f"{size} zero bytes", "never written")
+
+
+def test_06_zeros_at_the_start_only(tmp_path: Path) -> None:
+    """A file that begins with zeros and goes on with something is not called unwritten."""
+    refused(write(tmp_path, bytes(5000) + b"x"), NotACheckpointError, "is not a checkpoint")
+
+
+PACKED = {
+    "gzip": (gzip.compress(b"x" * 100), "a gzip archive", "gunzip"),
+    "7z": (b"7z\xbc\xaf\x27\x1c" + bytes(40), "a 7z archive", "Unpack"),
+    "xz": (lzma.compress(b"x" * 100), "an xz archive", "unxz"),
+    "zstd": (b"\x28\xb5\x2f\xfd" + bytes(40), "a zstd archive", "unzstd"),
+    "bzip2": (b"BZh9" + bytes(40), "a bzip2 archive", "bunzip2"),
+    "png": (b"\x89PNG\r\n\x1a\n" + zlib.compress(b"x"), "a PNG picture", ""),
+    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(40), "an HDF5 file", ""),
+    "gguf": (b"GGUF\x03" + bytes(40), "a GGUF file", ""),
+    "npy": (b"\x93NUMPY\x01" + bytes(40), "a NumPy array file", ""),
+}
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_07_other_types(kind: str, tmp_path: Path) -> None:
+    """Another type of file under a checkpoint's name is called by its own."""
+    data, called, fix = PACKED[kind]
+    refused(write(tmp_path, data), NotACheckpointError, f"is {called}", fix)
+
+
+def test_08_text_mode(tmp_path: Path) -> None:
+    """A zip in which every line feed got a carriage return."""
+    refused(write(tmp_path, saved().replace(b"\n", b"\r\n")), ZipError, "text-mode transfer", "binary mode")
+
+
+def test_08_text_mode_in_the_end_record(tmp_path: Path) -> None:
+    """The same where the end record itself was torn apart: ten records are one line feed."""
+    many = {f"t{index}": torch.zeros(1) for index in range(4)}
+    buffer = io.BytesIO()
+    torch.save(many, buffer)
+    assert buffer.getvalue()[-12] == 10
+    refused(write(tmp_path, buffer.getvalue().replace(b"\n", b"\r\n")), ZipError, "text-mode transfer")
+
+
+def test_08_text_mode_legacy(tmp_path: Path) -> None:
+    """A legacy stream that went the same way."""
+    data = saved(_use_new_zipfile_serialization=False).replace(b"\n", b"\r\n")
+    refused(write(tmp_path, data), NotACheckpointError, "text-mode transfer")
+
+
+def test_09_directory(tmp_path: Path) -> None:
+    """A folder."""
+    folder = tmp_path / "folder.pth"
+    folder.mkdir()
+    refused(folder, NotACheckpointError, "is a directory")
+
+
+def test_09_fifo(tmp_path: Path) -> None:
+    """A pipe without a writer is not waited for."""
+    os.mkfifo(tmp_path / "pipe.pth")
+    refused(tmp_path / "pipe.pth", NotACheckpointError, "no regular file")
+
+
+def test_09_dangling_link(tmp_path: Path) -> None:
+    """A link to nothing, and nothing at all."""
+    (tmp_path / "link.pth").symlink_to(tmp_path / "gone.pth")
+    refused(tmp_path / "link.pth", NotACheckpointError, "link to a file that is not there")
+    refused(tmp_path / "gone.pth", NotACheckpointError, "There is no such file")
+
+
+def test_09_link_to_itself(tmp_path: Path) -> None:
+    """A link that leads in a circle."""
+    (tmp_path / "loop.pth").symlink_to("loop.pth")
+    refused(tmp_path / "loop.pth", NotACheckpointError, "cannot be read")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "nul\0nul", "file.pth/below.pth"])
+def test_09_impossible_paths(name: str, tmp_path: Path) -> None:
+    """Paths that the system refuses."""
+    write(tmp_path, b"", "file.pth")
+    with pytest.raises(NotACheckpointError, match="cannot be read"):
+        ckpt_tools.inspect(tmp_path / name)
+    with pytest.raises(NotACheckpointError, match="cannot be read"):
+        ckpt_tools.convert(tmp_path / name, tmp_path / "out.pth")
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_07_other_types_as_safetensors(kind: str, tmp_path: Path) -> None:
+    """The same under the name of the other container."""
+    refused(write(tmp_path, PACKED[kind][0], "bad.safetensors"), NotACheckpointError, f"is {PACKED[kind][1]}")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_09_no_permission(tmp_path: Path) -> None:
+    """A file that may not be read."""
+    path = write(tmp_path, saved())
+    path.chmod(0)
+    refused(path, NotACheckpointError, "Permission denied")
+
+
+@pytest.mark.parametrize("name", ["zip.safetensors", "zip.tar", "zip.dat", "no_suffix"])
+def test_10_wrong_extension(name: str, tmp_path: Path) -> None:
+    """A torch-zip is one under any name, and a safetensors file too."""
+    found = ckpt_tools.inspect(write(tmp_path, saved(), name))
+    assert (found.container, [row["name"] for row in found.tensors]) == ("torch-zip", ["a.weight"])
+    plain = write(tmp_path, safetensors({"a": info()}, bytes(8)), "really.pth")
+    assert ckpt_tools.inspect(plain).container == "safetensors"
+
+
+def test_11_torchscript(tmp_path: Path) -> None:
+    """A TorchScript program is named, with the way to its weights."""
+    records = {"archive/data.pkl": b"\x80\x02}.", "archive/constants.pkl": b"\x80\x02).", "archive/version": b"3\n"}
+    data = build([Rec(name.encode(), content) for name, content in records.items()])
+    refused(write(tmp_path, data), UnsupportedContainerError, "TorchScript program", "torch.jit.load")
+
+
+def test_12_tar(tmp_path: Path) -> None:
+    """A tar is named and never unpacked; a zip that is called .pth.tar is a zip."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        member = tarfile.TarInfo("../escape")
+        member.size = 4
+        tar.addfile(member, io.BytesIO(b"evil"))
+    refused(write(tmp_path, buffer.getvalue(), "old.tar"), UnsupportedContainerError, "is a tar archive", "torch 0.1")
+    assert not (tmp_path.parent / "escape").exists()
+    assert ckpt_tools.inspect(write(tmp_path, saved(), "model.pth.tar")).totals["tensors"] == 1
+
+
+def test_12_legacy(tmp_path: Path) -> None:
+    """A stream of torch before 1.6 is named, with the way out."""
+    data = saved(_use_new_zipfile_serialization=False)
+    refused(write(tmp_path, data), UnsupportedContainerError, "torch-legacy stream", "before 1.6", "torch.save")
+
+
+def test_12_plain_pickle(tmp_path: Path) -> None:
+    """A pickle that torch did not write."""
+    refused(write(tmp_path, b"\x80\x04}."), UnsupportedContainerError, "a plain pickle")
+
+
+def test_13_two_zips(tmp_path: Path) -> None:
+    """Two archives, one behind the other, as in a .distcp shard: which one is meant is not guessed."""
+    refused(write(tmp_path, saved() + saved()), ZipError, "not where the file says", ".distcp")
+
+
+def test_13_two_zips_with_other_sizes(tmp_path: Path) -> None:
+    """The same where the two differ."""
+    buffer = io.BytesIO()
+    torch.save({"b": torch.zeros(100)}, buffer)
+    refused(write(tmp_path, saved() + buffer.getvalue()), ZipError, "not where the file says", ".distcp")
