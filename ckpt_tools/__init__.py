@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ckpt_tools._version import __version__
-from ckpt_tools.checkpoint import Checkpoint, open_checkpoint
-from ckpt_tools.convert import Converted, convert
-from ckpt_tools.describe import Description, inspect
+from ckpt_tools.convert import convert
 from ckpt_tools.errors import CkptError
 
+if TYPE_CHECKING:
+    from ckpt_tools.checkpoint import Checkpoint, open_checkpoint
+    from ckpt_tools.conversion import Converted
+    from ckpt_tools.describe import Description, inspect
+
 __all__ = ["Checkpoint", "CkptError", "Converted", "Description", "__version__", "convert", "inspect", "open_checkpoint"]
+
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "Converted": "conversion",
+    "Description": "describe",
+    "inspect": "describe",
+    "open_checkpoint": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The other public names are imported when they are first used: `ckpt inspect` does not pay for `convert`."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ckpt_tools' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"ckpt_tools.{_HOMES[name]}"), name)

@@ -15,7 +15,6 @@ import click
 
 import ckpt_tools
 from ckpt_tools.convert import convert as convert_checkpoint
-from ckpt_tools.describe import inspect as describe_checkpoint
 from ckpt_tools.errors import CkptError, NotACheckpointError
 
 if TYPE_CHECKING:
@@ -100,6 +99,8 @@ def inspect(
 
     Exit code: 0 all shown, 3 when one cannot be read (the others are shown).
     """
+    from ckpt_tools.describe import inspect as describe_checkpoint
+
     files, code = _expand(paths), 0
     for number, path in enumerate(files):
         try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt_tools.checkpoint import Checkpoint, Tensor, collector_paused, is_optimizer, is_tensor, open_checkpoint
-from ckpt_tools.names import MODULE, wrappers_in
+from ckpt_tools.names import MODULE, printable, wrappers_in
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plain import as_value, is_known
 from ckpt_tools.transforms import dotted
@@ -266,17 +265,3 @@ def _convert(path: str, options: str) -> str:
     stem, suffix = os.path.splitext(path)
     parts = ["ckpt", "convert", shlex.quote(path), shlex.quote(f"{stem}.fixed{suffix}"), *options.split()]
     return printable(" ".join(parts))
-
-
-def printable(text: str) -> str:
-    """Text from a file as it may go to a terminal or page: control, format and surrogate characters are escaped."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(_escape(character) for character in text)
-
-
-def _escape(character: str) -> str:
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
-        code = ord(character)
-        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
-    return character

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -173,3 +174,17 @@ def _target(path: str, moves: Mapping[str, set[str | None]]) -> str | None:
         return "" if targets and not path else None
     (target,) = targets
     return f"{target}.{tail}" if target and tail else str(target) + tail
+
+
+def printable(text: str) -> str:
+    """Text from a file as it may go to a terminal or page: control, format and surrogate characters are escaped."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escape(character) for character in text)
+
+
+def _escape(character: str) -> str:
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
+        code = ord(character)
+        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
+    return character

@@ -43,8 +43,8 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
             result = torch.frombuffer(out, dtype=after)
             result.copy_(values)
             if may_overflow:
-                values = values if source.bits > 8 else values.float()  # torch has no isfinite for fp8
-                count.overflowed += int((result.isinf() & values.isfinite()).sum())
+                wide, narrow = (part if part.itemsize > 1 else part.float() for part in (values, result))  # fp8 has no isfinite
+                count.overflowed += int((wide.isfinite() & ~narrow.isfinite()).sum())
             yield memoryview(out)
 
     return Computed(content.length // source.itemsize * target.itemsize, work, content)

@@ -9,7 +9,7 @@ from ckpt_tools import tree
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plain_keys import plain_keys
-from ckpt_tools.plain_values import PATHS, Key, plain_object, plain_subclass
+from ckpt_tools.plain_values import PATHS, Key, plain_instance, plain_object, plain_subclass
 from ckpt_tools.tree import DROP, ByteString, Dict, Entry, Global, List, Node, Object, Where
 
 # Kept as they are by default, beside what weights_only allows.
@@ -105,6 +105,9 @@ _SIMPLE = frozenset(
 )
 
 
+_INSIDE: Where = ("<inside an object>",)
+
+
 @dataclass(frozen=True, slots=True)
 class Fate:
     """What became of one object: `became` is the kind of plain data, or "dropped"."""
@@ -121,7 +124,9 @@ def find_unknown(root: Node) -> list[tuple[Where, str]]:
     for node in tree.reachable(root):
         name = _unknown_name(node)
         if name is not None:
-            found.append((places.get(id(node), ("<inside an object>",)), name))
+            found.append((places.get(id(node), _INSIDE), name))
+    named = {name for where, name in found if where is not _INSIDE}
+    found = [(where, name) for where, name in found if where is not _INSIDE or name not in named]
     return sorted(set(found), key=lambda item: (tuple(map(str, item[0])), item[1]))
 
 
@@ -185,9 +190,9 @@ def make_plain(root: Node) -> tuple[Node, list[Fate]]:
         return f"plain{next(numbers)}"
 
     changed = plain_keys(root, lambda node: _plain(node, key))
-    fates = [Fate(places.get(id(node), ("<key>",)), _name(node), _kind(new)) for node, new in changed]
+    fates = [Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)) for node, new in changed]
     root, fates = _exchange(root, lambda node: _plain(node, key), places, fates)
-    told = {(fate.where, fate.name) for fate in fates}
+    told = {(fate.where, fate.name) for fate in fates} | {(_INSIDE, fate.name) for fate in fates}
     fates += [Fate(where, name, "part of the object around it") for where, name in unknown if (where, name) not in told]
     return root, fates
 
@@ -196,7 +201,7 @@ def _exchange(root: Node, swap: Callable[[Node], Node], places: dict[int, Where]
     def noting(node: Node) -> Node:
         new = swap(node)
         if new is not node:
-            fates.append(Fate(places.get(id(node), ("<inside an object>",)), _name(node), _kind(new)))
+            fates.append(Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)))
         return new
 
     return tree.replace(root, noting), fates
@@ -235,8 +240,8 @@ def _plain(node: Node, key: Key) -> Node:
         return _plain_tensor(node)
     if type(node) is not Object:
         return node
-    if type(node.function) is not Global:
-        return DROP
+    if type(node.function) is not Global:  # a nested class, or a partial of __new__, in protocol 2
+        return plain_instance(node)
     return plain_object(node, node.function, key)
 
 

@@ -19,7 +19,8 @@ Key = Callable[[], str]
 PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 _PRIMITIVES = frozenset((type(None), bool, int, float, str, bytes))
 _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
-_MAX_NAMES = 1_000_000  # in one state dict: modules that hold one another twice would have endless ones
+# In one state dict: modules that hold themselves, or one another twice, would have endless names.
+_MAX_MODULE_DEPTH, _MAX_CHARACTERS = 900, 100_000_000
 
 
 def plain_object(node: Object, name: Global, key: Key) -> Node:
@@ -37,7 +38,7 @@ def plain_object(node: Object, name: Global, key: Key) -> Node:
         return DROP
     convert = _CONVERSIONS.get(str(name).replace("numpy._core.", "numpy.core.").replace("pathlib._local.", "pathlib."))
     if convert is None:
-        return _plain_instance(node)
+        return plain_instance(node)
     try:
         return convert(node, key)
     except (ValueError, TypeError, IndexError, AttributeError, KeyError, struct.error, OverflowError, CkptError):
@@ -50,7 +51,7 @@ def plain_subclass(node: Object) -> Object:
     return node if python_type in ALLOWED else Object("reduce", node.args[0], inner)
 
 
-def _plain_instance(node: Object) -> Node:
+def plain_instance(node: Object) -> Node:
     """An instance of a class that we do not know: its contents, its module's state dict, its attributes, its arguments."""
     state = attributes(node)
     if state is not None and all(type(state.get(part)) in (Dict, Object) for part in ("_parameters", "_buffers", "_modules")):
@@ -64,7 +65,9 @@ def _plain_instance(node: Object) -> Node:
         return List(items)
     if state is not None:
         return Dict(list(state.items))
-    return _made_from(node.args) if node.state is None else _made_from((node.state,))
+    if node.state is not None:
+        return _made_from(node.state if type(node.state) is tuple else (node.state,))
+    return _made_from(node.args)
 
 
 def _made_from(args: Node) -> Node:
@@ -97,12 +100,12 @@ def module_state_dict(module: Object) -> Dict:
         LimitError: modules that hold one another, or millions of names.
     """
     result: list[tuple[Node, Node]] = []
-    todo: list[tuple[str, Node]] = [("", module)]
-    visits = 0
+    todo: list[tuple[str, int, Node]] = [("", 0, module)]
+    spare = _MAX_CHARACTERS
     while todo:
-        prefix, node = todo.pop()
-        visits += 1
-        if visits + len(result) > _MAX_NAMES or len(prefix) > _MAX_NAMES:
+        prefix, depth, node = todo.pop()
+        spare -= len(prefix) + 1
+        if spare < 0 or depth > _MAX_MODULE_DEPTH:
             raise LimitError("A pickled module has more sub-modules than a model can have: they may hold one another.")
         state = attributes(node)
         if state is None:
@@ -110,7 +113,10 @@ def module_state_dict(module: Object) -> Dict:
         hidden = _set_items(state.get("_non_persistent_buffers_set"))
         own = _mapping(state.get("_parameters")) + [pair for pair in _mapping(state.get("_buffers")) if pair[0] not in hidden]
         result += [(f"{prefix}{name}", _detached(value)) for name, value in own if value is not None]
-        children = [(f"{prefix}{name}.", child) for name, child in _mapping(state.get("_modules")) if child is not None]
+        spare -= (len(prefix) + 16) * len(own)
+        children = [
+            (f"{prefix}{name}.", depth + 1, child) for name, child in _mapping(state.get("_modules")) if child is not None
+        ]
         todo.extend(reversed(children))
     return Dict(result, ordered=True)
 
@@ -206,6 +212,10 @@ def _named_member(node: Object, key: Key) -> Node:
     return name if type(owner) is Global and type(name) is str else DROP
 
 
+def _fraction(node: Object, key: Key) -> Node:
+    return "/".join(map(str, _numbers(node.args))) if len(node.args) == 2 else _text_argument(node, key)
+
+
 def _text_argument(node: Object, key: Key) -> Node:
     return node.args[0] if type(node.args[0]) is str else DROP
 
@@ -299,7 +309,7 @@ _CONVERSIONS: dict[str, Callable[[Object, Key], Node]] = {
     "builtins.getattr": _named_member,
     "numpy.dtype": _numpy_dtype,
     "decimal.Decimal": _text_argument,
-    "fractions.Fraction": _text_argument,
+    "fractions.Fraction": _fraction,
     "numpy.core.multiarray.scalar": _numpy_scalar,
     "numpy.core.multiarray._reconstruct": _numpy_array,
     "numpy.core.numeric._frombuffer": _numpy_frombuffer,

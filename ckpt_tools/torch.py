@@ -19,7 +19,7 @@ from ckpt_tools import tree as trees
 from ckpt_tools.checkpoint import Checkpoint, StateDict, find_state_dicts, is_tensor, open_checkpoint
 from ckpt_tools.containers import safetensors
 from ckpt_tools.convert import Format, output_format
-from ckpt_tools.dtypes import DTYPES
+from ckpt_tools.dtypes import DTYPES, DType
 from ckpt_tools.errors import ContainerLimitError, NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.files import replacing
 from ckpt_tools.flatten import flatten
@@ -132,17 +132,21 @@ def load_state_dict(
         NothingMatchedError: no state dict there, or several and no `select`. CollisionError: two names would become one.
         UsageError: a dtype that is no float, a device that is not there. CkptError: the file cannot be read.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise UsageError(f"dtype={dtype} is no float type.")
+    if dtype is not None and not (dtype.is_floating_point and _dtype_row(dtype).packed == 1):
+        raise UsageError(f"dtype={dtype} is no float type that torch casts to.")
     with open_checkpoint(path) as checkpoint:
         state_dict = _choose(checkpoint, select)
         if unwrap:
             transforms.rename_state_dict(state_dict, names.unwrap)
         root = casts.to_little_endian(_loadable(state_dict.node), checkpoint.decoded.byteorder)
         if dtype is not None:
-            root, _ = casts.cast_floats(root, DTYPES[str(dtype).removeprefix("torch.")])
+            root, _ = casts.cast_floats(root, _dtype_row(dtype))
         loaded: dict[str, torch.Tensor] = _Builder(checkpoint, map_location).build(root)
         return loaded
+
+
+def _dtype_row(dtype: torch.dtype) -> DType:
+    return DTYPES[str(dtype).removeprefix("torch.")]
 
 
 def _loadable(node: Dict) -> Dict:
@@ -258,6 +262,9 @@ class _Builder:
         return tensor.requires_grad_(entry.requires_grad)
 
     def storage(self, storage: Storage) -> torch.UntypedStorage:
+        device = self.device(storage.device or "cpu")
+        if device.type == "meta":
+            return torch.UntypedStorage(storage.nbytes, device="meta")  # type: ignore[no-untyped-call]
         data = bytearray(storage.nbytes)
         fill(storage.content, memoryview(data))
         made = (
@@ -265,7 +272,6 @@ class _Builder:
             if data
             else torch.empty(0, dtype=torch.uint8).untyped_storage()
         )
-        device = self.device(storage.device or "cpu")
         return made if device.type == "cpu" else made.to(device=device)
 
     def device(self, tag: str) -> torch.device:
@@ -373,7 +379,7 @@ def _entry_of(tensor: torch.Tensor, name: str, storages: dict[int, Storage]) -> 
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise ContainerLimitError(f"{name!r} is a sparse, quantised or meta tensor, which safetensors cannot hold.")
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+    dtype = _dtype_row(tensor.dtype)
     live = tensor.untyped_storage()
     storage = storages.get(live._cdata)
     if storage is None:

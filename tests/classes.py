@@ -5,6 +5,9 @@ from __future__ import annotations
 import enum
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+
 
 class Plain:
     """Attributes in `__dict__`."""
@@ -113,6 +116,14 @@ class Bits(enum.IntFlag):
 
     ONE = 1
     TWO = 2
+
+
+class Array(np.ndarray[Any, Any]):
+    """An array that NumPy does not know."""
+
+
+class OwnTensor(torch.Tensor):
+    """A tensor that torch does not know."""
 
 
 def function() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
-from ckpt_tools.convert import Converted
+from ckpt_tools.conversion import Converted
 from ckpt_tools.errors import (
     ChecksumError,
     CkptError,

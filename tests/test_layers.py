@@ -15,7 +15,7 @@ PACKAGE = Path(ckpt_tools.__file__).parent
 LAYERS = [
     ["errors", "dtypes", "_version"],
     ["names", "files"],
-    ["plan"],
+    ["plan", "cloning"],
     ["tree", "writer"],
     ["pickling"],
     ["containers"],
@@ -23,6 +23,7 @@ LAYERS = [
     ["transforms", "plain", "plain_keys", "plain_values", "numeric"],
     ["casts", "flatten"],
     ["describe", "conversion"],
+    ["convert"],
     ["torch", "render"],
     ["cli"],
     ["__init__", "__main__"],
@@ -113,4 +114,4 @@ def test_inspect_imports_little() -> None:
     """`ckpt inspect --json` loads neither rich nor what only convert needs."""
     code = "import sys, ckpt_tools.cli; print(*sorted(m for m in sys.modules if m.startswith('ckpt_tools') or m == 'rich'))"
     loaded = set(fresh(code).split())
-    assert not loaded & {"rich", "ckpt_tools.render.text", "ckpt_tools.numeric", "ckpt_tools.torch"}
+    assert not loaded & {"rich", "ckpt_tools.render.text", "ckpt_tools.conversion", "ckpt_tools.writer", "ckpt_tools.numeric"}

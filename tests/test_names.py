@@ -1,4 +1,4 @@
-"""Names under wrappers: what real wrappers make of them is undone exactly, `_metadata` included, and nothing else is touched."""
+"""Names under wrappers: what real wrappers do is undone exactly, `_metadata` included, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -147,7 +147,9 @@ def test_unwrap(name: str, plain: str) -> None:
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
-@given(st.lists(st.sampled_from(["module", "_orig_mod", "conv", "0", "_fsdp_wrapped_module", "weight"]), min_size=1, max_size=6))
+@given(
+    st.lists(st.sampled_from(["module", "_orig_mod", "conv", "0", "_fsdp_wrapped_module", "weight"]), min_size=1, max_size=6)
+)
 def test_renamings_keep_the_last_part(parts: list[str]) -> None:
     """Stripping is done after one time, keeps the tensor's own name, and only takes parts away."""
     name = ".".join(parts)

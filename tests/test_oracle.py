@@ -78,7 +78,7 @@ def test_inspect_lists_what_torch_loads(path: Path) -> None:
 @zip_corpus
 def test_inspect_lists_what_torch_loads_from_real_files(row: dict[str, Any]) -> None:
     """Real torch-zips that weights_only loads are listed as torch loads them."""
-    if not row["loads_weights_only"] is True:
+    if row["loads_weights_only"] is not True:
         pytest.skip("torch refuses it with weights_only, and a stranger's file is not loaded without")
     loaded, tags = load_with_tags(row["path"], weights_only=True)
     assert_lists(row["path"], loaded, tags)

@@ -22,7 +22,7 @@ from tests.graphs import assert_same, element_bytes, live_tensors, load_with_tag
 from tests.test_oracle import assert_lists
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
-quick = settings(deadline=None, derandomize=True, max_examples=int(__import__("os").environ.get("HEX","60")))
+quick = settings(deadline=None, derandomize=True, max_examples=int(__import__("os").environ.get("HEX", "60")))
 
 # --- object graphs
 
@@ -40,7 +40,7 @@ leaves = st.one_of(
     st.sets(hashable, max_size=4),
     st.sampled_from(
         [
-            torch.float16, torch.device("cuda", 1), torch.Size([2, 3]), classes.Plain, classes.Outer.Inner, classes.function, len,
+            torch.float16, torch.device("cuda", 1), torch.Size([2, 3]), classes.Plain, classes.Outer.Inner, classes.function,
             classes.Label("a"), classes.Count(3), classes.Bits.ONE | classes.Bits.TWO, PurePosixPath("/a/b"), range(3),
         ]
     ),
@@ -89,7 +89,7 @@ def closed(kind: str, parts: list[Any]) -> Any:
     if kind == "tuple":
         return tuple(parts)
     if kind == "pair":
-        return classes.Pair(*(parts + [None, None])[:2])
+        return classes.Pair(*[*parts, None, None][:2])
     return classes.Reduced(*parts) if kind == "reduced" else classes.Keyword(value=parts[0] if parts else None)
 
 
@@ -179,7 +179,9 @@ def tensors(draw: Any) -> dict[str, torch.Tensor]:
         raw = bytes(byte & 1 for byte in raw) if dtype is torch.bool else raw
         storage = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
         for index in range(draw(st.integers(1, 4))):
-            made[f"layer{base}.{draw(st.text(st.characters(exclude_categories=['Cs']), max_size=3))}{index}"] = view(draw, storage)
+            made[f"layer{base}.{draw(st.text(st.characters(exclude_categories=['Cs']), max_size=3))}{index}"] = view(
+                draw, storage
+            )
     for number, name in enumerate(draw(st.lists(st.sampled_from(sorted(made)), max_size=2))):
         made[f"tied{number}.weight"] = made[name]
     return made

@@ -7,15 +7,18 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.convert import Converted
-from ckpt_tools.describe import Description, printable
 from ckpt_tools.errors import CkptError
+from ckpt_tools.names import printable
+
+if TYPE_CHECKING:
+    from ckpt_tools.conversion import Converted
+    from ckpt_tools.describe import Description
 
 Sort = Literal["name", "size", "file"]
 SHOWN_ROWS = 40

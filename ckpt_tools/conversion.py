@@ -1,0 +1,283 @@
+"""What `convert` does to a checkpoint: edit its tree, lay the result out in a container, move the bytes, report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ckpt_tools import casts, flatten, plain, transforms
+from ckpt_tools.checkpoint import Checkpoint, StateDict, collector_paused, find_state_dicts, find_tensors, open_checkpoint
+from ckpt_tools.cloning import Clone
+from ckpt_tools.containers import safetensors, torch_zip
+from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
+from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
+from ckpt_tools.files import Output, free_bytes, no_space
+from ckpt_tools.names import strip_inner, strip_leading, strip_module, uneven, unwrap
+from ckpt_tools.plan import Piece, total
+from ckpt_tools.transforms import Rename, dotted
+from ckpt_tools.tree import DROP, Node, Where
+from ckpt_tools.writer import Progress, write
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedNames:
+    """What happened to the names of one state dict."""
+
+    where: list[str | int]
+    tensors: int
+    renamed: int
+    examples: list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFate:
+    """What became of one object."""
+
+    where: list[str | int]
+    name: str
+    became: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something the user should know: `code` is stable, `text` a sentence."""
+
+    code: str
+    text: str
+
+
+@dataclass(slots=True)
+class Converted:
+    """The report of a conversion.
+
+    Attributes:
+        source, target: the two paths. container: the output's. dry_run: whether nothing was written.
+        state_dicts: what happened to the names, per state dict.
+        dropped: paths of the tensors and values that were left out, with the reason.
+        objects: every object that was exchanged or dropped.
+        devices: "from -> to": number of storages.
+        casts: number of tensors cast, by "from -> to". overflowed: tensor name -> finite values that became infinite.
+        optimizer_names: how many `param_names` changed.
+        aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
+        notes: what else the user should know.
+        tensors, bytes: tensors in the output, and its size. seconds: how long it took.
+    """
+
+    source: str
+    target: str
+    container: str = ""
+    dry_run: bool = False
+    state_dicts: list[RenamedNames] = field(default_factory=list)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    objects: list[ObjectFate] = field(default_factory=list)
+    devices: dict[str, int] = field(default_factory=dict)
+    casts: dict[str, int] = field(default_factory=dict)
+    overflowed: dict[str, int] = field(default_factory=dict)
+    optimizer_names: int = 0
+    aliases: dict[str, str] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    tensors: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+def run(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], edits: Edits, output: Output | None, clone: Clone | None,
+    progress: Progress | None,
+) -> Converted:  # fmt: skip
+    """Read, plan and, with an output, write; the input must still be what was read when the output takes its name."""
+    report = Converted(str(source), str(target), "torch-zip" if edits.kind == "pth" else "safetensors", output is None)
+    with open_checkpoint(source) as checkpoint:
+        with collector_paused():
+            pieces = edits.plan(checkpoint, report)
+        report.bytes = total(pieces)
+        if output is not None:
+            _check_space(output, report.bytes, clone)
+            write(pieces, output, progress, clone)
+            checkpoint.decoded.source.check_unchanged()
+            if edits.casting is not None:
+                report.overflowed = edits.casting.overflowed()
+    return report
+
+
+def _check_space(output: Output, size: int, clone: Clone | None) -> None:
+    free = free_bytes(output.target.parent)
+    if free is not None and free + (clone.done if clone else 0) < size:
+        raise no_space(output.target, size)
+
+
+class Edits:
+    """The options, checked; and what they do to a checkpoint."""
+
+    def __init__(
+        self, names: Names, keep: Sequence[str], drop: Sequence[str], select: str | None, map_location: str | None,
+        dtype: str | None, dtype_only: Sequence[str], objects: str | None, kind: str, verify: bool,
+    ) -> None:  # fmt: skip
+        if dtype is not None and dtype not in CAST_TARGETS:
+            raise UsageError(f"--dtype {dtype!r} is none of bf16, fp16, fp32, fp64.")
+        if dtype_only and dtype is None:
+            raise UsageError("--dtype-only says which tensors --dtype casts; --dtype is missing.")
+        if objects not in (None, "keep", "plain", "drop"):
+            raise UsageError(f"--objects {objects!r} is none of keep, plain, drop.")
+        self.names, self.keep, self.drop, self.select = names, keep, drop, select
+        self.map_location = map_location
+        self.retag = transforms.parse_map_location(map_location) if map_location is not None else None
+        self.dtype = DTYPES[CAST_TARGETS[dtype]] if dtype is not None else None
+        self.dtype_only, self.objects, self.kind, self.verify = dtype_only, objects, kind, verify
+        self.casting: casts.Casting | None = None
+
+    def plan(self, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
+        """Edit the tree, fill in the report, lay the output out."""
+        report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
+        root = checkpoint.root if self.select is None else transforms.select(checkpoint.root, self.select)
+        root = _apply_objects(root, checkpoint, self.objects, report, selected=self.select is not None)
+        if self.keep or self.drop:
+            gone = transforms.filter_tensors(root, self.keep, self.drop)
+            report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
+        self.names.apply(root, report)
+        if self.retag is not None:
+            root, report.devices = transforms.map_devices(root, self.retag)
+            _note_devices(report, checkpoint, self.kind, self.map_location)
+        root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
+        if self.dtype is not None:
+            root, self.casting = casts.cast_floats(root, self.dtype, self.dtype_only)
+            report.casts = self.casting.moves
+            if self.casting.steps:
+                text = f"{self.casting.steps} step counters of optimizers keep their dtype; --dtype-only '*.step' casts them."
+                report.notes.append(Note("steps-kept", text))
+        report.tensors = sum(1 for _ in find_tensors(root))
+        return _lay_out(root, checkpoint, self.kind, report, self.objects, verify=self.verify)
+
+
+class Names:
+    """The name options, checked and put together into one function of a name."""
+
+    def __init__(
+        self, strip: bool, add: bool, unwrapping: bool, strip_prefix: str | None, add_prefix: str | None, rename: Sequence[str]
+    ) -> None:
+        if strip and add:
+            raise UsageError("--strip-module and --add-module contradict each other.")
+        if strip_prefix == "" or add_prefix == "":
+            raise UsageError("A prefix cannot be empty.")
+        self.steps: list[tuple[str, Rename]] = []
+        if strip:
+            self.steps.append(("--strip-module", strip_module))
+        if unwrapping:
+            self.steps.append(("--unwrap", unwrap))
+        if strip_prefix is not None:
+            self.steps.append((f"--strip-prefix {strip_prefix}", lambda name: strip_leading(name, strip_prefix)))
+        for text in rename:
+            pattern, replacement = transforms.parse_rename(text)
+            self.steps.append((f"--rename {text!r}", lambda name, p=pattern, r=replacement: p.sub(r, name)))  # type: ignore[misc]
+        for prefix in (add_prefix, "module." if add else None):
+            if prefix is not None:
+                self.steps.append(("--add-prefix", lambda name, prefix=prefix: prefix + name))  # type: ignore[misc]
+
+    def apply(self, root: Node, report: Converted) -> None:
+        """Rename in every state dict and every optimizer, and report it."""
+        found = find_state_dicts(root)
+        if self.steps:
+            self._check_matches(found, report)
+            self._note_uneven(found, report)
+        for state_dict in found:
+            renamed = transforms.rename_state_dict(state_dict, self.rename)
+            examples = list(renamed.changes.items())[:3]
+            report.state_dicts.append(RenamedNames(list(renamed.where), renamed.tensors, len(renamed.changes), examples))
+        if self.steps:
+            report.optimizer_names = transforms.rename_optimizers(root, self.rename)
+
+    def rename(self, name: str) -> str:
+        """The new name."""
+        for _, step in self.steps:
+            name = step(name)
+        return name
+
+    def _check_matches(self, found: list[StateDict], report: Converted) -> None:
+        """A --rename that changes nothing is refused; another option that changes nothing is noted."""
+        if not found:
+            raise NothingMatchedError("There is no state dict to rename in.", why="No mapping of names to tensors was found.")
+        names = [name for state_dict in found for name in state_dict.names]
+        for option, step in self.steps:
+            new = [step(name) for name in names]
+            if new == names and option.startswith("--rename"):
+                raise NothingMatchedError(f"{option} changes no name.", fix="ckpt inspect --all FILE lists the names.")
+            if new == names:
+                report.notes.append(Note("no-prefix", f"{option}: no name has the prefix; the names stay as they are."))
+            names = new
+
+    def _note_uneven(self, found: list[StateDict], report: Converted) -> None:
+        """Say so where some names of a state dict lose more than one `module.`, and others one."""
+        options = [option for option, _ in self.steps if option in ("--strip-module", "--unwrap")]
+        for state_dict in found if options else ():
+            pair = uneven(map(strip_inner, state_dict.names) if "--unwrap" in options else state_dict.names)
+            if pair is not None:
+                text = (
+                    f"{options[0]}: {pair[0]!r} loses one 'module.', {pair[1]!r} more. Where the model itself has a sub-module "
+                )
+                fix = r"of that name, remove one only: --rename '^module\.='."
+                report.notes.append(Note("uneven-prefix", text + fix))
+
+
+def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool) -> Node:
+    decoded = checkpoint.decoded
+    simple = all(map(plain.is_known, decoded.globals)) and not decoded.unusual  # then nothing can be unknown
+    unknown = [] if simple else plain.find_unknown(root)
+    present = {name for _, name in unknown}
+    hidden = [] if selected else [g for g in checkpoint.decoded.globals if not plain.is_known(g) and str(g) not in present]
+    if policy is None and (unknown or hidden):
+        raise _objects_error(checkpoint, unknown, [str(name) for name in hidden])
+    for name in hidden:
+        report.objects.append(ObjectFate([], str(name), "dropped"))
+    if policy in (None, "keep"):
+        return root
+    root, fates = plain.make_plain(root) if policy == "plain" else plain.drop_unknown(root)
+    report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+    if root is None or root is DROP:
+        raise NothingMatchedError("Nothing would be left.", why="The whole checkpoint is one object that has no plain form.")
+    return root
+
+
+def _objects_error(checkpoint: Checkpoint, unknown: list[tuple[Where, str]], hidden: list[str]) -> ObjectsError:
+    lines = [f"{dotted(where) or 'the root'}: {name}" for where, name in unknown]
+    lines += [f"{name} (named by the pickle, not part of what it makes)" for name in hidden]
+    more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+    return ObjectsError(
+        f"{checkpoint.path} holds objects that are not plain data.", why="; ".join(lines[:8]) + more + ".",
+        fix="Choose with --objects: 'plain' makes data of them, 'drop' leaves them out, 'keep' keeps them as they are.",
+    )  # fmt: skip
+
+
+def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: str | None) -> None:
+    if "safetensors" in (checkpoint.container, report.container):
+        report.notes.append(Note("no-device-tags", "safetensors has no device tags, so --map-location changes nothing in it."))
+    elif not report.devices:
+        report.notes.append(Note("devices-unchanged", f"--map-location {spec}: no storage had to change."))
+
+
+def _lay_out(
+    root: Node, checkpoint: Checkpoint, kind: str, report: Converted, objects: str | None, *, verify: bool
+) -> list[Piece]:
+    decoded = checkpoint.decoded
+    if verify and not decoded.has_checksums:
+        report.notes.append(Note("no-checksums", "--verify: the input carries no checksums."))
+    if not report.tensors and checkpoint.tensors:
+        raise NothingMatchedError("No tensor would be left.")
+    if kind == "safetensors":
+        flat = flatten.flatten(root, objects=objects, metadata=decoded.metadata)
+        report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
+        report.notes += [Note(code, text) for code, text in flat.notes]
+        report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
+        pieces = safetensors.lay_out(flat.tensors, flat.metadata)
+        return casts.checked(pieces, root) if verify and decoded.has_checksums else pieces
+    if decoded.container == "safetensors":
+        lost = [key for key in decoded.metadata if key not in (safetensors.ALIASES, safetensors.STATE_DICT_METADATA, "format")]
+        report.dropped += [(key, "safetensors metadata; a .pth has no place for it") for key in lost]
+    verify = verify and decoded.has_checksums
+    pieces = torch_zip.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums, verify=verify)
+    return casts.checked(pieces, root) if verify else pieces

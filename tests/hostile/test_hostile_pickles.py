@@ -1,0 +1,583 @@
+"""The pickle in a checkpoint: rows 46 to 68."""
+
+from __future__ import annotations
+
+import collections
+import io
+import json
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.errors import LimitError, ObjectsError, PickleError, TensorError
+from tests.hostile import pickles as p
+from tests.hostile.refusals import convert_refused, refused, warned, write
+from tests.hostile.zips import torch_zip
+
+FLOATS = {"0": struct.pack("<6f", *range(6))}
+SYSTEM = p.glob("os", "system")
+COMMAND = p.tuple_of(p.text("touch /tmp/evil"))
+
+
+def beside(value: bytes) -> bytes:
+    """A torch-zip with a tensor `a.w` and this value `x` beside it."""
+    return raw(p.dict_of(**{"a.w": p.tensor(), "x": value}))
+
+
+def raw(opcodes: bytes, *, protocol: bytes = p.PROTO2) -> bytes:
+    """A torch-zip with these opcodes between PROTO and STOP."""
+    return torch_zip(protocol + opcodes + p.STOP, FLOATS)
+
+
+def listed(path: Path, name: str) -> None:
+    """`inspect` lists the global; `convert` refuses until it is told what to do, and then does it, without the global."""
+    assert name in ckpt_tools.inspect(path).globals
+    assert name in ckpt_tools.inspect(path).weights_only["refused"]
+    convert_refused(path, ObjectsError, "not plain data", name, "--objects")
+    for policy in ("drop", "plain"):
+        out = path.parent / f"{policy}.pth"
+        ckpt_tools.convert(path, out, objects=policy)  # type: ignore[arg-type]
+        assert name not in ckpt_tools.inspect(out).globals
+        assert torch.equal(torch.load(out, weights_only=True)["a.w"], torch.arange(6.0).reshape(2, 3))
+
+
+# --- 46 to 53: globals and calls
+
+CALLS = {
+    "46_reduce": (SYSTEM + COMMAND + p.REDUCE, "os.system"),
+    "46_eval": (p.call("builtins", "eval", p.text("1")), "builtins.eval"),
+    "46_python2_name": (p.call("__builtin__", "eval", p.text("1")), "builtins.eval"),
+    "46_torch_load": (p.call("torch.serialization", "load", p.text("x")), "torch.serialization.load"),
+    "46_only_named": (SYSTEM, "os.system"),
+    "46_newobj": (p.glob("subprocess", "Popen") + COMMAND + b"\x81", "subprocess.Popen"),
+    "46_newobj_ex": (p.glob("subprocess", "Popen") + COMMAND + p.EMPTY_DICT + b"\x92", "subprocess.Popen"),
+    "46_in_a_key": (p.EMPTY_DICT + p.MARK + SYSTEM + b"K\x01" + p.SETITEMS, "os.system"),
+    "46_in_a_tuple": (p.tuple_of(SYSTEM + COMMAND + p.REDUCE), "os.system"),
+    "46_in_the_state_of_a_known_class": (
+        p.glob("argparse", "Namespace") + b")\x81" + p.dict_of(x=SYSTEM) + p.BUILD, "os.system"),
+    "46_called_with_a_call": (p.call("builtins", "getattr", p.glob("os", "sys"), p.text("x")), "builtins.getattr"),
+    "47_stack_global": (p.text("os") + p.text("system") + b"\x93" + COMMAND + p.REDUCE, "os.system"),
+    "47_stack_global_from_the_memo": (
+        p.text("system") + p.put(7) + p.text("os") + p.put(8) + b"00" + p.get(8) + p.get(7) + b"\x93" + COMMAND + p.REDUCE,
+        "os.system"),
+    "47_stack_global_from_two_strings": (b"U\x02os" + b"S'system'\n" + b"\x93" + COMMAND + p.REDUCE, "os.system"),
+    "50_inst": (p.MARK + p.text("touch /tmp/evil") + b"ios\nsystem\n", "os.system"),
+    "50_inst_without_arguments": (p.MARK + b"icollections\nUserDict\n", "collections.UserDict"),
+    "50_obj": (p.MARK + SYSTEM + p.text("touch /tmp/evil") + b"o", "os.system"),
+    "50_call_hidden_by_pop": (SYSTEM + COMMAND + p.REDUCE + b"0" + p.NONE, "os.system"),
+    "50_call_hidden_by_pop_mark": (p.MARK + SYSTEM + COMMAND + p.REDUCE + b"1" + p.NONE, "os.system"),
+    "50_call_hidden_by_a_later_value": (
+        p.EMPTY_DICT + p.text("k") + SYSTEM + COMMAND + p.REDUCE + p.SETITEM + p.text("k") + p.NONE + p.SETITEM, "os.system"),
+    "50_call_hidden_in_the_memo": (SYSTEM + COMMAND + p.REDUCE + p.put(300) + b"0" + p.NONE, "os.system"),
+    "52_build_on_a_global": (p.glob("os", "environ") + p.dict_of(x=p.NONE) + p.BUILD, "os.environ"),
+    "52_build_on_a_call": (SYSTEM + COMMAND + p.REDUCE + p.dict_of(x=p.NONE) + p.BUILD, "os.system"),
+    "52_build_with_slots": (
+        p.glob("os", "system") + p.EMPTY_TUPLE + b"\x81" + p.tuple_of(p.NONE, p.dict_of(a=p.NONE)) + p.BUILD, "os.system"),
+    "46_append_to_an_object": (SYSTEM + COMMAND + p.REDUCE + p.NONE + p.APPEND, "os.system"),
+    "46_setitem_on_an_object": (SYSTEM + COMMAND + p.REDUCE + p.NONE + p.NONE + p.SETITEM, "os.system"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_46_47_50_52_globals_are_listed(case: str, tmp_path: Path) -> None:
+    """However a global is named or called, it is listed, nothing runs, and the user decides."""
+    opcodes, name = CALLS[case]
+    listed(write(tmp_path, beside(opcodes)), name)
+
+
+def test_46_a_call_of_a_call(tmp_path: Path) -> None:
+    """What a call returned is called again: a function without a name of its own."""
+    inner = p.call("builtins", "getattr", p.glob("os", "path"), p.text("join"))
+    path = write(tmp_path, beside(inner + COMMAND + p.REDUCE))
+    assert "builtins.getattr" in ckpt_tools.inspect(path).globals
+    convert_refused(path, ObjectsError, "a computed function", "builtins.getattr")
+
+
+@pytest.mark.parametrize("function", [p.tuple_of(p.NONE), p.EMPTY_TUPLE + p.TUPLE1 * 2000, p.integer(1 << 100_000), p.NONE])
+def test_46_a_call_of_something_else(function: bytes, tmp_path: Path) -> None:
+    """A value in the place of a function, also one that Python could not print; as a dict key too."""
+    called = function + p.EMPTY_TUPLE + p.REDUCE
+    path = write(tmp_path, beside(p.EMPTY_DICT + called + called + p.SETITEM))
+    ckpt_tools.inspect(path)
+    convert_refused(path, ObjectsError, "a computed function")
+    report = ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
+    assert report.tensors == 1
+
+
+@pytest.mark.parametrize("known", ["collections.OrderedDict", "builtins.set", "argparse.Namespace", "pathlib.PosixPath"])
+def test_46_known_data_needs_no_word(known: str, tmp_path: Path) -> None:
+    """The table of known data: these are kept without being asked about."""
+    module, _, name = known.rpartition(".")
+    path = write(tmp_path, beside(p.glob(module, name) + p.EMPTY_TUPLE + p.REDUCE))
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert known in ckpt_tools.inspect(tmp_path / "out.pth").globals
+
+
+@pytest.mark.parametrize("name", [p.NONE + p.NONE, b"K\x01" + p.text("x"), p.text("os") + p.EMPTY_LIST, b"C\x02os" * 2])
+def test_47_stack_global_of_no_text(name: bytes, tmp_path: Path) -> None:
+    """Names that are no text."""
+    refused(write(tmp_path, raw(name + b"\x93")), PickleError, "names a global by something that is no text", "offset")
+
+
+@pytest.mark.parametrize("after", [b"\0", p.pickle(SYSTEM, COMMAND, p.REDUCE), b"garbage"])
+def test_48_bytes_after_stop(after: bytes, tmp_path: Path) -> None:
+    """A second pickle, or anything, behind the first: mentioned, not read, not written."""
+    path = write(tmp_path, torch_zip(p.pickle(p.dict_of(**{"a.w": p.tensor()})) + after, FLOATS))
+    found = warned(path, "trailing-pickle-bytes")
+    assert "os.system" not in found.globals
+    assert after not in (tmp_path / "out.pth").read_bytes() or after == b"\0"
+
+
+@pytest.mark.parametrize("code", [b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00"])
+def test_51_extension_codes(code: bytes, tmp_path: Path) -> None:
+    """EXT1, EXT2, EXT4 name a global of whoever reads."""
+    refused(write(tmp_path, raw(code)), PickleError, "which no checkpoint uses", "offset 3 is EXT")
+
+
+@pytest.mark.parametrize("code", [b"\x97", b"N\x98"])
+def test_67_buffers(code: bytes, tmp_path: Path) -> None:
+    """NEXT_BUFFER and READONLY_BUFFER refer to bytes outside the file."""
+    refused(write(tmp_path, raw(code)), PickleError, "_BUFFER", "outside the file", "offset")
+
+
+PERSISTENT = {
+    "none": p.NONE,
+    "text": p.text("storage"),
+    "empty": p.EMPTY_TUPLE,
+    "four_parts": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu")),
+    "six_parts": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu"), b"K\x06", p.NONE),
+    "module": p.tuple_of(p.text("module"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu"), b"K\x06"),
+    "key_is_int": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), b"K\x00", p.text("cpu"), b"K\x06"),
+    "device_is_none": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.NONE, b"K\x06"),
+    "size_is_bool": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu"), p.TRUE),
+    "size_is_float": p.tuple_of(
+        p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu"), b"G" + bytes(8)
+    ),
+    "list": p.EMPTY_LIST,
+}
+
+
+@pytest.mark.parametrize("case", PERSISTENT)
+def test_53_persistent_id(case: str, tmp_path: Path) -> None:
+    """A persistent id that is no storage, or one with parts of the wrong type."""
+    opcodes = PERSISTENT[case]
+    offset = 2 + len(opcodes) + 1
+    refused(write(tmp_path, raw(opcodes + p.PERSID)), PickleError, "The pickle refers to", f"offset {offset} ")
+
+
+def test_53_text_persistent_id(tmp_path: Path) -> None:
+    """PERSID, the form of protocol 0."""
+    refused(write(tmp_path, raw(b"Pstorage\n")), PickleError, "no storage", "offset")
+
+
+def test_53_storage_where_a_tensor_should_be(tmp_path: Path) -> None:
+    """A tensor that is built on something else than a storage."""
+    refused(write(tmp_path, raw(p.tensor(on=p.NONE))), TensorError, "where a storage is expected", "offset")
+
+
+# --- 54 to 57: the stream
+
+
+def frame(length: int, body: bytes) -> bytes:
+    """A FRAME with this length."""
+    return b"\x95" + struct.pack("<Q", length) + body
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "said"),
+    [
+        (frame(2, b"K\x01.") + b"", "ends beyond its frame"),
+        (frame(1, b"K\x01"), "ends beyond its frame"),
+        (frame(3, p.text("abc")), "claims 3 bytes where"),
+        (frame(10, frame(1, p.NONE)), "frame inside a frame"),
+        (frame(2**63, p.NONE), "opens a frame of 9223372036854775808 bytes where"),
+        (frame(2**64 - 1, p.NONE), "bytes where 2 are left"),
+        (b"\x95\x01", "cut off"),
+    ],
+)
+def test_54_frames(opcodes: bytes, said: str, tmp_path: Path) -> None:
+    """A frame that an opcode crosses, one in another, one longer than the stream."""
+    path = write(tmp_path, torch_zip(p.PROTO4 + opcodes + p.STOP if said != "cut off" else p.PROTO4 + opcodes, FLOATS))
+    if said == "ends beyond its frame" and opcodes[1] == 2:
+        assert ckpt_tools.inspect(path).values == {}  # K and STOP fill the frame, what follows is a trailing byte
+    else:
+        refused(path, PickleError, said, "offset")
+
+
+LENGTHS = {
+    "BINUNICODE": b"X\xff\xff\xff\xff",
+    "BINUNICODE8": b"\x8d" + b"\xff" * 8,
+    "SHORT_BINUNICODE": b"\x8c\xff",
+    "BINSTRING": b"T\xff\xff\xff\x7f",
+    "BINSTRING_negative": b"T\xff\xff\xff\xff",
+    "SHORT_BINSTRING": b"U\xff",
+    "BINBYTES": b"B\xff\xff\xff\xff",
+    "BINBYTES8": b"\x8e" + b"\xff" * 8,
+    "SHORT_BINBYTES": b"C\xff",
+    "BYTEARRAY8": b"\x96" + b"\xff" * 8,
+    "LONG1": b"\x8a\xff",
+    "LONG4": b"\x8b\xff\xff\xff\x7f",
+    "LONG4_negative": b"\x8b\xff\xff\xff\xff",
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_55_lengths(case: str, tmp_path: Path) -> None:
+    """A length beyond the bytes that are left, or a negative one."""
+    refused(write(tmp_path, raw(LENGTHS[case])), PickleError, "claims", "bytes where 1 are left", "offset")
+
+
+@pytest.mark.parametrize("opcode", [b"r\xff\xff\xff\xff", b"p99999999999999999999\n"])
+def test_56_huge_memo_index(opcode: bytes, tmp_path: Path) -> None:
+    """It is remembered, at the cost of one entry, and can be recalled."""
+    get = opcode.replace(b"r", b"j").replace(b"p", b"g")
+    path = write(tmp_path, beside(p.text("v") + opcode + b"0" + get))
+    assert ckpt_tools.inspect(path).values["x"] == "v"
+
+
+def test_56_memo_written_out_of_order(tmp_path: Path) -> None:
+    """Memo entries written ahead, then reached by counting: MEMOIZE goes on where Python's does."""
+    body = p.text("a") + b"\x94" + p.text("ahead") + p.put(2) + p.text("b") + p.put(1) + p.text("c") + p.put(2)
+    body += p.text("d") + b"\x94" + p.text("e") + b"\x94"
+    body = p.MARK + body + p.get(0) + p.get(1) + p.get(2) + p.get(3) + p.get(4) + p.TUPLE
+    expected = pickle.loads(p.PROTO4 + body + p.STOP)
+    found = ckpt_tools.inspect(write(tmp_path, raw(p.dict_of(x=body), protocol=p.PROTO4)))
+    assert found.values["x"] == list(expected)
+
+
+STREAMS = {
+    "underflow_TUPLE2": b"N\x86",
+    "underflow_TUPLE3": b"NN\x87",
+    "underflow_REDUCE": b")R",
+    "underflow_BUILD": b"b",
+    "underflow_POP": b"0",
+    "underflow_DUP": b"2",
+    "underflow_APPEND": b"N",
+    "underflow_below_a_mark": b"N(\x85",
+    "underflow_PERSID": b"Q",
+    "no_MARK_TUPLE": b"NNt",
+    "no_MARK_SETITEMS": b"}NNu",
+    "no_MARK_APPENDS": b"]Ne",
+    "no_MARK_POP_MARK": b"N1",
+    "no_MARK_OBJ": b"No",
+    "empty_OBJ": b"(o",
+    "memo_miss_BINGET": b"h\x07",
+    "memo_miss_LONG_BINGET": b"j\xff\xff\xff\xff",
+    "memo_miss_GET": b"g123\n",
+    "memo_miss_GET_negative": b"g-1\n",
+    "memo_PUT_negative": b"Np-1\n",
+    "memo_PUT_no_number": b"Npx\n",
+    "memo_PUT_of_nothing": b"q\x00",
+    "odd_SETITEMS": b"}(NNNu",
+    "odd_DICT": b"(Nd",
+    "append_to_None": b"NNa",
+    "append_to_a_dict": b"}Na",
+    "append_to_a_tensor": p.tensor() + b"Na",
+    "set_in_a_list": b"]NNs",
+    "set_in_None": b"NNNs",
+    "additems_to_a_list": b"](N\x90",
+    "additems_to_a_call": p.glob("builtins", "set") + b"(K\x05tR(N\x90",
+    "reduce_with_a_list": SYSTEM + b"]R",
+    "newobj_with_None": SYSTEM + b"N\x81",
+    "newobj_ex_with_None": SYSTEM + b")N\x92",
+    "build_of_a_list": b"]}b",
+    "build_of_a_dict": b"}}b",
+    "build_of_a_tensor": p.tensor() + b"}b",
+    "unknown_opcode_0": b"\x00",
+    "unknown_opcode_FF": b"\xff",
+    "protocol_6": b"\x80\x06",
+    "protocol_255": b"\x80\xff",
+    "no_number_INT": b"Ix\n",
+    "no_number_LONG": b"L--1L\n",
+    "no_number_FLOAT": b"Fx\n",
+    "number_of_5000_digits": b"I" + b"9" * 5000 + b"\n",
+    "no_line_end": b"I12",
+    "no_quotes_STRING": b"Sabc\n",
+    "one_quote_STRING": b"S'\n",
+    "bad_escape_STRING": b"S'\\xz'\n",
+    "escape_at_the_end_STRING": b"S'\\'\n",
+    "no_utf8": p.text(b"\xff\xfe"),
+    "bad_raw_unicode": b"V\\uD8\n",
+}
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_57_malformed(case: str, tmp_path: Path) -> None:
+    """Underflow, no MARK, memo misses, odd pairs, wrong targets, unknown opcodes: each with its offset."""
+    refused(
+        write(tmp_path, raw(STREAMS[case] + (b"" if case != "underflow_APPEND" else b"a"))), PickleError, "malformed", "offset"
+    )
+
+
+@pytest.mark.parametrize(
+    "stream", [b"", b"\x80", b"\x80\x02", b"\x80\x02N", b"\x80\x02.", b"\x80\x02c", b"\x80\x02X\x01", b"G123"]
+)
+def test_57_no_stop(stream: bytes, tmp_path: Path) -> None:
+    """A stream that ends too early."""
+    refused(write(tmp_path, torch_zip(stream, FLOATS)), PickleError, "malformed", "offset")
+
+
+def test_57_python2_strings(tmp_path: Path) -> None:
+    """Escapes in the strings of protocol 0, without a warning of Python's; what is no text stays bytes."""
+    body = p.list_of(b"S'a\\tb\\x41\\101\\q\\\\\\''\n", b'S"\\377"\n', b"U\x01\xff")
+    expected = [b"a\tbAA\\q\\'".decode(), "1 bytes", "1 bytes"]
+    path = write(tmp_path, beside(body))
+    values = ckpt_tools.inspect(path).values
+    assert [values[f"x.{index}"] for index in range(3)] == expected
+
+
+# --- 58 to 68: values
+
+
+def test_58_nesting(tmp_path: Path) -> None:
+    """A million containers in each other, of every kind, in the tree and on the way to it."""
+    count = 1_000_000
+    for deep in (p.EMPTY_LIST * count, p.MARK * count, p.NONE + p.TUPLE1 * count):
+        refused(write(tmp_path, raw(deep)), LimitError, "The pickle")
+    nested = p.EMPTY_LIST * 50_000 + p.APPEND * 49_999
+    refused(write(tmp_path, raw(nested)), LimitError, "nested more than 10000 deep")
+
+
+def test_58_depth_that_passes(tmp_path: Path) -> None:
+    """Two thousand levels are read, converted and read again."""
+    deep = p.EMPTY_LIST * 2000 + p.APPEND * 1999
+    path = write(tmp_path, beside(deep))
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert ckpt_tools.inspect(tmp_path / "out.pth").totals["tensors"] == 1
+
+
+def test_59_deep_tuple_as_a_key(tmp_path: Path) -> None:
+    """Hashing such a key crashes pickle and torch. Built from shallow keys step by step, it is refused all the same."""
+    key = p.NONE + p.TUPLE1 * 5000
+    refused(write(tmp_path, raw(p.EMPTY_DICT + key + p.NONE + p.SETITEM)), PickleError, "tuple nested more than 100 deep")
+    steps = p.EMPTY_DICT + p.NONE + p.put(0) + b"0"
+    for _ in range(50):
+        steps += p.get(0) + p.TUPLE1 * 60 + p.put(0) + p.NONE + p.SETITEM
+    refused(write(tmp_path, raw(steps)), PickleError, "tuple nested more than 100 deep")
+
+
+@pytest.mark.parametrize("key", [p.EMPTY_LIST, p.EMPTY_DICT, p.ORDERED_DICT, p.tuple_of(p.EMPTY_LIST), b"\x8f"])
+def test_59_unhashable_keys(key: bytes, tmp_path: Path) -> None:
+    """A key that Python would refuse."""
+    refused(write(tmp_path, raw(p.EMPTY_DICT + key + p.NONE + p.SETITEM)), PickleError, "cannot hash")
+
+
+def test_60_laughs(tmp_path: Path) -> None:
+    """A kilobyte that stands for 10**60 values: read, described, converted."""
+    levels = b"".join(p.list_of(p.get(level) * 10) + p.put(level + 1) for level in range(60))
+    path = write(tmp_path, beside(p.EMPTY_LIST + p.put(0) + levels + p.TUPLE2 * 60))
+    assert len(json.dumps(ckpt_tools.inspect(path).to_json())) < 1_000_000
+    for target in ("out.pth", "out.safetensors"):
+        assert ckpt_tools.convert(path, tmp_path / target).tensors == 1
+    assert (tmp_path / "out.pth").stat().st_size < 20_000
+
+
+def test_61_colliding_keys(tmp_path: Path) -> None:
+    """Keys of one hash value: a hundred thousand take the time of others."""
+    step = 2**61 - 1
+    keys = b"".join(p.integer(step * index) + p.NONE for index in range(1, 100_000))
+    path = write(tmp_path, beside(p.EMPTY_DICT + p.MARK + keys + p.SETITEMS))
+    for target in ("out.pth", "out.safetensors"):
+        assert ckpt_tools.convert(path, tmp_path / target).tensors == 1
+
+
+@pytest.mark.parametrize("opcode", [p.EMPTY_DICT, p.EMPTY_LIST, p.NONE + p.TUPLE1 + b"0", p.ORDERED_DICT[:-1] + p.REDUCE])
+def test_62_node_budget(opcode: bytes, tmp_path: Path) -> None:
+    """Thirty megabytes of EMPTY_DICT, and of the other containers: refused by the budget."""
+    size = 30_000_000 if opcode == p.EMPTY_DICT else 3_000_000
+    many = opcode * (size // len(opcode)) if len(opcode) < 20 else p.glob("collections", "OrderedDict") + p.put(0)
+    many += (p.get(0) + b")R") * 700_000 if len(opcode) >= 20 else b""
+    refused(write(tmp_path, raw(many)), LimitError, "more objects than a checkpoint of its size")
+
+
+def test_62_what_pickle_writes_passes(tmp_path: Path) -> None:
+    """The smallest containers in the greatest number that torch.save can write: the budget is no obstacle to them."""
+    for value in ([[] for _ in range(300_000)], {i: [] for i in range(300_000)}, [(i, None) for i in range(200_000)],
+                  [{i: None} for i in range(200_000)], dict.fromkeys(range(70_000)), collections.OrderedDict.fromkeys(range(70_000))):  # fmt: skip
+        torch.save({"w": torch.zeros(1), "x": value}, tmp_path / "many.pth")
+        assert ckpt_tools.inspect(tmp_path / "many.pth").totals["tensors"] == 1
+
+
+def test_63_long_numbers(tmp_path: Path) -> None:
+    """A number of megabytes as value, in a row, as key: never converted to text."""
+    number = p.integer((1 << 8_000_000) - 1)
+    path = write(tmp_path, beside(p.list_of(number + p.put(0), p.get(0), p.EMPTY_DICT + p.get(0) + p.NONE + p.SETITEM)))
+    found = ckpt_tools.inspect(path)
+    assert found.values["x.0"] == "int of 8000000 bits"
+    assert found.values["x.2.<int of 8000000 bits>"] is None
+    for target in ("out.pth", "out.safetensors"):
+        assert ckpt_tools.convert(path, tmp_path / target).tensors == 1
+
+
+HUGE = p.integer(-(1 << 100_000))
+HUGE_PLUS = p.integer(1 << 100_000)
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        p.tensor(offset=HUGE), p.tensor(offset=HUGE_PLUS), p.tensor(p.tuple_of(HUGE, HUGE)), p.tensor(p.tuple_of(HUGE_PLUS, b"K\x01")),
+        p.tensor(stride=p.tuple_of(HUGE_PLUS, b"K\x01")), p.tensor(stride=p.tuple_of(HUGE, b"K\x01")),
+        p.tensor(p.sizes(0, 2), p.tuple_of(HUGE_PLUS, b"K\x01")),
+        p.call("torch._utils", "_rebuild_meta_tensor_no_storage", p.glob("torch", "float32"), p.tuple_of(HUGE_PLUS), p.sizes(1), p.FALSE),
+        p.call("torch._utils", "_rebuild_meta_tensor_no_storage", p.glob("torch", "float32"), p.tuple_of(HUGE), p.sizes(1), p.FALSE),
+    ],
+)  # fmt: skip
+def test_63_long_numbers_in_tensors(opcodes: bytes, tmp_path: Path) -> None:
+    """The same as size, stride or offset, where the message must not spell it out."""
+    refused(write(tmp_path, raw(p.dict_of(w=opcodes))), TensorError, "tensor")
+
+
+def test_63_long_number_in_a_storage(tmp_path: Path) -> None:
+    """And as the size of a storage, or a memo index."""
+    refused(write(tmp_path, raw(p.storage("0", HUGE_PLUS))), PickleError, "malformed id")
+    refused(write(tmp_path, raw(b"g0x" + b"f" * 10_000 + b"\n")), PickleError, "cannot be read")
+
+
+def test_64_cycles(tmp_path: Path) -> None:
+    """A list and a dict that hold themselves: shown once, kept by a conversion, no obstacle to another."""
+    body = (
+        p.EMPTY_LIST + p.put(0) + p.EMPTY_DICT + p.put(1) + p.text("up") + p.get(0) + p.SETITEM + p.APPEND + p.get(0) + p.APPEND
+    )
+    path = write(tmp_path, beside(body))
+    ckpt_tools.inspect(path)
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)["x"]
+    assert loaded[1] is loaded
+    assert loaded[0]["up"] is loaded
+    ckpt_tools.convert(path, tmp_path / "out.safetensors")
+
+
+def test_64_root_cycle(tmp_path: Path) -> None:
+    """The root in itself."""
+    body = p.EMPTY_DICT + p.put(0) + p.text("a.w") + p.tensor() + p.SETITEM + p.text("me") + p.get(0) + p.SETITEM
+    path = write(tmp_path, raw(body))
+    assert [row["name"] for row in ckpt_tools.inspect(path).tensors] == ["a.w"]
+    ckpt_tools.convert(path, tmp_path / "out.pth", add_module=True)
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert loaded["me"] is loaded
+
+
+def test_64_cycle_through_a_tuple(tmp_path: Path) -> None:
+    """A tuple in a list in that tuple."""
+    body = p.EMPTY_LIST + p.put(0) + p.get(0) + p.TUPLE1 + p.put(1) + p.APPEND + p.get(1)
+    path = write(tmp_path, beside(p.tuple_of(body)))
+    ckpt_tools.inspect(path)
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth", weights_only=False)["x"][1][0][0] is not None
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (p.text("k"), p.text("k")), (b"K\x01", p.TRUE), (b"K\x01", b"G" + struct.pack(">d", 1.0)), (p.NONE, p.NONE),
+        (p.sizes(1, 2), p.tuple_of(p.TRUE, b"G" + struct.pack(">d", 2.0))), (p.integer(2**80), p.integer(2**80)),
+        (b"C\x01k", b"C\x01k"),
+    ],
+)  # fmt: skip
+def test_65_duplicate_keys(one: bytes, two: bytes, tmp_path: Path) -> None:
+    """A key that is set twice, also by something equal: the last value wins, at the first place, as in Python."""
+    body = p.EMPTY_DICT + p.MARK + one + p.text("first") + p.text("z") + p.NONE + two + p.text("last") + p.SETITEMS
+    path = write(tmp_path, beside(body))
+    found = warned(path, "repeated-key")
+    assert [value for key, value in found.values.items() if key.startswith("x.")] == ["last", None]
+    loaded = torch.load(path, weights_only=False)["x"]
+    again = torch.load(tmp_path / "out.pth", weights_only=False)["x"]
+    assert list(again.items()) == list(loaded.items())
+
+
+def test_65_duplicate_tensor_names(tmp_path: Path) -> None:
+    """Two tensors under one name: what torch would load is listed."""
+    body = p.EMPTY_DICT + p.MARK + p.text("a.w") + p.tensor() + p.text("a.w") + p.tensor(p.sizes(3), p.sizes(1)) + p.SETITEMS
+    path = write(tmp_path, raw(body))
+    warned(path, "repeated-key")
+    assert [row["shape"] for row in ckpt_tools.inspect(path).tensors] == [[3]]
+    assert torch.load(path)["a.w"].shape == (3,)
+
+
+def test_65_nan_and_bytes_keys(tmp_path: Path) -> None:
+    """NaN is a key as often as it is set; bytes and text of the same letters are two keys."""
+    nan = b"G" + struct.pack(">d", float("nan"))
+    body = p.EMPTY_DICT + p.MARK + nan + b"K\x01" + nan + b"K\x02" + b"C\x01k" + b"K\x03" + p.text("k") + b"K\x04" + p.SETITEMS
+    path = write(tmp_path, beside(body))
+    found = ckpt_tools.inspect(path)
+    assert "repeated-key" not in [row.code for row in found.findings]
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert len(torch.load(tmp_path / "out.pth", weights_only=False)["x"]) == 4
+
+
+NASTY = "\x1b[2J\x1b]0;owned\x07\u202e\u200f\x00\x7f\x9b31m\r\n\u2028\ud800<b>[red]\U000e0041"
+
+
+def test_66_names_never_reach_the_terminal_raw(tmp_path: Path) -> None:
+    """Every place where a file's text is shown: names, keys, values, devices, globals, keys of objects, messages."""
+    nasty = p.text(NASTY)
+    rows = [
+        p.text(f"{NASTY}.w") + p.tensor(), nasty + p.dict_of(w=p.tensor(on=p.storage("0", 6, device=NASTY.replace("\ud800", "")))),
+        p.text("value") + nasty, p.text("tied") + p.EMPTY_DICT + nasty + p.tensor() + p.SETITEM,
+        p.text("object") + p.text(f"mod{NASTY}") + p.text(f"{NASTY}Name") + b"\x93" + p.EMPTY_TUPLE + p.REDUCE,
+        p.text("global") + nasty + nasty + b"\x93", nasty + p.NONE, nasty + p.NONE,
+    ]  # fmt: skip
+    good = write(tmp_path, raw(p.EMPTY_DICT + p.MARK + b"".join(rows) + p.SETITEMS).replace(b"", b""), "good.pth")
+    bad = write(tmp_path, raw(p.tensor(on=p.storage(NASTY, 6))), "bad.pth")
+    bad_name = write(tmp_path, b"x", NASTY.replace("/", "").replace("\x00", "").replace("\ud800", "") + ".pth")
+    commands = [["inspect", good], ["inspect", "--all", good], ["inspect", "--tree", "--all", good], ["inspect", "--json", good],
+                ["inspect", bad], ["inspect", bad_name], ["convert", good, tmp_path / "o.pth"], ["inspect", "--json", bad],
+                ["convert", good, tmp_path / "o.pth", "--objects", "drop"], ["convert", bad_name, tmp_path / "p.pth"],
+                ["convert", good, tmp_path / "o.safetensors", "--objects", "plain"], ["inspect", "--depth", "1", good]]  # fmt: skip
+    for command in commands:
+        shown = run(command)
+        assert shown, command
+        for character in ("\x1b", "\x07", "\u202e", "\u200f", "\x00", "\x7f", "\x9b", "\r", "\u2028", "\U000e0041"):
+            assert character.encode() not in shown, (command, character, shown)
+        assert b"\xc2\x9b" not in shown
+        shown.decode("utf-8")
+
+
+def run(command: list[Any]) -> bytes:
+    """What the command line prints, both streams."""
+    code = "import sys; from ckpt_tools.cli import main; main(prog_name='ckpt')"
+    arguments = [sys.executable, "-W", "error", "-c", code, *map(str, command)]
+    done = subprocess.run(arguments, capture_output=True, check=False, env={"PYTHONPATH": ".", "COLUMNS": "100"})
+    assert b"Traceback" not in done.stderr, done.stderr.decode()
+    return done.stdout + done.stderr
+
+
+def test_66_names_in_a_safetensors_header(tmp_path: Path) -> None:
+    """The same for the other container."""
+    from tests.hostile.headers import info, safetensors
+
+    name = NASTY.replace("\ud800", "")
+    header = {"__metadata__": {name: name, "m": name}, name: info()}
+    path = write(tmp_path, safetensors(json.dumps(header), bytes(8)), "names.safetensors")
+    for command in (["inspect", "--all", path], ["inspect", "--json", path], ["convert", path, tmp_path / "o.pth"]):
+        shown = run(command)
+        for character in ("\x1b", "\x07", "\u202e", "\u200f", "\x00", "\x7f", "\u2028", "\U000e0041"):
+            assert character.encode() not in shown, (command, character, shown)
+
+
+def test_68_pickle_in_bytes(tmp_path: Path) -> None:
+    """A pickle inside bytes or text is only bytes or text."""
+    inner = p.pickle(SYSTEM, COMMAND, p.REDUCE)
+    encoded = p.call("_codecs", "encode", p.text(inner.decode("latin1")), p.text("latin1"))
+    path = write(tmp_path, beside(p.list_of(encoded, b"B" + struct.pack("<I", len(inner)) + inner)))
+    found = ckpt_tools.inspect(path)
+    assert "os.system" not in found.globals
+    assert found.values["x.0"] == f"{len(inner)} bytes"
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["x"] == [inner, inner]
+
+
+def test_68_saved_by_torch(tmp_path: Path) -> None:
+    """The same as torch writes it: a checkpoint in the bytes of a checkpoint."""
+    buffer = io.BytesIO()
+    torch.save({"evil": torch.zeros(1)}, buffer)
+    torch.save({"a.w": torch.zeros(1), "inner": buffer.getvalue()}, tmp_path / "outer.pth")
+    assert [row["name"] for row in ckpt_tools.inspect(tmp_path / "outer.pth").tensors] == ["a.w"]

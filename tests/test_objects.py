@@ -1,0 +1,391 @@
+"""`--objects`: what becomes of everything in a checkpoint that is neither plain data nor a tensor."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import types
+import uuid
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools.conversion import Converted
+from ckpt_tools.errors import CkptError, LimitError, NothingMatchedError, ObjectsError
+from fixtures.make import network
+from tests import classes
+from tests.graphs import assert_same, element_bytes
+
+UTC2 = datetime.timezone(datetime.timedelta(hours=2))
+
+
+def saved(tmp_path: Path, value: Any, protocol: int = 2) -> Path:
+    """A checkpoint with a value beside a tensor."""
+    path = tmp_path / "in.pth"
+    torch.save({"value": value, "w": torch.ones(1)}, path, pickle_protocol=protocol)
+    return path
+
+
+def plain(tmp_path: Path, value: Any, protocol: int = 2) -> tuple[Any, Converted]:
+    """The value with --objects plain, as weights_only loads it; and the report."""
+    target = tmp_path / "out.pth"
+    report = ckpt_tools.convert(saved(tmp_path, value, protocol), target, objects="plain", overwrite=True)
+    return torch.load(target, weights_only=True).get("value", "dropped"), report
+
+
+def filled(kind: type, **attributes: Any) -> Any:
+    """An instance with attributes."""
+    made = kind()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def defaults(**items: Any) -> Any:
+    """A defaultdict."""
+    return collections.defaultdict(list, items)
+
+
+def mapping(items: dict[str, Any], **attributes: Any) -> classes.Mapping:
+    """A dict subclass with attributes."""
+    made = classes.Mapping(items)
+    vars(made).update(attributes)
+    return made
+
+
+KNOWN: list[tuple[Any, Any, str]] = [
+    (argparse.Namespace(lr=0.1, more=[1]), {"lr": 0.1, "more": [1]}, "dict"),
+    (types.SimpleNamespace(a=1), {"a": 1}, "dict"),
+    (defaults(a=[1]), {"a": [1]}, "dict"),
+    (collections.deque([1, 2], maxlen=3), [1, 2], "list"),
+    (frozenset([1, 2]), {1, 2}, "set"),
+    (Path("/runs/best.pth"), "/runs/best.pth", "text"),
+    (PurePosixPath("runs/best.pth"), "runs/best.pth", "text"),
+    (PurePosixPath("."), ".", "text"),
+    (PurePosixPath("/"), "/", "text"),
+    (PureWindowsPath(r"C:\runs\best.pth"), r"C:\runs\best.pth", "text"),
+    (datetime.datetime(2026, 11, 20, 12, 30, 1, 5), "2026-11-20T12:30:01.000005", "text"),
+    (datetime.datetime(2026, 11, 20, tzinfo=datetime.timezone.utc), "2026-11-20T00:00:00+00:00", "text"),  # noqa: UP017
+    (datetime.datetime(2026, 11, 20, tzinfo=UTC2), "2026-11-20T00:00:00+02:00", "text"),
+    (datetime.date(2026, 11, 20), "2026-11-20", "text"),
+    (datetime.time(1, 2, tzinfo=UTC2), "01:02:00+02:00", "text"),
+    (datetime.timedelta(days=1, seconds=2), 86402.0, "number"),
+    (UTC2, "UTC+02:00", "text"),
+    (decimal.Decimal("1.10"), "1.10", "text"),
+    (fractions.Fraction(1, 3), "1/3", "text"),
+    (uuid.UUID(int=5), "00000000-0000-0000-0000-000000000005", "text"),
+    (range(1, 7, 2), "range(1, 7, 2)", "text"),
+    (slice(None, 3), "slice(None, 3, None)", "text"),
+    (np.dtype("float32"), "float32", "text"),
+    (len, "builtins.len", "text"),
+]
+UNKNOWN: list[tuple[Any, Any, str]] = [
+    (classes.Colour.GREEN, 2, "number"),
+    (classes.Mode.FAST, "fast", "text"),
+    (classes.Bits.ONE | classes.Bits.TWO, 3, "number"),
+    (filled(classes.Plain, a=1, b=[2]), {"a": 1, "b": [2]}, "dict"),
+    (filled(classes.Outer.Inner, a=1), {"a": 1}, "dict"),
+    (filled(classes.Slotted, left=1, right=(2,)), {"left": 1, "right": (2,)}, "dict"),
+    (filled(classes.Both, left=1, other=2), {"other": 2, "left": 1}, "dict"),
+    (mapping({"a": 1}, b=2), {"a": 1, "b": 2}, "dict"),
+    (classes.Sequence([1, 2]), [1, 2], "list"),
+    (classes.Label("name"), "name", "text"),
+    (classes.Count(4), 4, "number"),
+    (classes.Pair(1, "b"), (1, "b"), "tuple"),
+    (classes.Pair(1, [2]), [1, [2]], "list"),
+    (classes.Reduced(1, [2]), [1, [2]], "list"),
+    (classes.Keyword(value=3), {"value": 3}, "dict"),
+    (filled(classes.Stateful, data=[1]), ["state", [1]], "list"),
+    (classes.Plain, "tests.classes.Plain", "text"),
+    (classes.function, "tests.classes.function", "text"),
+    (ValueError("why"), "why", "text"),
+]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(("value", "expected", "became"), [*KNOWN, *UNKNOWN], ids=repr)
+def test_plain_form(tmp_path: Path, value: Any, expected: Any, became: str, protocol: int) -> None:
+    """Every kind of object has its plain form, which weights_only loads; the report says what became of it."""
+    loaded, report = plain(tmp_path, value, protocol)
+    assert_same(loaded, expected)
+    assert [fate.became for fate in report.objects if fate.where == ["value"]] == [became]
+
+
+@pytest.mark.parametrize("value", [row[0] for row in KNOWN], ids=repr)
+def test_known_objects_are_kept_unasked(tmp_path: Path, value: Any) -> None:
+    """Plain-data classes of Python and NumPy need no word: they come out as they are."""
+    if value is len:
+        pytest.skip("a function is no plain data")
+    ckpt_tools.convert(saved(tmp_path, value), tmp_path / "out.pth")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=False)["value"]
+    assert type(loaded) is type(value)
+    assert loaded == value
+
+
+@pytest.mark.parametrize("value", [row[0] for row in UNKNOWN], ids=repr)
+def test_unknown_objects_are_refused_unasked(tmp_path: Path, value: Any) -> None:
+    """Without a word on it the file is refused, with the class and its place, and all three ways out."""
+    with pytest.raises(ObjectsError) as caught:
+        ckpt_tools.convert(saved(tmp_path, value), tmp_path / "out.pth")
+    assert "value" in caught.value.why
+    assert "tests.classes" in caught.value.why or "builtins.ValueError" in caught.value.why
+    assert all(word in caught.value.fix for word in ("plain", "drop", "keep"))
+    assert caught.value.exit_code == 3
+    assert not (tmp_path / "out.pth").exists()
+
+
+@pytest.mark.parametrize("value", [row[0] for row in UNKNOWN], ids=repr)
+def test_unknown_objects_are_dropped(tmp_path: Path, value: Any) -> None:
+    """With drop they are left out and reported; known objects stay."""
+    torch.save({"value": value, "args": argparse.Namespace(a=1), "w": torch.ones(1)}, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="drop")
+    assert set(torch.load(tmp_path / "out.pth", weights_only=False)) == {"args", "w"}
+    assert ["value"] in [fate.where for fate in report.objects if fate.became == "dropped"]
+
+
+def test_all_unknown_objects_are_listed(tmp_path: Path) -> None:
+    """Not only the first: every place with its class."""
+    value = [classes.Colour.RED, {"a": classes.Label("x")}, classes.Plain]
+    with pytest.raises(ObjectsError) as caught:
+        ckpt_tools.convert(saved(tmp_path, value), tmp_path / "out.pth")
+    for line in ("value.0: tests.classes.Colour", "value.1.a: tests.classes.Label", "value.2: tests.classes.Plain"):
+        assert line in caught.value.why
+
+
+def test_drop_leaves_nothing_broken(tmp_path: Path) -> None:
+    """A known object that could not be made without what is dropped is dropped with it."""
+    class_of_default = collections.defaultdict(classes.Plain, {"a": 1})
+    value = {
+        "default": class_of_default,
+        "list": [1, classes.Plain(), 2],
+        "tuple": (1, classes.Plain(), 2),
+        "set": {1, classes.Mode.FAST},
+        "matrix": np.ones(2).view(classes.Array),
+        "key": {classes.Colour.RED: 1, "b": 2},
+    }
+    path = saved(tmp_path, value)
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="drop")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=False)["value"]
+    assert loaded == {"default": {"a": 1}, "list": [1, 2], "tuple": (1, None, 2), "set": {1}, "key": {"b": 2}}
+
+
+def test_keep_keeps(tmp_path: Path) -> None:
+    """With keep even classes come out as they went in."""
+    value = [row[0] for row in UNKNOWN if type(row[0]) is not ValueError]
+    path = saved(tmp_path, value)
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="keep")
+    assert_same(*(torch.load(file, weights_only=False) for file in (path, tmp_path / "out.pth")))
+
+
+# --- keys and elements
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({classes.Plain: 1, classes.Slotted: 2}, {"tests.classes.Plain": 1, "tests.classes.Slotted": 2}),
+        ({PurePosixPath("a"): 1, "a": 2}, {"pathlib.PurePosixPath": 1, "a": 2}),
+        ({classes.Colour.RED: 1, classes.Colour.GREEN: 2}, {1: 1, 2: 2}),
+        ({1: 0, classes.Colour.RED: 1}, {1: 0, "tests.classes.Colour": 1}),
+        ({True: 0, classes.Count(1): 2}, {True: 2}),
+        ({frozenset([1]): "a"}, {(1,): "a"}),
+        ({(classes.Mode.FAST, 1): "a"}, {("fast", 1): "a"}),
+        ({classes.Pair(1, 2): "a"}, {(1, 2): "a"}),
+        ({np.int64(3): "a"}, {3: "a"}),
+        ({frozenset([frozenset([1])]): "a"}, {((1,),): "a"}),
+        ({classes.Mode.FAST, "slow"}, {"fast", "slow"}),
+        ({frozenset([1]), 5}, {(1,), 5}),
+        (frozenset([PurePosixPath("a")]), {"a"}),
+    ],
+    ids=repr,
+)
+def test_keys_stay_keys(tmp_path: Path, value: Any, expected: Any) -> None:
+    """What a key becomes can be a key, and no two become one."""
+    assert plain(tmp_path, value)[0] == expected
+
+
+def test_objects_as_keys_do_not_lose_their_values(tmp_path: Path) -> None:
+    """An object that has no hashable form is named after its class, each with its own number."""
+    loaded, report = plain(
+        tmp_path, {filled(classes.Plain, a=1): "x", filled(classes.Plain, a=2): "y", "tests.classes.Plain": 0}
+    )
+    assert loaded == {"tests.classes.Plain 2": "x", "tests.classes.Plain 3": "y", "tests.classes.Plain": 0}
+    assert [fate.became for fate in report.objects] == ["text", "text"]
+
+
+def test_an_object_that_is_key_and_value(tmp_path: Path) -> None:
+    """As a value it keeps its attributes."""
+    node = filled(classes.Plain, a=1)
+    assert plain(tmp_path, {node: node})[0] == {"tests.classes.Plain": {"a": 1}}
+
+
+# --- NumPy
+
+NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+
+
+@pytest.mark.parametrize("module", ["numpy._core", "numpy.core"])
+@pytest.mark.parametrize("code", NUMBERS)
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_numpy_scalars(tmp_path: Path, code: str, order: str, module: str) -> None:
+    """A NumPy scalar becomes Python's, whatever its type, byte order, and NumPy's name for its own module."""
+    value = np.array([1], dtype=order + code)[0]
+    path = saved(tmp_path, value)
+    if module == "numpy.core":
+        rename_module(path, tmp_path)
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)["value"]
+    assert type(loaded) in (bool, int, float, complex)
+    assert loaded == value
+
+
+def rename_module(path: Path, tmp_path: Path) -> None:
+    """The same file as NumPy 1 writes it: its module was `numpy.core`."""
+    from tests.zips import rewrite
+
+    rewrite(path, tmp_path / "old.pth", change=lambda name, data: data.replace(b"numpy._core.", b"numpy.core."))
+    (tmp_path / "old.pth").replace(path)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("code", NUMBERS)
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("layout", ["C", "F"])
+def test_numpy_arrays(tmp_path: Path, code: str, order: str, layout: str, protocol: int) -> None:
+    """An array becomes a tensor of the same values, shape and type; Fortran order becomes its strides."""
+    value = np.array([[0, 1, 2], [3, 4, 5]], dtype=order + code, order=layout)  # type: ignore[call-overload]
+    loaded, report = plain(tmp_path, value, protocol)
+    assert isinstance(loaded, torch.Tensor)
+    assert loaded.numpy().dtype == value.dtype.newbyteorder("=")
+    assert np.array_equal(loaded.numpy(), value)
+    assert loaded.stride() == ((3, 1) if layout == "C" else (1, 2))
+    assert [fate.became for fate in report.objects if fate.where == ["value"]] == ["tensor"]
+
+
+@pytest.mark.parametrize("value", [np.zeros((0, 3)), np.array(2.5), np.ones((2, 1, 1), dtype=np.float32)], ids=repr)
+def test_numpy_shapes(tmp_path: Path, value: Any) -> None:
+    """Empty, 0-d and thin arrays."""
+    loaded, _ = plain(tmp_path, value)
+    assert loaded.shape == value.shape
+    assert np.array_equal(loaded.numpy(), value)
+
+
+def test_numpy_text(tmp_path: Path) -> None:
+    """Text scalars become text, an array of objects a list; what has no plain form is dropped and reported."""
+    assert plain(tmp_path, np.str_("café"))[0] == "café"
+    assert plain(tmp_path, np.bytes_(b"raw"))[0] == "raw"
+    assert plain(tmp_path, np.array([1, "a", None], dtype=object))[0] == [1, "a", None]
+    loaded, report = plain(tmp_path, np.array(["2026-11-20"], dtype="datetime64[D]"))
+    assert loaded == "dropped"
+    assert [fate.became for fate in report.objects] == ["dropped"]
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), np.arange(3), np.array(["a"])], ids=repr)
+def test_numpy_is_kept_unasked(tmp_path: Path, value: Any) -> None:
+    """Without a word NumPy stays NumPy."""
+    ckpt_tools.convert(saved(tmp_path, value), tmp_path / "out.pth")
+    assert_same(torch.load(tmp_path / "out.pth", weights_only=False)["value"], value)
+
+
+def test_a_metric_of_numpy_no_longer_stands_in_the_way(tmp_path: Path) -> None:
+    """One numpy.float64 makes torch refuse the whole file; made plain it loads, with the same tensors."""
+    path = saved(tmp_path, np.float64(0.875))
+    assert ckpt_tools.inspect(path).weights_only["refused"] == ["numpy._core.multiarray.scalar", "numpy.dtype"]
+    assert plain(tmp_path, np.float64(0.875))[0] == 0.875
+
+
+# --- whole modules
+
+
+def module() -> nn.Module:
+    """A module with a hidden buffer, a None parameter, a shared layer and a hook-free state."""
+    torch.manual_seed(0)
+    shared = nn.Linear(2, 2)
+    model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.BatchNorm1d(2), shared, nn.ModuleDict({"again": shared}))
+    model[0].register_buffer("scratch", torch.arange(2.0), persistent=False)
+    model[0].register_buffer("kept", torch.arange(2.0))
+    model.register_parameter("scale", nn.Parameter(torch.ones(2)))
+    return model
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["plain", "wrapped"])
+def test_a_pickled_module_becomes_its_state_dict(tmp_path: Path, wrap: Any) -> None:
+    """Names, order, bits, ties as its own state_dict() gives; hidden buffers left out; each class in the report."""
+    model = wrap(module())
+    torch.save(model, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
+    expected = model.state_dict()
+    assert list(loaded) == list(expected)
+    assert_same(dict(loaded), dict(expected))
+    wrap(module()).load_state_dict(loaded)
+    told = {fate.name: fate.became for fate in report.objects}
+    assert told["torch.nn.modules.container.Sequential"] in ("dict", "part of the object around it")
+    assert told["torch.nn.modules.linear.Linear"] == "part of the object around it"
+
+
+def test_a_pickled_module_is_stripped_too(tmp_path: Path) -> None:
+    """A whole wrapped model in, a plain state dict out, in one step; in a dict as well."""
+    torch.save({"net": nn.DataParallel(network()), "epoch": 1}, tmp_path / "in.pth")
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain", strip_module=True)
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
+    network().load_state_dict(loaded["net"])
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "w.safetensors", objects="plain", unwrap=True)
+    middle = ckpt_tools.inspect(tmp_path / "w.safetensors")
+    assert [row["name"] for row in middle.tensors] == list(network().state_dict())
+
+
+def test_modules_that_hold_one_another_end(tmp_path: Path) -> None:
+    """A module inside itself has endless names: refused, not waited for."""
+    model = nn.Module()
+    model._modules["self"] = model
+    model.w = nn.Parameter(torch.ones(1))
+    torch.save(model, tmp_path / "in.pth")
+    with pytest.raises(LimitError, match="hold one another"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain")
+
+
+def test_subclasses_and_attributes_of_tensors(tmp_path: Path) -> None:
+    """A tensor of a class of one's own becomes a plain tensor; plain attributes stay, on Parameters too."""
+    labelled = nn.Parameter(torch.ones(2))
+    labelled.label, labelled.kind = "head", classes.Colour.RED  # type: ignore[attr-defined]
+    data = {"a.w": torch.ones(2).as_subclass(classes.OwnTensor), "b.w": labelled}
+    torch.save(data, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert type(loaded["a.w"]) is torch.Tensor
+    assert vars(loaded["b.w"]) == {"label": "head", "kind": 1}
+    assert ("tests.classes.OwnTensor", "tensor") in [(fate.name, fate.became) for fate in report.objects]
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "drop.pth", objects="drop")
+    dropped = torch.load(tmp_path / "drop.pth", weights_only=True)
+    assert [element_bytes(value) for value in dropped.values()] == [element_bytes(value) for value in loaded.values()]
+
+
+def test_nothing_with_a_plain_form_is_left(tmp_path: Path) -> None:
+    """An object alone, without any content, gives an error and no file."""
+    torch.save(classes.Plain(), tmp_path / "in.pth")
+    with pytest.raises(NothingMatchedError):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain")
+
+
+def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No class of the file is made, no state set, no module of it imported."""
+    path = saved(tmp_path, [filled(classes.Stateful, data=[1]), classes.Reduced(1)])
+
+    def boom(*args: Any) -> Any:
+        raise AssertionError("run")
+
+    monkeypatch.setattr(classes.Stateful, "__setstate__", boom)
+    monkeypatch.setattr(classes.Reduced, "__init__", boom)
+    for policy in ("plain", "drop", "keep"):
+        ckpt_tools.convert(path, tmp_path / "out.pth", objects=policy, overwrite=True)  # type: ignore[arg-type]
+    with pytest.raises(CkptError):
+        ckpt_tools.convert(path, tmp_path / "out.pth", overwrite=True)
