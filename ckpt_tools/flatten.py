@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools import plain
 from ckpt_tools.checkpoint import StateDict, find_state_dicts, find_tensors, is_optimizer, is_tensor
-from ckpt_tools.containers.safetensors import ALIASES, STATE_DICT_METADATA
+from ckpt_tools.containers.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.numeric import lazy_bits, row_major
 from ckpt_tools.plan import Content
 from ckpt_tools.transforms import dotted
-from ckpt_tools.tree import DROP, Dict, Entry, List, Node, Object, children, component, walk
+from ckpt_tools.tree import Dict, Entry, List, Node, Object, Where, children, component, walk
 
 
 @dataclass(slots=True)
@@ -96,7 +96,8 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
         if type(node) is Object:
             raise ContainerLimitError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
                                       fix=f"Leave it out: --drop '{name}'.")  # fmt: skip
-        view = (id(node.storage), node.dtype, node.shape, node.stride, node.offset, *sorted(lazy_bits(node)))
+        # Text, since Python's hash of text cannot be foreseen: a file could choose strides of one hash value.
+        view = (id(node.storage), str((node.dtype.name, node.shape, node.stride, node.offset, *sorted(lazy_bits(node)))))
         if node.nbytes and view in first:
             flat.aliases[name] = {"of": first[view], "index": index}
         else:
@@ -117,59 +118,78 @@ def _some(names: Sequence[str]) -> str:
 
 def _values(root: Node, state_dict: StateDict, flat: Flat) -> None:
     """Plain values beside the tensors, as text under their dotted paths: those next to the state dict, and those in it."""
+    found = list(_beside(root, state_dict))
+    # All at once: what several of them share is made plain once.
+    values, fates = plain.make_plain(Dict(list(enumerate(node for _, node in found))))
+    for fate in fates:
+        index, *below = fate.where
+        where = (*found[index][0], *below) if type(index) is int else fate.where
+        flat.fates.append(plain.Fate(where, fate.name, fate.became))
+    texts = _Json()
+    for index, node in values.items:
+        _value(found[index][0], node, texts, flat)
+
+
+def _beside(root: Node, state_dict: StateDict) -> Iterator[tuple[Where, Node]]:
+    """What lies beside the path to the state dict, and what is in it but no tensor."""
     node = root
     for depth, step in enumerate(state_dict.where):
         below = dict(children(node))
-        for key, value in below.items():
-            if key != step:
-                _value((*state_dict.where[:depth], key), value, flat)
+        yield from (((*state_dict.where[:depth], key), value) for key, value in below.items() if key != step)
         node = below[step]
     for key, value in node.items:
         if not (type(key) is str and is_tensor(value)):
-            _value((component(key),), value, flat)
+            yield (component(key),), value
 
 
-def _value(where: tuple[Any, ...], node: Node, flat: Flat) -> None:
-    node, fates = plain.make_plain(node)
-    flat.fates += [plain.Fate((*where, *fate.where), fate.name, fate.became) for fate in fates]
+def _value(where: Where, node: Node, texts: _Json, flat: Flat) -> None:
     key = dotted(where)
-    if node is DROP:
-        return
     if key in flat.metadata and flat.metadata[key] != node:
         raise ContainerLimitError(
             f"The value {key!r} would overwrite metadata of that name.", fix=f"Leave it out: --drop '{key}'."
         )
-    text = node if type(node) is str else _json(node)
+    text = node if type(node) is str else texts.dump(node)
     if text is None:
         flat.notes.append(("value-dropped", f"{key!r} has no text form and is left out."))
     else:
         flat.metadata[key] = text
 
 
-def _json(node: Node) -> str | None:
-    try:
-        return json.dumps(_plain_json(node, 0))
-    except (TypeError, ValueError):
-        return None
+class _Json:
+    """Plain nodes as JSON text, until they come to more than a header may hold: a shared value is written out each time."""
 
+    def __init__(self) -> None:
+        self.left = MAX_HEADER
 
-def _plain_json(node: Node, depth: int) -> Any:
-    """A plain node as JSON data; TypeError for what JSON cannot say."""
-    if depth > 50 or (type(node) is int and node.bit_length() > 4096):
+    def dump(self, node: Node) -> str | None:
+        """The text, or None for what JSON cannot say."""
+        try:
+            return json.dumps(self._plain(node, 0))
+        except (TypeError, ValueError):
+            return None
+
+    def _plain(self, node: Node, depth: int) -> Any:
+        """A plain node as JSON data; TypeError for what JSON cannot say."""
+        self.left -= len(node) if type(node) is str else _JSON_NODE
+        if depth > 50 or self.left < 0 or (type(node) is int and node.bit_length() > 4096):
+            raise TypeError
+        if type(node) is Dict:
+            return {self._key(key, depth): self._plain(value, depth + 1) for key, value in node.items}
+        if type(node) in (List, tuple):
+            return [self._plain(item, depth + 1) for item in (node.items if type(node) is List else node)]
+        if node is None or type(node) in (str, int, float, bool):
+            return node
         raise TypeError
-    if type(node) is Dict:
-        return {
-            key if type(key) is str else str(_plain_json(key, depth + 1)): _plain_json(value, depth + 1)
-            for key, value in node.items
-        }
-    if type(node) in (List, tuple):
-        return [_plain_json(item, depth + 1) for item in (node.items if type(node) is List else node)]
-    if node is None or type(node) in (str, int, float, bool):
-        return node
-    raise TypeError
+
+    def _key(self, key: Node, depth: int) -> str:
+        plain_key = self._plain(key, depth + 1)
+        return plain_key if type(plain_key) is str else str(plain_key)
+
+
+_JSON_NODE = 50  # characters that are charged for a value, so that time is bounded too
 
 
 def _state_dict_metadata(node: Dict) -> str | None:
     """`_metadata` as JSON, where it is what torch writes: path -> {"version": number}."""
     metadata = node.attributes.get("_metadata") if node.attributes is not None else None
-    return _json(metadata) if type(metadata) is Dict and metadata.items else None
+    return _Json().dump(metadata) if type(metadata) is Dict and metadata.items else None

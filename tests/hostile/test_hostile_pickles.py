@@ -18,6 +18,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import LimitError, ObjectsError, PickleError, TensorError
 from tests.hostile import pickles as p
+from tests.hostile.headers import info, safetensors
 from tests.hostile.refusals import convert_refused, refused, warned, write
 from tests.hostile.zips import torch_zip
 
@@ -41,11 +42,11 @@ def listed(path: Path, name: str) -> None:
     assert name in ckpt_tools.inspect(path).globals
     assert name in ckpt_tools.inspect(path).weights_only["refused"]
     convert_refused(path, ObjectsError, "not plain data", name, "--objects")
-    for policy in ("drop", "plain"):
-        out = path.parent / f"{policy}.pth"
-        ckpt_tools.convert(path, out, objects=policy)  # type: ignore[arg-type]
-        assert name not in ckpt_tools.inspect(out).globals
-        assert torch.equal(torch.load(out, weights_only=True)["a.w"], torch.arange(6.0).reshape(2, 3))
+    ckpt_tools.convert(path, path.parent / "drop.pth", objects="drop")
+    assert name not in ckpt_tools.inspect(path.parent / "drop.pth").globals
+    ckpt_tools.convert(path, path.parent / "plain.pth", objects="plain")
+    loaded = torch.load(path.parent / "plain.pth", weights_only=True)
+    assert torch.equal(loaded["a.w"], torch.arange(6.0).reshape(2, 3))
 
 
 # --- 46 to 53: globals and calls
@@ -157,9 +158,7 @@ PERSISTENT = {
     "key_is_int": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), b"K\x00", p.text("cpu"), b"K\x06"),
     "device_is_none": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.NONE, b"K\x06"),
     "size_is_bool": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu"), p.TRUE),
-    "size_is_float": p.tuple_of(
-        p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu"), b"G" + bytes(8)
-    ),
+    "size_is_none": p.tuple_of(p.text("storage"), p.glob("torch", "FloatStorage"), p.text("0"), p.text("cpu"), p.NONE),
     "list": p.EMPTY_LIST,
 }
 
@@ -259,7 +258,7 @@ STREAMS = {
     "underflow_BUILD": b"b",
     "underflow_POP": b"0",
     "underflow_DUP": b"2",
-    "underflow_APPEND": b"N",
+    "underflow_APPEND": b"Na",
     "underflow_below_a_mark": b"N(\x85",
     "underflow_PERSID": b"Q",
     "no_MARK_TUPLE": b"NNt",
@@ -311,9 +310,7 @@ STREAMS = {
 @pytest.mark.parametrize("case", STREAMS)
 def test_57_malformed(case: str, tmp_path: Path) -> None:
     """Underflow, no MARK, memo misses, odd pairs, wrong targets, unknown opcodes: each with its offset."""
-    refused(
-        write(tmp_path, raw(STREAMS[case] + (b"" if case != "underflow_APPEND" else b"a"))), PickleError, "malformed", "offset"
-    )
+    refused(write(tmp_path, raw(STREAMS[case])), PickleError, "malformed", "offset")
 
 
 @pytest.mark.parametrize(
@@ -388,21 +385,45 @@ def test_61_colliding_keys(tmp_path: Path) -> None:
         assert ckpt_tools.convert(path, tmp_path / target).tensors == 1
 
 
-@pytest.mark.parametrize("opcode", [p.EMPTY_DICT, p.EMPTY_LIST, p.NONE + p.TUPLE1 + b"0", p.ORDERED_DICT[:-1] + p.REDUCE])
-def test_62_node_budget(opcode: bytes, tmp_path: Path) -> None:
-    """Thirty megabytes of EMPTY_DICT, and of the other containers: refused by the budget."""
-    size = 30_000_000 if opcode == p.EMPTY_DICT else 3_000_000
-    many = opcode * (size // len(opcode)) if len(opcode) < 20 else p.glob("collections", "OrderedDict") + p.put(0)
-    many += (p.get(0) + b")R") * 700_000 if len(opcode) >= 20 else b""
-    refused(write(tmp_path, raw(many)), LimitError, "more objects than a checkpoint of its size")
+MANY = {
+    "EMPTY_DICT": p.EMPTY_DICT * 2_000_000,
+    "EMPTY_LIST": p.EMPTY_LIST * 2_000_000,
+    "TUPLE1": (p.NONE + p.TUPLE1 + b"0") * 1_000_000,
+    "REDUCE": p.glob("collections", "OrderedDict") + p.put(0) + (p.get(0) + p.EMPTY_TUPLE + p.REDUCE) * 700_000,
+    "NEWOBJ": p.glob("collections", "OrderedDict") + p.put(0) + (p.get(0) + p.EMPTY_TUPLE + b"\x81") * 700_000,
+    "EMPTY_SET": b"\x8f" * 2_000_000,
+    "SETITEM": p.EMPTY_DICT + (p.NONE + p.NONE + p.SETITEM) * 700_000,
+}
 
 
-def test_62_what_pickle_writes_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", MANY)
+def test_62_node_budget(case: str, tmp_path: Path) -> None:
+    """Megabytes of one opcode that makes a container: refused by the budget."""
+    with pytest.raises(LimitError, match="more objects than a checkpoint of its size"):
+        ckpt_tools.inspect(write(tmp_path, raw(MANY[case])))
+
+
+def test_62_thirty_megabytes(tmp_path: Path) -> None:
+    """Thirty megabytes of EMPTY_DICT."""
+    with pytest.raises(LimitError, match="more objects than a checkpoint of its size"):
+        ckpt_tools.inspect(write(tmp_path, raw(p.EMPTY_DICT * 30_000_000)))
+
+
+SMALLEST: list[Any] = [
+    [[] for _ in range(150_000)],
+    {number: [] for number in range(150_000)},
+    [(number, None) for number in range(150_000)],
+    [{number: None} for number in range(120_000)],
+    dict.fromkeys(range(70_000)),
+    collections.OrderedDict.fromkeys(range(150_000)),
+]
+
+
+@pytest.mark.parametrize("value", SMALLEST, ids=range(len(SMALLEST)))
+def test_62_what_pickle_writes_passes(value: Any, tmp_path: Path) -> None:
     """The smallest containers in the greatest number that torch.save can write: the budget is no obstacle to them."""
-    for value in ([[] for _ in range(300_000)], {i: [] for i in range(300_000)}, [(i, None) for i in range(200_000)],
-                  [{i: None} for i in range(200_000)], dict.fromkeys(range(70_000)), collections.OrderedDict.fromkeys(range(70_000))):  # fmt: skip
-        torch.save({"w": torch.zeros(1), "x": value}, tmp_path / "many.pth")
-        assert ckpt_tools.inspect(tmp_path / "many.pth").totals["tensors"] == 1
+    torch.save({"w": torch.zeros(1), "x": value}, tmp_path / "many.pth")
+    assert ckpt_tools.open_checkpoint(tmp_path / "many.pth").root.get("w") is not None
 
 
 def test_63_long_numbers(tmp_path: Path) -> None:
@@ -420,19 +441,26 @@ HUGE = p.integer(-(1 << 100_000))
 HUGE_PLUS = p.integer(1 << 100_000)
 
 
-@pytest.mark.parametrize(
-    "opcodes",
-    [
-        p.tensor(offset=HUGE), p.tensor(offset=HUGE_PLUS), p.tensor(p.tuple_of(HUGE, HUGE)), p.tensor(p.tuple_of(HUGE_PLUS, b"K\x01")),
-        p.tensor(stride=p.tuple_of(HUGE_PLUS, b"K\x01")), p.tensor(stride=p.tuple_of(HUGE, b"K\x01")),
-        p.tensor(p.sizes(0, 2), p.tuple_of(HUGE_PLUS, b"K\x01")),
-        p.call("torch._utils", "_rebuild_meta_tensor_no_storage", p.glob("torch", "float32"), p.tuple_of(HUGE_PLUS), p.sizes(1), p.FALSE),
-        p.call("torch._utils", "_rebuild_meta_tensor_no_storage", p.glob("torch", "float32"), p.tuple_of(HUGE), p.sizes(1), p.FALSE),
-    ],
-)  # fmt: skip
-def test_63_long_numbers_in_tensors(opcodes: bytes, tmp_path: Path) -> None:
+ONE = b"K\x01"
+META = (p.glob("torch", "float32"), p.FALSE)
+LONG_TENSORS = {
+    "offset": p.tensor(offset=HUGE_PLUS),
+    "negative_offset": p.tensor(offset=HUGE),
+    "size": p.tensor(p.tuple_of(HUGE_PLUS, ONE)),
+    "negative_size": p.tensor(p.tuple_of(HUGE, HUGE)),
+    "stride": p.tensor(stride=p.tuple_of(HUGE_PLUS, ONE)),
+    "negative_stride": p.tensor(stride=p.tuple_of(HUGE, ONE)),
+    "stride_of_nothing": p.tensor(p.sizes(0, 2), p.tuple_of(HUGE_PLUS, ONE)),
+    "offset_of_nothing": p.tensor(p.sizes(0, 2), offset=HUGE_PLUS),
+    "meta_size": p.call("torch._utils", "_rebuild_meta_tensor_no_storage", META[0], p.tuple_of(HUGE_PLUS), p.sizes(1), META[1]),
+    "meta_negative": p.call("torch._utils", "_rebuild_meta_tensor_no_storage", META[0], p.tuple_of(HUGE), p.sizes(1), META[1]),
+}
+
+
+@pytest.mark.parametrize("case", LONG_TENSORS)
+def test_63_long_numbers_in_tensors(case: str, tmp_path: Path) -> None:
     """The same as size, stride or offset, where the message must not spell it out."""
-    refused(write(tmp_path, raw(p.dict_of(w=opcodes))), TensorError, "tensor")
+    refused(write(tmp_path, raw(p.dict_of(w=LONG_TENSORS[case]))), TensorError, "tensor")
 
 
 def test_63_long_number_in_a_storage(tmp_path: Path) -> None:
@@ -443,9 +471,8 @@ def test_63_long_number_in_a_storage(tmp_path: Path) -> None:
 
 def test_64_cycles(tmp_path: Path) -> None:
     """A list and a dict that hold themselves: shown once, kept by a conversion, no obstacle to another."""
-    body = (
-        p.EMPTY_LIST + p.put(0) + p.EMPTY_DICT + p.put(1) + p.text("up") + p.get(0) + p.SETITEM + p.APPEND + p.get(0) + p.APPEND
-    )
+    inner = p.EMPTY_DICT + p.put(1) + p.text("up") + p.get(0) + p.SETITEM
+    body = p.EMPTY_LIST + p.put(0) + inner + p.APPEND + p.get(0) + p.APPEND
     path = write(tmp_path, beside(body))
     ckpt_tools.inspect(path)
     ckpt_tools.convert(path, tmp_path / "out.pth")
@@ -518,49 +545,50 @@ NASTY = "\x1b[2J\x1b]0;owned\x07\u202e\u200f\x00\x7f\x9b31m\r\n\u2028\ud800<b>[r
 
 def test_66_names_never_reach_the_terminal_raw(tmp_path: Path) -> None:
     """Every place where a file's text is shown: names, keys, values, devices, globals, keys of objects, messages."""
-    nasty = p.text(NASTY)
+    nasty, device = p.text(NASTY), NASTY.replace("\ud800", "")
     rows = [
-        p.text(f"{NASTY}.w") + p.tensor(), nasty + p.dict_of(w=p.tensor(on=p.storage("0", 6, device=NASTY.replace("\ud800", "")))),
+        p.text(f"{NASTY}.w") + p.tensor(), nasty + p.dict_of(w=p.tensor(on=p.storage("1", 6, device=device))),
         p.text("value") + nasty, p.text("tied") + p.EMPTY_DICT + nasty + p.tensor() + p.SETITEM,
         p.text("object") + p.text(f"mod{NASTY}") + p.text(f"{NASTY}Name") + b"\x93" + p.EMPTY_TUPLE + p.REDUCE,
-        p.text("global") + nasty + nasty + b"\x93", nasty + p.NONE, nasty + p.NONE,
+        p.text("global") + nasty + nasty + b"\x93", p.text("twice") + p.NONE, p.text("twice") + p.NONE,
     ]  # fmt: skip
-    good = write(tmp_path, raw(p.EMPTY_DICT + p.MARK + b"".join(rows) + p.SETITEMS).replace(b"", b""), "good.pth")
-    bad = write(tmp_path, raw(p.tensor(on=p.storage(NASTY, 6))), "bad.pth")
-    bad_name = write(tmp_path, b"x", NASTY.replace("/", "").replace("\x00", "").replace("\ud800", "") + ".pth")
-    commands = [["inspect", good], ["inspect", "--all", good], ["inspect", "--tree", "--all", good], ["inspect", "--json", good],
-                ["inspect", bad], ["inspect", bad_name], ["convert", good, tmp_path / "o.pth"], ["inspect", "--json", bad],
-                ["convert", good, tmp_path / "o.pth", "--objects", "drop"], ["convert", bad_name, tmp_path / "p.pth"],
-                ["convert", good, tmp_path / "o.safetensors", "--objects", "plain"], ["inspect", "--depth", "1", good]]  # fmt: skip
-    for command in commands:
-        shown = run(command)
-        assert shown, command
-        for character in ("\x1b", "\x07", "\u202e", "\u200f", "\x00", "\x7f", "\x9b", "\r", "\u2028", "\U000e0041"):
-            assert character.encode() not in shown, (command, character, shown)
-        assert b"\xc2\x9b" not in shown
-        shown.decode("utf-8")
+    good = torch_zip(p.pickle(p.EMPTY_DICT, p.MARK, *rows, p.SETITEMS), FLOATS | {"1": bytes(24)})
+    write(tmp_path, good, "good.pth")
+    write(tmp_path, raw(p.tensor(on=p.storage(NASTY, 6))), "bad.pth")
+    bad_name = NASTY.translate(dict.fromkeys(map(ord, "/\x00\ud800"))) + ".pth"
+    write(tmp_path, b"x", bad_name)
+    for command in (
+        ["inspect", "good.pth"], ["inspect", "--all", "good.pth"], ["inspect", "--tree", "--all", "good.pth"],
+        ["inspect", "--json", "good.pth"], ["inspect", "--depth", "1", "good.pth"],
+        ["inspect", "bad.pth"], ["inspect", "--json", "bad.pth"], ["inspect", bad_name],
+        ["convert", "good.pth", "out.pth"], ["convert", bad_name, "out.pth"],
+        ["convert", "good.pth", "out.pth", "--objects", "drop"], ["convert", "good.pth", "o.safetensors", "--objects", "plain"],
+        ["convert", "good.pth", "o.safetensors", "--objects", "plain", "--select", "tied", "--json"],
+    ):  # fmt: skip
+        unescaped_nowhere(command, tmp_path)
 
 
-def run(command: list[Any]) -> bytes:
-    """What the command line prints, both streams."""
-    code = "import sys; from ckpt_tools.cli import main; main(prog_name='ckpt')"
-    arguments = [sys.executable, "-W", "error", "-c", code, *map(str, command)]
-    done = subprocess.run(arguments, capture_output=True, check=False, env={"PYTHONPATH": ".", "COLUMNS": "100"})
-    assert b"Traceback" not in done.stderr, done.stderr.decode()
-    return done.stdout + done.stderr
+def unescaped_nowhere(command: list[str], folder: Path) -> None:
+    """What the command line prints on both streams holds no character that a terminal would obey, and some text."""
+    code = "from ckpt_tools.cli import main; main(prog_name='ckpt')"
+    environment = {"PYTHONPATH": str(Path(ckpt_tools.__file__).parent.parent), "COLUMNS": "100", "PYTHONUTF8": "1"}
+    arguments = [sys.executable, "-W", "error", "-c", code, *command]
+    done = subprocess.run(arguments, capture_output=True, check=False, env=environment, cwd=folder)
+    shown = (done.stdout + done.stderr).decode()
+    assert shown, command
+    assert "Traceback" not in shown, shown
+    for character in "\x1b\x07\u202e\u200f\x00\x7f\x9b\r\u2028\U000e0041":
+        assert character not in shown, (command, character, shown)
 
 
 def test_66_names_in_a_safetensors_header(tmp_path: Path) -> None:
     """The same for the other container."""
-    from tests.hostile.headers import info, safetensors
-
     name = NASTY.replace("\ud800", "")
     header = {"__metadata__": {name: name, "m": name}, name: info()}
-    path = write(tmp_path, safetensors(json.dumps(header), bytes(8)), "names.safetensors")
-    for command in (["inspect", "--all", path], ["inspect", "--json", path], ["convert", path, tmp_path / "o.pth"]):
-        shown = run(command)
-        for character in ("\x1b", "\x07", "\u202e", "\u200f", "\x00", "\x7f", "\u2028", "\U000e0041"):
-            assert character.encode() not in shown, (command, character, shown)
+    write(tmp_path, safetensors(json.dumps(header), bytes(8)), "names.safetensors")
+    unescaped_nowhere(["inspect", "--all", "names.safetensors"], tmp_path)
+    unescaped_nowhere(["inspect", "--json", "names.safetensors"], tmp_path)
+    unescaped_nowhere(["convert", "names.safetensors", "out.pth"], tmp_path)
 
 
 def test_68_pickle_in_bytes(tmp_path: Path) -> None:

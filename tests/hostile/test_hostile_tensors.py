@@ -1,0 +1,250 @@
+"""Tensors that do not fit their storages, and unusual ones: rows 69 to 76."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.errors import ContainerLimitError, OutputError, PickleError, TensorError, ZipError
+from tests.hostile import pickles as p
+from tests.hostile.refusals import convert_refused, refused, write
+from tests.hostile.zips import Rec, build, torch_records, torch_zip
+
+FLOATS = {"0": struct.pack("<6f", *range(6))}
+
+
+def one(opcodes: bytes, storages: dict[str, bytes] | None = None) -> bytes:
+    """A state dict with this tensor as `a.w`."""
+    return torch_zip(p.pickle(p.dict_of(**{"a.w": opcodes})), FLOATS if storages is None else storages)
+
+
+@pytest.mark.parametrize(
+    ("numel", "kind"), [(5, "FloatStorage"), (7, "FloatStorage"), (6, "DoubleStorage"), (6, "ByteStorage")]
+)
+def test_69_record_of_another_size(numel: int, kind: str, tmp_path: Path) -> None:
+    """The pickle says another size than the record has."""
+    opcodes = p.tensor(p.sizes(1), p.sizes(1), on=p.storage("0", numel, kind))
+    refused(write(tmp_path, one(opcodes)), TensorError, "Storage '0' should have", "its record has 24")
+
+
+@pytest.mark.parametrize("numel", [-1, -(2**63), 2**60, 2**63, 2**64, 2**200])
+def test_70_impossible_size(numel: int, tmp_path: Path) -> None:
+    """A storage of a negative or absurd number of elements."""
+    refused(write(tmp_path, one(p.tensor(on=p.storage("0", numel)))), PickleError, "malformed id")
+
+
+@pytest.mark.parametrize("numel", [2**40, 2**59])
+def test_70_large_size(numel: int, tmp_path: Path) -> None:
+    """One that could be, but is not here; nothing is allocated."""
+    refused(write(tmp_path, one(p.tensor(on=p.storage("0", numel)))), TensorError, f"should have {numel * 4} bytes")
+
+
+VIEWS = {
+    "size": ((7,), (1,), 0, "reaches outside"),
+    "sizes": ((3, 3), (3, 1), 0, "reaches outside"),
+    "stride": ((2, 3), (4, 1), 0, "reaches outside"),
+    "offset": ((2, 3), (3, 1), 1, "reaches outside"),
+    "scalar_offset": ((), (), 6, "reaches outside"),
+    "negative_size": ((-1,), (1,), 0, "negative"),
+    "two_negative_sizes": ((-2, -3), (3, 1), 0, "negative"),
+    "negative_stride": ((2, 3), (-3, 1), 3, "negative"),
+    "negative_offset": ((2,), (1,), -1, "negative"),
+    "size_overflow": ((2**32, 2**32), (0, 0), 0, "2**59 elements"),
+    "sizes_that_wrap_to_six": ((2**63, 2**63, 6), (1, 1, 1), 0, "2**59 elements"),
+    "stride_overflow": ((2, 3), (2**63, 1), 0, "2**63"),
+    "stride_that_wraps": ((3,), (2**62,), 0, "reaches outside"),
+    "offset_overflow": ((1,), (1,), 2**64, "2**63"),
+    "fewer_strides": ((2, 3), (1,), 0, "2 sizes and 1 strides"),
+    "more_strides": ((2,), (3, 1), 0, "1 sizes and 2 strides"),
+    "many_dimensions": ((1,) * 2000, (1,) * 2000, 0, "2000 sizes"),
+}
+
+
+@pytest.mark.parametrize("case", VIEWS)
+def test_71_view_outside(case: str, tmp_path: Path) -> None:
+    """Size, stride or offset outside the storage, negative, or so large that they overflow."""
+    shape, stride, offset, said = VIEWS[case]
+    opcodes = p.tensor(p.sizes(*shape), p.sizes(*stride), p.integer(offset))
+    refused(write(tmp_path, one(opcodes)), TensorError, said)
+
+
+@pytest.mark.parametrize("part", [p.NONE, p.TRUE, p.text("2"), b"G" + bytes(8), p.EMPTY_TUPLE])
+@pytest.mark.parametrize("place", ["shape", "stride", "offset", "grad"])
+def test_71_wrong_types(place: str, part: bytes, tmp_path: Path) -> None:
+    """Something else than whole numbers, also bools, which Python counts as such."""
+    if place in ("shape", "stride"):
+        opcodes = p.tensor(**{place: p.tuple_of(part, b"K\x01")})
+    else:
+        opcodes = p.tensor(**{place: part if part != p.TRUE or place == "offset" else p.NONE})
+    refused(write(tmp_path, one(opcodes)), TensorError, "of the wrong type")
+
+
+@pytest.mark.parametrize("count", [0, 3, 5, 8])
+def test_71_wrong_number_of_arguments(count: int, tmp_path: Path) -> None:
+    """A rebuild function with too many or too few."""
+    args = [p.storage(), b"K\x00", p.sizes(2), p.sizes(1), p.FALSE, p.ORDERED_DICT, p.NONE, p.NONE][:count]
+    opcodes = p.call("torch._utils", "_rebuild_tensor_v2", *args)
+    refused(write(tmp_path, one(opcodes)), TensorError, f"called with {count} arguments")
+
+
+def test_71_empty_views_reach_nowhere(tmp_path: Path) -> None:
+    """A tensor without elements may lie anywhere, as in torch."""
+    path = write(tmp_path, one(p.tensor(p.sizes(0, 3), p.sizes(3, 1), p.integer(1000))))
+    assert ckpt_tools.inspect(path).tensors[0]["shape"] == list(torch.load(path)["a.w"].shape) == [0, 3]
+
+
+@pytest.mark.parametrize("shape", [(1, 2**34), (2**34,), (2, 3, 2**32)])
+def test_71_expanded_beyond_memory(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """One number, expanded to terabytes: a .pth keeps the view; safetensors, which cannot, says what it would take."""
+    wide = tuple(size << 8 for size in shape)
+    path = write(tmp_path, one(p.tensor(p.sizes(*wide), p.sizes(*[0] * len(wide)))))
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth")["a.w"].shape == wide
+    convert_refused(path, OutputError, "no space", "It needs", target="out.safetensors")
+
+
+def test_72_one_storage_two_types(tmp_path: Path) -> None:
+    """One key with two dtypes, sizes or devices."""
+    for other in (p.storage("0", 6, "IntStorage"), p.storage("0", 5), p.storage("0", 6, device="cuda:0")):
+        body = p.dict_of(a=p.tensor(), b=p.tensor(p.sizes(1), p.sizes(1), on=other))
+        refused(write(tmp_path, torch_zip(p.pickle(body), FLOATS)), TensorError, "'0' is used with two types, sizes or devices")
+
+
+@pytest.mark.parametrize("key", ["../../etc/passwd", "/etc/passwd", "a/b", "..", "0\0", "\n", "0/", "00"])
+def test_73_odd_storage_keys(key: str, tmp_path: Path) -> None:
+    """A key is looked up as it is, and never a path."""
+    refused(write(tmp_path, one(p.tensor(on=p.storage(key)))), ZipError, "1 of 1 storages are not in the file")
+
+
+def test_73_empty_storage_key(tmp_path: Path) -> None:
+    """A key without text."""
+    refused(write(tmp_path, one(p.tensor(on=p.storage("")))), PickleError, "malformed id")
+
+
+def test_73_key_with_a_slash_that_is_there(tmp_path: Path) -> None:
+    """The literal name, where the record exists: torch finds it, and so do we."""
+    path = write(tmp_path, one(p.tensor(on=p.storage("a/b")), {"a/b": FLOATS["0"]}))
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.load(path)["a.w"])
+
+
+@pytest.mark.parametrize("kind", ["Float7Storage", "Storage", "Tensor", "", "load"])
+def test_74_unknown_storage(kind: str, tmp_path: Path) -> None:
+    """A storage class that is none."""
+    refused(write(tmp_path, one(p.tensor(on=p.storage("0", 6, kind)))), TensorError, "unknown kind of storage", f"torch.{kind}")
+
+
+@pytest.mark.parametrize("dtype", [p.glob("torch", "float7"), p.glob("os", "float32"), p.NONE, p.text("float32")])
+def test_74_unknown_dtype(dtype: bytes, tmp_path: Path) -> None:
+    """A dtype beside the storage that is none."""
+    args = (p.storage(), b"K\x00", p.sizes(2), p.sizes(1), p.FALSE, p.ORDERED_DICT, dtype)
+    refused(write(tmp_path, one(p.call("torch._utils", "_rebuild_tensor_v3", *args))), TensorError, "unknown dtype")
+
+
+@pytest.mark.parametrize("device", ["", "cuda:99999", "tpu", "x y", "\u2603"])
+def test_74_odd_device(device: str, tmp_path: Path) -> None:
+    """A device tag is text, and stays as it is."""
+    path = write(tmp_path, one(p.tensor(on=p.storage(device=device))))
+    assert ckpt_tools.inspect(path).tensors[0]["device"] == device
+    ckpt_tools.convert(path, tmp_path / "same.pth")
+    expected = device or "cpu"
+    assert ckpt_tools.inspect(tmp_path / "same.pth").tensors[0]["device"] == expected
+    ckpt_tools.convert(path, tmp_path / "out.pth", map_location="cpu")
+    assert torch.load(tmp_path / "out.pth")["a.w"].shape == (2, 3)
+
+
+def test_75_tied_and_overlapping(tmp_path: Path) -> None:
+    """Tensors on one storage: its bytes are stored once, and loaded as one storage."""
+    base = torch.arange(1000.0)
+    torch.save({"a.w": base, "b.w": base, "c.w": base[100:300], "d.w": base[200:400].reshape(10, 20).t()}, tmp_path / "in.pth")
+    found = ckpt_tools.inspect(tmp_path / "in.pth")
+    assert found.tied == [["a.w", "b.w", "c.w", "d.w"]]
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth")
+    loaded = torch.load(tmp_path / "out.pth")
+    assert len({tensor.untyped_storage().data_ptr() for tensor in loaded.values()}) == 1
+    assert loaded["d.w"].stride() == (1, 20)
+    assert (tmp_path / "out.pth").stat().st_size < 7000
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.safetensors")
+    assert report.aliases == {"b.w": "a.w"}
+
+
+def unusual() -> dict[str, torch.Tensor]:
+    """Tensors that are no plain view on a storage."""
+    import warnings
+
+    dense = torch.eye(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {
+            "sparse": dense.to_sparse(),
+            "sparse_csr": dense.to_sparse_csr(),
+            "quantized": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
+            "nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+            "meta": torch.empty(3, device="meta"),
+        }
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse_csr", "quantized", "nested", "meta"])
+def test_76_unusual_tensors(kind: str, tmp_path: Path) -> None:
+    """Kept in a .pth; refused by name where safetensors is to hold them."""
+    path = tmp_path / "in.pth"
+    torch.save({"a.w": torch.zeros(2), "odd.w": unusual()[kind]}, path)
+    rows = {row["name"]: row["kind"] for row in ckpt_tools.inspect(path).tensors}
+    assert rows == {"a.w": "tensor", "odd.w": kind.removesuffix("_csr")}
+    convert_refused(path, ContainerLimitError, "'odd.w' is a", target="out.safetensors")
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    loaded = torch.load(tmp_path / "out.pth")["odd.w"]
+    assert (loaded.layout, loaded.is_quantized, loaded.is_meta) == (
+        unusual()[kind].layout, unusual()[kind].is_quantized, unusual()[kind].is_meta)  # fmt: skip
+
+
+UNUSUAL = {
+    "_rebuild_qtensor": (p.storage(), b"K\x00"),
+    "_rebuild_sparse_tensor": (p.NONE, p.NONE),
+    "_rebuild_sparse_csr_tensor": (p.NONE, p.tuple_of(p.NONE)),
+    "_rebuild_nested_tensor": (),
+    "_rebuild_meta_tensor_no_storage": (p.glob("torch", "float7"), p.sizes(1), p.sizes(1), p.FALSE),
+    "_rebuild_wrapper_subclass": (p.NONE, p.NONE, p.sizes(1)),
+    "_rebuild_device_tensor_from_cpu_tensor": (p.NONE, p.NONE),
+}
+
+
+@pytest.mark.parametrize("function", UNUSUAL)
+def test_76_malformed_unusual_tensors(function: str, tmp_path: Path) -> None:
+    """Their arguments are as untrusted as any."""
+    path = write(tmp_path, one(p.call("torch._utils", function, *UNUSUAL[function])))
+    refused(path, TensorError, f"torch._utils.{function} is called with malformed arguments")
+
+
+def test_76_parameters_in_parameters(tmp_path: Path) -> None:
+    """Thousands of parameters around each other: no recursion."""
+    meta = p.call(
+        "torch._utils", "_rebuild_meta_tensor_no_storage", p.glob("torch", "float32"), p.sizes(1), p.sizes(1), p.FALSE
+    )
+    head = p.MARK.join([p.glob("torch._utils", "_rebuild_parameter")] * 3000)
+    body = head + p.MARK + meta + (p.FALSE + p.NONE + p.TUPLE + p.REDUCE) * 3000
+    refused(write(tmp_path, one(body)), TensorError, "malformed arguments")
+
+
+def test_76_deep_state_of_a_tensor(tmp_path: Path) -> None:
+    """Tensors in the attributes of tensors, a thousand deep."""
+    function, cls = p.glob("torch._utils", "_rebuild_tensor_v2"), p.glob("torch.nn.parameter", "Parameter")
+    inner = p.tuple_of(p.storage(), b"K\x00", p.sizes(2, 3), p.sizes(3, 1), p.FALSE, p.ORDERED_DICT)
+    start = p.glob("torch._tensor", "_rebuild_from_type_v2") + p.MARK + function + cls + inner
+    body = start * 1000 + p.NONE + (p.TUPLE + p.REDUCE) * 1000
+    path = write(tmp_path, one(body))
+    assert json.dumps(ckpt_tools.inspect(path).to_json())
+    with pytest.raises(ckpt_tools.CkptError):
+        ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain", select="nothing")
+
+
+def test_69_deflated_record_of_another_size(tmp_path: Path) -> None:
+    """The size that counts is the one after inflating."""
+    rows = torch_records(p.pickle(p.dict_of(w=p.tensor())), {})
+    rows.insert(1, Rec(b"archive/data/0", b"\x03\x00", method=8, size=0, crc=0))
+    refused(write(tmp_path, build(rows)), TensorError, "should have 24 bytes; its record has 0")
