@@ -14,7 +14,8 @@ from array import array
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckpt_tools.tree import Dict, Global, Storage
+from ckpt_tools.dtypes import UINT8
+from ckpt_tools.tree import Dict, Entry, Global, Storage, check
 
 if TYPE_CHECKING:
     from ckpt_tools.pickling.reader import Machine
@@ -58,7 +59,8 @@ def tensor(machine: Machine) -> bool:
     no_hooks = Dict(ordered=True)
     args = (storage, _integer(offset), shape, strides, grad == b"\x88", no_hooks)
     machine.spend(4 + bool(put_size) + bool(put_stride))
-    made = machine.makers[REBUILD](args)
+    made = Entry(storage, storage.dtype or UINT8, shape, strides, args[1], args[4])
+    check(made)
     kept = (text, pid, *((shape,) if put_size else ()), *((strides,) if put_stride else ()), no_hooks, args, made)
     memo.extend(kept)
     machine.stack[-1] = made

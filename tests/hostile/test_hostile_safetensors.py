@@ -93,7 +93,7 @@ def test_82_not_json(raw: bytes, said: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("raw", [b"[1]", b"null", b'"text"', b"1234", b"\xef\xbb\xbf{}", b" {}", b"\n{}"])
 def test_82_not_an_object(raw: bytes, tmp_path: Path) -> None:
     """Something else than an object, a byte order mark, or a blank in front."""
-    bad(tmp_path, safetensors(raw), "does not begin with '{'")
+    bad(tmp_path, safetensors(raw), "does not begin with '{'", ours_only=raw.strip() == b"{}")
 
 
 def test_82_padding_with_blanks(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def two(first: tuple[int, int], second: tuple[int, int]) -> dict[str, Any]:
         (two((0, 5), (4, 8)), "'b' overlaps another"),
         (two((0, 4), (0, 4)), "overlaps another"),
         (two((1, 4), (4, 8)), "'a' leaves a hole before it"),
-        (two((0, 4), (2, 2)), "'a' leaves a hole before it"),
+        (two((0, 4), (2, 2)), "'b' overlaps another"),
         ({"a": info("U8", [8], (8, 0))}, "needs 8 bytes and has the offsets 8 to 0"),
         ({"a": info(offsets=(0, -8))}, "'a' has the malformed data_offsets [0, -8]"),
         ({"a": info(offsets=(-8, 0))}, "malformed data_offsets"),
@@ -280,8 +280,13 @@ def test_87_row_is_no_object(row: Any, tmp_path: Path) -> None:
     header(tmp_path, {"a": row}, "lacks dtype, shape or data_offsets")
 
 
-@pytest.mark.parametrize(("metadata", "said"), [({"k": 1}, "'k' is not text"), ({"k": None}, "'k' is not text"),
-                                                ({"k": {}}, "'k' is not text"), (["k"], "is not a map"), ("k", "is not a map")])  # fmt: skip
+METADATA = [
+    ({"k": 1}, "'k' is not text"), ({"k": None}, "'k' is not text"), ({"k": {}}, "'k' is not text"), (["k"], "is not a map"),
+    ("k", "is not a map"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("metadata", "said"), METADATA)
 def test_88_metadata(metadata: Any, said: str, tmp_path: Path) -> None:
     """Metadata that is no map of texts."""
     header(tmp_path, {"__metadata__": metadata, "a": info()}, said)
@@ -331,12 +336,9 @@ def test_88_alias_names_are_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize("index", [0, 1, 2, -1, 99, "x", None, True])
 def test_88_alias_places(index: Any, tmp_path: Path) -> None:
     """Tied names come back at their places; a place that is none means the end."""
-    aliases = {"t": {"of": "a", "index": index}}
-    rows = {
-        "__metadata__": {"ckpt_tools.aliases": json.dumps(aliases)},
-        "a": info("U8", [4], [0, 4]),
-        "b": info("U8", [4], [4, 8]),
-    }
+    aliases = json.dumps({"t": {"of": "a", "index": index}})
+    tensors = {"a": info("U8", [4], [0, 4]), "b": info("U8", [4], [4, 8])}
+    rows = {"__metadata__": {"ckpt_tools.aliases": aliases}} | tensors
     path = write(tmp_path, safetensors(rows, BYTES), "tied.safetensors")
     expected = ["a", "b"]
     expected.insert(index if type(index) is int and 0 <= index < 3 else 2, "t")

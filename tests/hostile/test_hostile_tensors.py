@@ -38,7 +38,7 @@ def test_70_impossible_size(numel: int, tmp_path: Path) -> None:
     refused(write(tmp_path, one(p.tensor(on=p.storage("0", numel)))), PickleError, "malformed id")
 
 
-@pytest.mark.parametrize("numel", [2**40, 2**59])
+@pytest.mark.parametrize("numel", [2**40, 2**58])
 def test_70_large_size(numel: int, tmp_path: Path) -> None:
     """One that could be, but is not here; nothing is allocated."""
     refused(write(tmp_path, one(p.tensor(on=p.storage("0", numel)))), TensorError, f"should have {numel * 4} bytes")
@@ -189,6 +189,7 @@ def unusual() -> dict[str, torch.Tensor]:
         }
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("kind", ["sparse", "sparse_csr", "quantized", "nested", "meta"])
 def test_76_unusual_tensors(kind: str, tmp_path: Path) -> None:
     """Kept in a .pth; refused by name where safetensors is to hold them."""
@@ -218,7 +219,10 @@ UNUSUAL = {
 def test_76_malformed_unusual_tensors(function: str, tmp_path: Path) -> None:
     """Their arguments are as untrusted as any."""
     path = write(tmp_path, one(p.call("torch._utils", function, *UNUSUAL[function])))
-    refused(path, TensorError, f"torch._utils.{function} is called with malformed arguments")
+    said = f"torch._utils.{function} is called with malformed arguments"
+    with pytest.raises(TensorError, match=said):
+        ckpt_tools.inspect(path)
+    convert_refused(path, TensorError, said, objects="keep")
 
 
 def test_76_parameters_in_parameters(tmp_path: Path) -> None:

@@ -1,0 +1,490 @@
+"""Writing: rows 89 to 95. Whatever happens, the target is the whole new file or what it was before."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools import files, plan
+from ckpt_tools.containers import safetensors
+from ckpt_tools.errors import (
+    ChangedFileError,
+    CkptError,
+    CollisionError,
+    ContainerLimitError,
+    OutputError,
+    OutputExistsError,
+)
+from tests.hostile.refusals import convert_refused, listing
+
+SMALL, KERNEL, AHEAD = 1000, 3 << 20, 40 << 20  # bytes: through the buffer, by copy_file_range, copied ahead in a thread
+
+
+def save(path: Path, size: int = SMALL, **more: torch.Tensor) -> Path:
+    """A checkpoint of about this size, by torch."""
+    torch.save({"module.a.w": torch.ones(size // 4)} | more, path)
+    return path
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small input."""
+    return save(tmp_path / "in.pth")
+
+
+def names(path: Path) -> list[str]:
+    """The tensors in a .pth, as torch sees them."""
+    return list(torch.load(path))
+
+
+# --- 89: what the output cannot hold
+
+
+def test_89_two_tensors_under_one_name(tmp_path: Path) -> None:
+    """A rename that makes two names one: both are told."""
+    path = save(tmp_path / "in.pth", **{"module.b.w": torch.zeros(2)})
+    convert_refused(path, CollisionError, "module.a.w", "module.b.w", rename=["[ab]=x"])
+
+
+def test_89_strip_onto_an_existing_name(tmp_path: Path) -> None:
+    """So for a prefix that is taken away."""
+    path = save(tmp_path / "in.pth", **{"a.w": torch.zeros(2)})
+    convert_refused(path, CollisionError, "a.w", strip_module=True)
+
+
+def test_89_metadata_as_a_name(tmp_path: Path) -> None:
+    """The one name that safetensors reserves."""
+    path = tmp_path / "in.pth"
+    torch.save({"__metadata__": torch.zeros(2), "a.w": torch.zeros(1)}, path)
+    convert_refused(path, ContainerLimitError, "'__metadata__'", target="out.safetensors")
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+
+
+def test_89_header_over_the_limit(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header that no reader would take is refused before anything is written."""
+    monkeypatch.setattr(safetensors, "MAX_HEADER", 60)
+    convert_refused(source, ContainerLimitError, "safetensors header would take", "60 is the limit", target="out.safetensors")
+
+
+def test_89_name_with_a_lone_surrogate(tmp_path: Path) -> None:
+    """Text that JSON in UTF-8 cannot hold."""
+    path = tmp_path / "in.pth"
+    torch.save({"a\ud800.w": torch.zeros(2)}, path)
+    convert_refused(path, ContainerLimitError, "lone surrogate", target="out.safetensors")
+
+
+# --- 90: out is in, and out exists
+
+
+@pytest.mark.parametrize("size", [SMALL, KERNEL, AHEAD])
+def test_90_out_is_in(size: int, tmp_path: Path) -> None:
+    """A file may be replaced by its own conversion."""
+    path = save(tmp_path / "in.pth", size)
+    ckpt_tools.convert(path, path, strip_module=True, overwrite=True)
+    assert names(path) == ["a.w"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_90_out_is_a_hard_link_to_in(source: Path) -> None:
+    """The other name keeps the old bytes."""
+    link = source.with_name("link.pth")
+    os.link(source, link)
+    ckpt_tools.convert(source, link, strip_module=True, overwrite=True)
+    assert (names(source), names(link)) == (["module.a.w"], ["a.w"])
+
+
+def test_90_out_is_a_symlink_to_in(source: Path) -> None:
+    """The link stays a link, what it points to is replaced."""
+    link = source.with_name("link.pth")
+    link.symlink_to("in.pth")
+    ckpt_tools.convert(source, link, strip_module=True, overwrite=True)
+    assert link.is_symlink()
+    assert names(source) == ["a.w"]
+
+
+def test_90_out_is_a_dangling_symlink(source: Path, tmp_path: Path) -> None:
+    """What the link names is made; into a folder that is not there it is not."""
+    link = source.with_name("link.pth")
+    link.symlink_to("new.pth")
+    ckpt_tools.convert(source, link, strip_module=True)
+    assert names(tmp_path / "new.pth") == ["a.w"]
+    lost = source.with_name("lost.pth")
+    lost.symlink_to("nowhere/new.pth")
+    convert_refused(source, OutputError, "There is no folder", target="lost.pth")
+
+
+@pytest.mark.parametrize("spelling", ["in.pth", "./in.pth", "../{}/in.pth"])
+def test_90_out_exists(spelling: str, source: Path, tmp_path: Path) -> None:
+    """Never without being told to, the input itself included."""
+    convert_refused(source, OutputExistsError, "already exists", "--overwrite", target=spelling.format(tmp_path.name))
+
+
+def test_90_out_appears_meanwhile(tmp_path: Path) -> None:
+    """Somebody else's file that came while we wrote stays."""
+    source, target = save(tmp_path / "in.pth", KERNEL), tmp_path / "out.pth"
+
+    def progress(done: int, size: int) -> None:
+        target.write_bytes(b"theirs")
+
+    with pytest.raises(OutputExistsError, match="already exists"):
+        ckpt_tools.convert(source, target, dtype="fp64", progress=progress)
+    assert target.read_bytes() == b"theirs"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", "out.pth"]
+
+
+def test_90_mode(source: Path, tmp_path: Path) -> None:
+    """A new file gets the mode of a plain `open`, a replaced one keeps its own."""
+    before = os.umask(0o027)
+    try:
+        ckpt_tools.convert(source, tmp_path / "new.pth")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new.pth").stat().st_mode) == 0o640
+    source.chmod(0o604)
+    ckpt_tools.convert(source, source, overwrite=True)
+    assert stat.S_IMODE(source.stat().st_mode) == 0o604
+
+
+@pytest.mark.parametrize("name", ["\u5b57" * 83 + ".pth", "x" * 251 + ".pth", "out.pth", "a b.pth", "-.pth"])
+def test_90_every_name_that_the_system_takes(name: str, source: Path) -> None:
+    """The temporary beside it must not need a longer name."""
+    ckpt_tools.convert(source, source.with_name(name))
+    assert names(source.with_name(name)) == ["module.a.w"]
+
+
+# --- 91: targets that cannot be
+
+
+def test_91_impossible_targets(source: Path, tmp_path: Path) -> None:
+    """A folder, a missing one, a file as a folder, a pipe, names that the system refuses."""
+    (tmp_path / "folder.pth").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe.pth")
+    for target, said in {
+        "folder.pth": "is a directory", "missing/out.pth": "There is no folder", "in.pth/out.pth": "There is no folder",
+        "pipe.pth": "no regular file", "x" * 300 + ".pth": "cannot be written", "a\0b.pth": "cannot be written",
+        "loop/out.pth": "There is no folder",
+    }.items():  # fmt: skip
+        convert_refused(source, OutputError, said, target=target)
+        convert_refused(source, OutputError, said, target=target, overwrite=True)
+        convert_refused(source, OutputError, said, target=target, dry_run=True)
+
+
+def test_91_device(source: Path) -> None:
+    """/dev/null is not replaced by a file."""
+    with pytest.raises(OutputError, match="no regular file"):
+        ckpt_tools.convert(source, "/dev/null", overwrite=True)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_91_read_only_folder(source: Path, tmp_path: Path) -> None:
+    """A folder in which nothing may be made."""
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o555)
+    convert_refused(source, OutputError, "is read-only", target="closed/out.pth")
+
+
+# --- 92 and 93: disks that are full or fail
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int = 0) -> list[str]:
+    """Make a function of `os` fail with this errno, after some calls that work; returns the list of failed calls."""
+    real, failed, left = getattr(os, name), [], [after]
+
+    def fail(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            return real(*args, **options)
+        failed.append(name)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, name, fail)
+    return failed
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize(
+    ("function", "size", "options"),
+    [
+        ("write", SMALL, {}), ("write", KERNEL, {"dtype": "fp64"}), ("write", AHEAD, {"strip_module": True}),
+        ("copy_file_range", KERNEL, {}), ("copy_file_range", AHEAD, {}),
+    ],
+)  # fmt: skip
+def test_92_disk_full(
+    function: str, size: int, options: dict[str, Any], number: int, replaced: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What is needed and what there is; the old file as it was; the temporary gone."""
+    source, target = save(tmp_path / "in.pth", size), tmp_path / "out.pth"
+    if replaced:
+        target.write_bytes(b"old")
+    before = listing(tmp_path)
+    failed = failing(monkeypatch, function, number)
+    with pytest.raises(OutputError, match="no space") as caught:
+        ckpt_tools.convert(source, target, overwrite=replaced, **options)
+    monkeypatch.undo()
+    assert failed
+    assert "It needs " in str(caught.value)
+    assert " bytes left" in str(caught.value)
+    assert listing(tmp_path) == before
+    assert not replaced or target.read_bytes() == b"old"
+
+
+def test_92_full_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fills up in the middle."""
+    source = save(tmp_path / "in.pth", 20 << 20)
+    before = listing(tmp_path)
+    failing(monkeypatch, "write", errno.ENOSPC, after=3)
+    with pytest.raises(OutputError, match="no space"):
+        ckpt_tools.convert(source, tmp_path / "out.pth", dtype="fp64")
+    assert listing(tmp_path) == before
+
+
+def test_92_write_that_takes_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write of no bytes is no endless loop."""
+    monkeypatch.setattr(os, "write", lambda *_: 0)
+    with pytest.raises(OutputError, match="no space"):
+        ckpt_tools.convert(source, tmp_path / "out.pth")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_92_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes of a few bytes, which the system may do at any time, lose nothing."""
+    source, real = save(tmp_path / "in.pth", 100_000), os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:7000]))
+    ckpt_tools.convert(source, tmp_path / "out.pth", strip_module=True)
+    monkeypatch.undo()
+    assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.ones(25_000))
+
+
+@pytest.mark.parametrize("answer", [0, 5000])
+def test_92_short_kernel_copies(answer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel copies a part, or nothing: the buffer takes over."""
+    source, real = save(tmp_path / "in.pth", KERNEL), os.copy_file_range
+    monkeypatch.setattr(os, "copy_file_range", lambda i, o, n, *at: real(i, o, min(n, answer), *at) if answer else 0)
+    ckpt_tools.convert(source, tmp_path / "out.pth", strip_module=True)
+    monkeypatch.undo()
+    assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.ones(KERNEL // 4))
+
+
+def test_92_file_size_limit(tmp_path: Path) -> None:
+    """A real EFBIG: the process may write files of a megabyte only."""
+    save(tmp_path / "in.pth", KERNEL)
+    before = listing(tmp_path)
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))"
+    done = command(tmp_path, ["convert", "in.pth", "out.pth"], first=limit)
+    assert (done.returncode, b"no space" in done.stderr) == (3, True), done.stderr
+    assert listing(tmp_path) == before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.parametrize("size", [KERNEL, AHEAD])
+@pytest.mark.parametrize("known", [True, False])
+def test_92_small_disk(known: bool, size: int, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that really is too small: seen before, or met on the way where the system does not tell."""
+    source = save(tmp_path / "in.pth", size)
+    (small_disk / "out.pth").write_bytes(b"old")
+    if not known:
+        monkeypatch.delattr(os, "statvfs")
+    with pytest.raises(OutputError, match="no space") as caught:
+        ckpt_tools.convert(source, small_disk / "out.pth", overwrite=True)
+    assert ("bytes left" in str(caught.value)) is known
+    assert [path.name for path in small_disk.iterdir()] == ["out.pth"]
+    assert (small_disk / "out.pth").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("function", ["write", "fsync", "close", "replace", "copy_file_range"])
+def test_93_disk_fails(function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EIO at any step: refused, not tried again, the old file as it was."""
+    source, target = save(tmp_path / "in.pth", KERNEL), tmp_path / "out.pth"
+    target.write_bytes(b"old")
+    before = listing(tmp_path)
+    failed = failing(monkeypatch, function, errno.EIO)
+    work = partial(write_one, target) if function == "close" else partial(ckpt_tools.convert, source, target, overwrite=True)
+    with pytest.raises(OutputError, match="cannot be written") as caught:
+        work()
+    monkeypatch.undo()
+    assert "Input/output error" in str(caught.value)
+    assert failed == [function]
+    assert listing(tmp_path) == before
+    assert target.read_bytes() == b"old"
+
+
+def write_one(target: Path) -> None:
+    """A replaced file of three bytes, without any other file that is closed."""
+    with files.replacing(target, overwrite=True) as output:
+        os.write(output.fd, b"new")
+
+
+def test_93_folder_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step of all fails: the new file is in place and whole, and the failure is told."""
+    source, target = save(tmp_path / "in.pth"), tmp_path / "out.pth"
+    target.write_bytes(b"old")
+    failing(monkeypatch, "fsync", errno.EIO, after=1)
+    with pytest.raises(OutputError, match="cannot be written"):
+        ckpt_tools.convert(source, target, overwrite=True)
+    monkeypatch.undo()
+    assert names(target) == ["module.a.w"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", "out.pth"]
+
+
+def test_93_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without them: the file is renamed, and one that is there still counts."""
+    source = save(tmp_path / "in.pth")
+    failing(monkeypatch, "link", errno.EPERM)
+    ckpt_tools.convert(source, tmp_path / "out.pth")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", "out.pth"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError, ValueError, CkptError])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_93_any_exception(error: type[BaseException], replaced: bool, tmp_path: Path) -> None:
+    """Whatever is raised while the bytes move, nothing is left of them."""
+    source, target = save(tmp_path / "in.pth", KERNEL), tmp_path / "out.pth"
+    if replaced:
+        target.write_bytes(b"old")
+    before = listing(tmp_path)
+
+    def progress(done: int, size: int) -> None:
+        raise error("stop")
+
+    with pytest.raises(error):
+        ckpt_tools.convert(source, target, overwrite=replaced, progress=progress)
+    assert listing(tmp_path) == before
+
+
+# --- 94: signals
+
+
+def environment() -> dict[str, str]:
+    """A small environment in which this package is found."""
+    return {"PYTHONPATH": str(Path(ckpt_tools.__file__).parent.parent), "PATH": os.environ["PATH"]}
+
+
+def script(first: str, arguments: list[str]) -> list[str]:
+    """The command line in a fresh interpreter, after a statement of ours."""
+    return [sys.executable, "-c", f"{first}\nfrom ckpt_tools.cli import main\nmain(prog_name='ckpt')", *arguments]
+
+
+def command(folder: Path, arguments: list[str], first: str = "") -> subprocess.CompletedProcess[bytes]:
+    """Its result."""
+    return subprocess.run(script(first, arguments), cwd=folder, env=environment(), capture_output=True, check=False)
+
+
+SLOW = textwrap.dedent("""
+    import os, time
+    def slowly(real):
+        def call(*arguments):
+            done = real(*arguments)
+            if len(arguments) == 2 and isinstance(arguments[1], int) or len(arguments[1]) > 100:
+                time.sleep(0.3)
+            return done
+        return call
+    os.write = slowly(os.write)
+    kernel = os.copy_file_range
+    def few(source, target, count, *offsets):
+        time.sleep(0.3)
+        return kernel(source, target, min(count, 1 << 20), *offsets)
+    os.copy_file_range = few
+""")
+
+
+def wait_for(there: Callable[[], bool], seconds: float = 20) -> None:
+    """Until something is so."""
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("size", "started"), [(8 << 20, 0), (8 << 20, 1 << 20), (AHEAD, 2 << 20)])
+def test_94_signals(number: signal.Signals, code: int, size: int, started: int, tmp_path: Path) -> None:
+    """Interrupted, terminated or killed: the old file. Only a kill leaves the temporary, which has another name."""
+    save(tmp_path / "in.pth", size)
+    (tmp_path / "out.pth").write_bytes(b"old")
+    arguments = ["convert", "in.pth", "out.pth", "--strip-module", "--overwrite"]
+    running = subprocess.Popen(
+        script(SLOW, arguments), cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    wait_for(lambda: any(path.stat().st_size >= started for path in tmp_path.glob(".out.pth.*.ckpt-tmp")))
+    running.send_signal(number)
+    _, told = running.communicate(timeout=20)
+    assert running.returncode == code, told
+    assert b"Traceback" not in told
+    assert (tmp_path / "out.pth").read_bytes() == b"old"
+    left = list(tmp_path.glob(".*"))
+    assert bool(left) is (number == signal.SIGKILL)
+    assert command(tmp_path, arguments).returncode == 0
+    assert names(tmp_path / "out.pth") == ["a.w"]
+
+
+# --- 95: the input changes
+
+
+@pytest.mark.parametrize("options", [{"dtype": "fp64"}, {"strip_module": True}])
+@pytest.mark.parametrize("change", ["shrinks", "grows", "is written to"])
+def test_95_input_changes(change: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """An input that shrinks, grows or is written to while it is read: refused, and no crash."""
+    source = save(tmp_path / "in.pth", 20 << 20)
+    size = source.stat().st_size
+
+    def progress(done: int, total: int) -> None:
+        if change == "is written to":
+            with source.open("r+b") as file:
+                file.seek(size // 2)
+                file.write(b"other")
+        else:
+            os.truncate(source, size // 2 if change == "shrinks" else size + 1)
+
+    with pytest.raises(ChangedFileError, match="changed while it was read"):
+        ckpt_tools.convert(source, tmp_path / "out.pth", progress=progress, **options)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_95_input_shrinks_after_it_was_opened(tmp_path: Path) -> None:
+    """Bytes that are asked for and no longer there; a memory map would have killed the process."""
+    source = save(tmp_path / "in.pth", 1 << 20)
+    with ckpt_tools.open_checkpoint(source) as checkpoint:
+        os.truncate(source, 1000)
+        with pytest.raises(ChangedFileError, match="changed while it was read"):
+            plan.read(checkpoint.root.get("module.a.w").storage.content)
+
+
+def test_95_input_is_replaced(tmp_path: Path) -> None:
+    """Another file that takes the input's name is another file: what was opened is read to its end."""
+    source, other = save(tmp_path / "in.pth", KERNEL), save(tmp_path / "other.pth")
+
+    def progress(done: int, total: int) -> None:
+        if other.exists():
+            other.replace(source)
+
+    ckpt_tools.convert(source, tmp_path / "out.pth", dtype="fp64", progress=progress)
+    assert torch.load(tmp_path / "out.pth")["module.a.w"].numel() == KERNEL // 4
