@@ -29,6 +29,10 @@ class Casting:
         """Dotted path -> finite values that became infinite; to be asked once the bytes are written."""
         return {name: count.overflowed for name, count in self.counts.items() if count.overflowed}
 
+    def underflowed(self) -> dict[str, int]:
+        """Dotted path -> values that became zero; to be asked once the bytes are written."""
+        return {name: count.underflowed for name, count in self.counts.items() if count.underflowed}
+
 
 def cast_floats(root: Node, target: DType, only: Sequence[str] = ()) -> tuple[Node, Casting]:
     """Cast every float tensor, or those that a glob in `only` names; ties, views and everything else stay.

@@ -155,25 +155,42 @@ def _expand(paths: tuple[Path, ...]) -> list[Path]:
 # --- convert
 
 
+class _Once(click.Option):
+    """An option that may be given once: the last of two would win in silence."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "multiple": True})
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        given = super().process_value(ctx, value)
+        if given and len(given) > 1:
+            raise click.UsageError(f"{self.opts[0]} is given {len(given)} times.", ctx)
+        return given[0] if given else None
+
+
 @main.command()
 @click.argument("source", metavar="IN", type=click.Path(path_type=Path))
 @click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--strip-module", is_flag=True, help="Remove leading 'module.', repeated ones too, in every state dict.")
 @click.option("--add-module", is_flag=True, help="Put 'module.' before every name.")
 @click.option("--unwrap", is_flag=True, help="Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.")
-@click.option("--strip-prefix", metavar="P", help="Remove a leading literal prefix.")
-@click.option("--add-prefix", metavar="P", help="Put a literal prefix before every name.")
+@click.option("--strip-prefix", cls=_Once, metavar="P", help="Remove a leading literal prefix.")
+@click.option("--add-prefix", cls=_Once, metavar="P", help="Put a literal prefix before every name.")
 @click.option("--rename", multiple=True, metavar="REGEX=REPLACEMENT", help=r"re.sub on names, in order; \1 works. Repeatable.")
 @click.option("--keep", multiple=True, metavar="GLOB", help="Keep only tensors whose name matches. Repeatable.")
 @click.option("--drop", multiple=True, metavar="GLOB", help="Drop what matches, by name or dotted path. Repeatable.")
-@click.option("--select", metavar="WHERE", help="One state dict or subtree (model, ema, netG) becomes the whole output.")
-@click.option("--map-location", metavar="SPEC", help="cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.")
-@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast float tensors.")
+@click.option(
+    "--select", cls=_Once, metavar="WHERE", help="One state dict or subtree (model, ema, netG) becomes the whole output."
+)
+@click.option("--map-location", cls=_Once, metavar="SPEC", help="cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.")
+@click.option("--dtype", cls=_Once, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast float tensors.")
 @click.option("--dtype-only", multiple=True, metavar="GLOB", help="Cast only tensors whose name matches. Repeatable.")
 @click.option(
     "--objects", type=click.Choice(["keep", "plain", "drop"]), help="What happens to objects that are not plain data."
 )
-@click.option("--format", "format_", type=click.Choice(["pth", "safetensors"]), help="Container of OUT; else by its extension.")
+@click.option(
+    "--format", "format_", cls=_Once, type=click.Choice(["pth", "safetensors"]), help="Container of OUT; else by its extension."
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
 @click.option("--verify", is_flag=True, help="Check the CRC-32 of every record while copying.")
@@ -186,6 +203,9 @@ def convert(source: Path, target: Path, format_: str | None, as_json: bool, **op
     ckpt convert ddp.pth plain.pth --strip-module
     ckpt convert train.pth weights.safetensors --select model --unwrap
     ckpt convert gpu.pth cpu.pth --map-location cpu --dtype bf16
+
+    The steps come in this order: --select, --objects, --keep and --drop (by the names in IN), --strip-module, --unwrap,
+    --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --map-location, --dtype.
 
     Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
     """

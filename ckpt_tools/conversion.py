@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from ckpt_tools.files import Output, free_bytes, no_space
 from ckpt_tools.names import strip_inner, strip_leading, strip_module, uneven, unwrap
 from ckpt_tools.plan import Piece, total
 from ckpt_tools.transforms import Rename, dotted
-from ckpt_tools.tree import DROP, Node, Where
+from ckpt_tools.tree import DROP, Entry, Node, Where
 from ckpt_tools.writer import Progress, write
 
 
@@ -58,7 +58,8 @@ class Converted:
         dropped: paths of the tensors and values that were left out, with the reason.
         objects: every object that was exchanged or dropped.
         devices: "from -> to": number of storages.
-        casts: number of tensors cast, by "from -> to". overflowed: tensor name -> finite values that became infinite.
+        casts: number of tensors cast, by "from -> to". overflowed, underflowed: path -> finite values that
+            became infinite, values that became zero.
         optimizer_names: how many `param_names` changed.
         aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
         notes: what else the user should know.
@@ -75,6 +76,7 @@ class Converted:
     devices: dict[str, int] = field(default_factory=dict)
     casts: dict[str, int] = field(default_factory=dict)
     overflowed: dict[str, int] = field(default_factory=dict)
+    underflowed: dict[str, int] = field(default_factory=dict)
     optimizer_names: int = 0
     aliases: dict[str, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
@@ -102,7 +104,7 @@ def run(
             write(pieces, output, progress, clone)
             checkpoint.decoded.source.check_unchanged()
             if edits.casting is not None:
-                report.overflowed = edits.casting.overflowed()
+                report.overflowed, report.underflowed = edits.casting.overflowed(), edits.casting.underflowed()
     return report
 
 
@@ -131,19 +133,27 @@ class Edits:
         self.dtype = DTYPES[CAST_TARGETS[dtype]] if dtype is not None else None
         self.dtype_only, self.objects, self.kind, self.verify = dtype_only, objects, kind, verify
         self.casting: casts.Casting | None = None
+        self.ties: dict[str, str] = {}
 
     def plan(self, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
         """Edit the tree, fill in the report, lay the output out."""
         report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
+        self.ties = transforms.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+        if self.ties:
+            names = ", ".join(f"{name} = {kept}" for name, kept in self.ties.items())
+            report.notes.append(Note("ties-restored", f"Tied names put back from the metadata: {names}."))
         root = checkpoint.root if self.select is None else transforms.select(checkpoint.root, self.select)
         root = _apply_objects(root, checkpoint, self.objects, report, selected=self.select is not None)
         if self.keep or self.drop:
             gone = transforms.filter_tensors(root, self.keep, self.drop)
             report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
+            self._note_outside(root, report)
         self.names.apply(root, report)
         if self.retag is not None:
             root, report.devices = transforms.map_devices(root, self.retag)
             _note_devices(report, checkpoint, self.kind, self.map_location)
+        if self.verify and report.dry_run:
+            report.notes.append(Note("not-verified", "--verify: the bytes are checked while copying, not in a dry run."))
         root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
         if self.dtype is not None:
             root, self.casting = casts.cast_floats(root, self.dtype, self.dtype_only)
@@ -152,7 +162,15 @@ class Edits:
                 text = f"{self.casting.steps} step counters of optimizers keep their dtype; --dtype-only '*.step' casts them."
                 report.notes.append(Note("steps-kept", text))
         report.tensors = sum(1 for _ in find_tensors(root))
-        return _lay_out(root, checkpoint, self.kind, report, self.objects, verify=self.verify)
+        return _lay_out(root, checkpoint, self.kind, report, self.objects, verify=self.verify, ties=self.ties)
+
+    def _note_outside(self, root: Node, report: Converted) -> None:
+        """--keep is about the names of state dicts: say what stays because it has no such name."""
+        inside = {state_dict.where for state_dict in find_state_dicts(root)}
+        outside = [dotted(tensor.where) for tensor in find_tensors(root) if tensor.where[:-1] not in inside]
+        if self.keep and outside:
+            text = f"--keep: {len(outside)} tensors outside of state dicts stay ({outside[0]} ...); --drop takes them by path."
+            report.notes.append(Note("outside-kept", text))
 
 
 class Names:
@@ -236,11 +254,20 @@ def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, repor
         report.objects.append(ObjectFate([], str(name), "dropped"))
     if policy in (None, "keep"):
         return root
+    before = {_view(tensor.node): tensor.where for tensor in find_tensors(root)}
     root, fates = plain.make_plain(root) if policy == "plain" else plain.drop_unknown(root)
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+    left = {_view(tensor.node) for tensor in find_tensors(root)}
+    lost = [where for view, where in before.items() if view not in left]
+    report.dropped += [(dotted(where), "a tensor that its object's plain form does not hold") for where in lost]
     if root is None or root is DROP:
         raise NothingMatchedError("Nothing would be left.", why="The whole checkpoint is one object that has no plain form.")
     return root
+
+
+def _view(node: Node) -> tuple[Any, ...]:
+    """What makes a tensor the same before and after its object was made plain: the storage and the view on it."""
+    return (id(node.storage), node.offset, node.shape, node.stride, node.dtype) if type(node) is Entry else (id(node),)
 
 
 def _objects_error(checkpoint: Checkpoint, unknown: list[tuple[Where, str]], hidden: list[str]) -> ObjectsError:
@@ -261,8 +288,9 @@ def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: st
 
 
 def _lay_out(
-    root: Node, checkpoint: Checkpoint, kind: str, report: Converted, objects: str | None, *, verify: bool
-) -> list[Piece]:
+    root: Node, checkpoint: Checkpoint, kind: str, report: Converted, objects: str | None, *, verify: bool,
+    ties: Mapping[str, str],
+) -> list[Piece]:  # fmt: skip
     decoded = checkpoint.decoded
     if verify and not decoded.has_checksums:
         report.notes.append(Note("no-checksums", "--verify: the input carries no checksums."))
@@ -272,11 +300,15 @@ def _lay_out(
         flat = flatten.flatten(root, objects=objects, metadata=decoded.metadata)
         report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
         report.notes += [Note(code, text) for code, text in flat.notes]
+        if flat.aliases:
+            text = "Tied names are kept as aliases: ckpt puts them back, another loader sees the first name of each only."
+            report.notes.append(Note("aliases", text))
         report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
         pieces = safetensors.lay_out(flat.tensors, flat.metadata)
         return casts.checked(pieces, root) if verify and decoded.has_checksums else pieces
     if decoded.container == "safetensors":
-        lost = [key for key in decoded.metadata if key not in (safetensors.ALIASES, safetensors.STATE_DICT_METADATA, "format")]
+        known = {safetensors.ALIASES, safetensors.STATE_DICT_METADATA, "format", *ties}
+        lost = [key for key in decoded.metadata if key not in known]
         report.dropped += [(key, "safetensors metadata; a .pth has no place for it") for key in lost]
     verify = verify and decoded.has_checksums
     pieces = torch_zip.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums, verify=verify)

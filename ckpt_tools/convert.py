@@ -31,13 +31,13 @@ def convert(
     unwrap: bool = False,
     strip_prefix: str | None = None,
     add_prefix: str | None = None,
-    rename: Sequence[str] = (),
-    keep: Sequence[str] = (),
-    drop: Sequence[str] = (),
+    rename: str | Sequence[str] = (),
+    keep: str | Sequence[str] = (),
+    drop: str | Sequence[str] = (),
     select: str | None = None,
     map_location: str | None = None,
     dtype: str | None = None,
-    dtype_only: Sequence[str] = (),
+    dtype_only: str | Sequence[str] = (),
     objects: ObjectsPolicy | None = None,
     format: Format | None = None,
     overwrite: bool = False,
@@ -85,11 +85,17 @@ def convert(
             clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
         from ckpt_tools.conversion import Edits, Names, run
 
-        names = Names(strip_module, add_module, unwrap, strip_prefix, add_prefix, rename)
-        edits = Edits(names, keep, drop, select, map_location, dtype, dtype_only, objects, kind, verify)
+        names = Names(strip_module, add_module, unwrap, strip_prefix, add_prefix, _several(rename))
+        only = _several(dtype_only)
+        edits = Edits(names, _several(keep), _several(drop), select, map_location, dtype, only, objects, kind, verify)
         report = run(source, target, edits, output, clone, progress)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _several(values: str | Sequence[str]) -> Sequence[str]:
+    """A single text where several may be given: one of them."""
+    return (values,) if isinstance(values, str) else values
 
 
 def output_format(target: str | os.PathLike[str], format: Format | None) -> Format:

@@ -220,29 +220,33 @@ def _objects(root: Node) -> list[dict[str, Any]]:
 def _findings(
     checkpoint: Checkpoint, state_dicts: list[dict[str, Any]], totals: dict[str, Any], refused: list[str], reasons: list[str]
 ) -> Iterator[Finding]:
-    path = str(checkpoint.path)
+    path, options = str(checkpoint.path), dict.fromkeys(_wrapper_option(row) for row in state_dicts if row["wrappers"])
     for row in state_dicts:
         if row["wrappers"]:
-            option = "--strip-module" if row["wrappers"] == [MODULE] else "--unwrap"
-            found = f"names start with {', '.join(row['wrappers'])}"
-            yield Finding("wrapper-prefix", "warning", row["where"], found, "names of the plain model", _convert(path, option))
+            found, fix = f"names start with {', '.join(row['wrappers'])}", _convert(path, _wrapper_option(row))
+            yield Finding("wrapper-prefix", "warning", row["where"], found, "names of the plain model", fix)
     devices = [device for device in totals["devices"] if device not in ("cpu", "meta")]
     if devices:
-        found = f"storages tagged {', '.join(devices)}"
-        fix = _convert(path, "--map-location cpu")
-        yield Finding("device-tags", "info", [], found, "cpu, to load on a machine without that device", fix)
+        options["--map-location cpu"] = None
+        found, expected = f"storages tagged {', '.join(devices)}", "cpu, to load on a machine without that device"
+        yield Finding("device-tags", "info", [], found, expected, _convert(path, "--map-location cpu"))
     if checkpoint.decoded.byteorder == "big":
         yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", _convert(path, ""))
     yield from _oversized(checkpoint, totals)
     if refused or reasons:
-        names = refused or reasons
-        found = f"torch.load(weights_only=True) refuses it: {', '.join(names[:5])}"
-        found += f" and {len(names) - 5} more" if len(names) > 5 else ""
+        options["--objects plain"] = None
+        found = f"torch.load(weights_only=True) refuses it: {', '.join((refused or reasons)[:5])}"
+        found += f" and {len(refused or reasons) - 5} more" if len(refused or reasons) > 5 else ""
         fix = _convert(path, "--objects plain")
-        expected = "plain data and tensors only"
-        yield Finding("weights-only-refused", "warning", [], found, expected, fix)
+        yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", fix)
     for warned in checkpoint.warnings:
         yield Finding(warned.code, "warning", [], warned.found, warned.expected, _convert(path, ""))
+    if len(options) > 1:
+        yield Finding("together", "info", [], "all of this can be mended at once", "", _convert(path, " ".join(options)))
+
+
+def _wrapper_option(row: dict[str, Any]) -> str:
+    return "--strip-module" if row["wrappers"] == [MODULE] else "--unwrap"
 
 
 def _oversized(checkpoint: Checkpoint, totals: dict[str, Any]) -> Iterator[Finding]:

@@ -75,12 +75,14 @@ def _only_state_dict(root: Node) -> StateDict:
     outside = [tensor.where for tensor in find_tensors(root) if not found or tensor.where[:-1] != found[0].where]
     optimizers = [dotted(where) for where, node in walk(root, stop=is_tensor, plain=False) if is_optimizer(node)]
     if outside or not found:
-        parts = list(dict.fromkeys(str(where[0]) if where else "the root" for where in outside))
-        fix = f"Take the state dict alone: --select {wheres[0]}" if wheres and wheres[0] else ""
-        drops = " ".join(f"--drop {part}" for part in (optimizers or parts)[:4])
+        parts = list(dict.fromkeys(str(where[0]) for where in outside if where))
+        fixes = [f"take the state dict alone: --select {wheres[0]}"] if wheres and wheres[0] else []
+        drops = " ".join(f"--drop {part}" for part in ([path for path in optimizers if path] or parts)[:4] if found)
+        fixes += [f"leave them out: {drops}"] if drops else []
+        places = f", in {', '.join(map(repr, parts[:4]))}" if parts else ""
         raise ContainerLimitError(
-            f"safetensors holds one flat state dict; here are tensors outside of one, in {', '.join(map(repr, parts[:4]))}.",
-            fix=f"{fix}{', or leave them out: ' if fix else 'Leave them out: '}{drops}",
+            f"safetensors holds one flat state dict; here are tensors outside of one{places}.",
+            fix=", or ".join(fixes)[:1].upper() + ", or ".join(fixes)[1:],
         )
     return found[0]
 

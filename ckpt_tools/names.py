@@ -83,17 +83,23 @@ def leading_wrappers(name: str) -> tuple[str, ...]:
 
 
 def wrappers_in(names: Iterable[str]) -> tuple[str, ...]:
-    """Every wrapper that `unwrap` would remove from any of `names`, each once, in order of appearance."""
+    """The wrappers around a model with these names, each once, in order of appearance.
+
+    `module.` counts when every dotted name starts with it: in front of a part of them it is a sub-module that its author
+    called so. (`n_averaged`, beside the wrapped names of an AveragedModel, has no dot.)
+    """
     found: dict[str, None] = {}
     leads: set[str] = set()
+    bare = False
     for name in names:
         lead = _LEAD.match(name)
+        bare = bare or ("." in name and (lead is None or MODULE not in lead.group()))
         if lead is not None and lead.group() not in leads:
             leads.add(lead.group())
             found.update(dict.fromkeys(leading_wrappers(name)))
         if "._" in name:
             found.update(dict.fromkeys(w for w in INNER_WRAPPERS if f".{w}" in name))
-    return tuple(found)
+    return tuple(wrapper for wrapper in found if wrapper != MODULE or not bare)
 
 
 def check_unique(renamed: Mapping[str, str]) -> None:

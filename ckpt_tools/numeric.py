@@ -19,9 +19,10 @@ _ARRAY_TYPES = {2: "H", 4: "I", 8: "Q"}
 
 @dataclass(slots=True)
 class CastCount:
-    """Counted while a cast is written: finite values that became infinite."""
+    """Counted while a cast is written: finite values that became infinite, and others than zero that became zero."""
 
     overflowed: int = 0
+    underflowed: int = 0
 
 
 def cast(content: Content, source: DType, target: DType, count: CastCount) -> Computed:
@@ -29,7 +30,7 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
 
     Args:
         content: elements of `source`, little-endian.
-        count: where finite values that become infinite are counted while the bytes are worked out.
+        count: where values that do not survive are counted while the bytes are worked out.
     """
 
     def work() -> Iterator[memoryview]:
@@ -37,17 +38,36 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
 
         before, after = torch_dtype(source), torch_dtype(target)
         may_overflow = torch.finfo(before).max > torch.finfo(after).max  # bf16 -> fp16 too, of the same size
-        for chunk in whole_elements(content, source.itemsize):
-            values = torch.frombuffer(bytearray(chunk), dtype=before)
-            out = bytearray(len(chunk) // source.itemsize * target.itemsize)
-            result = torch.frombuffer(out, dtype=after)
-            result.copy_(values)
+        may_underflow = torch.finfo(before).smallest_normal < torch.finfo(after).smallest_normal
+        room = min(CHUNK, content.length)
+        buffer, out = bytearray(room), bytearray(room // source.itemsize * target.itemsize)
+        values, result = torch.frombuffer(buffer, dtype=before), torch.frombuffer(out, dtype=after)
+        for size in _filled(content, source.itemsize, memoryview(buffer)):
+            old, new = values[: size // source.itemsize], result[: size // source.itemsize]
+            new.copy_(old)
+            wide, narrow = (part if part.itemsize > 1 else part.float() for part in (old, new))  # fp8 has no isfinite
             if may_overflow:
-                wide, narrow = (part if part.itemsize > 1 else part.float() for part in (values, result))  # fp8 has no isfinite
                 count.overflowed += int((wide.isfinite() & ~narrow.isfinite()).sum())
-            yield memoryview(out)
+            if may_underflow:
+                count.underflowed += int(torch.count_nonzero(wide)) - int(torch.count_nonzero(narrow))
+            yield memoryview(out)[: size // source.itemsize * target.itemsize]
 
     return Computed(content.length // source.itemsize * target.itemsize, work, content)
+
+
+def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int]:
+    """Fill the buffer with one piece of the content after the other; yields how many bytes of it are filled."""
+    if isinstance(content, Range):
+        for start in range(0, content.length, len(buffer)):
+            size = min(len(buffer), content.length - start)
+            content.source.read_into(content.offset + start, buffer[:size])
+            yield size
+        return
+    for chunk in whole_elements(content, itemsize):
+        for start in range(0, len(chunk), len(buffer)):
+            piece = chunk[start : start + len(buffer)]
+            buffer[: len(piece)] = piece
+            yield len(piece)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

@@ -67,7 +67,7 @@ class Deflated:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Bytes that are worked out in chunks while writing: a cast, a gather, a byte swap. `of` is the content worked on, if one."""
+    """Bytes that are worked out in chunks while writing: a cast, a gather, a byte swap; `of` is what they are made of."""
 
     length: int
     chunks: Callable[[], Iterator[bytes | memoryview]]

@@ -19,7 +19,7 @@ from ckpt_tools import tree as trees
 from ckpt_tools.checkpoint import Checkpoint, StateDict, find_state_dicts, is_tensor, open_checkpoint
 from ckpt_tools.containers import safetensors
 from ckpt_tools.convert import Format, output_format
-from ckpt_tools.dtypes import DTYPES, DType
+from ckpt_tools.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.errors import ContainerLimitError, NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.files import replacing
 from ckpt_tools.flatten import flatten
@@ -115,7 +115,7 @@ def _objects_error(path: str | os.PathLike[str], found: list[tuple[Where, str]])
 
 def load_state_dict(
     path: str | os.PathLike[str], *, map_location: MapLocation = "cpu", select: str | None = None, unwrap: bool = True,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """One state dict of a checkpoint as live tensors, ready for `model.load_state_dict`. Executes nothing in the file.
 
@@ -126,27 +126,35 @@ def load_state_dict(
         map_location: as for `load`.
         select: the dotted path of the state dict ("model", "ema"), where the checkpoint holds several.
         unwrap: remove the wrappers of DP, DDP, compile, FSDP1 and activation checkpointing from the names.
-        dtype: cast float tensors to this; ties and views stay.
+        dtype: cast float tensors to this torch.dtype, or bf16, fp16, fp32, fp64; ties and views stay.
 
     Raises:
         NothingMatchedError: no state dict there, or several and no `select`. CollisionError: two names would become one.
         UsageError: a dtype that is no float, a device that is not there. CkptError: the file cannot be read.
     """
-    if dtype is not None and not (dtype.is_floating_point and _dtype_row(dtype).packed == 1):
-        raise UsageError(f"dtype={dtype} is no float type that torch casts to.")
+    target = None if dtype is None else _cast_target(dtype)
     with open_checkpoint(path) as checkpoint:
         state_dict = _choose(checkpoint, select)
+        transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
         if unwrap:
             transforms.rename_state_dict(state_dict, names.unwrap)
         root = casts.to_little_endian(_loadable(state_dict.node), checkpoint.decoded.byteorder)
-        if dtype is not None:
-            root, _ = casts.cast_floats(root, _dtype_row(dtype))
+        if target is not None:
+            root, _ = casts.cast_floats(root, target)
         loaded: dict[str, torch.Tensor] = _Builder(checkpoint, map_location).build(root)
         return loaded
 
 
 def _dtype_row(dtype: torch.dtype) -> DType:
     return DTYPES[str(dtype).removeprefix("torch.")]
+
+
+def _cast_target(dtype: torch.dtype | str) -> DType:
+    name = CAST_TARGETS.get(dtype, "") if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    row = DTYPES.get(name)
+    if row is None or row.family != "float" or row.packed > 1:
+        raise UsageError(f"dtype={dtype} is no float type that torch casts to.")
+    return row
 
 
 def _loadable(node: Dict) -> Dict:
@@ -173,7 +181,7 @@ def _choose(checkpoint: Checkpoint, select: str | None) -> StateDict:
     if len(found) != 1:
         wheres = ", ".join(repr(dotted(state_dict.where)) for state_dict in found) or "none"
         raise NothingMatchedError(
-            f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix="Choose one with select=..."
+            f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix="Choose one with select=..." if found else ""
         )
     return found[0]
 

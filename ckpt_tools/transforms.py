@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import translate
 
@@ -92,6 +92,19 @@ def parse_rename(text: str) -> tuple[re.Pattern[str], str]:
     except (re.error, IndexError) as error:
         raise UsageError(f"--rename {text!r} is no regular expression with its replacement.", why=f"{error}.") from None
     return compiled, replacement
+
+
+def restore_named_ties(node: Node, metadata: Mapping[str, str]) -> dict[str, str]:
+    """Put back the tied names that `safetensors.torch.save_model` left to the metadata: name -> the name that holds the bytes.
+
+    Returns:
+        The names that were put back.
+    """
+    entries = {key: value for key, value in node.items if type(value) is Entry} if type(node) is Dict else {}
+    ties = {name: kept for name, kept in metadata.items() if kept in entries and name not in entries and name != "format"}
+    if ties:
+        node.items.extend((name, entries[kept]) for name, kept in ties.items())
+    return ties
 
 
 # --- selection

@@ -1,5 +1,6 @@
 """The command line as a user types it: what it prints, its exit codes, its answers to mistakes."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -233,3 +234,38 @@ def test_readme_lists_every_option() -> None:
             for option in parameter.opts:
                 if option.startswith("--") and option != "--help":
                     assert option in readme, f"{option} of ckpt {command.name} is not in the README"
+
+
+@pytest.mark.parametrize("option", ["--select", "--strip-prefix", "--dtype", "--objects", "--map-location", "--format"])
+def test_an_option_given_twice_is_refused(training_file: Path, tmp_path: Path, option: str) -> None:
+    """Of two --select the last would win in silence."""
+    values = {"--dtype": "bf16", "--objects": "keep", "--map-location": "cpu", "--format": "pth"}
+    value = values.get(option, "model")
+    result = shell("convert", training_file, tmp_path / "out.pth", option, value, option, value)
+    assert result.returncode == 2
+    assert f"{option} is given 2 times" in result.stderr
+
+
+def test_one_command_mends_everything(tmp_path: Path) -> None:
+    """Where several things can be mended, the last finding has one command for all, and it works."""
+    path = tmp_path / "file.pth"
+    torch.save({"model": {"module.a.w": torch.ones(2)}, "args": argparse.Namespace(lr=1)}, path)
+    line = ckpt("inspect", path).output.splitlines()[-1]
+    assert line.endswith("--strip-module --objects plain")
+    assert ckpt(*line.split()[1:]).exit_code == 0
+    assert json.loads(ckpt("inspect", "--json", tmp_path / "file.fixed.pth").output)["findings"] == []
+
+
+def test_a_sub_module_called_module_is_no_wrapper(tmp_path: Path) -> None:
+    """Only where every dotted name starts with `module.` does inspect speak of a wrapper."""
+    torch.save({"module.weight": torch.ones(1), "head.weight": torch.ones(1)}, tmp_path / "own.pth")
+    assert "--strip-module" not in ckpt("inspect", tmp_path / "own.pth").output
+    torch.save({"module.weight": torch.ones(1), "n_averaged": torch.ones(1)}, tmp_path / "averaged.pth")
+    assert "--strip-module" in ckpt("inspect", tmp_path / "averaged.pth").output
+
+
+def test_long_names_are_not_broken_in_a_pipe(tmp_path: Path) -> None:
+    """A name of 500 characters stays on one line, so that grep finds it."""
+    name = "layer." * 83 + "weight"
+    torch.save({name: torch.ones(1)}, tmp_path / "long.pth")
+    assert any(name in line for line in shell("inspect", tmp_path / "long.pth").stdout.splitlines())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -499,7 +500,8 @@ def test_what_safetensors_cannot_hold(tmp_path: Path, name: str) -> None:
     """Sparse, quantised and complex128 tensors are refused by name, with the --drop that helps."""
     tensors = {"sparse": torch.eye(2).to_sparse(), "complex128": torch.ones(2, dtype=torch.complex128)}
     if name == "quantized":
-        with pytest.warns(UserWarning, match="quantize"):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "quantize", UserWarning)  # torch says once a process that it will go
             tensors["quantized"] = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     data = {"a.w": torch.ones(1), f"{name}.w": tensors[name]}
     error = refused(tmp_path, data, ContainerLimitError, rf"'{name}\.w'", name="out.safetensors")
@@ -653,3 +655,39 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     )
     assert seen[-1] == (report.bytes, report.bytes)
     assert seen == sorted(seen)
+
+
+def test_tensors_that_go_with_their_object_are_reported(tmp_path: Path) -> None:
+    """A pickled module's state dict leaves out what is neither parameter nor persistent buffer: the report says so."""
+    module = nn.Linear(2, 2)
+    module.loss_weight = torch.ones(3)
+    torch.save(module, tmp_path / "module.pth")
+    report = ckpt_tools.convert(tmp_path / "module.pth", tmp_path / "plain.pth", objects="plain")
+    assert [path for path, _ in report.dropped] == ["loss_weight"]
+
+
+def test_underflow_is_counted(tmp_path: Path) -> None:
+    """Values that become zero in fp16 are in the report."""
+    torch.save({"a.w": torch.tensor([1e-8, 1e-8, 1.0, 0.0])}, tmp_path / "in.pth")
+    assert ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dtype="fp16").underflowed == {"a.w": 2}
+
+
+def test_ties_of_save_model_are_put_back(tmp_path: Path) -> None:
+    """The tied name that safetensors.torch.save_model left to the metadata is there again after a conversion, tied."""
+    from safetensors.torch import save_model
+
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    save_model(model, str(tmp_path / "in.safetensors"))
+    report = ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.pth")
+    loaded = torch.load(tmp_path / "out.pth")
+    assert loaded["0.weight"].data_ptr() == loaded["1.weight"].data_ptr()
+    assert report.dropped == []
+    assert any(note.code == "ties-restored" for note in report.notes)
+
+
+def test_a_single_text_is_one_pattern(tmp_path: Path) -> None:
+    """`drop="netD"` means one pattern, not four letters."""
+    torch.save({"netG": {"a.w": torch.ones(1)}, "netD": {"a.w": torch.ones(1)}}, tmp_path / "in.pth")
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", drop="netD")
+    assert list(torch.load(tmp_path / "out.pth")) == ["netG"]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Sort = Literal["name", "size", "file"]
 SHOWN_ROWS = 40
+PIPE_WIDTH = 1000  # in a pipe no line is broken: grep and copy-paste need whole names
+_SPEED_FROM = 100 << 20
 _SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
 
 
@@ -50,10 +52,10 @@ def size_text(count: int) -> str:
 
 
 def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
-    """A console that follows the terminal; 80 columns wide at least in a pipe, where lines are not cut."""
+    """A console that follows the terminal; in a pipe lines are not broken."""
     made = Console(file=file, stderr=stderr, highlight=False, emoji=False, markup=False)
     if not made.is_terminal:
-        made = Console(file=file, stderr=stderr, highlight=False, emoji=False, markup=False, width=200)
+        made = Console(file=file, stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
     return made
 
 
@@ -104,17 +106,18 @@ def _print_head(description: Description, out: Console) -> None:
     grid.add_row("container", f"{description.container}, {size_text(description.file_bytes)}")
     spent = totals["storage_bytes"]
     extra = f" in {size_text(spent)} of storage" if spent != totals["bytes"] else ""
-    tensors = f"{totals['tensors']}, {totals['parameters']:,} parameters, {size_text(totals['bytes'])}{extra}"
+    tensors = f"{totals['tensors']}, {totals['parameters']:,} elements, {size_text(totals['bytes'])}{extra}"
     grid.add_row("tensors", tensors)
     grid.add_row("dtypes", _counts(totals["dtypes"]))
     if totals["devices"]:
         grid.add_row("devices", _counts(totals["devices"]))
     for row in description.state_dicts:
         wrapped = f", wrapped in {' '.join(row['wrappers'])}" if row["wrappers"] else ""
-        text = f"{_path_text(row['where'])}: {row['tensors']} tensors, {row['parameters']:,} parameters{wrapped}"
+        text = f"{_path_text(row['where'])}: {row['tensors']} tensors, {row['parameters']:,} elements{wrapped}"
         grid.add_row("state dict", text)
-    verdict = description.weights_only
-    grid.add_row("weights_only", "loads" if verdict["loads"] else "refused by torch.load(weights_only=True)")
+    if description.container != "safetensors":
+        loads = description.weights_only["loads"]
+        grid.add_row("weights_only", "loads" if loads else "refused by torch.load(weights_only=True)")
     out.print(grid)
 
 
@@ -177,7 +180,7 @@ def _tensor_table(rows: list[dict[str, Any]], view: View, out: Console) -> Table
 
 
 def _line(row: dict[str, Any]) -> _Line:
-    name = ".".join(map(str, row["where"])) or "(the whole file)"
+    name = ".".join(map(str, row["where"])) or ('""' if row["where"] else "(the whole file)")
     shape = "?" if row["shape"] is None else "x".join(map(str, row["shape"])) or "scalar"
     kind = "" if row["kind"] in ("tensor", "parameter") else f" {row['kind']}"
     return _Line(name, shape, (row["dtype"] or "?") + kind, row["device"] or "-", row["bytes"], 1, row["name"] is not None)
@@ -276,7 +279,7 @@ def _print_rest(description: Description, view: View, out: Console) -> None:
     grid = _grid()
     limit = None if view.all else 12
     for group in description.tied[:limit]:
-        grid.add_row("tied", printable(" = ".join(group[:6]) + (f" and {len(group) - 6} more" if len(group) > 6 else "")))
+        grid.add_row("tied", printable(", ".join(group[:6]) + (f" and {len(group) - 6} more" if len(group) > 6 else "")))
     _more(grid, "tied", len(description.tied), limit)
     values = sorted(description.values.items(), key=lambda item: item[0].count("."))  # epoch before config.data.workers
     for name, value in values[:limit]:
@@ -324,7 +327,10 @@ def print_converted(report: Converted, out: Console) -> None:
     grid = _grid()
     grid.add_row("container", f"{report.container}, {size_text(report.bytes)}, {report.tensors} tensors")
     for row in report.state_dicts:
-        grid.add_row("names", f"{_path_text(row.where)}: {row.renamed} of {row.tensors} renamed")
+        if row.renamed:
+            grid.add_row("names", f"{_path_text(row.where)}: {row.renamed} of {row.tensors} renamed")
+        else:
+            grid.add_row("state dict", f"{_path_text(row.where)}: {row.tensors} tensors")
         for old, new in row.examples:
             grid.add_row("", printable(f"{old} -> {new}"))
     if report.optimizer_names:
@@ -332,12 +338,14 @@ def print_converted(report: Converted, out: Console) -> None:
     _add_counts(grid, "devices", [f"{move}: {count} storages" for move, count in report.devices.items()])
     _add_counts(grid, "cast", [f"{move}: {count} tensors" for move, count in report.casts.items()])
     _add_counts(grid, "overflow", [f"{name}: {count} values became infinite" for name, count in report.overflowed.items()])
+    lost = [f"{name}: {count} values became zero" for name, count in report.underflowed.items()]
+    _add_counts(grid, "underflow", lost)
     _add_counts(grid, "tied", [f"{name} = {other}" for name, other in report.aliases.items()])
     _add_counts(grid, "dropped", [f"{path} ({why})" for path, why in report.dropped])
     _add_counts(grid, "object", [f"{_path_text(row.where)}: {row.name} -> {row.became}" for row in report.objects])
     _add_counts(grid, "note", [note.text for note in report.notes])
     if not report.dry_run:
-        speed = f", {size_text(int(report.bytes / report.seconds))}/s" if report.seconds > 1 else ""
+        speed = f", {size_text(int(report.bytes / report.seconds))}/s" if report.bytes >= _SPEED_FROM else ""
         grid.add_row("time", f"{report.seconds:.2f} s{speed}")
     out.print(grid)
 
