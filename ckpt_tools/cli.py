@@ -186,7 +186,10 @@ class _Once(click.Option):
 @click.option("--dtype", cls=_Once, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast float tensors.")
 @click.option("--dtype-only", multiple=True, metavar="GLOB", help="Cast only tensors whose name matches. Repeatable.")
 @click.option(
-    "--objects", type=click.Choice(["keep", "plain", "drop"]), help="What happens to objects that are not plain data."
+    "--objects",
+    cls=_Once,
+    type=click.Choice(["keep", "plain", "drop"]),
+    help="What happens to objects that are not plain data.",
 )
 @click.option(
     "--format", "format_", cls=_Once, type=click.Choice(["pth", "safetensors"]), help="Container of OUT; else by its extension."

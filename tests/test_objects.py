@@ -221,6 +221,14 @@ def test_objects_as_keys_do_not_lose_their_values(tmp_path: Path) -> None:
     assert [fate.became for fate in report.objects] == ["text", "text"]
 
 
+def test_no_two_objects_become_one_key(tmp_path: Path) -> None:
+    """Keys that only their objects told apart stay apart, in sets as well."""
+    twins = [filled(classes.Plain, a=1), filled(classes.Plain, a=1)]
+    assert plain(tmp_path, dict.fromkeys(twins, 0))[0] == {"tests.classes.Plain": 0, "tests.classes.Plain 2": 0}
+    assert plain(tmp_path, set(twins))[0] == {"tests.classes.Plain", "tests.classes.Plain 2"}
+    assert plain(tmp_path, {classes.Colour.RED: 0, classes.Bits.ONE: 1})[0] == {1: 0, "tests.classes.Bits": 1}
+
+
 def test_an_object_that_is_key_and_value(tmp_path: Path) -> None:
     """As a value it keeps its attributes."""
     node = filled(classes.Plain, a=1)
