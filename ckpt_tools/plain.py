@@ -13,69 +13,19 @@ from ckpt_tools.plain_values import PATHS, Key, plain_instance, plain_object, pl
 from ckpt_tools.tree import DROP, ByteString, Dict, Entry, Global, List, Node, Object, Where
 
 # Kept as they are by default, beside what weights_only allows.
-_NAMES = frozenset(
-    [
-        "argparse.Namespace",
-        "types.SimpleNamespace",
-        "collections.defaultdict",
-        "collections.deque",
-        "builtins.set",
-        "builtins.frozenset",
-        "builtins.list",
-        "builtins.dict",
-        "builtins.tuple",
-        "builtins.int",
-        "builtins.float",
-        "builtins.str",
-        "builtins.bool",
-        "builtins.bytes",
-        "builtins.bytearray",
-        "builtins.complex",
-        "builtins.range",
-        "builtins.slice",
-        "builtins.object",
-        "numpy.core.multiarray.scalar",
-        "numpy.core.multiarray._reconstruct",
-        "numpy.core.numeric._frombuffer",
-        "numpy._core.multiarray.scalar",
-        "numpy._core.multiarray._reconstruct",
-        "numpy._core.numeric._frombuffer",
-    ]
-)
-_NUMPY_TYPES = frozenset(
-    [
-        "dtype",
-        "ndarray",
-        "generic",
-        "bool",
-        "bool_",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-        "str_",
-        "bytes_",
-        "void",
-        "object_",
-        "longlong",
-        "ulonglong",
-        "intc",
-        "uintc",
-        "longdouble",
-        "clongdouble",
-        "datetime64",
-        "timedelta64",
-    ]
-)
+_NAMES = frozenset((
+    "argparse.Namespace", "types.SimpleNamespace", "collections.defaultdict", "collections.deque", "builtins.set",
+    "builtins.frozenset", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.int", "builtins.float",
+    "builtins.str", "builtins.bool", "builtins.bytes", "builtins.bytearray", "builtins.complex", "builtins.range",
+    "builtins.slice", "builtins.object", "numpy.core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
+    "numpy.core.numeric._frombuffer", "numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct",
+    "numpy._core.numeric._frombuffer",
+))  # fmt: skip
+_NUMPY_TYPES = frozenset((
+    "dtype", "ndarray", "generic", "bool", "bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
+    "uint64", "float16", "float32", "float64", "complex64", "complex128", "str_", "bytes_", "void", "object_",
+    "longlong", "ulonglong", "intc", "uintc", "longdouble", "clongdouble", "datetime64", "timedelta64",
+))  # fmt: skip
 
 
 def is_known(name: Global) -> bool:
@@ -91,20 +41,13 @@ def is_known(name: Global) -> bool:
     return str(name) in _SIMPLE
 
 
-_SIMPLE = frozenset(
-    [
-        "datetime.datetime",
-        "datetime.date",
-        "datetime.time",
-        "datetime.timedelta",
-        "datetime.timezone",
-        "decimal.Decimal",
-        "fractions.Fraction",
-        "uuid.UUID",
-    ]
-)
+_SIMPLE = frozenset((
+    "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone", "decimal.Decimal",
+    "fractions.Fraction", "uuid.UUID",
+))  # fmt: skip
 
 
+WITH_OUTER = "part of the object around it"
 _INSIDE: Where = ("<inside an object>",)
 
 
@@ -193,7 +136,7 @@ def make_plain(root: Node) -> tuple[Node, list[Fate]]:
     fates = [Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)) for node, new in changed]
     root, fates = _exchange(root, lambda node: _plain(node, key), places, fates)
     told = {(fate.where, fate.name) for fate in fates} | {(_INSIDE, fate.name) for fate in fates}
-    fates += [Fate(where, name, "part of the object around it") for where, name in unknown if (where, name) not in told]
+    fates += [Fate(where, name, WITH_OUTER) for where, name in unknown if (where, name) not in told]
     return root, fates
 
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.names import printable
+from ckpt_tools.plain import WITH_OUTER
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import Converted
@@ -342,7 +343,10 @@ def print_converted(report: Converted, out: Console) -> None:
     _add_counts(grid, "underflow", lost)
     _add_counts(grid, "tied", [f"{name} = {other}" for name, other in report.aliases.items()])
     _add_counts(grid, "dropped", [f"{path} ({why})" for path, why in report.dropped])
-    _add_counts(grid, "object", [f"{_path_text(row.where)}: {row.name} -> {row.became}" for row in report.objects])
+    outer = [row for row in report.objects if row.became != WITH_OUTER]
+    _add_counts(grid, "object", [f"{_path_text(row.where)}: {row.name} -> {row.became}" for row in outer])
+    if len(outer) < len(report.objects):
+        grid.add_row("object", f"{len(report.objects) - len(outer)} more went with these (--json shows them)")
     _add_counts(grid, "note", [note.text for note in report.notes])
     if not report.dry_run:
         speed = f", {size_text(int(report.bytes / report.seconds))}/s" if report.bytes >= _SPEED_FROM else ""
