@@ -21,9 +21,9 @@ def bomb(make: Callable[[], bytes]) -> Callable[[], bytes]:
     return make
 
 
-def repeated(before: bytes, unit: bytes, after: bytes, size: int = SIZE) -> bytes:
-    """A torch-zip with a pickle of this size."""
-    return torch_zip(p.pickle(before + unit * ((size - len(before)) // len(unit)) + after), FLOATS)
+def repeated(before: bytes, unit: bytes, after: bytes) -> bytes:
+    """A torch-zip with a pickle of SIZE bytes, most of them the same again and again."""
+    return torch_zip(p.pickle(before + unit * (max(0, SIZE - len(before)) // len(unit)) + after), FLOATS)
 
 
 def keyed(before: bytes, unit: bytes, after: bytes) -> bytes:
