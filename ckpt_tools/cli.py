@@ -225,17 +225,19 @@ def convert(source: Path, target: Path, format_: str | None, as_json: bool, **op
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Progress | None]:
-    """A progress bar on a terminal, for work above 200 MB."""
-    if not sys.stderr.isatty():
-        yield None
-        return
+def _progress() -> Iterator[Progress]:
+    """A progress bar on a terminal, for work above 200 MB.
+
+    What the report needs is imported at the first call, while the kernel copies: afterwards it would be waited for.
+    """
     with contextlib.ExitStack() as stack:
         update: Progress | None = None
 
         def progress(done: int, size: int) -> None:
             nonlocal update
-            if size < _PROGRESS_FROM:
+            import ckpt_tools.render.text  # noqa: F401
+
+            if size < _PROGRESS_FROM or not sys.stderr.isatty():
                 return
             if update is None:
                 update = stack.enter_context(_bar(size))

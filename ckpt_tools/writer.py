@@ -32,9 +32,11 @@ def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = N
         OutputError: the disk is full or fails. ChecksumError: a piece does not match. ChangedFileError: a source shrank.
     """
     loop = _Loop(output, total(pieces), progress, clone)
-    while clone is not None and clone.under_way(0.1):
+    running = clone is not None
+    while clone is not None and running:
         if progress is not None:
             progress(min(clone.done, loop.size), loop.size)
+        running = clone.under_way(0.1)
     for piece in pieces:
         loop.add(piece)
     loop.flush()
