@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from ckpt_tools import plain
@@ -72,7 +73,8 @@ def _only_state_dict(root: Node) -> StateDict:
             f"safetensors holds one flat state dict; this checkpoint has {len(found)}: {', '.join(map(repr, wheres))}.",
             fix=f"Choose one: --select {wheres[0] or wheres[1]}",
         )
-    outside = [tensor.where for tensor in find_tensors(root) if not found or tensor.where[:-1] != found[0].where]
+    wrong = (tensor.where for tensor in find_tensors(root) if not found or tensor.where[:-1] != found[0].where)
+    outside = list(islice(wrong, 1000))
     optimizers = [dotted(where) for where, node in walk(root, stop=is_tensor, plain=False) if is_optimizer(node)]
     if outside or not found:
         parts = list(dict.fromkeys(str(where[0]) for where in outside if where))
@@ -161,7 +163,7 @@ class _Json:
     """Plain nodes as JSON text, until they come to more than a header may hold: a shared value is written out each time."""
 
     def __init__(self) -> None:
-        self.left = MAX_HEADER
+        self.left = _JSON_LIMIT
 
     def dump(self, node: Node) -> str | None:
         """The text, or None for what JSON cannot say."""
@@ -188,6 +190,7 @@ class _Json:
         return plain_key if type(plain_key) is str else str(plain_key)
 
 
+_JSON_LIMIT = MAX_HEADER // 4
 _JSON_NODE = 50  # characters that are charged for a value, so that time is bounded too
 
 

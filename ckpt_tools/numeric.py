@@ -169,4 +169,4 @@ def _blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
 def lazy_bits(entry: Entry) -> set[str]:
     """The math bits that torch applies on reading: "conj", "neg"."""
     metadata = entry.extras.metadata if entry.extras is not None else None
-    return {str(key) for key, value in metadata.items if value is True} if metadata is not None else set()
+    return {key for key, value in metadata.items if value is True and type(key) is str} if metadata is not None else set()

@@ -16,6 +16,7 @@ Progress: TypeAlias = Callable[[int, int], None]
 # From this size on the kernel copies a range by itself (and shares the blocks where the file system can); below it, a
 # trip through the buffer costs fewer system calls.
 KERNEL_COPY = 1 << 20
+CONGRUENT = 65536
 _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.EBADF, errno.ETXTBSY}
 
 
@@ -57,7 +58,7 @@ class _Loop:
         if isinstance(content, Range):
             if piece.checksum is None and self.pass_over(content):
                 return
-            if piece.checksum is None and content.length >= KERNEL_COPY and self.kernel_copy:
+            if piece.checksum is None and content.length >= KERNEL_COPY and self.kernel_copy and self.congruent(content):
                 content = self.copy_in_kernel(content)
             self.copy(content, piece.checksum)
         elif isinstance(content, Literal | Late):
@@ -66,6 +67,10 @@ class _Loop:
         else:
             for chunk in chunks(content):
                 self.append(chunk, piece.checksum)
+
+    def congruent(self, content: Range) -> bool:
+        """Whether a range keeps its offset modulo 64 KiB; else the buffer is faster than the kernel (docs/benchmarks.md)."""
+        return (content.offset - self.done - self.fill) % CONGRUENT == 0
 
     def pass_over(self, content: Range) -> bool:
         """Leave a range where the clone has put it, if it is to stand at its own offset."""

@@ -214,7 +214,7 @@ def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[R
     name = _checked_name(raw_name)
     if extra_length:
         size, compressed, header = _zip64_fields(data[name_end:extra_end], size, compressed, header, name)
-    if disk not in (0, _FULL16):
+    if disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
         raise ZipError("The zip is one part of several.", why="torch writes single archives.")
     if name.endswith("/") or attributes & 0x10:
         if size or compressed:

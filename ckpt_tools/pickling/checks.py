@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_tools.errors import LimitError, PickleError
-from ckpt_tools.pickling.limits import MAX_DEPTH, MAX_KEY_DEPTH
+from ckpt_tools.pickling.limits import MAX_DEPTH, MAX_KEY_DEPTH, MAX_KEY_PARTS
 from ckpt_tools.tree import PLAIN, Dict, Entry, Extras, List, Node, Object
 
 UNHASHABLE = ("builtins.bytearray", "builtins.set", "collections.OrderedDict", "collections.Counter", "collections.defaultdict")
@@ -91,6 +91,7 @@ class _Keys:
         self.repeated: list[str] = []
         self.numbers: dict[Node, int] = {}  # the parts of a tuple -> a number that stands for it
         self.tuples: dict[int, _Tuple] = {}  # by id
+        self.parts = 0  # of all keys so far
 
     def merge(self, pairs: list[tuple[Node, Node]]) -> list[tuple[Node, Node]]:
         """The pairs with each key once, at its first place with its last value."""
@@ -111,7 +112,9 @@ class _Keys:
     def identity(self, key: Node) -> Node:
         """The stand-in of a key."""
         if type(key) is tuple:
-            return self._tuple(key)
+            known = self._tuple(key)
+            self._spend(known.parts)
+            return known.stand_in
         if type(key) in (Dict, List) or (type(key) is Object and key.name in UNHASHABLE):
             raise PickleError("The pickle uses a value as a dict key that Python cannot hash.")
         if type(key) is float:
@@ -122,10 +125,17 @@ class _Keys:
             key = int(key)
         if type(key) in (int, bool):
             return "n", int(key).to_bytes(key.bit_length() // 8 + 1, "little", signed=True)
+        if type(key) is Object:
+            self._spend(_elements(key))
         return id(key) if type(key) in (Object, Entry) else key
 
-    def _tuple(self, root: tuple[Node, ...]) -> Node:
-        """The stand-in of a tuple, parts before wholes. A deep one is refused: it crashes C pickle."""
+    def _spend(self, parts: int) -> None:
+        self.parts += parts
+        if self.parts > MAX_KEY_PARTS:
+            raise LimitError(f"The pickle has dict keys of more than {MAX_KEY_PARTS} parts in all.")
+
+    def _tuple(self, root: tuple[Node, ...]) -> _Tuple:
+        """What is known of a tuple, worked out for parts before wholes. A deep one is refused: it crashes C pickle."""
         stack = [root]
         while stack:
             node = stack[-1]
@@ -134,21 +144,30 @@ class _Keys:
             stack.extend(waiting)
             if not waiting:
                 self._add_tuple(stack.pop())
-        return self.tuples[id(root)].stand_in
+        return self.tuples[id(root)]
 
     def _add_tuple(self, node: tuple[Node, ...]) -> None:
         if id(node) in self.tuples:
             return
-        depth = 1 + max((self.tuples[id(part)].depth for part in node if type(part) is tuple), default=0)
+        inner = [self.tuples[id(part)] for part in node if type(part) is tuple]
+        depth = 1 + max((part.depth for part in inner), default=0)
         if depth > MAX_KEY_DEPTH:
             raise PickleError(f"The pickle uses a tuple nested more than {MAX_KEY_DEPTH} deep as a dict key.")
         parts = tuple(self.tuples[id(part)].stand_in if type(part) is tuple else self.identity(part) for part in node)
-        self.tuples[id(node)] = _Tuple(node, ("t", self.numbers.setdefault(parts, len(self.numbers))), depth)
+        count = len(node) + sum(part.parts for part in inner)
+        self.tuples[id(node)] = _Tuple(node, ("t", self.numbers.setdefault(parts, len(self.numbers))), depth, count)
 
 
 class _Tuple(NamedTuple):
-    """What is known about a tuple: itself (kept, so that its id stays its own), its stand-in, how deep it is nested."""
+    """What is known about a tuple: itself (kept, so that its id stays its own), its stand-in, depth and number of parts."""
 
     node: tuple[Node, ...]
     stand_in: Node
     depth: int
+    parts: int
+
+
+def _elements(key: Object) -> int:
+    """How many elements a frozenset has, or whatever else is made of a list."""
+    first = key.args[0] if type(key.args) is tuple and key.args else None
+    return len(first.items) if type(first) is List else 1

@@ -114,6 +114,8 @@ def dtype_of(node: Node) -> DType:
 
 def _extras(hooks: Node, rest: list[Node]) -> Extras | None:
     metadata = rest[0] if rest else None
+    if type(hooks) not in (type(None), Dict, Object) or type(metadata) not in (type(None), Dict):
+        raise TensorError("A tensor has hooks or metadata that are no dict.")
     plain_hooks = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
     if plain_hooks and metadata is None:
         return None

@@ -18,13 +18,12 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import LimitError, ObjectsError, PickleError, TensorError
 from tests.hostile import pickles as p
+from tests.hostile.calls import CALLS, COMMAND, SYSTEM
 from tests.hostile.headers import info, safetensors
 from tests.hostile.refusals import convert_refused, refused, warned, write
 from tests.hostile.zips import torch_zip
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}
-SYSTEM = p.glob("os", "system")
-COMMAND = p.tuple_of(p.text("touch /tmp/evil"))
 
 
 def beside(value: bytes) -> bytes:
@@ -50,40 +49,6 @@ def listed(path: Path, name: str) -> None:
 
 
 # --- 46 to 53: globals and calls
-
-CALLS = {
-    "46_reduce": (SYSTEM + COMMAND + p.REDUCE, "os.system"),
-    "46_eval": (p.call("builtins", "eval", p.text("1")), "builtins.eval"),
-    "46_python2_name": (p.call("__builtin__", "eval", p.text("1")), "builtins.eval"),
-    "46_torch_load": (p.call("torch.serialization", "load", p.text("x")), "torch.serialization.load"),
-    "46_only_named": (SYSTEM, "os.system"),
-    "46_newobj": (p.glob("subprocess", "Popen") + COMMAND + b"\x81", "subprocess.Popen"),
-    "46_newobj_ex": (p.glob("subprocess", "Popen") + COMMAND + p.EMPTY_DICT + b"\x92", "subprocess.Popen"),
-    "46_in_a_key": (p.EMPTY_DICT + p.MARK + SYSTEM + b"K\x01" + p.SETITEMS, "os.system"),
-    "46_in_a_tuple": (p.tuple_of(SYSTEM + COMMAND + p.REDUCE), "os.system"),
-    "46_in_the_state_of_a_known_class": (
-        p.glob("argparse", "Namespace") + b")\x81" + p.dict_of(x=SYSTEM) + p.BUILD, "os.system"),
-    "46_called_with_a_call": (p.call("builtins", "getattr", p.glob("os", "sys"), p.text("x")), "builtins.getattr"),
-    "47_stack_global": (p.text("os") + p.text("system") + b"\x93" + COMMAND + p.REDUCE, "os.system"),
-    "47_stack_global_from_the_memo": (
-        p.text("system") + p.put(7) + p.text("os") + p.put(8) + b"00" + p.get(8) + p.get(7) + b"\x93" + COMMAND + p.REDUCE,
-        "os.system"),
-    "47_stack_global_from_two_strings": (b"U\x02os" + b"S'system'\n" + b"\x93" + COMMAND + p.REDUCE, "os.system"),
-    "50_inst": (p.MARK + p.text("touch /tmp/evil") + b"ios\nsystem\n", "os.system"),
-    "50_inst_without_arguments": (p.MARK + b"icollections\nUserDict\n", "collections.UserDict"),
-    "50_obj": (p.MARK + SYSTEM + p.text("touch /tmp/evil") + b"o", "os.system"),
-    "50_call_hidden_by_pop": (SYSTEM + COMMAND + p.REDUCE + b"0" + p.NONE, "os.system"),
-    "50_call_hidden_by_pop_mark": (p.MARK + SYSTEM + COMMAND + p.REDUCE + b"1" + p.NONE, "os.system"),
-    "50_call_hidden_by_a_later_value": (
-        p.EMPTY_DICT + p.text("k") + SYSTEM + COMMAND + p.REDUCE + p.SETITEM + p.text("k") + p.NONE + p.SETITEM, "os.system"),
-    "50_call_hidden_in_the_memo": (SYSTEM + COMMAND + p.REDUCE + p.put(300) + b"0" + p.NONE, "os.system"),
-    "52_build_on_a_global": (p.glob("os", "environ") + p.dict_of(x=p.NONE) + p.BUILD, "os.environ"),
-    "52_build_on_a_call": (SYSTEM + COMMAND + p.REDUCE + p.dict_of(x=p.NONE) + p.BUILD, "os.system"),
-    "52_build_with_slots": (
-        p.glob("os", "system") + p.EMPTY_TUPLE + b"\x81" + p.tuple_of(p.NONE, p.dict_of(a=p.NONE)) + p.BUILD, "os.system"),
-    "46_append_to_an_object": (SYSTEM + COMMAND + p.REDUCE + p.NONE + p.APPEND, "os.system"),
-    "46_setitem_on_an_object": (SYSTEM + COMMAND + p.REDUCE + p.NONE + p.NONE + p.SETITEM, "os.system"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CALLS)
@@ -358,6 +323,15 @@ def test_59_deep_tuple_as_a_key(tmp_path: Path) -> None:
     for _ in range(50):
         steps += p.get(0) + p.TUPLE1 * 60 + p.put(0) + p.NONE + p.SETITEM
     refused(write(tmp_path, raw(steps)), PickleError, "tuple nested more than 100 deep")
+
+
+def test_59_key_of_many_parts(tmp_path: Path) -> None:
+    """Forty levels of pairs of one thing: a key of 2**40 parts, that Python would hash one by one."""
+    key = p.NONE + b"".join(p.put(0) + p.get(0) + p.TUPLE2 for _ in range(40))
+    refused(write(tmp_path, raw(p.EMPTY_DICT + key + p.NONE + p.SETITEM)), LimitError, "dict keys of more than 4000000 parts")
+    wide = p.MARK + p.NONE * 100_000 + p.TUPLE + p.put(0) + b"0"
+    many = wide + p.EMPTY_LIST + p.MARK + (p.EMPTY_DICT + p.get(0) + p.NONE + p.SETITEM) * 100 + p.APPENDS
+    refused(write(tmp_path, raw(many)), LimitError, "dict keys of more than 4000000 parts")
 
 
 @pytest.mark.parametrize("key", [p.EMPTY_LIST, p.EMPTY_DICT, p.ORDERED_DICT, p.tuple_of(p.EMPTY_LIST), b"\x8f"])

@@ -1,0 +1,174 @@
+"""What a file can cost its reader: time and memory, and nothing that runs. Rows 34, 39, 55 to 63, 75 and 82 as bombs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from tests.hostile import bombs
+from tests.hostile import pickles as p
+from tests.hostile.bombs import BOMBS
+from tests.hostile.calls import CALLS
+from tests.hostile.refusals import write
+from tests.hostile.zips import torch_zip
+
+ROOT = Path(ckpt_tools.__file__).parent.parent
+FLOATS = {"0": bytes(24)}
+CPU_SECONDS, MEGABYTES = 5, 300
+
+MEASURED = textwrap.dedent("""
+    import json, resource, sys
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+    resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+    import ckpt_tools
+    said = "read"
+    try:
+        if len(sys.argv) == 2:
+            ckpt_tools.inspect(sys.argv[1])
+        else:
+            ckpt_tools.convert(sys.argv[1], sys.argv[2], objects="plain")
+    except ckpt_tools.CkptError as error:
+        said = f"{type(error).__name__}: {error}"
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print(json.dumps([said, used.ru_utime + used.ru_stime, used.ru_maxrss >> 10]))
+""")
+
+
+def measured(*arguments: Path) -> tuple[str, float, int]:
+    """What a fresh process says about a file, its CPU seconds, and its largest size in megabytes."""
+    # By way of a shell: a child's largest size begins with that of the process that it was forked from.
+    command = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-W", "error", "-c", MEASURED, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, check=True)
+    assert done.stdout, done.stderr.decode()
+    said, seconds, megabytes = json.loads(done.stdout)
+    return said, seconds, megabytes
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few megabytes that are made to cost gigabytes or hours: described or refused within seconds, in little memory."""
+    monkeypatch.setattr(bombs, "SIZE", int(os.environ.get("CKPT_BOMB_BYTES", "2500000")))
+    said, seconds, megabytes = measured(write(tmp_path, BOMBS[name]()))
+    assert said == "read" or said.startswith(("LimitError: ", "SafetensorsError: ")), said
+    assert (seconds < CPU_SECONDS, megabytes < MEGABYTES) == (True, True), (said, seconds, megabytes)
+
+
+CONVERTED = ["row_58_state_dicts_in_state_dicts", "row_60_laughs", "row_61_colliding_keys", "row_60_wide_list_shared"]
+
+
+@pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
+@pytest.mark.parametrize("name", CONVERTED)
+def test_bombs_converted(name: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion does more with them, but not more than a few times as much."""
+    monkeypatch.setattr(bombs, "SIZE", 1_500_000)
+    said, seconds, megabytes = measured(write(tmp_path, BOMBS[name]()), tmp_path / target)
+    assert said == "read" or said.split(":")[0] in ("LimitError", "ContainerLimitError"), said
+    assert (seconds < 4 * CPU_SECONDS, megabytes < 2 * MEGABYTES) == (True, True), (said, seconds, megabytes)
+
+
+def test_limits_leave_room_for_a_hundred_thousand_tensors(tmp_path: Path) -> None:
+    """What is large and real is no bomb: a hundred thousand small tensors, and as many names for one."""
+    data = torch.zeros(100_000, 2)
+    torch.save({f"layers.{index}.weight": row for index, row in enumerate(data)}, tmp_path / "many.pth")
+    assert ckpt_tools.inspect(tmp_path / "many.pth").totals["tensors"] == 100_000
+    torch.save({f"layers.{index}.weight": data for index in range(30_000)}, tmp_path / "tied.pth")
+    assert len(ckpt_tools.inspect(tmp_path / "tied.pth").tied[0]) == 30_000
+
+
+# --- nothing runs
+
+AUDITED = textwrap.dedent("""
+    import json, os, sys
+    import ckpt_tools
+    good, *bad = sys.argv[1:]
+    folder = os.path.dirname(good)
+    out = os.path.join(folder, "out.pth")
+
+    def work(path):
+        for step in ("inspect", None, "keep", "plain", "drop"):
+            try:
+                if step == "inspect":
+                    ckpt_tools.inspect(path)
+                else:
+                    ckpt_tools.convert(path, out, objects=step, overwrite=True)
+            except ckpt_tools.CkptError:
+                pass
+
+    work(good)
+    work(bad.pop(0))  # whatever our own code imports late, datetime for a date, is imported now
+    events = []
+
+    def hook(event, arguments):
+        if event == "open" and isinstance(arguments[0], str):
+            writes = arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if not writes or (arguments[0].startswith(os.path.join(folder, ".out.pth.")) and allowed):
+                return
+        if allowed and event in ("os.rename", "os.remove", "os.link", "os.chmod", "os.truncate"):
+            return
+        if event.startswith(("object.__", "builtins.id", "gc.")):
+            return
+        events.append([event, repr(arguments)[:200]])
+
+    allowed = False
+    sys.addaudithook(hook)
+    for path in bad:
+        try:
+            ckpt_tools.inspect(path)
+        except ckpt_tools.CkptError:
+            pass
+    allowed = True
+    for path in bad:
+        work(path)
+    print(json.dumps(events))
+""")
+
+
+def audited(good: Path, bad: list[Path]) -> list[Any]:
+    """The audit events of a process that inspects and converts these files, beyond opening them and its own output."""
+    command = [sys.executable, "-W", "error", "-c", AUDITED, str(good), *map(str, bad)]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    events: list[Any] = json.loads(done.stdout)
+    return events
+
+
+def test_nothing_runs(tmp_path: Path) -> None:
+    """No import, no exec, no socket, no process, no file for writing, whatever a pickle asks for. Rows 46 to 52, 67, 68."""
+    evil = tmp_path / "evil"
+    date = p.dict_of(**{"a.w": p.tensor(), "x": p.call("datetime", "datetime", b"C\x0a\x07\xe8\x01\x01" + bytes(6))})
+    bad = [write(tmp_path, torch_zip(p.pickle(date), FLOATS), "date.pth")]
+    for number, (opcodes, _) in enumerate(CALLS.values()):
+        value = opcodes.replace(b"touch /tmp/evil", b"touch " + str(evil).encode()[-9:].rjust(9, b"x"))
+        body = p.dict_of(**{"a.w": p.tensor(), "x": value})
+        bad.append(write(tmp_path, torch_zip(p.pickle(body), FLOATS), f"bad{number}.pth"))
+    extra = {
+        "ext": b"\x82\x01", "buffer": b"\x97", "nested": p.text(p.pickle(p.call("os", "system", p.text("true")))),
+        "module": p.call("antigravity", "geohash"), "import": p.call("builtins", "__import__", p.text("this")),
+        "numpy": p.call("numpy._core.multiarray", "_reconstruct", p.NONE), "build": p.tensor() + p.dict_of(x=p.NONE) + p.BUILD,
+        "path": p.call("pathlib", "PosixPath", p.text("/etc/passwd")),
+        "open": p.call("io", "open", p.text(str(evil)), p.text("w")), "load": p.call("torch", "load", p.text(str(evil))),
+    }  # fmt: skip
+    for name, value in extra.items():
+        data = torch_zip(p.pickle(p.dict_of(**{"a.w": p.tensor(), "x": value})), FLOATS)
+        bad.append(write(tmp_path, data, f"{name}.pth"))
+    good = tmp_path / "good.pth"
+    torch.save({"a.w": torch.zeros(2)}, good)
+    assert audited(good, bad) == []
+    assert not evil.exists()
+
+
+def test_the_audit_sees_something(tmp_path: Path) -> None:
+    """The test above can fail: torch.load of the same kind of file is seen."""
+    path = write(tmp_path, torch_zip(p.pickle(p.call("builtins", "__import__", p.text("this"))), FLOATS))
+    code = "import sys, torch\nseen = []\nsys.addaudithook(lambda event, _: seen.append(event))\n"
+    code += f"torch.load({str(path)!r}, weights_only=False)\nassert 'import' in seen and 'pickle.find_class' in seen"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
