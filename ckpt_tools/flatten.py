@@ -138,9 +138,13 @@ def _beside(root: Node, state_dict: StateDict) -> Iterator[tuple[Where, Node]]:
     """What lies beside the path to the state dict, and what is in it but no tensor."""
     node = root
     for depth, step in enumerate(state_dict.where):
-        below = dict(children(node))
-        yield from (((*state_dict.where[:depth], key), value) for key, value in below.items() if key != step)
-        node = below[step]
+        below = list(children(node))
+        yield from (((*state_dict.where[:depth], key), value) for key, value in below if key != step)
+        inner = [value for key, value in below if key == step]
+        if len(inner) > 1:  # keys that are no text can look alike as text
+            path = dotted(state_dict.where[: depth + 1])
+            raise ContainerLimitError(f"Two keys of the checkpoint read {path!r}, and under one is the state dict.")
+        node = inner[0]
     for key, value in node.items:
         if not (type(key) is str and is_tensor(value)):
             yield (component(key),), value

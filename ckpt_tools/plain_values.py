@@ -278,6 +278,8 @@ def _array(shape: Any, kind: Node, fortran: Any, data: Any, key: Key) -> Node:
         data = b"".join(data[at : at + width][::-1] for at in range(0, len(data), width))
     stride = tuple(reversed(contiguous_stride(shape[::-1]))) if fortran else contiguous_stride(shape)
     entry = Entry(Storage(key(), dtype if dtype.storage else None, len(data), "cpu", Literal(data)), dtype, shape, stride, 0)
+    if len(data) != entry.nbytes:
+        raise ValueError("an array whose bytes are not its elements")
     tree.check(entry)
     return entry
 

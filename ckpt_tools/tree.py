@@ -491,11 +491,14 @@ def _edit(node: Node, exchange: Callable[[Node], Node]) -> None:
         node.items[:] = _edit_list(node.items, exchange)
     else:
         node.function, node.args, node.kwargs = map(exchange, (node.function, node.args, node.kwargs))
-        for index, (step, value) in enumerate(node.steps):
-            if step == "build":
-                node.steps[index] = (step, exchange(value))
-            else:
-                node.steps[index] = (step, (_edit_pairs if step == "set" else _edit_list)(value, exchange))
+        steps = [(step, _edit_step(step, value, exchange)) for step, value in node.steps]
+        node.steps[:] = [(step, value) for step, value in steps if value is not DROP]
+
+
+def _edit_step(step: str, value: Node, exchange: Callable[[Node], Node]) -> Node:
+    if step == "build":
+        return exchange(value)
+    return (_edit_pairs if step == "set" else _edit_list)(value, exchange)
 
 
 def _edit_pairs(pairs: list[tuple[Node, Node]], exchange: Callable[[Node], Node]) -> list[tuple[Node, Node]]:

@@ -501,7 +501,7 @@ def test_what_safetensors_cannot_hold(tmp_path: Path, name: str) -> None:
     tensors = {"sparse": torch.eye(2).to_sparse(), "complex128": torch.ones(2, dtype=torch.complex128)}
     if name == "quantized":
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "quantize", UserWarning)  # torch says once a process that it will go
+            warnings.filterwarnings("ignore", "torch.quantize", UserWarning)  # torch says once a process that it will go
             tensors["quantized"] = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     data = {"a.w": torch.ones(1), f"{name}.w": tensors[name]}
     error = refused(tmp_path, data, ContainerLimitError, rf"'{name}\.w'", name="out.safetensors")

@@ -114,7 +114,7 @@ def dtype_of(node: Node) -> DType:
 
 def _extras(hooks: Node, rest: list[Node]) -> Extras | None:
     metadata = rest[0] if rest else None
-    if type(hooks) not in (type(None), Dict, Object) or type(metadata) not in (type(None), Dict):
+    if type(hooks) not in (type(None), Dict) or type(metadata) not in (type(None), Dict):
         raise TensorError("A tensor has hooks or metadata that are no dict.")
     plain_hooks = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
     if plain_hooks and metadata is None:
@@ -177,8 +177,10 @@ _DENSE_REBUILDS: dict[str, Maker] = {
 def _rebuild_from_type_v2(args: Node) -> Node:
     """A tensor subclass, or a tensor with Python attributes: function, class, arguments, state."""
     function, python_type, inner, state = _arguments(args, 4, 4, "_rebuild_from_type_v2")
-    rebuild = _DENSE_REBUILDS.get(function.name) if type(function) is Global and function.module == "torch._utils" else None
-    if rebuild is None or type(python_type) is not Global or type(inner) is not tuple:
+    if type(function) is not Global or type(python_type) is not Global or type(inner) is not tuple:
+        raise TensorError("_rebuild_from_type_v2 is called with malformed arguments.")
+    rebuild = _DENSE_REBUILDS.get(function.name) if function.module == "torch._utils" else None
+    if rebuild is None:
         return None
     entry = rebuild(inner)
     if type(entry) is not Entry or entry.extras is not None:

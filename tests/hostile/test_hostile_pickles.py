@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import LimitError, ObjectsError, PickleError, TensorError
+from ckpt_tools.errors import ContainerLimitError, LimitError, ObjectsError, PickleError, TensorError
 from tests.hostile import pickles as p
 from tests.hostile.calls import CALLS, COMMAND, SYSTEM
 from tests.hostile.headers import info, safetensors
@@ -583,3 +583,53 @@ def test_68_saved_by_torch(tmp_path: Path) -> None:
     torch.save({"evil": torch.zeros(1)}, buffer)
     torch.save({"a.w": torch.zeros(1), "inner": buffer.getvalue()}, tmp_path / "outer.pth")
     assert [row["name"] for row in ckpt_tools.inspect(tmp_path / "outer.pth").tensors] == ["a.w"]
+
+
+# --- what a fuzzer found: outputs that could not be read again
+
+
+def test_52_state_that_is_dropped(tmp_path: Path) -> None:
+    """The state of a known object is an unknown one: with `drop` the step goes, and the rest is written."""
+    namespace = p.glob("argparse", "Namespace") + b")\x81" + SYSTEM + COMMAND + p.REDUCE + p.BUILD
+    path = write(tmp_path, beside(namespace))
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="drop")
+    assert "os.system" not in ckpt_tools.inspect(tmp_path / "out.pth").globals
+
+
+@pytest.mark.parametrize("inner", [p.NONE, p.integer(5), p.call("my", "f")])
+def test_46_subclass_with_odd_arguments(inner: bytes, tmp_path: Path) -> None:
+    """A tensor subclass whose inner arguments are no tuple is no tensor."""
+    args = (p.glob("torch._utils", "_rebuild_tensor_v2"), p.glob("my", "Sub"), inner, p.NONE)
+    said = "_rebuild_from_type_v2 is called with malformed arguments"
+    refused(write(tmp_path, beside(p.call("torch._tensor", "_rebuild_from_type_v2", *args))), TensorError, said)
+
+
+@pytest.mark.parametrize("place", ["hooks", "metadata"])
+@pytest.mark.parametrize("part", [p.sizes(1), p.text("x"), p.EMPTY_LIST, p.call("my", "f")])
+def test_46_hooks_and_metadata_are_dicts(place: str, part: bytes, tmp_path: Path) -> None:
+    """What a tensor carries beside its data is a dict, in torch too."""
+    rest = (part,) if place == "hooks" else (p.ORDERED_DICT, part)
+    args = (p.storage(), b"K\x00", p.sizes(2), p.sizes(1), p.FALSE, *rest)
+    path = write(tmp_path, beside(p.call("torch._utils", "_rebuild_tensor_v2", *args)))
+    refused(path, TensorError, "hooks or metadata that are no dict")
+
+
+def test_65_keys_that_look_alike_above_a_state_dict(tmp_path: Path) -> None:
+    """Two keys of the same text, one above the state dict: which values lie beside it is not guessed."""
+    inner = p.dict_of(**{"b.w": p.tensor()})
+    body = p.EMPTY_DICT + p.MARK + p.sizes(1) + inner + p.sizes(2) + p.NONE + p.SETITEMS
+    convert_refused(
+        write(tmp_path, raw(body)), ContainerLimitError, "Two keys of the checkpoint read", target="out.safetensors"
+    )
+
+
+def test_63_array_of_odd_length(tmp_path: Path) -> None:
+    """A NumPy array whose bytes are not whole elements is left out, not written as a tensor that nobody can read."""
+    numbers = (b"K\x03", p.text("<"), p.NONE, p.NONE, p.NONE, b"J\xff\xff\xff\xff", b"J\xff\xff\xff\xff", b"K\x00")
+    dtype = p.call("numpy", "dtype", p.text("f8"), p.FALSE, p.TRUE) + p.tuple_of(*numbers) + p.BUILD
+    empty = p.call("numpy._core.multiarray", "_reconstruct", p.glob("numpy", "ndarray"), p.sizes(0), b"C\x01b")
+    for size in (8, 7, 10, 16):
+        state = p.tuple_of(b"K\x01", p.sizes(1), dtype, p.FALSE, b"C" + bytes([size]) + bytes(size))
+        path = write(tmp_path, beside(empty + state + p.BUILD))
+        ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain", overwrite=True)
+        assert ckpt_tools.inspect(tmp_path / "out.pth").totals["tensors"] == (2 if size == 8 else 1)
