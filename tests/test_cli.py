@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import jsonschema
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from ckpt_tools.cli import main
+from ckpt_tools.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = json.loads((ROOT / "docs" / "inspect.schema.json").read_text())
@@ -226,14 +227,18 @@ def test_version() -> None:
     assert shell("--version").stdout.startswith("ckpt, version 0.1.0")
 
 
-def test_readme_lists_every_option() -> None:
-    """The README's tables and --help name the same options."""
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_documentation_lists_every_option(name: str) -> None:
+    """The README or a page of docs/ names every option that --help names; the README names every command."""
     readme = (ROOT / "README.md").read_text()
-    for command in (main.commands["inspect"], main.commands["convert"]):  # type: ignore[attr-defined]
-        for parameter in command.params:
-            for option in parameter.opts:
-                if option.startswith("--") and option != "--help":
-                    assert option in readme, f"{option} of ckpt {command.name} is not in the README"
+    pages = readme + "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert f"ckpt {name}" in readme
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    for parameter in command.params:
+        for option in parameter.opts:
+            if option.startswith("--") and option != "--help":
+                assert option in pages, f"{option} of ckpt {name} is documented nowhere"
 
 
 @pytest.mark.parametrize("option", ["--select", "--strip-prefix", "--dtype", "--objects", "--map-location", "--format"])

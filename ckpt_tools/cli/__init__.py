@@ -1,0 +1,81 @@
+"""The command line: parse, call one operation, render, exit code. Imports no torch, and rich only to print.
+
+A module a command, imported when that command is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import click
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError
+
+COMMANDS = ("inspect", "convert")  # in the order of --help
+
+
+class _Group(click.Group):
+    """Turns our errors into a message and an exit code, Ctrl-C and SIGTERM into 130 and 143."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(import_module(f"ckpt_tools.cli.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            with _terminable():
+                return super().invoke(ctx)
+        except CkptError as error:
+            from ckpt_tools.render.text import print_error
+
+            print_error(error)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            ctx.exit(130)
+        except BrokenPipeError:
+            # The reader of our output (head, less) has gone. Point stdout elsewhere so that the exit does not fail on it.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(1)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM raises, so that a half-written output is removed on the way out."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(ckpt_tools.__version__, prog_name="ckpt")
+def main() -> None:
+    """Inspect and convert PyTorch checkpoints. Nothing in a file is ever executed.
+
+    \b
+    ckpt inspect model.pth
+    ckpt convert in.pth out.pth --strip-module
+    """

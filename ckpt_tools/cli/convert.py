@@ -1,0 +1,69 @@
+"""`ckpt convert`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from ckpt_tools.cli.options import Once, show_progress
+from ckpt_tools.convert import convert as convert_checkpoint
+
+
+@click.command()
+@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--strip-module", is_flag=True, help="Remove leading 'module.', repeated ones too, in every state dict.")
+@click.option("--add-module", is_flag=True, help="Put 'module.' before every name.")
+@click.option("--unwrap", is_flag=True, help="Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.")
+@click.option("--strip-prefix", cls=Once, metavar="P", help="Remove a leading literal prefix.")
+@click.option("--add-prefix", cls=Once, metavar="P", help="Put a literal prefix before every name.")
+@click.option("--rename", multiple=True, metavar="REGEX=REPLACEMENT", help=r"re.sub on names, in order; \1 works. Repeatable.")
+@click.option("--keep", multiple=True, metavar="GLOB", help="Keep only tensors whose name matches. Repeatable.")
+@click.option("--drop", multiple=True, metavar="GLOB", help="Drop what matches, by name or dotted path. Repeatable.")
+@click.option(
+    "--select", cls=Once, metavar="WHERE", help="One state dict or subtree (model, ema, netG) becomes the whole output."
+)
+@click.option("--map-location", cls=Once, metavar="SPEC", help="cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.")
+@click.option("--dtype", cls=Once, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast float tensors.")
+@click.option("--dtype-only", multiple=True, metavar="GLOB", help="Cast only tensors whose name matches. Repeatable.")
+@click.option(
+    "--objects",
+    cls=Once,
+    type=click.Choice(["keep", "plain", "drop"]),
+    help="What happens to objects that are not plain data.",
+)
+@click.option(
+    "--format", "format_", cls=Once, type=click.Choice(["pth", "safetensors"]), help="Container of OUT; else by its extension."
+)
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
+@click.option("--verify", is_flag=True, help="Check the CRC-32 of every record while copying.")
+@click.option("--fsync", is_flag=True, help="Make a new OUT durable before returning (a replaced one always is).")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
+def convert(source: Path, target: Path, format_: str | None, as_json: bool, **options: Any) -> None:
+    """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
+
+    \b
+    ckpt convert ddp.pth plain.pth --strip-module
+    ckpt convert train.pth weights.safetensors --select model --unwrap
+    ckpt convert gpu.pth cpu.pth --map-location cpu --dtype bf16
+
+    The steps come in this order: --select, --objects, --keep and --drop (by the names in IN), --strip-module, --unwrap,
+    --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --map-location, --dtype.
+
+    Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
+    """
+    with show_progress() as progress:
+        report = convert_checkpoint(source, target, format=cast("Any", format_), progress=progress, **options)
+    if as_json:
+        from ckpt_tools.render.json import line
+
+        click.echo(line(report.to_json()))
+    else:
+        from ckpt_tools.render.converted import print_converted
+        from ckpt_tools.render.text import show
+
+        show(partial(print_converted, report))

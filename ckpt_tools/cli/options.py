@@ -1,0 +1,92 @@
+"""What several commands share: paths, options that may be given once, progress."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckpt_tools.errors import CkptError, NotACheckpointError
+
+if TYPE_CHECKING:
+    from ckpt_tools.writer import Progress
+
+_PROGRESS_FROM = 200 << 20
+_SUFFIXES = {".pth", ".pt", ".ckpt", ".bin", ".safetensors", ".th", ".t7", ".tar", ".model", ".pkl", ".dat"}
+
+
+def expand(paths: tuple[Path, ...]) -> list[Path]:
+    """Folders as the files below them that may be checkpoints by their name, sorted; files as they are."""
+    files: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            files.append(path)
+            continue
+        found = sorted(below for below in path.rglob("*") if below.suffix in _SUFFIXES and below.is_file())
+        if not found:
+            raise NotACheckpointError(
+                f"{path} is a folder without checkpoints.", why=f"Looked for {', '.join(sorted(_SUFFIXES))}."
+            )
+        files += found
+    return files
+
+
+def print_failure(path: Path, error: CkptError, *, as_json: bool) -> None:
+    """One file of several cannot be read: say so, and as a JSON line too."""
+    if as_json:
+        from ckpt_tools.render.json import error_document, line
+
+        click.echo(line(error_document(str(path), error)))
+    from ckpt_tools.render.text import print_error
+
+    print_error(error)
+
+
+class Once(click.Option):
+    """An option that may be given once: the last of two would win in silence."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "multiple": True})
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        given = super().process_value(ctx, value)
+        if given and len(given) > 1:
+            raise click.UsageError(f"{self.opts[0]} is given {len(given)} times.", ctx)
+        return given[0] if given else None
+
+
+@contextlib.contextmanager
+def show_progress() -> Iterator[Progress]:
+    """A progress bar on a terminal, for work above 200 MB.
+
+    What the report needs is imported at the first call, while the kernel copies: afterwards it would be waited for.
+    """
+    with contextlib.ExitStack() as stack:
+        update: Progress | None = None
+
+        def progress(done: int, size: int) -> None:
+            nonlocal update
+            import ckpt_tools.render.converted  # noqa: F401
+
+            if size < _PROGRESS_FROM or not sys.stderr.isatty():
+                return
+            if update is None:
+                update = stack.enter_context(_bar(size))
+            update(done, size)
+
+        yield progress
+
+
+@contextlib.contextmanager
+def _bar(size: int) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=size)
+        yield lambda done, _: bar.update(task, completed=done)

@@ -1,0 +1,258 @@
+"""The page of `ckpt inspect`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ckpt_tools.names import printable
+from ckpt_tools.render.text import label_grid, path_text, size_text
+
+if TYPE_CHECKING:
+    from ckpt_tools.describe import Description
+
+Sort = Literal["name", "size", "file"]
+SHOWN_ROWS = 40
+_SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How `inspect` shows the tensors: all rows or the first ones, as a tree or flat, to which depth, which, in which order."""
+
+    all: bool = False
+    tree: bool = False
+    flat: bool = False
+    depth: int | None = None
+    filter: str | None = None
+    sort: Sort = "file"
+
+
+def print_description(description: Description, view: View, out: Console) -> None:
+    """The whole page of `ckpt inspect`."""
+    _print_head(description, out)
+    rows = _chosen(description.tensors, view)
+    if rows:
+        out.print()
+        out.print(_tensor_tree(rows, view) if view.tree else _tensor_table(rows, view, out))
+    elif description.tensors:
+        out.print(f"\nno tensor matches {printable(str(view.filter))}")
+    _print_rest(description, view, out)
+    _print_findings(description, out)
+
+
+def _print_head(description: Description, out: Console) -> None:
+    totals = description.totals
+    out.print(Text(printable(description.path), style="bold"), soft_wrap=True)
+    grid = label_grid()
+    grid.add_row("container", f"{description.container}, {size_text(description.file_bytes)}")
+    spent = totals["storage_bytes"]
+    extra = f" in {size_text(spent)} of storage" if spent != totals["bytes"] else ""
+    tensors = f"{totals['tensors']}, {totals['parameters']:,} elements, {size_text(totals['bytes'])}{extra}"
+    grid.add_row("tensors", tensors)
+    grid.add_row("dtypes", _counts(totals["dtypes"]))
+    if totals["devices"]:
+        grid.add_row("devices", _counts(totals["devices"]))
+    for row in description.state_dicts:
+        wrapped = f", wrapped in {' '.join(row['wrappers'])}" if row["wrappers"] else ""
+        text = f"{path_text(row['where'])}: {row['tensors']} tensors, {row['parameters']:,} elements{wrapped}"
+        grid.add_row("state dict", text)
+    if description.container != "safetensors":
+        loads = description.weights_only["loads"]
+        grid.add_row("weights_only", "loads" if loads else "refused by torch.load(weights_only=True)")
+    out.print(grid)
+
+
+def _counts(counts: dict[str | None, int]) -> str:
+    return ", ".join(f"{printable(str(name))} x {count}" for name, count in counts.items()) or "none"
+
+
+def _chosen(rows: list[dict[str, Any]], view: View) -> list[dict[str, Any]]:
+    if view.filter is not None:
+        rows = [row for row in rows if _matches(row, view.filter)]
+    if view.sort == "name":
+        return sorted(rows, key=lambda row: [str(part) for part in row["where"]])
+    return sorted(rows, key=lambda row: -row["bytes"]) if view.sort == "size" else rows
+
+
+def _matches(row: dict[str, Any], glob: str) -> bool:
+    return fnmatchcase(".".join(map(str, row["where"])), glob) or (row["name"] is not None and fnmatchcase(row["name"], glob))
+
+
+@dataclass(slots=True)
+class _Line:
+    """One line of the tensor table: one tensor, or several that repeat."""
+
+    name: str
+    shape: str
+    dtype: str
+    device: str
+    bytes: int
+    count: int = 1
+    named: bool = True
+
+
+def _tensor_table(rows: list[dict[str, Any]], view: View, out: Console) -> Table:
+    grouped = not (view.all or view.flat or view.depth or view.sort == "size")
+    lines = _by_depth(rows, view.depth) if view.depth else [_line(row) for row in rows]
+    if grouped:
+        lines = _fold_blocks(_fold_siblings(lines))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape", overflow="fold")
+    table.add_column("dtype", no_wrap=True)
+    table.add_column("device", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    shown = lines if view.all else lines[:SHOWN_ROWS]
+    for line in shown:
+        table.add_row(Text(printable(line.name)), line.shape, line.dtype, printable(line.device), size_text(line.bytes))
+    if len(shown) < len(lines):
+        left = lines[len(shown) :]
+        table.add_row(
+            f"... {sum(line.count for line in left)} more (--all)", "", "", "", size_text(sum(line.bytes for line in left))
+        )
+    return table
+
+
+def _line(row: dict[str, Any]) -> _Line:
+    name = ".".join(map(str, row["where"])) or ('""' if row["where"] else "(the whole file)")
+    shape = "?" if row["shape"] is None else "x".join(map(str, row["shape"])) or "scalar"
+    kind = "" if row["kind"] in ("tensor", "parameter") else f" {row['kind']}"
+    return _Line(name, shape, (row["dtype"] or "?") + kind, row["device"] or "-", row["bytes"], 1, row["name"] is not None)
+
+
+def _by_depth(rows: list[dict[str, Any]], depth: int) -> list[_Line]:
+    """Tensors summed up by the first `depth` parts of their dotted paths."""
+    sums: dict[str, _Line] = {}
+    for row in rows:
+        line = _line(row)
+        parts = line.name.split(".")
+        key = ".".join(parts[:depth]) + (".*" if len(parts) > depth else "")
+        known = sums.get(key)
+        if known is None:
+            sums[key] = line if len(parts) <= depth else _Line(key, "1 tensor", line.dtype, line.device, line.bytes)
+            continue
+        known.count, known.bytes = known.count + 1, known.bytes + line.bytes
+        known.shape = f"{known.count} tensors"
+        known.dtype = known.dtype if known.dtype == line.dtype else "mixed"
+        known.device = known.device if known.device == line.device else "mixed"
+    return list(sums.values())
+
+
+def _fold_siblings(lines: list[_Line]) -> list[_Line]:
+    """`conv1.weight`, `conv1.bias` in a row become `conv1.{weight, bias}`."""
+    folded: list[_Line] = []
+    open_parent, leaves = "", [""]
+    for line in lines:
+        parent, _, leaf = line.name.rpartition(".")
+        last = folded[-1] if folded else None
+        if last is not None and parent and parent == open_parent and (last.dtype, last.device) == (line.dtype, line.device):
+            leaves.append(leaf)
+            last.name = f"{parent}.{{{', '.join(leaves)}}}"
+            last.shape += f", {line.shape}"
+            last.bytes, last.count = last.bytes + line.bytes, last.count + 1
+        else:
+            folded.append(line)
+            open_parent, leaves = parent, [leaf]
+    return folded
+
+
+def _fold_blocks(lines: list[_Line]) -> list[_Line]:
+    """Lines that repeat but for a counted number become one: `layers.{0-11}.attn.{weight, bias}`.
+
+    In a state dict the shapes must agree too; outside of one (optimizer state) they may differ.
+    """
+    groups: dict[tuple[str, str, str, str], list[tuple[int, _Line]]] = {}
+    for line in lines:
+        match = re.search(r"(?<=\.)\d+(?=\.)", line.name)
+        pattern = line.name[: match.start()] + "\0" + line.name[match.end() :] if match else line.name
+        number = int(match.group()[:9]) if match else -1
+        shape = line.shape if line.named or not match else ""
+        groups.setdefault((pattern, shape, line.dtype, line.device), []).append((number, line))
+    return [_folded(pattern, group) for (pattern, *_), group in groups.items()]
+
+
+def _folded(pattern: str, group: list[tuple[int, _Line]]) -> _Line:
+    first = group[0][1]
+    if len(group) == 1:
+        return first
+    numbers = [number for number, _ in group]
+    counted = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    text = f"{numbers[0]}-{numbers[-1]}" if counted else ",".join(map(str, numbers[:8])) + (",..." if len(numbers) > 8 else "")
+    name = pattern.replace("\0", f"{{{text}}}")
+    lines = [line for _, line in group]
+    shape = (
+        f"{first.shape} each" if len({line.shape for line in lines}) == 1 else f"{sum(line.count for line in lines)} tensors"
+    )
+    return _Line(name, shape, first.dtype, first.device, sum(line.bytes for line in lines), sum(line.count for line in lines))
+
+
+def _tensor_tree(rows: list[dict[str, Any]], view: View) -> Any:
+    from rich.tree import Tree
+
+    root = Tree("(root)", guide_style="dim")
+    branches: dict[tuple[str, ...], Any] = {(): root}
+    limit = len(rows) if view.all else 4 * SHOWN_ROWS
+    for row in rows[:limit]:
+        line = _line(row)
+        parts = tuple(line.name.split("."))
+        depth = min(len(parts), view.depth or len(parts))
+        for level in range(1, depth + 1):
+            if parts[:level] in branches:
+                continue
+            leaf = level == len(parts)
+            label = Text(printable(parts[level - 1]))
+            if leaf:
+                label.append(f"  {line.shape}  {line.dtype}  {printable(line.device)}  {size_text(line.bytes)}", style="dim")
+            branches[parts[:level]] = branches[parts[: level - 1]].add(label)
+    if len(rows) > limit:
+        root.add(f"... {len(rows) - limit} more (--all)")
+    return root
+
+
+def _print_rest(description: Description, view: View, out: Console) -> None:
+    grid = label_grid()
+    limit = None if view.all else 12
+    for group in description.tied[:limit]:
+        grid.add_row("tied", printable(", ".join(group[:6]) + (f" and {len(group) - 6} more" if len(group) > 6 else "")))
+    _more(grid, "tied", len(description.tied), limit)
+    values = sorted(description.values.items(), key=lambda item: item[0].count("."))  # epoch before config.data.workers
+    for name, value in values[:limit]:
+        grid.add_row("value", printable(f"{name} = {_short(value)}"))
+    _more(grid, "value", len(description.values), limit)
+    for row in description.objects[:limit]:
+        grid.add_row("object", f"{path_text(row['where'])}: {printable(row['global'])}")
+    _more(grid, "object", len(description.objects), limit)
+    for key, text in list(description.metadata.items())[:limit]:
+        grid.add_row("metadata", printable(f"{key} = {_short(text)}"))
+    _more(grid, "metadata", len(description.metadata), limit)
+    if grid.row_count:
+        out.print()
+        out.print(grid)
+
+
+def _more(grid: Table, what: str, count: int, limit: int | None) -> None:
+    if limit is not None and count > limit:
+        grid.add_row(what, f"... {count - limit} more (--all)")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def _print_findings(description: Description, out: Console) -> None:
+    for finding in description.findings:
+        where = f" in {path_text(finding.where)}" if finding.where else ""
+        out.print()
+        head = Text(f"{finding.severity}{where}: ", style=_SEVERITY[finding.severity])
+        out.print(head + Text(printable(finding.found), style="default"), soft_wrap=True)
+        if finding.expected:
+            out.print(Text(f"  expected {printable(finding.expected)}", style="dim"), soft_wrap=True)
+        out.print(Text(f"  {finding.fix}", style="green"), soft_wrap=True)
