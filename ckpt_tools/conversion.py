@@ -184,6 +184,7 @@ class Names:
         if strip_prefix == "" or add_prefix == "":
             raise UsageError("A prefix cannot be empty.")
         self.steps: list[tuple[str, Rename]] = []
+        self.known: dict[str, str] = {}  # names that have been renamed already, each asked for several times
         if strip:
             self.steps.append(("--strip-module", strip_module))
         if unwrapping:
@@ -212,15 +213,19 @@ class Names:
 
     def rename(self, name: str) -> str:
         """The new name."""
-        for _, step in self.steps:
-            name = step(name)
-        return name
+        new = self.known.get(name)
+        if new is None:
+            new = name
+            for _, step in self.steps:
+                new = step(new)
+            self.known[name] = new
+        return new
 
     def _check_matches(self, found: list[StateDict], report: Converted) -> None:
         """A --rename that changes nothing is refused; another option that changes nothing is noted."""
         if not found:
             raise NothingMatchedError("There is no state dict to rename in.", why="No mapping of names to tensors was found.")
-        names = [name for state_dict in found for name in state_dict.names]
+        old = names = [name for state_dict in found for name in state_dict.names]
         for option, step in self.steps:
             new = [step(name) for name in names]
             if new == names and option.startswith("--rename"):
@@ -228,6 +233,7 @@ class Names:
             if new == names:
                 report.notes.append(Note("no-prefix", f"{option}: no name has the prefix; the names stay as they are."))
             names = new
+        self.known = dict(zip(old, names, strict=True))
 
     def _note_uneven(self, found: list[StateDict], report: Converted) -> None:
         """Say so where some names of a state dict lose more than one `module.`, and others one."""

@@ -27,16 +27,13 @@ class Source:
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; ChangedFileError when the file has become shorter."""
-        parts: list[bytes] = []
-        while length:
-            data = self._pread(length, offset)
-            if not data:
+        data = self._pread(length, offset)
+        while len(data) < length:
+            more = self._pread(length - len(data), offset + len(data))
+            if not more:
                 raise self._changed()
-            if len(data) == length and not parts:
-                return data
-            parts.append(data)
-            offset, length = offset + len(data), length - len(data)
-        return b"".join(parts)
+            data += more
+        return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`."""

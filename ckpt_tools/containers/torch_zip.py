@@ -12,7 +12,7 @@ Source: torch/serialization.py (`_save`, `_load`), caffe2/serialize/inline_conta
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.containers.base import Decoded, Warned
@@ -24,9 +24,9 @@ from ckpt_tools.files import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
-from ckpt_tools.pickling.writer import write_pickle
+from ckpt_tools.pickling.writer import Survey, write_pickle
 from ckpt_tools.plan import Content, Deflated, Literal, Piece, read
-from ckpt_tools.tree import Node, Storage, reachable
+from ckpt_tools.tree import Node, Storage
 
 # Storages keep their offsets when that leaves a gap before them of at most this many bytes, or a 64th of all.
 _SMALL_GAP = 4096
@@ -188,9 +188,11 @@ def lay_out(
         trust_crc: whether the CRC-32s of copied records are the source's; else they are computed.
         verify: check every copied record against the source's CRC-32.
     """
-    storages = sorted(_storages(root), key=_source_order)
+    survey = Survey(root)
+    storages = sorted(_unique(survey.storages), key=_source_order)
     whole = {} if verify or not trust_crc else dict(_whole_records(storages, folder))
-    head: list[tuple[str, Content]] = [("data.pkl", Literal(write_pickle(root))), ("byteorder", Literal(byteorder.encode()))]
+    pickle = Literal(write_pickle(root, survey))
+    head: list[tuple[str, Content]] = [("data.pkl", pickle), ("byteorder", Literal(byteorder.encode()))]
     tail: list[tuple[str, Content]] = [("version", Literal(b"3\n"))]
     layout = ZipLayout(folder)
     anchor = whole[storages[0].key].header if storages and storages[0].key in whole else 0
@@ -200,29 +202,45 @@ def lay_out(
         layout.add(name, content, align=name == "data.pkl")
     if 0 <= anchor - layout.position <= max(_SMALL_GAP, sum(storage.nbytes for storage in storages) // 64):
         layout.pad(anchor - layout.position)
-    for storage in storages:
-        _add_storage(layout, storage, whole.get(storage.key), trust_crc=trust_crc, verify=verify)
+    for run in _runs(storages, whole):
+        first = run[0].content
+        if run[0].key in whole and type(first) is RecordRange:
+            layout.copy(first.source, [whole[storage.key] for storage in run])
+        else:
+            _add_storage(layout, run[0], trust_crc=trust_crc, verify=verify)
     for name, content in tail:
         layout.add(name, content, align=name == "data.pkl")
     return layout.finish()
 
 
-def _add_storage(layout: ZipLayout, storage: Storage, whole: Record | None, *, trust_crc: bool, verify: bool) -> None:
+def _runs(storages: Sequence[Storage], whole: Mapping[str, Record]) -> Iterator[Sequence[Storage]]:
+    """Storages in runs whose records lie one after another; one by one those that cannot be copied whole."""
+    start, following, source = 0, None, None
+    for index, storage in enumerate(storages):
+        record = whole.get(storage.key)
+        of = storage.content.source if type(storage.content) is RecordRange else None
+        if index > start and (record is None or record.header != following or of is not source):
+            yield storages[start:index]
+            start = index
+        following, source = (record.following, of) if record is not None else (None, None)
+    if storages:
+        yield storages[start:]
+
+
+def _add_storage(layout: ZipLayout, storage: Storage, *, trust_crc: bool, verify: bool) -> None:
     content = storage.content
-    if whole is not None and isinstance(content, RecordRange):
-        layout.copy(content)
-    elif isinstance(content, RecordRange) and trust_crc:
+    if isinstance(content, RecordRange) and trust_crc:
         layout.add(f"data/{storage.key}", content, align=True, crc=content.record.crc, verify=verify)
     else:
         layout.add(f"data/{storage.key}", content, align=True)
 
 
-def _storages(root: Node) -> list[Storage]:
-    found: dict[str, Storage] = {}
-    for node in reachable(root):
-        if type(node) is Storage and found.setdefault(node.key, node) is not node:
-            raise TensorError(f"Two storages have the key {node.key!r}.")
-    return list(found.values())
+def _unique(storages: list[Storage]) -> list[Storage]:
+    keys = {storage.key for storage in storages}
+    if len(keys) != len(storages):
+        twice = next(key for key in keys if sum(storage.key == key for storage in storages) > 1)
+        raise TensorError(f"Two storages have the key {twice!r}.")
+    return storages
 
 
 def _source_order(storage: Storage) -> tuple[int, int, str]:

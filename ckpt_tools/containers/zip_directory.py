@@ -6,6 +6,7 @@ Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.12 (central)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct
@@ -23,6 +24,8 @@ MAX_RECORDS = 1_000_000
 _MAX_COMMENT = 65535
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _PATCHED, _STRONG, _MASKED = 1, 1 << 5, 1 << 6, 1 << 13
+_ODD_FLAGS = _ENCRYPTED | _PATCHED | _STRONG | _MASKED
+_ORDINARY_NAME = re.compile(rb"[\w.-]*\w(?:/[\w.-]*\w)*")  # ASCII, no folder called "..", nothing empty
 _METHODS = {1: "shrink", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz", 98: "ppmd"}
 
 
@@ -30,7 +33,8 @@ _METHODS = {1: "shrink", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95
 class Record:
     """One record.
 
-    `header` is where its local header starts, `data` where its bytes do, `following` where whatever comes next does.
+    `header` is where its local header starts, `data` where its bytes do, `following` where whatever comes next does; `line` is
+    its entry in the directory.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Record:
     crc: int
     deflated: bool
     flags: int
+    line: bytes
     following: int = 0
 
     @property
@@ -220,13 +225,16 @@ def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[R
         if size or compressed:
             raise ZipError(f"The zip record {name!r} is marked as a folder and has data.")
         return None, following
-    _check_kind(name, flags, method, size, compressed)
+    if flags & _ODD_FLAGS or method or size != compressed:
+        _check_kind(name, flags, method, size, compressed)
     start = _check_local(source, raw_name, name, flags, method, header, (crc, compressed, size), directory)
-    return Record(name, header, start, size, compressed, crc, method == 8, flags), following
+    return Record(name, header, start, size, compressed, crc, method == 8, flags, data[at:following]), following
 
 
 def _checked_name(raw: bytes) -> str:
     """A record name. It is only ever looked up, never used as a path; what other readers could trip over is refused."""
+    if _ORDINARY_NAME.fullmatch(raw):
+        return raw.decode("ascii")
     try:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -264,7 +272,7 @@ def _extra_fields(extra: bytes, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_kind(name: str, flags: int, method: int, size: int, compressed: int) -> None:
-    if flags & (_ENCRYPTED | _PATCHED | _STRONG | _MASKED):
+    if flags & _ODD_FLAGS:
         raise ZipError(f"The zip record {name!r} is encrypted or a patch (flags {flags:#06x}).")
     if method not in (0, 8):
         kind = _METHODS.get(method, f"method {method}")

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.containers.zip_directory import CENTRAL, END, END64, LOCAL, LOCATOR64, RecordRange
+from ckpt_tools.containers.zip_directory import CENTRAL, END, END64, LOCAL, LOCATOR64, Record
+from ckpt_tools.files import Source
 from ckpt_tools.plan import CHUNK, Checksum, Computed, Content, Late, Literal, Piece, Range
 
 ALIGNMENT = 64
 DESCRIPTOR, DESCRIPTOR_64 = 16, 24
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _FLAGS = 0x0808  # UTF-8 names, and a data descriptor after the bytes
+
+
+class _Kept(NamedTuple):
+    """Records that stay where they are in the source, with their lines of its directory."""
+
+    lines: bytes
+    records: int
+
+    @property
+    def length(self) -> int:
+        return len(self.lines)
+
+    def entry(self) -> bytes:
+        return self.lines
 
 
 class _Listed(NamedTuple):
@@ -23,6 +38,10 @@ class _Listed(NamedTuple):
     crc: int | Checksum
     size: int
     header: int
+
+    @property
+    def length(self) -> int:
+        return CENTRAL.size + len(self.name) + len(self.extra())
 
     def entry(self) -> bytes:
         crc = self.crc.value if isinstance(self.crc, Checksum) else self.crc
@@ -43,36 +62,28 @@ class ZipLayout:
     def __init__(self, folder: str) -> None:
         self.folder, self.position = folder, 0
         self.pieces: list[Piece] = []
-        self.listed: list[_Listed] = []
-        self.run: Range | None = None  # records of the source that are copied in one piece
+        self.listed: list[_Listed | _Kept] = []
 
     def put(self, content: Content | Late, checksum: Checksum | None = None) -> None:
         """Add a piece."""
         self.position += content.length
-        self._end_run()
         self.pieces.append(Piece(content, checksum))
-
-    def _end_run(self) -> None:
-        if self.run is not None:
-            self.pieces.append(Piece(self.run))
-            self.run = None
 
     def pad(self, count: int) -> None:
         """Leave a gap of zero bytes, which no record claims."""
         if count:
             self.put(Computed(count, lambda: _zeros(count)))
 
-    def copy(self, content: RecordRange) -> None:
-        """A record of the source as it is, with its zip header and descriptor."""
-        record, run = content.record, self.run
-        goes_on = run is not None and run.source is content.source and run.offset + run.length == record.header
-        if not goes_on:
-            self.pad((record.header - self.position) % ALIGNMENT)
-            self._end_run()
-        self.listed.append(_Listed(record.name.encode(), record.flags, record.crc, record.size, self.position))
-        start = run.offset if run is not None and goes_on else record.header
-        self.run = Range(content.source, start, record.following - start)
-        self.position += record.following - record.header
+    def copy(self, source: Source, records: Sequence[Record]) -> None:
+        """Records of a source that lie one after another, as they are, with their zip headers and descriptors."""
+        first, last = records[0], records[-1]
+        self.pad((first.header - self.position) % ALIGNMENT)
+        shift = self.position - first.header
+        if shift:
+            self.listed += [_Listed(row.name.encode(), row.flags, row.crc, row.size, row.header + shift) for row in records]
+        else:
+            self.listed.append(_Kept(b"".join([row.line for row in records]), len(records)))
+        self.put(Range(source, first.header, last.following - first.header))
 
     def room(self, records: Iterable[tuple[str, Content]]) -> int:
         """How many bytes these records take at most."""
@@ -108,9 +119,9 @@ class ZipLayout:
     def finish(self) -> list[Piece]:
         """Add the central directory and the end records."""
         start = self.position
-        size = sum(CENTRAL.size + len(listed.name) + len(listed.extra()) for listed in self.listed)
+        size = sum(listed.length for listed in self.listed)
         self.put(Late(size, lambda: b"".join(listed.entry() for listed in self.listed)))
-        count, end = len(self.listed), self.position
+        count, end = sum(listed.records if type(listed) is _Kept else 1 for listed in self.listed), self.position
         wide = END64.pack(b"PK\x06\x06", END64.size - 12, 0x031E, 45, 0, 0, count, count, size, start)
         locator = LOCATOR64.pack(b"PK\x06\x07", 0, end, 1)
         few, small, near = min(count, _FULL16), min(size, _FULL32), min(start, _FULL32)

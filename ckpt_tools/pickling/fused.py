@@ -2,8 +2,9 @@
 
 A checkpoint repeats the same opcodes for every tensor: `_rebuild_tensor_v2` from the memo, a persistent id, sizes, strides,
 an empty OrderedDict, six memo entries and three calls. When the bytes match that shape exactly, with memo indices counting
-up, this does what the opcodes would do, without dispatching each. Anything else, also the first tensors of a file, whose
-memo indices are below 256, takes the general path; a test compares the two.
+up, this does what the opcodes would do, without dispatching each; and then the same for the key and tensor that follow, as
+they do in a state dict. Anything else, also the first tensors of a file, whose memo indices are below 256, takes the general
+path; a test compares the two.
 """
 
 from __future__ import annotations
@@ -26,25 +27,45 @@ _INT = rb"(?:K.|M..|J...[\0-\x7f])"
 _SIZES = rb"(\)|(?:%b){1,3}[\x85-\x87]|\((?:%b){4,8}t)" % (_INT, _INT)
 _PUT = rb"r(....)"
 _TENSOR = re.compile(
-    rb"\(\(h(.)h(.)X(.)\0\0\0([0-9]{1,18})" + _PUT + rb"h(.)(" + _INT + rb")t" + _PUT + rb"Q"  # the persistent id
+    rb"()()\(\(h(.)h(.)X(.)\0\0\0([0-9]{1,18})" + _PUT + rb"h(.)(" + _INT + rb")t" + _PUT + rb"Q"  # the persistent id
     rb"(" + _INT + rb")" + _SIZES + rb"(?:" + _PUT + rb")?" + _SIZES + rb"(?:" + _PUT + rb")?"  # offset, size, stride
     rb"([\x88\x89])h(.)\)R" + _PUT + rb"t" + _PUT + rb"R" + _PUT,  # requires_grad, hooks, the call
     re.DOTALL,
 )  # fmt: skip
+_AFTER_KEY = re.compile(_TENSOR.pattern.replace(rb"()()", _PUT + rb"h(.)", 1), re.DOTALL)
 _TUPLE_OPCODES = {0x85: 1, 0x86: 2, 0x87: 3}
 
 
-def tensor(machine: Machine) -> bool:
-    """Do all that is left of a tensor after its rebuild function was recalled; False when the bytes are not of that shape."""
-    found = _TENSOR.match(machine.data, machine.position, machine.limit)
-    if found is None:
-        return False
-    (word, kind, length, key, put_key, device, numel, put_pid, offset, size, put_size, stride, put_stride, grad, hooks,
+def tensors(machine: Machine) -> None:
+    """Do what is left of a tensor after its rebuild function was recalled, and all of the keys and tensors behind it.
+
+    Stops before the first bytes that are not of that shape.
+    """
+    data, stack, limit = machine.data, machine.stack, machine.limit
+    found = _TENSOR.match(data, machine.position, limit)
+    if found is None or machine.far_memo or not _tensor(machine, found, b"", ""):
+        return
+    while data[machine.position : machine.position + 1] == b"X":
+        start = machine.position + 5
+        end = start + int.from_bytes(data[start - 4 : start], "little")
+        found = _AFTER_KEY.match(data, end, limit)
+        if found is None or machine.memo[found[2][0]] is not machine.rebuild:
+            return
+        key = machine.text(data[start:end])
+        stack += (key, machine.rebuild)
+        if not _tensor(machine, found, found[1], key):
+            del stack[-2:]
+            return
+
+
+def _tensor(machine: Machine, found: re.Match[bytes], put_name: bytes, name: str) -> bool:
+    """Put the tensor that was matched in the place of its rebuild function; False when it is not as it looked."""
+    (_, _, word, kind, length, key, put_key, device, numel, put_pid, offset, size, put_size, stride, put_stride, grad, hooks,
      put_hooks, put_args, put_tensor) = found.groups(b"")  # fmt: skip
     memo = machine.memo
-    puts = put_key + put_pid + put_size + put_stride + put_hooks + put_args + put_tensor
+    puts = put_name + put_key + put_pid + put_size + put_stride + put_hooks + put_args + put_tensor
     count = len(puts) // 4
-    if puts != _indices(len(memo), count) or machine.far_memo:
+    if puts != _indices(len(memo), count):
         return False
     shape, strides = _sizes(machine, size), _sizes(machine, stride)
     if length[0] != len(key) or memo[hooks[0]] != _ORDERED_DICT or shape is None or strides is None:
@@ -52,15 +73,17 @@ def tensor(machine: Machine) -> bool:
     if bool(put_size) != bool(shape) or bool(put_stride) != bool(strides):
         return False
     text = key.decode()
-    pid = (memo[word[0]], memo[kind[0]], text, memo[device[0]], _integer(numel))
+    pid = (memo[word[0]], memo[kind[0]], text, memo[device[0]], int.from_bytes(numel[1:], "little"))
     storage = machine.persistent_load(pid)
     if type(storage) is not Storage:
         return False
     no_hooks = Dict(ordered=True)
-    args = (storage, _integer(offset), shape, strides, grad == b"\x88", no_hooks)
+    args = (storage, int.from_bytes(offset[1:], "little"), shape, strides, grad == b"\x88", no_hooks)
     machine.spend(4 + bool(put_size) + bool(put_stride))
     made = Entry(storage, storage.dtype or UINT8, shape, strides, args[1], args[4])
     check(made)
+    if put_name:
+        memo.append(name)
     kept = (text, pid, *((shape,) if put_size else ()), *((strides,) if put_stride else ()), no_hooks, args, made)
     memo.extend(kept)
     machine.stack[-1] = made
@@ -81,10 +104,6 @@ def _indices(first: int, count: int) -> bytes:
     """`count` memo indices from `first` on, as the stream holds them: cut from a table."""
     size = 1 << (first + count).bit_length()
     return _table(size)[4 * first : 4 * (first + count)]
-
-
-def _integer(code: bytes) -> int:
-    return int.from_bytes(code[1:], "little")
 
 
 def _sizes(machine: Machine, code: bytes) -> tuple[int, ...] | None:

@@ -323,7 +323,7 @@ def _binget(machine: Machine) -> None:
     machine.recall(machine.data[machine.position])
     machine.position += 1
     if machine.fused and machine.stack[-1] is machine.rebuild:
-        fused.tensor(machine)
+        fused.tensors(machine)
 
 
 @_opcode(b"j")

@@ -9,7 +9,6 @@ No recursion: a stack of things still to write.
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from typing import Any
 
 from ckpt_tools.errors import ContainerLimitError, PickleError
@@ -19,6 +18,8 @@ from ckpt_tools.tree import CONTAINERS, ByteString, Dict, Entry, Extras, Global,
 
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 _LONG = 64
+_CAN_BE_LONG = frozenset((str, bytes, int, ByteString))
+_U32 = struct.Struct("<I").pack
 _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 _REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
@@ -28,17 +29,59 @@ _REBUILD_PARAMETER_STATE = Global("torch._utils", "_rebuild_parameter_with_state
 _REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 
 
-def write_pickle(root: Node) -> bytes:
+def write_pickle(root: Node, survey: Survey | None = None) -> bytes:
     """The pickle of a tree. Protocol 2; 4 only where a name needs it (a nested class, a module that 2 would rename).
+
+    Args:
+        root: the tree. survey: of that tree, where it has been made already.
 
     Raises:
         ContainerLimitError: an entry with a dtype that torch lacks. PickleError: an object that is made from itself.
     """
-    references, protocol = _survey(root)
+    survey = Survey(root) if survey is None else survey
     try:
-        return _Writer({key for key, count in references.items() if count > 1}, protocol).write(root)
+        return _Writer(survey.shared, survey.protocol).write(root)
     except _ComesRound:
-        return _Writer(set(references), protocol, rounds=2).write(root)
+        return _Writer(survey.seen | survey.shared, survey.protocol, rounds=2).write(root)
+
+
+class Survey:
+    """What has to be known of a tree before it is written.
+
+    Attributes:
+        seen: the ids of its containers, entries and long values. shared: of those that are referenced more than once.
+        storages: every storage, once. protocol: the one that the names need.
+    """
+
+    def __init__(self, root: Node) -> None:
+        self.seen: set[int] = set()
+        self.shared: set[int] = set()
+        self.protocol = 2
+        found: dict[int, Storage] = {}
+        seen, shared, todo = self.seen, self.shared, [root]
+        while todo:
+            node = todo.pop()
+            kind = type(node)
+            if kind is Global:
+                self._note_global(node)
+            elif kind is Storage:
+                found[id(node)] = node
+            elif kind in CONTAINERS or kind is Entry:
+                if id(node) in seen:
+                    shared.add(id(node))
+                    continue
+                seen.add(id(node))
+                if kind is Entry and node.extras is None:  # the many
+                    found[id(node.storage)] = node.storage
+                else:
+                    todo += [part for part in parts(node) if type(part) is not str or len(part) > _LONG]
+            elif kind in _CAN_BE_LONG and _is_long(node):
+                (shared if id(node) in seen else seen).add(id(node))
+        self.storages = list(found.values())
+
+    def _note_global(self, node: Global) -> None:
+        if "." in node.name or "\n" in node.module + node.name or python3_name(*_pair(node)) != _pair(node):
+            self.protocol = 4
 
 
 class _ComesRound(Exception):  # noqa: N818  not an error: everything has to go through the memo
@@ -150,7 +193,22 @@ class _Writer:
         if id(node) in self.shared:
             self.remember(id(node))
         attributes = [] if node.attributes is None else [node.attributes, _Done(b"b")]
-        return [*_items(node.items), *attributes]
+        if not node.items:
+            return attributes
+        self.out += b"("
+        rest = node.items[self.names_and_entries(node.items) :]
+        return [*(part for pair in rest for part in pair), _Done(b"u"), *attributes]
+
+    def names_and_entries(self, pairs: list[tuple[Node, Node]]) -> int:
+        """Write the first pairs at once, as long as they are names and plain entries; how many they are."""
+        shared = self.shared
+        for count, (name, entry) in enumerate(pairs):
+            plain = type(name) is str and type(entry) is Entry and entry.extras is None and entry.dtype.in_torch
+            if not plain or id(name) in shared or id(entry) in shared:
+                return count
+            self.text(name)
+            self.plain_entry(entry)
+        return len(pairs)
 
     def object(self, node: Object) -> list[Node]:
         self.begin(node)
@@ -187,16 +245,11 @@ class _Writer:
 
     def plain_entry(self, entry: Entry) -> None:
         """A tensor or parameter without extras, emitted at once: checkpoints hold thousands."""
-        storage = entry.storage
-        like = (
-            entry.dtype, entry.shape, entry.stride, entry.offset, entry.requires_grad, entry.kind,
-            storage.dtype, storage.device, storage.nbytes,
-        )  # fmt: skip
+        storage, like = entry.storage, _likeness(entry)
         known = self.templates.get(like)
         if known is not None:
-            self.out += known[0]
-            self.text(storage.key)
-            self.out += known[1]
+            key = storage.key.encode("utf-8", "surrogatepass")
+            self.out += b"%bX%b%b%b" % (known[0], _U32(len(key)), key, known[1])
             return
         self.before_key(entry)
         self.text(storage.key)
@@ -290,7 +343,7 @@ class _Writer:
 
     def text(self, text: str) -> None:
         data = text.encode("utf-8", "surrogatepass")
-        self.out += b"X" + struct.pack("<I", len(data)) + data
+        self.out += b"X%b%b" % (_U32(len(data)), data)
 
     def constant(self, text: str) -> None:
         """A text that is written many times: once in full, then from the memo."""
@@ -358,29 +411,6 @@ def _integer(value: int) -> bytes:
     return (b"\x8a" + bytes((len(data),)) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
 
 
-def _survey(root: Node) -> tuple[Counter[int], int]:
-    """How often each container, entry and long value is referenced, by id, and the protocol that the names need."""
-    references: Counter[int] = Counter()
-    protocol = 2
-    seen: set[int] = set()
-    todo: list[Node] = [root]
-    while todo:
-        node = todo.pop()
-        kind = type(node)
-        if kind is Global:
-            if "." in node.name or "\n" in node.module + node.name or python3_name(*_pair(node)) != _pair(node):
-                protocol = 4
-            continue
-        if kind in CONTAINERS or kind is Entry:
-            references[id(node)] += 1
-            if id(node) not in seen:
-                seen.add(id(node))
-                todo.extend(parts(node))
-        elif _is_long(node):
-            references[id(node)] += 1
-    return references, protocol
-
-
 def _is_long(node: Node) -> bool:
     """Whether a value is so long that writing it twice would matter: a file may use one text a million times."""
     kind = type(node)
@@ -391,6 +421,15 @@ def _is_long(node: Node) -> bool:
 
 def _pair(node: Global) -> tuple[str, str]:
     return node.module, node.name
+
+
+def _likeness(entry: Entry) -> tuple[Any, ...]:
+    """What makes two plain entries the same opcodes, but for the storage's key."""
+    storage = entry.storage
+    return (
+        entry.dtype.name, entry.shape, entry.stride, entry.offset, entry.requires_grad, entry.kind,
+        storage.dtype and storage.dtype.name, storage.device, storage.nbytes,
+    )  # fmt: skip
 
 
 def _untyped(entry: Entry) -> bool:
