@@ -16,6 +16,9 @@ CkptError                      exit code 3 unless noted
 │   ├── CollisionError             two tensors would get one name
 │   ├── NothingMatchedError        an option that matches nothing, or a result without tensors
 │   ├── ObjectsError               objects that are not plain data, and no word on what to do with them
+│   ├── TargetError                a target model that cannot be imported, built or read
+│   ├── MatchError                 a checkpoint that does not fit the target, and no word on what to do about it
+│   ├── MatchPlanError             a plan file that cannot be read, or that the input does not fit
 │   └── ContainerLimitError        something that the output container cannot hold
 └── OutputError                the output cannot be written
     └── OutputExistsError          it exists, and overwriting was not asked for
@@ -103,6 +106,18 @@ class NothingMatchedError(ConvertError):
 
 class ObjectsError(ConvertError):
     """The file holds objects that are not plain data, and nobody said what to do with them."""
+
+
+class TargetError(ConvertError):
+    """The target model cannot be imported, built or read."""
+
+
+class MatchError(ConvertError):
+    """The checkpoint does not fit the target, and nobody said what to do about it."""
+
+
+class MatchPlanError(ConvertError):
+    """A plan file cannot be read, or the input does not fit it."""
 
 
 class ContainerLimitError(ConvertError):

@@ -16,15 +16,16 @@ import torch
 
 from ckpt_tools import casts, names, plain, transforms
 from ckpt_tools import tree as trees
-from ckpt_tools.checkpoint import Checkpoint, StateDict, find_state_dicts, is_tensor, open_checkpoint
+from ckpt_tools.checkpoint import Checkpoint, is_tensor, open_checkpoint
 from ckpt_tools.containers import safetensors
 from ckpt_tools.convert import Format, output_format
 from ckpt_tools.dtypes import CAST_TARGETS, DTYPES, DType
-from ckpt_tools.errors import ContainerLimitError, NothingMatchedError, ObjectsError, UsageError
+from ckpt_tools.errors import ContainerLimitError, ObjectsError, UsageError
 from ckpt_tools.files import replacing
 from ckpt_tools.flatten import flatten
 from ckpt_tools.numeric import lazy_bits, torch_dtype
 from ckpt_tools.plan import CHUNK, Computed, Content, Range, chunks
+from ckpt_tools.targets import choose_state_dict
 from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage, Where
 from ckpt_tools.writer import write
@@ -134,7 +135,7 @@ def load_state_dict(
     """
     target = None if dtype is None else _cast_target(dtype)
     with open_checkpoint(path) as checkpoint:
-        state_dict = _choose(checkpoint, select)
+        state_dict = choose_state_dict(checkpoint, select)
         transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
         if unwrap:
             transforms.rename_state_dict(state_dict, names.unwrap)
@@ -166,24 +167,6 @@ def _loadable(node: Dict) -> Dict:
     made.attributes = node.attributes
     root, _ = plain.make_plain(made)
     return cast("Dict", root)
-
-
-def _choose(checkpoint: Checkpoint, select: str | None) -> StateDict:
-    found, root = checkpoint.state_dicts, checkpoint.root
-    if not found:
-        root, _ = plain.make_plain(root)
-        found = find_state_dicts(root)
-    if select is not None:
-        node = transforms.select(root, select)
-        if type(node) is not Dict or not StateDict((), node).names:
-            raise NothingMatchedError(f"{checkpoint.path}: {select!r} is no state dict.")
-        return StateDict((), node)
-    if len(found) != 1:
-        wheres = ", ".join(repr(dotted(state_dict.where)) for state_dict in found) or "none"
-        raise NothingMatchedError(
-            f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix="Choose one with select=..." if found else ""
-        )
-    return found[0]
 
 
 class _Builder:

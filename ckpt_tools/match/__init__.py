@@ -1,0 +1,55 @@
+"""Match the tensors of a checkpoint to those of a target: every name gets a fate and a reason, nothing is guessed in silence.
+
+The stages, each in a file of its own: `by_name` (rules, exact, wrappers, prefixes), `structure`, `by_position`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.match.by_name import apply_rules, match_affixes, match_exact, match_wrappers
+from ckpt_tools.match.by_position import match_position
+from ckpt_tools.match.pairing import Pairing
+from ckpt_tools.match.records import Ambiguous, Match, Matching, Mismatch, Offer
+from ckpt_tools.targets import Param
+
+__all__ = ["Ambiguous", "Match", "Matching", "Mismatch", "Offer", "Stages", "match"]
+
+Stages: TypeAlias = Literal["exact+wrappers", "names", "structure", "position"]
+STAGES: tuple[Stages, ...] = ("exact+wrappers", "names", "structure", "position")
+
+
+def match(
+    source: Sequence[Param],
+    target: Sequence[Param],
+    *,
+    stages: Stages = "exact+wrappers",
+    rename: Sequence[str] = (),
+    allow_reshape: bool = False,
+) -> Matching:
+    """Find the partner of every tensor.
+
+    Args:
+        source: the tensors of the checkpoint, in order. target: those of the target.
+        stages: "exact+wrappers"; "names" takes a common prefix or suffix too; "structure" also aligns leaf modules by their
+            shapes, order and names; "position" zips what names have left, in order.
+        rename: the user's `REGEX=REPLACEMENT` rules, applied to the checkpoint's names first.
+        allow_reshape: take partners whose shapes differ by sizes of 1 only.
+
+    Raises:
+        UsageError: unknown stages, or a rule that cannot be read. NothingMatchedError: a rule that changes no name.
+        CollisionError: a rule gives two tensors one name. MatchError: "position", and two tensors disagree.
+    """
+    if stages not in STAGES:
+        raise UsageError(f"{stages!r} is none of {', '.join(STAGES)}.")
+    pairing = Pairing(source, target, allow_reshape=allow_reshape)
+    apply_rules(pairing, rename)
+    match_exact(pairing)
+    match_wrappers(pairing)
+    if stages == "position":
+        match_position(pairing)
+    elif stages != "exact+wrappers":
+        match_affixes(pairing)
+    return pairing.result()

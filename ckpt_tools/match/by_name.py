@@ -1,0 +1,146 @@
+"""The stages that names alone decide: the user's rules, exact names, wrappers, a common prefix or suffix."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ckpt_tools.errors import NothingMatchedError
+from ckpt_tools.match.pairing import Pairing
+from ckpt_tools.match.records import Reason
+from ckpt_tools.names import MODULE, check_unique, strip_inner, unwrap
+from ckpt_tools.transforms import parse_rename
+
+MAX_PREFIX_PARTS = 4
+
+
+def apply_rules(pairing: Pairing, rules: Sequence[str]) -> None:
+    """Rename the checkpoint's tensors by the user's rules; a rule that changes nothing is refused.
+
+    Raises:
+        NothingMatchedError: a rule that changes no name. CollisionError: two tensors would get one name.
+    """
+    for rule in rules:
+        pattern, replacement = parse_rename(rule)
+        renamed = {old: pattern.sub(replacement, name) for old, name in pairing.known.items()}
+        if renamed == pairing.known:
+            raise NothingMatchedError(f"--rename {rule!r} changes no name.", fix="ckpt inspect --all FILE lists the names.")
+        check_unique(renamed)
+        pairing.known = renamed
+
+
+def match_exact(pairing: Pairing) -> None:
+    """Names that are equal, once the user's rules have been applied."""
+    for old, name in pairing.known.items():
+        if name in pairing.target:
+            pairing.pair(old, name, "exact" if name == old else "rule")
+
+
+def match_wrappers(pairing: Pairing) -> None:
+    """Names that are equal without wrappers: at the front and known ones anywhere first, then `module.` anywhere.
+
+    A `module` in the middle of a name may be its author's own, so it counts only where the other side has no such name.
+    """
+    for key in (unwrap, without_module):
+        _match_by_key(pairing, key, "wrapper")
+
+
+def without_module(name: str) -> str:
+    """A name without any wrapper at any depth, `module` included.
+
+    >>> without_module("module.encoder.module._orig_mod.norm.weight")
+    'encoder.norm.weight'
+    """
+    *modules, leaf = strip_inner(name).split(".")
+    return ".".join([part for part in modules if f"{part}." != MODULE] + [leaf])
+
+
+def _match_by_key(pairing: Pairing, key: Callable[[str], str], reason: Reason) -> None:
+    sources: dict[str, list[str]] = defaultdict(list)
+    targets: dict[str, list[str]] = defaultdict(list)
+    for param in pairing.sources_left():
+        sources[key(pairing.known[param.name])].append(param.name)
+    for param in pairing.targets_left():
+        targets[key(param.name)].append(param.name)
+    for name, news in targets.items():
+        olds = sources.get(name, [])
+        if len(olds) == len(news) == 1:
+            pairing.pair(olds[0], news[0], _said(pairing, olds[0], reason))
+        elif olds:
+            for new in news:
+                pairing.doubt(new, olds, "without wrappers these names are the same")
+
+
+def _said(pairing: Pairing, old: str, reason: Reason) -> Reason:
+    """A name that a rule has changed was matched by the rule."""
+    return reason if pairing.known[old] == old else "rule"
+
+
+# --- a common prefix or suffix
+
+
+def match_affixes(pairing: Pairing) -> None:
+    """Names that become equal when one prefix, or one suffix, is taken from or put before all that are left."""
+    for ends in (_prefixes, _suffixes):
+        _match_affix(pairing, ends)
+
+
+def _match_affix(pairing: Pairing, ends: Callable[[str], Iterator[tuple[str, str]]]) -> None:
+    """Take the pair of affixes under which most names meet; where another would give a name another partner: a doubt."""
+    sources = _by_rest(((param.name, unwrap(pairing.known[param.name])) for param in pairing.sources_left()), ends)
+    targets = _by_rest(((param.name, unwrap(param.name)) for param in pairing.targets_left()), ends)
+    found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
+    for rest in sources.keys() & targets.keys():
+        for before, old in sources[rest]:
+            for after, new in targets[rest]:
+                if not (before and after) and pairing.source[old].shape == pairing.target[new].shape:
+                    found[before, after].append((old, new))
+    if not found:
+        return
+    most = max(map(len, found.values()))
+    best = [pairs for pairs in found.values() if len(pairs) == most]
+    olds, news = (Counter(pair[side] for pairs in best for pair in set(pairs)) for side in (0, 1))
+    for old, new in dict.fromkeys(pair for pairs in best for pair in pairs):
+        if olds[old] == news[new] == 1:
+            pairing.pair(old, new, _said(pairing, old, "prefix"))
+        elif not pairing.is_settled(new):
+            pairing.doubt(new, [o for pairs in best for o, n in pairs if n == new], "several prefixes fit equally well")
+
+
+def _by_rest(
+    names: Iterable[tuple[str, str]], ends: Callable[[str], Iterator[tuple[str, str]]]
+) -> dict[str, list[tuple[str, str]]]:
+    """What remains of a name -> (affix, the name) for each of its affixes."""
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for own, name in names:
+        for affix, rest in ends(name):
+            found[rest].append((affix, own))
+    return found
+
+
+def _prefixes(name: str) -> Iterator[tuple[str, str]]:
+    """The name whole, and without its first parts.
+
+    >>> list(_prefixes("model.fc.weight"))
+    [('', 'model.fc.weight'), ('model.', 'fc.weight'), ('model.fc.', 'weight')]
+    """
+    yield "", name
+    at = 0
+    for _ in range(MAX_PREFIX_PARTS):
+        at = name.find(".", at) + 1
+        if not at:
+            return
+        yield name[:at], name[at:]
+
+
+def _suffixes(name: str) -> Iterator[tuple[str, str]]:
+    """The name whole, and without its last part, cut at a dot or an underscore.
+
+    >>> list(_suffixes("fc.weight_orig"))
+    [('', 'fc.weight_orig'), ('_orig', 'fc.weight'), ('.weight_orig', 'fc')]
+    """
+    yield "", name
+    for mark in ("_", "."):
+        at = name.rfind(mark)
+        if at > 0:
+            yield name[at:], name[:at]

@@ -1,0 +1,258 @@
+"""The target: the model that a checkpoint is to be fitted to, as names, shapes, dtypes and ties in order.
+
+It comes from a checkpoint file, from `package.module:callable` (imported because the user asked for it), from a live module or
+from a state dict. torch is imported inside functions, and for the last three only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ckpt_tools import plain, transforms
+from ckpt_tools.checkpoint import Checkpoint, StateDict, find_state_dicts, is_tensor, open_checkpoint
+from ckpt_tools.errors import NothingMatchedError, TargetError, UsageError
+from ckpt_tools.pickling.torch_objects import unusual_tensor
+from ckpt_tools.transforms import dotted
+from ckpt_tools.tree import Dict, Entry, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One tensor of a model: a parameter or a buffer.
+
+    Attributes:
+        name: its dotted name. shape: its sizes. dtype: torch's name for its type, or None.
+        tie: equal for tensors that are the same view on the same bytes; None where that cannot be told.
+        module: the type name of the module that holds it ("Conv2d"), where the target is a module.
+        kind: "tensor", or what makes it unusual ("sparse", "quantized" ...); the shape of such a one may be unknown, ().
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    tie: object = None
+    module: str | None = None
+    kind: str = "tensor"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """A target model.
+
+    Attributes:
+        label: what the user called it. params: its tensors in order.
+        module: the live `nn.Module`, on the meta device when `on_meta`; else None.
+        build: makes the module again, on the default device; None where it was not made by a callable.
+        tensors: name -> live tensor, where the target is a module or a state dict; else None.
+    """
+
+    label: str
+    params: tuple[Param, ...]
+    module: Any = None
+    on_meta: bool = False
+    build: Callable[[], Any] | None = None
+    tensors: Mapping[str, Any] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in order."""
+        return tuple(param.name for param in self.params)
+
+
+_CALLABLE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+
+
+def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, select: str | None = None) -> Target:
+    """The target that a path, `package.module:callable`, module or state dict stands for.
+
+    Args:
+        spec: a path to a checkpoint in any container; text like "torchvision.models:resnet18"; an `nn.Module`; a mapping from
+            names to tensors.
+        args: keyword arguments of the callable, as a mapping or as JSON text.
+        select: the dotted path of the state dict in a checkpoint that holds several.
+
+    Raises:
+        TargetError: it cannot be imported, called, or is no model. UsageError: `args` are no JSON object, or not for this.
+        CkptError: the checkpoint cannot be read.
+    """
+    if not isinstance(spec, (str, os.PathLike)):
+        if args is not None:
+            raise UsageError("Arguments for the target are for package.module:callable only.")
+        return _from_live(spec, f"a {type(spec).__name__}")
+    text = os.fspath(spec)
+    if isinstance(spec, str) and _CALLABLE.fullmatch(text) and not Path(text).exists():
+        return _from_callable(text, _keywords(args))
+    if args is not None:
+        raise UsageError("--like-args are for package.module:callable.", why=f"{text!r} is taken for a file.")
+    return _from_checkpoint(spec, select)
+
+
+# --- checkpoints
+
+
+def _from_checkpoint(path: str | os.PathLike[str], select: str | None) -> Target:
+    with open_checkpoint(path) as checkpoint:
+        state_dict = choose_state_dict(checkpoint, select)
+        transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
+        return Target(str(path), params_of(state_dict.node))
+
+
+def choose_state_dict(checkpoint: Checkpoint, select: str | None, option: str = "select=...") -> StateDict:
+    """The selected state dict of a checkpoint, or its only one. A pickled module gives its state dict.
+
+    Raises:
+        NothingMatchedError: there is none, or several and none is selected.
+    """
+    found, root = checkpoint.state_dicts, checkpoint.root
+    if not found:
+        root, _ = plain.make_plain(root)
+        found = find_state_dicts(root)
+    if select is not None:
+        node = transforms.select(root, select)
+        if type(node) is not Dict or not StateDict((), node).names:
+            raise NothingMatchedError(f"{checkpoint.path}: {select!r} is no state dict.")
+        return StateDict((), node)
+    if len(found) != 1:
+        wheres = ", ".join(repr(dotted(state_dict.where)) for state_dict in found) or "none"
+        raise NothingMatchedError(
+            f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix=f"Choose one with {option}" if found else ""
+        )
+    return found[0]
+
+
+def params_of(node: Dict) -> tuple[Param, ...]:
+    """The tensors of a state dict node."""
+    return tuple(_param(name, value) for name, value in node.items if type(name) is str and is_tensor(value))
+
+
+def _param(name: str, node: Node) -> Param:
+    if type(node) is Entry:
+        tie = (id(node.storage), node.offset, node.shape, node.stride) if node.numel else None
+        return Param(name, node.shape, node.dtype.name, tie)
+    unusual = unusual_tensor(node)
+    assert unusual is not None
+    return Param(name, unusual.shape or (), unusual.dtype.name if unusual.dtype else None, kind=unusual.kind)
+
+
+# --- callables
+
+
+_EXAMPLE = """For example: --like-args '{"num_classes": 200}'"""
+
+
+def _keywords(args: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    if isinstance(args, str):
+        try:
+            args = json.loads(args)
+        except ValueError as error:
+            raise UsageError(
+                "--like-args is no JSON.", why=f"{error}.", fix="""For example: '{"num_classes": 200}'"""
+            ) from None
+        if not isinstance(args, dict):
+            raise UsageError("--like-args is no JSON object.", fix=_EXAMPLE)
+    return dict(args or {})
+
+
+def _from_callable(spec: str, keywords: dict[str, Any]) -> Target:
+    import torch
+
+    factory = _imported(spec)
+
+    def build() -> Any:
+        return factory(**keywords)
+
+    try:
+        with torch.device("meta"):
+            made = build()
+    except Exception:  # a constructor that computes with values cannot run on the meta device
+        made = _called(spec, build)
+    target = _from_live(made, spec)
+    return Target(spec, target.params, target.module, target.on_meta, build, target.tensors)
+
+
+def _called(spec: str, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except Exception as error:
+        raise TargetError(
+            f"The target {spec} raised {type(error).__name__} when it was called.", why=f"{error}",
+            fix="Its arguments go into --like-args as a JSON object.",
+        ) from error  # fmt: skip
+
+
+def _imported(spec: str) -> Callable[..., Any]:
+    module_name, _, attribute = spec.partition(":")
+    with _from_here():
+        try:
+            found: Any = importlib.import_module(module_name)
+        except Exception as error:
+            raise TargetError(f"The target {spec} cannot be imported.", why=f"{type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise TargetError(f"The target {spec} is not there: {module_name} has no {attribute!r}.")
+        found = getattr(found, part)
+    if not callable(found):
+        raise TargetError(f"The target {spec} cannot be called; it is a {type(found).__name__}.")
+    return cast("Callable[..., Any]", found)
+
+
+@contextmanager
+def _from_here() -> Iterator[None]:
+    """The working directory on Python's path, as under `python -m`."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+
+
+# --- live modules and state dicts
+
+
+def _from_live(made: Any, label: str) -> Target:
+    import torch
+
+    if isinstance(made, torch.nn.Module):
+        tensors = _tensors(made.state_dict(keep_vars=True))
+        types = {name: type(module).__name__ for name, module in made.named_modules()}
+        params = tuple(_live_param(name, value, types.get(name.rpartition(".")[0])) for name, value in tensors.items())
+        on_meta = any(value.is_meta for value in tensors.values())
+        return Target(label, params, made, on_meta, tensors=tensors)
+    if isinstance(made, Mapping) and (tensors := _tensors(made)):
+        return Target(label, tuple(_live_param(name, value) for name, value in tensors.items()), tensors=tensors)
+    raise TargetError(
+        f"The target {label} gives a {type(made).__name__}.",
+        why="A torch.nn.Module or a state dict (names to tensors) is wanted.",
+    )
+
+
+def _tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    import torch
+
+    return {name: value for name, value in state_dict.items() if isinstance(name, str) and isinstance(value, torch.Tensor)}
+
+
+def _live_param(name: str, value: Any, module: str | None = None) -> Param:
+    shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+    return Param(name, shape, dtype, _tie(value), module)
+
+
+def _tie(value: Any) -> object:
+    """Parameters that are tied are one object; other tensors are when they are the same view on one storage."""
+    try:
+        if value.is_meta or not value.numel():
+            return id(value)
+        return (value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape), value.stride())
+    except (RuntimeError, NotImplementedError):  # a tensor without a storage: sparse, distributed
+        return id(value)

@@ -1,0 +1,135 @@
+"""Matching by name: rules, exact names, wrappers, prefixes, position. Every name gets one fate."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.errors import CollisionError, MatchError, NothingMatchedError, UsageError
+from ckpt_tools.match import Matching, match
+from ckpt_tools.targets import Param
+
+
+def params(*names: str, **shapes: tuple[int, ...]) -> list[Param]:
+    """Tensors of shape (2,), or of the shape given for the last part of their name."""
+    return [Param(name, shapes.get(name.rpartition(".")[2], (2,))) for name in names]
+
+
+def pairs(matching: Matching) -> dict[str, tuple[str, str]]:
+    """New name -> old name and reason."""
+    return {row.new: (row.old, row.reason) for row in matching.matched}
+
+
+def test_exact_names_come_first() -> None:
+    """A name that both have is its own partner; what is left is missing or unexpected."""
+    found = match(params("a.weight", "b.weight"), params("b.weight", "c.weight"))
+    assert pairs(found) == {"b.weight": ("b.weight", "exact")}
+    assert (found.missing, found.unexpected, found.complete) == (("c.weight",), ("a.weight",), False)
+
+
+def test_other_shapes_are_mismatched() -> None:
+    """Same name, other shape: both shapes are told, and the name is in no other list."""
+    found = match(params("fc.weight", weight=(10, 4)), params("fc.weight", weight=(200, 4)))
+    (row,) = found.mismatched
+    assert (row.source_shape, row.target_shape) == ((10, 4), (200, 4))
+    assert [found.missing, found.unexpected, found.matched, found.complete] == [(), (), (), False]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("module.fc.weight", "fc.weight"),
+        ("fc.weight", "module.fc.weight"),
+        ("_orig_mod.module.fc.weight", "module._orig_mod.fc.weight"),
+        ("module.fc.weight", "_orig_mod.fc.weight"),
+        ("layer._fsdp_wrapped_module.fc.weight", "layer.fc.weight"),
+        ("encoder.module.fc.weight", "encoder.fc.weight"),
+        ("encoder.fc.weight", "module.encoder.module.fc.weight"),
+    ],
+)
+def test_wrappers_in_either_direction(old: str, new: str) -> None:
+    """Wrappers in any order, on either side, also a `module.` in the middle, where the other side has none."""
+    assert pairs(match(params(old), params(new))) == {new: (old, "wrapper")}
+
+
+def test_a_module_of_the_authors_own_stays() -> None:
+    """`norm.module.weight` goes to its own name, not to `norm.weight`, when the target has both."""
+    names = ("norm.module.weight", "norm.weight")
+    found = match(params(*(f"module.{name}" for name in names)), params(*names))
+    assert {row.new: row.old for row in found.matched} == {name: f"module.{name}" for name in names}
+
+
+def test_names_that_meet_without_wrappers_are_ambiguous() -> None:
+    """Two tensors whose names become one without wrappers: none is chosen."""
+    found = match(params("module.fc.weight", "_orig_mod.fc.weight"), params("fc.weight"))
+    (row,) = found.ambiguous
+    assert (row.new, set(row.candidates)) == ("fc.weight", {"module.fc.weight", "_orig_mod.fc.weight"})
+    assert not found.matched
+    assert not found.missing
+
+
+def test_rules_win_over_exact_names() -> None:
+    """A name that the user's rule changes is no longer its own partner."""
+    found = match(params("a.weight"), params("a.weight", "b.weight"), rename=["^a=b"])
+    assert pairs(found) == {"b.weight": ("a.weight", "rule")}
+    assert found.missing == ("a.weight",)
+
+
+def test_bad_rules_are_refused() -> None:
+    """A rule that changes nothing, joins two names, or is no rule."""
+    source = params("a.weight", "b.weight")
+    for rule, error in (("^c=d", NothingMatchedError), ("^[ab]=c", CollisionError), ("nothing", UsageError)):
+        with pytest.raises(error):
+            match(source, source, rename=[rule])
+    with pytest.raises(UsageError):
+        match(source, source, stages="best")  # type: ignore[arg-type]
+
+
+def test_a_prefix_is_taken_or_added_only_when_asked() -> None:
+    """`backbone.` before every name, on either side; not part of the default stages."""
+    plain, prefixed = params("a.weight", "b.weight"), params("backbone.a.weight", "backbone.b.weight", "head.bias")
+    assert not match(plain, prefixed).matched
+    found = match(plain, prefixed, stages="names")
+    assert pairs(found) == {f"backbone.{x}.weight": (f"{x}.weight", "prefix") for x in "ab"}
+    assert match(prefixed, plain, stages="names").unexpected == ("head.bias",)
+    assert len(match(params("w_orig", "v_orig"), params("w", "v"), stages="names").matched) == 2
+
+
+def test_two_prefixes_that_fit_equally_are_ambiguous() -> None:
+    """A target with two encoders: which one the checkpoint's names mean cannot be told."""
+    found = match(params("a.weight"), params("query.a.weight", "key.a.weight"), stages="names")
+    assert not found.matched
+    assert {row.new for row in found.ambiguous} == {"query.a.weight", "key.a.weight"}
+
+
+def test_reshape_only_when_allowed() -> None:
+    """`[out, in, 1, 1]` against `[out, in]` is a mismatch, and with allow_reshape a match that says so."""
+    source, target = params("fc.weight", weight=(4, 3, 1, 1)), params("fc.weight", weight=(4, 3))
+    assert match(source, target).mismatched
+    (row,) = match(source, target, allow_reshape=True).matched
+    assert row.step == "reshape"
+
+
+def test_position_zips_or_names_the_first_disagreement() -> None:
+    """All shapes agree in order, or nothing is matched and the first pair that disagrees is named."""
+    source = params("a.weight", "a.bias", weight=(3, 2), bias=(3,))
+    found = match(source, params("x.weight", "x.bias", weight=(3, 2), bias=(3,)), stages="position")
+    assert pairs(found) == {"x.weight": ("a.weight", "position"), "x.bias": ("a.bias", "position")}
+    with pytest.raises(MatchError, match="tensor 2 of 2"):
+        match(source, params("x.weight", "x.bias", weight=(3, 2), bias=(4,)), stages="position")
+    with pytest.raises(MatchError, match="tensor 2 of 2"):
+        match(source, params("x.weight", weight=(3, 2)), stages="position")
+
+
+PARTS = st.lists(st.sampled_from(["module", "a", "b", "_orig_mod", "fc"]), min_size=1, max_size=4)
+NAMES = st.lists(PARTS.map(".".join), unique=True, max_size=8)
+
+
+@given(NAMES, NAMES, st.sampled_from(["exact+wrappers", "names"]))
+def test_every_name_has_one_fate(old: list[str], new: list[str], stages: str) -> None:
+    """Each target name is in one list, each source name is used at most once, and what is unused is unexpected."""
+    found = match(params(*old), params(*new), stages=stages)  # type: ignore[arg-type]
+    fates = [*(row.new for row in found.matched), *found.missing, *(row.new for row in found.mismatched)]
+    fates += [row.new for row in found.ambiguous]
+    assert sorted(fates) == sorted(new)
+    used = [row.old for row in (*found.matched, *found.mismatched)]
+    assert sorted([*used, *found.unexpected]) == sorted(old)
