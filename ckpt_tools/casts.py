@@ -154,14 +154,15 @@ def checked(pieces: list[Piece], root: Node) -> list[Piece]:
 def _sources(root: Node) -> list[RecordRange]:
     """The records that the tree's storages are, or are worked out of."""
     storages = {id(node): node for node in reachable(root) if type(node) is Storage}
-    found = []
-    for storage in storages.values():
-        content: Content | None = storage.content
-        while isinstance(content, Computed):
-            content = content.of
-        if isinstance(content, RecordRange):
-            found.append(content)
-    return found
+    found: dict[int, RecordRange] = {}
+    pending: list[Content] = [storage.content for storage in storages.values()]
+    while pending:
+        content = pending.pop()
+        if isinstance(content, Computed) and content.of is not None:
+            pending += content.of if isinstance(content.of, tuple) else (content.of,)
+        elif isinstance(content, RecordRange):
+            found[id(content)] = content
+    return list(found.values())
 
 
 def _check_now(content: RecordRange) -> None:

@@ -71,7 +71,7 @@ class Computed:
 
     length: int
     chunks: Callable[[], Iterator[bytes | memoryview]]
-    of: Content | None = None
+    of: Content | tuple[Content, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

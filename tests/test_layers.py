@@ -25,6 +25,7 @@ LAYERS = [
     ["targets"],
     ["match"],
     ["plans"],
+    ["plan_files"],
     ["describe", "conversion"],
     ["convert"],
     ["torch", "render"],

@@ -1,0 +1,270 @@
+"""Plans: what becomes of every tensor of a checkpoint, step by step. A plan applies exactly, or is refused.
+
+Steps: `copy` (another name), `reshape` (the same numbers in the same order), `transpose` (a matrix, its two dimensions
+exchanged), `split` (one tensor cut along its first dimension), `concat` (several put together along it).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal, TypeAlias, get_args
+
+from ckpt_tools.checkpoint import is_tensor
+from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.match import Matching
+from ckpt_tools.match.records import Shape
+from ckpt_tools.names import move_metadata
+from ckpt_tools.numeric import lazy_bits, part, row_major
+from ckpt_tools.plan import Computed, Content, chunks
+from ckpt_tools.tree import Dict, Entry, Node, Storage, contiguous_stride
+
+StepName: TypeAlias = Literal["copy", "reshape", "transpose", "split", "concat"]
+STEPS: tuple[str, ...] = get_args(StepName)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStep:
+    """One step: tensors of the checkpoint become tensors of the target.
+
+    Attributes:
+        step: what is done. old, new: names; one of each, but for "split" (several new) and "concat" (several old), whose order
+            is that of the parts along the first dimension.
+        old_shapes, new_shapes: in the same order. reason, confidence: as in `match.Match`, for the reader.
+    """
+
+    step: StepName
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    old_shapes: tuple[Shape, ...]
+    new_shapes: tuple[Shape, ...]
+    reason: str = "edited"
+    confidence: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Steps in the order of the target, and the names that no step has.
+
+    Attributes:
+        drop: names of the checkpoint that are left out on purpose. unexpected: those that nobody has decided about.
+        missing: names of the target that nothing fills. mismatched: (old, new, its shape, the target's).
+        ambiguous: (new, candidates, why).
+    """
+
+    steps: tuple[PlanStep, ...]
+    drop: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    mismatched: tuple[tuple[str, str, Shape, Shape], ...] = ()
+    ambiguous: tuple[tuple[str, tuple[str, ...], str], ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the steps fill the whole target, and every tensor of the checkpoint has its fate."""
+        return not (self.unexpected or self.missing or self.mismatched or self.ambiguous)
+
+    @property
+    def renames(self) -> dict[str, str]:
+        """Old name -> new name, for what goes by names (module paths, an optimizer's `param_names`); the first of several."""
+        found: dict[str, str] = {}
+        for step in self.steps:
+            for old in step.old:
+                found.setdefault(old, step.new[0])
+        return found
+
+
+def plan_of(matching: Matching) -> Plan:
+    """The plan that a matching gives, its offers included: whoever writes a plan wants what it does written down."""
+    rows = {
+        row.new: PlanStep(
+            row.step, (row.old,), (row.new,), (row.source_shape,), (row.target_shape,), row.reason, row.confidence
+        )
+        for row in matching.matched
+    }
+    for offer in matching.offers:
+        rows[offer.new[0]] = PlanStep(
+            offer.step, offer.old, offer.new, offer.source_shapes, offer.target_shapes, "structure", offer.confidence
+        )
+    missing, unexpected = matching.left_over
+    ambiguous = {row.new: row for row in matching.ambiguous}
+    return Plan(
+        tuple(rows.values()), (), unexpected, tuple(name for name in missing if name not in ambiguous),
+        tuple((row.old, row.new, row.source_shape, row.target_shape) for row in matching.mismatched),
+        tuple((row.new, row.candidates, row.why) for row in ambiguous.values()),
+    )  # fmt: skip
+
+
+# --- checking
+
+
+def check(plan: Plan) -> None:
+    """Raise MatchPlanError unless every step can be done and every new name is made once."""
+    for step in plan.steps:
+        _check_step(step)
+    made = Counter(name for step in plan.steps for name in step.new)
+    if twice := [name for name, count in made.items() if count > 1]:
+        raise MatchPlanError(f"The plan makes {twice[0]!r} twice.")
+    used = {name for step in plan.steps for name in step.old}
+    if both := [name for name in plan.drop if name in used]:
+        raise MatchPlanError(f"The plan drops {both[0]!r} and uses it.")
+
+
+def _check_step(step: PlanStep) -> None:
+    label = f"{step.step} to {step.new[0]!r}" if step.new else step.step
+    if len(step.old) != len(step.old_shapes) or len(step.new) != len(step.new_shapes):
+        raise MatchPlanError(f"{label}: as many shapes as names are wanted.")
+    if (len(step.old) != 1 and step.step != "concat") or (len(step.new) != 1 and step.step != "split"):
+        raise MatchPlanError(f"{label}: it has {len(step.old)} old and {len(step.new)} new names.")
+    if not step.old or not step.new or not all(step.new):
+        raise MatchPlanError(f"{label}: a name is missing.")
+    if not _shapes_fit(step):
+        shapes = f"{_text(step.old_shapes)} cannot become {_text(step.new_shapes)}"
+        raise MatchPlanError(f"{label}: the shapes do not fit.", why=f"By {step.step}, {shapes}.")
+
+
+def _shapes_fit(step: PlanStep) -> bool:
+    old, new = step.old_shapes, step.new_shapes
+    if step.step == "copy":
+        return old == new
+    if step.step == "reshape":
+        return prod(old[0]) == prod(new[0])
+    if step.step == "transpose":
+        return len(old[0]) == 2 and old[0] == new[0][::-1]
+    (whole,), parts = (old, new) if step.step == "split" else (new, old)
+    rest = {shape[1:] for shape in parts if shape}
+    return bool(whole) and all(parts) and rest == {whole[1:]} and sum(shape[0] for shape in parts) == whole[0]
+
+
+def _text(shapes: Iterable[Shape]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)
+
+
+# --- applying
+
+
+def apply(node: Dict, plan: Plan) -> None:
+    """Make a state dict what the plan says: in place, tensors in the plan's order, `_metadata` moved along.
+
+    What is no tensor stays, after them. `missing`, `mismatched` and `ambiguous` are the caller's to decide about; their tensors
+    are not in the result.
+
+    Raises:
+        MatchPlanError: the plan cannot be done, or this state dict is not the one that it was made for: a name without a fate,
+            a name that is not there, another shape. Nothing is changed then.
+    """
+    check(plan)
+    entries = {key: value for key, value in node.items if type(key) is str and is_tensor(value)}
+    _check_fits(entries, plan)
+    made = [pair for step in plan.steps for pair in _done(step, entries)]
+    made = list(_keyed(made, {id(entry.storage) for entry in entries.values() if type(entry) is Entry}))
+    names = {new for new, _ in made}
+    others = [(key, value) for key, value in node.items if type(key) is not str or key not in entries]
+    if taken := [key for key, _ in others if type(key) is str and key in names]:
+        raise MatchPlanError(f"The plan makes {taken[0]!r}, which the checkpoint has as a value that is no tensor.")
+    node.items[:] = made + others
+    metadata = node.attributes.get("_metadata") if node.attributes is not None else None
+    if type(metadata) is Dict:
+        rows = [(path, row) for path, row in metadata.items if type(path) is str]
+        metadata.items[:] = move_metadata(plan.renames, rows, lambda: Dict([("version", 1)]))
+
+
+def _check_fits(entries: dict[str, Node], plan: Plan) -> None:
+    wanted = [pair for step in plan.steps for pair in zip(step.old, step.old_shapes, strict=True)]
+    known = {*(name for name, _ in wanted), *plan.drop, *plan.unexpected, *(old for old, *_ in plan.mismatched)}
+    candidates = {old for _, olds, _ in plan.ambiguous for old in olds}
+    fix = "Make a plan for this checkpoint: ckpt match IN --like TARGET -o PLAN."
+    if absent := [name for name in known if name not in entries]:
+        raise MatchPlanError(f"The plan names {absent[0]!r}, which the checkpoint does not have.", fix=fix)
+    if extra := [name for name in entries if name not in known and name not in candidates]:
+        raise MatchPlanError(f"The checkpoint has {extra[0]!r}, which the plan does not name.", fix=fix)
+    for name, shape in wanted:
+        entry = entries[name]
+        if type(entry) is Entry and entry.shape != shape:
+            why = f"It is {list(entry.shape)}; the plan was made for {list(shape)}."
+            raise MatchPlanError(f"The checkpoint's {name!r} has another shape.", why=why, fix=fix)
+
+
+def _keyed(made: Iterable[tuple[str, Node]], known: set[int]) -> Iterator[tuple[str, Node]]:
+    """Every storage that a step made gets a key of its own."""
+    for number, (name, entry) in enumerate(made):
+        if type(entry) is Entry and id(entry.storage) not in known:
+            entry = replace(entry, storage=replace(entry.storage, key=f"{entry.storage.key}.{number}"))
+        yield name, entry
+
+
+def _done(step: PlanStep, entries: dict[str, Node]) -> Iterator[tuple[str, Node]]:
+    """The new tensors of one step."""
+    olds = [entries[name] for name in step.old]
+    if step.step == "copy":
+        yield step.new[0], olds[0]
+        return
+    if unusual := [name for name, entry in zip(step.old, olds, strict=True) if type(entry) is not Entry]:
+        raise MatchPlanError(f"{unusual[0]!r} is a sparse, quantised, nested or meta tensor: it can be copied only.")
+    if step.step == "reshape":
+        yield step.new[0], reshaped(olds[0], step.new_shapes[0])
+    elif step.step == "transpose":
+        yield step.new[0], transposed(olds[0])
+    elif step.step == "split":
+        yield from zip(step.new, split(olds[0], [shape[0] for shape in step.new_shapes]), strict=True)
+    else:
+        yield step.new[0], concatenated(olds)
+
+
+def reshaped(entry: Entry, shape: Shape) -> Entry:
+    """The same numbers in the same row-major order under another shape. A contiguous entry stays a view on its storage."""
+    if not entry.is_contiguous:
+        entry = _own(entry, row_major(entry), entry.shape)
+    return replace(entry, shape=shape, stride=contiguous_stride(shape))
+
+
+def transposed(entry: Entry) -> Entry:
+    """A matrix with its two dimensions exchanged, written out row-major."""
+    view = replace(entry, shape=entry.shape[::-1], stride=entry.stride[::-1])
+    return _own(entry, row_major(view), view.shape)
+
+
+def split(entry: Entry, sizes: Sequence[int]) -> list[Entry]:
+    """The entry cut along its first dimension into parts of these sizes, each with a storage of its own."""
+    whole, row = row_major(entry), entry.nbytes // max(entry.shape[0], 1)
+    parts, start = [], 0
+    for size in sizes:
+        content = part(whole, start * row, size * row)
+        parts.append(_own(entry, content, (size, *entry.shape[1:])))
+        start += size
+    return parts
+
+
+def concatenated(entries: Sequence[Entry]) -> Entry:
+    """Entries of one dtype put together along their first dimension.
+
+    Raises:
+        MatchPlanError: their dtypes differ.
+    """
+    first = entries[0]
+    if other := next((entry for entry in entries if entry.dtype is not first.dtype), None):
+        raise MatchPlanError(f"A concat of {first.dtype.name} and {other.dtype.name}.", fix="Cast one first: --dtype.")
+    contents = [row_major(entry) for entry in entries]
+
+    def work() -> Iterator[bytes | memoryview]:
+        for content in contents:
+            yield from chunks(content)
+
+    of = tuple(entry.storage.content for entry in entries)
+    whole = Computed(sum(content.length for content in contents), work, of)
+    return _own(first, whole, (sum(entry.shape[0] for entry in entries), *first.shape[1:]))
+
+
+def _own(entry: Entry, content: Content, shape: Shape) -> Entry:
+    """A row-major entry with a storage of its own for these bytes, worked out of the old entry's."""
+
+    def work() -> Iterator[bytes | memoryview]:
+        yield from chunks(content)
+
+    derived = isinstance(content, Computed) and content.of is not None
+    made = content if derived else Computed(content.length, work, entry.storage.content)
+    storage = Storage(entry.storage.key, entry.dtype, made.length, entry.storage.device, made)
+    extras = None if entry.extras is None or lazy_bits(entry) else entry.extras
+    return replace(entry, storage=storage, shape=shape, stride=contiguous_stride(shape), offset=0, extras=extras)

@@ -1,0 +1,165 @@
+"""Plans: written, read, applied exactly or refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_tools.checkpoint import open_checkpoint
+from ckpt_tools.containers import torch_zip
+from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.files import replacing
+from ckpt_tools.plan_files import read_plan, write_plan
+from ckpt_tools.plans import Plan, PlanStep, apply
+from ckpt_tools.writer import write
+
+QKV = torch.arange(24.0).reshape(6, 4)
+STATE = {
+    "qkv.weight": QKV, "q.bias": torch.ones(2), "k.bias": torch.zeros(3), "conv.weight": QKV.reshape(6, 4, 1, 1),
+    "wide.weight": QKV.T, "epoch": 3,
+}  # fmt: skip
+PLAN = Plan(
+    (
+        PlanStep("copy", ("conv.weight",), ("a.weight",), ((6, 4, 1, 1),), ((6, 4, 1, 1),)),
+        PlanStep("reshape", ("conv.weight",), ("b.weight",), ((6, 4, 1, 1),), ((6, 4),)),
+        PlanStep("reshape", ("wide.weight",), ("e.weight",), ((4, 6),), ((1, 4, 6),)),
+        PlanStep("transpose", ("qkv.weight",), ("c.weight",), ((6, 4),), ((4, 6),)),
+        PlanStep("split", ("qkv.weight",), ("q", "k", "v"), ((6, 4),), ((1, 4), (3, 4), (2, 4)), "structure", 0.9),
+        PlanStep("concat", ("q.bias", "k.bias"), ("d.bias",), ((2,), (3,)), ((5,),)),
+    )
+)
+
+
+def applied(state: dict[str, object], plan: Plan, folder: Path) -> dict[str, torch.Tensor]:
+    """What torch loads from a file that the plan has been applied to."""
+    torch.save(state, folder / "in.pth")
+    with open_checkpoint(folder / "in.pth") as checkpoint:
+        apply(checkpoint.root, plan)
+        with replacing(folder / "out.pth", overwrite=True) as output:
+            write(torch_zip.lay_out(checkpoint.root, folder="in"), output)
+    loaded: dict[str, torch.Tensor] = torch.load(folder / "out.pth", weights_only=True)
+    return loaded
+
+
+def test_every_step_does_what_torch_would(tmp_path: Path) -> None:
+    """copy, reshape (of a strided tensor too), transpose, split in order, concat in order; values stay."""
+    loaded = applied(STATE, PLAN, tmp_path)
+    expected = {
+        "a.weight": QKV.reshape(6, 4, 1, 1), "b.weight": QKV, "e.weight": QKV.T.reshape(1, 4, 6), "c.weight": QKV.T,
+        "q": QKV[:1], "k": QKV[1:4], "v": QKV[4:], "d.bias": torch.tensor([1.0, 1, 0, 0, 0]),
+    }  # fmt: skip
+    assert loaded.pop("epoch") == 3
+    assert list(loaded) == list(expected)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_ties_and_module_versions_go_along(tmp_path: Path) -> None:
+    """A tensor that is copied to two names is tied there; the rows of `_metadata` move with their modules."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    state = model.state_dict()
+    steps = tuple(
+        PlanStep("copy", (name,), (name.replace("0.", "norm."),), (tuple(t.shape),), (tuple(t.shape),))
+        for name, t in state.items()
+    )
+    twin = PlanStep("copy", ("0.weight",), ("twin",), ((2,),), ((2,),))
+    loaded = applied(state, Plan((*steps, twin)), tmp_path)
+    assert loaded["twin"].data_ptr() == loaded["norm.weight"].data_ptr()
+    assert loaded._metadata["norm"]["version"] == 2  # type: ignore[attr-defined]
+
+
+COPY = PlanStep("copy", ("a",), ("b",), ((2,),), ((2,),))
+BAD: list[tuple[Plan, str]] = [
+    (Plan((COPY, COPY)), "twice"),
+    (Plan((COPY,), drop=("a",)), "drops"),
+    (Plan((replace(COPY, new_shapes=((3,),)),)), "shapes"),
+    (Plan((replace(COPY, step="transpose"),)), "shapes"),
+    (Plan((replace(COPY, step="split", new=("b", "c"), new_shapes=((1,), (2,))),)), "shapes"),
+    (Plan((replace(COPY, step="reshape", new_shapes=((4,),)),)), "shapes"),
+    (Plan((replace(COPY, old=("a", "c"), old_shapes=((2,), (2,))),)), "2 old"),
+    (Plan(()), "does not name"),
+    (Plan((replace(COPY, old=("z",)),), drop=("a",)), "does not have"),
+    (Plan((replace(COPY, old_shapes=((3,),), new_shapes=((3,),)),)), "another shape"),
+    (Plan((replace(COPY, new=("epoch",)),)), "no tensor"),
+]
+
+
+@pytest.mark.parametrize(("plan", "message"), BAD)
+def test_a_plan_that_does_not_fit_is_refused(plan: Plan, message: str, tmp_path: Path) -> None:
+    """Nothing is applied in part: a step that cannot be done, a name without a fate, another shape."""
+    torch.save({"a": torch.ones(2), "epoch": 1}, tmp_path / "in.pth")
+    with open_checkpoint(tmp_path / "in.pth") as checkpoint:
+        before = list(checkpoint.root.items)
+        with pytest.raises(MatchPlanError, match=message):
+            apply(checkpoint.root, plan)
+        assert checkpoint.root.items == before
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+
+
+@given(st.lists(st.tuples(NAMES, SHAPES), min_size=1, unique_by=lambda row: row[0]), st.lists(NAMES, unique=True), NAMES)
+def test_any_name_survives_the_file(rows: list[tuple[str, tuple[int, ...]]], names: list[str], why: str) -> None:
+    """A plan that is written and read again is the same plan: quotes, control characters and emoji in names included."""
+    import tempfile
+
+    steps = tuple(PlanStep("copy", (name,), (name + "'",), (shape,), (shape,), why, 0.5) for name, shape in rows)
+    plan = Plan(steps, (), tuple(names), tuple(names), (("a", why, (1,), (2, 3)),), ((why, tuple(names), why),))
+    with tempfile.TemporaryDirectory() as folder:
+        write_plan(plan, Path(folder) / "plan.toml")
+        assert read_plan(Path(folder) / "plan.toml") == plan
+
+
+def test_every_step_survives_the_file(tmp_path: Path) -> None:
+    """Several names and shapes in one step are lists, in order."""
+    write_plan(PLAN, tmp_path / "plan.toml")
+    assert read_plan(tmp_path / "plan.toml") == PLAN
+
+
+def edit(change: Callable[[str], str], path: Path) -> None:
+    """Rewrite a plan file."""
+    write_plan(PLAN, path)
+    path.write_text(change(path.read_text()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("ckpt-plan-1", "ckpt-plan-9"),
+        lambda text: text.replace('step = "split"', 'step = "cut"'),
+        lambda text: text + '\n[[tensor]]\nold = "a"\n',
+        lambda text: text + '\n[[tensor]]\nold = []\nnew = "b"\nshape = [1]\n',
+        lambda text: text + '\n[[tensor]]\nold = 3\nnew = "b"\nshape = [1]\n',
+        lambda text: text + '\n[[tensor]]\nold = "a"\nnew = "b"\nshape = [-1]\n',
+        lambda text: text + '\n[[tensor]]\nold = "a"\nnew = "b"\nshape = [1.5]\n',
+        lambda text: text + '\n[[tensor]]\nold = "a"\nnew = "b"\nshape = [1]\nconfidence = nan\n',
+        lambda text: text + '\n[[tensor]]\nold = "a"\nnew = "b"\nshape = [1]\nchape = [1]\n',
+        lambda text: text + "\n[tensors]\n",
+        lambda text: text.replace("drop = []", 'drop = ["a", "a"]'),
+        lambda text: text.replace("drop = []", "drop = 'a'"),
+        lambda text: text.replace("[[tensor]]", "[tensor"),
+        lambda text: text + "\nx = " + "[" * 100000,
+        lambda text: "\0",
+        lambda text: 'format = "ckpt-plan-1"\ntensor = 5\n',
+    ],
+)
+def test_rubbish_is_refused(change: Callable[[str], str], tmp_path: Path) -> None:
+    """A plan file that is no TOML, of another version, or with a field too many, too few or of another type."""
+    edit(change, tmp_path / "plan.toml")
+    with pytest.raises(MatchPlanError):
+        read_plan(tmp_path / "plan.toml")
+
+
+def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    """Missing, a folder, no UTF-8; and a name that TOML cannot hold is refused before anything is written."""
+    (tmp_path / "latin").write_bytes(b"\xff\xfe")
+    for name in ("missing", "latin", "."):
+        with pytest.raises(MatchPlanError):
+            read_plan(tmp_path / name)
+    with pytest.raises(MatchPlanError, match="surrogate"):
+        write_plan(Plan((), drop=("\ud800",)), tmp_path / "plan.toml")
+    assert not (tmp_path / "plan.toml").exists()
