@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from ckpt_tools.cloning import Clone
 from ckpt_tools.files import Output, no_space, output_error
-from ckpt_tools.plan import CHUNK, Checksum, Late, Literal, Piece, Range, chunks, total
+from ckpt_tools.pipeline import Pipeline
+from ckpt_tools.plan import CHUNK, Checksum, Late, Piece, Range, chunks, total
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -21,7 +23,7 @@ _NO_KERNEL_COPY = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, er
 
 
 def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = None, clone: Clone | None = None) -> int:
-    """Write the pieces in order and return the number of bytes. Memory stays at one buffer of 4 MiB.
+    """Write the pieces in order and return the number of bytes. Memory stays at a few buffers of 4 MiB.
 
     Args:
         pieces: what to write.
@@ -33,24 +35,36 @@ def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = N
         OutputError: the disk is full or fails. ChecksumError: a piece does not match. ChangedFileError: a source shrank.
     """
     loop = _Loop(output, total(pieces), progress, clone)
+    try:
+        _wait_for(clone, progress, loop.size)
+        for piece in pieces:
+            loop.add(piece)
+        loop.pipeline.settle()
+    except BaseException as error:
+        loop.pipeline.abandon(error)
+        raise
+    finally:
+        loop.pipeline.close()
+    if clone is not None:
+        os.ftruncate(output.fd, loop.position)
+    return loop.position
+
+
+def _wait_for(clone: Clone | None, progress: Progress | None, size: int) -> None:
     running = clone is not None
     while clone is not None and running:
         if progress is not None:
-            progress(min(clone.done, loop.size), loop.size)
+            progress(min(clone.done, size), size)
         running = clone.under_way(0.1)
-    for piece in pieces:
-        loop.add(piece)
-    loop.flush()
-    if clone is not None:
-        os.ftruncate(output.fd, loop.done)
-    return loop.done
 
 
 class _Loop:
+    """The pieces one after another; `position` is where the next byte goes."""
+
     def __init__(self, output: Output, size: int, progress: Progress | None, clone: Clone | None) -> None:
         self.output, self.size, self.progress, self.clone = output, size, progress, clone
-        self.buffer = memoryview(bytearray(min(CHUNK, max(size, 1))))
-        self.fill = self.done = 0
+        self.pipeline = Pipeline(self.write, size)
+        self.position = 0
         self.kernel_copy = hasattr(os, "copy_file_range")
 
     def add(self, piece: Piece) -> None:
@@ -61,54 +75,68 @@ class _Loop:
             if piece.checksum is None and content.length >= KERNEL_COPY and self.kernel_copy and self.congruent(content):
                 content = self.copy_in_kernel(content)
             self.copy(content, piece.checksum)
-        elif isinstance(content, Literal | Late):
-            data = content.data if isinstance(content, Literal) else content.make()
-            self.append(data, piece.checksum)
+        elif isinstance(content, Late):
+            self.late(content, piece.checksum)
         else:
             for chunk in chunks(content):
                 self.append(chunk, piece.checksum)
 
     def congruent(self, content: Range) -> bool:
         """Whether a range keeps its offset modulo 64 KiB; else the buffer is faster than the kernel (docs/benchmarks.md)."""
-        return (content.offset - self.done - self.fill) % CONGRUENT == 0
+        return (content.offset - self.position) % CONGRUENT == 0
 
     def pass_over(self, content: Range) -> bool:
         """Leave a range where the clone has put it, if it is to stand at its own offset."""
-        there = self.clone is not None and content.offset == self.done + self.fill
+        there = self.clone is not None and content.offset == self.position
         if not there or not self.clone or not self.clone.holds(content.source, content.offset, content.length):
             return False
-        self.flush()
+        self.pipeline.settle()
         os.lseek(self.output.fd, content.length, os.SEEK_CUR)
-        self.report(content.length)
+        self.advance(content.length)
         return True
 
-    def append(self, data: bytes | memoryview, checksum: Checksum | None) -> None:
+    def part(self, length: int, checksum: Checksum | None) -> memoryview:
+        """Room in a buffer for up to `length` bytes, which count into the checksum."""
+        if not self.pipeline.room:
+            self.pipeline.flush()
+        part = self.pipeline.buffer.take(length)
         if checksum is not None:
-            checksum.update(data)
-        if self.fill + len(data) > len(self.buffer):
-            self.flush()
-        if len(data) > len(self.buffer):
-            self.write(memoryview(data))
-        else:
-            self.buffer[self.fill : self.fill + len(data)] = data
-            self.fill += len(data)
+            self.pipeline.buffer.steps.append(partial(checksum.update, part))
+        self.advance(len(part))
+        return part
+
+    def append(self, data: bytes | memoryview, checksum: Checksum | None) -> None:
+        left = memoryview(data)
+        while len(left):
+            part = self.part(len(left), checksum)
+            part[:] = left[: len(part)]
+            left = left[len(part) :]
 
     def copy(self, content: Range, checksum: Checksum | None) -> None:
-        """A range through the buffer: many small ones share a write."""
+        """A range through the buffers: many small ones share a write."""
         offset, left = content.offset, content.length
         while left:
-            if self.fill == len(self.buffer):
-                self.flush()
-            part = self.buffer[self.fill : self.fill + left]
+            part = self.part(left, checksum)
             content.source.read_into(offset, part)
-            if checksum is not None:
-                checksum.update(part)
-            self.fill += len(part)
             offset, left = offset + len(part), left - len(part)
+
+    def late(self, content: Late, checksum: Checksum | None) -> None:
+        """Bytes that are known once all before them have been summed up."""
+        if content.length > self.pipeline.room:
+            self.pipeline.flush()
+        if content.length > self.pipeline.room:
+            self.pipeline.settle()
+            self.append(content.make(), checksum)
+            return
+        part = self.pipeline.buffer.take(content.length)
+        self.pipeline.buffer.steps.append(partial(_fill, part, content.make))
+        if checksum is not None:
+            self.pipeline.buffer.steps.append(partial(checksum.update, part))
+        self.advance(content.length)
 
     def copy_in_kernel(self, content: Range) -> Range:
         """Copy without the bytes passing through this process; returns what is left when the kernel cannot (go on)."""
-        self.flush()
+        self.pipeline.settle()
         offset, left = content.offset, content.length
         while left:
             try:
@@ -121,15 +149,11 @@ class _Loop:
             if not count:  # the source has shrunk, which the buffer loop says, or a file system that copies nothing
                 break
             offset, left = offset + count, left - count
-            self.report(count)
+            self.advance(count)
         return Range(content.source, offset, left)
 
-    def flush(self) -> None:
-        if self.fill:
-            fill, self.fill = self.fill, 0
-            self.write(self.buffer[:fill])
-
     def write(self, data: memoryview) -> None:
+        """All of a buffer's bytes to the output; called in a thread of the pipeline."""
         while len(data):
             try:
                 count = os.write(self.output.fd, data)
@@ -138,9 +162,13 @@ class _Loop:
             if not count:
                 raise no_space(self.output.target, self.size)
             data = data[count:]
-            self.report(count)
 
-    def report(self, count: int) -> None:
-        self.done += count
-        if self.progress is not None:
-            self.progress(self.done, self.size)
+    def advance(self, count: int) -> None:
+        """Count bytes that have found their place; the progress is told every few megabytes."""
+        before, self.position = self.position, self.position + count
+        if self.progress is not None and (before // CHUNK != self.position // CHUNK or self.position == self.size):
+            self.progress(self.position, self.size)
+
+
+def _fill(part: memoryview, make: Callable[[], bytes]) -> None:
+    part[:] = make()
