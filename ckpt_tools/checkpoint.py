@@ -176,6 +176,11 @@ def find_tensors(root: Node) -> Iterator[Tensor]:
             yield Tensor(where, node, unusual)
 
 
+def count_tensors(root: Node) -> int:
+    """How many tensors `find_tensors` finds."""
+    return sum(1 for _, node in walk(root, stop=is_tensor, plain=False) if is_tensor(node))
+
+
 def find_state_dicts(root: Node) -> list[StateDict]:
     """Every state dict below `root`, wherever it is.
 

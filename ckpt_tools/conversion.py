@@ -8,7 +8,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt_tools import casts, flatten, plain, transforms
-from ckpt_tools.checkpoint import Checkpoint, StateDict, collector_paused, find_state_dicts, find_tensors, open_checkpoint
+from ckpt_tools.checkpoint import (
+    Checkpoint,
+    StateDict,
+    collector_paused,
+    count_tensors,
+    find_state_dicts,
+    find_tensors,
+    open_checkpoint,
+)
 from ckpt_tools.cloning import Clone
 from ckpt_tools.containers import safetensors, torch_zip
 from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
@@ -161,7 +169,7 @@ class Edits:
             if self.casting.steps:
                 text = f"{self.casting.steps} step counters of optimizers keep their dtype; --dtype-only '*.step' casts them."
                 report.notes.append(Note("steps-kept", text))
-        report.tensors = sum(1 for _ in find_tensors(root))
+        report.tensors = count_tensors(root)
         return _lay_out(root, checkpoint, self.kind, report, self.objects, verify=self.verify, ties=self.ties)
 
     def _note_outside(self, root: Node, report: Converted) -> None:

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from ckpt_tools.plan import CHUNK
-
 _BUFFERS = 4
+_SIZE = 1 << 20  # bytes: a buffer that three cores hand on should stay in their cache
 Step: TypeAlias = Callable[[], None]
 
 
@@ -44,9 +43,9 @@ class Pipeline:
 
     def __init__(self, write: Callable[[memoryview], None], size: int) -> None:
         self._write = write
-        self._room = min(CHUNK, max(size, 1))
+        self._room = min(_SIZE, max(size, 1))
         self.buffer = Buffer(self._room)
-        self._threaded = size > CHUNK
+        self._threaded = size > _SIZE
         self._threads: list[threading.Thread] = []
         self._free: SimpleQueue[Buffer] = SimpleQueue()
         self._filled: SimpleQueue[Buffer | None] = SimpleQueue()
