@@ -1,4 +1,4 @@
-# make demo | test | check | matrix | bench | clean; everything installs itself into .venv first.
+# make demo | test | check | matrix | fuzz | bench | clean; everything installs itself into .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # One thread a process: the networks here are tiny, and on busy cores more threads only wait for each other.
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo test check matrix format bench fixtures clean
+.PHONY: install demo test check matrix fuzz format bench fixtures clean
 
 install: $(STAMP)
 
@@ -25,6 +25,10 @@ test: install
 
 matrix: install
 	$(BIN)/python -m pytest -m matrix
+
+# A minute of mutated files; more with FUZZ="--seconds 3600 --seed 1" (python -m fuzz --help).
+fuzz: install
+	$(BIN)/python -m fuzz $(FUZZ)
 
 check: install
 	$(BIN)/ruff check .

@@ -40,6 +40,8 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
         may_overflow = torch.finfo(before).max > torch.finfo(after).max  # bf16 -> fp16 too, of the same size
         may_underflow = torch.finfo(before).smallest_normal < torch.finfo(after).smallest_normal
         room = min(CHUNK, content.length)
+        if not room:  # frombuffer takes no empty buffer
+            return
         buffer, out = bytearray(room), bytearray(room // source.itemsize * target.itemsize)
         values, result = torch.frombuffer(buffer, dtype=before), torch.frombuffer(out, dtype=after)
         for size in _filled(content, source.itemsize, memoryview(buffer)):

@@ -7,6 +7,7 @@ popping below a mark is an underflow. One dispatch table; no recursion; every le
 from __future__ import annotations
 
 import _compat_pickle
+import codecs
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -415,7 +416,7 @@ def _binunicode8(machine: Machine) -> None:
 @_opcode(b"V", unusual="UNICODE")
 def _unicode(machine: Machine) -> None:
     try:
-        machine.stack.append(str(machine.line(), "raw-unicode-escape"))
+        machine.stack.append(codecs.raw_unicode_escape_decode(machine.line())[0])  # the codec by name would be imported
     except UnicodeDecodeError:
         raise machine.error("holds text that cannot be read") from None
 

@@ -1,0 +1,190 @@
+"""One case: a mutated file from a seed and a number, and everything that must hold when it is read and converted."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import unicodedata
+import warnings
+from pathlib import Path
+from random import Random
+
+import ckpt_tools
+from ckpt_tools import CkptError
+from ckpt_tools.render.description import View, print_description
+from ckpt_tools.render.json import line
+from ckpt_tools.render.text import console
+from fuzz import headers, oracle, pickles, raw, zips
+from fuzz.guard import MEGABYTES, ForbiddenError, Guard, TooSlowError
+
+_CONVERSIONS = (
+    ("out.pth", {"objects": "plain"}), ("out.pth", {"objects": "keep"}), ("out.pth", {"objects": "drop"}),
+    ("out.safetensors", {"objects": "plain"}), ("out.pth", {"objects": "plain", "strip_module": True, "verify": True}),
+    ("out.pth", {"objects": "plain", "dtype": "fp16"}), ("out.safetensors", {"objects": "plain", "add_prefix": "x."}),
+)  # fmt: skip
+
+
+class FindingError(Exception):
+    """Something that must not happen has happened."""
+
+
+class Cases:
+    """Makes and tries cases.
+
+    Args:
+        samples: name -> good file. seed: makes the cases of two runs differ. folder: for the files, best in memory.
+        guard: watches while our code runs.
+    """
+
+    def __init__(self, samples: dict[str, bytes], seed: int, folder: Path, guard: Guard) -> None:
+        self.names, self.samples, self.seed = list(samples), samples, seed
+        self.folder, self.guard = folder, guard
+        self.counts = dict.fromkeys(("cases", "read", "refused", "converted", "compared", "oracle_only"), 0)
+
+    def make(self, number: int) -> tuple[str, bytes]:
+        """The name of the sample and the mutated bytes of a case."""
+        rng = Random(f"{self.seed}:{number}")
+        name, other = rng.choice(self.names), rng.choice(self.names)
+        data = self.samples[name]
+        for _ in range(rng.choice((1, 1, 1, 1, 2))):
+            data = _mutated(rng, name, data, self.samples[other])
+        return name, data
+
+    def try_one(self, number: int, *, compare: bool, convert: bool) -> None:
+        """Make and try a case.
+
+        Raises:
+            FindingError: with what went wrong.
+        """
+        name, data = self.make(number)
+        for left in self.folder.iterdir():
+            left.unlink()
+        path = self.folder / f"case{'.safetensors' if name.endswith('.safetensors') else '.pth'}"
+        path.write_bytes(data)
+        self.counts["cases"] += 1
+        rows = self._read(path, render=convert)
+        if rows is not None and convert:
+            self._convert(path, number)
+        if compare:
+            self._compare(path, rows, data)
+
+    def _read(self, path: Path, *, render: bool) -> list[oracle.Row] | None:
+        """Our rows, None when we refuse the file."""
+        try:
+            with _ExpectingOurErrors(), self.guard.watching():
+                try:
+                    found = ckpt_tools.inspect(path)
+                except CkptError as error:
+                    self.counts["refused"] += 1
+                    _check_message(error)
+                    return None
+                document = line(found.to_json())
+            if render:
+                _check_document(document, found)
+        except (ForbiddenError, TooSlowError) as error:
+            raise FindingError(f"inspect: {type(error).__name__}: {error}") from None
+        self.counts["read"] += 1
+        return found.tensors
+
+    def _convert(self, path: Path, number: int) -> None:
+        name, options = _CONVERSIONS[number % len(_CONVERSIONS)]
+        target = self.folder / name
+        try:
+            with _ExpectingOurErrors(), self.guard.watching(writing=True):
+                try:
+                    ckpt_tools.convert(path, target, overwrite=True, **options)
+                except CkptError as error:
+                    _check_message(error)
+                    self._check_nothing_left(path)
+                    return
+                rows = ckpt_tools.inspect(target).tensors
+        except CkptError as error:
+            raise FindingError(f"convert {options} to {name} wrote what inspect refuses: {error}") from None
+        except (ForbiddenError, TooSlowError) as error:
+            raise FindingError(f"convert {options} to {name}: {type(error).__name__}: {error}") from None
+        self.counts["converted"] += 1
+        theirs = oracle.torch_rows(target) if name.endswith(".pth") else oracle.safetensors_rows(target)
+        must_load = options["objects"] == "plain" or name.endswith(".safetensors")
+        if isinstance(theirs, str) and must_load and not _is_nonsense(theirs, oracle.torch_rows(path)):
+            raise FindingError(f"convert {options} to {name} wrote what cannot be loaded: {theirs}")
+        if not isinstance(theirs, str) and name.endswith(".pth") and (said := oracle.difference(rows, theirs)):
+            raise FindingError(f"convert {options} to {name}, read again: {said}")
+        target.unlink()
+        self._check_nothing_left(path)
+
+    def _check_nothing_left(self, path: Path) -> None:
+        left = [name for name in os.listdir(self.folder) if name != path.name]
+        if left:
+            raise FindingError(f"convert left {left}")
+
+    def _compare(self, path: Path, rows: list[oracle.Row] | None, data: bytes) -> None:
+        """What torch or safetensors loads, we list the same, or refuse."""
+        by_name = data[8:9] == b"{" and not data.startswith(b"PK")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = oracle.safetensors_rows(path) if by_name else oracle.torch_rows(path)
+        if isinstance(theirs, str):
+            return
+        self.counts["compared" if rows is not None else "oracle_only"] += 1
+        if rows is not None and by_name:
+            rows = sorted(rows, key=lambda row: str(row["where"][0]))
+            aliases = len(rows) != len(theirs) and b"ckpt_tools.aliases" in data
+            theirs = rows if aliases else theirs
+        if rows is not None and (said := oracle.difference(rows, theirs)):
+            raise FindingError(f"inspect: {said}")
+
+
+class _ExpectingOurErrors:
+    """Any Exception but ours is a finding; running out of memory is one too."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, MemoryError):
+            gc.collect()
+            raise FindingError(f"more than {MEGABYTES} MB of memory") from None
+        if isinstance(error, Exception) and not isinstance(error, (CkptError, FindingError)):
+            raise FindingError(f"{type(error).__name__}: {error}") from error
+
+
+def _mutated(rng: Random, name: str, data: bytes, other: bytes) -> bytes:
+    """The mutation that the format suggests; now and then one that knows nothing of it."""
+    pick = rng.random()
+    try:
+        if pick < 0.15:
+            return raw.mutate(rng, data, other)
+        if data.startswith(b"PK"):
+            return zips.mutate(rng, data, other if other.startswith(b"PK") else data)
+        if data[8:9] == b"{" and name.endswith(".safetensors"):
+            return headers.mutate(rng, data, other)
+        if data.startswith(b"\x80"):
+            return pickles.mutate(rng, data, other)
+    except Exception:
+        return raw.mutate(rng, data, other)
+    return raw.mutate(rng, data, other)
+
+
+def _is_nonsense(output: str, before: list[oracle.Row] | str) -> bool:
+    """Whether the input asks for it: a known function called with wrong arguments, over which torch trips in both files.
+
+    In the input something else may come first, an unknown global that `plain` has taken out.
+    """
+    return isinstance(before, str) and (output.startswith("TypeError") or not before.startswith("UnpicklingError"))
+
+
+def _check_message(error: CkptError) -> None:
+    if type(error) is CkptError or not error.what or len(str(error)) > 4000:
+        raise FindingError(f"an error without a proper message: {type(error).__name__}: {str(error)[:200]}")
+
+
+def _check_document(document: str, found: ckpt_tools.Description) -> None:
+    """The page for people holds nothing that steers a terminal."""
+    out = io.StringIO()
+    print_description(found, View(), console(out))
+    bad = {
+        character for character in out.getvalue() if unicodedata.category(character) in ("Cc", "Cf", "Cs") and character != "\n"
+    }
+    if bad or not document.isascii() or not document.isprintable():
+        raise FindingError(f"control characters reach the terminal: {sorted(map(hex, map(ord, bad)))}")
