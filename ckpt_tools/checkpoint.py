@@ -12,13 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ckpt_tools.containers import safetensors, torch_zip
+from ckpt_tools.containers import folders, safetensors, sharded, torch_zip
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.foreign import recognise, unknown
 from ckpt_tools.errors import CkptError, LimitError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.pickling.weights_only import refused
+from ckpt_tools.sources import Files
 from ckpt_tools.tree import CONTAINERS, Dict, Entry, List, Node, Object, Where, children, is_hollow, walk
 
 HEAD = 4096
@@ -113,7 +114,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint and decode its structure. Runs nothing, imports nothing, reads no tensor bytes.
 
     Args:
-        path: a file; its container is found by content, not by extension.
+        path: a file, whose container is found by content, not by extension; the index of a sharded checkpoint; or a folder
+            that is one checkpoint.
 
     Returns:
         The open checkpoint.
@@ -122,32 +124,58 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         NotACheckpointError: the file is missing, or something else. UnsupportedContainerError: a container that this
         version does not read. DamagedFileError, LimitError: the file breaks a promise of its format.
     """
-    source = Source(path)
+    source = Files(Path(path), Path(path)) if os.path.isdir(path) else Source(path)
     try:
-        with collector_paused():
-            return Checkpoint(_decode(source))
-    except CkptError as error:
-        source.close()
-        if str(source.path) not in error.what:
-            error.what = f"{source.path}: {error.what}"
-        raise
+        with collector_paused(), naming(source):
+            return Checkpoint(_decode_folder(source) if isinstance(source, Files) else _decode(source))
     except BaseException:
         source.close()
         raise
 
 
+@contextlib.contextmanager
+def naming(source: Source) -> Iterator[None]:
+    """Errors inside the block say which file they are about."""
+    try:
+        yield
+    except CkptError as error:
+        if str(source.path) not in error.what:
+            error.what = f"{source.path}: {error.what}"
+        raise
+
+
 def _decode(source: Source) -> Decoded:
-    """Decode with the container that the first bytes name."""
+    """Decode with the container that the first bytes name; an index of shards with what it names."""
     head = source.read(0, min(HEAD, source.size))
-    if torch_zip.sniff(head):
-        return torch_zip.decode(source)
-    if safetensors.sniff(head):
-        return safetensors.decode(source)
-    if error := recognise(source, head):
-        raise error
-    if source.path.suffix == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header
-        return safetensors.decode(source)
-    raise unknown(source, head)
+    if not sharded.sniff(head, source):
+        return decode_file(source)
+    files = Files(source.path, source.path.parent)
+    try:
+        return sharded.decode(files.adopt(source), files, decode_file)
+    except BaseException:
+        files.close()
+        raise
+
+
+def _decode_folder(files: Files) -> Decoded:
+    """Decode a folder with the layout that its files name."""
+    layout = folders.layout(files.folder)
+    return sharded.decode(files.open(layout.names[0]), files, decode_file)
+
+
+def decode_file(source: Source) -> Decoded:
+    """Decode one file that stands for itself."""
+    with naming(source):
+        head = source.read(0, min(HEAD, source.size))
+        if torch_zip.sniff(head):
+            return torch_zip.decode(source)
+        if safetensors.sniff(head):
+            return safetensors.decode(source)
+        if error := recognise(source, head):
+            raise error
+        if source.path.suffix == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header
+            return safetensors.decode(source)
+        raise unknown(source, head)
 
 
 @contextlib.contextmanager

@@ -20,10 +20,15 @@ class Source:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.fd = _open_regular(self.path)
-        status = os.fstat(self.fd)
+        self._fd = open_regular(self.path)
+        status = os.fstat(self._fd)
         self.size = status.st_size
-        self._identity = _identity(status)
+        self._identity: object = identity_of(status)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor that the kernel can copy from; -1 where there is none, and the bytes have to be read."""
+        return self._fd
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; ChangedFileError when the file has become shorter."""
@@ -31,7 +36,7 @@ class Source:
         while len(data) < length:
             more = self._pread(length - len(data), offset + len(data))
             if not more:
-                raise self._changed()
+                raise self.changed()
             data += more
         return data
 
@@ -48,13 +53,13 @@ class Source:
                 count = len(data)
                 buffer[:count] = data
             if not count:
-                raise self._changed()
+                raise self.changed()
             buffer, offset = buffer[count:], offset + count
 
     def check_unchanged(self) -> None:
         """Raise ChangedFileError when size or modification time differ from when the file was opened."""
-        if _identity(os.fstat(self.fd)) != self._identity:
-            raise self._changed()
+        if identity_of(os.fstat(self.fd)) != self._identity:
+            raise self.changed()
 
     def is_same(self, other: Source) -> bool:
         """Whether another source was opened on the same file in the same state."""
@@ -62,9 +67,9 @@ class Source:
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _pread(self, length: int, offset: int) -> bytes:
         try:
@@ -78,17 +83,19 @@ class Source:
     def _unreadable(self, error: OSError) -> NotACheckpointError:
         return NotACheckpointError(f"{self.path} cannot be read.", why=f"{error.strerror or error}.")
 
-    def _changed(self) -> ChangedFileError:
+    def changed(self) -> ChangedFileError:
+        """The error for a file that is no longer what it was."""
         return ChangedFileError(
             f"{self.path} changed while it was read.", fix="Wait until whoever writes it has finished, then run this again."
         )
 
 
-def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
+    """What tells a file in one state from others, and from itself after a change."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _open_regular(path: Path) -> int:
+def open_regular(path: Path) -> int:
     """Open for reading; a directory, a FIFO or a dangling link is refused, and never waited for."""
     try:
         # O_NONBLOCK: opening a FIFO without a writer would wait for ever. It means nothing for a regular file.
@@ -151,7 +158,7 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
         with _output_errors(target):
             _commit(temporary, target, overwrite=overwrite)
             if durable or replaces:
-                _sync_folder(target.parent)
+                sync_folder(target.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -239,7 +246,8 @@ def _commit(temporary: Path, target: Path, *, overwrite: bool) -> None:
         os.replace(temporary, target)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the system can."""
     if os.name != "posix":
         return
     fd = os.open(folder, os.O_RDONLY)

@@ -75,6 +75,17 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """Contents one behind the other, each moved as it would be alone: a tensor whose rows lie in several files."""
+
+    parts: tuple[Content, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(part.length for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
 class Late:
     """Bytes that are known only after the pieces before: a directory that holds their checksums."""
 
@@ -82,7 +93,7 @@ class Late:
     make: Callable[[], bytes]
 
 
-Content: TypeAlias = Literal | Range | Deflated | Computed
+Content: TypeAlias = Literal | Range | Deflated | Computed | Joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,9 @@ def chunks(content: Content) -> Iterator[bytes | memoryview]:
             yield content.source.read(content.offset + start, min(CHUNK, content.length - start))
     elif isinstance(content, Deflated):
         yield from _inflate(content)
+    elif isinstance(content, Joined):
+        for part in content.parts:
+            yield from chunks(part)
     else:
         yield from content.chunks()
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from ckpt_tools.cloning import Clone
 from ckpt_tools.files import Output, no_space, output_error
 from ckpt_tools.pipeline import Pipeline
-from ckpt_tools.plan import CHUNK, Checksum, Late, Piece, Range, chunks, total
+from ckpt_tools.plan import CHUNK, Checksum, Joined, Late, Piece, Range, chunks, total
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -72,18 +72,25 @@ class _Loop:
         if isinstance(content, Range):
             if piece.checksum is None and self.pass_over(content):
                 return
-            if piece.checksum is None and content.length >= KERNEL_COPY and self.kernel_copy and self.congruent(content):
+            if piece.checksum is None and content.length >= KERNEL_COPY and self.kernel_copies(content):
                 content = self.copy_in_kernel(content)
             self.copy(content, piece.checksum)
         elif isinstance(content, Late):
             self.late(content, piece.checksum)
+        elif isinstance(content, Joined):
+            for part in content.parts:
+                self.add(Piece(part, piece.checksum))
         else:
             for chunk in chunks(content):
                 self.append(chunk, piece.checksum)
 
-    def congruent(self, content: Range) -> bool:
-        """Whether a range keeps its offset modulo 64 KiB; else the buffer is faster than the kernel (docs/benchmarks.md)."""
-        return (content.offset - self.position) % CONGRUENT == 0
+    def kernel_copies(self, content: Range) -> bool:
+        """Whether the kernel can copy a range, and it keeps its offset modulo 64 KiB; else the buffer is faster.
+
+        See docs/benchmarks.md. A source without a descriptor (a remote one, a part of a file) is read.
+        """
+        congruent = (content.offset - self.position) % CONGRUENT == 0
+        return self.kernel_copy and congruent and content.source.fd >= 0
 
     def pass_over(self, content: Range) -> bool:
         """Leave a range where the clone has put it, if it is to stand at its own offset."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,24 +17,41 @@ from ckpt_tools.errors import CkptError, NotACheckpointError
 if TYPE_CHECKING:
     from ckpt_tools.writer import Progress
 
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _PROGRESS_FROM = 200 << 20
 _SUFFIXES = {".pth", ".pt", ".ckpt", ".bin", ".safetensors", ".th", ".t7", ".tar", ".model", ".pkl", ".dat"}
 
 
 def expand(paths: tuple[Path, ...]) -> list[Path]:
-    """Folders as the files below them that may be checkpoints by their name, sorted; files as they are."""
+    """Folders as the checkpoints below them, sorted; files, and folders that are one checkpoint, as they are."""
+    from ckpt_tools.containers.folders import find_layout
+
     files: list[Path] = []
     for path in paths:
-        if not path.is_dir():
+        if not path.is_dir() or find_layout(path):
             files.append(path)
             continue
-        found = sorted(below for below in path.rglob("*") if below.suffix in _SUFFIXES and below.is_file())
+        found = sorted(_below(path))
         if not found:
             raise NotACheckpointError(
                 f"{path} is a folder without checkpoints.", why=f"Looked for {', '.join(sorted(_SUFFIXES))}."
             )
         files += found
     return files
+
+
+def _below(top: Path) -> Iterator[Path]:
+    """The files that may be checkpoints by their name, and the folders that are one, without the shards of those."""
+    from ckpt_tools.containers.folders import find_layout
+
+    for folder, _, names in os.walk(top):
+        layout = find_layout(folder)
+        if layout is not None:
+            yield Path(folder)
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix in _SUFFIXES and path.is_file() and not (layout and _SHARD.search(name)):
+                yield path
 
 
 def print_failure(path: Path, error: CkptError, *, as_json: bool) -> None:

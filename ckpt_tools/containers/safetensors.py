@@ -60,8 +60,8 @@ def decode(source: Source) -> Decoded:
         check(entry, repr(name))
         items.append((name, entry))
     _check_spans(spans, size)
-    root = Dict(_restore_aliases(items, metadata), ordered=True)
-    root.attributes = _restore_state_dict_metadata(metadata)
+    root = Dict(restore_aliases(items, metadata), ordered=True)
+    root.attributes = restore_state_dict_metadata(metadata)
     return Decoded("safetensors", root, source, metadata=metadata, warnings=warnings, storage_bytes=size)
 
 
@@ -109,11 +109,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise SafetensorsError(f"The safetensors header has the key {twice!r} twice.")
     for key in found:
-        _no_surrogates(key)
+        no_surrogates(key)
     return found
 
 
-def _no_surrogates(text: str) -> None:
+def no_surrogates(text: str) -> None:
+    """Raise SafetensorsError for text with a lone surrogate, which JSON can say and UTF-8 cannot."""
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
         raise SafetensorsError(f"The safetensors header holds text with a lone surrogate, {text!r}.")
 
@@ -127,7 +128,7 @@ def _metadata(value: Any, warnings: list[Warned]) -> dict[str, str]:
     for key, text in value.items():
         if not isinstance(text, str):
             raise SafetensorsError(f"The safetensors metadata {key!r} is not text.")
-        _no_surrogates(text)
+        no_surrogates(text)
     return value
 
 
@@ -208,9 +209,14 @@ def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
         raise SafetensorsError(f"The file {what}: its tensors end at {at}, its data at {size}.", fix="Get the file again.")
 
 
-def _restore_aliases(items: list[tuple[Any, Any]], metadata: Mapping[str, str]) -> list[tuple[Any, Any]]:
+def aliases_in(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Tied name -> {"of": the name that holds the bytes, "index": its place}."""
+    return _json_map(metadata.get(ALIASES)) or {}
+
+
+def restore_aliases(items: list[tuple[Any, Any]], metadata: Mapping[str, str]) -> list[tuple[Any, Any]]:
     """The items with tied tensors put back at their places: an alias is an entry on the storage of another."""
-    aliases = _json_map(metadata.get(ALIASES))
+    aliases = aliases_in(metadata)
     if not aliases:
         return items
     entries = dict(items)
@@ -220,7 +226,7 @@ def _restore_aliases(items: list[tuple[Any, Any]], metadata: Mapping[str, str]) 
         of = target.get("of") if isinstance(target, dict) else None
         if not isinstance(of, str) or of not in entries or name in entries:
             raise SafetensorsError(f"The tied tensor {name!r} refers to a tensor that is not there.")
-        _no_surrogates(name)
+        no_surrogates(name)
         place = target.get("index")
         if type(place) is not int or place in places or not 0 <= place < len(items) + len(aliases):
             unplaced.append((name, entries[of]))
@@ -230,7 +236,7 @@ def _restore_aliases(items: list[tuple[Any, Any]], metadata: Mapping[str, str]) 
     return [places.get(index) or next(others) for index in range(len(items) + len(aliases))]
 
 
-def _restore_state_dict_metadata(metadata: Mapping[str, str]) -> Dict | None:
+def restore_state_dict_metadata(metadata: Mapping[str, str]) -> Dict | None:
     """The `_metadata` attribute of the state dict, where one was kept."""
     paths = _json_map(metadata.get(STATE_DICT_METADATA))
     if not paths:

@@ -1,0 +1,75 @@
+"""What kind of checkpoint a folder is, told by the files in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckpt_tools.errors import NotACheckpointError
+
+INDEX_SUFFIX = ".index.json"
+_OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
+DCP_METADATA = ".metadata"
+# torch.distributed.checkpoint's HuggingFaceStorageWriter with save_distributed=True (torch/distributed/checkpoint/_hf_utils.py)
+_DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A folder that is one checkpoint: its container, and the files that say what is in it."""
+
+    container: Literal["sharded", "dcp", "dcp-safetensors"]
+    names: tuple[str, ...]
+
+
+def find_layout(folder: str | os.PathLike[str]) -> Layout | None:
+    """The layout of a folder, None where it is not one checkpoint.
+
+    Raises:
+        NotACheckpointError: several indexes, each a checkpoint of its own; or the folder cannot be read.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise NotACheckpointError(f"{folder} cannot be read.", why=f"{error.strerror or error}.") from None
+    return layout_of(folder, names)
+
+
+def layout_of(folder: str | os.PathLike[str], names: list[str]) -> Layout | None:
+    """The layout of a folder with these files."""
+    indexes = tuple(name for name in names if name.endswith(INDEX_SUFFIX) and not name.endswith(_OTHER_LIBRARIES))
+    if DCP_METADATA in names:
+        if indexes:
+            raise _several(folder, [DCP_METADATA, *indexes])
+        return Layout("dcp", (DCP_METADATA,))
+    if len(indexes) > 1:
+        raise _several(folder, indexes)
+    if indexes:
+        return Layout("sharded", indexes)
+    shards = tuple(name for name in names if _DCP_SAFETENSORS.fullmatch(name))
+    return Layout("dcp-safetensors", shards) if shards else None
+
+
+def _several(folder: str | os.PathLike[str], names: list[str] | tuple[str, ...]) -> NotACheckpointError:
+    listed = ", ".join(names[:5])
+    fix = f"Name one of them: {Path(folder) / names[-1]}"
+    return NotACheckpointError(f"{folder} holds several checkpoints: {listed}.", why="Each index is one of its own.", fix=fix)
+
+
+def layout(folder: Path) -> Layout:
+    """The layout of a folder that should be a checkpoint.
+
+    Raises:
+        NotACheckpointError: it is none, or several.
+    """
+    found = find_layout(folder)
+    if found is None:
+        raise NotACheckpointError(
+            f"{folder} is a directory, and not a checkpoint.",
+            why="It has no index of shards (*.index.json) and no distributed checkpoint (.metadata).",
+            fix="Name a file in it.",
+        )
+    return found

@@ -1,0 +1,311 @@
+"""sharded: one flat state dict in several files, and an index that says which tensor is where. Hugging Face's layout.
+
+    model.safetensors.index.json        MUST  {"metadata": {...}, "weight_map": {NAME: FILE}}
+    model-00001-of-00003.safetensors    MUST  the files that weight_map names, in the index's folder
+    pytorch_model.bin.index.json, pytorch_model-00001-of-00003.bin    the same with torch-zip files
+
+Source: huggingface_hub's `serialization/_base.py` and `_torch.py` (`split_torch_state_dict_into_shards`), transformers'
+`load_sharded_checkpoint`. A tied name of a safetensors shard stands in that shard's metadata, not in weight_map: other
+loaders look for a tensor of its own under every name of weight_map. The index repeats it, with its place among all names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_tools import tree
+from ckpt_tools.containers import safetensors
+from ckpt_tools.containers.base import Decoded, Warned
+from ckpt_tools.errors import ContainerLimitError, DamagedFileError, LimitError, NotACheckpointError, UnsupportedContainerError
+from ckpt_tools.files import Source
+from ckpt_tools.pickling.torch_objects import unusual_tensor
+from ckpt_tools.plan import Content
+from ckpt_tools.sources import Files
+from ckpt_tools.tree import Dict, Entry, Node, Object, Storage, reachable
+
+MAX_INDEX = 100_000_000
+DecodeFile = Callable[[Source], Decoded]
+
+
+def sniff(head: bytes, source: Source) -> bool:
+    """Whether a file is the index of a sharded checkpoint: a JSON object that has a weight_map."""
+    if not head.lstrip().startswith(b"{") or b"\0" in head or source.size > MAX_INDEX:
+        return False
+    return b'"weight_map"' in head or b'"weight_map"' in source.read(0, source.size)
+
+
+# --- reading
+
+
+def decode(index: Source, files: Files, decode_file: DecodeFile) -> Decoded:
+    """Read an index and the structure of every file that it names, as one checkpoint; no tensor bytes.
+
+    Args:
+        index: the index. files: the folder that its names are in. decode_file: reads one shard.
+
+    Raises:
+        DamagedFileError: the index is malformed; a shard or a tensor is missing, in the wrong shard, or in two.
+    """
+    weight_map, metadata = _read_index(index)
+    shards = {name: _shard(name, files, decode_file) for name in dict.fromkeys(weight_map.values())}
+    places = _places(shards)
+    _check_map(weight_map, places, shards, index)
+    found = list(shards.values())
+    keys = _Keys()
+    for decoded in found:
+        decoded.root = keys.renew(decoded.root)
+    root = Dict(_ordered(weight_map, found, metadata), ordered=True)
+    root.attributes = safetensors.restore_state_dict_metadata(metadata)
+    return joined("sharded", root, files, found, _own_metadata(found, metadata))
+
+
+def joined(container: str, root: Node, files: Files, parts: Sequence[Decoded], metadata: Mapping[str, str]) -> Decoded:
+    """One Decoded of several files.
+
+    Raises:
+        UnsupportedContainerError: files in different byte orders.
+    """
+    orders = {part.byteorder for part in parts}
+    if len(orders) > 1:
+        raise UnsupportedContainerError("Some files of the checkpoint are big-endian, others little-endian.")
+    return Decoded(
+        container, root, files,
+        list(dict.fromkeys(name for part in parts for name in part.globals)),
+        list(dict.fromkeys(use for part in parts for use in part.unusual)), metadata, _warnings(parts),
+        sum(part.storage_bytes for part in parts), orders.pop() if orders else "little",
+        bool(parts) and all(part.has_checksums for part in parts),
+    )  # fmt: skip
+
+
+def _warnings(parts: Sequence[Decoded]) -> list[Warned]:
+    """Warnings with the file that each is about, twenty at most: a thousand shards may share an oddity."""
+    found = [replace(row, found=f"{part.source.path.name}: {row.found}") for part in parts for row in part.warnings]
+    return found[:20]
+
+
+def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
+    """weight_map, and the metadata as text."""
+    if index.size > MAX_INDEX:
+        raise LimitError(f"The index has {index.size} bytes; {MAX_INDEX} is the limit.")
+    try:
+        content = json.loads(index.read(0, index.size).decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{index.path} is not an index: no JSON.", why=f"{error}.") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise DamagedFileError(f"{index.path} is not an index: it has no weight_map of names to files.")
+    metadata = content.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise DamagedFileError(f"{index.path} has metadata that is no map.")
+    known = ("total_size", "total_parameters")
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items() if key not in known}
+    for text in (*weight_map, *weight_map.values(), *texts, *texts.values()):
+        safetensors.no_surrogates(text)
+    return weight_map, texts
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise DamagedFileError(f"The index has {twice!r} twice.", why="Two programs would read two different files.")
+    return found
+
+
+def _shard(name: str, files: Files, decode_file: DecodeFile) -> Decoded:
+    """One shard: a file with a flat state dict."""
+    try:
+        decoded = decode_file(files.open(name))
+    except NotACheckpointError as error:
+        error.fix = error.fix or f"{files.path} names it: get the missing file again."
+        raise
+    root = decoded.root
+    if type(root) is not Dict or any(type(key) is not str for key, _ in root.items):
+        raise DamagedFileError(
+            f"{decoded.source.path} is no shard: it holds something else than one mapping of names to tensors."
+        )
+    return decoded
+
+
+def _places(shards: Mapping[str, Decoded]) -> dict[str, str]:
+    """Name -> the shard that holds it."""
+    places: dict[str, str] = {}
+    for file, decoded in shards.items():
+        for name, _ in decoded.root.items:
+            if name in places:
+                raise DamagedFileError(
+                    f"The tensor {name!r} is in two shards, {places[name]} and {file}.",
+                    why="They could differ, and another program would take the other one.",
+                )
+            places[name] = file
+    return places
+
+
+def _check_map(weight_map: Mapping[str, str], places: Mapping[str, str], shards: Mapping[str, Decoded], index: Source) -> None:
+    """weight_map says of every tensor where it is, and nothing else. A tied name of a shard need not be in it."""
+    for name, file in weight_map.items():
+        if name not in places:
+            raise DamagedFileError(f"The tensor {name!r} is not in {file}, where {index.path.name} says it is, nor elsewhere.")
+        if places[name] != file:
+            raise DamagedFileError(f"The tensor {name!r} is in {places[name]}; {index.path.name} says {file}.")
+    for name, file in places.items():
+        if name not in weight_map and name not in safetensors.aliases_in(shards[file].metadata):
+            raise DamagedFileError(
+                f"{file} holds {name!r}, which {index.path.name} does not list.", why="The index belongs to another checkpoint."
+            )
+
+
+def _ordered(weight_map: Mapping[str, str], shards: Sequence[Decoded], metadata: Mapping[str, str]) -> list[tuple[Any, Any]]:
+    """The items in the index's order. An index in alphabetical order tells none; then the shards' own order is the best."""
+    items = {name: value for decoded in shards for name, value in decoded.root.items}
+    names = list(weight_map)
+    if names == sorted(names):
+        return list(items.items())
+    aliases = safetensors.aliases_in(metadata)
+    listed = [(name, items[name]) for name in names if name not in aliases]
+    rest = [(name, value) for name, value in items.items() if name not in weight_map and name not in aliases]
+    return safetensors.restore_aliases([*listed, *rest], metadata) if aliases else [*listed, *rest]
+
+
+def _own_metadata(shards: Sequence[Decoded], metadata: Mapping[str, str]) -> dict[str, str]:
+    """The texts of the index and of the shards; where they differ, the index's."""
+    own = (safetensors.ALIASES, safetensors.STATE_DICT_METADATA)
+    found: dict[str, str] = {}
+    for texts in (metadata, *(decoded.metadata for decoded in shards)):
+        for key, text in texts.items():
+            if key not in own:
+                found.setdefault(key, text)
+    return found
+
+
+class _Keys:
+    """New keys for the storages of several files, each of which counts from 0."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def renew(self, root: Node) -> Node:
+        """The tree with every storage under a key that no other file's has."""
+        renewed: dict[int, Storage] = {}
+
+        def new(storage: Storage) -> Storage:
+            if id(storage) not in renewed:
+                renewed[id(storage)] = replace(storage, key=str(self.count))
+                self.count += 1
+            return renewed[id(storage)]
+
+        def swap(node: Node) -> Node:
+            if type(node) is Entry:
+                return replace(node, storage=new(node.storage))
+            return new(node) if type(node) is Storage else node
+
+        return tree.replace(root, swap)
+
+
+# --- laying out
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How the ecosystem calls the files of one kind of shard."""
+
+    stem: str
+    suffix: str
+
+    def shard(self, number: int, count: int) -> str:
+        """The file of a shard; `number` counts from 1."""
+        return f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}"
+
+    @property
+    def index(self) -> str:
+        """The file of the index."""
+        return f"{self.stem}{self.suffix}.index.json"
+
+
+SAFETENSORS, TORCH = Names("model", ".safetensors"), Names("pytorch_model", ".bin")
+
+
+def split(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
+    """Names in order, as many to a shard as fit; one that is larger than the limit alone has a shard to itself."""
+    shards: list[list[str]] = []
+    room = -1
+    for name, size in sizes:
+        if size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    return shards or [[]]
+
+
+def index_text(weight_map: Mapping[str, str], total_size: int, metadata: Mapping[str, str]) -> bytes:
+    """The index as JSON.
+
+    Raises:
+        ContainerLimitError: a name that JSON cannot carry, or an index over 100 MB.
+    """
+    content = {"metadata": {"total_size": total_size, **metadata}, "weight_map": dict(weight_map)}
+    try:
+        text = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
+    except UnicodeEncodeError:
+        raise ContainerLimitError("A tensor's name holds a lone surrogate, which an index cannot.") from None
+    if len(text) > MAX_INDEX:
+        raise ContainerLimitError(f"The index would take {len(text)} bytes; {MAX_INDEX} is the limit.")
+    return text
+
+
+def tensor_bytes(node: Entry | Object) -> int:
+    """Bytes of a tensor as an index counts them."""
+    if type(node) is Entry:
+        return node.nbytes
+    unusual = unusual_tensor(node)
+    if unusual is not None and unusual.kind == "meta":
+        return 0
+    return sum({id(part): part.nbytes for part in reachable(node) if type(part) is Storage}.values())
+
+
+def storage_groups(items: Sequence[tuple[str, Node]]) -> list[tuple[list[str], int]]:
+    """Names that share storages, directly or through others, with the bytes of those: torch shards keep them together."""
+    owner: dict[int, int] = {}
+    groups: dict[int, tuple[list[str], dict[int, int]]] = {}
+    for number, (name, node) in enumerate(items):
+        storages = {id(part): part.nbytes for part in reachable(node) if type(part) is Storage}
+        into = min((owner[key] for key in storages if key in owner), default=number)
+        names, sizes = groups.setdefault(into, ([], {}))
+        for other in sorted({owner[key] for key in storages if key in owner} - {into}):
+            more_names, more_sizes = groups.pop(other)
+            names += more_names
+            sizes |= more_sizes
+        names.append(name)
+        sizes |= storages
+        owner.update(dict.fromkeys(sizes, into))
+    return [(names, sum(sizes.values())) for names, sizes in groups.values()]
+
+
+def parse_size(text: str | int) -> int:
+    """A size such as "5GB" (of 1000s, as Hugging Face counts) or "5GiB" (of 1024s), or a number of bytes.
+
+    Raises:
+        ValueError: it is none, or not positive.
+    """
+    if isinstance(text, int):
+        size: float = text
+    else:
+        units = {"": 1} | {f"{prefix}{i}B": (1024 if i else 1000) ** power
+                           for power, prefix in enumerate("KMGT", 1) for i in ("I", "")}  # fmt: skip
+        digits = text.strip().upper().rstrip("KMGTIB ")
+        unit = text.strip().upper()[len(digits) :].strip().removeprefix("B")
+        size = float(digits) * units[unit] if unit in units and digits.replace(".", "", 1).isdecimal() else math.nan
+    if not 1 <= size < 1 << 63:
+        raise ValueError(text)
+    return int(size)
+
+
+def all_contents(tensors: Mapping[str, tuple[Entry, Content]]) -> list[tuple[str, int]]:
+    """Name and bytes of what safetensors shards will hold."""
+    return [(name, content.length) for name, (_, content) in tensors.items()]

@@ -1,0 +1,142 @@
+"""Sources beyond one local file: the many files of one checkpoint, of which few are open at a time, and a part of a file."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from ckpt_tools.errors import DamagedFileError, NotACheckpointError
+from ckpt_tools.files import Source, identity_of, open_regular
+
+OPEN_FILES = 64  # of one checkpoint at a time; systems allow 256 (macOS) to 1024 in a process
+Opener: TypeAlias = Callable[[str], Source]
+
+
+class Files(Source):
+    """The files of one checkpoint, as one source: closed, checked and measured together. Nothing is read from it itself.
+
+    Args:
+        path: what the user named: the folder, or the index. folder: where the files are.
+        opener: name -> source; without it local files of the folder, of which at most OPEN_FILES are open at a time.
+    """
+
+    def __init__(self, path: Path, folder: Path, opener: Opener | None = None) -> None:
+        self.path, self.folder, self.size = path, folder, 0
+        self.members: dict[str, Source] = {}
+        self.open_members: OrderedDict[str, Member] = OrderedDict()
+        self._opener = opener if opener is not None else lambda name: Member(self, name)
+        self._fd, self._identity = -1, object()
+
+    def open(self, name: str) -> Source:
+        """The source of a file in the folder, the same one each time.
+
+        Raises:
+            DamagedFileError: a name that leads out of the folder. NotACheckpointError: there is no such file.
+        """
+        if name not in self.members:
+            if not is_plain_name(name):
+                raise DamagedFileError(
+                    f"{self.path} names the file {name!r}, which is not a name inside its folder.",
+                    why="A checkpoint refers to files beside it only; this could be any file of the machine.",
+                )
+            self.members[name] = member = self._opener(name)
+            self.size += member.size
+        return self.members[name]
+
+    def adopt(self, source: Source) -> Source:
+        """Take in a source that is open already; returns it."""
+        self.members[source.path.name] = source
+        self.size += source.size
+        return source
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedFileError when any of the files has changed since it was opened."""
+        for member in self.members.values():
+            member.check_unchanged()
+
+    def close(self) -> None:
+        """Close every file."""
+        for member in self.members.values():
+            member.close()
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name from a file can only mean something inside the folder: relative, no `..`, no backslash, no drive."""
+    parts = name.split("/")
+    return bool(name) and not any(part in ("", ".", "..") for part in parts) and not set(name) & set("\\:\0")
+
+
+class Member(Source):
+    """One local file of several: opened when it is read, closed when others need the room, opened again as the same file."""
+
+    def __init__(self, files: Files, name: str) -> None:
+        self.path = files.folder / name
+        self._files, self._name, self._fd = files, name, -1
+        self._identity = None
+        status = os.fstat(self.fd)
+        self.size, self._identity = status.st_size, identity_of(status)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, opened now if it is not open."""
+        if self._fd < 0:
+            self._open()
+        return self._fd
+
+    def _open(self) -> None:
+        fd = open_regular(self.path)
+        if self._identity is not None and identity_of(os.fstat(fd)) != self._identity:
+            os.close(fd)
+            raise self.changed()
+        self._fd = fd
+        others = self._files.open_members
+        others[self._name] = self
+        if len(others) > OPEN_FILES:
+            others.popitem(last=False)[1].close()
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedFileError when the file at this path is no longer the one that was opened."""
+        try:
+            now = identity_of(os.stat(self.path))
+        except OSError:
+            raise self.changed() from None
+        if now != self._identity:
+            raise self.changed()
+
+
+class Window(Source):
+    """A part of a source as a source of its own: an archive among several in one file."""
+
+    def __init__(self, source: Source, start: int, size: int) -> None:
+        if start < 0 or size < 0 or start + size > source.size:
+            raise NotACheckpointError(
+                f"{source.path} has {source.size} bytes; bytes {start} to {start + size} of it are referred to.",
+                why="The file is cut off, or belongs to another checkpoint.",
+            )
+        self.source, self.start, self.size = source, start, size
+        self.path = source.path
+        self._fd, self._identity = -1, object()
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset` in the part."""
+        self._check(offset, length)
+        return self.source.read(self.start + offset, length)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` in the part."""
+        self._check(offset, len(buffer))
+        self.source.read_into(self.start + offset, buffer)
+
+    def check_unchanged(self) -> None:
+        """As the source that it is a part of."""
+        self.source.check_unchanged()
+
+    def close(self) -> None:
+        """Nothing: the source belongs to others too."""
+
+    def _check(self, offset: int, length: int) -> None:
+        if offset < 0 or offset + length > self.size:
+            raise self.changed()

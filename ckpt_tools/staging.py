@@ -1,0 +1,124 @@
+"""A folder as an output: its files appear all together, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools.errors import OutputError, OutputExistsError
+from ckpt_tools.files import output_error, sync_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """The temporary folder of `replacing_folder`: write files into `path`.
+
+    `target` is the folder that they will be in; `existing` whether it is there already, with other files in it.
+    """
+
+    path: Path
+    target: Path
+    existing: bool
+
+
+def check_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
+    """Where an output folder really goes (links followed), after every check that can be made before work starts.
+
+    Raises:
+        OutputExistsError: it holds something, and `overwrite` is false. OutputError: a file, or no place for a folder.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_dir():
+        raise OutputError(f"{path} is a file.", why="Several files are written here: OUT must be a folder.")
+    if not target.parent.is_dir():
+        raise OutputError(f"{path} cannot be written.", why=f"There is no folder {target.parent}.")
+    holder = target if target.is_dir() else target.parent
+    if not os.access(holder, os.W_OK):
+        raise OutputError(f"{path} cannot be written.", why=f"The folder {holder} is read-only.")
+    if target.is_dir() and not overwrite and any(target.iterdir()):
+        raise OutputExistsError(
+            f"{path} already exists and is not empty.",
+            fix="Give --overwrite (overwrite=True) to replace the checkpoint in it; its other files stay.",
+        )
+    return target
+
+
+@contextlib.contextmanager
+def replacing_folder(
+    path: str | os.PathLike[str], *, last: str, stale: re.Pattern[str], overwrite: bool = False, durable: bool = False
+) -> Iterator[Staging]:
+    """A temporary folder whose files take their places when the block ends well, and which vanishes when it does not.
+
+    A new folder appears whole, by one rename. In a folder that is there already, the temporary one is inside it: first the
+    index of the checkpoint that was there goes, then the new files take their places, the new index last, and files of the
+    old checkpoint that the new one does not have are removed. Killed in between, it has no index, and nothing takes the
+    shards of one for those of the other. Other files of the folder stay.
+
+    Args:
+        path: the folder. last: the name of the index. stale: names of files that belong to a checkpoint of this kind.
+        overwrite: whether the folder may hold something already. durable: fsync also for a new folder.
+    """
+    target = check_folder(path, overwrite=overwrite)
+    existing = target.is_dir() and any(target.iterdir())
+    name = f".{os.urandom(6).hex()}.ckpt-tmp" if existing else f".{target.name[:40]}.{os.urandom(6).hex()}.ckpt-tmp"
+    temporary = (target if existing else target.parent) / name
+    try:
+        with _output_errors(target):
+            temporary.mkdir()
+        yield Staging(temporary, target, existing)
+        with _output_errors(target):
+            names = sorted(os.listdir(temporary), key=lambda name: (name == last, name))
+            if durable or existing:
+                _sync_files(temporary, names)
+            if existing:
+                _move_in(temporary, target, names, last, stale)
+            else:
+                _take_place(temporary, target)
+            if durable or existing:
+                sync_folder(target)
+                sync_folder(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _output_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise output_error(target, error) from None
+
+
+def _sync_files(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        fd = os.open(folder / name, os.O_RDWR)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _take_place(temporary: Path, target: Path) -> None:
+    """One rename; an empty folder that is there is replaced, one that has been filled meanwhile refuses."""
+    if target.is_dir():
+        target.rmdir()
+    os.rename(temporary, target)
+
+
+def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, stale: re.Pattern[str]) -> None:
+    old = [name for name in os.listdir(target) if stale.fullmatch(name)]
+    for name in names:
+        if (target / name).is_dir():
+            raise OutputError(f"{target / name} is a directory where a file of the checkpoint goes.")
+    with contextlib.suppress(FileNotFoundError):
+        (target / last).unlink()
+    for name in names:
+        os.replace(temporary / name, target / name)
+    for name in set(old) - set(names):
+        with contextlib.suppress(FileNotFoundError):
+            (target / name).unlink()
