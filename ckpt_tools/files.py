@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_tools import temporaries
 from ckpt_tools.errors import ChangedFileError, NotACheckpointError, OutputError, OutputExistsError
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
@@ -132,19 +133,21 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
     """A temporary file beside `path` that takes its name when the block ends well, and vanishes when it does not.
 
     The mode is what a plain `open` gives, or that of the file replaced; a symlink keeps pointing where it points. A file
-    that is replaced is made durable first (fsync of file and folder); a new one only with `durable`.
+    that is replaced is made durable first (fsync of file and folder); a new one only with `durable`. Temporaries that killed
+    processes left for this very target are removed (see `temporaries`).
 
     Raises:
         OutputExistsError: `path` exists and `overwrite` is false, also when it appears while the block runs.
         OutputError: a directory, a device, a missing or read-only folder, a full disk.
     """
+    with _output_errors(Path(path)):
+        temporaries.remove_orphans(Path(os.path.realpath(path)))
     target = output_target(path, overwrite=overwrite)
     replaces = target.exists()
-    # 40 characters are 160 bytes at most: the temporary's name stays under the 255 that the target's may have
-    temporary = target.with_name(f".{target.name[:40]}.{os.urandom(6).hex()}.ckpt-tmp")
+    with _output_errors(target):
+        temporary, fd = temporaries.create(target)
+    lock = -1
     try:
-        with _output_errors(target):
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
             if replaces:
                 _copy_mode(target, fd)
@@ -152,6 +155,7 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
             with _output_errors(target):
                 if durable or replaces:
                     os.fsync(fd)
+                lock = os.dup(fd)  # until the temporary has its name, nobody may take it for an orphan
         finally:
             with _output_errors(target):
                 os.close(fd)
@@ -162,6 +166,9 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        with contextlib.suppress(OSError):
+            if lock >= 0:
+                os.close(lock)
 
 
 def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
@@ -210,8 +217,9 @@ def output_error(target: Path, error: OSError, needed: int = 0) -> OutputError:
 def no_space(target: Path, needed: int) -> OutputError:
     """The error for a full disk."""
     free = free_bytes(target.parent)
-    has = "" if free is None else f" The disk has {free} bytes left."
-    return OutputError(f"{target} cannot be written: no space.", why=f"It needs {needed} bytes.{has}")
+    needs = f"It needs {needed} bytes." if needed else ""
+    has = "" if free is None else f"The disk has {free} bytes left."
+    return OutputError(f"{target} cannot be written: no space.", why=f"{needs} {has}".strip())
 
 
 def free_bytes(folder: Path) -> int | None:

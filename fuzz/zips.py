@@ -25,10 +25,11 @@ _FIELDS = {
     b"PK\x06\x07": ((4, 4), (8, 8), (16, 4)),
     b"PK\x07\x08": ((4, 4), (8, 4), (12, 4)),
 }  # fmt: skip
-_NAMES = (b"", b"/", b"a\\b", b"..", b"../x", b"archive/", b"data.pkl", b"archive/data/0", b"archive/DATA.PKL",
-          b"archive/data/../1",          b"archive/data/0/", b"archive/byteorder", b"archive/version", b"archive/.data/serialization_id", b"\xff", b"a\0b",
-          b"archive/.format_version", b"archive/.storage_alignment", b"archive/constants.pkl",
-          b"archive/code/x.py")  # fmt: skip
+_NAMES = (
+    b"", b"/", b"a\\b", b"..", b"../x", b"archive/", b"data.pkl", b"archive/data/0", b"archive/DATA.PKL", b"archive/data/../1",
+    b"archive/data/0/", b"archive/byteorder", b"archive/version", b"archive/.data/serialization_id", b"\xff", b"a\0b",
+    b"archive/.format_version", b"archive/.storage_alignment", b"archive/constants.pkl", b"archive/code/x.py",
+)  # fmt: skip
 _SMALL = (b"", b"little", b"big", b"3\n", b"1", b"64", b"0", b"-1", b"99999999999999999999", b"\xff\xfe", b"x" * 70)
 
 

@@ -14,7 +14,7 @@ PACKAGE = Path(ckpt_tools.__file__).parent
 # From the bottom up: a module may import from its own layer's packages and from those below.
 LAYERS = [
     ["errors", "dtypes", "_version"],
-    ["names", "files"],
+    ["names", "temporaries", "files"],
     ["sources", "staging"],
     ["plan", "cloning"],
     ["tree", "pipeline"],

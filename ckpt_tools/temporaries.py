@@ -1,0 +1,70 @@
+"""The temporary file beside an output: named after it, locked while its writer lives, removed by the next one when it died.
+
+A process that is killed cannot remove its temporary. The lock tells: the system releases it with the process, so a temporary
+whose lock can be had is nobody's. Where there are no locks (Windows, some network file systems) nothing is removed but what
+the system itself says is not open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+_BINARY: int = getattr(os, "O_BINARY", 0)
+_CLOEXEC: int = getattr(os, "O_CLOEXEC", 0)
+_ENDING = re.compile(r"[0-9a-f]{12}\.ckpt-tmp")
+
+
+def create(target: Path) -> tuple[Path, int]:
+    """A new temporary for a target, locked: its path and a descriptor. Its mode is what a plain `open` gives.
+
+    Raises:
+        OSError: the folder takes no new file.
+    """
+    while True:
+        path = target.with_name(f"{_prefix(target)}{os.urandom(6).hex()}.ckpt-tmp")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | _CLOEXEC, 0o666)
+        _lock(fd, wait=True)
+        if os.fstat(fd).st_nlink:
+            return path, fd
+        os.close(fd)  # in the moment before it was locked, somebody took it for an orphan
+
+
+def remove_orphans(target: Path) -> None:
+    """Remove the temporaries of this target whose writers are dead. Whatever cannot be looked at stays."""
+    prefix = _prefix(target)
+    with contextlib.suppress(OSError), os.scandir(target.parent) as rows:
+        for row in rows:
+            if row.name.startswith(prefix) and _ENDING.fullmatch(row.name, len(prefix)) and row.is_file(follow_symlinks=False):
+                _remove_orphan(row.path)
+
+
+def _prefix(target: Path) -> str:
+    """How its temporaries begin. 40 characters are 160 bytes at most: the name stays under the 255 that a name may have."""
+    return f".{target.name[:40]}."
+
+
+def _remove_orphan(path: str) -> None:
+    with contextlib.suppress(OSError):
+        if os.name == "nt":  # the system removes no file that is open
+            os.unlink(path)
+            return
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | _CLOEXEC)
+        try:
+            if _lock(fd, wait=False):
+                os.unlink(path)
+        finally:
+            os.close(fd)
+
+
+def _lock(fd: int, *, wait: bool) -> bool:
+    """Whether this process now holds the lock of a file: False where another does, or where there are no locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except (ImportError, OSError):
+        return False
+    return True
