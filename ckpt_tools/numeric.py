@@ -147,7 +147,7 @@ def row_major(entry: Entry) -> Content:
             values = values.conj()
         if "neg" in lazy_bits(entry):
             values = -values
-        for block in _blocks(values):
+        for block in blocks(values):
             out = bytearray(block.numel() * item)
             torch.frombuffer(out, dtype=values.dtype).copy_(block.resolve_conj().reshape(-1))
             yield memoryview(out)
@@ -155,7 +155,7 @@ def row_major(entry: Entry) -> Content:
     return Computed(entry.nbytes, work)
 
 
-def _blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
+def blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor in row-major blocks of a few megabytes. An expanded one can be far larger than its storage and the memory."""
     values = values.squeeze()
     if values.nbytes <= CHUNK:
@@ -165,7 +165,7 @@ def _blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
             yield values[start : start + rows]
     else:
         for row in range(len(values)):
-            yield from _blocks(values[row])
+            yield from blocks(values[row])
 
 
 def lazy_bits(entry: Entry) -> set[str]:

@@ -1,0 +1,219 @@
+"""Tensors of another shape than the target wants: the part that both have, or a rule for the layer that has one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.initialisers import Blank, Scheme, check_finite, numbers
+from ckpt_tools.numeric import part, row_major, torch_dtype
+from ckpt_tools.plan import CHUNK, Computed, Content, Literal, Range, read
+from ckpt_tools.tree import Entry
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The bytes of a tensor in its new shape, in the dtype that it had, and what was done in words."""
+
+    content: Content
+    what: str
+
+
+# --- overlap
+
+
+def kept_shape(entry: Entry, shape: tuple[int, ...], rows: Sequence[int] | None) -> tuple[int, ...] | None:
+    """How much of a tensor fits into a shape, per dimension; None when they have different numbers of dimensions.
+
+    Raises:
+        UsageError: rows that the tensor does not have, or more than the shape has.
+    """
+    if len(shape) != len(entry.shape) or not shape:
+        return None
+    kept = [min(pair) for pair in zip(entry.shape, shape, strict=True)]
+    if rows is not None:
+        if wrong := [row for row in rows if not 0 <= row < entry.shape[0]]:
+            raise UsageError(f"--rows: there is no row {wrong[0]}; the tensor has rows 0 to {entry.shape[0] - 1}.")
+        if len(rows) > shape[0]:
+            raise UsageError(f"--rows names {len(rows)} rows; the target has room for {shape[0]}.")
+        kept[0] = len(rows)
+    return tuple(kept)
+
+
+def overlap(entry: Entry, blank: Blank, scheme: Scheme | None, seed: int, rows: Sequence[int] | None = None) -> Adapted:
+    """The rows and columns that a tensor and a shape both have; the rest initialised.
+
+    Args:
+        entry: the tensor. blank: the shape wanted, in the entry's dtype.
+        scheme: settled; None where nothing is left to initialise.
+        rows: rows of the tensor, in the order in which they come; else the first ones.
+    """
+    kept = kept_shape(entry, blank.shape, rows)
+    assert kept is not None
+    where = "x".join(map(str, kept))
+    source = f"rows {_short(rows)}" if rows is not None else f"the first {where}"
+    rest = "" if kept == blank.shape else f", the rest {scheme} (seed {seed})"
+    what = f"{_text(entry.shape)} -> {_text(blank.shape)}: {source} kept{rest}"
+    picked = list(range(kept[0])) if rows is None else list(rows)
+    work = _Overlap(entry, blank, scheme or Scheme("zeros"), seed, picked, kept)
+    return Adapted(Computed(math.prod(blank.shape) * blank.dtype.itemsize, work.chunks, entry.storage.content), what)
+
+
+def _short(rows: Sequence[int]) -> str:
+    return ",".join(map(str, rows[:8])) + (" ..." if len(rows) > 8 else "")
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """A few rows at a time: initial values, and over them what is kept."""
+
+    entry: Entry
+    blank: Blank
+    scheme: Scheme
+    seed: int
+    picked: list[int]
+    kept: tuple[int, ...]
+
+    def chunks(self) -> Iterator[memoryview]:
+        import torch
+
+        rows, *below = self.blank.shape
+        width = math.prod(below)
+        dtype = torch_dtype(self.blank.dtype)
+        source = row_major(self.entry)
+        if not isinstance(source, Range | Literal):  # rows are picked: what must be worked out is worked out once
+            source = Literal(read(source))
+        step = max(1, CHUNK // max(1, width * dtype.itemsize)) if self.scheme.kind != "orthogonal" else rows
+        for start in range(0, rows if width else 0, step):
+            count = min(step, rows - start)
+            block = torch.empty((count, *below), dtype=dtype, device="cpu")
+            if self.kept != self.blank.shape:
+                values = numbers(self.scheme, self.blank, self.seed, start * width, count * width)
+                block.copy_(values.reshape(block.shape))
+                check_finite(block, self.blank.name)
+            inside = tuple(slice(size) for size in self.kept[1:])
+            for at, old in enumerate(self._rows(source, start, count, dtype)):
+                block[at][inside] = old[inside]
+            yield _bytes(block)
+
+    def _rows(self, source: Content, start: int, count: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The rows of the source that come to `start` and after."""
+        import torch
+
+        below = self.entry.shape[1:]
+        size = math.prod(below) * dtype.itemsize
+        for row in self.picked[start : start + count] if size else ():
+            data = bytearray(read(part(source, row * size, size)))
+            yield torch.frombuffer(data, dtype=dtype).reshape(below)
+
+
+def _bytes(values: torch.Tensor) -> memoryview:
+    import torch
+
+    out = bytearray(values.nbytes)
+    torch.frombuffer(out, dtype=values.dtype).copy_(values.reshape(-1))
+    return memoryview(out)
+
+
+# --- rules
+
+
+def adapt(name: str, entry: Entry, shape: tuple[int, ...], *, first: bool) -> Adapted | None:
+    """A tensor in another shape by the rule for its layer, or None where there is no rule.
+
+    * The first convolution, from 3 input channels to 1: the sum over the three; to N: the three repeated until there are N,
+      and scaled by 3 / N, so that the layer gives as much. Source: timm, `adapt_input_conv` (timm/models/_manipulate.py).
+    * Learned position embeddings of an image model, `[1, n, width]` or `[n, width]` with a square grid behind up to two tokens
+      that stand for no place: the grid resized by bicubic interpolation without antialiasing, the tokens kept. Source: DeiT
+      and MAE, `interpolate_pos_embed` (mae/util/pos_embed.py).
+
+    Args:
+        name: its name in the target.
+        first: whether it is the first convolution of the network.
+    """
+    if entry.dtype.family != "float" or entry.dtype.packed > 1 or not entry.dtype.in_torch:
+        return None
+    if first and _is_input_change(entry.shape, shape):
+        return _input_channels(entry, shape)
+    if "pos" in name.rpartition(".")[2] or "pos" in name.rpartition(".")[0].rpartition(".")[2]:
+        return _positions(entry, shape)
+    return None
+
+
+def is_convolution(shape: tuple[int, ...]) -> bool:
+    """Whether a weight of this shape may be a convolution's."""
+    return len(shape) in (3, 4, 5) and math.prod(shape[2:]) > 1
+
+
+def _is_input_change(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    if not is_convolution(old) or len(old) != len(new):
+        return False
+    return old[1] == 3 and new[1] > 0 and old[:1] + old[2:] == new[:1] + new[2:]
+
+
+def _input_channels(entry: Entry, shape: tuple[int, ...]) -> Adapted:
+    channels = shape[1]
+
+    def change(weight: torch.Tensor) -> torch.Tensor:
+        if channels == 1:
+            return weight.sum(dim=1, keepdim=True)
+        repeats = -(-channels // 3)
+        repeated = weight.repeat(1, repeats, *(1 for _ in shape[2:]))[:, :channels]
+        return repeated * (3 / channels)
+
+    how = "the sum over the 3 channels" if channels == 1 else f"the 3 channels repeated to {channels}, times 3/{channels}"
+    return Adapted(_changed(entry, shape, change), f"first convolution, {_text(entry.shape)} -> {_text(shape)}: {how}")
+
+
+def _positions(entry: Entry, shape: tuple[int, ...]) -> Adapted | None:
+    old, new = entry.shape, shape
+    if len(old) != len(new) or len(old) not in (2, 3) or old[-1] != new[-1] or (len(old) == 3 and (old[0], new[0]) != (1, 1)):
+        return None
+    fits = [tokens for tokens in (0, 1, 2) if _side(old[-2] - tokens) and _side(new[-2] - tokens)]
+    if len(fits) != 1:
+        return None
+    tokens = fits[0]
+    before, after, width = _side(old[-2] - tokens), _side(new[-2] - tokens), old[-1]
+
+    def change(table: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        rows = table.reshape(-1, width)
+        grid = rows[tokens:].reshape(1, before, before, width).permute(0, 3, 1, 2)
+        resized = torch.nn.functional.interpolate(grid, size=(after, after), mode="bicubic", align_corners=False)
+        resized = resized.permute(0, 2, 3, 1).reshape(-1, width)
+        return torch.cat([rows[:tokens], resized]).reshape(shape)
+
+    grids = f"{before}x{before} -> {after}x{after}, bicubic"
+    return Adapted(_changed(entry, shape, change), f"position embeddings, {grids}, {tokens} tokens without a place kept")
+
+
+def _side(count: int) -> int:
+    """The side of a square grid of so many places, 0 when there is none."""
+    side = math.isqrt(max(0, count))
+    return side if side * side == count else 0
+
+
+def _changed(entry: Entry, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Computed:
+    """The tensor through a function on float32 (float64 stays), back in its dtype."""
+    dtype = torch_dtype(entry.dtype)
+
+    def work() -> Iterator[memoryview]:
+        import torch
+
+        data = bytearray(read(row_major(entry)))
+        values = torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+        wide = values if dtype is torch.float64 else values.float()
+        yield _bytes(change(wide).to(dtype))
+
+    return Computed(math.prod(shape) * dtype.itemsize, work, entry.storage.content)

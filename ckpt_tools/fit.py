@@ -1,0 +1,404 @@
+"""Fit a state dict to a target: what a matching leaves over gets the fate that the user chose, or is an error that lists it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import translate
+from typing import Literal, TypeAlias
+
+from ckpt_tools import plans
+from ckpt_tools.adaptation import Adapted, adapt, is_convolution, kept_shape, overlap
+from ckpt_tools.checkpoint import is_tensor
+from ckpt_tools.errors import ConvertError, MatchError, NothingMatchedError, UsageError
+from ckpt_tools.initialisers import Blank, Rules, Scheme, content, settle
+from ckpt_tools.plan import Content
+from ckpt_tools.plans import Plan
+from ckpt_tools.tree import Dict, Entry, Node, Storage, contiguous_stride
+
+OnMismatch: TypeAlias = Literal["error", "reinit", "overlap", "skip"]
+RowChoice: TypeAlias = Sequence[int] | Mapping[str, Sequence[int]] | None
+_CHOICES = ("error", "reinit", "overlap", "skip")
+
+
+class Rows:
+    """`--rows`: rows of the source for every head that changes its size, or for the names that a glob matches."""
+
+    def __init__(self, rows: RowChoice | Sequence[str]) -> None:
+        self.everywhere: list[int] | None = None
+        self.globs: dict[str, list[int]] = {}
+        if isinstance(rows, Mapping):
+            self.globs = {glob: _whole(given) for glob, given in rows.items()}
+        elif rows and isinstance(rows[0], str):
+            for text in rows:
+                self._add(str(text))
+        elif rows is not None and len(rows):
+            self.everywhere = _whole(rows)
+        self.unused = set(self.globs) | ({""} if self.everywhere is not None else set())
+
+    def _add(self, text: str) -> None:
+        glob, _, listed = text.rpartition("=")
+        try:
+            numbers = [int(part) for part in listed.split(",")]
+        except ValueError:
+            raise UsageError(f"--rows {text!r} is no list of row numbers.", fix="For example: --rows 3,7,1") from None
+        if glob:
+            self.globs[glob] = _whole(numbers)
+        elif self.everywhere is not None:
+            raise UsageError(f"--rows {text!r}: one list is for everything, and another needs a GLOB=.")
+        else:
+            self.everywhere = _whole(numbers)
+
+    def __bool__(self) -> bool:
+        return self.everywhere is not None or bool(self.globs)
+
+    def named(self, name: str) -> list[int] | None:
+        """The rows that a glob chooses for a name, of any shape."""
+        found = None
+        for glob, rows in self.globs.items():
+            if re.match(translate(glob), name):
+                found = rows
+                self.unused.discard(glob)
+        return found
+
+    def of(self, name: str, before: tuple[int, ...], after: tuple[int, ...]) -> list[int] | None:
+        """The rows for a tensor whose shape changes; those without a glob are for tensors whose first size does."""
+        found = self.named(name)
+        if found is None and self.everywhere is not None and before[:1] != after[:1]:
+            self.unused.discard("")
+            return self.everywhere
+        return found
+
+    def check_used(self) -> None:
+        """Raise NothingMatchedError when rows were chosen for nothing."""
+        for glob in sorted(self.unused):
+            raise NothingMatchedError(
+                f"--rows{f' {glob!r}' if glob else ''}: no tensor changes its number of rows.",
+                fix="To reorder the rows of a tensor that keeps its shape, name it: --rows 'fc.*=3,7,1'.",
+            )
+
+
+def _whole(rows: Sequence[object]) -> list[int]:
+    found = [row for row in rows if isinstance(row, int) and row >= 0]
+    if len(found) < len(rows) or not found:
+        raise UsageError(f"--rows {list(rows)!r} is no list of row numbers from 0 up.")
+    return found
+
+
+@dataclass(slots=True)
+class Choices:
+    """What is to happen to tensors without a partner, checked.
+
+    Attributes:
+        allow_missing, allow_unexpected: globs on names of the target and of the checkpoint that need none.
+        in_code: whether advice names the arguments of `load_into` in place of the options of `ckpt convert`.
+    """
+
+    reinit: Rules
+    on_mismatch: OnMismatch = "error"
+    rows: Rows = field(default_factory=lambda: Rows(None))
+    adapt: bool = False
+    seed: int = 0
+    allow_missing: Sequence[str] = ()
+    allow_unexpected: Sequence[str] = ()
+    in_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_mismatch not in _CHOICES:
+            raise UsageError(f"--on-mismatch {self.on_mismatch!r} is none of {', '.join(_CHOICES)}.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise UsageError(f"--seed {self.seed!r} is no whole number from 0 up.")
+        if self.rows and self.on_mismatch != "overlap":
+            raise UsageError("--rows says which rows --on-mismatch overlap keeps; that is missing.")
+        if self.on_mismatch == "reinit" and not self.reinit:
+            raise UsageError("--on-mismatch reinit needs to know how.", fix="For example: --reinit default")
+        if isinstance(self.allow_missing, str) or isinstance(self.allow_unexpected, str):
+            raise UsageError("allow_missing and allow_unexpected take a list of globs.", fix='For example: ["fc.*"]')
+
+
+@dataclass(frozen=True, slots=True)
+class Initialised:
+    """A tensor, or a part of one, that got initial values."""
+
+    name: str
+    scheme: str
+    seed: int
+    shape: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the target wants.
+
+    Attributes:
+        names: its names in order; empty where only a plan is known.
+        blank_of: a name -> shape, dtype and layer.
+        own: a name -> the target's own value; None where it stays in place (a live model).
+        ties: name -> the first of the names that are tied with it, itself included.
+        label: the sentence that says what does not fit what, without its full stop.
+    """
+
+    names: Sequence[str]
+    blank_of: Callable[[str], Blank]
+    own: Callable[[str], Content] | None
+    ties: Mapping[str, str]
+    label: str
+
+
+@dataclass(slots=True)
+class Fitted:
+    """What became of the tensors of a state dict that now fits.
+
+    Attributes:
+        tensors: name in the target -> tensor, in order; without what is missing, and what keeps its own value.
+        initialised: what got initial values. kept_own: names among them for which the target's own value stays in place.
+        adapted: name -> what was done to fit another shape.
+        skipped: name -> (shape in the checkpoint, in the target), left as it is by choice.
+        missing, unexpected: names that are left over, by choice.
+    """
+
+    tensors: dict[str, Node] = field(default_factory=dict)
+    initialised: list[Initialised] = field(default_factory=list)
+    kept_own: list[str] = field(default_factory=list)
+    adapted: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
+    """Make a state dict what a plan says, in place, and give what the plan leaves over the fate that was chosen.
+
+    Tensors come in the target's order, what is no tensor after them.
+
+    Raises:
+        MatchError: something is left over, and no choice covers it; all of it is listed. MatchPlanError: the plan was made for
+        another state dict. ConvertError, NothingMatchedError, UsageError: a choice that cannot be followed.
+    """
+    source = {key: value for key, value in node.items if type(key) is str and is_tensor(value)}
+    work = _Fitting(source, wanted, choices)
+    work.check(plan)
+    plans.apply(node, plan)
+    made = {key: value for key, value in node.items if type(key) is str and is_tensor(value)}
+    work.describe(plan)
+    for name, tensor in made.items():
+        work.take(name, tensor)
+    for old, new, _, after in plan.mismatched:
+        work.resize(old, new, after)
+    for name in plan.missing:
+        work.initialise(name)
+    choices.reinit.check_used()
+    choices.rows.check_used()
+    tensors = work.result.tensors
+    order = {name: number for number, name in enumerate(wanted.names or tensors)}
+    work.result.tensors = {name: tensors[name] for name in sorted(tensors, key=lambda name: order.get(name, len(order)))}
+    node.items[:] = [*work.result.tensors.items(), *((key, value) for key, value in node.items if not is_tensor(value))]
+    return work.result
+
+
+class _Fitting:
+    """One fit under way."""
+
+    def __init__(self, source: Mapping[str, Node], wanted: Wanted, choices: Choices) -> None:
+        self.source, self.wanted, self.choices = source, wanted, choices
+        self.first = next((name for name in wanted.names if is_convolution(wanted.blank_of(name).shape)), "")
+        self.result = Fitted()
+        self.made: dict[tuple[str, object], Node] = {}
+        self.storages = _NewStorages(source.values())
+
+    def check(self, plan: Plan) -> None:
+        """Sort what is left over into what a choice covers and what is an error."""
+        choices, result = self.choices, self.result
+        missing = [name for name in plan.missing if choices.reinit.of(name) is None]
+        result.missing = [name for name in missing if _any(choices.allow_missing, name)]
+        result.unexpected = [name for name in plan.unexpected if _any(choices.allow_unexpected, name)]
+        problems = _Problems(
+            [name for name in missing if name not in result.missing],
+            [name for name in plan.unexpected if name not in result.unexpected],
+            [row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(row[0], row[1], row[3]) is None],
+            [f"{new} ({why}: {', '.join(candidates[:3])})" for new, candidates, why in plan.ambiguous],
+        )
+        if problems:
+            raise problems.error(self.wanted.label, in_code=choices.in_code)
+
+    def describe(self, plan: Plan) -> None:
+        """Steps of the plan that change more than a name."""
+        for step in plan.steps:
+            for number, name in enumerate(step.new if step.step != "copy" else ()):
+                shapes = f"{' + '.join(map(_text, step.old_shapes))} -> {_text(step.new_shapes[number])}"
+                self.result.adapted[name] = f"{step.step} of {', '.join(step.old)}, {shapes}"
+
+    def take(self, name: str, tensor: Node) -> None:
+        """A tensor that fits; its rows may still be picked."""
+        rows = self.choices.rows.named(name) if self.choices.rows else None
+        self.result.tensors[name] = tensor if rows is None else self.overlap(name, tensor, rows, self.blank(name, tensor))
+
+    def resize(self, old: str, new: str, shape: tuple[int, ...]) -> None:
+        """A tensor of another shape."""
+        entry, choice = self.source[old], self.choices.on_mismatch
+        blank = self.blank(new, entry, shape)
+        before = entry.shape if type(entry) is Entry else ()
+        if (adapted := self.adapted(old, new, shape)) is not None:
+            self.result.adapted[new] = adapted.what
+            self.result.tensors[new] = self.once(new, entry, lambda: self.storages.entry(adapted.content, blank, entry))
+        elif choice == "skip":
+            self.result.skipped[new] = (before, shape)
+        elif choice == "reinit":
+            self.initialise(new, entry, blank)
+        else:
+            rows = self.choices.rows.of(new, before, shape)
+            self.result.tensors[new] = self.once(new, entry, lambda: self.overlap(new, entry, rows, blank))
+
+    def adapted(self, old: str, new: str, shape: tuple[int, ...]) -> Adapted | None:
+        """What a rule makes of a mismatch, where `adapt` is chosen."""
+        entry = self.source.get(old)
+        if not self.choices.adapt or type(entry) is not Entry:
+            return None
+        return adapt(new, entry, shape, first=new == self.first)
+
+    def overlap(self, name: str, entry: Node, rows: Sequence[int] | None, blank: Blank) -> Entry:
+        """The part of a tensor that fits, and initial values."""
+        kept = kept_shape(entry, blank.shape, rows) if type(entry) is Entry else None
+        if kept is None:
+            raise ConvertError(
+                f"{name!r} cannot overlap: the checkpoint and the target have different numbers of dimensions.",
+                fix="Initialise it (--on-mismatch reinit), or leave it out (--on-mismatch skip).",
+            )
+        scheme = self.scheme(name, blank) if kept != blank.shape else None
+        if scheme is not None:
+            if scheme.kind == "target":
+                raise ConvertError(f"{name!r}: the rest of an overlap cannot be the target's own.", fix="Name another scheme.")
+            self.result.initialised.append(Initialised(name, f"{scheme}, where nothing overlaps", self.seed, list(blank.shape)))
+        made = overlap(entry, blank, scheme, self.seed, rows)
+        self.result.adapted[name] = made.what
+        return self.storages.entry(made.content, blank, entry)
+
+    def initialise(self, name: str, like: Node = None, blank: Blank | None = None) -> None:
+        """A tensor that the checkpoint does not have, or not in this shape."""
+        if like is None and self.choices.reinit.of(name) is None:
+            return  # allowed to be missing
+        blank = blank or self.blank(name, like)
+        scheme = self.scheme(name, blank)
+        self.result.initialised.append(Initialised(name, str(scheme), self.seed, list(blank.shape)))
+        if scheme.kind != "target":
+            made = content(scheme, blank, self.seed)
+            self.result.tensors[name] = self.once(name, None, lambda: self.storages.entry(made, blank, like))
+        elif self.wanted.own is None:
+            self.result.kept_own.append(name)
+        else:
+            own, wanted = self.wanted.own(name), self.blank(name, None)
+            self.result.tensors[name] = self.once(name, None, lambda: self.storages.entry(own, wanted, like))
+
+    @property
+    def seed(self) -> int:
+        """The seed of all numbers."""
+        return self.choices.seed
+
+    def scheme(self, name: str, blank: Blank) -> Scheme:
+        """The chosen scheme, settled for this tensor."""
+        scheme = self.choices.reinit.of(name)
+        if scheme is None:
+            raise MatchError(
+                f"{name!r} needs initial values, and nobody said how.", why=f"Its shape is {_text(blank.shape)}.",
+                fix=_advice(self.choices.in_code, f"--reinit '{name}=normal:0.02'", f"reinit={{'{name}': 'normal:0.02'}}"),
+            )  # fmt: skip
+        return settle(scheme, blank)
+
+    def blank(self, name: str, like: Node, shape: tuple[int, ...] | None = None) -> Blank:
+        """What is wanted under a name; in the dtype of the tensor that it replaces, and tied ones under their first name."""
+        if name in self.wanted.ties:
+            blank = replace(self.wanted.blank_of(name), name=self.wanted.ties[name])
+        elif type(like) is Entry:
+            blank = Blank(name, like.shape, like.dtype)
+        else:
+            raise MatchError(f"{name!r} is missing, and a plan does not say what it looks like.", fix="Give --like TARGET too.")
+        blank = blank if shape is None else replace(blank, shape=shape)
+        return replace(blank, dtype=like.dtype) if type(like) is Entry else blank
+
+    def once(self, name: str, entry: Node, make: Callable[[], Entry]) -> Node:
+        """What is made for tied names is made once."""
+        view = (id(entry.storage), entry.offset, entry.stride) if type(entry) is Entry else None
+        key = (self.wanted.ties.get(name, name), view)
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+
+class _NewStorages:
+    """Storages for what is new, under keys that nothing has, on the device that most of the others have."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        entries = [node for node in nodes if type(node) is Entry]
+        self.prefix = "new"
+        while any(entry.storage.key.startswith(self.prefix) for entry in entries):
+            self.prefix += "_"
+        devices = Counter(entry.storage.device for entry in entries)
+        self.device = devices.most_common(1)[0][0] if devices else None
+        self.count = 0
+
+    def entry(self, made: Content, blank: Blank, like: Node) -> Entry:
+        """An entry on a storage of its own."""
+        self.count += 1
+        dtype = blank.dtype
+        storage = Storage(f"{self.prefix}{self.count}", dtype if dtype.storage else None, made.length, self.device, made)
+        entry = Entry(storage, dtype, blank.shape, contiguous_stride(blank.shape), 0)
+        return replace(entry, requires_grad=like.requires_grad, kind=like.kind) if type(like) is Entry else entry
+
+
+# --- what is left over
+
+
+@dataclass(frozen=True, slots=True)
+class _Problems:
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]
+    ambiguous: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched or self.ambiguous)
+
+    def error(self, label: str, *, in_code: bool) -> MatchError:
+        """The error that lists all of it, with the choices that there are."""
+        shapes = [f"{new} ({_text(before)}, wanted {_text(after)})" for _, new, before, after in self.mismatched]
+        listed = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": shapes, "ambiguous": self.ambiguous}
+        why = " ".join(f"{len(rows)} {word}: {_some(rows)}." for word, rows in listed.items() if rows)
+        advice = []
+        if self.missing:
+            advice.append(_advice(in_code, "initialise missing ones with --reinit SCHEME", "reinit=... or allow_missing=[...]"))
+        if self.mismatched:
+            choices = "reinit, overlap or skip"
+            text = f"--on-mismatch {choices}; --adapt for a first convolution or position embeddings"
+            advice.append(_advice(in_code, text, f"on_mismatch={choices}; adapt=True"))
+        if self.unexpected:
+            text = f"leave unexpected ones out with --drop '{_glob(self.unexpected)}'"
+            advice.append(_advice(in_code, text, "allow_unexpected=[...]"))
+        if self.ambiguous or (self.missing and self.unexpected):
+            advice.append(_advice(in_code, "or say who is who with --rename or --plan; --match structure looks further",
+                                  'rename=[...], or match="structure"'))  # fmt: skip
+        text = "; ".join(advice)
+        return MatchError(f"{label}.", why=why, fix=f"{text[:1].upper() if not in_code else text[:1]}{text[1:]}.")
+
+
+def _advice(in_code: bool, option: str, argument: str) -> str:
+    return argument if in_code else option
+
+
+def _some(rows: Sequence[str]) -> str:
+    return ", ".join(rows[:6]) + (f" and {len(rows) - 6} more" if len(rows) > 6 else "")
+
+
+def _glob(names: Sequence[str]) -> str:
+    """A glob that takes the first of the names and those beside it."""
+    parent = names[0].rpartition(".")[0]
+    return f"{parent}.*" if parent else names[0]
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _any(globs: Sequence[str], name: str) -> bool:
+    return any(re.match(translate(glob), name) for glob in globs)

@@ -1,0 +1,207 @@
+"""Live Python data and tensors from a tree."""
+
+from __future__ import annotations
+
+import collections
+import mmap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ckpt_tools.checkpoint import Checkpoint, is_tensor
+from ckpt_tools.dtypes import DTYPES
+from ckpt_tools.errors import ObjectsError, UsageError
+from ckpt_tools.files import Source
+from ckpt_tools.numeric import lazy_bits, torch_dtype
+from ckpt_tools.plan import Content, Joined, Range, chunks
+from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage
+
+MapLocation = str | torch.device | Mapping[str, str] | None
+
+
+class Builder:
+    """Live Python data from a tree, without recursion: containers are made first and filled later."""
+
+    def __init__(self, checkpoint: Checkpoint, map_location: MapLocation, *, mapped: bool = False) -> None:
+        _check_map_location(map_location)
+        self.path = checkpoint.path
+        self.map_location = map_location
+        self.maps = _Maps() if mapped else None
+        self.devices: dict[str, torch.device] = {}
+        self.made: dict[int, Any] = {}
+        self.pending: list[Node] = []
+
+    def build(self, root: Node) -> Any:
+        result = self.value(root)
+        while self.pending:
+            node = self.pending.pop()
+            made = self.made[id(node)]
+            if type(node) is List:
+                made.extend(self.value(item) for item in node.items)
+                continue
+            attributes = node.attributes if type(node) is Dict else node.extras.state
+            if type(node) is Dict:
+                made.update((self.value(key), self.value(value)) for key, value in node.items)
+            for name, value in attributes.items if type(attributes) is Dict else ():
+                setattr(made, name, self.value(value))
+        return result
+
+    def value(self, node: Node) -> Any:
+        kind = type(node)
+        if kind is tuple:
+            return self.tuple(node)
+        if kind not in (Dict, List, Entry, Object, Global, Storage):
+            return node
+        if id(node) not in self.made:
+            self.made[id(node)] = self.make(node)
+        return self.made[id(node)]
+
+    def tuple(self, root: tuple[Node, ...]) -> Any:
+        stack = [root]
+        while stack:
+            waiting = [part for part in stack[-1] if type(part) is tuple and id(part) not in self.made]
+            if waiting:
+                stack.extend(waiting)
+                continue
+            node = stack.pop()
+            self.made[id(node)] = tuple(self.made[id(part)] if type(part) is tuple else self.value(part) for part in node)
+        return self.made[id(root)]
+
+    def make(self, node: Node) -> Any:
+        if type(node) is Dict:
+            self.pending.append(node)
+            return collections.OrderedDict() if node.ordered else {}
+        if type(node) is List:
+            self.pending.append(node)
+            return []
+        if type(node) is Entry:
+            if node.extras is not None and node.extras.state is not None:
+                self.pending.append(node)
+            return self.tensor(node)
+        if type(node) is Storage:
+            return self.storage(node)
+        if type(node) is Global and node.module == "torch" and node.name in DTYPES:
+            return torch_dtype(DTYPES[node.name])
+        return self.object(node)
+
+    def object(self, node: Node) -> Any:
+        """One of the few known objects that stay objects when made plain."""
+        make = _OBJECTS.get(str(node.function)) if type(node) is Object else None
+        if make is None or type(node.args) is not tuple or node.steps:
+            what = "a sparse, quantised, nested or meta tensor" if is_tensor(node) else f"{getattr(node, 'function', node)}"
+            raise ObjectsError(f"{self.path} holds {what}, which cannot be made without torch.load.")
+        args = [part.items if type(part) is List else part for part in node.args]
+        return make(*map(self.value, args)) if not any(type(arg) is list for arg in args) else make(*args)
+
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        storage = self.value(entry.storage)
+        tensor = torch.empty(0, dtype=torch_dtype(entry.dtype), device=storage.device)
+        tensor.set_(storage, entry.offset, entry.shape, entry.stride)
+        bits = lazy_bits(entry)
+        tensor = tensor.conj() if "conj" in bits else tensor
+        tensor = torch._neg_view(tensor) if "neg" in bits else tensor
+        if entry.kind == "parameter":
+            return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
+        return tensor.requires_grad_(entry.requires_grad)
+
+    def storage(self, storage: Storage) -> torch.UntypedStorage:
+        device = self.device(storage.device or "cpu")
+        if device.type == "meta":
+            return torch.UntypedStorage(storage.nbytes, device="meta")  # type: ignore[no-untyped-call]
+        made = self.maps.storage(storage) if self.maps is not None else None
+        made = made if made is not None else _read(storage)
+        return made if device.type == "cpu" else made.to(device=device)
+
+    def device(self, tag: str) -> torch.device:
+        """Where a storage with this tag goes; made sure of once."""
+        if tag not in self.devices:
+            if isinstance(self.map_location, Mapping):
+                wanted: str | torch.device = self.map_location.get(tag, tag)
+            else:
+                wanted = tag if self.map_location is None else self.map_location
+            try:
+                self.devices[tag] = torch.device(wanted)
+                torch.empty(0, device=wanted)
+            except (RuntimeError, AssertionError, NotImplementedError) as error:
+                raise UsageError(
+                    f"{self.path} has tensors tagged {tag!r}, which cannot be placed on {str(wanted)!r} here.",
+                    why=str(error).splitlines()[0], fix="Choose another device with map_location.",
+                ) from None  # fmt: skip
+        return self.devices[tag]
+
+
+def _check_map_location(map_location: MapLocation) -> None:
+    """torch.load also takes a function; here it is a device or a mapping."""
+    if not isinstance(map_location, str | torch.device | Mapping | None):
+        raise UsageError(
+            f"map_location is a {type(map_location).__name__}.",
+            fix='Give a device ("cpu", "cuda:1"), a mapping from device tag to device, or None for the file\'s own tags.',
+        )
+
+
+def _read(storage: Storage) -> torch.UntypedStorage:
+    data = bytearray(storage.nbytes)
+    fill(storage.content, memoryview(data))
+    tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    return tensor.untyped_storage()
+
+
+class _Maps:
+    """Files mapped into memory, each once, privately: what is written to a tensor stays in this process."""
+
+    def __init__(self) -> None:
+        self.maps: dict[int, mmap.mmap | None] = {}
+
+    def storage(self, storage: Storage) -> torch.UntypedStorage | None:
+        """The mapped bytes of a storage; None where they are not in the file as they are, not aligned, or cannot be mapped."""
+        content, align = storage.content, storage.dtype.itemsize if storage.dtype is not None else _ALIGN
+        if not isinstance(content, Range) or not content.length or content.offset % (align or 1):
+            return None
+        source = content.source
+        if id(source) not in self.maps:
+            self.maps[id(source)] = _map(source) if len(self.maps) < _MAPS else None
+        mapped = self.maps[id(source)]
+        if mapped is None or content.offset + content.length > len(mapped):
+            return None
+        tensor = torch.frombuffer(mapped, dtype=torch.uint8, offset=content.offset, count=content.length)
+        return tensor.untyped_storage()
+
+
+_ALIGN = 16  # an untyped storage may be viewed as anything
+_MAPS = 200  # each keeps a file open
+_MAP_FROM = 1 << 20  # a smaller file is read: it costs nothing, and a map can be pulled away
+
+
+def _map(source: Source) -> mmap.mmap | None:
+    if source.size < _MAP_FROM or source.fd < 0:
+        return None
+    try:
+        return mmap.mmap(source.fd, 0, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError):  # a file system that cannot, or no address space left
+        return None
+
+
+_OBJECTS: dict[str, Callable[..., Any]] = {
+    "builtins.set": set,
+    "builtins.complex": complex,
+    "builtins.bytearray": bytearray,
+    "torch.Size": lambda sizes: torch.Size(sizes),
+    "torch.device": lambda *args: torch.device(*args),
+}
+
+
+def fill(content: Content, buffer: memoryview) -> None:
+    """Read a content into a buffer of its size."""
+    if isinstance(content, Range):
+        content.source.read_into(content.offset, buffer)
+        return
+    at = 0
+    if isinstance(content, Joined):
+        for part in content.parts:
+            fill(part, buffer[at : at + part.length])
+            at += part.length
+        return
+    for chunk in chunks(content):
+        buffer[at : at + len(chunk)] = chunk
+        at += len(chunk)

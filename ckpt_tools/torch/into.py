@@ -1,0 +1,278 @@
+"""Load a checkpoint into a live model: everything is checked first, then bytes go from the file to where they are wanted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from ckpt_tools import casts, transforms
+from ckpt_tools.checkpoint import Checkpoint, StateDict, collector_paused, is_tensor, open_checkpoint
+from ckpt_tools.dtypes import DTYPES
+from ckpt_tools.errors import ConvertError, MatchError, UsageError
+from ckpt_tools.fit import Choices, Fitted, OnMismatch, RowChoice, Rows, Wanted, fit
+from ckpt_tools.initialisers import Blank, Rules, blank_in
+from ckpt_tools.match import Matching, Stages
+from ckpt_tools.match import match as find_partners
+from ckpt_tools.match.by_name import without_module
+from ckpt_tools.numeric import row_major, torch_dtype
+from ckpt_tools.plan import Computed, Content, Deflated, Joined, chunks, read
+from ckpt_tools.plans import plan_of
+from ckpt_tools.targets import Param, params_of
+from ckpt_tools.torch.building import Builder
+from ckpt_tools.torch.copying import copy_into
+from ckpt_tools.torch.loading import choose, loadable
+from ckpt_tools.torch.report import LoadReport
+from ckpt_tools.torch.slots import Slot, Slots, find_slots
+from ckpt_tools.tree import Entry, Node
+
+
+def load_into(
+    model: torch.nn.Module, path: str | os.PathLike[str], *, match: Stages = "exact+wrappers", rename: str | Sequence[str] = (),
+    reinit: str | Sequence[str] | Mapping[str, str] | None = None, on_mismatch: OnMismatch = "error", rows: RowChoice = None,
+    adapt: bool = False, allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = (), assign: bool = False,
+    select: str | None = None, seed: int = 0,
+) -> LoadReport:  # fmt: skip
+    """Load a checkpoint into a model. Executes nothing in the file.
+
+    Tensors go straight into the parameters' and buffers' own memory, on their device and in their dtype; there is no second
+    copy of the model. The model may be wrapped by DP, DDP, FSDP1 names or compile, or not, and the file too. Parameters on
+    the meta device are made on the default device (the CPU, unless `torch.set_default_device` says another). Every
+    rank of a DDP job may call this at once. Load hooks of modules are not called, except `set_extra_state`.
+
+    When it raises, nothing in the model has changed, unless the disk fails or the file changes under the reading.
+
+    Args:
+        model: the model.
+        path: a checkpoint in any container that ckpt reads.
+        match: how partners are found: "exact+wrappers", "names", "structure" or "position"; see `ckpt match`.
+        rename: `REGEX=REPLACEMENT` rules for names of the file.
+        reinit: a scheme for tensors that get initial values, `GLOB=SCHEME` texts, or a mapping of them; `ckpt convert --help`
+            lists the schemes. "target" leaves the model's own value.
+        on_mismatch: for a tensor of another shape: "error"; "reinit"; "overlap" keeps what fits and initialises the
+            rest; "skip" leaves the model's.
+        rows: with "overlap": which rows of the file's tensors, in which order; for one name by a mapping from globs.
+        adapt: fit a first convolution to other input channels, and position embeddings to another grid.
+        allow_missing, allow_unexpected: globs on names that may be left over.
+        assign: put new tensors with the file's dtypes in place of the parameters.
+        select: the dotted path of the state dict, where the file holds several.
+        seed: for initial values; one seed gives the same bytes on every machine.
+
+    Returns:
+        What happened to every name; true when all of the model and of the file was loaded.
+
+    Raises:
+        MatchError: tensors are left over, and no choice covers them; all are listed. TargetError: the model has parameters that
+        cannot be written into. UsageError: an argument that cannot be read. CkptError: the file cannot be read.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"load_into takes a torch.nn.Module, not a {type(model).__name__}.")
+    rules = (rename,) if isinstance(rename, str) else rename
+    choices = Choices(Rules(reinit), on_mismatch, Rows(rows), adapt, seed, allow_missing, allow_unexpected, in_code=True)
+    slots = find_slots(model)
+    _check_assign(model, slots, assign)
+    with open_checkpoint(path) as checkpoint:
+        with collector_paused():
+            loading = _Loading(checkpoint, choose(checkpoint, select), slots, choices, assign)
+            loading.plan(match, rules)
+        loading.run()
+        checkpoint.decoded.source.check_unchanged()
+    return loading.report
+
+
+def _check_assign(model: torch.nn.Module, slots: Slots, assign: bool) -> None:
+    """DDP holds on to the parameters that it was given."""
+    new = assign or any(slot.tensor.is_meta for slot in slots.tensors.values())
+    if new and any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise UsageError(
+            "Parameters of a DistributedDataParallel model cannot be exchanged.", fix="Load into the model before wrapping it."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One tensor on its way: from an entry into a tensor, the slot's own or a new one."""
+
+    entry: Entry
+    slot: Slot
+    into: torch.Tensor | None
+
+
+class _Loading:
+    """One `load_into` under way: `plan` reads and checks, `run` changes the model."""
+
+    def __init__(self, checkpoint: Checkpoint, state_dict: StateDict, slots: Slots, choices: Choices, assign: bool) -> None:
+        transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
+        self.checkpoint, self.slots, self.choices, self.assign = checkpoint, slots, choices, assign
+        self.node = casts.to_little_endian(loadable(state_dict.node), checkpoint.decoded.byteorder)
+        self.source: dict[str, Node] = {key: value for key, value in self.node.items if is_tensor(value)}
+        self.report = LoadReport(str(checkpoint.path))
+        self.copies: list[_Copy] = []
+        self.extra_state: list[tuple[torch.nn.Module, Any]] = []
+
+    # --- checking
+
+    def plan(self, stages: Stages, rename: Sequence[str]) -> None:
+        """Decide the fate of every name; nothing in the model changes."""
+        slots = self.slots.tensors
+        params = [Param(slot.name, slot.shape, slot.dtype, slot.place, type(slot.module).__name__) for slot in slots.values()]
+        matching = self._tolerate(find_partners(params_of(self.node), params, stages=stages, rename=rename))
+        label = f"{self.checkpoint.path} does not fit the model"
+        wanted = Wanted(list(slots), self._blank, None, _first_names(self.slots), label)
+        fitted = fit(self.node, plan_of(replace(matching, offers=())), wanted, self.choices)
+        self._plan_copies(fitted)
+        self._fill_report(matching, fitted)
+        self._plan_extra_state()
+
+    def _tolerate(self, matching: Matching) -> Matching:
+        """Files from before torch 0.4.1 have no `num_batches_tracked`; as torch does, the model keeps its own."""
+        old = [name for name in matching.missing if name.endswith("num_batches_tracked") and not self._is_chosen(name)]
+        has_any = any(name.endswith("num_batches_tracked") for name in self.source)
+        if not old or has_any:
+            return matching
+        self.report.notes.append(f"{len(old)} num_batches_tracked are not in a file this old; they stay as they are.")
+        return replace(matching, missing=tuple(name for name in matching.missing if name not in set(old)))
+
+    def _is_chosen(self, name: str) -> bool:
+        return self.choices.reinit.of(name) is not None or self.slots.tensors[name].tensor.is_meta
+
+    def _blank(self, name: str) -> Blank:
+        slot = self.slots.tensors[name]
+        return blank_in(slot.module, name, slot.shape, DTYPES[slot.dtype])
+
+    def _plan_copies(self, fitted: Fitted) -> None:
+        taken: dict[object, tuple[str, Entry]] = {}
+        for name, node in fitted.tensors.items():
+            slot = self.slots.tensors[name]
+            if type(node) is not Entry:
+                raise ConvertError(f"{name!r} is a sparse, quantised, nested or meta tensor in {self.checkpoint.path}.",
+                                   why="It cannot be copied into a plain parameter.")  # fmt: skip
+            _check_castable(name, node, slot)
+            _check_readable(node.storage.content)
+            if slot.place in taken:
+                self._check_same(name, node, *taken[slot.place])
+                continue
+            taken[slot.place] = (name, node)
+            fresh = self.assign or slot.tensor.is_meta
+            self.copies.append(_Copy(node, slot, None if fresh else slot.tensor))
+        for name in fitted.kept_own:
+            if self.slots.tensors[name].tensor.is_meta:
+                raise ConvertError(f"{name!r} is on the meta device: it has no value of its own to keep.",
+                                   fix='Choose another scheme than "target".')  # fmt: skip
+
+    def _check_same(self, name: str, node: Entry, first: str, other: Entry) -> None:
+        """One tensor of the model under two names takes one value."""
+        view, seen = ((e.storage, e.offset, e.shape, e.stride) for e in (node, other))
+        if view != seen and _bytes_of(node) != _bytes_of(other):
+            raise ConvertError(
+                f"{first!r} and {name!r} are one tensor in the model, and two different ones in {self.checkpoint.path}.",
+                fix="Untie them in the model, or choose one in the file: ckpt convert --drop.",
+            )
+
+    def _fill_report(self, matching: Matching, fitted: Fitted) -> None:
+        report = self.report
+        report.loaded = [name for name in fitted.tensors if name not in {row.name for row in fitted.initialised}]
+        report.loaded += [name for name in fitted.adapted if name not in report.loaded]
+        report.renamed = {row.old: (row.new, row.reason) for row in matching.matched if row.old != row.new}
+        report.missing, report.unexpected = fitted.missing, fitted.unexpected
+        report.mismatched, report.adapted = fitted.skipped, fitted.adapted
+        report.reinitialised = {
+            row.name: "the model's own value" if row.name in fitted.kept_own else f"{row.scheme} (seed {row.seed})"
+            for row in fitted.initialised
+        }
+        for copy in self.copies:
+            if copy.into is not None and copy.entry.dtype.name != copy.slot.dtype:
+                move = f"{copy.entry.dtype.name} -> {copy.slot.dtype}"
+                report.cast[move] = report.cast.get(move, 0) + 1
+        if self.slots.meta_buffers:
+            names = ", ".join(self.slots.meta_buffers[:4])
+            report.notes.append(
+                f"{names}: buffers that no checkpoint holds are still on the meta device; the model must make them."
+            )
+
+    def _plan_extra_state(self) -> None:
+        """What modules keep beside tensors, found by name; the wrappers of neither side count."""
+        states = {without_module(key): value for key, value in self.node.items if key.endswith("_extra_state")}
+        builder = Builder(self.checkpoint, "cpu")
+        for name, module in self.slots.extra_state.items():
+            if (key := without_module(name)) in states:
+                self.extra_state.append((module, builder.build(states.pop(key))))
+                self.report.loaded.append(name)
+            elif not any(fnmatchcase(name, glob) for glob in self.choices.allow_missing):
+                raise MatchError(f"{self.checkpoint.path} does not fit the model.", why=f"It has no {name!r}.",
+                                 fix="Allow that: allow_missing=['*_extra_state'].")  # fmt: skip
+            else:
+                self.report.missing.append(name)
+        self.report.unexpected += states
+
+    # --- changing the model
+
+    def run(self) -> None:
+        """Give modules their extra state, copy, and put new tensors in place."""
+        for module, state in self.extra_state:
+            module.set_extra_state(state)
+        fresh: list[tuple[Slot, torch.Tensor]] = []
+        with torch.no_grad():
+            for copy in self.copies:
+                into = copy.into
+                if into is None:
+                    into = _new_tensor(copy, self.assign)
+                    fresh.append((copy.slot, into))
+                copy_into(copy.entry, into)
+                torch.autograd.graph.increment_version(into)  # autograd has not seen what was read into its memory
+        for slot, tensor in fresh:
+            _put(slot, tensor)
+
+
+def _first_names(slots: Slots) -> dict[str, str]:
+    first: dict[object, str] = {}
+    return {name: first.setdefault(slot.place, name) for name, slot in slots.tensors.items()}
+
+
+def _check_castable(name: str, entry: Entry, slot: Slot) -> None:
+    old, new = entry.dtype, DTYPES[slot.dtype]
+    if not old.in_torch or (old is not new and (old.packed > 1 or new.packed > 1)):
+        raise ConvertError(f"{name!r} is {old.name}, which torch cannot cast to {new.name}.")
+    ranks = {"bool": 0, "int": 1, "float": 2, "complex": 3}
+    if old is not new and ranks.get(old.family, 9) > ranks.get(new.family, -1):
+        raise ConvertError(f"{name!r} is {old.name} in the file and {new.name} in the model; it would lose part of its values.")
+
+
+def _check_readable(content: Content) -> None:
+    """Inflate what is deflated once, so that damage is found before the model changes."""
+    if isinstance(content, Computed) and content.of is not None:
+        for source in content.of if isinstance(content.of, tuple) else (content.of,):
+            _check_readable(source)
+    elif isinstance(content, Joined):
+        for part in content.parts:
+            _check_readable(part)
+    if isinstance(content, Deflated):
+        for _ in chunks(content):
+            pass
+
+
+def _bytes_of(entry: Entry) -> bytes:
+    return read(row_major(entry))
+
+
+def _new_tensor(copy: _Copy, assign: bool) -> torch.Tensor:
+    """Memory for a parameter that has none yet, or that is exchanged."""
+    old = copy.slot.tensor
+    device = torch.get_default_device() if old.is_meta else old.device
+    dtype = torch_dtype(copy.entry.dtype) if assign else old.dtype
+    return torch.empty(old.shape, dtype=dtype, device=device)
+
+
+def _put(slot: Slot, tensor: torch.Tensor) -> None:
+    """Put a new tensor wherever the old one is."""
+    old = slot.tensor
+    if isinstance(old, torch.nn.Parameter):
+        tensor = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
+        vars(tensor).update(vars(old))
+    for module, own in slot.owners:
+        held: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
+        held[own] = tensor

@@ -1,0 +1,107 @@
+"""Save so that the file is the old one or the whole new one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ckpt_tools import names
+from ckpt_tools import tree as trees
+from ckpt_tools.containers import safetensors
+from ckpt_tools.convert import Format, output_format
+from ckpt_tools.dtypes import DTYPES, DType
+from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.files import replacing
+from ckpt_tools.flatten import flatten
+from ckpt_tools.plan import CHUNK, Computed
+from ckpt_tools.torch.live_names import renamed_state_dict
+from ckpt_tools.tree import Dict, Entry, List, Node, Storage
+from ckpt_tools.writer import write
+
+
+def save(
+    model_or_mapping: torch.nn.Module | Mapping[str, Any], path: str | os.PathLike[str], *, format: Format | None = None,
+    wrapped: bool = False,
+) -> None:  # fmt: skip
+    """Save a model's state dict, or any mapping, so that the file is the old one or the whole new one, and durable.
+
+    Args:
+        model_or_mapping: a module, wrapped by DP, DDP, FSDP1 or compile or not; or a mapping, saved as it is.
+        path: the file; replaced when it exists.
+        format: "pth" (what `torch.save` writes) or "safetensors" (one flat state dict, ties kept); else by extension.
+        wrapped: keep the wrapper's names of a module.
+
+    Raises:
+        ContainerLimitError: a mapping that safetensors cannot hold. OutputError: the file cannot be written.
+    """
+    kind = output_format(path, format)
+    data = _state_dict_of(model_or_mapping, wrapped) if isinstance(model_or_mapping, torch.nn.Module) else model_or_mapping
+    if kind == "safetensors":
+        flat = flatten(_tree_of(data))
+        pieces = safetensors.lay_out(flat.tensors, flat.metadata)
+        with replacing(path, overwrite=True, durable=True) as output:
+            write(pieces, output)
+        return
+    with replacing(path, overwrite=True, durable=True) as output, os.fdopen(os.dup(output.fd), "wb") as stream:
+        torch.save(data, stream)
+
+
+def _state_dict_of(model: torch.nn.Module, wrapped: bool) -> Mapping[str, Any]:
+    if wrapped:
+        return model.state_dict()
+    while True:
+        if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+            model = inner
+        else:
+            return renamed_state_dict(model.state_dict(), names.strip_inner)
+
+
+def _tree_of(data: Mapping[str, Any]) -> Node:
+    """A mapping as a tree; tensors on one storage stay on one."""
+    storages: dict[int, Storage] = {}
+
+    def node(value: Any, name: str) -> Node:
+        if isinstance(value, torch.Tensor):
+            return _entry_of(value, name, storages)
+        if isinstance(value, Mapping):
+            made = Dict([(key, node(item, str(key))) for key, item in value.items()], ordered=True)
+            if isinstance(metadata := getattr(value, "_metadata", None), Mapping):
+                made.attributes = Dict([("_metadata", node(metadata, "_metadata"))])
+            return made
+        if isinstance(value, list | tuple):
+            return List([node(item, name) for item in value])
+        if value is None or isinstance(value, str | int | float | bool):
+            return value
+        raise ContainerLimitError(f"{name!r} is a {type(value).__name__}, which safetensors cannot hold.")
+
+    return node(data, "the mapping")
+
+
+def _entry_of(tensor: torch.Tensor, name: str, storages: dict[int, Storage]) -> Entry:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise ContainerLimitError(f"{name!r} is a sparse, quantised or meta tensor, which safetensors cannot hold.")
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    dtype: DType = DTYPES[str(tensor.dtype).removeprefix("torch.")]
+    live = tensor.untyped_storage()
+    storage = storages.get(live._cdata)
+    if storage is None:
+        content = Computed(live.nbytes(), lambda: _storage_chunks(live))
+        storage = storages[live._cdata] = Storage(str(len(storages)), dtype, live.nbytes(), str(tensor.device), content)
+    entry = Entry(storage, dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    trees.check(entry, repr(name))
+    return entry
+
+
+def _storage_chunks(storage: torch.UntypedStorage) -> Iterator[memoryview]:
+    """The bytes of a live storage, without a copy of more than what lies on another device."""
+    on_cpu = storage if storage.device.type == "cpu" else storage.to(device=torch.device("cpu"))
+    if on_cpu.nbytes():
+        view = memoryview((ctypes.c_char * on_cpu.nbytes()).from_address(on_cpu.data_ptr())).cast("B")
+        for start in range(0, len(view), CHUNK):
+            yield view[start : start + CHUNK]

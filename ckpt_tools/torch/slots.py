@@ -1,0 +1,133 @@
+"""Where a live model keeps its tensors: parameters and buffers by name, and what can be written into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt_tools.dtypes import DTYPES
+from ckpt_tools.errors import TargetError
+
+Owner = tuple[torch.nn.Module, str]
+
+
+@dataclass(slots=True)
+class Slot:
+    """One tensor of a model under one of its names.
+
+    Attributes:
+        name: its name in the model's state dict.
+        tensor: the parameter or buffer itself.
+        owners: the modules that hold this very tensor, each with its own name for it; more than one where it is tied.
+        module: the module that the name leads to.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    module: torch.nn.Module
+    owners: list[Owner] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> str:
+        """torch's name for its dtype."""
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    @property
+    def place(self) -> object:
+        """Equal for tensors that are the same elements in memory."""
+        if self.tensor.is_meta or not self.tensor.numel():
+            return id(self.tensor)
+        return self.tensor.data_ptr(), self.shape, self.tensor.stride()
+
+
+@dataclass(slots=True)
+class Slots:
+    """All that a model's state dict has a place for.
+
+    Attributes:
+        tensors: name -> slot, in the order of the state dict.
+        extra_state: name -> the module that takes it through `set_extra_state`.
+        meta_buffers: names of buffers on the meta device that no state dict holds; whoever made the model must fill them.
+    """
+
+    tensors: dict[str, Slot] = field(default_factory=dict)
+    extra_state: dict[str, torch.nn.Module] = field(default_factory=dict)
+    meta_buffers: list[str] = field(default_factory=list)
+
+
+def find_slots(model: torch.nn.Module) -> Slots:
+    """The slots of a model, wrapped or not.
+
+    Raises:
+        TargetError: something in its state dict that is no plain tensor of its modules: packed weights of a quantised layer, a
+            distributed or sharded tensor, a lazy parameter that has no shape yet. All of them are named.
+    """
+    owners, modules = _owners(model), dict(model.named_modules(remove_duplicate=False))
+    slots, unusual = Slots(), []
+    for name, value in model.state_dict(keep_vars=True).items():
+        path, _, own = name.rpartition(".")
+        module = modules.get(path)
+        if own == "_extra_state" and module is not None:
+            slots.extra_state[name] = module
+        elif module is None or not isinstance(value, torch.Tensor) or (id(module), own) not in owners.get(id(value), {}):
+            unusual.append(f"{name!r} ({_what(value)})")
+        elif why := _unusual(value):
+            unusual.append(f"{name!r} ({why})")
+        else:
+            held = [(holder, key) for (_, key), holder in owners[id(value)].items()]
+            slots.tensors[name] = Slot(name, value, module, held)
+    if unusual:
+        raise TargetError(
+            f"The model has tensors that cannot be written into: {', '.join(unusual[:8])}{' ...' if len(unusual) > 8 else ''}.",
+            fix="Its own way is left: model.load_state_dict(ckpt_tools.torch.load_state_dict(path)).",
+        )
+    slots.meta_buffers = [
+        f"{path}.{own}" if path else own
+        for path, module in modules.items()
+        for own in sorted(module._non_persistent_buffers_set)
+        if (buffer := module._buffers.get(own)) is not None and buffer.is_meta
+    ]
+    return slots
+
+
+def _owners(model: torch.nn.Module) -> dict[int, dict[tuple[int, str], torch.nn.Module]]:
+    """id of a tensor -> (id of a module, own name) -> that module."""
+    found: dict[int, dict[tuple[int, str], torch.nn.Module]] = {}
+    for module in model.modules():
+        for own, tensor in _own(module):
+            found.setdefault(id(tensor), {})[id(module), own] = module
+    return found
+
+
+def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for held in (module._parameters, module._buffers):
+        yield from ((own, tensor) for own, tensor in held.items() if tensor is not None)
+
+
+def _what(value: Any) -> str:
+    return "made when it is asked for" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _unusual(tensor: torch.Tensor) -> str:
+    """Why nothing can be written into a tensor as it is, or the empty text."""
+    if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
+        return "lazy, without a shape; run the model once first"
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    if type(tensor.data) is not torch.Tensor:
+        return f"a {type(tensor.data).__name__}"
+    if tensor.layout != torch.strided or tensor.is_quantized or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        return f"{'quantised' if tensor.is_quantized else tensor.layout} {tensor.dtype}"
+    if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "expanded: several of its elements are one"
+    if tensor.is_inference():
+        return "made under torch.inference_mode"
+    return ""
