@@ -9,18 +9,42 @@ from ckpt_tools.convert import convert
 from ckpt_tools.errors import CkptError
 
 if TYPE_CHECKING:
+    from ckpt_tools.averaging import Averaged, average
     from ckpt_tools.checkpoint import Checkpoint, open_checkpoint
     from ckpt_tools.conversion import Converted
     from ckpt_tools.describe import Description, inspect
+    from ckpt_tools.differences import Difference, diff
+    from ckpt_tools.tensor_stats import Stats, stats
 
-__all__ = ["Checkpoint", "CkptError", "Converted", "Description", "__version__", "convert", "inspect", "open_checkpoint"]
+__all__ = [
+    "Averaged",
+    "Checkpoint",
+    "CkptError",
+    "Converted",
+    "Description",
+    "Difference",
+    "Stats",
+    "__version__",
+    "average",
+    "convert",
+    "diff",
+    "inspect",
+    "open_checkpoint",
+    "stats",
+]
 
 _HOMES = {
+    "Averaged": "averaging",
     "Checkpoint": "checkpoint",
     "Converted": "conversion",
     "Description": "describe",
+    "Difference": "differences",
+    "Stats": "tensor_stats",
+    "average": "averaging",
+    "diff": "differences",
     "inspect": "describe",
     "open_checkpoint": "checkpoint",
+    "stats": "tensor_stats",
 }
 
 

@@ -1,4 +1,4 @@
-"""The one door to torch for work on values: casts and gathers. torch is imported inside the functions."""
+"""The one door to torch for work on values: casts, gathers, numbers to measure. torch is imported inside the functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.dtypes import DType
-from ckpt_tools.plan import CHUNK, Computed, Content, Literal, Range, chunks, read
+from ckpt_tools.plan import CHUNK, Computed, Content, Literal, Range, blocks, chunks, read
 from ckpt_tools.tree import Entry
 
 if TYPE_CHECKING:
@@ -172,3 +172,95 @@ def lazy_bits(entry: Entry) -> set[str]:
     """The math bits that torch applies on reading: "conj", "neg"."""
     metadata = entry.extras.metadata if entry.extras is not None else None
     return {key for key, value in metadata.items if value is True and type(key) is str} if metadata is not None else set()
+
+
+# --- values
+
+
+ELEMENTS = 1 << 18  # elements that are looked at together: 2 MiB as float64, which stays in the cache
+_HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+# The values of float4_e2m1fn: 1 bit of sign, 2 of exponent, 1 of mantissa (OCP Microscaling Formats, section 5.3.3).
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def has_numbers(dtype: DType) -> bool:
+    """Whether torch can tell the values of a dtype: not of quantised ones without their scale, bits, and ints below a byte."""
+    if dtype.family in ("quantized", "bits") or not dtype.in_torch:
+        return False
+    return dtype.family != "int" or dtype.name in _INTS
+
+
+_INTS = frozenset(("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"))
+
+
+def numbers(content: Content, dtype: DType) -> Iterator[torch.Tensor]:
+    """The values of a content as float64 (complex128 for complex ones), `ELEMENTS` at a time.
+
+    Integers above 2**53 are rounded, as float64 does. Two float4 in a byte: the low half comes first, as in torch.
+    """
+    for block in blocks(content, ELEMENTS * dtype.itemsize // dtype.packed):
+        yield _numbers(bytearray(block), dtype)
+
+
+def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
+    import torch
+
+    if dtype.family == "complex":  # by their halves: torch has few kernels for complex32, and warns
+        halves = torch.frombuffer(data, dtype=getattr(torch, _HALVES[dtype.name])).to(torch.float64)
+        return torch.view_as_complex(halves.reshape(-1, 2))
+    if dtype.family == "bool":
+        return (torch.frombuffer(data, dtype=torch.uint8) != 0).to(torch.float64)
+    if dtype.packed == 2:
+        raw = torch.frombuffer(data, dtype=torch.uint8).to(torch.int64)
+        return torch.tensor(_E2M1, dtype=torch.float64)[torch.stack((raw & 15, raw >> 4), dim=1).reshape(-1)]
+    return torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch.float64)
+
+
+def weighted_sum(parts: list[tuple[Content, DType, float]], target: DType) -> Computed:
+    """The sum of contents times their weights, worked out in float64 (complex128) and rounded once, to `target`.
+
+    Args:
+        parts: contents of equally many elements, each with its dtype and weight.
+    """
+
+    def work() -> Iterator[memoryview]:
+        streams = [numbers(content, dtype) for content, dtype, _ in parts]
+        for values in zip(*streams, strict=True):
+            total = values[0] * parts[0][2]
+            for value, (_, _, weight) in zip(values[1:], parts[1:], strict=True):
+                total += value * weight
+            yield _as_bytes(total, target)
+
+    content, dtype, _ = parts[0]
+    return Computed(content.length // dtype.itemsize * target.itemsize, work)
+
+
+def _as_bytes(values: torch.Tensor, dtype: DType) -> memoryview:
+    import torch
+
+    if dtype.family == "complex":
+        values, name = torch.view_as_real(values).reshape(-1), _HALVES[dtype.name]
+    else:
+        name = dtype.name
+    out = bytearray(values.numel() * getattr(torch, name).itemsize)
+    torch.frombuffer(out, dtype=getattr(torch, name)).copy_(values)
+    return memoryview(out)
+
+
+def largest(parts: list[tuple[Content, DType]], target: DType) -> Computed:
+    """The largest of several integers, place by place, exactly. Looked at as int64, so uint64 is none of them."""
+
+    def work() -> Iterator[memoryview]:
+        import torch
+
+        streams = [blocks(content, ELEMENTS * dtype.itemsize) for content, dtype in parts]
+        for together in zip(*streams, strict=True):
+            found = None
+            for block, (_, dtype) in zip(together, parts, strict=True):
+                values = torch.frombuffer(bytearray(block), dtype=torch_dtype(dtype)).to(torch.int64)
+                found = values if found is None else found.maximum(values)
+            assert found is not None
+            yield _as_bytes(found, target)
+
+    content, dtype = parts[0]
+    return Computed(content.length // dtype.itemsize * target.itemsize, work)

@@ -1,32 +1,37 @@
-"""The README is executed: every command prints what the README says it prints, every Python block runs."""
+"""README and docs are executed: every command prints what the page says it prints, the README's Python runs."""
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [block for page in PAGES for block in re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the checkpoints that the README talks about."""
-    for name in ("ddp.pth", "training.pth"):
+    """A folder with the checkpoints that the pages talk about."""
+    for name in ("ddp.pth", "single.pth", "training.pth"):
         shutil.copy(ROOT / "fixtures" / name, tmp_path / name)
     return tmp_path
 
 
 def run(command: str, folder: Path) -> str:
     """What a command prints."""
-    arguments = command.replace("ckpt ", f"{sys.executable} -m ckpt_tools ", 1).split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(arguments, capture_output=True, text=True, cwd=folder, check=True, env=environment).stdout
+    arguments = [sys.executable, "-m", "ckpt_tools", *shlex.split(command.removeprefix("ckpt "))]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(arguments, capture_output=True, encoding="utf-8", cwd=folder, check=False, env=environment)
+    assert done.returncode in (0, 1), done.stderr  # 1: differences found
+    return done.stdout
 
 
 def without_time(text: str) -> str:
@@ -35,8 +40,8 @@ def without_time(text: str) -> str:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=[block.splitlines()[0] for block in BLOCKS])
-def test_readme_commands_print_what_is_shown(block: str, folder: Path) -> None:
-    """A console block of the README is what its command really prints."""
+def test_commands_print_what_is_shown(block: str, folder: Path) -> None:
+    """A console block of a page is what its command really prints."""
     command, _, shown = block.removeprefix("$ ").partition("\n")
     assert without_time(run(command, folder)) == without_time(shown)
 
@@ -57,3 +62,30 @@ def test_links_lead_somewhere() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.skipif(not shutil.which("git") or os.name == "nt", reason="git and a shell are needed")
+def test_the_git_recipe_works_as_written(tmp_path: Path) -> None:
+    """In a new repository with the page's own commands, git diff shows the tensor that changed, and only that."""
+    (recipe,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "compare.md").read_text(), re.DOTALL)
+    tool = tmp_path / "bin" / "ckpt"
+    tool.parent.mkdir()
+    tool.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m ckpt_tools "$@"\n')
+    tool.chmod(0o755)
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    path = f"{tool.parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "HOME": str(tmp_path), "GIT_CONFIG_GLOBAL": os.devnull}
+
+    def shell(script: str) -> str:
+        command = ["sh", "-ec", script]
+        return subprocess.run(command, capture_output=True, text=True, cwd=repository, check=True, env=environment).stdout
+
+    shell("git init -q . && git config user.name a && git config user.email a@example.org")
+    shell(recipe)
+    torch.save({"a.weight": torch.ones(2, 3), "b.weight": torch.ones(4)}, repository / "model.pth")
+    shell("git add -A && git commit -qm first")
+    torch.save({"a.weight": torch.ones(2, 3), "b.longer.weight": torch.ones(4)}, repository / "model.pth")
+    diff = shell("git diff -U0")
+    changed = [line for line in diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    assert changed == ["-b.weight 4 float32 cpu 16 B", "+b.longer.weight 4 float32 cpu 16 B"], diff

@@ -22,17 +22,17 @@ LAYERS = [
     ["pickling"],
     ["containers"],
     ["checkpoint"],
-    ["transforms", "plain", "plain_keys", "plain_values"],
+    ["transforms", "plain", "plain_keys", "plain_values", "measures"],
     ["casts", "flatten", "draws"],
-    ["targets"],
+    ["targets", "sides", "contents"],
     ["match"],
-    ["plans"],
+    ["plans", "renames"],
     ["plan_files"],
     ["initialisers"],
     ["adaptation"],
     ["fit"],
-    ["describe", "conversion"],
-    ["convert"],
+    ["describe", "conversion", "differences", "tensor_stats"],
+    ["convert", "averaging"],
     ["torch", "render"],
     ["cli"],
     ["__init__", "__main__"],
@@ -80,14 +80,20 @@ def test_train_is_never_imported_back() -> None:
 def test_public_names() -> None:
     """What `from ckpt_tools import *` gives is pinned, sorted and there."""
     assert ckpt_tools.__all__ == [
+        "Averaged",
         "Checkpoint",
         "CkptError",
         "Converted",
         "Description",
+        "Difference",
+        "Stats",
         "__version__",
+        "average",
         "convert",
+        "diff",
         "inspect",
         "open_checkpoint",
+        "stats",
     ]
     assert all(getattr(ckpt_tools, name) is not None for name in ckpt_tools.__all__)
     assert callable(ckpt_tools.convert)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import click
 
-from ckpt_tools.cli.options import Once, show_progress
+from ckpt_tools.cli.options import Once, quiet_option, show_progress
 from ckpt_tools.convert import convert as convert_checkpoint
 
 
@@ -42,8 +42,9 @@ from ckpt_tools.convert import convert as convert_checkpoint
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
 @click.option("--verify", is_flag=True, help="Check the CRC-32 of every record while copying.")
 @click.option("--fsync", is_flag=True, help="Make a new OUT durable before returning (a replaced one always is).")
+@quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
-def convert(source: Path, target: Path, format_: str | None, as_json: bool, **options: Any) -> None:
+def convert(source: Path, target: Path, format_: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
 
     \b
@@ -56,13 +57,13 @@ def convert(source: Path, target: Path, format_: str | None, as_json: bool, **op
 
     Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
     """
-    with show_progress() as progress:
+    with show_progress(quiet=quiet, preload=None if as_json or quiet else "ckpt_tools.render.converted") as progress:
         report = convert_checkpoint(source, target, format=cast("Any", format_), progress=progress, **options)
     if as_json:
         from ckpt_tools.render.json import line
 
         click.echo(line(report.to_json()))
-    else:
+    elif not quiet:
         from ckpt_tools.render.converted import print_converted
         from ckpt_tools.render.text import show
 

@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from ckpt_tools.writer import Progress
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
-_PROGRESS_FROM = 200 << 20
+_PROGRESS_AFTER = 1.0  # seconds
 _SUFFIXES = {".pth", ".pt", ".ckpt", ".bin", ".safetensors", ".th", ".t7", ".tar", ".model", ".pkl", ".dat"}
 
 
@@ -78,24 +80,30 @@ class Once(click.Option):
         return given[0] if given else None
 
 
-@contextlib.contextmanager
-def show_progress() -> Iterator[Progress]:
-    """A progress bar on a terminal, for work above 200 MB.
+quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 
-    What the report needs is imported at the first call, while the kernel copies: afterwards it would be waited for.
+
+@contextlib.contextmanager
+def show_progress(*, quiet: bool = False, preload: str | None = None) -> Iterator[Progress]:
+    """A progress bar on a terminal, for work that takes over a second; nothing in a pipe, or where quiet was asked for.
+
+    Args:
+        quiet: show none.
+        preload: a module that the report needs, imported at the first call, while the kernel copies: afterwards it would be
+            waited for.
     """
+    started = time.monotonic()
     with contextlib.ExitStack() as stack:
         update: Progress | None = None
 
         def progress(done: int, size: int) -> None:
             nonlocal update
-            import ckpt_tools.render.converted  # noqa: F401
-
-            if size < _PROGRESS_FROM or not sys.stderr.isatty():
-                return
-            if update is None:
+            if preload is not None and preload not in sys.modules:
+                import_module(preload)
+            if update is None and not quiet and time.monotonic() - started > _PROGRESS_AFTER and sys.stderr.isatty():
                 update = stack.enter_context(_bar(size))
-            update(done, size)
+            if update is not None:
+                update(done, size)
 
         yield progress
 

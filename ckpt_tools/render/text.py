@@ -69,9 +69,23 @@ def label_grid() -> Table:
     return grid
 
 
-def add_lines(grid: Table, label: str, lines: Sequence[str]) -> None:
-    """Up to ten lines under one label; how many more there are."""
-    for line in lines[:10]:
+def add_lines(grid: Table, label: str, lines: Sequence[str], limit: int | None = 10, rest: str = "--json shows all") -> None:
+    """Up to `limit` lines under one label; how many more there are."""
+    for line in lines[:limit]:
         grid.add_row(label, printable(line))
-    if len(lines) > 10:
-        grid.add_row(label, f"... {len(lines) - 10} more (--json shows all)")
+    if limit is not None and len(lines) > limit:
+        grid.add_row(label, f"... {len(lines) - limit} more ({rest})")
+
+
+def can_print(text: str, out: Console) -> bool:
+    """Whether the output's encoding has these characters."""
+    try:
+        text.encode(out.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 tensor`, `2 tensors`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

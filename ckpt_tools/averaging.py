@@ -1,0 +1,313 @@
+"""The weighted mean of several checkpoints of one model: tensors streamed, everything else from the first."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ckpt_tools.casts import to_little_endian
+from ckpt_tools.checkpoint import (
+    Checkpoint,
+    StateDict,
+    collector_paused,
+    find_state_dicts,
+    find_tensors,
+    is_tensor,
+    open_checkpoint,
+)
+from ckpt_tools.contents import same_bytes, same_unusual
+from ckpt_tools.conversion import Converted, Edits, Names, Note
+from ckpt_tools.convert import Format, ObjectsPolicy, output_format
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import ConvertError, UsageError
+from ckpt_tools.files import Output, free_bytes, no_space, output_target, replacing
+from ckpt_tools.names import unwrap as unwrap_name
+from ckpt_tools.numeric import has_numbers, largest, row_major, weighted_sum
+from ckpt_tools.plan import Content, total
+from ckpt_tools.sides import check_effort, view_of
+from ckpt_tools.transforms import dotted, restore_named_ties
+from ckpt_tools.transforms import select as select_node
+from ckpt_tools.tree import Entry, Node, Object, Storage, Where, contiguous_stride
+from ckpt_tools.writer import write
+
+if TYPE_CHECKING:
+    from ckpt_tools.writer import Progress
+
+Integers: TypeAlias = Literal["first", "max"]
+COUNTER = "num_batches_tracked"
+
+
+@dataclass(slots=True)
+class Averaged:
+    """The report of an average.
+
+    Attributes:
+        sources: the files, in order. weights: what each counted for; they sum to 1.
+        averaged: tensors that are a mean. kept: those that were equal everywhere and no floats.
+        largest, first: integer tensors that differed, and what was taken of them.
+        output: what was written, as `convert` reports it.
+    """
+
+    sources: list[str]
+    weights: list[float]
+    averaged: int = 0
+    kept: int = 0
+    largest: list[str] = field(default_factory=list)
+    first: list[str] = field(default_factory=list)
+    output: Converted = field(default_factory=lambda: Converted("", ""))
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+def average(
+    sources: Sequence[str | os.PathLike[str]],
+    target: str | os.PathLike[str],
+    *,
+    weights: Sequence[float] | None = None,
+    unwrap: bool = False,
+    integers: Integers | None = None,
+    select: str | None = None,
+    objects: ObjectsPolicy | None = None,
+    format: Format | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    fsync: bool = False,
+    progress: Progress | None = None,
+) -> Averaged:
+    """Write the mean of several checkpoints of one model: the whole new file, or nothing.
+
+    The tensors of state dicts are averaged in float64 (complex128), a chunk at a time, and rounded once, to the dtype that
+    they have in the first file. What else there is (optimizer, epoch) comes from the first file. Integer and bool tensors
+    that are equal everywhere stay; of `num_batches_tracked` the largest is taken, the count of the run that went furthest.
+
+    Args:
+        sources: two checkpoints or more, in any container. target: the file to write.
+        weights: one number for each source, divided by their sum; else all count the same.
+        unwrap: compare names without their wrappers, and write them so.
+        integers: what is taken of other integer tensors that differ: "first" or "max"; else they are refused.
+        select: the dotted path of a state dict or subtree, in every source, that becomes the whole output.
+        objects, format, overwrite, dry_run, fsync, progress: as in `convert`.
+
+    Raises:
+        UsageError: weights that do not fit. ConvertError: names, shapes or integers that disagree. CkptError: see `convert`.
+    """
+    parts = _weights(weights, len(sources))
+    if integers not in (None, "first", "max"):
+        raise UsageError(f"--integers {integers!r} is neither first nor max.")
+    kind = output_format(target, format)
+    edits = Edits(
+        Names(strip=False, add=False, unwrapping=unwrap, strip_prefix=None, add_prefix=None, rename=()), keep=(), drop=(),
+        select=select, map_location=None, dtype=None, dtype_only=(), objects=objects, kind=kind, verify=False,
+    )  # fmt: skip
+    report = Averaged(list(map(str, sources)), parts)
+    report.output = Converted(str(sources[0]), str(target), "torch-zip" if kind == "pth" else "safetensors", dry_run)
+    with ExitStack() as stack:
+        output = None
+        if dry_run:
+            output_target(target, overwrite=True)
+        else:
+            output = stack.enter_context(replacing(target, overwrite=overwrite, durable=fsync))
+        stack.enter_context(collector_paused())
+        checkpoints = [stack.enter_context(open_checkpoint(path)) for path in sources]
+        _Mean(checkpoints, parts, select, integers, report, unwrapped=unwrap).apply()
+        pieces = edits.plan(checkpoints[0], report.output)
+        report.output.bytes = total(pieces)
+        if output is not None:
+            _check_space(output, report.output.bytes)
+            write(pieces, output, progress)
+        for checkpoint in checkpoints:
+            checkpoint.decoded.source.check_unchanged()
+    return report
+
+
+def _check_space(output: Output, size: int) -> None:
+    free = free_bytes(output.target.parent)
+    if free is not None and free < size:
+        raise no_space(output.target, size)
+
+
+def _weights(given: Sequence[float] | None, count: int) -> list[float]:
+    """What each source counts for; the sum is 1."""
+    if count < 2:
+        raise UsageError("An average takes two checkpoints or more, and the file to write.")
+    weights = [1.0] * count if given is None else list(given)
+    if len(weights) != count:
+        raise UsageError(f"--weights names {len(weights)} numbers for {count} checkpoints.")
+    whole = math.fsum(weights)
+    if not all(map(math.isfinite, weights)) or not math.isfinite(whole) or whole == 0:
+        raise UsageError("--weights must be finite numbers that do not sum to zero.")
+    return [weight / whole for weight in weights]
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The tensors of one state dict of one source, by the name that is compared."""
+
+    path: str
+    where: Where
+    nodes: dict[str, Node]
+
+
+class _Mean:
+    """Puts the means into the state dicts of the first checkpoint's tree."""
+
+    def __init__(
+        self, checkpoints: Sequence[Checkpoint], weights: list[float], select: str | None, integers: Integers | None,
+        report: Averaged, *, unwrapped: bool,
+    ) -> None:  # fmt: skip
+        self.weights, self.integers, self.report = weights, integers, report
+        self.name = unwrap_name if unwrapped else str
+        self.roots = []
+        for checkpoint in checkpoints:
+            ties = restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+            checkpoint.decoded.metadata = {k: text for k, text in checkpoint.decoded.metadata.items() if k not in ties}
+            checkpoint.root = to_little_endian(checkpoint.root, checkpoint.decoded.byteorder)
+            checkpoint.decoded.byteorder = "little"
+            self.roots.append(checkpoint.root if select is None else _selected(checkpoint, select))
+            check_effort(tensor.node for tensor in find_tensors(checkpoint.root) if type(tensor.node) is Entry)
+        self.paths = [str(checkpoint.path) for checkpoint in checkpoints]
+        self.made: dict[Any, Entry] = {}
+
+    def apply(self) -> None:
+        """Exchange every tensor of every state dict of the first tree."""
+        found = [find_state_dicts(root) for root in self.roots]
+        if not found[0]:
+            raise ConvertError(f"{self.paths[0]} holds no state dict.", why="Only the tensors of state dicts are averaged.")
+        for base in found[0]:
+            others = [self.counterpart(base, state_dicts, path) for state_dicts, path in zip(found, self.paths, strict=True)]
+            sides = [self.named(state_dict, path) for state_dict, path in zip(others, self.paths, strict=True)]
+            for side in sides[1:]:
+                _check_names(sides[0], side)
+            base.node.items[:] = [
+                (key, self.mean(self.name(key), sides) if type(key) is str and is_tensor(node) else node)
+                for key, node in base.node.items
+            ]
+        self.note_rest(found[0])
+
+    def counterpart(self, base: StateDict, found: list[StateDict], path: str) -> StateDict:
+        """The state dict of another source at the same path, or its only one."""
+        same = [state_dict for state_dict in found if state_dict.where == base.where] or (found if len(found) == 1 else [])
+        if not same:
+            wheres = ", ".join(dotted(state_dict.where) or "(root)" for state_dict in found) or "none"
+            raise ConvertError(
+                f"{path} has no state dict at {dotted(base.where) or 'the root'}.", why=f"It has {wheres}.",
+                fix="Choose one that all have: --select WHERE.",
+            )  # fmt: skip
+        return same[0]
+
+    def named(self, state_dict: StateDict, path: str) -> _Names:
+        """The tensors by the names that are compared."""
+        nodes: dict[str, Node] = {}
+        for key, node in state_dict.node.items:
+            if type(key) is str and is_tensor(node):
+                if (name := self.name(key)) in nodes:
+                    raise ConvertError(f"{path}: two tensors are named {name!r} once unwrapped.")
+                nodes[name] = node
+        return _Names(path, state_dict.where, nodes)
+
+    def mean(self, name: str, sides: Sequence[_Names]) -> Node:
+        """What stands in the place of a tensor."""
+        nodes = [side.nodes[name] for side in sides]
+        if not all(type(node) is Entry for node in nodes):
+            return _unusual(name, nodes, sides)
+        entries: list[Entry] = nodes
+        _check_agree(name, entries, sides)
+        if not all(_has_mean(entry.dtype) for entry in entries):
+            return self.integer(name, entries, sides)
+        self.report.averaged += 1
+        parts = [(row_major(entry), entry.dtype, weight) for entry, weight in zip(entries, self.weights, strict=True)]
+        return self.entry(entries, weighted_sum(parts, entries[0].dtype))
+
+    def integer(self, name: str, entries: Sequence[Entry], sides: Sequence[_Names]) -> Entry:
+        """An integer, bool or quantised tensor: kept where it is equal everywhere."""
+        first = entries[0]
+        if all(first.dtype is entry.dtype and same_bytes(first, entry) for entry in entries[1:]):
+            self.report.kept += 1
+            return first
+        choice = "max" if name.rpartition(".")[2] == COUNTER else self.integers
+        if choice == "first":
+            self.report.first.append(name)
+            return first
+        if choice is None or not _has_largest(first.dtype):
+            raise ConvertError(
+                f"{name!r} is {first.dtype.name} and differs between {sides[0].path} and the others.",
+                why="Float and complex tensors have a mean; one of integers would have to be rounded.",
+                fix=f"Say what is taken: --integers first{' or max' if _has_largest(first.dtype) else ''}.",
+            )
+        self.report.largest.append(name)
+        return self.entry(entries, largest([(row_major(entry), entry.dtype) for entry in entries], first.dtype))
+
+    def entry(self, entries: Sequence[Entry], content: Content) -> Entry:
+        """A new entry with this content; names that are tied in every source stay tied."""
+        key = tuple(view_of(entry) for entry in entries)
+        if key not in self.made:
+            first = entries[0]
+            dtype = first.storage.dtype and first.dtype
+            storage = Storage(f"mean{len(self.made)}", dtype, content.length, first.storage.device, content)
+            extras = replace(first.extras, metadata=None) if first.extras else None  # the conj and neg bits are worked in
+            stride = contiguous_stride(first.shape)
+            self.made[key] = replace(first, storage=storage, stride=stride, offset=0, extras=extras)
+        return replace(self.made[key], kind=entries[0].kind, requires_grad=entries[0].requires_grad)
+
+    def note_rest(self, state_dicts: Sequence[StateDict]) -> None:
+        """Say what was not averaged."""
+        inside = {state_dict.where for state_dict in state_dicts}
+        rest = sum(tensor.where[:-1] not in inside for tensor in find_tensors(self.roots[0]))
+        if rest:
+            text = f"{rest} tensors outside of state dicts (optimizer state) are those of {self.paths[0]}; --select drops them."
+            self.report.output.notes.append(Note("rest-from-first", text))
+
+
+def _has_mean(dtype: DType) -> bool:
+    return dtype.family in ("float", "complex") and has_numbers(dtype) and dtype.packed == 1
+
+
+def _has_largest(dtype: DType) -> bool:
+    return dtype.family in ("int", "bool") and has_numbers(dtype) and dtype.name != "uint64"  # compared as int64
+
+
+def _selected(checkpoint: Checkpoint, where: str) -> Node:
+    try:
+        return select_node(checkpoint.root, where)
+    except ConvertError as error:
+        error.what = f"{checkpoint.path}: {error.what}"
+        raise
+
+
+def _check_names(first: _Names, other: _Names) -> None:
+    missing = [name for name in first.nodes if name not in other.nodes]
+    extra = [name for name in other.nodes if name not in first.nodes]
+    if not missing and not extra:
+        return
+    both = [f"only {side.path} has {', '.join(map(repr, names[:3]))}{' ...' if len(names) > 3 else ''}"
+            for side, names in ((first, missing), (other, extra)) if names]  # fmt: skip
+    alike = {unwrap_name(name) for name in first.nodes} == {unwrap_name(name) for name in other.nodes}
+    fix = "They agree without wrappers: --unwrap." if alike else f"ckpt diff {first.path} {other.path} shows all of it."
+    raise ConvertError(f"{first.path} and {other.path} have other names.", why=f"{'; '.join(both)}.", fix=fix)
+
+
+def _check_agree(name: str, entries: Sequence[Entry], sides: Sequence[_Names]) -> None:
+    first = entries[0]
+    for entry, side in zip(entries[1:], sides[1:], strict=True):
+        if entry.shape != first.shape:
+            shapes = f"{list(first.shape)} in {sides[0].path}, {list(entry.shape)} in {side.path}"
+            raise ConvertError(f"{name!r} has two shapes.", why=f"{shapes}.", fix="Only one model's checkpoints have a mean.")
+        if entry.dtype.family != first.dtype.family or entry.dtype.packed != first.dtype.packed:
+            dtypes = f"{first.dtype.name} in {sides[0].path}, {entry.dtype.name} in {side.path}"
+            raise ConvertError(f"{name!r} is not the same kind of number everywhere.", why=f"{dtypes}.")
+
+
+def _unusual(name: str, nodes: Sequence[Node], sides: Sequence[_Names]) -> Node:
+    """A sparse, quantised or nested tensor: kept where it is equal everywhere."""
+    if all(type(node) is Object and same_unusual(nodes[0], node) for node in nodes[1:]):
+        return nodes[0]
+    raise ConvertError(
+        f"{name!r} is a sparse, quantised or nested tensor and differs between {sides[0].path} and the others.",
+        why="ckpt averages dense tensors only.", fix="Leave it out first: ckpt convert IN OUT --drop NAME.",
+    )  # fmt: skip

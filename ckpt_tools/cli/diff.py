@@ -1,0 +1,53 @@
+"""`ckpt diff`."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import click
+
+from ckpt_tools.cli.options import Once, quiet_option, show_progress
+
+
+@click.command()
+@click.argument("left", metavar="A", type=click.Path(path_type=Path))
+@click.argument("right", metavar="B", type=click.Path(path_type=Path))
+@click.option("--values", is_flag=True, help="Measure how far the tensors are apart (largest difference, cosine ...).")
+@click.option("--contents/--no-contents", default=True, help="Compare the tensors' bytes, or names, shapes and dtypes only.")
+@click.option("--select", cls=Once, metavar="WHERE", help="Compare one state dict or subtree; A_PATH=B_PATH for two.")
+@click.option("--all", "show_all", is_flag=True, help="Show every line; nothing cut.")
+@quiet_option
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/compare.md.")
+def diff(
+    left: Path, right: Path, values: bool, contents: bool, select: str | None, show_all: bool, quiet: bool, as_json: bool
+) -> None:
+    """Show what differs between two checkpoints, in whatever containers they are.
+
+    \b
+    ckpt diff ddp.pth single.pth
+    ckpt diff --values epoch_1.pth epoch_2.safetensors
+    ckpt diff --select model=. training.pth weights.safetensors
+
+    Names that differ by a wrapper or a prefix are compared with each other. --select takes "." for the whole file.
+
+    Exit code: 0 the same, 1 different, 2 usage, 3 when one cannot be read.
+    """
+    from ckpt_tools.differences import diff as compare
+    from ckpt_tools.errors import UsageError
+
+    if values and not contents:
+        raise UsageError("--values and --no-contents contradict each other.")
+    with show_progress(quiet=quiet) as progress:
+        report = compare(left, right, values=values, contents=contents, select=select, progress=progress)
+    if as_json:
+        from ckpt_tools.render.json import line
+
+        click.echo(line(report.to_json()))
+    elif not quiet:
+        from ckpt_tools.render.difference import print_difference
+        from ckpt_tools.render.text import show
+
+        show(partial(print_difference, report, show_all=show_all))
+    sys.exit(0 if report.same else 1)

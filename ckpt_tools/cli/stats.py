@@ -1,0 +1,53 @@
+"""`ckpt stats`."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import click
+
+from ckpt_tools.cli.options import Once, show_progress
+
+
+@click.command()
+@click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
+@click.option("--select", cls=Once, metavar="WHERE", help="Only one state dict or subtree (model, ema, optimizer).")
+@click.option("--filter", "pattern", cls=Once, metavar="GLOB", help="Only tensors whose name or path matches.")
+@click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up below the first N parts of the names.")
+@click.option(
+    "--sort", type=click.Choice(["file", "name", "size", "mean", "std", "max", "zeros"]), default="file", show_default=True,
+    help="Order; numbers largest first, by magnitude.",
+)  # fmt: skip
+@click.option("--all", "show_all", is_flag=True, help="Show every tensor.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/compare.md.")
+def stats(
+    path: Path, select: str | None, pattern: str | None, depth: int | None, sort: str, show_all: bool, as_json: bool
+) -> None:
+    """Show what the numbers look like: mean, std, min, max, zeros, NaN, inf and a histogram of every tensor.
+
+    \b
+    ckpt stats model.pth
+    ckpt stats --select model --depth 2 training.pth
+    ckpt stats --sort std --filter '*.weight' model.safetensors
+
+    Values are read as float64, std divides by n - 1 as torch.std does. NaN and infinite values are counted, and left out of
+    the rest.
+
+    Exit code: 0 done, 2 usage, 3 refused.
+    """
+    from ckpt_tools.tensor_stats import stats as measure
+
+    with show_progress() as progress:
+        report = measure(path, select=select, filter=pattern, depth=depth, progress=progress)
+    if as_json:
+        from ckpt_tools.render.json import line
+
+        click.echo(line(report.to_json()))
+    else:
+        from ckpt_tools.render.stats import StatsSort, StatsView, print_stats
+        from ckpt_tools.render.text import show
+
+        view = StatsView(show_all, depth is not None, cast("StatsSort", sort))
+        show(partial(print_stats, report, view))

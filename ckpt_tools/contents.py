@@ -1,0 +1,61 @@
+"""Whether two tensors hold the same bytes, told by reading both side by side. No torch, unless one has to be gathered."""
+
+from __future__ import annotations
+
+from ckpt_tools.numeric import lazy_bits, part, row_major
+from ckpt_tools.plan import Content, blocks
+from ckpt_tools.tree import PLAIN, Entry, Global, Node, Object, Storage, reachable, walk
+
+
+def same_bytes(left: Entry, right: Entry) -> bool:
+    """Whether two entries of one dtype and shape hold the same bytes, row-major.
+
+    Strided entries of one layout are compared as they lie first: only where what lies between their elements differs are
+    they gathered.
+    """
+    if (left.stride, lazy_bits(left)) == (right.stride, lazy_bits(right)) and same_content(_span(left), _span(right)):
+        return True
+    if left.is_contiguous and right.is_contiguous and not lazy_bits(left) and not lazy_bits(right):
+        return left.stride != right.stride and same_content(row_major(left), row_major(right))
+    return same_content(row_major(left), row_major(right))
+
+
+def _span(entry: Entry) -> Content:
+    """The part of its storage from an entry's first element to its last."""
+    if entry.is_contiguous:  # by bytes: an element may be less than one
+        length = entry.nbytes
+    else:
+        length = (
+            1 + sum((size - 1) * step for size, step in zip(entry.shape, entry.stride, strict=True))
+        ) * entry.dtype.itemsize
+    return part(entry.storage.content, entry.offset * entry.dtype.itemsize if length else 0, length)
+
+
+def same_content(left: Content, right: Content) -> bool:
+    """Whether two contents are the same bytes; reading stops at the first that are not."""
+    if left.length != right.length:
+        return False
+    return all(one == other for one, other in zip(blocks(left), blocks(right), strict=True))
+
+
+def same_unusual(left: Node, right: Node) -> bool:
+    """Whether two sparse, quantised or nested tensors are rebuilt from the same bytes with the same arguments."""
+    if type(left) is not Object or type(right) is not Object or _arguments(left) != _arguments(right):
+        return False
+    storages = [[node for node in reachable(tensor) if type(node) is Storage] for tensor in (left, right)]
+    if len(storages[0]) != len(storages[1]):
+        return False
+    return all(same_content(one.content, other.content) for one, other in zip(*storages, strict=True))
+
+
+def _arguments(node: Node) -> list[str]:
+    """Everything but the storages that a tensor is rebuilt from, as text."""
+    found = []
+    for where, part_ in walk(node):
+        if type(part_) is Entry:
+            found.append(f"{where} {part_.dtype.name} {part_.shape} {part_.stride} {part_.offset}")
+        elif type(part_) in PLAIN or type(part_) is Global:
+            found.append(f"{where} {part_!r}" if type(part_) is not int or part_.bit_length() < 64 else f"{where} int")
+        elif type(part_) is Storage:
+            found.append(f"{where} {part_.dtype.name if part_.dtype else None} {part_.nbytes}")
+    return found

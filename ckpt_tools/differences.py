@@ -1,0 +1,423 @@
+"""What differs between two checkpoints: names, shapes, dtypes, devices, values, objects, and the tensors themselves."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.checkpoint import Checkpoint, StateDict, Tensor, collector_paused, open_checkpoint
+from ckpt_tools.contents import same_bytes, same_unusual
+from ckpt_tools.describe import value_text
+from ckpt_tools.names import wrappers_in
+from ckpt_tools.numeric import has_numbers, numbers, row_major
+from ckpt_tools.renames import Pair, pair_names, removed_prefix
+from ckpt_tools.sides import Side, as_texts, check_effort, open_side, view_of
+from ckpt_tools.transforms import dotted
+from ckpt_tools.tree import Entry
+
+if TYPE_CHECKING:
+    from ckpt_tools.measures import Gap
+    from ckpt_tools.writer import Progress
+
+_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A tensor that only one side has."""
+
+    where: str
+    dtype: str | None
+    shape: list[int] | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """A tensor that has another name on the right; `reason` is "wrapper", "prefix" or "structure"."""
+
+    left: str
+    right: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that both sides have and that is not the same; `where` is the dotted path on the left."""
+
+    where: str
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    """A plain value or an object that differs; `kind` is "added", "removed" or "changed"."""
+
+    where: str
+    kind: str
+    left: Any = None
+    right: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """A tensor whose bytes differ; `gap` says how far, where that was asked for and can be told, else `reason` why not."""
+
+    where: str
+    right: str
+    dtype: str | None
+    shape: list[int] | None
+    gap: dict[str, Any] | None = None
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Difference:
+    """What `ckpt diff` tells. `same` is false when anything below differs but the notes.
+
+    Attributes:
+        left, right: `path`, `container` and `bytes` of the two files. summary: one sentence.
+        state_dicts: which state dict is compared with which (`left`, `right`; null for none), how many names they share, and
+            whether it `moved` to another path.
+        added, removed: tensors that only the right, only the left side has. renamed: those under another name.
+        shapes, dtypes, devices: of the tensors that both sides have.
+        values, objects: plain values and Python objects by dotted path.
+        tensors: how many are `compared`, `equal`, `different`, and `skipped` for want of one shape and dtype.
+        changed: those that are different. notes: what is not counted as a difference.
+    """
+
+    left: dict[str, Any]
+    right: dict[str, Any]
+    same: bool = True
+    summary: str = ""
+    state_dicts: list[dict[str, Any]] = field(default_factory=list)
+    added: list[Only] = field(default_factory=list)
+    removed: list[Only] = field(default_factory=list)
+    renamed: list[Renaming] = field(default_factory=list)
+    shapes: list[Change] = field(default_factory=list)
+    dtypes: list[Change] = field(default_factory=list)
+    devices: list[Change] = field(default_factory=list)
+    values: list[ValueChange] = field(default_factory=list)
+    objects: list[ValueChange] = field(default_factory=list)
+    tensors: dict[str, int] = field(default_factory=dict)
+    changed: list[TensorChange] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+def diff(
+    left: str | os.PathLike[str],
+    right: str | os.PathLike[str],
+    *,
+    values: bool = False,
+    contents: bool = True,
+    select: str | None = None,
+    progress: Progress | None = None,
+) -> Difference:
+    """Compare two checkpoints, in whatever containers they are.
+
+    The bytes of tensors that have one shape and dtype are compared as they lie in the files, in constant memory.
+
+    Args:
+        left, right: the two files.
+        values: measure how far tensors are apart, also where their dtypes differ. contents: False compares no tensor bytes.
+        select: the dotted path of what is compared; `LEFT=RIGHT` where it differs, "." for the whole file.
+        progress: called with (bytes compared, bytes in total).
+
+    Returns:
+        The report. Not compared are strides, ties, `requires_grad` and `_metadata`.
+
+    Raises:
+        CkptError: one of the two cannot be read.
+    """
+    where_left, where_right = _places(select)
+    with collector_paused(), open_checkpoint(left) as one, open_checkpoint(right) as other:
+        sides = open_side(one, where_left), open_side(other, where_right)
+        report = Difference(_file(one), _file(other))
+        pairs = _pair_tensors(*sides, report)
+        _compare_facts(pairs, report)
+        report.values = list(_compare_values(*_values(*sides)))
+        report.objects = list(_compare_values(sides[0].objects, sides[1].objects))
+        if contents:
+            _compare_contents(pairs, report, progress, measure=values)
+        for checkpoint in (one, other):
+            checkpoint.decoded.source.check_unchanged()
+    _conclude(report, pairs, sides, contents=contents)
+    return report
+
+
+def _file(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {"path": str(checkpoint.path), "container": checkpoint.container, "bytes": checkpoint.file_bytes}
+
+
+def _places(select: str | None) -> tuple[str | None, str | None]:
+    left, equals, right = (select or "").partition("=")
+    return (left, right) if equals else (select, select)
+
+
+# --- pairing
+
+
+@dataclass(frozen=True, slots=True)
+class _Paired:
+    """A tensor on both sides."""
+
+    left: Tensor
+    right: Tensor
+    names: Pair | None = None
+
+    @property
+    def where(self) -> str:
+        return dotted(self.left.where) or "(root)"
+
+
+def _pair_tensors(left: Side, right: Side, report: Difference) -> list[_Paired]:
+    """Tensors of paired state dicts by name, all others by path; what has no partner goes into the report."""
+    pairs: list[_Paired] = []
+    for one, other in _pair_state_dicts(left.state_dicts, right.state_dicts):
+        names = pair_names(one, other) if one and other else []
+        ends = (list(found.where) if found else None for found in (one, other))
+        moved = one is not None and other is not None and one.where != other.where
+        report.state_dicts.append(dict(zip(("left", "right"), ends, strict=True)) | {"shared": len(names), "moved": moved})
+        if one and other:
+            pairs += _in_state_dicts(left, right, one, other, names, report)
+    done = {pair.left.where for pair in pairs}, {pair.right.where for pair in pairs}
+    both = [where for where in left.tensors if where in right.tensors and where not in done[0] and where not in done[1]]
+    for where in both:
+        pairs.append(_Paired(left.tensors[where], right.tensors[where]))
+        done[0].add(where)
+        done[1].add(where)
+    report.removed = [_only(found) for where, found in left.tensors.items() if where not in done[0]]
+    report.added = [_only(found) for where, found in right.tensors.items() if where not in done[1]]
+    return pairs
+
+
+def _in_state_dicts(
+    left: Side, right: Side, one: StateDict, other: StateDict, names: Sequence[Pair], report: Difference
+) -> Iterator[_Paired]:
+    for pair in names:
+        old, new = (*one.where, pair.left), (*other.where, pair.right)
+        if pair.left != pair.right:
+            report.renamed.append(Renaming(dotted(old), dotted(new), pair.reason))
+        yield _Paired(left.tensors[old], right.tensors[new], pair)
+    partners = {pair.right for pair in names}
+    if [pair.right for pair in names] != [name for name in other.names if name in partners]:
+        report.notes.append(f"{dotted(one.where) or '(root)'}: the names come in another order.")
+
+
+def _pair_state_dicts(
+    left: Sequence[StateDict], right: Sequence[StateDict]
+) -> Iterator[tuple[StateDict | None, StateDict | None]]:
+    """State dicts by path; those left over with each other, where each side has one of them."""
+    others = {found.where: found for found in right}
+    here = {found.where for found in left}
+    rest_left = [found for found in left if found.where not in others]
+    rest_right = [found for found in right if found.where not in here]
+    single = len(rest_left) == len(rest_right) == 1
+    for found in left:
+        yield found, others.get(found.where, rest_right[0] if single else None)
+    for found in () if single else rest_right:
+        yield None, found
+
+
+def _only(tensor: Tensor) -> Only:
+    dtype, shape = _dtype(tensor), _shape(tensor)
+    return Only(dotted(tensor.where) or "(root)", dtype, shape, tensor.node.nbytes if type(tensor.node) is Entry else 0)
+
+
+def _dtype(tensor: Tensor) -> str | None:
+    found = tensor.node.dtype if type(tensor.node) is Entry else tensor.unusual.dtype if tensor.unusual else None
+    return found.name if found is not None else None
+
+
+def _shape(tensor: Tensor) -> list[int] | None:
+    found = tensor.node.shape if type(tensor.node) is Entry else tensor.unusual.shape if tensor.unusual else None
+    return list(found) if found is not None else None
+
+
+# --- comparing
+
+
+def _compare_facts(pairs: Sequence[_Paired], report: Difference) -> None:
+    for pair in pairs:
+        left, right = pair.left, pair.right
+        for found, old, new in (
+            (report.shapes, _shape(left), _shape(right)),
+            (report.dtypes, _kind(left), _kind(right)),
+            (report.devices, *_devices(left, right)),
+        ):
+            if old != new:
+                found.append(Change(pair.where, old, new))
+
+
+def _kind(tensor: Tensor) -> str:
+    """The dtype, and what kind of unusual tensor it is."""
+    return f"{_dtype(tensor) or '?'}{f' {tensor.unusual.kind}' if tensor.unusual else ''}"
+
+
+def _devices(left: Tensor, right: Tensor) -> tuple[str | None, str | None]:
+    """The device tags, where both have one: safetensors has none."""
+    tags = [tensor.node.storage.device if type(tensor.node) is Entry else None for tensor in (left, right)]
+    return (None, None) if None in tags else (tags[0], tags[1])
+
+
+def _values(left: Side, right: Side) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of both, as text where one of the containers knows nothing else."""
+    if left.texts == right.texts:
+        return left.values, right.values
+    return as_texts(left.values), as_texts(right.values)
+
+
+def _compare_values(left: dict[str, Any], right: dict[str, Any]) -> Iterator[ValueChange]:
+    for where, old in left.items():
+        if where not in right:
+            yield ValueChange(where, "removed", left=value_text(old))
+        elif type(old) is not type(right[where]) or (old != right[where] and repr(old) != repr(right[where])):
+            yield ValueChange(where, "changed", value_text(old), value_text(right[where]))
+    for where, new in right.items():
+        if where not in left:
+            yield ValueChange(where, "added", right=value_text(new))
+
+
+def _compare_contents(pairs: Sequence[_Paired], report: Difference, progress: Progress | None, *, measure: bool) -> None:
+    """The tensors themselves; tied ones, which are the same bytes under several names, once."""
+    for side in ("left", "right"):
+        check_effort(node for pair in pairs if type(node := getattr(pair, side).node) is Entry)
+    counts = Counter(compared=0, equal=0, different=0, skipped=0)
+    known: dict[Any, TensorChange | None] = {}
+    total = sum(pair.left.node.nbytes for pair in pairs if type(pair.left.node) is Entry)
+    done = 0
+    for pair in pairs:
+        if _shape(pair.left) != _shape(pair.right) or (_kind(pair.left) != _kind(pair.right) and not measure):
+            counts["skipped"] += 1
+            continue
+        left, right = pair.left.node, pair.right.node
+        key = (view_of(left), view_of(right)) if type(left) is Entry and type(right) is Entry else id(pair)
+        if key not in known:
+            known[key] = _compare_tensor(pair, measure=measure)
+        change = known[key]
+        counts["compared"] += 1
+        counts["different" if change else "equal"] += 1
+        if change:
+            there = dotted(pair.right.where) or "(root)"
+            report.changed.append(TensorChange(pair.where, there, change.dtype, change.shape, change.gap, change.reason))
+        done += left.nbytes if type(left) is Entry else 0
+        if progress is not None:
+            progress(done, total)
+    report.tensors = dict(counts)
+
+
+def _compare_tensor(pair: _Paired, *, measure: bool) -> TensorChange | None:
+    """None for equal bytes; how far the values are apart, where that is asked for."""
+    left, right = pair.left.node, pair.right.node
+    change = TensorChange(pair.where, "", _dtype(pair.left), _shape(pair.left))
+    if type(left) is not Entry or type(right) is not Entry:
+        kinds = {tensor.unusual.kind for tensor in (pair.left, pair.right) if tensor.unusual}
+        reason = f"{', '.join(sorted(kinds))}: bytes compared only"
+        return None if same_unusual(left, right) else _with(change, reason=reason)
+    if left.dtype is right.dtype and same_bytes(left, right):
+        return None
+    if not measure:
+        return change
+    if not (has_numbers(left.dtype) and has_numbers(right.dtype)):
+        return _with(change, reason=f"torch has no numbers for {left.dtype.name}")
+    if left.nbytes // left.dtype.itemsize * left.dtype.packed != right.nbytes // right.dtype.itemsize * right.dtype.packed:
+        return _with(change, reason="another number of values")
+    return _with(change, gap=_gap(left, right).to_json())
+
+
+def _with(change: TensorChange, gap: dict[str, Any] | None = None, reason: str = "") -> TensorChange:
+    return TensorChange(change.where, change.right, change.dtype, change.shape, gap, reason)
+
+
+def _gap(left: Entry, right: Entry) -> Gap:
+    from ckpt_tools.measures import Gap
+
+    gap = Gap()
+    for one, other in zip(numbers(row_major(left), left.dtype), numbers(row_major(right), right.dtype), strict=True):
+        gap.add(one, other)
+    return gap
+
+
+# --- the sentence
+
+
+def _conclude(report: Difference, pairs: Sequence[_Paired], sides: tuple[Side, Side], *, contents: bool) -> None:
+    counts = {
+        "moved": sum(row["moved"] for row in report.state_dicts),
+        "added": len(report.added), "removed": len(report.removed), "renamed": len(report.renamed),
+        "shape": len(report.shapes), "dtype": len(report.dtypes), "device": len(report.devices),
+        "value": len(report.values), "object": len(report.objects), "tensor": len(report.changed),
+    }  # fmt: skip
+    found = [kind for kind, count in counts.items() if count]
+    report.same = not found
+    if not found:
+        report.summary = _sameness(report, contents=contents)
+    elif len(found) == 1 and (only := _only_difference(found[0], report, pairs, sides)):
+        report.summary = f"The only difference is {only}."
+    else:
+        report.summary = f"They differ: {', '.join(_counted(kind, counts[kind]) for kind in found)}."
+    _note_unpaired(report, sides)
+
+
+def _sameness(report: Difference, *, contents: bool) -> str:
+    if contents:
+        return "They are the same: names, shapes, dtypes, values, and every byte of the tensors."
+    return "They have the same names, shapes, dtypes and values; the tensors' bytes were not compared."
+
+
+_WORDS = {
+    "moved": ("state dict at another path", "state dicts at other paths"),
+    "added": ("tensor added", "tensors added"), "removed": ("tensor removed", "tensors removed"),
+    "renamed": ("name changed", "names changed"), "shape": ("other shape", "other shapes"),
+    "dtype": ("other dtype", "other dtypes"), "device": ("other device tag", "other device tags"),
+    "value": ("other value", "other values"), "object": ("other object", "other objects"),
+    "tensor": ("tensor with other numbers", "tensors with other numbers"),
+}  # fmt: skip
+
+
+def _counted(kind: str, count: int) -> str:
+    return f"{count} {_WORDS[kind][count != 1]}"
+
+
+def _only_difference(kind: str, report: Difference, pairs: Sequence[_Paired], sides: tuple[Side, Side]) -> str | None:
+    """What the only kind of difference comes down to, where one phrase says it."""
+    if kind == "renamed":
+        return _renaming(pairs, sides)
+    if kind == "moved":
+        (row,) = (row for row in report.state_dicts if row["moved"])  # there is at most one
+        return f"the path of the state dict: {dotted(row['left']) or '(root)'} -> {dotted(row['right']) or '(root)'}"
+    rows = {"dtype": report.dtypes, "device": report.devices}.get(kind)
+    moves = {(row.left, row.right) for row in rows} if rows else set()
+    if rows and len(moves) == 1:
+        (old, new), tensors = moves.pop(), "1 tensor" if len(rows) == 1 else f"{len(rows)} tensors"
+        return f"the {'dtype' if kind == 'dtype' else 'device tag'} of {tensors}: {old} -> {new}"
+    return None
+
+
+def _renaming(pairs: Sequence[_Paired], sides: tuple[Side, Side]) -> str | None:
+    names = [pair.names for pair in pairs if pair.names is not None]
+    if (prefix := removed_prefix(names)) is not None:
+        return f"the prefix `{prefix}`"
+    if any(pair.reason != "wrapper" for pair in names if pair.left != pair.right):
+        return None
+    left, right = ({*wrappers_in(name for found in side.state_dicts for name in found.names)} for side in sides)
+    wrappers = ", ".join(f"`{wrapper}`" for wrapper in sorted(left ^ right))
+    return f"in the names: the wrappers {wrappers}" if wrappers else None
+
+
+def _note_unpaired(report: Difference, sides: tuple[Side, Side]) -> None:
+    """One state dict here and several there: which is meant is the user's to say."""
+    left, right = ([dotted(found.where) or "." for found in side.state_dicts] for side in sides)
+    paired = any(row["left"] is not None and row["right"] is not None for row in report.state_dicts)
+    if left and right and not paired:
+        report.notes.append(f"No state dict has the path of another. To say which are meant: --select {left[0]}={right[0]}")
+    if report.left["container"] != report.right["container"]:
+        report.notes.append(f"The containers differ: {report.left['container']} and {report.right['container']}.")

@@ -1,0 +1,172 @@
+"""What is measured on the values of tensors, a block at a time: moments and a histogram, and how far two tensors are apart.
+
+The values come from `numeric.numbers` as float64 (complex128); nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+BINS = 16
+
+
+@dataclass(slots=True)
+class Moments:
+    """Count, mean, spread and extremes of values that come in blocks.
+
+    Blocks are merged as in Chan, Golub and LeVeque, "Algorithms for Computing the Sample Variance" (1983), so that a mean far
+    from zero costs no digits. NaN and infinite values are counted, and left out of everything else. Of complex values the
+    modulus is measured.
+
+    Attributes:
+        elements: values seen. finite: those that are neither NaN nor infinite. mean: of the finite ones.
+        squares: sum of squared distances from the mean. low, high: the extremes of the finite ones.
+        zeros, nans, infs: counts.
+    """
+
+    elements: int = 0
+    finite: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+    zeros: int = 0
+    nans: int = 0
+    infs: int = 0
+
+    def add(self, values: torch.Tensor) -> None:
+        """Take in a block of values."""
+        values = real(values)
+        count = values.numel()
+        finite = finite_part(values)
+        nans = int(values.isnan().sum()) if finite.numel() < count else 0
+        block = Moments(count, finite.numel(), nans=nans, infs=count - finite.numel() - nans)
+        if block.finite:
+            mean = finite.mean()
+            low, high = finite.aminmax()
+            block.mean, block.low, block.high = float(mean), float(low), float(high)
+            block.squares = float((finite - mean).square_().sum())
+            block.zeros = block.finite - int(finite.count_nonzero())
+        self.merge(block)
+
+    def merge(self, other: Moments) -> None:
+        """Take in what another one has seen."""
+        together = self.finite + other.finite
+        if other.finite:
+            step = other.mean - self.mean
+            self.mean += step * (other.finite / together)
+            self.squares += other.squares + step * step * (self.finite * other.finite / together)
+        self.finite = together
+        self.elements += other.elements
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        self.zeros, self.nans, self.infs = self.zeros + other.zeros, self.nans + other.nans, self.infs + other.infs
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation as `torch.std` gives it (divided by n - 1); None below two finite values."""
+        return math.sqrt(self.squares / (self.finite - 1)) if self.finite > 1 and math.isfinite(self.squares) else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; null where there is nothing to tell."""
+        some = self.finite > 0
+        return {
+            "elements": self.elements, "mean": _number(self.mean) if some else None, "std": self.std,
+            "min": self.low if some else None, "max": self.high if some else None, "zeros": self.zeros, "nan": self.nans,
+            "inf": self.infs,
+        }  # fmt: skip
+
+
+def real(values: torch.Tensor) -> torch.Tensor:
+    """The values, or the modulus of complex ones."""
+    return values.abs() if values.is_complex() else values
+
+
+def finite_part(values: torch.Tensor) -> torch.Tensor:
+    """The values that are neither NaN nor infinite; all of them, uncopied, in the usual case."""
+    mask = values.isfinite()
+    return values if bool(mask.all()) else values[mask]
+
+
+def histogram(blocks: Iterable[torch.Tensor], moments: Moments, bins: int = BINS) -> list[int]:
+    """How many finite values lie in each of `bins` equal parts from the lowest to the highest; empty without any."""
+    if not moments.finite or not math.isfinite(moments.high - moments.low):
+        return []
+    if moments.low == moments.high:  # one value: histc would widen the range by itself
+        return [moments.finite]
+    counts = None
+    for block in blocks:
+        found = finite_part(real(block)).histc(bins, moments.low, moments.high)
+        counts = found if counts is None else counts + found
+    return [] if counts is None else [int(count) for count in counts.tolist()]
+
+
+@dataclass(slots=True)
+class Gap:
+    """How far two tensors of one shape are apart, from values that come in pairs of blocks.
+
+    NaN against NaN and an infinity against the same one are equal. Where exactly one is not finite, or they are different
+    infinities, the place counts as changed and in `nonfinite`; differences and the cosine are about places finite in both.
+
+    Attributes:
+        elements, changed: values compared, and those that are not equal (0.0 equals -0.0).
+        nonfinite: changed places where a value is NaN or infinite.
+        max_abs: the largest |a - b|. max_rel: the largest |a - b| / max(|a|, |b|), at most 2.
+    """
+
+    elements: int = 0
+    changed: int = 0
+    nonfinite: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    dot: float = field(default=0.0, repr=False)
+    left_squares: float = field(default=0.0, repr=False)
+    right_squares: float = field(default=0.0, repr=False)
+
+    def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Take in a pair of blocks."""
+        self.elements += left.numel()
+        both = left.isfinite() & right.isfinite()
+        if not bool(both.all()):
+            odd_left, odd_right = left[~both], right[~both]
+            differ = (odd_left != odd_right) & ~(odd_left.isnan() & odd_right.isnan())
+            self.nonfinite += int(differ.sum())
+            self.changed += int(differ.sum())
+            left, right = left[both], right[both]
+        if left.numel():
+            self._add_finite(left, right)
+
+    def _add_finite(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        apart = (left - right).abs()
+        self.changed += int((left != right).sum())
+        self.max_abs = max(self.max_abs, float(apart.max()))
+        larger = left.abs().maximum(right.abs())
+        self.max_rel = max(self.max_rel, float((apart / larger.where(larger > 0, 1.0)).max()))
+        self.dot += float((left * right.conj()).real.sum()) if left.is_complex() else float(left.dot(right))
+        self.left_squares += float(left.abs().square().sum())
+        self.right_squares += float(right.abs().square().sum())
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine of the angle between the two as vectors; None where one is all zeros."""
+        lengths = math.sqrt(self.left_squares) * math.sqrt(self.right_squares)
+        if not lengths or not math.isfinite(lengths) or not math.isfinite(self.dot):
+            return None
+        return max(-1.0, min(1.0, self.dot / lengths))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; null where there is nothing to tell."""
+        return {
+            "elements": self.elements, "changed": self.changed,
+            "changed_fraction": self.changed / self.elements if self.elements else 0.0, "nonfinite": self.nonfinite,
+            "max_abs": _number(self.max_abs), "max_rel": _number(self.max_rel), "cosine": self.cosine,
+        }  # fmt: skip
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

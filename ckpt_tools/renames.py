@@ -1,0 +1,55 @@
+"""Which names of two state dicts are one tensor under another name, as `match` finds them: by wrapper, prefix, structure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.checkpoint import StateDict, is_tensor
+from ckpt_tools.match import match
+from ckpt_tools.pickling.torch_objects import unusual_tensor
+from ckpt_tools.targets import Param
+from ckpt_tools.tree import Entry, Node
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One tensor on both sides: its two names, and the stage of `match` that took them for the same."""
+
+    left: str
+    right: str
+    reason: str
+
+
+def pair_names(left: StateDict, right: StateDict) -> list[Pair]:
+    """Pair the names of two state dicts, in the order of the left one. What is in doubt, or has no partner, is left out."""
+    found = match(_params(left), _params(right), stages="structure")
+    partners = {row.old: Pair(row.old, row.new, row.reason) for row in found.matched}
+    partners |= {row.old: Pair(row.old, row.new, row.reason) for row in found.mismatched}
+    return [partners[name] for name in left.names if name in partners]
+
+
+def _params(state_dict: StateDict) -> list[Param]:
+    return [_param(name, node) for name, node in state_dict.node.items if type(name) is str and is_tensor(node)]
+
+
+def _param(name: str, node: Node) -> Param:
+    if type(node) is Entry:
+        return Param(name, node.shape, node.dtype.name)
+    unusual = unusual_tensor(node)
+    assert unusual is not None
+    return Param(name, unusual.shape or (), unusual.dtype.name if unusual.dtype else None, kind=unusual.kind)
+
+
+def removed_prefix(pairs: Sequence[Pair]) -> str | None:
+    """The one prefix that all renamed pairs have on one side and not on the other; None when there is no such.
+
+    >>> removed_prefix([Pair("module.conv.weight", "conv.weight", "wrapper"), Pair("n", "n", "exact")])
+    'module.'
+    """
+    renamed = [(pair.left, pair.right) for pair in pairs if pair.left != pair.right]
+    for ends in (renamed, [(right, left) for left, right in renamed]):
+        prefixes = {long[: -len(short)] if long.endswith(short) else "" for long, short in ends}
+        if len(prefixes) == 1 and (prefix := prefixes.pop()):
+            return prefix
+    return None

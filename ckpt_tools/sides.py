@@ -1,0 +1,164 @@
+"""A checkpoint as it is compared and measured: its tensors, plain values and objects by path, little-endian, after --select."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_tools.casts import to_little_endian
+from ckpt_tools.checkpoint import Checkpoint, StateDict, Tensor, find_state_dicts, is_tensor
+from ckpt_tools.containers.safetensors import ALIASES, STATE_DICT_METADATA
+from ckpt_tools.errors import LimitError, NothingMatchedError
+from ckpt_tools.plain import as_value
+from ckpt_tools.plan import Literal, Range
+from ckpt_tools.transforms import dotted, restore_named_ties, select
+from ckpt_tools.tree import ByteString, Entry, Global, List, Node, Object, Storage, Where, is_hollow, walk
+
+WHOLE = "."
+# How many bytes the tensors may come to for each byte of storage before reading them all is refused: a stride of 0 makes
+# a tensor of any size out of one number.
+_MOST_READ, _SPARE_READ = 64, 1 << 30
+_OWN_METADATA = frozenset((ALIASES, STATE_DICT_METADATA, "format"))
+
+
+@dataclass(slots=True)
+class Side:
+    """One of the checkpoints that are compared.
+
+    Attributes:
+        path, container: of the file. root: its tree, or the part of it that was selected.
+        tensors: by path. state_dicts: as found. values: plain values by dotted path; `texts` says that they are all text.
+        objects: the globals of Python objects, by dotted path.
+    """
+
+    path: str
+    container: str
+    root: Node
+    tensors: dict[Where, Tensor]
+    state_dicts: list[StateDict]
+    values: dict[str, Node] = field(default_factory=dict)
+    objects: dict[str, str] = field(default_factory=dict)
+    texts: bool = False
+
+
+def open_side(checkpoint: Checkpoint, where: str | None = None) -> Side:
+    """Look at an open checkpoint, or at one place in it.
+
+    Args:
+        checkpoint: stays open as long as bytes are read.
+        where: a dotted path; None or "." for all of it.
+
+    Raises:
+        NothingMatchedError: there is no such place.
+    """
+    ties = restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+    chosen = checkpoint.root if where in (None, WHOLE) else _select(checkpoint, str(where))
+    root = to_little_endian(chosen, checkpoint.decoded.byteorder)
+    whole = Checkpoint(checkpoint.decoded)
+    whole.root = root
+    tensors = {tensor.where: tensor for tensor in whole.tensors}
+    side = Side(str(checkpoint.path), checkpoint.container, root, tensors, find_state_dicts(root))
+    _collect(side)
+    if checkpoint.container == "safetensors":
+        side.texts = True
+        own = _OWN_METADATA | ties.keys()
+        side.values |= {key: text for key, text in checkpoint.decoded.metadata.items() if key not in own}
+    return side
+
+
+def _select(checkpoint: Checkpoint, where: str) -> Node:
+    try:
+        return select(checkpoint.root, where)
+    except NothingMatchedError as error:
+        error.what = f"{checkpoint.path}: {error.what}"
+        raise
+
+
+def _collect(side: Side) -> None:
+    """Plain values and objects by their dotted paths; short rows of plain values are one value."""
+    for where, node in walk(side.root, stop=_is_closed):
+        value = as_value(node) if type(node) is Object else node
+        if is_tensor(node) or type(node) is Storage or not where:
+            continue
+        if type(node) is Global:
+            side.objects[dotted(where)] = str(node)
+        elif type(node) is Object and value is None:
+            side.objects[dotted(where)] = node.name
+        elif type(value) in (List, tuple) and is_hollow(value):
+            side.values[dotted(where)] = tuple(value.items if type(value) is List else value)
+        elif value is None or type(value) in (bool, int, float, str, bytes, ByteString):
+            side.values[dotted(where)] = value.data if type(value) is ByteString else value
+
+
+def _is_closed(node: Node) -> bool:
+    if type(node) in (List, tuple):
+        return is_hollow(node)
+    return is_tensor(node) or (type(node) is Object and as_value(node) is not None)
+
+
+def as_texts(values: dict[str, Node]) -> dict[str, str]:
+    """Values as a safetensors header holds them: text, the rest as JSON. JSON in text is taken apart, path by path."""
+    found: dict[str, str] = {}
+    for path, value in values.items():
+        if type(value) is str:
+            found.update(_leaves(path, value))
+        else:
+            found[path] = _text(value)
+    return found
+
+
+def _leaves(path: str, text: str) -> Iterator[tuple[str, str]]:
+    try:
+        stack: list[tuple[str, Any]] = [(path, json.loads(text))] if text[:1] == "{" else []
+    except (ValueError, RecursionError):
+        stack = []
+    if not stack:
+        yield path, text
+    while stack:
+        where, value = stack.pop()
+        if type(value) is dict:
+            stack.extend((f"{where}.{key}", item) for key, item in value.items())
+        else:
+            yield where, value if type(value) is str else _text(value)
+
+
+def _text(value: Node) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):  # bytes, or an int of more digits than Python writes out
+        return repr(value) if type(value) is bytes else type(value).__name__
+
+
+def check_effort(entries: Iterable[Entry]) -> None:
+    """Refuse tensors that would take far longer to read than the file that they are in is large.
+
+    Raises:
+        LimitError: views on the storages come to many times the bytes of those.
+    """
+    storages: dict[int, int] = {}
+    views: dict[tuple[Any, ...], int] = {}
+    for entry in entries:
+        storages[id(entry.storage)] = entry.storage.nbytes
+        start = 0 if isinstance(entry.storage.content, Range | Literal) else entry.offset * entry.dtype.itemsize
+        views[view_of(entry)] = entry.nbytes + start  # what is inflated is inflated from its start
+    claimed, there = sum(views.values()), sum(storages.values())
+    if claimed > _MOST_READ * there + _SPARE_READ:
+        raise LimitError(
+            "The tensors claim far more bytes than the file holds.",
+            why=f"Views of {claimed} bytes on storages of {there} bytes: a stride of 0 repeats a value any number of times.",
+        )
+
+
+def view_of(entry: Entry) -> tuple[Any, ...]:
+    """What makes two entries the same bytes: tied tensors are read once."""
+    # Text, since Python's hash of text cannot be foreseen: a file could choose strides of one hash value.
+    return id(entry.storage), str((entry.dtype.name, entry.shape, entry.stride, entry.offset, lazy_text(entry)))
+
+
+def lazy_text(entry: Entry) -> str:
+    """The conj and neg bits of an entry."""
+    from ckpt_tools.numeric import lazy_bits
+
+    return ",".join(sorted(lazy_bits(entry)))

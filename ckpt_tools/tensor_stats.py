@@ -1,0 +1,177 @@
+"""What the numbers in a checkpoint look like: mean, spread, extremes, zeros, NaN and a histogram, per tensor and module."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import translate
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.checkpoint import Tensor, collector_paused, open_checkpoint
+from ckpt_tools.errors import NothingMatchedError
+from ckpt_tools.measures import Moments, histogram
+from ckpt_tools.numeric import ELEMENTS, has_numbers, numbers, row_major
+from ckpt_tools.sides import check_effort, open_side, view_of
+from ckpt_tools.transforms import dotted
+from ckpt_tools.tree import Entry
+
+if TYPE_CHECKING:
+    from ckpt_tools.writer import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """One tensor. `numbers` is null where torch cannot tell its values, and `reason` says why.
+
+    `numbers` holds elements, mean, std, min, max, zeros, nan, inf; `histogram` counts finite values in equal parts from min
+    to max.
+    """
+
+    where: list[str | int]
+    name: str
+    dtype: str | None
+    shape: list[int] | None
+    numbers: dict[str, Any] | None
+    histogram: list[int]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleStats:
+    """The tensors below one path together: those with numbers, and how many they are."""
+
+    path: str
+    tensors: int
+    numbers: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Stats:
+    """What `ckpt stats` tells: every tensor, every module, and all of it."""
+
+    path: str
+    container: str
+    tensors: list[TensorStats] = field(default_factory=list)
+    modules: list[ModuleStats] = field(default_factory=list)
+    total: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+def stats(
+    path: str | os.PathLike[str],
+    *,
+    select: str | None = None,
+    filter: str | None = None,
+    depth: int | None = None,
+    progress: Progress | None = None,
+) -> Stats:
+    """Measure the tensors of a checkpoint, in constant memory. Values are float64; std divides by n - 1, as `torch.std`.
+
+    Tensors of more than 2**18 elements are read twice: the histogram's ends are the extremes. Tied tensors are read once, and
+    count under every name. NaN and infinite values are counted and left out of the rest; of complex values the modulus counts.
+
+    Args:
+        path: the checkpoint. select: the dotted path of a state dict or subtree. filter: a glob on names or paths.
+        depth: modules are the first so many parts of the paths; else the modules that hold the tensors.
+        progress: called with (bytes measured, bytes in total).
+
+    Raises:
+        CkptError: it cannot be read. NothingMatchedError: select or filter matches nothing.
+    """
+    with collector_paused(), open_checkpoint(path) as checkpoint:
+        side = open_side(checkpoint, select)
+        tensors = _chosen(list(side.tensors.values()), filter)
+        entries = [tensor.node for tensor in tensors if type(tensor.node) is Entry]
+        check_effort(entries)
+        report = Stats(str(path), checkpoint.container)
+        measured = _Measured(sum(entry.nbytes for entry in entries), progress)
+        modules: dict[str, list[Moments]] = {}
+        for tensor in tensors:
+            row, moments = measured.row(tensor)
+            report.tensors.append(row)
+            if moments is not None:
+                modules.setdefault(module_path(row.where, depth), []).append(moments)
+        checkpoint.decoded.source.check_unchanged()
+    report.modules = [ModuleStats(name, len(found), _merged(found).to_json()) for name, found in modules.items()]
+    report.total = _merged(moments for found in modules.values() for moments in found).to_json()
+    report.total["unmeasured"] = sum(row.numbers is None for row in report.tensors)
+    return report
+
+
+def _chosen(tensors: list[Tensor], pattern: str | None) -> list[Tensor]:
+    if pattern is None:
+        return tensors
+    rule = re.compile(translate(pattern))
+    found = [tensor for tensor in tensors if rule.match(dotted(tensor.where)) or rule.match(_name(tensor))]
+    if not found:
+        raise NothingMatchedError(f"--filter {pattern!r} matches no tensor.", fix="ckpt inspect --all FILE lists the names.")
+    return found
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.where[-1]) if tensor.where else ""
+
+
+def module_path(where: Sequence[str | int], depth: int | None) -> str:
+    """The module that a tensor counts for: what is before its last part, or its first `depth` parts."""
+    parts = dotted(tuple(where)).split(".")
+    return ".".join(parts[:-1] if depth is None else parts[: min(depth, max(1, len(parts) - 1))]) or "(root)"
+
+
+def _merged(found: Iterable[Moments]) -> Moments:
+    together = Moments()
+    for moments in found:
+        together.merge(moments)
+    return together
+
+
+class _Measured:
+    """Tensors as they are measured, tied ones once."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.known: dict[Any, tuple[Moments, list[int]]] = {}
+        self.total, self.progress, self.done = total, progress, 0
+
+    def row(self, tensor: Tensor) -> tuple[TensorStats, Moments | None]:
+        node, where = tensor.node, list(tensor.where)
+        name = dotted(tensor.where) or "(root)"
+        if type(node) is not Entry:
+            return _unmeasured(tensor, where, name), None
+        if not has_numbers(node.dtype):
+            return TensorStats(where, name, node.dtype.name, list(node.shape), None, [], "no numbers in torch"), None
+        key = view_of(node)
+        if key not in self.known:
+            self.known[key] = measure(node, self._advance)
+        moments, counts = self.known[key]
+        return TensorStats(where, name, node.dtype.name, list(node.shape), moments.to_json(), counts), moments
+
+    def _advance(self, count: int) -> None:
+        self.done += count
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+def _unmeasured(tensor: Tensor, where: list[str | int], name: str) -> TensorStats:
+    """A sparse, quantised or nested tensor: what it is, without numbers."""
+    unusual = tensor.unusual
+    assert unusual is not None
+    shape = None if unusual.shape is None else list(unusual.shape)
+    return TensorStats(where, name, unusual.dtype.name if unusual.dtype else None, shape, None, [], unusual.kind)
+
+
+def measure(entry: Entry, advance: Callable[[int], None] | None = None) -> tuple[Moments, list[int]]:
+    """The moments and the histogram of one tensor; `advance` is called with the bytes that are done."""
+    moments, content = Moments(), row_major(entry)
+    kept = None
+    for values in numbers(content, entry.dtype):
+        moments.add(values)
+        kept = values
+        if advance is not None:
+            advance(values.numel() * entry.dtype.itemsize // entry.dtype.packed)
+    again = [kept] if kept is not None and moments.elements <= ELEMENTS else numbers(content, entry.dtype)
+    return moments, histogram(again, moments)
