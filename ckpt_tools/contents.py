@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_tools.numeric import lazy_bits, part, row_major
-from ckpt_tools.plan import Content, blocks
+from ckpt_tools.plan import Content, equal_chunks
 from ckpt_tools.tree import PLAIN, Entry, Global, Node, Object, Storage, reachable, walk
 
 
@@ -35,7 +35,7 @@ def same_content(left: Content, right: Content) -> bool:
     """Whether two contents are the same bytes; reading stops at the first that are not."""
     if left.length != right.length:
         return False
-    return all(one == other for one, other in zip(blocks(left), blocks(right), strict=True))
+    return all(one == other for one, other in zip(equal_chunks(left), equal_chunks(right), strict=True))
 
 
 def same_unusual(left: Node, right: Node) -> bool:

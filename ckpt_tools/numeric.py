@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.dtypes import DType
-from ckpt_tools.plan import CHUNK, Computed, Content, Literal, Range, blocks, chunks, read
+from ckpt_tools.plan import CHUNK, Computed, Content, Literal, Range, chunks, equal_chunks, read
 from ckpt_tools.tree import Entry
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def numbers(content: Content, dtype: DType) -> Iterator[torch.Tensor]:
 
     Integers above 2**53 are rounded, as float64 does. Two float4 in a byte: the low half comes first, as in torch.
     """
-    for block in blocks(content, ELEMENTS * dtype.itemsize // dtype.packed):
+    for block in equal_chunks(content, ELEMENTS * dtype.itemsize // dtype.packed):
         yield _numbers(bytearray(block), dtype)
 
 
@@ -253,7 +253,7 @@ def largest(parts: list[tuple[Content, DType]], target: DType) -> Computed:
     def work() -> Iterator[memoryview]:
         import torch
 
-        streams = [blocks(content, ELEMENTS * dtype.itemsize) for content, dtype in parts]
+        streams = [equal_chunks(content, ELEMENTS * dtype.itemsize) for content, dtype in parts]
         for together in zip(*streams, strict=True):
             found = None
             for block, (_, dtype) in zip(together, parts, strict=True):

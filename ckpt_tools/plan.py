@@ -152,7 +152,7 @@ def _inflate(content: Deflated) -> Iterator[bytes]:
         raise ZipError("A deflated record holds fewer bytes than the zip directory says.", why=f"{left} bytes are missing.")
 
 
-def blocks(content: Content, size: int = CHUNK) -> Iterator[memoryview]:
+def equal_chunks(content: Content, size: int = CHUNK) -> Iterator[memoryview]:
     """The bytes of a content in blocks of exactly `size` bytes, the last one shorter: two contents side by side."""
     if isinstance(content, Range):
         for start in range(0, content.length, size):
