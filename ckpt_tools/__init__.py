@@ -10,6 +10,8 @@ from ckpt_tools.errors import CkptError
 
 if TYPE_CHECKING:
     from ckpt_tools.averaging import Averaged, average
+    from ckpt_tools.checking.report import Checked
+    from ckpt_tools.checking.run import check
     from ckpt_tools.checkpoint import Checkpoint, open_checkpoint
     from ckpt_tools.conversion import Converted
     from ckpt_tools.describe import Description, inspect
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Averaged",
+    "Checked",
     "Checkpoint",
     "CkptError",
     "Converted",
@@ -26,6 +29,7 @@ __all__ = [
     "Stats",
     "__version__",
     "average",
+    "check",
     "convert",
     "diff",
     "inspect",
@@ -35,12 +39,14 @@ __all__ = [
 
 _HOMES = {
     "Averaged": "averaging",
+    "Checked": "checking.report",
     "Checkpoint": "checkpoint",
     "Converted": "conversion",
     "Description": "describe",
     "Difference": "differences",
     "Stats": "tensor_stats",
     "average": "averaging",
+    "check": "checking.run",
     "diff": "differences",
     "inspect": "describe",
     "open_checkpoint": "checkpoint",

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt_tools.checkpoint import Checkpoint, Tensor, collector_paused, is_optimizer, is_tensor, open_checkpoint
-from ckpt_tools.names import MODULE, printable, wrappers_in
+from ckpt_tools.findings import Finding, mending
+from ckpt_tools.names import MODULE, wrappers_in
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plain import as_value, is_known
 from ckpt_tools.transforms import dotted
@@ -19,21 +20,6 @@ MAX_VALUES = 1000
 MAX_TEXT = 4096
 _SHOWN_ITEMS = 32
 _ROW = frozenset((type(None), bool, int, float, str))
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing worth knowing, with the command that mends it.
-
-    `severity` is "info", "warning" or "problem"; `where` a path from the root.
-    """
-
-    code: str
-    severity: str
-    where: list[str | int]
-    found: str
-    expected: str
-    fix: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +250,4 @@ def _oversized(checkpoint: Checkpoint, totals: dict[str, Any]) -> Iterator[Findi
 
 
 def _convert(path: str, options: str) -> str:
-    import shlex
-
-    stem, suffix = os.path.splitext(path)
-    parts = ["ckpt", "convert", shlex.quote(path), shlex.quote(f"{stem}.fixed{suffix}"), *options.split()]
-    return printable(" ".join(parts))
+    return mending("convert", path, options)

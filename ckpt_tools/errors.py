@@ -12,6 +12,7 @@ CkptError                      exit code 3 unless noted
 │   └── ChecksumError              bytes that do not match their CRC-32
 ├── LimitError                 larger or deeper than any real checkpoint
 ├── ChangedFileError           the input changed while it was read
+├── DigestError                a digest file that cannot be read
 ├── ConvertError               the conversion that was asked for cannot be done without loss or guessing
 │   ├── CollisionError             two tensors would get one name
 │   ├── NothingMatchedError        an option that matches nothing, or a result without tensors
@@ -90,6 +91,10 @@ class LimitError(CkptError):
 
 class ChangedFileError(CkptError):
     """The input changed while it was read."""
+
+
+class DigestError(CkptError):
+    """A digest file cannot be read."""
 
 
 class ConvertError(CkptError):

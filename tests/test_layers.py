@@ -14,11 +14,11 @@ PACKAGE = Path(ckpt_tools.__file__).parent
 # From the bottom up: a module may import from its own layer's packages and from those below.
 LAYERS = [
     ["errors", "dtypes", "_version"],
-    ["names", "temporaries", "files"],
+    ["names", "temporaries", "files", "findings"],
     ["sources", "staging"],
     ["plan", "cloning"],
     ["tree", "pipeline"],
-    ["writer", "numeric"],
+    ["writer", "numeric", "counting"],
     ["pickling"],
     ["containers"],
     ["checkpoint"],
@@ -32,6 +32,7 @@ LAYERS = [
     ["adaptation"],
     ["fit"],
     ["describe", "conversion", "differences", "tensor_stats"],
+    ["checking"],
     ["convert", "averaging"],
     ["torch", "render"],
     ["cli"],
@@ -81,6 +82,7 @@ def test_public_names() -> None:
     """What `from ckpt_tools import *` gives is pinned, sorted and there."""
     assert ckpt_tools.__all__ == [
         "Averaged",
+        "Checked",
         "Checkpoint",
         "CkptError",
         "Converted",
@@ -89,6 +91,7 @@ def test_public_names() -> None:
         "Stats",
         "__version__",
         "average",
+        "check",
         "convert",
         "diff",
         "inspect",

@@ -18,7 +18,7 @@ import click
 import ckpt_tools
 from ckpt_tools.errors import CkptError
 
-COMMANDS = ("inspect", "convert", "diff", "stats", "average")  # in the order of --help
+COMMANDS = ("inspect", "convert", "check", "diff", "stats", "average")  # in the order of --help
 
 
 class _Group(click.Group):

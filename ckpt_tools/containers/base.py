@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckpt_tools.files import Source
 from ckpt_tools.tree import Global, Node
+
+if TYPE_CHECKING:
+    from ckpt_tools.containers.zip_directory import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Decoded:
         storage_bytes: bytes that the file spends on tensor data.
         byteorder: "little" or "big", as the tensor bytes are stored.
         has_checksums: whether the records carry a CRC-32.
+        root_folder: the folder in the zip that everything lies in.
+        records: the records of a zip, those too that the tree does not refer to.
     """
 
     container: str
@@ -50,3 +56,4 @@ class Decoded:
     byteorder: str = "little"
     has_checksums: bool = False
     root_folder: str = "archive"
+    records: Sequence[Record] = ()

@@ -73,7 +73,7 @@ def decode(source: Source) -> Decoded:
     return Decoded(
         "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, warnings,
         sum(record.compressed for record in directory.records if record.name.startswith(f"{folder}/data/")),
-        byteorder, has_checksums, folder,
+        byteorder, has_checksums, folder, directory.records,
     )  # fmt: skip
 
 

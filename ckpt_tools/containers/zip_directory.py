@@ -13,6 +13,7 @@ from struct import Struct
 
 from ckpt_tools.errors import LimitError, ZipError
 from ckpt_tools.files import Source
+from ckpt_tools.findings import mending
 from ckpt_tools.plan import Range
 
 LOCAL = Struct("<4s5H3I2H")
@@ -110,6 +111,12 @@ def _read_directory(source: Source) -> Directory:
     return Directory(_in_file_order(records, start), start, trailing)
 
 
+def has_end(source: Source) -> bool:
+    """Whether an end record is where readers look for one: in the last 64 KiB."""
+    start = max(0, source.size - _MAX_COMMENT - END.size)
+    return b"PK\x05\x06" in source.read(start, source.size - start)
+
+
 def _comment_length(tail: bytes, at: int) -> int:
     return int.from_bytes(tail[at + 20 : at + 22], "little")
 
@@ -185,7 +192,7 @@ def _text_mode(source: Source) -> ZipError | None:
     return ZipError(
         "The file was damaged by a text-mode transfer.",
         why="Every line feed has a carriage return before it.",
-        fix="Transfer it again in binary mode.",
+        fix=f"Transfer it again in binary mode, or undo it: {mending('repair', str(source.path))}",
     )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ckpt_tools.containers.zip_directory import LOCAL
 from ckpt_tools.errors import CkptError, ZipError
 from ckpt_tools.files import Source
+from ckpt_tools.findings import mending
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
@@ -38,7 +39,8 @@ class Found:
 def describe_cut(source: Source) -> ZipError:
     """The error for a torch-zip without a directory, with how many of its tensors are complete."""
     what = "The zip directory at the end of the file is missing"
-    fix = "The file was cut off, most often by an interrupted download or a full disk: get it again."
+    fix = "The file was cut off, most often by an interrupted download or a full disk: get it again, or save what is whole: "
+    fix += mending("repair", str(source.path))
     said = f"The file ends after {source.size} bytes; PyTorch says 'failed finding central directory'."
     try:
         whole, count, last = _count(source)

@@ -12,14 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt_tools.names import printable
-from ckpt_tools.render.text import label_grid, path_text, size_text
+from ckpt_tools.render.text import label_grid, path_text, print_finding, size_text
 
 if TYPE_CHECKING:
     from ckpt_tools.describe import Description
 
 Sort = Literal["name", "size", "file"]
 SHOWN_ROWS = 40
-_SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +248,5 @@ def _short(value: Any) -> str:
 
 def _print_findings(description: Description, out: Console) -> None:
     for finding in description.findings:
-        where = f" in {path_text(finding.where)}" if finding.where else ""
         out.print()
-        head = Text(f"{finding.severity}{where}: ", style=_SEVERITY[finding.severity])
-        out.print(head + Text(printable(finding.found), style="default"), soft_wrap=True)
-        if finding.expected:
-            out.print(Text(f"  expected {printable(finding.expected)}", style="dim"), soft_wrap=True)
-        out.print(Text(f"  {finding.fix}", style="green"), soft_wrap=True)
+        print_finding(finding, out)

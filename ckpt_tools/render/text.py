@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt_tools.errors import CkptError
+from ckpt_tools.findings import Finding
 from ckpt_tools.names import printable
 
 PIPE_WIDTH = 1000  # in a pipe no line is broken: grep and copy-paste need whole names
@@ -89,3 +90,19 @@ def can_print(text: str, out: Console) -> bool:
 def counted(count: int, noun: str) -> str:
     """`1 tensor`, `2 tensors`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+_SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
+
+
+def print_finding(finding: Finding, out: Console) -> None:
+    """What was found, what was expected, what PyTorch says about it, what mends it."""
+    where = f" in {path_text(finding.where)}" if finding.where else ""
+    head = Text(f"{finding.severity}{where}: ", style=_SEVERITY[finding.severity])
+    out.print(head + Text(printable(finding.found), style="default"), soft_wrap=True)
+    if finding.expected:
+        out.print(Text(f"  expected {printable(finding.expected)}", style="dim"), soft_wrap=True)
+    if finding.says:
+        out.print(Text(f"  PyTorch: {printable(finding.says)}", style="dim"), soft_wrap=True)
+    if finding.fix:
+        out.print(Text(f"  {printable(finding.fix)}", style="green"), soft_wrap=True)

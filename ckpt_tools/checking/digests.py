@@ -1,0 +1,177 @@
+"""Digests: one SHA-256 a tensor, equal for equal tensors whatever file they are in.
+
+The digest of a tensor is SHA-256 over its dtype, a space, its shape, a line feed, and its elements row-major,
+little-endian: for a float32 matrix of 2 x 3 the bytes `float32 [2,3]\\n` and 24 bytes more. dtypes are named as torch names
+them; shapes are torch's (float4 counts pairs). Strides, offsets, ties, device tags and requires_grad do not count.
+
+A digest file is UTF-8 text. Lines that begin with `#` are comments; the first says the version. Every other line holds
+four fields between tabs: the digest in hexadecimal, the dtype, the shape, and the tensor's path from the root as a JSON list.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt_tools.errors import DigestError
+from ckpt_tools.names import unwrap
+from ckpt_tools.tree import Entry, Where
+
+HEAD = '# ckpt digest 1: SHA-256 of "DTYPE [SHAPE]\\n" and the elements row-major, little-endian'
+_MAX_FILE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """The digest of one tensor."""
+
+    where: Where
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    def line(self) -> str:
+        """Its line in a digest file."""
+        return "\t".join((self.sha256, self.dtype, shape_text(self.shape), json.dumps(list(self.where))))
+
+
+@dataclass(slots=True)
+class Compared:
+    """What a comparison of two sets of digests found; paths are those of the file that is checked, where it has them.
+
+    Attributes:
+        equal: how many are the same.
+        renamed: how many of these were found under another path (by name, or by name without wrappers).
+        different: the same tensor with other bytes, shape or dtype, with what differs.
+        missing: only in what is compared with. unexpected: only in the file that is checked.
+    """
+
+    against: str
+    equal: int = 0
+    renamed: int = 0
+    different: list[tuple[Where, str]] = field(default_factory=list)
+    missing: list[Where] = field(default_factory=list)
+    unexpected: list[Where] = field(default_factory=list)
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as it goes into a digest: `[2,3]`."""
+    return f"[{','.join(map(str, shape))}]"
+
+
+def begin(entry: Entry) -> hashlib._Hash:
+    """A SHA-256 that has taken in dtype and shape, and waits for the elements."""
+    return hashlib.sha256(f"{entry.dtype.name} {shape_text(entry.shape)}\n".encode())
+
+
+def text(digests: Iterable[Digest], path: str) -> str:
+    """A digest file."""
+    return "\n".join([HEAD, f"# of {json.dumps(path)}", *(digest.line() for digest in digests)]) + "\n"
+
+
+def is_digest_file(path: Path) -> bool:
+    """Whether a file begins as digest files do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(14) == b"# ckpt digest "
+    except OSError:
+        return False
+
+
+def read(path: Path) -> list[Digest]:
+    """The digests in a file.
+
+    Raises:
+        DigestError: it cannot be read, or a line is malformed.
+    """
+    try:
+        if path.stat().st_size > _MAX_FILE:
+            raise DigestError(f"{path} is too large for a digest file.")
+        lines = path.read_text("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DigestError(f"{path} cannot be read.", why=f"{error}.") from None
+    if not lines[0].startswith("# ckpt digest 1:"):
+        raise DigestError(f"{path} is a digest file of another version.", why=f"It begins with {lines[0][:60]!r}.")
+    return [_parse(path, number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
+
+
+def _parse(path: Path, number: int, line: str) -> Digest:
+    fields = line.rstrip("\r").split("\t")
+    try:
+        sha256, dtype, shape, where = fields[0], fields[1], json.loads(fields[2]), json.loads(fields[3])
+    except (IndexError, ValueError, RecursionError):
+        raise _malformed(path, number) from None
+    sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    parts = isinstance(where, list) and all(type(part) in (str, int) for part in where)
+    if len(fields) != 4 or len(sha256) != 64 or not set(sha256) <= set(string.hexdigits) or not sizes or not parts:
+        raise _malformed(path, number)
+    return Digest(tuple(where), dtype, tuple(shape), sha256.lower())
+
+
+def _malformed(path: Path, number: int) -> DigestError:
+    return DigestError(f"{path} is damaged at line {number}.", why="A line is digest, dtype, shape and path, between tabs.")
+
+
+def compare(own: Sequence[Digest], other: Sequence[Digest], against: str) -> Compared:
+    """Compare two sets of digests.
+
+    Tensors are the same when their paths are; of what is left, when their names (the last part of the path) are and no other
+    tensor left has that name; then the same without wrappers (`module.`).
+    """
+    result = Compared(against)
+    left, right = {digest.where: digest for digest in own}, {digest.where: digest for digest in other}
+    for key in (_path, _name, _plain_name):
+        pairs = _pairs(left, right, key)
+        for mine, theirs in pairs:
+            del left[mine.where], right[theirs.where]
+            if mine.sha256 != theirs.sha256:
+                result.different.append((mine.where, _difference(mine, theirs)))
+            else:
+                result.equal += 1
+                result.renamed += key is not _path
+    result.missing, result.unexpected = list(right), list(left)
+    return result
+
+
+Key = Callable[[Where], object]
+
+
+def _path(where: Where) -> object:
+    return where
+
+
+def _name(where: Where) -> object:
+    return where[-1] if where else ""
+
+
+def _plain_name(where: Where) -> object:
+    return unwrap(str(where[-1])) if where else ""
+
+
+def _pairs(left: Mapping[Where, Digest], right: Mapping[Where, Digest], key: Key) -> list[tuple[Digest, Digest]]:
+    mine, theirs = _unique(left, key), _unique(right, key)
+    return [(digest, theirs[name]) for name, digest in mine.items() if name in theirs]
+
+
+def _unique(digests: Mapping[Where, Digest], key: Key) -> dict[object, Digest]:
+    """The digests by key, without those that share one."""
+    found: dict[object, Digest] = {}
+    twice: set[object] = set()
+    for where, digest in digests.items():
+        name = key(where)
+        if name in found:
+            twice.add(name)
+        found[name] = digest
+    return {name: digest for name, digest in found.items() if name not in twice}
+
+
+def _difference(mine: Digest, theirs: Digest) -> str:
+    if mine.dtype != theirs.dtype:
+        return f"{mine.dtype}, and {theirs.dtype} there"
+    if mine.shape != theirs.shape:
+        return f"shape {shape_text(mine.shape)}, and {shape_text(theirs.shape)} there"
+    return "other bytes"

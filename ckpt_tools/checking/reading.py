@@ -1,0 +1,208 @@
+"""Read an open checkpoint once: CRC-32 of every record, and where asked the digest and the values of every tensor."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ckpt_tools.casts import to_little_endian
+from ckpt_tools.checking import digests, values
+from ckpt_tools.checking.passes import Advance, Crc, Span, read_through
+from ckpt_tools.checkpoint import Checkpoint
+from ckpt_tools.containers.zip_directory import Record, RecordRange
+from ckpt_tools.counting import ValueCount
+from ckpt_tools.dtypes import DType
+from ckpt_tools.errors import DamagedFileError
+from ckpt_tools.files import Source
+from ckpt_tools.numeric import lazy_bits, row_major
+from ckpt_tools.plan import Deflated, Range, chunks
+from ckpt_tools.sources import Files, Window
+from ckpt_tools.tree import Entry, Storage, Where, reachable
+
+# Tensors may overlap and be expanded: together they may be hashed and counted for this many bytes, and no more.
+_SPARE_WORK, _WORK_A_BYTE = 1 << 28, 8
+
+
+@dataclass(slots=True)
+class Read:
+    """What reading every byte found.
+
+    Attributes:
+        bytes: bytes read. records: records with a CRC-32 that was checked.
+        mismatches: records whose bytes do not match, with the CRC-32 that the bytes have (None: they cannot be inflated).
+        digests, counted: per tensor, where asked. skipped: tensors without either: no plain view on a storage, of a dtype
+            that torch lacks, or overlapping so often that it would take many times the file.
+    """
+
+    bytes: int = 0
+    records: int = 0
+    mismatches: list[tuple[Record, int | None]] = field(default_factory=list)
+    digests: list[digests.Digest] = field(default_factory=list)
+    counted: list[values.Counted] = field(default_factory=list)
+    skipped: list[Where] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _View:
+    """One view on a storage, under every path that it has."""
+
+    entry: Entry
+    wheres: list[Where]
+    hash: hashlib._Hash | None
+    count: ValueCount | None
+
+    def take(self, data: memoryview | bytes) -> None:
+        if self.hash is not None:
+            self.hash.update(data)
+        if self.count is not None:
+            self.count.take(data)
+
+
+def read_checkpoint(
+    checkpoint: Checkpoint, *, digest: bool = False, count_values: bool = False, heads: frozenset[Where] = frozenset(),
+    advance: Advance | None = None,
+) -> Read:  # fmt: skip
+    """Read every byte of a checkpoint's files once; bytes of strided, deflated or big-endian tensors twice where values count.
+
+    Args:
+        digest: hash every tensor. count_values: count NaN, infinities and the like.
+        heads: paths of tensors whose moments are wanted too.
+        advance: called with the number of bytes after each block.
+
+    Raises:
+        ChangedFileError: a file changed. NotACheckpointError: the disk failed. DamagedFileError: bytes cannot be inflated.
+    """
+    read, decoded = Read(), checkpoint.decoded
+    spans: dict[Source, list[Span]] = {source: [] for source in _sources(checkpoint)}
+    checks = _record_spans(checkpoint, spans) if decoded.has_checksums else []
+    views = _views(checkpoint, read, digest, count_values, heads) if digest or count_values else []
+    gathered = [view for view in views if not _streams(view, decoded.byteorder, spans)]
+    for source, wanted in spans.items():
+        read_through(source, wanted, advance)
+        source.check_unchanged()
+        read.bytes += source.size
+    read.records = len(checks)
+    read.mismatches = [(record, found) for record, check in checks if (found := check()) != record.crc]
+    _gather(gathered, decoded.byteorder, {record.name for record, _ in read.mismatches})
+    _collect(views, checkpoint, read)
+    return read
+
+
+def _sources(checkpoint: Checkpoint) -> list[Source]:
+    """The files that a checkpoint is made of, each once."""
+    source = checkpoint.decoded.source
+    found: dict[Source, None] = dict.fromkeys(source.members.values() if isinstance(source, Files) else [source])
+    for content in _contents(checkpoint):
+        found[_in_file(content.source, 0)[0]] = None
+    return [source for source in found if not isinstance(source, Window)]
+
+
+def _contents(checkpoint: Checkpoint) -> Iterator[Range | Deflated]:
+    """Where the storages are that lie in files."""
+    for node in reachable(checkpoint.root):
+        if type(node) is Storage and isinstance(node.content, Range | Deflated):
+            yield node.content
+
+
+def _in_file(source: Source, offset: int) -> tuple[Source, int]:
+    """An offset in a part of a file as one in the file."""
+    while isinstance(source, Window):
+        source, offset = source.source, source.start + offset
+    return source, offset
+
+
+Check = Callable[[], int | None]
+
+
+def _record_spans(checkpoint: Checkpoint, spans: dict[Source, list[Span]]) -> list[tuple[Record, Check]]:
+    """A CRC-32 for every record of a zip, or of all the zips."""
+    records = {id(record): (record, checkpoint.decoded.source) for record in checkpoint.decoded.records}
+    for content in _contents(checkpoint):
+        if isinstance(content, RecordRange):
+            records[id(content.record)] = (content.record, content.source)
+    checks: list[tuple[Record, Check]] = []
+    for record, source in records.values():
+        if record.deflated:
+            checks.append((record, lambda source=source, record=record: _inflated_crc(source, record)))  # type: ignore[misc]
+            continue
+        crc, (file, offset) = Crc(), _in_file(source, record.data)
+        spans[file].append(Span(offset, record.size, (crc.take,)))
+        checks.append((record, lambda crc=crc: crc.value))  # type: ignore[misc]
+    return checks
+
+
+def _inflated_crc(source: Source, record: Record) -> int | None:
+    crc = Crc()
+    try:
+        for chunk in chunks(Deflated(source, record.data, record.compressed, record.size, 0)):
+            crc.take(memoryview(chunk))
+    except DamagedFileError:
+        return None
+    return crc.value
+
+
+def _views(checkpoint: Checkpoint, read: Read, digest: bool, count: bool, heads: frozenset[Where]) -> list[_View]:
+    """Every view once; tied tensors are hashed and counted once."""
+    views: dict[str, _View] = {}
+    left = _SPARE_WORK + _WORK_A_BYTE * checkpoint.file_bytes
+    for tensor in checkpoint.tensors:
+        entry = tensor.node
+        if type(entry) is not Entry or not entry.dtype.in_torch:
+            read.skipped.append(tensor.where)
+            continue
+        # Text, since Python's hash of text cannot be foreseen: a file could choose strides of one hash value.
+        key = str((id(entry.storage), entry.dtype.name, entry.shape, entry.stride, entry.offset, *sorted(lazy_bits(entry))))
+        if key not in views:
+            left -= entry.nbytes
+            if left < 0:
+                read.skipped.append(tensor.where)
+                left += entry.nbytes
+                continue
+            views[key] = _View(entry, [], digests.begin(entry) if digest else None, _counter(entry.dtype, count))
+        views[key].wheres.append(tensor.where)
+        if tensor.where in heads and (counter := views[key].count) is not None:
+            counter.moments = True
+    return list(views.values())
+
+
+def _counter(dtype: DType, wanted: bool) -> ValueCount | None:
+    return ValueCount(dtype) if wanted else None
+
+
+def _streams(view: _View, byteorder: str, spans: dict[Source, list[Span]]) -> bool:
+    """Whether a view's bytes lie row-major in a file, so that they are taken in as the file is read."""
+    content, entry = view.entry.storage.content, view.entry
+    swapped = byteorder == "big" and entry.dtype.swap_width > 1
+    if swapped or not isinstance(content, Range) or not entry.is_contiguous or lazy_bits(entry):
+        return False
+    file, start = _in_file(content.source, content.offset + entry.offset * entry.dtype.itemsize)
+    if entry.nbytes:
+        spans[file].append(Span(start, entry.nbytes, (view.take,)))
+    return True
+
+
+def _gather(views: list[_View], byteorder: str, damaged: set[str]) -> None:
+    """Take in what does not lie in the file as it is: strided, deflated, big-endian."""
+    for view in views:
+        root = to_little_endian((view.entry,), byteorder)
+        try:
+            for chunk in chunks(row_major(root[0])):
+                view.take(chunk)
+        except DamagedFileError:
+            if not damaged:  # else it was said already, with the record's name
+                raise
+
+
+def _collect(views: list[_View], checkpoint: Checkpoint, read: Read) -> None:
+    """The results, in the order of the tensors."""
+    order = {tensor.where: index for index, tensor in enumerate(checkpoint.tensors)}
+    for where, view in sorted(_by_where(views), key=lambda row: order[row[0]]):
+        if view.hash is not None:
+            read.digests.append(digests.Digest(where, view.entry.dtype.name, view.entry.shape, view.hash.hexdigest()))
+        if view.count is not None:
+            read.counted.append(values.Counted(where, view.entry, view.count))
+
+
+def _by_where(views: list[_View]) -> Iterator[tuple[Where, _View]]:
+    return ((where, view) for view in views for where in view.wheres)

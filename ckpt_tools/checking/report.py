@@ -1,0 +1,54 @@
+"""What `ckpt check` found about one checkpoint. The fields are the contract of `ckpt check --json`, see docs/json.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ckpt_tools.checking.digests import Compared, Digest
+from ckpt_tools.findings import Finding
+
+Verdict = Literal["healthy", "findings", "unreadable"]
+
+
+@dataclass(slots=True)
+class Checked:
+    """One checkpoint, checked.
+
+    Attributes:
+        path, container, file_bytes: the file; an unreadable one has no container.
+        verdict: "healthy", "findings" (a warning or a problem among them), or "unreadable".
+        tensors, bytes_read, records: how many tensors there are, how many bytes were read, how many records were checked
+            against their CRC-32.
+        findings: worst first. seconds: how long it took.
+        values: (with --values) path, and counts of NaN and infinite values, of every tensor that has some.
+        digests: (with --digest or --against) one for each tensor. skipped: paths of tensors that have none.
+        against: (with --against) what the comparison found.
+    """
+
+    path: str
+    container: str | None = None
+    file_bytes: int = 0
+    verdict: Verdict = "healthy"
+    tensors: int = 0
+    bytes_read: int = 0
+    records: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    values: list[dict[str, Any]] = field(default_factory=list)
+    digests: list[Digest] = field(default_factory=list)
+    skipped: list[list[str | int]] = field(default_factory=list)
+    against: Compared | None = None
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+    @property
+    def exit_code(self) -> int:
+        """0 healthy, 1 findings, 3 unreadable."""
+        return EXIT_CODES[self.verdict]
+
+
+EXIT_CODES: Mapping[Verdict, int] = {"healthy": 0, "findings": 1, "unreadable": 3}

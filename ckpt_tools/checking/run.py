@@ -1,0 +1,259 @@
+"""Check checkpoints: every byte read once, every promise of the format compared, and what stands in the way of loading."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckpt_tools.checking import digests, loading, structure, torch_errors, values
+from ckpt_tools.checking.passes import Advance
+from ckpt_tools.checking.reading import Read, read_checkpoint
+from ckpt_tools.checking.report import Checked, Verdict
+from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.containers import torch_zip
+from ckpt_tools.containers.zip_directory import has_end
+from ckpt_tools.describe import describe
+from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, DigestError, ZipError
+from ckpt_tools.files import Source, replacing
+from ckpt_tools.findings import Finding, mending
+from ckpt_tools.plan import Literal, Piece
+from ckpt_tools.transforms import dotted
+from ckpt_tools.tree import Where
+from ckpt_tools.writer import Progress, write
+
+_SHOWN = 5
+_ORDER = ("problem", "warning", "info")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked for beyond the bytes.
+
+    Attributes:
+        values: count NaN, infinities and the like. digest: a SHA-256 of every tensor.
+        against: digests to compare with, and the name of what they are of.
+        ignore: codes of findings that are left out.
+    """
+
+    values: bool = False
+    digest: bool = False
+    against: tuple[str, list[digests.Digest]] | None = None
+    ignore: Collection[str] = ()
+
+
+def check(
+    path: str | os.PathLike[str], *, values: bool = False, digest: bool = False,
+    against: str | os.PathLike[str] | None = None, ignore: Collection[str] = (), advance: Advance | None = None,
+) -> Checked:  # fmt: skip
+    """Check one checkpoint. Runs and imports nothing that the file names; memory does not grow with the tensors.
+
+    Args:
+        path: a checkpoint.
+        values: count NaN and infinite values per tensor; find tensors of zeros, garbage, and heads that look untrained.
+        digest: a SHA-256 of every tensor (see `ckpt_tools.checking.digests`).
+        against: a digest file or another checkpoint to compare with.
+        ignore: codes of findings to leave out.
+        advance: called with the number of bytes after each block that is read.
+
+    Returns:
+        The report; a file that cannot be read is one with the verdict "unreadable".
+
+    Raises:
+        CkptError: what `against` names cannot be read.
+    """
+    return check_one(path, Wanted(values, digest, None if against is None else load_digests(against), ignore), advance)
+
+
+def load_digests(path: str | os.PathLike[str]) -> tuple[str, list[digests.Digest]]:
+    """The digests in a digest file, or of the tensors of a checkpoint; with the path as text.
+
+    Raises:
+        CkptError: it is neither, or damaged.
+    """
+    if digests.is_digest_file(Path(path)):
+        return str(path), digests.read(Path(path))
+    with collector_paused(), open_checkpoint(path) as checkpoint:
+        return str(path), read_checkpoint(checkpoint, digest=True).digests
+
+
+def save_digests(report: Checked, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Write the digests of a report to a digest file, whole or not at all.
+
+    Raises:
+        OutputError: it exists, or cannot be written. DigestError: the report has none.
+    """
+    if report.container is None:
+        raise DigestError(f"{report.path} cannot be read, so there are no digests of it.")
+    with replacing(path, overwrite=overwrite) as output:
+        write([Piece(Literal(digests.text(report.digests, report.path).encode()))], output)
+
+
+def check_one(path: str | os.PathLike[str], wanted: Wanted, advance: Advance | None = None) -> Checked:
+    """Check one checkpoint; see `check`."""
+    started = time.perf_counter()
+    try:
+        with collector_paused(), open_checkpoint(path) as checkpoint:
+            report = _check_open(checkpoint, wanted, advance)
+    except CkptError as error:
+        report = _unreadable(path, error)
+    report.findings = [finding for finding in report.findings if finding.code not in wanted.ignore]
+    report.findings.sort(key=lambda finding: _ORDER.index(finding.severity))
+    report.verdict = _verdict(report)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _verdict(report: Checked) -> Verdict:
+    if report.container is None:
+        return "unreadable"
+    return "findings" if any(finding.severity != "info" for finding in report.findings) else "healthy"
+
+
+def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None) -> Checked:
+    heads = _heads(checkpoint) if wanted.values else frozenset()
+    with_digests = wanted.digest or wanted.against is not None
+    read = read_checkpoint(checkpoint, digest=with_digests, count_values=wanted.values, heads=heads, advance=advance)
+    report = Checked(
+        str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, "healthy", len(checkpoint.tensors), read.bytes,
+        read.records,
+    )  # fmt: skip
+    report.digests, report.skipped = read.digests, [list(where) for where in read.skipped]
+    report.values = [_counts(row) for row in read.counted if row.count.nan or row.count.inf]
+    if wanted.against is not None:
+        name, other = wanted.against
+        report.against = digests.compare(read.digests, other, name)
+    report.findings = list(_findings(checkpoint, read, report, heads))
+    return report
+
+
+def _heads(checkpoint: Checkpoint) -> frozenset[Where]:
+    return frozenset((*found.where, name) for found in checkpoint.state_dicts for name in values.head_names(found))
+
+
+def _counts(row: values.Counted) -> dict[str, object]:
+    return {"where": list(row.where), "nan": row.count.nan, "inf": row.count.inf, "values": row.entry.numel}
+
+
+def _findings(checkpoint: Checkpoint, read: Read, report: Checked, heads: frozenset[Where]) -> Iterator[Finding]:
+    yield from structure.findings(checkpoint, read)
+    yield from values.findings(read.counted, heads)
+    if report.against is not None:
+        yield from _differences(report.against)
+    if read.skipped:
+        text = f"{len(read.skipped)} tensors have no digest and were not counted: {_some(read.skipped)}"
+        yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
+    loads = list(loading.findings(checkpoint))
+    for finding in describe(checkpoint).findings:
+        replaced = finding.code == "device-tags" and any(other.code == "no-such-device" for other in loads)
+        if finding.code != "together" and not replaced:
+            yield loading.explained(finding, checkpoint)
+    yield from loads
+
+
+def _differences(compared: digests.Compared) -> Iterator[Finding]:
+    for where, how in compared.different:
+        yield Finding("different", "problem", list(where), f"{how}: not as in {compared.against}")
+    rows = (("missing", compared.missing, "only in"), ("unexpected", compared.unexpected, "not in"))
+    for code, wheres, what in rows:
+        if wheres:
+            yield Finding(code, "problem", [], f"{len(wheres)} tensors are {what} {compared.against}: {_some(wheres)}")
+
+
+def _some(wheres: list[Where]) -> str:
+    more = f" and {len(wheres) - _SHOWN} more" if len(wheres) > _SHOWN else ""
+    return ", ".join(dotted(where) or "(root)" for where in wheres[:_SHOWN]) + more
+
+
+def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
+    """The report of a file that cannot be read: our error, and what PyTorch says in its place."""
+    says, size = "", 0
+    with contextlib.suppress(CkptError):
+        source = Source(path)
+        size = source.size
+        with contextlib.closing(source):
+            says = _torch_says(source, error)
+    found = error.what + (f" {error.why}" if error.why else "")
+    fix = error.fix or (mending("repair", str(path)) if isinstance(error, DamagedFileError) else "")
+    finding = Finding("unreadable", "problem", [], found, "", fix, says)
+    return Checked(str(path), None, size, "unreadable", findings=[finding])
+
+
+def _torch_says(source: Source, error: CkptError) -> str:
+    """PyTorch's own error for a file that we refuse; it sees no checksums and no disorder inside a pickle."""
+    head = source.read(0, min(HEAD, source.size))
+    if torch_zip.sniff(head):
+        damaged = isinstance(error, ZipError) and not isinstance(error, ChecksumError)
+        return torch_errors.of_zip(cut=not has_end(source)) if damaged else ""
+    return torch_errors.of_bytes(source.path, head, source.size)
+
+
+def check_many(
+    paths: Sequence[str | os.PathLike[str]], wanted: Wanted, *, jobs: int = 1, progress: Progress | None = None
+) -> Iterator[Checked]:
+    """Check several checkpoints, in processes of their own where that pays; the reports come in the order of the paths.
+
+    Args:
+        paths: the checkpoints. wanted: what is asked for.
+        jobs: how many processes at most.
+        progress: called with (bytes done, bytes in total) after each block, or after each file where processes share the work.
+    """
+    sizes = [_size(path) for path in paths]
+    advance = _Steps(progress, sum(sizes)).advance if progress is not None else None
+    jobs = min(jobs, len(paths))
+    if jobs < 2 or sum(sizes) < _POOL_FROM:
+        yield from (check_one(path, wanted, advance) for path in paths)
+        return
+    for size, report in zip(sizes, _in_processes(paths, wanted, jobs), strict=True):
+        if advance is not None:
+            advance(size)
+        yield report
+
+
+_POOL_FROM = 64 << 20
+
+
+def _in_processes(paths: Sequence[str | os.PathLike[str]], wanted: Wanted, jobs: int) -> Iterator[Checked]:
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import active_children, get_context
+
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _die_at_interrupt)
+    try:
+        yield from pool.map(partial(check_one, wanted=wanted), paths)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in active_children():
+            child.terminate()
+        raise
+    pool.shutdown()
+
+
+def _die_at_interrupt() -> None:
+    """In a worker: Ctrl-C ends it without a word; the parent says it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class _Steps:
+    """Adds up the bytes that are done."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, 0
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        self.progress(self.done, max(self.total, self.done))
+
+
+def _size(path: str | os.PathLike[str]) -> int:
+    """Bytes of a file, or of the files in a folder; 0 where that cannot be told, which is said when it is opened."""
+    try:
+        if os.path.isdir(path):
+            return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
+        return os.stat(path).st_size
+    except (OSError, ValueError):
+        return 0

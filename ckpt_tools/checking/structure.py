@@ -1,0 +1,120 @@
+"""Whether the records, storages and headers of a checkpoint are what the formats promise, once its bytes were read."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+
+from ckpt_tools.checking.reading import Read
+from ckpt_tools.checkpoint import Checkpoint
+from ckpt_tools.containers.zip_directory import Record
+from ckpt_tools.containers.zip_layout import ALIGNMENT, DESCRIPTOR_64
+from ckpt_tools.files import Source
+from ckpt_tools.findings import Finding, mending
+from ckpt_tools.sources import Files
+from ckpt_tools.transforms import dotted
+from ckpt_tools.tree import Entry, Storage, reachable
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.(?:safetensors|bin)$")
+_SHOWN = 5
+_GAP_FROM = 1 << 20
+
+
+def findings(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
+    """Damage and disorder, worst first."""
+    yield from _mismatches(checkpoint, read)
+    if checkpoint.decoded.records:
+        yield from _zip(checkpoint)
+    if checkpoint.container == "sharded":
+        yield from _sharded(checkpoint)
+    if checkpoint.container == "safetensors":
+        yield from _safetensors(checkpoint)
+
+
+def _mismatches(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
+    """Records whose bytes do not match their CRC-32, with the tensors on them."""
+    users = _users(checkpoint)
+    source, path = checkpoint.decoded.source, str(checkpoint.path)
+    written_twice = [record for record, found in read.mismatches if _other_writer(source, record, found)]
+    for record, found in read.mismatches:
+        names = users.get(record.name, [])
+        on = f" holds {_some(names)}, and" if names else ""
+        given = "they cannot be inflated" if found is None else f"the bytes give {found:08x}"
+        text = f"the record {record.name!r}{on} does not match its CRC-32: the file says {record.crc:08x}, {given}"
+        expected = "the bytes that were saved; torch.load does not notice"
+        yield Finding("damaged-record", "problem", [], text, expected, mending("repair", path))
+    if written_twice:
+        text = (
+            f"{len(written_twice)} damaged records match the CRC-32 right behind them, and not the one in the directory: "
+            "two processes wrote to this file at once"
+        )
+        fix = "Save on rank 0 only: if torch.distributed.get_rank() == 0: torch.save(...)"
+        yield Finding("mixed-writers", "problem", [], text, "one writer", fix)
+
+
+def _other_writer(source: Source, record: Record, found: int | None) -> bool:
+    """Whether the data descriptor behind a record has the CRC-32 of its bytes, while the directory has another."""
+    if record.deflated or found is None or record.end + 8 > source.size:
+        return False
+    return source.read(record.end, 8) == b"PK\x07\x08" + found.to_bytes(4, "little")
+
+
+def _users(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """Record name -> dotted paths of the tensors in it."""
+    folder = checkpoint.decoded.root_folder
+    users: dict[str, list[str]] = {}
+    for tensor in checkpoint.tensors:
+        if type(tensor.node) is Entry:
+            keys = [tensor.node.storage.key]
+        else:
+            keys = [node.key for node in reachable(tensor.node) if type(node) is Storage]
+        for key in keys:
+            users.setdefault(f"{folder}/data/{key}", []).append(dotted(tensor.where))
+    return users
+
+
+def _zip(checkpoint: Checkpoint) -> Iterator[Finding]:
+    decoded, path = checkpoint.decoded, str(checkpoint.path)
+    used = {f"{decoded.root_folder}/data/{node.key}" for node in reachable(checkpoint.root) if type(node) is Storage}
+    data = [record for record in decoded.records if record.name.startswith(f"{decoded.root_folder}/data/")]
+    unused = [record for record in data if record.name not in used]
+    if unused:
+        size = sum(record.compressed for record in unused)
+        text = f"{len(unused)} storages ({size} bytes) that no tensor uses: {_some([record.name for record in unused])}"
+        yield Finding("unused-storage", "info", [], text, "", mending("convert", path))
+    gaps = sum(max(0, record.following - record.end - DESCRIPTOR_64 - ALIGNMENT) for record in decoded.records)
+    if gaps >= _GAP_FROM:
+        yield Finding("unused-bytes", "info", [], f"{gaps} bytes between the records", "", mending("convert", path))
+    if not decoded.has_checksums:
+        text = "the file carries no checksums (every CRC-32 is 0): damage to tensors cannot be seen"
+        yield Finding("no-checksums", "info", [], text, "", mending("convert", path))
+
+
+def _safetensors(checkpoint: Checkpoint) -> Iterator[Finding]:
+    source, path = checkpoint.decoded.source, str(checkpoint.path)
+    if checkpoint.decoded.metadata.get("format") is None:
+        says = "OSError: The safetensors archive passed at ... does not contain the valid metadata. (transformers)"
+        text = "the header's metadata has no format"
+        yield Finding("no-format", "info", [], text, "format: pt, which transformers asks for", mending("repair", path), says)
+    if int.from_bytes(source.read(0, 8), "little") % 8:
+        text = "the tensors do not begin at a multiple of 8 bytes"
+        yield Finding(
+            "unaligned", "info", [], text, "a header padded with spaces, as safetensors writes it", mending("repair", path)
+        )
+
+
+def _sharded(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Files that look like shards and that the index does not name; what it names was found, or the file did not open."""
+    files = checkpoint.decoded.source
+    if not isinstance(files, Files):
+        return
+    stray = [name for name in sorted(os.listdir(files.folder)) if _SHARD.search(name) and name not in files.members]
+    if stray:
+        text = f"{len(stray)} shards that the index does not name: {_some(stray)}"
+        yield Finding("stray-shard", "warning", [], text, "the shards of one checkpoint", "Remove what an earlier save left.")
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

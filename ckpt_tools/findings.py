@@ -1,0 +1,42 @@
+"""Findings: what a command has to say about a file, with the command that mends it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import dataclass
+
+from ckpt_tools.names import printable
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing worth knowing.
+
+    Attributes:
+        code: a short stable name.
+        severity: "info", "warning" (it stands in somebody's way) or "problem" (damage).
+        where: a path from the root; empty for the file as a whole.
+        found, expected: what is there and what should be.
+        fix: what mends it, a command where there is one.
+        says: PyTorch's own error about it, as users see it; empty where there is none.
+    """
+
+    code: str
+    severity: str
+    where: list[str | int]
+    found: str
+    expected: str = ""
+    fix: str = ""
+    says: str = ""
+
+
+def mending(command: str, path: str, options: str = "", *, suffix: str | None = None) -> str:
+    """The line for a shell that mends a file: `ckpt COMMAND FILE FILE.fixed OPTIONS`.
+
+    Args:
+        suffix: the extension of the output where it is not the input's.
+    """
+    stem, own = os.path.splitext(path)
+    target = f"{stem}.fixed{own if suffix is None else suffix}"
+    return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))

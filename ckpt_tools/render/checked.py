@@ -1,0 +1,84 @@
+"""The page of `ckpt check`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ckpt_tools.checking.digests import shape_text
+from ckpt_tools.checking.report import Checked
+from ckpt_tools.findings import Finding
+from ckpt_tools.names import printable
+from ckpt_tools.render.text import label_grid, path_text, print_finding, size_text
+
+_COLOURS = {"healthy": "green", "findings": "yellow", "unreadable": "red"}
+_SPEED_FROM = 100 << 20
+_SHOWN = 20
+
+
+def print_checked(reports: Sequence[Checked], out: Console, *, digests: bool = False) -> None:
+    """A page for each checkpoint, and a table of all where there are several."""
+    for number, report in enumerate(reports):
+        if number:
+            out.print()
+        _print_one(report, out, digests=digests)
+    if len(reports) > 1:
+        out.print()
+        out.print(_summary(reports))
+
+
+def _print_one(report: Checked, out: Console, *, digests: bool) -> None:
+    head = Text(f"{printable(report.path)}: ", style="bold")
+    out.print(head + Text(report.verdict, style=_COLOURS[report.verdict]), soft_wrap=True)
+    if report.container is not None:
+        out.print(_facts(report))
+    if digests and report.digests:
+        out.print()
+        for digest in report.digests:
+            text = f"{digest.sha256}  {digest.dtype} {shape_text(digest.shape)}  {path_text(digest.where)}"
+            out.print(Text(text), soft_wrap=True)
+    for code, findings in _by_code(report).items():
+        for finding in findings[:_SHOWN]:
+            out.print()
+            print_finding(finding, out)
+        if len(findings) > _SHOWN:
+            out.print(f"\n... {len(findings) - _SHOWN} more of {code} (--json shows all)")
+
+
+def _by_code(report: Checked) -> dict[str, list[Finding]]:
+    found: dict[str, list[Finding]] = {}
+    for finding in report.findings:
+        found.setdefault(finding.code, []).append(finding)
+    return found
+
+
+def _facts(report: Checked) -> Table:
+    grid = label_grid()
+    grid.add_row("container", f"{report.container}, {size_text(report.file_bytes)}, {report.tensors} tensors")
+    sums = f", {report.records} records match their CRC-32" if report.records else ", no checksums in the file"
+    damaged = sum(finding.code == "damaged-record" for finding in report.findings)
+    if damaged:
+        sums = f", {report.records - damaged} of {report.records} records match their CRC-32"
+    speed = f" at {size_text(int(report.bytes_read / report.seconds))}/s" if report.bytes_read >= _SPEED_FROM else ""
+    grid.add_row("read", f"{size_text(report.bytes_read)}{speed}{sums}")
+    if (compared := report.against) is not None:
+        renamed = f" ({compared.renamed} under another path)" if compared.renamed else ""
+        total = compared.equal + len(compared.different)
+        grid.add_row("against", printable(f"{compared.against}: {compared.equal} of {total} tensors equal{renamed}"))
+    return grid
+
+
+def _summary(reports: Sequence[Checked]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for name in ("checkpoint", "verdict", "tensors", "bytes", "problems", "warnings"):
+        table.add_column(name, justify="left" if name in ("checkpoint", "verdict") else "right")
+    for report in reports:
+        counts = [sum(finding.severity == severity for finding in report.findings) for severity in ("problem", "warning")]
+        verdict = Text(report.verdict, style=_COLOURS[report.verdict])
+        table.add_row(
+            Text(printable(report.path)), verdict, str(report.tensors), size_text(report.file_bytes), *map(str, counts)
+        )
+    return table
