@@ -24,20 +24,29 @@ from ckpt_tools.tree import Entry, Storage, Where, reachable
 _SPARE_WORK, _WORK_A_BYTE = 1 << 28, 8
 
 
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A record that does not match its CRC-32; `found` is what its bytes have, None when they cannot be inflated."""
+
+    source: Source
+    record: Record
+    found: int | None
+
+
 @dataclass(slots=True)
 class Read:
     """What reading every byte found.
 
     Attributes:
         bytes: bytes read. records: records with a CRC-32 that was checked.
-        mismatches: records whose bytes do not match, with the CRC-32 that the bytes have (None: they cannot be inflated).
+        mismatches: records whose bytes do not match.
         digests, counted: per tensor, where asked. skipped: tensors without either: no plain view on a storage, of a dtype
             that torch lacks, or overlapping so often that it would take many times the file.
     """
 
     bytes: int = 0
     records: int = 0
-    mismatches: list[tuple[Record, int | None]] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
     digests: list[digests.Digest] = field(default_factory=list)
     counted: list[values.Counted] = field(default_factory=list)
     skipped: list[Where] = field(default_factory=list)
@@ -83,8 +92,9 @@ def read_checkpoint(
         source.check_unchanged()
         read.bytes += source.size
     read.records = len(checks)
-    read.mismatches = [(record, found) for record, check in checks if (found := check()) != record.crc]
-    _gather(gathered, decoded.byteorder, {record.name for record, _ in read.mismatches})
+    found = [Mismatch(source, record, crc) for source, record, check in checks if (crc := check()) != record.crc]
+    read.mismatches = found
+    _gather(gathered, decoded.byteorder, damaged=bool(found))
     _collect(views, checkpoint, read)
     return read
 
@@ -108,27 +118,27 @@ def _contents(checkpoint: Checkpoint) -> Iterator[Range | Deflated]:
 def _in_file(source: Source, offset: int) -> tuple[Source, int]:
     """An offset in a part of a file as one in the file."""
     while isinstance(source, Window):
-        source, offset = source.source, source.start + offset
+        offset, source = source.start + offset, source.source
     return source, offset
 
 
 Check = Callable[[], int | None]
 
 
-def _record_spans(checkpoint: Checkpoint, spans: dict[Source, list[Span]]) -> list[tuple[Record, Check]]:
+def _record_spans(checkpoint: Checkpoint, spans: dict[Source, list[Span]]) -> list[tuple[Source, Record, Check]]:
     """A CRC-32 for every record of a zip, or of all the zips."""
     records = {id(record): (record, checkpoint.decoded.source) for record in checkpoint.decoded.records}
     for content in _contents(checkpoint):
         if isinstance(content, RecordRange):
             records[id(content.record)] = (content.record, content.source)
-    checks: list[tuple[Record, Check]] = []
+    checks: list[tuple[Source, Record, Check]] = []
     for record, source in records.values():
         if record.deflated:
-            checks.append((record, lambda source=source, record=record: _inflated_crc(source, record)))  # type: ignore[misc]
+            checks.append((source, record, lambda source=source, record=record: _inflated_crc(source, record)))  # type: ignore[misc]
             continue
         crc, (file, offset) = Crc(), _in_file(source, record.data)
         spans[file].append(Span(offset, record.size, (crc.take,)))
-        checks.append((record, lambda crc=crc: crc.value))  # type: ignore[misc]
+        checks.append((source, record, lambda crc=crc: crc.value))  # type: ignore[misc]
     return checks
 
 
@@ -182,7 +192,7 @@ def _streams(view: _View, byteorder: str, spans: dict[Source, list[Span]]) -> bo
     return True
 
 
-def _gather(views: list[_View], byteorder: str, damaged: set[str]) -> None:
+def _gather(views: list[_View], byteorder: str, *, damaged: bool) -> None:
     """Take in what does not lie in the file as it is: strided, deflated, big-endian."""
     for view in views:
         root = to_little_endian((view.entry,), byteorder)

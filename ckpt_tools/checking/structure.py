@@ -6,15 +6,15 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from ckpt_tools.checking.reading import Read
+from ckpt_tools.checking.reading import Mismatch, Read
 from ckpt_tools.checkpoint import Checkpoint
-from ckpt_tools.containers.zip_directory import Record
+from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.containers.zip_layout import ALIGNMENT, DESCRIPTOR_64
-from ckpt_tools.files import Source
 from ckpt_tools.findings import Finding, mending
+from ckpt_tools.plan import Deflated
 from ckpt_tools.sources import Files
 from ckpt_tools.transforms import dotted
-from ckpt_tools.tree import Entry, Storage, reachable
+from ckpt_tools.tree import Storage, reachable
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.(?:safetensors|bin)$")
 _SHOWN = 5
@@ -35,10 +35,11 @@ def findings(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
 def _mismatches(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
     """Records whose bytes do not match their CRC-32, with the tensors on them."""
     users = _users(checkpoint)
-    source, path = checkpoint.decoded.source, str(checkpoint.path)
-    written_twice = [record for record, found in read.mismatches if _other_writer(source, record, found)]
-    for record, found in read.mismatches:
-        names = users.get(record.name, [])
+    path = str(checkpoint.path)
+    written_twice = [row for row in read.mismatches if _other_writer(row)]
+    for row in read.mismatches:
+        record, found = row.record, row.found
+        names = users.get(id(record), [])
         on = f" holds {_some(names)}, and" if names else ""
         given = "they cannot be inflated" if found is None else f"the bytes give {found:08x}"
         text = f"the record {record.name!r}{on} does not match its CRC-32: the file says {record.crc:08x}, {given}"
@@ -53,24 +54,25 @@ def _mismatches(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
         yield Finding("mixed-writers", "problem", [], text, "one writer", fix)
 
 
-def _other_writer(source: Source, record: Record, found: int | None) -> bool:
+def _other_writer(row: Mismatch) -> bool:
     """Whether the data descriptor behind a record has the CRC-32 of its bytes, while the directory has another."""
-    if record.deflated or found is None or record.end + 8 > source.size:
+    record = row.record
+    if record.deflated or row.found is None or record.end + 8 > row.source.size:
         return False
-    return source.read(record.end, 8) == b"PK\x07\x08" + found.to_bytes(4, "little")
+    return row.source.read(record.end, 8) == b"PK\x07\x08" + row.found.to_bytes(4, "little")
 
 
-def _users(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """Record name -> dotted paths of the tensors in it."""
-    folder = checkpoint.decoded.root_folder
-    users: dict[str, list[str]] = {}
+def _users(checkpoint: Checkpoint) -> dict[int, list[str]]:
+    """The id of a record -> dotted paths of the tensors in it."""
+    by_data = {record.data: record for record in checkpoint.decoded.records}
+    users: dict[int, list[str]] = {}
     for tensor in checkpoint.tensors:
-        if type(tensor.node) is Entry:
-            keys = [tensor.node.storage.key]
-        else:
-            keys = [node.key for node in reachable(tensor.node) if type(node) is Storage]
-        for key in keys:
-            users.setdefault(f"{folder}/data/{key}", []).append(dotted(tensor.where))
+        below = (node for node in reachable(tensor.node) if type(node) is Storage)
+        for content in {id(node): node.content for node in below}.values():
+            if isinstance(content, RecordRange):
+                users.setdefault(id(content.record), []).append(dotted(tensor.where))
+            elif isinstance(content, Deflated) and content.offset in by_data:
+                users.setdefault(id(by_data[content.offset]), []).append(dotted(tensor.where))
     return users
 
 

@@ -159,6 +159,32 @@ def test_safetensors_headers(tmp_path: Path) -> None:
     assert codes(path) == []
 
 
+def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
+    """Every shard of a folder is read; one that the index does not name is said; a missing one makes it unreadable."""
+    index = {"weight_map": {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}}
+    for name, file in index["weight_map"].items():
+        save_file({name: torch.ones(3)}, tmp_path / file, {"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    report = check(tmp_path, digest=True)
+    assert (report.container, report.verdict, len(report.digests)) == ("sharded", "healthy", 2)
+    assert report.bytes_read >= sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    save_file({"c": torch.ones(3)}, tmp_path / "model-00003-of-00003.safetensors")
+    assert codes(tmp_path) == ["stray-shard"]
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    assert check(tmp_path).verdict == "unreadable"
+
+
+def test_torch_shards_are_compared_with_their_checksums(tmp_path: Path) -> None:
+    """A damaged record in the second of two .bin shards is found."""
+    names = {"a.weight": "pytorch_model-00001-of-00002.bin", "b.weight": "pytorch_model-00002-of-00002.bin"}
+    for name, file in names.items():
+        torch.save({name: torch.full((100,), 3.0)}, tmp_path / file)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    assert codes(tmp_path) == []
+    flip_byte(tmp_path / names["b.weight"], torch.full((100,), 3.0).numpy().tobytes())
+    assert codes(tmp_path) == ["damaged-record"]
+
+
 # --- the pass
 
 
@@ -405,9 +431,8 @@ def test_digests_are_what_the_documentation_says(tmp_path: Path) -> None:
 
 def test_both_containers_have_one_digest(tmp_path: Path) -> None:
     """The same model in .pth and .safetensors, in every dtype that both hold, compares equal."""
-    tensors = {f"t{i}.weight": torch.arange(8).to(dtype) for i, dtype in enumerate(
-        (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.complex64)
-    )}  # fmt: skip
+    names = ("float32", "bfloat16", "float16", "int64", "uint8", "bool", "float8_e4m3fn", "complex64")
+    tensors = {f"{name}.weight": torch.arange(8).to(getattr(torch, name)) for name in names}
     torch.save(tensors, tmp_path / "model.pth")
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     result = ckpt("check", tmp_path / "model.safetensors", "--against", tmp_path / "model.pth")
