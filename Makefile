@@ -1,4 +1,4 @@
-# make demo | test | check | matrix | fuzz | bench | clean; everything installs itself into .venv first.
+# make demo | test | check | matrix | fuzz | faults | bench | clean; everything installs itself into .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # One thread a process: the networks here are tiny, and on busy cores more threads only wait for each other.
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo test check matrix fuzz format bench fixtures clean
+.PHONY: install demo test check matrix fuzz faults format bench fixtures clean
 
 install: $(STAMP)
 
@@ -29,6 +29,10 @@ matrix: install
 # A minute of mutated files; more with FUZZ="--seconds 3600 --seed 1" (python -m fuzz --help).
 fuzz: install
 	$(BIN)/python -m fuzz $(FUZZ)
+
+# Every system call of everything that writes fails once in every way: thousands of runs, some minutes.
+faults: install
+	$(BIN)/python -m faults
 
 check: install
 	$(BIN)/ruff check .

@@ -27,6 +27,8 @@ CkptError                      exit code 3 unless noted
 
 from __future__ import annotations
 
+MAX_SENTENCE = 1200
+
 
 class CkptError(Exception):
     """What went wrong, why, and what to do about it; each a sentence of its own.
@@ -41,10 +43,15 @@ class CkptError(Exception):
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         super().__init__(what)
-        self.what, self.why, self.fix = what, why, fix
+        self.what, self.why, self.fix = _cut(what), _cut(why), _cut(fix)
 
     def __str__(self) -> str:
         return "\n".join(part for part in (self.what, self.why, self.fix) if part)
+
+
+def _cut(text: str) -> str:
+    """A sentence that quotes a name of megabytes is no message."""
+    return text if len(text) <= MAX_SENTENCE else f"{text[: MAX_SENTENCE - 40]}... ({len(text)} characters)"
 
 
 class UsageError(CkptError):

@@ -22,7 +22,7 @@ class Source:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._fd = open_regular(self.path)
-        status = os.fstat(self._fd)
+        status = self.status()
         self.size = status.st_size
         self._identity: object = identity_of(status)
 
@@ -59,8 +59,15 @@ class Source:
 
     def check_unchanged(self) -> None:
         """Raise ChangedFileError when size or modification time differ from when the file was opened."""
-        if identity_of(os.fstat(self.fd)) != self._identity:
+        if identity_of(self.status()) != self._identity:
             raise self.changed()
+
+    def status(self) -> os.stat_result:
+        """What the system says of the open file now."""
+        try:
+            return os.fstat(self.fd)
+        except OSError as error:
+            raise self._unreadable(error) from None
 
     def is_same(self, other: Source) -> bool:
         """Whether another source was opened on the same file in the same state."""
@@ -68,9 +75,10 @@ class Source:
 
     def close(self) -> None:
         """Close the file; further calls do nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # nothing was written by it, so nothing can be lost
+                os.close(fd)
 
     def _pread(self, length: int, offset: int) -> bytes:
         try:
@@ -109,7 +117,11 @@ def open_regular(path: Path) -> int:
             raise _not_regular(path, "a directory") from None
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise NotACheckpointError(f"{path} cannot be read.", why=f"{why}.") from None
-    mode = os.fstat(fd).st_mode
+    try:
+        mode = os.fstat(fd).st_mode
+    except OSError as error:
+        os.close(fd)
+        raise NotACheckpointError(f"{path} cannot be read.", why=f"{error.strerror}.") from None
     if not stat.S_ISREG(mode):
         os.close(fd)
         raise _not_regular(path, "a directory" if stat.S_ISDIR(mode) else "no regular file (a pipe, socket or device)")
@@ -143,12 +155,12 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
     with _output_errors(Path(path)):
         temporaries.remove_orphans(Path(os.path.realpath(path)))
     target = output_target(path, overwrite=overwrite)
-    replaces = target.exists()
-    with _output_errors(target):
-        temporary, fd = temporaries.create(target)
-    lock = -1
+    temporary, fd, lock = temporaries.name(target), -1, -1
     try:
         try:
+            with _output_errors(target):
+                replaces = target.exists()
+                fd = temporaries.create(temporary)
             if replaces:
                 _copy_mode(target, fd)
             yield Output(fd, target)
@@ -158,7 +170,8 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
                 lock = os.dup(fd)  # until the temporary has its name, nobody may take it for an orphan
         finally:
             with _output_errors(target):
-                os.close(fd)
+                if fd >= 0:
+                    os.close(fd)
         with _output_errors(target):
             _commit(temporary, target, overwrite=overwrite)
             if durable or replaces:

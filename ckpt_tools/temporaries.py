@@ -17,18 +17,26 @@ _CLOEXEC: int = getattr(os, "O_CLOEXEC", 0)
 _ENDING = re.compile(r"[0-9a-f]{12}\.ckpt-tmp")
 
 
-def create(target: Path) -> tuple[Path, int]:
-    """A new temporary for a target, locked: its path and a descriptor. Its mode is what a plain `open` gives.
+def name(target: Path) -> Path:
+    """A name for a temporary of this target, which nothing has yet."""
+    return target.with_name(f"{_prefix(target)}{os.urandom(6).hex()}.ckpt-tmp")
+
+
+def create(path: Path) -> int:
+    """Make a temporary and lock it; its descriptor. Its mode is what a plain `open` gives.
 
     Raises:
         OSError: the folder takes no new file.
     """
     while True:
-        path = target.with_name(f"{_prefix(target)}{os.urandom(6).hex()}.ckpt-tmp")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY | _CLOEXEC, 0o666)
-        _lock(fd, wait=True)
-        if os.fstat(fd).st_nlink:
-            return path, fd
+        try:
+            _lock(fd, wait=True)
+            if os.fstat(fd).st_nlink:
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
         os.close(fd)  # in the moment before it was locked, somebody took it for an orphan
 
 

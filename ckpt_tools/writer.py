@@ -46,7 +46,10 @@ def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = N
     finally:
         loop.pipeline.close()
     if clone is not None:
-        os.ftruncate(output.fd, loop.position)
+        try:
+            os.ftruncate(output.fd, loop.position)
+        except OSError as error:
+            raise output_error(output.target, error, loop.size) from None
     return loop.position
 
 
@@ -98,7 +101,10 @@ class _Loop:
         if not there or not self.clone or not self.clone.holds(content.source, content.offset, content.length):
             return False
         self.pipeline.settle()
-        os.lseek(self.output.fd, content.length, os.SEEK_CUR)
+        try:
+            os.lseek(self.output.fd, content.length, os.SEEK_CUR)
+        except OSError as error:
+            raise output_error(self.output.target, error, self.size) from None
         self.advance(content.length)
         return True
 

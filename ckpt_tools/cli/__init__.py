@@ -34,6 +34,13 @@ class _Group(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(*args, **extra)
+        except KeyboardInterrupt:  # while the options are read; click by itself would exit with 1
+            click.echo("Interrupted.", err=True)
+            raise click.exceptions.Exit(130) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with _terminable():

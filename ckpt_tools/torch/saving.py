@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from ckpt_tools.containers import safetensors
 from ckpt_tools.convert import Format, output_format
 from ckpt_tools.dtypes import DTYPES, DType
 from ckpt_tools.errors import ContainerLimitError
-from ckpt_tools.files import replacing
+from ckpt_tools.files import Output, output_error, replacing
 from ckpt_tools.flatten import flatten
 from ckpt_tools.plan import CHUNK, Computed
 from ckpt_tools.torch.live_names import renamed_state_dict
@@ -46,8 +47,48 @@ def save(
         with replacing(path, overwrite=True, durable=True) as output:
             write(pieces, output)
         return
-    with replacing(path, overwrite=True, durable=True) as output, os.fdopen(os.dup(output.fd), "wb") as stream:
-        torch.save(data, stream)
+    with replacing(path, overwrite=True, durable=True) as output:
+        _save_pth(data, output)
+
+
+def _save_pth(data: Any, output: Output) -> None:
+    """`torch.save` into the output. It makes a RuntimeError of whatever its stream raises: the real one is raised again."""
+    raw = _Stream(output)
+    try:
+        with io.BufferedWriter(raw, CHUNK) as stream:
+            torch.save(data, stream)
+    except BaseException:
+        if raw.failed is not None:
+            raise raw.failed from None
+        raise
+
+
+class _Stream(io.RawIOBase):
+    """Writes to an output, with our errors. After one it takes everything and writes nothing.
+
+    Attributes:
+        failed: what went wrong.
+    """
+
+    def __init__(self, output: Output) -> None:
+        self.output = output
+        self.failed: BaseException | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data)
+        try:
+            while len(left) and self.failed is None:
+                left = left[os.write(self.output.fd, left) :]
+        except OSError as error:
+            self.failed = output_error(self.output.target, error)
+            raise self.failed from None
+        except BaseException as error:  # Ctrl-C
+            self.failed = error
+            raise
+        return len(data)
 
 
 def _state_dict_of(model: torch.nn.Module, wrapped: bool) -> Mapping[str, Any]:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import ckpt_tools
+from ckpt_tools.errors import ZipError
 from fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
-from tests.hostile.zips import torch_zip
+from tests.hostile.zips import Rec, build, torch_zip
 
 ROOT = Path(ckpt_tools.__file__).parent.parent
 
@@ -67,3 +68,11 @@ def test_text_with_escapes_imports_nothing(tmp_path: Path) -> None:
         "assert found.values['x'] == '\\u00e9'\nassert 'encodings.raw_unicode_escape' not in set(sys.modules) - seen"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_long_names_make_no_long_messages(tmp_path: Path) -> None:
+    """Found by the fuzzer: a name of kilobytes was quoted whole."""
+    path = write(tmp_path, build([Rec(b"archive/" + b"\xff" * 60_000, b"x")]))
+    with pytest.raises(ZipError, match="not UTF-8") as caught:
+        ckpt_tools.inspect(path)
+    assert len(str(caught.value)) < 3000

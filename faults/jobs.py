@@ -1,0 +1,83 @@
+"""What is done while calls fail: every command that writes, and `ckpt_tools.torch.save`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One piece of work in a folder.
+
+    Attributes:
+        name: how it is called. prepare: makes the files that are there before.
+        arguments: of `ckpt`, run in the folder; or `work`, a function that is called there.
+        settle: arguments of a command to be run after a kill, before the files are looked at.
+    """
+
+    name: str
+    prepare: Callable[[Path], None]
+    arguments: tuple[str, ...] = ()
+    work: Callable[[], None] | None = None
+    settle: tuple[str, ...] = ()
+
+
+def _input(folder: Path, size: int = 3000) -> None:
+    torch.manual_seed(0)
+    data = {"module.a.w": torch.rand(size), "module.a.b": torch.zeros(7), "module.b.w": torch.rand(11, 3)}
+    torch.save(data, folder / "in.pth")
+
+
+def _input_and_old(folder: Path) -> None:
+    _input(folder)
+    torch.save({"old.w": torch.ones(100)}, folder / "out.pth")
+
+
+def _large(folder: Path) -> None:
+    _input(folder, 600_000)
+
+
+def _ahead(folder: Path) -> None:
+    """So large that the kernel copies it ahead, in a thread."""
+    _input(folder, 9 << 20)
+
+
+def _safetensors(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"module.a.w": torch.rand(1000), "module.b.w": torch.rand(3, 5)}, folder / "in.safetensors", {"format": "pt"})
+
+
+def _save() -> None:
+    from ckpt_tools.torch import save
+
+    save({"a.w": torch.ones(500)}, "out.pth")
+
+
+def _save_safetensors() -> None:
+    from ckpt_tools.torch import save
+
+    save({"a.w": torch.ones(500)}, "out.safetensors")
+
+
+def _strip(*more: str) -> tuple[str, ...]:
+    return ("convert", "in.pth", "out.pth", "--strip-module", *more)
+
+
+JOBS = (
+    Job("convert to a new file", _input, _strip()),
+    Job("convert over an old file", _input_and_old, _strip("--overwrite")),
+    Job("convert onto itself", _input, ("convert", "in.pth", "in.pth", "--strip-module", "--overwrite")),
+    Job("convert with a cast", _large, _strip("--dtype", "fp16", "--fsync")),
+    Job("convert in the kernel", _large, _strip()),
+    Job("convert with --verify", _large, _strip("--verify")),
+    Job("convert to safetensors", _input, ("convert", "in.pth", "out.safetensors")),
+    Job("convert from safetensors", _safetensors, ("convert", "in.safetensors", "out.pth")),
+    Job("torch.save", _input_and_old, work=_save),
+    Job("torch.save to safetensors", _input, work=_save_safetensors),
+)
+AHEAD = Job("convert with a copy ahead", _ahead, _strip())
