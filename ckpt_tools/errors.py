@@ -50,8 +50,8 @@ class CkptError(Exception):
 
 
 def _cut(text: str) -> str:
-    """A sentence that quotes a name of megabytes is no message."""
-    return text if len(text) <= MAX_SENTENCE else f"{text[: MAX_SENTENCE - 40]}... ({len(text)} characters)"
+    """A sentence that quotes a name of megabytes, without its middle."""
+    return text if len(text) <= MAX_SENTENCE else f"{text[:900]}... ({len(text)} characters) ...{text[-200:]}"
 
 
 class UsageError(CkptError):
