@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_tools import temporaries
+from ckpt_tools import journal, temporaries
 from ckpt_tools.errors import ChangedFileError, NotACheckpointError, OutputError, OutputExistsError
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
@@ -22,6 +22,10 @@ class Source:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._fd = open_regular(self.path)
+        if _has_journal(self.path):
+            os.close(self._fd)
+            journal.recover(Path(os.path.realpath(self.path)))
+            self._fd = open_regular(self.path)
         status = self.status()
         self.size = status.st_size
         self._identity: object = identity_of(status)
@@ -30,6 +34,11 @@ class Source:
     def fd(self) -> int:
         """The descriptor that the kernel can copy from; -1 where there is none, and the bytes have to be read."""
         return self._fd
+
+    @property
+    def identity(self) -> object:
+        """What `identity_of` gave when the file was opened."""
+        return self._identity
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`; ChangedFileError when the file has become shorter."""
@@ -97,6 +106,11 @@ class Source:
         return ChangedFileError(
             f"{self.path} changed while it was read.", fix="Wait until whoever writes it has finished, then run this again."
         )
+
+
+def _has_journal(path: Path) -> bool:
+    """Whether an edit in place was killed, or is under way."""
+    return os.path.lexists(journal.journal_path(Path(os.path.realpath(path))))
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
@@ -175,7 +189,7 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
         with _output_errors(target):
             _commit(temporary, target, overwrite=overwrite)
             if durable or replaces:
-                sync_folder(target.parent)
+                journal.sync_folder(target.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -265,14 +279,3 @@ def _commit(temporary: Path, target: Path, *, overwrite: bool) -> None:
         if target.exists():
             raise exists_error(target) from None
         os.replace(temporary, target)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
-    if os.name != "posix":
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -14,7 +14,8 @@ PACKAGE = Path(ckpt_tools.__file__).parent
 # From the bottom up: a module may import from its own layer's packages and from those below.
 LAYERS = [
     ["errors", "dtypes", "_version"],
-    ["names", "temporaries", "files", "findings"],
+    ["names", "temporaries", "journal", "findings"],
+    ["files"],
     ["sources", "staging"],
     ["plan", "cloning"],
     ["tree", "pipeline"],

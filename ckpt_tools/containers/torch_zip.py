@@ -16,10 +16,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.containers.base import Decoded, Warned
-from ckpt_tools.containers.zip_directory import Directory, MissingDirectoryError, Record, RecordRange, read_directory
-from ckpt_tools.containers.zip_layout import ALIGNMENT, DESCRIPTOR_64, ZipLayout
+from ckpt_tools.containers.zip_directory import (
+    ALIGNMENT,
+    Directory,
+    MissingDirectoryError,
+    Record,
+    RecordRange,
+    read_directory,
+)
+from ckpt_tools.containers.zip_layout import ZipLayout
 from ckpt_tools.containers.zip_truncated import describe_cut
-from ckpt_tools.errors import ChecksumError, LimitError, TensorError, UnsupportedContainerError, ZipError
+from ckpt_tools.errors import ChecksumError, ContainerLimitError, LimitError, TensorError, UnsupportedContainerError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
@@ -174,8 +181,9 @@ def _odd_records(source: Source, records: dict[str, Record], folder: str, direct
 
 
 def lay_out(
-    root: Node, *, folder: str = "archive", byteorder: str = "little", trust_crc: bool = True, verify: bool = False
-) -> list[Piece]:
+    root: Node, *, folder: str = "archive", byteorder: str = "little", trust_crc: bool = True, verify: bool = False,
+    compact: bool = False,
+) -> list[Piece]:  # fmt: skip
     """The pieces of a torch-zip with this tree.
 
     Storages that lie one after another in the source file are copied in one piece, zip headers included, and where they can
@@ -187,20 +195,19 @@ def lay_out(
         byteorder: how the storages' bytes are stored.
         trust_crc: whether the CRC-32s of copied records are the source's; else they are computed.
         verify: check every copied record against the source's CRC-32.
+        compact: leave no gap, at the price of moving the storages.
     """
     survey = Survey(root)
     storages = sorted(_unique(survey.storages), key=_source_order)
     whole = {} if verify or not trust_crc else dict(_whole_records(storages, folder))
-    pickle = Literal(write_pickle(root, survey))
-    head: list[tuple[str, Content]] = [("data.pkl", pickle), ("byteorder", Literal(byteorder.encode()))]
-    tail: list[tuple[str, Content]] = [("version", Literal(b"3\n"))]
+    head, tail = _small_records(root, survey, byteorder)
     layout = ZipLayout(folder)
     anchor = whole[storages[0].key].header if storages and storages[0].key in whole else 0
-    if layout.room(head) > anchor >= layout.room(head[1:]):
+    if not compact and layout.room(head) > anchor >= layout.room(head[1:]):
         tail.insert(0, head.pop(0))  # the pickle has grown: it goes behind the storages, which stay
-    for name, content in head:
-        layout.add(name, content, align=name == "data.pkl")
-    if 0 <= anchor - layout.position <= max(_SMALL_GAP, sum(storage.nbytes for storage in storages) // 64):
+    _add_small(layout, head)
+    gap_limit = 0 if compact else max(_SMALL_GAP, sum(storage.nbytes for storage in storages) // 64)
+    if 0 <= anchor - layout.position <= gap_limit:
         layout.pad(anchor - layout.position)
     for run in _runs(storages, whole):
         first = run[0].content
@@ -208,9 +215,51 @@ def lay_out(
             layout.copy(first.source, [whole[storage.key] for storage in run])
         else:
             _add_storage(layout, run[0], trust_crc=trust_crc, verify=verify)
-    for name, content in tail:
-        layout.add(name, content, align=name == "data.pkl")
+    _add_small(layout, tail)
     return layout.finish()
+
+
+def lay_out_in_place(root: Node, *, folder: str, byteorder: str = "little") -> list[Piece]:
+    """The pieces of the file that the tree was read from with every storage where it is: only the small records change.
+
+    Raises:
+        ContainerLimitError: a storage that is not in the file as it is to be.
+    """
+    survey = Survey(root)
+    storages = sorted(_unique(survey.storages), key=_source_order)
+    contents = [storage.content for storage in storages]
+    records = [content.record for content in contents if type(content) is RecordRange]
+    names = [record.name for record in records]
+    if len(records) != len(storages) or names != [f"{folder}/data/{storage.key}" for storage in storages]:
+        raise ContainerLimitError(
+            "This edit changes tensor bytes, so it cannot be done in place.", fix="Convert to another file."
+        )
+    head, tail = _small_records(root, survey, byteorder)
+    layout = ZipLayout(folder, in_place=True)
+    anchor = records[0].header if records else 0
+    while head and layout.room(head) > anchor:
+        tail.insert(0, head.pop(0))
+    _add_small(layout, head)
+    for run in _runs(storages, dict(zip((storage.key for storage in storages), records, strict=True))):
+        content = run[0].content
+        assert type(content) is RecordRange
+        layout.copy(content.source, [storage.content.record for storage in run if type(storage.content) is RecordRange])
+    _add_small(layout, tail)
+    return layout.finish()
+
+
+_Small = list[tuple[str, Content]]
+
+
+def _small_records(root: Node, survey: Survey, byteorder: str) -> tuple[_Small, _Small]:
+    """What stands before the storages, and what behind them."""
+    pickle = Literal(write_pickle(root, survey))
+    return [("data.pkl", pickle), ("byteorder", Literal(byteorder.encode()))], [("version", Literal(b"3\n"))]
+
+
+def _add_small(layout: ZipLayout, records: _Small) -> None:
+    for name, content in records:
+        layout.add(name, content, align=name == "data.pkl")
 
 
 def _runs(storages: Sequence[Storage], whole: Mapping[str, Record]) -> Iterator[Sequence[Storage]]:
@@ -222,7 +271,7 @@ def _runs(storages: Sequence[Storage], whole: Mapping[str, Record]) -> Iterator[
         if index > start and (record is None or record.header != following or of is not source):
             yield storages[start:index]
             start = index
-        following, source = (record.following, of) if record is not None else (None, None)
+        following, source = (record.following, of) if record is not None and not record.dead else (None, None)
     if storages:
         yield storages[start:]
 
@@ -250,11 +299,9 @@ def _source_order(storage: Storage) -> tuple[int, int, str]:
 
 
 def _whole_records(storages: Sequence[Storage], folder: str) -> Iterator[tuple[str, Record]]:
-    """The storages that can be copied with their zip headers and descriptors: same name, aligned, nothing else behind them."""
+    """The storages that can be copied with their zip headers and descriptors: same name, aligned."""
     for storage in storages:
         if isinstance(storage.content, RecordRange):
             record = storage.content.record
-            gap = record.following - record.end
-            same = record.name == f"{folder}/data/{storage.key}"
-            if same and record.data % ALIGNMENT == 0 and gap < DESCRIPTOR_64 + ALIGNMENT:
+            if record.name == f"{folder}/data/{storage.key}" and record.data % ALIGNMENT == 0:
                 yield storage.key, record

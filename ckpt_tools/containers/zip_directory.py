@@ -21,6 +21,7 @@ CENTRAL = Struct("<4s6H3I5H2I")
 END = Struct("<4s4H2IH")
 END64 = Struct("<4sQ2H2I4Q")
 LOCATOR64 = Struct("<4sIQI")
+DESCRIPTOR, DESCRIPTOR_64, ALIGNMENT = 16, 24, 64
 MAX_RECORDS = 1_000_000
 _MAX_COMMENT = 65535
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
@@ -53,6 +54,12 @@ class Record:
     def end(self) -> int:
         """Where its bytes end."""
         return self.data + self.compressed
+
+    @property
+    def dead(self) -> int:
+        """Bytes between its data descriptor and what follows that belong to no record; none when it may be padding."""
+        gap = self.following - self.end - DESCRIPTOR_64
+        return gap if gap >= ALIGNMENT else 0
 
 
 @dataclass(frozen=True, slots=True)

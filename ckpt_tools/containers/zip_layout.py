@@ -6,12 +6,20 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.containers.zip_directory import CENTRAL, END, END64, LOCAL, LOCATOR64, Record
+from ckpt_tools.containers.zip_directory import (
+    ALIGNMENT,
+    CENTRAL,
+    DESCRIPTOR,
+    DESCRIPTOR_64,
+    END,
+    END64,
+    LOCAL,
+    LOCATOR64,
+    Record,
+)
 from ckpt_tools.files import Source
 from ckpt_tools.plan import CHUNK, Checksum, Computed, Content, Late, Literal, Piece, Range
 
-ALIGNMENT = 64
-DESCRIPTOR, DESCRIPTOR_64 = 16, 24
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _FLAGS = 0x0808  # UTF-8 names, and a data descriptor after the bytes
 
@@ -57,10 +65,13 @@ class _Listed(NamedTuple):
 
 
 class ZipLayout:
-    """Records under one root folder, one after another, then the directory. `position` is where the next one goes."""
+    """Records under one root folder, one after another, then the directory. `position` is where the next one goes.
 
-    def __init__(self, folder: str) -> None:
-        self.folder, self.position = folder, 0
+    With `in_place`, records of the source stay at their very offsets.
+    """
+
+    def __init__(self, folder: str, *, in_place: bool = False) -> None:
+        self.folder, self.position, self.in_place = folder, 0, in_place
         self.pieces: list[Piece] = []
         self.listed: list[_Listed | _Kept] = []
 
@@ -77,13 +88,14 @@ class ZipLayout:
     def copy(self, source: Source, records: Sequence[Record]) -> None:
         """Records of a source that lie one after another, as they are, with their zip headers and descriptors."""
         first, last = records[0], records[-1]
-        self.pad((first.header - self.position) % ALIGNMENT)
+        gap = first.header - self.position
+        self.pad(gap if self.in_place else gap % ALIGNMENT)
         shift = self.position - first.header
         if shift:
             self.listed += [_Listed(row.name.encode(), row.flags, row.crc, row.size, row.header + shift) for row in records]
         else:
             self.listed.append(_Kept(b"".join([row.line for row in records]), len(records)))
-        self.put(Range(source, first.header, last.following - first.header))
+        self.put(Range(source, first.header, last.following - last.dead - first.header))
 
     def room(self, records: Iterable[tuple[str, Content]]) -> int:
         """How many bytes these records take at most."""
