@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion import Converted
     from ckpt_tools.describe import Description, inspect
     from ckpt_tools.differences import Difference, diff
+    from ckpt_tools.inplace import edit_in_place
     from ckpt_tools.tensor_stats import Stats, stats
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "check",
     "convert",
     "diff",
+    "edit_in_place",
     "inspect",
     "open_checkpoint",
     "stats",
@@ -48,6 +50,7 @@ _HOMES = {
     "average": "averaging",
     "check": "checking.run",
     "diff": "differences",
+    "edit_in_place": "inplace",
     "inspect": "describe",
     "open_checkpoint": "checkpoint",
     "stats": "tensor_stats",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ from ckpt_tools.plan import Piece, total
 from ckpt_tools.transforms import Rename, dotted
 from ckpt_tools.tree import DROP, Entry, Node, Where
 from ckpt_tools.writer import Progress, write
+
+_RESERVE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,10 @@ class Edits:
     def __init__(
         self, names: Names, keep: Sequence[str], drop: Sequence[str], select: str | None, map_location: str | None,
         dtype: str | None, dtype_only: Sequence[str], objects: str | None, kind: str, verify: bool,
+        reserve: int | None = None, compact: bool = False,
     ) -> None:  # fmt: skip
+        if reserve is not None and (kind != "safetensors" or reserve < 0):
+            raise UsageError("--reserve is the room in a safetensors header; a .pth puts a longer pickle behind its tensors.")
         if dtype is not None and dtype not in CAST_TARGETS:
             raise UsageError(f"--dtype {dtype!r} is none of bf16, fp16, fp32, fp64.")
         if dtype_only and dtype is None:
@@ -140,11 +145,18 @@ class Edits:
         self.retag = transforms.parse_map_location(map_location) if map_location is not None else None
         self.dtype = DTYPES[CAST_TARGETS[dtype]] if dtype is not None else None
         self.dtype_only, self.objects, self.kind, self.verify = dtype_only, objects, kind, verify
+        self.compact = compact
+        self.reserve = reserve if reserve is not None else 0 if compact else _RESERVE
         self.casting: casts.Casting | None = None
         self.ties: dict[str, str] = {}
 
     def plan(self, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
         """Edit the tree, fill in the report, lay the output out."""
+        root = self.edit(checkpoint, report)
+        return _lay_out(root, checkpoint, self, report)
+
+    def edit(self, checkpoint: Checkpoint, report: Converted) -> Node:
+        """Edit the tree and fill in the report."""
         report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
         self.ties = transforms.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
         if self.ties:
@@ -170,7 +182,7 @@ class Edits:
                 text = f"{self.casting.steps} step counters of optimizers keep their dtype; --dtype-only '*.step' casts them."
                 report.notes.append(Note("steps-kept", text))
         report.tensors = count_tensors(root)
-        return _lay_out(root, checkpoint, self.kind, report, self.objects, verify=self.verify, ties=self.ties)
+        return root
 
     def _note_outside(self, root: Node, report: Converted) -> None:
         """--keep is about the names of state dicts: say what stays because it has no such name."""
@@ -301,29 +313,28 @@ def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: st
         report.notes.append(Note("devices-unchanged", f"--map-location {spec}: no storage had to change."))
 
 
-def _lay_out(
-    root: Node, checkpoint: Checkpoint, kind: str, report: Converted, objects: str | None, *, verify: bool,
-    ties: Mapping[str, str],
-) -> list[Piece]:  # fmt: skip
-    decoded = checkpoint.decoded
+def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
+    decoded, verify = checkpoint.decoded, edits.verify
     if verify and not decoded.has_checksums:
         report.notes.append(Note("no-checksums", "--verify: the input carries no checksums."))
     if not report.tensors and checkpoint.tensors:
         raise NothingMatchedError("No tensor would be left.")
-    if kind == "safetensors":
-        flat = flatten.flatten(root, objects=objects, metadata=decoded.metadata)
+    if edits.kind == "safetensors":
+        flat = flatten.flatten(root, objects=edits.objects, metadata=decoded.metadata)
         report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
         report.notes += [Note(code, text) for code, text in flat.notes]
         if flat.aliases:
             text = "Tied names are kept as aliases: ckpt puts them back, another loader sees the first name of each only."
             report.notes.append(Note("aliases", text))
         report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
-        pieces = safetensors.lay_out(flat.tensors, flat.metadata)
+        pieces = safetensors.lay_out(flat.tensors, flat.metadata, reserve=edits.reserve)
         return casts.checked(pieces, root) if verify and decoded.has_checksums else pieces
     if decoded.container == "safetensors":
-        known = {safetensors.ALIASES, safetensors.STATE_DICT_METADATA, "format", *ties}
+        known = {safetensors.ALIASES, safetensors.STATE_DICT_METADATA, "format", *edits.ties}
         lost = [key for key in decoded.metadata if key not in known]
         report.dropped += [(key, "safetensors metadata; a .pth has no place for it") for key in lost]
     verify = verify and decoded.has_checksums
-    pieces = torch_zip.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums, verify=verify)
+    pieces = torch_zip.lay_out(
+        root, folder=decoded.root_folder, trust_crc=decoded.has_checksums, verify=verify, compact=edits.compact
+    )
     return casts.checked(pieces, root) if verify else pieces

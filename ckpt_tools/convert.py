@@ -43,6 +43,8 @@ def convert(
     overwrite: bool = False,
     dry_run: bool = False,
     verify: bool = False,
+    reserve: int | None = None,
+    compact: bool = False,
     fsync: bool = False,
     progress: Progress | None = None,
 ) -> Converted:
@@ -64,6 +66,8 @@ def convert(
         objects: what happens to objects that are not plain data; without it a file that has some is refused.
         format: "pth" or "safetensors"; else by the target's extension.
         overwrite: replace an existing target. dry_run: only report. verify: check CRC-32s while copying.
+        reserve: bytes of room in a safetensors header for longer names, 4096 unless told, so that an edit in place fits.
+        compact: leave no gaps, not even where keeping them would spare moving the tensors.
         fsync: make a new file durable before returning (a replaced one always is).
         progress: called with (bytes written, bytes in total).
 
@@ -81,13 +85,15 @@ def convert(
             output_target(target, overwrite=True)
         else:
             output = stack.enter_context(replacing(target, overwrite=overwrite, durable=fsync))
-        if output is not None and kind == "pth" and not (keep or drop or select or dtype or verify):
+        if output is not None and kind == "pth" and not (keep or drop or select or dtype or verify or compact):
             clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
         from ckpt_tools.conversion import Edits, Names, run
 
         names = Names(strip_module, add_module, unwrap, strip_prefix, add_prefix, _several(rename))
         only = _several(dtype_only)
-        edits = Edits(names, _several(keep), _several(drop), select, map_location, dtype, only, objects, kind, verify)
+        edits = Edits(
+            names, _several(keep), _several(drop), select, map_location, dtype, only, objects, kind, verify, reserve, compact
+        )
         report = run(source, target, edits, output, clone, progress)
     report.seconds = time.perf_counter() - started
     return report

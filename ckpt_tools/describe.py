@@ -18,6 +18,7 @@ from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage, Wh
 
 MAX_VALUES = 1000
 MAX_TEXT = 4096
+_DEAD_FROM = 1 << 20
 _SHOWN_ITEMS = 32
 _ROW = frozenset((type(None), bool, int, float, str))
 
@@ -219,6 +220,11 @@ def _findings(
     if checkpoint.decoded.byteorder == "big":
         yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", _convert(path, ""))
     yield from _oversized(checkpoint, totals)
+    dead = checkpoint.decoded.dead_bytes
+    if dead >= _DEAD_FROM or dead * 10 > checkpoint.file_bytes:
+        options["--compact"] = None
+        found = f"{dead} of {checkpoint.file_bytes} bytes belong to nothing"
+        yield Finding("dead-bytes", "info", [], found, "a file without gaps", _convert(path, "--compact"))
     if refused or reasons:
         options["--objects plain"] = None
         found = f"torch.load(weights_only=True) refuses it: {', '.join((refused or reasons)[:5])}"

@@ -52,7 +52,7 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: tuple[int, 
     except OSError as error:
         raise OutputError(f"{path} cannot be edited in place.", why=f"{error.strerror or error}.") from None
     try:
-        with _journal(path, fd, patches, identity):
+        with _journal(path, fd, patches, size, identity):
             for offset, data in patches:
                 _write(fd, offset, data)
             os.ftruncate(fd, size)
@@ -64,7 +64,7 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: tuple[int, 
 
 
 @contextlib.contextmanager
-def _journal(path: Path, fd: int, patches: Sequence[Patch], identity: tuple[int, ...]) -> Iterator[None]:
+def _journal(path: Path, fd: int, patches: Sequence[Patch], size: int, identity: tuple[int, ...]) -> Iterator[None]:
     """Write the journal, let the block change the file, remove the journal; when the block fails, roll back."""
     place = journal_path(path)
     try:
@@ -81,6 +81,7 @@ def _journal(path: Path, fd: int, patches: Sequence[Patch], identity: tuple[int,
         if (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) != identity:
             raise ChangedFileError(f"{path} changed while it was read.", fix="Run this again.")
         old = [(offset, _read(fd, offset, len(data))) for offset, data in patches]
+        old += [(size, _read(fd, size, max(status.st_size - size, 0)))]  # what is cut off
         _write(journal, 0, _packed(status, old))
         os.fsync(journal)
         sync_folder(path.parent)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from ckpt_tools.cli.options import Once, quiet_option, show_progress
 from ckpt_tools.convert import convert as convert_checkpoint
 
+if TYPE_CHECKING:
+    from ckpt_tools.conversion import Converted
+
 
 @click.command()
 @click.argument("source", metavar="IN", type=click.Path(path_type=Path))
-@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path), required=False)
 @click.option("--strip-module", is_flag=True, help="Remove leading 'module.', repeated ones too, in every state dict.")
 @click.option("--add-module", is_flag=True, help="Put 'module.' before every name.")
 @click.option("--unwrap", is_flag=True, help="Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.")
@@ -41,24 +44,37 @@ from ckpt_tools.convert import convert as convert_checkpoint
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
 @click.option("--verify", is_flag=True, help="Check the CRC-32 of every record while copying.")
+@click.option("--in-place", is_flag=True, help="Edit names and device tags in IN itself; no OUT. A kill leaves old or new.")
+@click.option(
+    "--reserve", cls=Once, type=click.IntRange(0, 64 << 20), metavar="BYTES", help="Room in a safetensors header.  [4096]"
+)
+@click.option("--compact", is_flag=True, help="Leave no gaps, at the price of moving every tensor.")
 @click.option("--fsync", is_flag=True, help="Make a new OUT durable before returning (a replaced one always is).")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
-def convert(source: Path, target: Path, format_: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
+def convert(
+    source: Path, target: Path | None, format_: str | None, in_place: bool, quiet: bool, as_json: bool, **options: Any
+) -> None:
     """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
 
     \b
     ckpt convert ddp.pth plain.pth --strip-module
     ckpt convert train.pth weights.safetensors --select model --unwrap
     ckpt convert gpu.pth cpu.pth --map-location cpu --dtype bf16
+    ckpt convert huge.pth --in-place --strip-module
 
     The steps come in this order: --select, --objects, --keep and --drop (by the names in IN), --strip-module, --unwrap,
     --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --map-location, --dtype.
 
     Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
     """
-    with show_progress(quiet=quiet, preload=None if as_json or quiet else "ckpt_tools.render.converted") as progress:
-        report = convert_checkpoint(source, target, format=cast("Any", format_), progress=progress, **options)
+    if in_place:
+        report = _edit_in_place(source, target, {"format": format_, **options})
+    elif target is None:
+        raise click.UsageError("Missing argument 'OUT'; --in-place does without.")
+    else:
+        with show_progress(quiet=quiet, preload=None if as_json or quiet else "ckpt_tools.render.converted") as progress:
+            report = convert_checkpoint(source, target, format=cast("Any", format_), progress=progress, **options)
     if as_json:
         from ckpt_tools.render.json import line
 
@@ -68,3 +84,28 @@ def convert(source: Path, target: Path, format_: str | None, quiet: bool, as_jso
         from ckpt_tools.render.text import show
 
         show(partial(print_converted, report))
+
+
+_IN_PLACE = (
+    "strip_module",
+    "add_module",
+    "unwrap",
+    "strip_prefix",
+    "add_prefix",
+    "rename",
+    "map_location",
+    "objects",
+    "dry_run",
+)
+
+
+def _edit_in_place(path: Path, target: Path | None, options: dict[str, Any]) -> Converted:
+    from ckpt_tools.inplace import edit_in_place
+
+    if target is not None:
+        raise click.UsageError("--in-place edits IN itself; leave OUT away.")
+    if other := [name for name, value in options.items() if value and name not in _IN_PLACE]:
+        raise click.UsageError(
+            f"--in-place does not go with --{other[0].replace('_', '-')}: it leaves the tensors where they are."
+        )
+    return edit_in_place(path, **{name: options[name] for name in _IN_PLACE})

@@ -43,6 +43,7 @@ class Decoded:
         has_checksums: whether the records carry a CRC-32.
         root_folder: the folder in the zip that everything lies in.
         records: the records of a zip, those too that the tree does not refer to.
+        dead_bytes: bytes that nothing refers to: gaps, and storages that no tensor is built on.
     """
 
     container: str
@@ -57,3 +58,4 @@ class Decoded:
     has_checksums: bool = False
     root_folder: str = "archive"
     records: Sequence[Record] = ()
+    dead_bytes: int = 0

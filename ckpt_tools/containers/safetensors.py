@@ -260,7 +260,7 @@ def _json_map(text: str | None) -> dict[str, Any] | None:
 # --- laying out
 
 
-def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str]) -> list[Piece]:
+def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], *, reserve: int = 0) -> list[Piece]:
     """The pieces of a safetensors file.
 
     Names stand in the header in the order given. The bytes are ordered by element size, largest first, as safetensors does,
@@ -269,12 +269,11 @@ def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str,
     Args:
         tensors: name -> (entry, its bytes row-major).
         metadata: the `__metadata__`.
+        reserve: bytes of room that the header keeps for longer names, as blanks; a later edit in place then fits.
 
     Raises:
         ContainerLimitError: a dtype without a safetensors code, a header over 100 MB, a tensor called `__metadata__`.
     """
-    if "__metadata__" in tensors:
-        raise ContainerLimitError("safetensors reserves the name '__metadata__'; a tensor has it.", fix="Use --rename.")
     offsets: dict[str, list[int]] = {}
     contents: list[Content] = []
     at = 0
@@ -282,17 +281,52 @@ def lay_out(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str,
         offsets[name] = [at, at + content.length]
         at += content.length
         contents.append(content)
+    raw = _header(tensors, metadata, offsets)
+    raw += b" " * (reserve + -(len(raw) + reserve) % 8)
+    if len(raw) > MAX_HEADER:
+        raise ContainerLimitError(f"The safetensors header would take {len(raw)} bytes; {MAX_HEADER} is the limit.")
+    return [Piece(Literal(len(raw).to_bytes(8, "little") + raw)), *map(Piece, contents)]
+
+
+def lay_out_in_place(tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], source: Source) -> list[Piece]:
+    """The pieces of the file that the tensors were read from, with their bytes where they are: only the header changes.
+
+    Raises:
+        ContainerLimitError: a tensor that is not in the file as it is to be, or a header that has no room.
+    """
+    room = int.from_bytes(source.read(0, 8), "little")
+    offsets: dict[str, list[int]] = {}
+    for name, (_, content) in tensors.items():
+        if not isinstance(content, Range) or content.source is not source:
+            raise ContainerLimitError(
+                "This edit changes tensor bytes, so it cannot be done in place.", fix="Convert to another file."
+            )
+        begin = content.offset - room - 8
+        offsets[name] = [begin, begin + content.length]
+    raw = _header(tensors, metadata, offsets)
+    if len(raw) > room:
+        raise ContainerLimitError(
+            f"The header would take {len(raw)} bytes, and {room} is the room that it has.",
+            fix="Convert to another file; --reserve leaves room for the next edit.",
+        )
+    return [
+        Piece(Literal(room.to_bytes(8, "little") + raw.ljust(room))),
+        Piece(Range(source, room + 8, source.size - room - 8)),
+    ]
+
+
+def _header(
+    tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], offsets: Mapping[str, list[int]]
+) -> bytes:
+    if "__metadata__" in tensors:
+        raise ContainerLimitError("safetensors reserves the name '__metadata__'; a tensor has it.", fix="Use --rename.")
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for name, (entry, _) in tensors.items():
         header[name] = {"dtype": _code(name, entry), "shape": _safetensors_shape(entry), "data_offsets": offsets[name]}
     try:
-        raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+        return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
         raise ContainerLimitError("A tensor's name holds a lone surrogate, which a safetensors header cannot.") from None
-    raw += b" " * (-len(raw) % 8)
-    if len(raw) > MAX_HEADER:
-        raise ContainerLimitError(f"The safetensors header would take {len(raw)} bytes; {MAX_HEADER} is the limit.")
-    return [Piece(Literal(len(raw).to_bytes(8, "little") + raw)), *map(Piece, contents)]
 
 
 def _code(name: str, entry: Entry) -> str:

@@ -80,8 +80,16 @@ def decode(source: Source) -> Decoded:
     return Decoded(
         "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, warnings,
         sum(record.compressed for record in directory.records if record.name.startswith(f"{folder}/data/")),
-        byteorder, has_checksums, folder, directory.records,
+        byteorder, has_checksums, folder, directory.records, _dead_bytes(directory, storages, folder),
     )  # fmt: skip
+
+
+def _dead_bytes(directory: Directory, storages: Storages, folder: str) -> int:
+    """Bytes that nothing refers to: what an edit in place left behind, storages that no tensor is built on."""
+    data, keys = f"{folder}/data/", storages.by_key
+    unused = (row.compressed for row in directory.records if row.name.startswith(data) and row.name[len(data) :] not in keys)
+    head = directory.records[0].header if directory.records else 0
+    return head + sum(row.dead for row in directory.records) + sum(unused)
 
 
 _MISSING = Literal(b"")

@@ -1,0 +1,112 @@
+"""Edit a checkpoint in place: names and device tags change, the tensors stay where they lie. Work in names, not in bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_tools import flatten, journal
+from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.containers import safetensors, torch_zip
+from ckpt_tools.conversion import Converted, Edits, Names, Note
+from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.files import Source
+from ckpt_tools.plan import CHUNK, Late, Piece, Range, chunks, total
+from ckpt_tools.tree import Node
+
+if TYPE_CHECKING:
+    from ckpt_tools.convert import ObjectsPolicy
+
+_FORMATS = {"torch-zip": "pth", "safetensors": "safetensors"}
+_LIMIT = 256 << 20  # bytes to rewrite; more than this is work for a copy
+
+
+def edit_in_place(
+    path: str | os.PathLike[str],
+    *,
+    strip_module: bool = False,
+    add_module: bool = False,
+    unwrap: bool = False,
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    rename: str | Sequence[str] = (),
+    map_location: str | None = None,
+    objects: ObjectsPolicy | None = None,
+    dry_run: bool = False,
+) -> Converted:
+    """Change names and device tags of a checkpoint in its own file. Durable; a kill leaves the old file or the new one.
+
+    Args:
+        path: a torch-zip or safetensors file.
+        strip_module, add_module, unwrap, strip_prefix, add_prefix, rename, map_location, objects: as for `convert`.
+        dry_run: only report.
+
+    Returns:
+        The report of `convert`; its `bytes` are the file's new size.
+
+    Raises:
+        ContainerLimitError: the edit would move tensor bytes, or the safetensors header has no room for it.
+        CkptError: see `ckpt_tools.errors`; the file is as it was then.
+    """
+    started = time.perf_counter()
+    names = Names(strip_module, add_module, unwrap, strip_prefix, add_prefix, (rename,) if isinstance(rename, str) else rename)
+    target = Path(os.path.realpath(path))
+    with open_checkpoint(target) as checkpoint, collector_paused():
+        kind = _FORMATS.get(checkpoint.container)
+        if kind is None:
+            raise ContainerLimitError(
+                f"{path} is a {checkpoint.container} file, which cannot be edited in place.", fix="Convert it to another file."
+            )
+        edits = Edits(names, (), (), None, map_location, None, (), objects, kind, False)
+        report = Converted(str(path), str(path), checkpoint.container, dry_run)
+        pieces = _lay_out(edits.edit(checkpoint, report), checkpoint, report)
+        report.bytes = total(pieces)
+        source = checkpoint.decoded.source
+        patches = _differing(source, _patches(pieces, source))
+        rewritten = sum(len(data) for _, data in patches)
+        report.notes.append(Note("in-place", f"{rewritten} bytes are rewritten; the tensors stay where they are."))
+        if not dry_run and (patches or report.bytes != source.size):
+            journal.patch(target, patches, report.bytes, source.identity)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _lay_out(root: Node, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
+    decoded = checkpoint.decoded
+    if checkpoint.container == "torch-zip":
+        return torch_zip.lay_out_in_place(root, folder=decoded.root_folder, byteorder=decoded.byteorder)
+    flat = flatten.flatten(root, metadata=decoded.metadata)
+    report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
+    return safetensors.lay_out_in_place(flat.tensors, flat.metadata, decoded.source)
+
+
+def _patches(pieces: Sequence[Piece], source: Source) -> dict[int, bytearray]:
+    """What does not stay, by the offset where it goes, adjacent pieces together."""
+    patches: dict[int, bytearray] = {}
+    at = amount = start = 0
+    for piece in pieces:
+        content = piece.content
+        if isinstance(content, Range):
+            assert (content.source, content.offset) == (source, at), "a layout in place keeps every range"
+            start = at + content.length
+        else:
+            amount += content.length
+            if amount > _LIMIT:
+                raise ContainerLimitError(
+                    f"The edit would rewrite more than {_LIMIT >> 20} MiB of the file.", fix="Convert to another file."
+                )
+            data = content.make() if isinstance(content, Late) else b"".join(chunks(content))
+            if piece.checksum is not None:
+                piece.checksum.update(data)
+            patches.setdefault(start, bytearray()).extend(data)
+        at += content.length
+    return patches
+
+
+def _differing(source: Source, patches: Mapping[int, bytearray]) -> list[journal.Patch]:
+    """The patches in steps of a few megabytes, without those that the file holds already."""
+    steps = [(at + i, bytes(data[i : i + CHUNK])) for at, data in patches.items() for i in range(0, len(data), CHUNK)]
+    return [(at, data) for at, data in steps if source.read(at, min(len(data), max(source.size - at, 0))) != data]
