@@ -1,4 +1,4 @@
-"""A checkpoint of any size that takes no room on the disk: its tensors are holes. python -m benchmarks.sparse PATH TENSORS GB"""
+"""A checkpoint of any size that takes no room on the disk, tensors as holes: python -m benchmarks.sparse PATH TENSORS GB"""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def _findings(
         yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", _convert(path, ""))
     yield from _oversized(checkpoint, totals)
     dead = checkpoint.decoded.dead_bytes
-    if dead >= _DEAD_FROM or dead * 10 > checkpoint.file_bytes:
+    if dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > checkpoint.file_bytes):
         options["--compact"] = None
         found = f"{dead} of {checkpoint.file_bytes} bytes belong to nothing"
         yield Finding("dead-bytes", "info", [], found, "a file without gaps", _convert(path, "--compact"))

@@ -53,10 +53,9 @@ def edit_in_place(
     """
     started = time.perf_counter()
     names = Names(strip_module, add_module, unwrap, strip_prefix, add_prefix, (rename,) if isinstance(rename, str) else rename)
-    target = Path(os.path.realpath(path))
-    with open_checkpoint(target) as checkpoint, collector_paused():
-        kind = _FORMATS.get(checkpoint.container)
-        if kind is None:
+    with open_checkpoint(path) as checkpoint, collector_paused():
+        source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)
+        if kind is None or type(source) is not Source:  # a local file, whole
             raise ContainerLimitError(
                 f"{path} is a {checkpoint.container} file, which cannot be edited in place.", fix="Convert it to another file."
             )
@@ -64,12 +63,11 @@ def edit_in_place(
         report = Converted(str(path), str(path), checkpoint.container, dry_run)
         pieces = _lay_out(edits.edit(checkpoint, report), checkpoint, report)
         report.bytes = total(pieces)
-        source = checkpoint.decoded.source
         patches = _differing(source, _patches(pieces, source))
         rewritten = sum(len(data) for _, data in patches)
         report.notes.append(Note("in-place", f"{rewritten} bytes are rewritten; the tensors stay where they are."))
         if not dry_run and (patches or report.bytes != source.size):
-            journal.patch(target, patches, report.bytes, source.identity)
+            journal.patch(Path(os.path.realpath(source.path)), patches, report.bytes, source.identity)
     report.seconds = time.perf_counter() - started
     return report
 

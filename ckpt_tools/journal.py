@@ -34,14 +34,14 @@ def journal_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.ckpt-journal")
 
 
-def patch(path: Path, patches: Sequence[Patch], size: int, identity: tuple[int, ...]) -> None:
+def patch(path: Path, patches: Sequence[Patch], size: int, identity: object) -> None:
     """Write each patch at its offset and cut the file to `size`: all of it, durably, or nothing.
 
     Args:
         path: a regular file, links resolved.
         patches: (offset, new bytes).
         size: the file's new size in bytes.
-        identity: (device, inode, size, modification time) that the file must still have.
+        identity: what `files.identity_of` gave, (device, inode, size, modification time), and must still give.
 
     Raises:
         ChangedFileError: the file is not what was read. OutputError: it cannot be written, or another edit is under way;
@@ -64,7 +64,7 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: tuple[int, 
 
 
 @contextlib.contextmanager
-def _journal(path: Path, fd: int, patches: Sequence[Patch], size: int, identity: tuple[int, ...]) -> Iterator[None]:
+def _journal(path: Path, fd: int, patches: Sequence[Patch], size: int, identity: object) -> Iterator[None]:
     """Write the journal, let the block change the file, remove the journal; when the block fails, roll back."""
     place = journal_path(path)
     try:

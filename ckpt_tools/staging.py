@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import OutputError, OutputExistsError
-from ckpt_tools.files import output_error, sync_folder
+from ckpt_tools.files import output_error
+from ckpt_tools.journal import sync_folder
 
 
 @dataclass(frozen=True, slots=True)

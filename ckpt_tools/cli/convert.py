@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -80,10 +79,9 @@ def convert(
 
         click.echo(line(report.to_json()))
     elif not quiet:
-        from ckpt_tools.render.converted import print_converted
-        from ckpt_tools.render.text import show
+        from ckpt_tools.render.converted import show_converted
 
-        show(partial(print_converted, report))
+        show_converted(report)
 
 
 _IN_PLACE = (

@@ -4,47 +4,49 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.text import Text
-
 from ckpt_tools.names import printable
 from ckpt_tools.plain import WITH_OUTER
-from ckpt_tools.render.text import add_lines, label_grid, path_text, size_text
+from ckpt_tools.render.text import Row, path_text, show_rows, size_text, up_to_ten
 
 if TYPE_CHECKING:
-    from ckpt_tools.conversion import Converted
+    from ckpt_tools.conversion import Converted, RenamedNames
 
 _SPEED_FROM = 100 << 20
 
 
-def print_converted(report: Converted, out: Console) -> None:
+def show_converted(report: Converted) -> None:
     """The page of `ckpt convert`."""
     verb = "would write" if report.dry_run else "wrote"
-    out.print(Text(f"{verb} {printable(report.target)}", style="bold"), soft_wrap=True)
-    grid = label_grid()
-    grid.add_row("container", f"{report.container}, {size_text(report.bytes)}, {report.tensors} tensors")
-    for row in report.state_dicts:
-        if row.renamed:
-            grid.add_row("names", f"{path_text(row.where)}: {row.renamed} of {row.tensors} renamed")
-        else:
-            grid.add_row("state dict", f"{path_text(row.where)}: {row.tensors} tensors")
-        for old, new in row.examples:
-            grid.add_row("", printable(f"{old} -> {new}"))
+    show_rows(f"{verb} {printable(report.target)}", _rows(report))
+
+
+def _rows(report: Converted) -> list[Row]:
+    rows = [("container", f"{report.container}, {size_text(report.bytes)}, {report.tensors} tensors")]
+    for state_dict in report.state_dicts:
+        rows += _names(state_dict)
     if report.optimizer_names:
-        grid.add_row("optimizer", f"{report.optimizer_names} param_names renamed")
-    add_lines(grid, "devices", [f"{move}: {count} storages" for move, count in report.devices.items()])
-    add_lines(grid, "cast", [f"{move}: {count} tensors" for move, count in report.casts.items()])
-    add_lines(grid, "overflow", [f"{name}: {count} values became infinite" for name, count in report.overflowed.items()])
-    lost = [f"{name}: {count} values became zero" for name, count in report.underflowed.items()]
-    add_lines(grid, "underflow", lost)
-    add_lines(grid, "tied", [f"{name} = {other}" for name, other in report.aliases.items()])
-    add_lines(grid, "dropped", [f"{path} ({why})" for path, why in report.dropped])
-    outer = [row for row in report.objects if row.became != WITH_OUTER]
-    add_lines(grid, "object", [f"{path_text(row.where)}: {row.name} -> {row.became}" for row in outer])
+        rows.append(("optimizer", f"{report.optimizer_names} param_names renamed"))
+    rows += up_to_ten("devices", [f"{move}: {count} storages" for move, count in report.devices.items()])
+    rows += up_to_ten("cast", [f"{move}: {count} tensors" for move, count in report.casts.items()])
+    rows += up_to_ten("overflow", [f"{name}: {count} values became infinite" for name, count in report.overflowed.items()])
+    rows += up_to_ten("underflow", [f"{name}: {count} values became zero" for name, count in report.underflowed.items()])
+    rows += up_to_ten("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
+    rows += up_to_ten("dropped", [f"{path} ({why})" for path, why in report.dropped])
+    outer = [fate for fate in report.objects if fate.became != WITH_OUTER]
+    rows += up_to_ten("object", [f"{path_text(fate.where)}: {fate.name} -> {fate.became}" for fate in outer])
     if len(outer) < len(report.objects):
-        grid.add_row("object", f"{len(report.objects) - len(outer)} more went with these (--json shows them)")
-    add_lines(grid, "note", [note.text for note in report.notes])
+        rows.append(("object", f"{len(report.objects) - len(outer)} more went with these (--json shows them)"))
+    rows += up_to_ten("note", [note.text for note in report.notes])
     if not report.dry_run:
-        speed = f", {size_text(int(report.bytes / report.seconds))}/s" if report.bytes >= _SPEED_FROM else ""
-        grid.add_row("time", f"{report.seconds:.2f} s{speed}")
-    out.print(grid)
+        copied = all(note.code != "in-place" for note in report.notes)
+        speed = f", {size_text(int(report.bytes / report.seconds))}/s" if copied and report.bytes >= _SPEED_FROM else ""
+        rows.append(("time", f"{report.seconds:.2f} s{speed}"))
+    return rows
+
+
+def _names(state_dict: RenamedNames) -> list[Row]:
+    where = path_text(state_dict.where)
+    if not state_dict.renamed:
+        return [("state dict", f"{where}: {state_dict.tensors} tensors")]
+    examples = [("", printable(f"{old} -> {new}")) for old, new in state_dict.examples]
+    return [("names", f"{where}: {state_dict.renamed} of {state_dict.tensors} renamed"), *examples]

@@ -1,18 +1,23 @@
-"""Reports as text for people: rich tables that follow the terminal's width and colour."""
+"""Reports as text for people: rich tables that follow the terminal's width and colour.
+
+rich is imported when something is drawn with it: the rows of `show_rows` in a pipe are not.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import IO
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from functools import partial
+from typing import IO, TYPE_CHECKING
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.findings import Finding
 from ckpt_tools.names import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 PIPE_WIDTH = 1000  # in a pipe no line is broken: grep and copy-paste need whole names
 
@@ -31,6 +36,8 @@ def size_text(count: int) -> str:
 
 def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
     """A console that follows the terminal; in a pipe lines are not broken."""
+    from rich.console import Console
+
     made = Console(file=file, stderr=stderr, highlight=False, emoji=False, markup=False)
     if not made.is_terminal:
         made = Console(file=file, stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
@@ -55,6 +62,8 @@ def path_text(where: Iterable[str | int]) -> str:
 
 def print_error(error: CkptError) -> None:
     """What, why and what to do, on standard error."""
+    from rich.text import Text
+
     out = console(stderr=True)
     out.print(Text("Error: ", style="bold red") + Text(printable(error.what)), soft_wrap=True)
     for part, style in ((error.why, ""), (error.fix, "green")):
@@ -64,6 +73,8 @@ def print_error(error: CkptError) -> None:
 
 def label_grid() -> Table:
     """Two columns: a dim label, and what there is to say."""
+    from rich.table import Table
+
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -97,6 +108,8 @@ _SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
 
 def print_finding(finding: Finding, out: Console) -> None:
     """What was found, what was expected, what PyTorch says about it, what mends it."""
+    from rich.text import Text
+
     where = f" in {path_text(finding.where)}" if finding.where else ""
     head = Text(f"{finding.severity}{where}: ", style=_SEVERITY[finding.severity])
     out.print(head + Text(printable(finding.found), style="default"), soft_wrap=True)
@@ -106,3 +119,31 @@ def print_finding(finding: Finding, out: Console) -> None:
         out.print(Text(f"  PyTorch: {printable(finding.says)}", style="dim"), soft_wrap=True)
     if finding.fix:
         out.print(Text(f"  {printable(finding.fix)}", style="green"), soft_wrap=True)
+
+
+Row = tuple[str, str]
+
+
+def show_rows(title: str, rows: Sequence[Row]) -> None:
+    """A title, and rows of a label and what there is to say, to standard output; texts from files must be printable."""
+    if sys.stdout.isatty() or os.environ.get("FORCE_COLOR"):
+        show(partial(_print_rows, title, rows))
+        return
+    width = max((len(label) for label, _ in rows), default=0)
+    sys.stdout.write("".join([f"{title}\n", *(f"{label:{width}}  {text}".rstrip() + "\n" for label, text in rows)]))
+
+
+def _print_rows(title: str, rows: Sequence[Row], out: Console) -> None:
+    from rich.text import Text
+
+    out.print(Text(title, style="bold"), soft_wrap=True)
+    grid = label_grid()
+    for row in rows:
+        grid.add_row(*row)
+    out.print(grid)
+
+
+def up_to_ten(label: str, lines: Sequence[str]) -> list[Row]:
+    """Up to ten rows under one label; how many more there are."""
+    rows = [(label, printable(line)) for line in lines[:10]]
+    return [*rows, (label, f"... {len(lines) - 10} more (--json shows all)")] if len(lines) > 10 else rows
