@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from ckpt_tools.checking.reading import Mismatch, Read
 from ckpt_tools.checkpoint import Checkpoint
-from ckpt_tools.containers.zip_directory import RecordRange
-from ckpt_tools.containers.zip_layout import ALIGNMENT, DESCRIPTOR_64
+from ckpt_tools.containers.zip_directory import ALIGNMENT, DESCRIPTOR_64, RecordRange
 from ckpt_tools.findings import Finding, mending
 from ckpt_tools.plan import Deflated
 from ckpt_tools.sources import Files
