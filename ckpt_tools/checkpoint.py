@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,12 @@ from ckpt_tools.sources import Files
 from ckpt_tools.tree import CONTAINERS, Dict, Entry, List, Node, Object, Where, children, is_hollow, walk
 
 HEAD = 4096
-_CONTAINERS = (torch_zip, safetensors, torch_legacy)
+# One file each: whether it is one by its first bytes, and how it is read.
+_CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[Source], Decoded]], ...] = (
+    (torch_zip.sniff, torch_zip.decode),
+    (safetensors.sniff, safetensors.decode),
+    (torch_legacy.sniff, torch_legacy.decode),
+)
 # How many tensors may be listed: each costs 16 and the length of its path, every 4 bytes of the file pay for 1. A tensor
 # takes 66 bytes in a pickle at least, and 300 with its record; only names for one tensor take less.
 _SPARE_LISTED, _BYTES_PER_LISTED, _LISTED_COST = 1_000_000, 4, 16
@@ -168,9 +173,9 @@ def decode_file(source: Source) -> Decoded:
     """Decode one file that stands for itself."""
     with naming(source):
         head = source.read(0, min(HEAD, source.size))
-        for container in _CONTAINERS:
-            if container.sniff(head):
-                return container.decode(source)
+        for sniff, decode in _CONTAINERS:
+            if sniff(head):
+                return decode(source)
         if error := recognise(source, head):
             raise error
         if source.path.suffix == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header
