@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ckpt_tools.names import printable
 from ckpt_tools.plain import WITH_OUTER
-from ckpt_tools.render.text import add_lines, label_grid, path_text, size_text
+from ckpt_tools.render.text import add_lines, counted, label_grid, path_text, size_text
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import Converted
@@ -22,20 +22,22 @@ def print_converted(report: Converted, out: Console) -> None:
     verb = "would write" if report.dry_run else "wrote"
     out.print(Text(f"{verb} {printable(report.target)}", style="bold"), soft_wrap=True)
     grid = label_grid()
-    grid.add_row("container", f"{report.container}, {size_text(report.bytes)}, {report.tensors} tensors")
+    grid.add_row("container", f"{report.container}, {size_text(report.bytes)}, {counted(report.tensors, 'tensor')}")
     for row in report.state_dicts:
         if row.renamed:
             grid.add_row("names", f"{path_text(row.where)}: {row.renamed} of {row.tensors} renamed")
         else:
-            grid.add_row("state dict", f"{path_text(row.where)}: {row.tensors} tensors")
+            grid.add_row("state dict", f"{path_text(row.where)}: {counted(row.tensors, 'tensor')}")
         for old, new in row.examples:
             grid.add_row("", printable(f"{old} -> {new}"))
     if report.optimizer_names:
         grid.add_row("optimizer", f"{report.optimizer_names} param_names renamed")
-    add_lines(grid, "devices", [f"{move}: {count} storages" for move, count in report.devices.items()])
-    add_lines(grid, "cast", [f"{move}: {count} tensors" for move, count in report.casts.items()])
-    add_lines(grid, "overflow", [f"{name}: {count} values became infinite" for name, count in report.overflowed.items()])
-    lost = [f"{name}: {count} values became zero" for name, count in report.underflowed.items()]
+    add_lines(grid, "devices", [f"{move}: {counted(count, 'storage')}" for move, count in report.devices.items()])
+    add_lines(grid, "cast", [f"{move}: {counted(count, 'tensor')}" for move, count in report.casts.items()])
+    add_lines(
+        grid, "overflow", [f"{name}: {counted(count, 'value')} became infinite" for name, count in report.overflowed.items()]
+    )
+    lost = [f"{name}: {counted(count, 'value')} became zero" for name, count in report.underflowed.items()]
     add_lines(grid, "underflow", lost)
     add_lines(grid, "tied", [f"{name} = {other}" for name, other in report.aliases.items()])
     add_lines(grid, "dropped", [f"{path} ({why})" for path, why in report.dropped])
