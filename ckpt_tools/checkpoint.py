@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ckpt_tools.containers import folders, safetensors, sharded, torch_zip
+from ckpt_tools.containers import folders, safetensors, sharded, torch_legacy, torch_zip
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.foreign import recognise, unknown
 from ckpt_tools.errors import CkptError, LimitError
@@ -23,6 +23,12 @@ from ckpt_tools.sources import Files
 from ckpt_tools.tree import CONTAINERS, Dict, Entry, List, Node, Object, Where, children, is_hollow, walk
 
 HEAD = 4096
+# One file each: whether it is one by its first bytes, and how it is read.
+_CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[Source], Decoded]], ...] = (
+    (torch_zip.sniff, torch_zip.decode),
+    (safetensors.sniff, safetensors.decode),
+    (torch_legacy.sniff, torch_legacy.decode),
+)
 # How many tensors may be listed: each costs 16 and the length of its path, every 4 bytes of the file pay for 1. A tensor
 # takes 66 bytes in a pickle at least, and 300 with its record; only names for one tensor take less.
 _SPARE_LISTED, _BYTES_PER_LISTED, _LISTED_COST = 1_000_000, 4, 16
@@ -35,7 +41,7 @@ class Checkpoint:
 
     Attributes:
         path: the file. file_bytes: its size in bytes.
-        container: "torch-zip" or "safetensors".
+        container: "torch-zip", "torch-legacy" or "safetensors".
         root: the tree (see `ckpt_tools.tree`).
         decoded: everything that the container's reader found.
     """
@@ -167,10 +173,9 @@ def decode_file(source: Source) -> Decoded:
     """Decode one file that stands for itself."""
     with naming(source):
         head = source.read(0, min(HEAD, source.size))
-        if torch_zip.sniff(head):
-            return torch_zip.decode(source)
-        if safetensors.sniff(head):
-            return safetensors.decode(source)
+        for sniff, decode in _CONTAINERS:
+            if sniff(head):
+                return decode(source)
         if error := recognise(source, head):
             raise error
         if source.path.suffix == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header

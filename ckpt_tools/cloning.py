@@ -17,6 +17,7 @@ from ckpt_tools.files import Output, Source, free_bytes
 
 _FROM = 32 << 20  # below this a copy takes less time than a thread is worth
 _STEP = 64 << 20
+_ZIP = b"PK\x03\x04"
 
 
 class Clone:
@@ -35,7 +36,9 @@ class Clone:
         except CkptError:  # whoever reads the input says what is wrong with it
             return self
         free = free_bytes(self.output.target.parent)
-        if self.source.size >= _FROM and hasattr(os, "copy_file_range") and (free is None or free > 2 * self.source.size):
+        if self.source.size < _FROM or self.source.read(0, 4) != _ZIP:  # the storages of no other container can stay in place
+            return self
+        if hasattr(os, "copy_file_range") and (free is None or free > 2 * self.source.size):
             self._thread = threading.Thread(target=self._copy, args=(self.source,), daemon=True)
             self._thread.start()
         return self

@@ -18,7 +18,7 @@ from ckpt_tools.checkpoint import (
     open_checkpoint,
 )
 from ckpt_tools.cloning import Clone
-from ckpt_tools.containers import safetensors, torch_zip
+from ckpt_tools.containers import safetensors, torch_legacy, torch_zip
 from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.files import Output, free_bytes, no_space
@@ -28,7 +28,8 @@ from ckpt_tools.transforms import Rename, dotted
 from ckpt_tools.tree import DROP, Entry, Node, Where
 from ckpt_tools.writer import Progress, write
 
-_RESERVE = 4096
+CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors"}
+_RESERVE = 4096  # bytes of room in a safetensors header
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def run(
     progress: Progress | None,
 ) -> Converted:  # fmt: skip
     """Read, plan and, with an output, write; the input must still be what was read when the output takes its name."""
-    report = Converted(str(source), str(target), "torch-zip" if edits.kind == "pth" else "safetensors", output is None)
+    report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
     with open_checkpoint(source) as checkpoint:
         with collector_paused():
             pieces = edits.plan(checkpoint, report)
@@ -334,7 +335,9 @@ def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted
         lost = [key for key in decoded.metadata if key not in known]
         report.dropped += [(key, "safetensors metadata; a .pth has no place for it") for key in lost]
     verify = verify and decoded.has_checksums
-    pieces = torch_zip.lay_out(
-        root, folder=decoded.root_folder, trust_crc=decoded.has_checksums, verify=verify, compact=edits.compact
-    )
+    if edits.kind == "pth-legacy":
+        pieces = torch_legacy.lay_out(root)
+    else:
+        folder, trust_crc = decoded.root_folder, decoded.has_checksums
+        pieces = torch_zip.lay_out(root, folder=folder, trust_crc=trust_crc, verify=verify, compact=edits.compact)
     return casts.checked(pieces, root) if verify else pieces

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckpt_tools.writer import Progress
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
-Format: TypeAlias = Literal["pth", "safetensors"]
+Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors"]
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors"}
 
 
@@ -64,7 +64,7 @@ def convert(
         map_location: one device for all storages, or `from=to` pairs separated by commas.
         dtype: cast float tensors: bf16, fp16, fp32 or fp64. dtype_only: globs that say which.
         objects: what happens to objects that are not plain data; without it a file that has some is refused.
-        format: "pth" or "safetensors"; else by the target's extension.
+        format: "pth", "pth-legacy" (what PyTorch before 1.6 reads) or "safetensors"; else by the target's extension.
         overwrite: replace an existing target. dry_run: only report. verify: check CRC-32s while copying.
         reserve: bytes of room in a safetensors header for longer names, 4096 unless told, so that an edit in place fits.
         compact: leave no gaps, not even where keeping them would spare moving the tensors.
@@ -106,6 +106,6 @@ def _several(values: str | Sequence[str]) -> Sequence[str]:
 
 def output_format(target: str | os.PathLike[str], format: Format | None) -> Format:
     """The container of an output: as said, else by extension; anything but `.safetensors` is a torch-zip."""
-    if format not in (None, "pth", "safetensors"):
-        raise UsageError(f"--format {format!r} is neither pth nor safetensors.")
+    if format not in (None, "pth", "pth-legacy", "safetensors"):
+        raise UsageError(f"--format {format!r} is none of pth, pth-legacy, safetensors.")
     return format or _SUFFIXES.get(Path(target).suffix, "pth")

@@ -125,7 +125,7 @@ def open_regular(path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
         why = "It is a link to a file that is not there." if os.path.islink(path) else "There is no such file."
-        raise NotACheckpointError(f"{path} cannot be read.", why=why) from None
+        raise NotACheckpointError(f"{path} cannot be read.", why=why, fix=_near(path)) from None
     except (OSError, ValueError) as error:
         if os.path.isdir(path):  # Windows refuses to open a directory
             raise _not_regular(path, "a directory") from None
@@ -140,6 +140,16 @@ def open_regular(path: Path) -> int:
         os.close(fd)
         raise _not_regular(path, "a directory" if stat.S_ISDIR(mode) else "no regular file (a pipe, socket or device)")
     return fd
+
+
+def _near(path: Path) -> str:
+    """Files beside a path that is not there, whose names are like its own."""
+    from ckpt_tools.names import did_you_mean
+
+    try:
+        return did_you_mean(path.name, sorted(os.listdir(path.parent)))
+    except OSError:
+        return ""
 
 
 def _not_regular(path: Path, what: str) -> NotACheckpointError:

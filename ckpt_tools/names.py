@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import TypeVar
 
 from ckpt_tools.errors import CollisionError
@@ -180,6 +181,22 @@ def _target(path: str, moves: Mapping[str, set[str | None]]) -> str | None:
         return "" if targets and not path else None
     (target,) = targets
     return f"{target}.{tail}" if target and tail else str(target) + tail
+
+
+_NEAR, _NEAR_LENGTH = 2000, 200  # candidates looked at, and their length: comparing takes the product of two lengths
+
+
+def did_you_mean(text: str, candidates: Iterable[str]) -> str:
+    """`Did you mean 'model'?` with up to three candidates that are near, or nothing.
+
+    >>> did_you_mean("modle", ["model", "optimizer"])
+    "Did you mean 'model'?"
+    """
+    import difflib
+
+    short = (name for name in candidates if 0 < len(name) <= _NEAR_LENGTH)
+    found = difflib.get_close_matches(text[:_NEAR_LENGTH], list(islice(short, _NEAR)), n=3)
+    return f"Did you mean {', '.join(map(repr, found))}?" if found else ""
 
 
 def printable(text: str) -> str:

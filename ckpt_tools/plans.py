@@ -86,7 +86,7 @@ def plan_of(matching: Matching) -> Plan:
     }
     for offer in matching.offers:
         rows[offer.new[0]] = PlanStep(
-            offer.step, offer.old, offer.new, offer.source_shapes, offer.target_shapes, "structure", offer.confidence
+            offer.step, offer.old, offer.new, offer.source_shapes, offer.target_shapes, offer.reason, offer.confidence
         )
     missing, unexpected = matching.left_over
     ambiguous = {row.new: row for row in matching.ambiguous}

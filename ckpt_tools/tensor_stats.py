@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.checkpoint import Tensor, collector_paused, open_checkpoint
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.measures import Moments, histogram
+from ckpt_tools.names import did_you_mean
 from ckpt_tools.numeric import ELEMENTS, has_numbers, numbers, row_major
 from ckpt_tools.sides import check_effort, open_side, view_of
 from ckpt_tools.transforms import dotted
@@ -109,7 +110,9 @@ def _chosen(tensors: list[Tensor], pattern: str | None) -> list[Tensor]:
     rule = re.compile(translate(pattern))
     found = [tensor for tensor in tensors if rule.match(dotted(tensor.where)) or rule.match(_name(tensor))]
     if not found:
-        raise NothingMatchedError(f"--filter {pattern!r} matches no tensor.", fix="ckpt inspect --all FILE lists the names.")
+        why = did_you_mean(pattern, (dotted(tensor.where) for tensor in tensors))
+        fix = "ckpt inspect --all FILE lists the names."
+        raise NothingMatchedError(f"--filter {pattern!r} matches no tensor.", why=why, fix=fix)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from fnmatch import translate
 from ckpt_tools import tree
 from ckpt_tools.checkpoint import StateDict, find_state_dicts, find_tensors, is_optimizer, is_tensor
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
-from ckpt_tools.names import check_unique, move_metadata
+from ckpt_tools.names import check_unique, did_you_mean, move_metadata
 from ckpt_tools.tree import Dict, Entry, List, Node, Storage, Where, walk
 
 Rename = Callable[[str], str]
@@ -123,10 +122,9 @@ def select(root: Node, path: str) -> Node:
             return node
         if where and type(node) in (Dict, List):
             places.append(text)
-    near = difflib.get_close_matches(path, places, n=3) or [dotted(found.where) for found in find_state_dicts(root)][:5]
-    raise NothingMatchedError(
-        f"--select {path!r} matches nothing.", why=f"Did you mean {', '.join(map(repr, near))}?" if any(near) else ""
-    )
+    there = [dotted(found.where) for found in find_state_dicts(root) if found.where][:5]
+    why = did_you_mean(path, places) or (f"State dicts are at {', '.join(map(repr, there))}." if there else "")
+    raise NothingMatchedError(f"--select {path!r} matches nothing.", why=why)
 
 
 def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str]) -> list[Where]:
@@ -164,6 +162,7 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str]) -> list
     if unused:
         raise NothingMatchedError(
             f"{'--keep' if next(iter(unused)) in keep else '--drop'} {next(iter(unused))!r} matches nothing.",
+            why=did_you_mean(next(iter(unused)), (name for own in names.values() for name in sorted(own))),
             fix="ckpt inspect --all FILE lists the names.",
         )
     if gone and next(find_tensors(root), None) is None:

@@ -17,6 +17,7 @@ import click
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError
+from ckpt_tools.names import did_you_mean
 
 COMMANDS = ("inspect", "convert", "check", "diff", "stats", "average")  # in the order of --help
 
@@ -40,6 +41,11 @@ class _Group(click.Group):
         except KeyboardInterrupt:  # while the options are read; click by itself would exit with 1
             click.echo("Interrupted.", err=True)
             raise click.exceptions.Exit(130) from None
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r}. {did_you_mean(args[0], COMMANDS)}".rstrip())
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

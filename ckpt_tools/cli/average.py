@@ -12,7 +12,7 @@ from ckpt_tools.cli.options import Once, quiet_option, show_progress
 from ckpt_tools.errors import UsageError
 
 
-@click.command()
+@click.command(short_help="Write the mean of several checkpoints.")
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="IN IN... OUT")
 @click.option(
     "--weights", cls=Once, metavar="W,W,...", help="What each IN counts for, divided by their sum; else all the same."
@@ -34,7 +34,7 @@ def average(paths: tuple[Path, ...], weights: str | None, quiet: bool, as_json: 
 
     \b
     ckpt average epoch_8.pth epoch_9.pth epoch_10.pth mean.pth
-    ckpt average a.pth b.safetensors soup.safetensors --weights 0.7,0.3 --select model --unwrap
+    ckpt average a.pth b.pth soup.safetensors --weights 0.7,0.3 --unwrap
 
     Sums are float64, rounded once to the dtype in the first IN. Equal integers stay, num_batches_tracked becomes the largest,
     other integers that differ need --integers. What is no state dict (optimizer, epoch) comes from the first IN.

@@ -38,7 +38,11 @@ if TYPE_CHECKING:
     help="What happens to objects that are not plain data.",
 )
 @click.option(
-    "--format", "format_", cls=Once, type=click.Choice(["pth", "safetensors"]), help="Container of OUT; else by its extension."
+    "--format",
+    "format_",
+    cls=Once,
+    type=click.Choice(["pth", "pth-legacy", "safetensors"]),
+    help="Container of OUT; else by its extension. pth-legacy is for PyTorch before 1.6.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")

@@ -11,7 +11,7 @@ import click
 from ckpt_tools.cli.options import Once, quiet_option, show_progress
 
 
-@click.command()
+@click.command(short_help="Show what differs between two checkpoints.")
 @click.argument("left", metavar="A", type=click.Path(path_type=Path))
 @click.argument("right", metavar="B", type=click.Path(path_type=Path))
 @click.option("--values", is_flag=True, help="Measure how far the tensors are apart (largest difference, cosine ...).")

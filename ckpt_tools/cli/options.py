@@ -92,16 +92,18 @@ def show_progress(*, quiet: bool = False, preload: str | None = None) -> Iterato
         preload: a module that the report needs, imported at the first call, while the kernel copies: afterwards it would be
             waited for.
     """
-    started = time.monotonic()
     with contextlib.ExitStack() as stack:
         update: Progress | None = None
+        started: float | None = None
 
         def progress(done: int, size: int) -> None:
-            nonlocal update
+            nonlocal update, started
             if preload is not None and preload not in sys.modules:
                 import_module(preload)
-            if update is None and not quiet and time.monotonic() - started > _PROGRESS_AFTER and sys.stderr.isatty():
-                update = stack.enter_context(_bar(size))
+            now = time.monotonic()
+            started = now if started is None else started  # the work's own time: imports are none of it
+            if update is None and not quiet and done < size and now - started > _PROGRESS_AFTER and sys.stderr.isatty():
+                update = stack.enter_context(_bar(size, started))
             if update is not None:
                 update(done, size)
 
@@ -109,11 +111,18 @@ def show_progress(*, quiet: bool = False, preload: str | None = None) -> Iterato
 
 
 @contextlib.contextmanager
-def _bar(size: int) -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+def _bar(size: int, started: float) -> Iterator[Progress]:
+    """A bar with bytes done and in all, speed, and time left, in binary units."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    from ckpt_tools.render.text import console, size_text
+
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=size)
-        yield lambda done, _: bar.update(task, completed=done)
+
+        def update(done: int, _: int) -> None:
+            speed = done / max(time.monotonic() - started, 1e-3)
+            bar.update(task, completed=done, description=f"{size_text(done)} of {size_text(size)}  {size_text(int(speed))}/s")
+
+        yield update

@@ -11,7 +11,7 @@ import click
 from ckpt_tools.cli.options import Once, show_progress
 
 
-@click.command()
+@click.command(short_help="Show what the numbers look like.")
 @click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
 @click.option("--select", cls=Once, metavar="WHERE", help="Only one state dict or subtree (model, ema, optimizer).")
 @click.option("--filter", "pattern", cls=Once, metavar="GLOB", help="Only tensors whose name or path matches.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt_tools.files import Source
+from ckpt_tools.pickling.checks import settle
 from ckpt_tools.tree import Global, Node
 
 if TYPE_CHECKING:
@@ -25,6 +26,16 @@ class Warned:
     code: str
     found: str
     expected: str = ""
+
+
+def settled(root: Node) -> list[Warned]:
+    """Check a tree that was read from a pickle, and merge keys that are set twice; the first of those as warnings."""
+    return [Warned("repeated-key", f"the key {key!r} is set twice; the last value wins") for key in settle(root)[:20]]
+
+
+def trailing(count: int, what: str) -> list[Warned]:
+    """The warning for bytes behind the end, if there are any."""
+    return [Warned("trailing-bytes", f"{count} bytes after {what}", "nothing; they are not kept")] if count else []
 
 
 @dataclass(slots=True)

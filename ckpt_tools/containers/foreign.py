@@ -24,7 +24,7 @@ _KINDS = (
     (b"\x93NUMPY", "a NumPy array file", ""),
     (b"\x7fELF", "a program", ""),
 )  # fmt: skip
-_READS = "ckpt reads torch-zip (torch.save since 1.6) and safetensors files."
+_READS = "ckpt reads torch-zip (torch.save since 1.6), torch-legacy (before 1.6) and safetensors files."
 
 
 def recognise(source: Source, head: bytes) -> CkptError | None:
@@ -73,10 +73,6 @@ def _lfs_pointer(source: Source, head: bytes) -> CkptError:
 
 def _pickle_or_tar(source: Source, head: bytes) -> CkptError | None:
     resave = "Load it with torch and save it again: torch.save(torch.load(FILE, weights_only=True), 'new.pth')."
-    if LEGACY_MAGIC in head[:32]:
-        return UnsupportedContainerError(
-            f"{source.path} is a torch-legacy stream (torch.save before 1.6).", why=_READS, fix=resave
-        )
     if head[257:262] == b"ustar":
         return UnsupportedContainerError(f"{source.path} is a tar archive, as torch 0.1 wrote.", why=_READS, fix=resave)
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):

@@ -129,7 +129,7 @@ def _root_folder(records: Sequence[Record]) -> str:
         if f"{folder}/constants.pkl" in names or f"{folder}/model.json" in names:
             raise UnsupportedContainerError(
                 "This is a TorchScript program, not a plain checkpoint.",
-                why="ckpt reads torch-zip and safetensors files.",
+                why="ckpt reads torch-zip, torch-legacy and safetensors files.",
                 fix="Where you trust it: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth').",
             )
         if f"{folder}/data.pkl" in names:

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 from ckpt_tools.errors import UsageError
 from ckpt_tools.match.by_name import apply_rules, match_affixes, match_exact, match_wrappers
 from ckpt_tools.match.by_position import match_position
+from ckpt_tools.match.by_structure import match_structure
 from ckpt_tools.match.pairing import Pairing
 from ckpt_tools.match.records import Ambiguous, Match, Matching, Mismatch, Offer
 from ckpt_tools.targets import Param
@@ -52,4 +53,6 @@ def match(
         match_position(pairing)
     elif stages != "exact+wrappers":
         match_affixes(pairing)
+    if stages == "structure" and pairing.sources_left() and pairing.targets_left():
+        match_structure(pairing)
     return pairing.result()

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ckpt_tools.match.records import Ambiguous, Match, Matching, Mismatch, Offer, Reason, Shape, Step
+from ckpt_tools.match.transposed import orientation
 from ckpt_tools.targets import Param
+
+TRANSPOSED = 0.95
 
 
 def squeezed(shape: Shape) -> Shape:
@@ -28,23 +31,32 @@ class Pairing:
         self.mismatches: dict[str, Mismatch] = {}
         self.doubts: dict[str, Ambiguous] = {}
         self.offers: list[Offer] = []
+        self.offered: set[str] = set()
         self.used: dict[str, str] = {}
+        self.oriented = orientation(source), orientation(target)
 
     def sources_left(self) -> list[Param]:
         """Tensors of the checkpoint without a partner, in order."""
-        return [param for name, param in self.source.items() if name not in self.used]
+        taken = {name for offer in self.offers for name in offer.old}
+        return [param for name, param in self.source.items() if name not in self.used and name not in taken]
 
     def targets_left(self) -> list[Param]:
         """Tensors of the target without a partner or a doubt, in order."""
-        return [param for name, param in self.target.items() if not self.is_settled(name)]
+        return [param for name, param in self.target.items() if not self.is_settled(name) and name not in self.offered]
 
     def is_settled(self, new: str) -> bool:
         """Whether a name of the target has its fate already."""
         return new in self.matches or new in self.mismatches or new in self.doubts
 
     def pair(self, old: str, new: str, reason: Reason, confidence: float = 1.0) -> None:
-        """Two partners: a match, or a mismatch where their shapes say so."""
+        """Two partners: a match, a mismatch where their shapes say so, an offer where one is kept as [in, out]."""
         before, after = self.source[old].shape, self.target[new].shape
+        if (old in self.oriented[0].unknown) != (new in self.oriented[1].unknown):
+            self.doubt(new, [old], "a square matrix beside transposed ones: whether it is transposed cannot be told")
+            return
+        if self.is_transposed(old, new) and before == after[::-1]:
+            self.offer(Offer("transpose", reason, (old,), (new,), (before,), (after,), min(confidence, TRANSPOSED)))
+            return
         if self.fits(old, new):
             step: Step = "copy" if before == after else "reshape"
             self.matches[new] = Match(old, new, reason, confidence, before, after, step)
@@ -56,6 +68,15 @@ class Pairing:
         """Whether two tensors have one shape, or one without sizes of 1 where that is allowed."""
         before, after = self.source[old].shape, self.target[new].shape
         return before == after or (self.allow_reshape and squeezed(before) == squeezed(after))
+
+    def is_transposed(self, old: str, new: str) -> bool:
+        """Whether one of two matrices is kept as [in, out] and the other as [out, in]."""
+        return (old in self.oriented[0].transposed) != (new in self.oriented[1].transposed)
+
+    def offer(self, offer: Offer) -> None:
+        """What only a plan does; later stages leave its tensors alone."""
+        self.offers.append(offer)
+        self.offered.update(offer.new)
 
     def doubt(self, new: str, candidates: Iterable[str], why: str) -> None:
         """A name of the target that cannot be decided."""

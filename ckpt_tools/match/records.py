@@ -53,16 +53,17 @@ class Ambiguous:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Fused tensors against split ones: what a plan can do, and nothing does unasked.
+    """Fused tensors against split ones, [in, out] against [out, in]: what a plan can do, and nothing does unasked.
 
     Attributes:
-        step: "split" (one old name, several new) or "concat" (several old names, one new).
+        step: "split" (one old name, several new), "concat" (several old names, one new) or "transpose" (one of each).
         old, new: the names in the order in which their parts lie along the first dimension.
         source_shapes, target_shapes: in the same order.
         confidence: as in `Match`. parts: what the parts are, in order: ("q", "k", "v").
     """
 
-    step: Literal["split", "concat"]
+    step: Literal["split", "concat", "transpose"]
+    reason: Reason
     old: tuple[str, ...]
     new: tuple[str, ...]
     source_shapes: tuple[Shape, ...]
@@ -77,7 +78,8 @@ class Matching:
 
     Attributes:
         matched: in the target's order. A tied tensor of the target has a match of its own, which may share its old name.
-        offers: fused against split tensors. Their names are in `missing` and `unexpected` as well, since only a plan does them.
+        offers: fused against split tensors, and transposed ones. Their names are in `missing` and `unexpected` as well, since
+            only a plan does them.
         missing: names of the target without a partner. unexpected: names of the checkpoint without one.
         mismatched: partners of different shapes; in neither of the two lists before.
         ambiguous: names of the target with several possible partners; in no other list. Their candidates are in `unexpected`

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeAlias
 from ckpt_tools.errors import DamagedFileError, LimitError, PickleError
 from ckpt_tools.pickling import fused
 from ckpt_tools.pickling.limits import BYTES_PER_NODE, MAX_DEPTH, MAX_GLOBALS, node_budget
+from ckpt_tools.pickling.weights_only import BUILT
 from ckpt_tools.tree import ByteString, Dict, Entry, Global, List, Node, Object
 
 Maker: TypeAlias = Callable[[Any], Node]
@@ -40,6 +41,8 @@ class Machine:
         globals: every global that the stream names, in order, also those whose result is popped.
         unusual: opcodes and uses that torch's weights_only unpickler refuses.
         position: after `load`, where the stream ended.
+        places: where in `data` the long byte strings lie: id -> (start, the bytes, kept so that the id stays their own).
+        cut: after an error, whether more bytes behind `data` might have helped; needed: how long it must be at least.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class Machine:
         self.protocol = 0
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
+        self.places: dict[int, tuple[int, bytes]] = {}
+        self.cut, self.needed = False, 0
         self.budget = node_budget(self.end - offset)
 
     def load(self) -> Node:
@@ -77,8 +82,10 @@ class Machine:
         except _Stop as stop:
             return stop.value
         except IndexError:
+            self.cut = self.position >= self.end
             raise self.error("takes a value that is not there, or the stream ends without STOP") from None
         except struct.error:
+            self.cut = True
             raise self.error("is cut off: the stream ends within it") from None
         except DamagedFileError as error:
             if "offset" not in error.what:
@@ -94,13 +101,18 @@ class Machine:
                 self.position += 1
                 OPCODES[opcode](self)
             if self.position > self.limit or self.limit == self.end:
-                raise self.error("ends beyond its frame or the stream")
+                raise self.short("ends beyond its frame or the stream")
             self.limit = self.end
 
     def error(self, what: str) -> PickleError:
         """A PickleError at the current position."""
         at = min(self.position, self.end)
         return PickleError(f"The pickle is malformed: the opcode before offset {at} {what}.")
+
+    def short(self, what: str, needed: int = 0) -> PickleError:
+        """A PickleError where bytes are missing: those of the frame, or those behind `data`."""
+        self.cut, self.needed = self.limit == self.end, needed
+        return self.error(what)
 
     def spend(self, count: int = 1) -> None:
         """Count containers against the budget."""
@@ -112,7 +124,7 @@ class Machine:
         """The next `length` bytes of the stream."""
         start = self.position
         if length < 0 or length > self.limit - start:
-            raise self.error(f"claims {length} bytes where {self.limit - start} are left")
+            raise self.short(f"claims {length} bytes where {self.limit - start} are left", start + length)
         self.position = start + length
         return self.data[start : start + length]
 
@@ -126,7 +138,7 @@ class Machine:
         """Bytes up to the next newline, which is taken too."""
         stop = self.data.find(b"\n", self.position, self.limit)
         if stop < 0:
-            raise self.error("needs a line that does not end")
+            raise self.short("needs a line that does not end")
         line = self.data[self.position : stop]
         self.position = stop + 1
         return line
@@ -260,7 +272,8 @@ def _frame(machine: Machine) -> None:
         raise machine.error("opens a frame inside a frame")
     length = machine.number(_U64)
     if length > machine.end - machine.position:
-        raise machine.error(f"opens a frame of {length} bytes where {machine.end - machine.position} are left")
+        left = machine.end - machine.position
+        raise machine.short(f"opens a frame of {length} bytes where {left} are left", machine.position + length)
     machine.limit = machine.position + length
 
 
@@ -477,12 +490,18 @@ def _short_binbytes(machine: Machine) -> None:
 
 @_opcode(b"B", unusual="BINBYTES")
 def _binbytes(machine: Machine) -> None:
-    machine.stack.append(machine.take(machine.number(_U32)))
+    _long_bytes(machine, machine.number(_U32))
 
 
 @_opcode(b"\x8e", unusual="BINBYTES8")
 def _binbytes8(machine: Machine) -> None:
-    machine.stack.append(machine.take(machine.number(_U64)))
+    _long_bytes(machine, machine.number(_U64))
+
+
+def _long_bytes(machine: Machine, length: int) -> None:
+    start, data = machine.position, machine.take(length)
+    machine.places[id(data)] = (start, data)
+    machine.stack.append(data)
 
 
 @_opcode(b"\x96", unusual="BYTEARRAY8")
@@ -704,7 +723,7 @@ def _build(machine: Machine) -> None:
     state = machine.stack.pop()
     target = machine.stack[-1]
     if type(target) is Object:
-        if type(target.function) is Global and target.function.module != "collections":
+        if type(target.function) is Global and target.function.module != "collections" and target.function not in BUILT:
             machine.unusual[f"BUILD of {target.function}"] = None
         target.steps.append(("build", state))
     elif type(target) is Dict and target.ordered and type(state) is Dict:

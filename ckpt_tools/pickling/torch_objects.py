@@ -30,7 +30,7 @@ class Storages:
         self.locate = locate
         self.by_key: dict[str, tuple[tuple[Node, ...], Storage]] = {}
 
-    def load(self, pid: Node) -> Storage:
+    def load(self, pid: Node) -> Node:
         """The storage of a persistent id ("storage", class, key, location, number of elements)."""
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
             raise PickleError(
@@ -82,19 +82,20 @@ def _arguments(args: tuple[Node, ...], low: int, high: int, name: str) -> tuple[
     return args
 
 
-def _rebuild_tensor(args: Node) -> Node:
+def rebuild_tensor(args: Node) -> Node:
+    """`_rebuild_tensor(storage, offset, size, stride)`."""
     storage, offset, shape, stride = _arguments(args, 4, 4, "_rebuild_tensor")
     return _entry(storage, storage_of(storage).dtype, offset, shape, stride, False, None)
 
 
 def _rebuild_tensor_v2(args: Node) -> Node:
     storage, offset, shape, stride, requires_grad, hooks, *rest = _arguments(args, 6, 7, "_rebuild_tensor_v2")
-    return _entry(storage, storage_of(storage).dtype, offset, shape, stride, requires_grad, _extras(hooks, rest))
+    return _entry(storage, storage_of(storage).dtype, offset, shape, stride, requires_grad, extras_of(hooks, rest))
 
 
 def _rebuild_tensor_v3(args: Node) -> Node:
     storage, offset, shape, stride, requires_grad, hooks, dtype, *rest = _arguments(args, 7, 8, "_rebuild_tensor_v3")
-    return _entry(storage, dtype_of(dtype), offset, shape, stride, requires_grad, _extras(hooks, rest))
+    return _entry(storage, dtype_of(dtype), offset, shape, stride, requires_grad, extras_of(hooks, rest))
 
 
 def storage_of(node: Node) -> Storage:
@@ -112,7 +113,8 @@ def dtype_of(node: Node) -> DType:
     return dtype
 
 
-def _extras(hooks: Node, rest: list[Node]) -> Extras | None:
+def extras_of(hooks: Node, rest: list[Node]) -> Extras | None:
+    """What hooks, and metadata where `rest` has it, add to a tensor; None where that is nothing."""
     metadata = rest[0] if rest else None
     if type(hooks) not in (type(None), Dict) or type(metadata) not in (type(None), Dict):
         raise TensorError("A tensor has hooks or metadata that are no dict.")
@@ -149,12 +151,12 @@ def _sizes(node: Node) -> tuple[int, ...] | None:
 
 def _rebuild_parameter(args: Node) -> Node:
     data, requires_grad, hooks = _arguments(args, 3, 3, "_rebuild_parameter")
-    return _parameter(data, requires_grad, _extras(hooks, []))
+    return _parameter(data, requires_grad, extras_of(hooks, []))
 
 
 def _rebuild_parameter_with_state(args: Node) -> Node:
     data, requires_grad, hooks, state = _arguments(args, 4, 4, "_rebuild_parameter_with_state")
-    return _parameter(data, requires_grad, replace(_extras(hooks, []) or Extras(), state=state))
+    return _parameter(data, requires_grad, replace(extras_of(hooks, []) or Extras(), state=state))
 
 
 def _parameter(data: Node, requires_grad: Node, extras: Extras | None) -> Node:
@@ -220,7 +222,7 @@ MAKERS: dict[Global, Maker] = {
     ORDERED_DICT: _ordered_dict,
     Global("_codecs", "encode"): _encode,
     Global("builtins", "bytes"): _empty_bytes,
-    Global("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    Global("torch._utils", "_rebuild_tensor"): rebuild_tensor,
     Global("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
     Global("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
     Global("torch._utils", "_rebuild_parameter"): _rebuild_parameter,

@@ -41,6 +41,12 @@ ALLOWED = frozenset(
     )
 )  # fmt: skip
 
+# The classes of which torch lets a state be set, beside collections.OrderedDict.
+BUILT = frozenset((
+    Global("torch.nn.parameter", "Parameter"),
+    *(Global(module, f"{name}Tensor") for module in ("torch", "torch.cuda") for name in _DENSE),
+))  # fmt: skip
+
 
 def refused(names: list[Global]) -> list[str]:
     """The globals that torch refuses, as `module.name`, in order."""

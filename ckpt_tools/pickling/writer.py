@@ -9,6 +9,7 @@ No recursion: a stack of things still to write.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.errors import ContainerLimitError, PickleError
@@ -22,6 +23,7 @@ _CAN_BE_LONG = frozenset((str, bytes, int, ByteString))
 _U32 = struct.Struct("<I").pack
 _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
+_BYTE_STORAGE = Global("torch", "ByteStorage")
 _REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 _REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
@@ -29,20 +31,21 @@ _REBUILD_PARAMETER_STATE = Global("torch._utils", "_rebuild_parameter_with_state
 _REBUILD_FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 
 
-def write_pickle(root: Node, survey: Survey | None = None) -> bytes:
+def write_pickle(root: Node, survey: Survey | None = None, *, keys: Mapping[int, str] | None = None) -> bytes:
     """The pickle of a tree. Protocol 2; 4 only where a name needs it (a nested class, a module that 2 would rename).
 
     Args:
         root: the tree. survey: of that tree, where it has been made already.
+        keys: storage keys by the storages' ids, for torch-legacy, whose persistent ids have a sixth part.
 
     Raises:
         ContainerLimitError: an entry with a dtype that torch lacks. PickleError: an object that is made from itself.
     """
     survey = Survey(root) if survey is None else survey
     try:
-        return _Writer(survey.shared, survey.protocol).write(root)
+        return _Writer(survey.shared, survey.protocol, keys=keys).write(root)
     except _ComesRound:
-        return _Writer(survey.seen | survey.shared, survey.protocol, rounds=2).write(root)
+        return _Writer(survey.seen | survey.shared, survey.protocol, rounds=2, keys=keys).write(root)
 
 
 class Survey:
@@ -104,9 +107,12 @@ class _Writer:
         shared: the ids of what goes through the memo.
         protocol: 2 or 4.
         rounds: how often a tuple or call may be open at once.
+        keys: storage keys by id, for torch-legacy.
     """
 
-    def __init__(self, shared: set[int], protocol: int, rounds: int = 1) -> None:
+    def __init__(self, shared: set[int], protocol: int, rounds: int = 1, *, keys: Mapping[int, str] | None = None) -> None:
+        self.keys = keys
+        self.persid = b"tQ" if keys is None else b"NtQ"  # torch-legacy: no view
         self.out = bytearray()
         self.templates: dict[Any, tuple[bytes, bytes]] = {}
         self.memo: dict[Any, int] = {}
@@ -248,11 +254,11 @@ class _Writer:
         storage, like = entry.storage, _likeness(entry)
         known = self.templates.get(like)
         if known is not None:
-            key = storage.key.encode("utf-8", "surrogatepass")
+            key = self.key_of(storage).encode("utf-8", "surrogatepass")
             self.out += b"%bX%b%b%b" % (known[0], _U32(len(key)), key, known[1])
             return
         self.before_key(entry)
-        self.text(storage.key)
+        self.text(self.key_of(storage))
         self.after_key(entry)
         # From now on its constants come from the memo: the next entry like this one is the same bytes, but for the key.
         out = self.out
@@ -371,20 +377,26 @@ class _Writer:
     def storage(self, storage: Storage) -> None:
         """The persistent id ("storage", class, key, location, number of elements)."""
         self.storage_before_key(storage)
-        self.text(storage.key)
+        self.text(self.key_of(storage))
         self.storage_after_key(storage)
 
     def storage_before_key(self, storage: Storage) -> None:
         self.out += b"("
         self.constant("storage")
         typed = storage.dtype is not None and storage.dtype.storage is not None
-        self.global_(Global("torch", f"{storage.dtype.storage}") if typed and storage.dtype else _UNTYPED_STORAGE)
+        # torch saves an UntypedStorage in torch-legacy, and cannot load it; a ByteStorage holds the same bytes
+        untyped = _UNTYPED_STORAGE if self.keys is None else _BYTE_STORAGE
+        self.global_(Global("torch", f"{storage.dtype.storage}") if typed and storage.dtype else untyped)
 
     def storage_after_key(self, storage: Storage) -> None:
         self.constant(storage.device or "cpu")
         typed = storage.dtype is not None and storage.dtype.storage is not None
         itemsize = storage.dtype.itemsize if typed and storage.dtype else 1
-        self.out += _integer(storage.nbytes // itemsize) + b"tQ"
+        self.out += _integer(storage.nbytes // itemsize) + self.persid
+
+    def key_of(self, storage: Storage) -> str:
+        """The key that the container gives a storage."""
+        return storage.key if self.keys is None else self.keys[id(storage)]
 
 
 def _elements(items: list[Node]) -> list[Node]:

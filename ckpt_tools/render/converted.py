@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.names import printable
 from ckpt_tools.plain import WITH_OUTER
-from ckpt_tools.render.text import Row, path_text, show_rows, size_text, up_to_ten
+from ckpt_tools.render.rows import Row, show_rows, up_to_ten
+from ckpt_tools.render.text import counted, path_text, size_text
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import Converted, RenamedNames
@@ -21,15 +22,19 @@ def show_converted(report: Converted) -> None:
 
 
 def _rows(report: Converted) -> list[Row]:
-    rows = [("container", f"{report.container}, {size_text(report.bytes)}, {report.tensors} tensors")]
+    rows = [("container", f"{report.container}, {size_text(report.bytes)}, {counted(report.tensors, 'tensor')}")]
     for state_dict in report.state_dicts:
         rows += _names(state_dict)
     if report.optimizer_names:
         rows.append(("optimizer", f"{report.optimizer_names} param_names renamed"))
-    rows += up_to_ten("devices", [f"{move}: {count} storages" for move, count in report.devices.items()])
-    rows += up_to_ten("cast", [f"{move}: {count} tensors" for move, count in report.casts.items()])
-    rows += up_to_ten("overflow", [f"{name}: {count} values became infinite" for name, count in report.overflowed.items()])
-    rows += up_to_ten("underflow", [f"{name}: {count} values became zero" for name, count in report.underflowed.items()])
+    rows += up_to_ten("devices", [f"{move}: {counted(count, 'storage')}" for move, count in report.devices.items()])
+    rows += up_to_ten("cast", [f"{move}: {counted(count, 'tensor')}" for move, count in report.casts.items()])
+    rows += up_to_ten(
+        "overflow", [f"{name}: {counted(count, 'value')} became infinite" for name, count in report.overflowed.items()]
+    )
+    rows += up_to_ten(
+        "underflow", [f"{name}: {counted(count, 'value')} became zero" for name, count in report.underflowed.items()]
+    )
     rows += up_to_ten("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
     rows += up_to_ten("dropped", [f"{path} ({why})" for path, why in report.dropped])
     outer = [fate for fate in report.objects if fate.became != WITH_OUTER]
@@ -47,6 +52,6 @@ def _rows(report: Converted) -> list[Row]:
 def _names(state_dict: RenamedNames) -> list[Row]:
     where = path_text(state_dict.where)
     if not state_dict.renamed:
-        return [("state dict", f"{where}: {state_dict.tensors} tensors")]
+        return [("state dict", f"{where}: {counted(state_dict.tensors, 'tensor')}")]
     examples = [("", printable(f"{old} -> {new}")) for old, new in state_dict.examples]
     return [("names", f"{where}: {state_dict.renamed} of {state_dict.tensors} renamed"), *examples]

@@ -11,14 +11,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.names import printable
-from ckpt_tools.render.text import label_grid, path_text, print_finding, size_text
+from ckpt_tools.names import did_you_mean, printable
+from ckpt_tools.render.text import counted, label_grid, name_table, path_text, print_finding, size_text, wrapped
 
 if TYPE_CHECKING:
     from ckpt_tools.describe import Description
 
 Sort = Literal["name", "size", "file"]
 SHOWN_ROWS = 40
+_SHAPE_WIDTH = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ def print_description(description: Description, view: View, out: Console) -> Non
         out.print()
         out.print(_tensor_tree(rows, view) if view.tree else _tensor_table(rows, view, out))
     elif description.tensors:
-        out.print(f"\nno tensor matches {printable(str(view.filter))}")
+        near = did_you_mean(str(view.filter), (".".join(map(str, row["where"])) for row in description.tensors))
+        out.print(f"\nno tensor matches {printable(f'{view.filter}. {near}').rstrip()}", soft_wrap=True)
     _print_rest(description, view, out)
     _print_findings(description, out)
 
@@ -53,14 +55,16 @@ def _print_head(description: Description, out: Console) -> None:
     grid.add_row("container", f"{description.container}, {size_text(description.file_bytes)}")
     spent = totals["storage_bytes"]
     extra = f" in {size_text(spent)} of storage" if spent != totals["bytes"] else ""
-    tensors = f"{totals['tensors']}, {totals['parameters']:,} elements, {size_text(totals['bytes'])}{extra}"
+    tensors = f"{totals['tensors']:,}, {counted(totals['parameters'], 'element')}, {size_text(totals['bytes'])}{extra}"
     grid.add_row("tensors", tensors)
     grid.add_row("dtypes", _counts(totals["dtypes"]))
     if totals["devices"]:
         grid.add_row("devices", _counts(totals["devices"]))
     for row in description.state_dicts:
         wrapped = f", wrapped in {' '.join(row['wrappers'])}" if row["wrappers"] else ""
-        text = f"{path_text(row['where'])}: {row['tensors']} tensors, {row['parameters']:,} elements{wrapped}"
+        text = (
+            f"{path_text(row['where'])}: {counted(row['tensors'], 'tensor')}, {counted(row['parameters'], 'element')}{wrapped}"
+        )
         grid.add_row("state dict", text)
     if description.container != "safetensors":
         loads = description.weights_only["loads"]
@@ -102,21 +106,19 @@ def _tensor_table(rows: list[dict[str, Any]], view: View, out: Console) -> Table
     lines = _by_depth(rows, view.depth) if view.depth else [_line(row) for row in rows]
     if grouped:
         lines = _fold_blocks(_fold_siblings(lines))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("tensor", overflow="fold")
-    table.add_column("shape", overflow="fold")
-    table.add_column("dtype", no_wrap=True)
-    table.add_column("device", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
     shown = lines if view.all else lines[:SHOWN_ROWS]
-    for line in shown:
-        table.add_row(Text(printable(line.name)), line.shape, line.dtype, printable(line.device), size_text(line.bytes))
+    columns = {
+        "shape": [wrapped(line.shape, _SHAPE_WIDTH) for line in shown],
+        "dtype": [line.dtype for line in shown],
+        "device": [printable(line.device) for line in shown],
+        "bytes": [size_text(line.bytes) for line in shown],
+    }
+    names = [printable(line.name) for line in shown]
     if len(shown) < len(lines):
         left = lines[len(shown) :]
-        table.add_row(
-            f"... {sum(line.count for line in left)} more (--all)", "", "", "", size_text(sum(line.bytes for line in left))
-        )
-    return table
+        names.append(f"... {sum(line.count for line in left)} more (--all)")
+        columns["bytes"].append(size_text(sum(line.bytes for line in left)))
+    return name_table("tensor", names, columns, out, right={"bytes"}, optional=("device", "dtype"))
 
 
 def _line(row: dict[str, Any]) -> _Line:
@@ -197,21 +199,19 @@ def _tensor_tree(rows: list[dict[str, Any]], view: View) -> Any:
 
     root = Tree("(root)", guide_style="dim")
     branches: dict[tuple[str, ...], Any] = {(): root}
-    limit = len(rows) if view.all else 4 * SHOWN_ROWS
-    for row in rows[:limit]:
-        line = _line(row)
-        parts = tuple(line.name.split("."))
-        depth = min(len(parts), view.depth or len(parts))
-        for level in range(1, depth + 1):
-            if parts[:level] in branches:
-                continue
-            leaf = level == len(parts)
+    lines = _by_depth(rows, view.depth) if view.depth else [_line(row) for row in rows]
+    limit = len(lines) if view.all else 4 * SHOWN_ROWS
+    for line in lines[:limit]:
+        parts = tuple(line.name.removesuffix(".*").split("."))
+        for level in range(1, len(parts) + 1):
             label = Text(printable(parts[level - 1]))
-            if leaf:
+            if level == len(parts):
                 label.append(f"  {line.shape}  {line.dtype}  {printable(line.device)}  {size_text(line.bytes)}", style="dim")
+            elif parts[:level] in branches:
+                continue
             branches[parts[:level]] = branches[parts[: level - 1]].add(label)
-    if len(rows) > limit:
-        root.add(f"... {len(rows) - limit} more (--all)")
+    if len(lines) > limit:
+        root.add(f"... {sum(line.count for line in lines[limit:])} more (--all)")
     return root
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt_tools.names import printable
-from ckpt_tools.render.text import add_lines, counted, label_grid, path_text, size_text
+from ckpt_tools.render.text import add_lines, counted, label_grid, name_table, path_text, size_text
 
 if TYPE_CHECKING:
     from ckpt_tools.differences import Change, Difference, Only, TensorChange, ValueChange
@@ -34,7 +34,7 @@ def print_difference(report: Difference, out: Console, *, show_all: bool = False
         out.print(grid)
     if report.changed:
         out.print()
-        out.print(_changed_table(report.changed, None if show_all else _SHOWN_TENSORS, measured=_is_measured(report)))
+        out.print(_changed_table(report.changed, None if show_all else _SHOWN_TENSORS, out, measured=_is_measured(report)))
 
 
 def _facts(report: Difference, limit: int | None) -> Table:
@@ -98,22 +98,20 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _changed_table(rows: Sequence[TensorChange], limit: int | None, *, measured: bool) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("tensor with other numbers", overflow="fold")
-    for heading in ("max abs", "max rel", "cosine", "changed") if measured else ("shape", "dtype"):
-        table.add_column(heading, justify="right" if measured else "left", no_wrap=True)
-    for row in rows[:limit]:
-        name = Text(printable(row.where))
-        table.add_row(name, *(_gap(row) if measured else (_shape(row.shape), row.dtype or "?")))
-    if limit is not None and len(rows) > limit:
-        table.add_row(f"... {len(rows) - limit} more (--all)")
-    return table
+def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Console, *, measured: bool) -> Table:
+    shown = rows[:limit]
+    names = [printable(row.where) for row in shown]
+    headings = ("max abs", "max rel", "cosine", "changed") if measured else ("shape", "dtype")
+    lines = [_gap(row) if measured else (_shape(row.shape), row.dtype or "?") for row in shown]
+    if len(shown) < len(rows):
+        names.append(f"... {len(rows) - len(shown)} more (--all)")
+    columns = {heading: [line[index] for line in lines] for index, heading in enumerate(headings)}
+    return name_table("tensor with other numbers", names, columns, out, right=headings if measured else ())
 
 
 def _gap(row: TensorChange) -> tuple[str, ...]:
     if row.gap is None:
-        return (printable(row.reason),)
+        return "-", "-", "-", printable(row.reason)
     gap = row.gap
     changed = f"{gap['changed']:,} ({100 * gap['changed_fraction']:.3g}%)" if gap["changed"] else "bits only"
     changed += f", {gap['nonfinite']} NaN/inf" if gap["nonfinite"] else ""

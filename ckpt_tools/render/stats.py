@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt_tools.names import printable
-from ckpt_tools.render.text import can_print, counted
+from ckpt_tools.render.text import can_print, counted, name_table
 
 if TYPE_CHECKING:
     from ckpt_tools.tensor_stats import Stats
@@ -77,23 +77,22 @@ def _share(numbers: dict[str, Any] | None) -> float:
 def _table(rows: Sequence[_Row], total: _Row, out: Console, *, modules: bool) -> Table:
     """Columns that a narrow terminal has no room for are left out, histograms first."""
     everything = [*rows, total]
-    odd = any(row.numbers and (row.numbers["nan"] or row.numbers["inf"]) for row in everything)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column(
-        "module" if modules else "tensor", overflow="fold", min_width=min(20, max(len(row.name) for row in everything))
-    )
+    odd = any(map(_is_odd, everything))
     columns = ["mean", "std", "min", "max", "zeros", *(["NaN", "inf"] if odd else [])]
     drawn = not modules and out.width >= 75 + 10 * odd
     columns = columns if out.width >= 66 + 10 * odd else [name for name in columns if name not in ("mean", "min")]
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("min to max" if drawn else "", no_wrap=True)
     bars = _BLOCKS if can_print(_BLOCKS, out) else _ASCII
-    for row in everything:
-        style = "bold" if row is total else "red" if row.numbers and (row.numbers["nan"] or row.numbers["inf"]) else ""
-        last = draw(row.histogram, bars) if drawn and row.histogram else row.note
-        table.add_row(Text(printable(row.name)), *(_cell(row.numbers, name) for name in columns), last, style=style)
-    return table
+    cells = {name: [_cell(row.numbers, name) for row in everything] for name in columns}
+    cells["min to max" if drawn else ""] = [
+        draw(row.histogram, bars) if drawn and row.histogram else printable(row.note) for row in everything
+    ]
+    names = [printable(row.name) for row in everything]
+    styles = ["bold" if row is total else "red" if _is_odd(row) else "" for row in everything]
+    return name_table("module" if modules else "tensor", names, cells, out, right=columns, styles=styles)
+
+
+def _is_odd(row: _Row) -> bool:
+    return bool(row.numbers and (row.numbers["nan"] or row.numbers["inf"]))
 
 
 def _cell(numbers: dict[str, Any] | None, name: str) -> str:

@@ -1,14 +1,13 @@
 """Reports as text for people: rich tables that follow the terminal's width and colour.
 
-rich is imported when something is drawn with it: the rows of `show_rows` in a pipe are not.
+rich is imported when something is drawn with it.
 """
 
 from __future__ import annotations
 
-import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import IO, TYPE_CHECKING
 
 from ckpt_tools.errors import CkptError
@@ -121,29 +120,57 @@ def print_finding(finding: Finding, out: Console) -> None:
         out.print(Text(f"  {printable(finding.fix)}", style="green"), soft_wrap=True)
 
 
-Row = tuple[str, str]
+def wrapped(text: str, width: int) -> str:
+    """Text broken into lines behind dots, commas and blanks, not in the middle of a word; further lines are indented.
+
+    >>> wrapped("features.0.{weight, bias}", 16)
+    'features.0.\\n  {weight, bias}'
+    """
+    if len(text) <= width:
+        return text
+    lines, line = [], ""
+    for part in re.findall(r"[^., ]*[., ]*", text):
+        if line.strip() and len(line) + len(part.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = "  "
+        line += part
+    return "\n".join([*lines, line.rstrip()])
 
 
-def show_rows(title: str, rows: Sequence[Row]) -> None:
-    """A title, and rows of a label and what there is to say, to standard output; texts from files must be printable."""
-    if sys.stdout.isatty() or os.environ.get("FORCE_COLOR"):
-        show(partial(_print_rows, title, rows))
-        return
-    width = max((len(label) for label, _ in rows), default=0)
-    sys.stdout.write("".join([f"{title}\n", *(f"{label:{width}}  {text}".rstrip() + "\n" for label, text in rows)]))
+_NAME_WIDTH = 30  # what a column of names should have at least, before others are left out for it
 
 
-def _print_rows(title: str, rows: Sequence[Row], out: Console) -> None:
-    from rich.text import Text
+def name_table(
+    heading: str, names: Sequence[str], columns: dict[str, list[str]], out: Console, *, right: Collection[str] = (),
+    optional: Sequence[str] = (), styles: Sequence[str] = (),
+) -> Table:  # fmt: skip
+    """A column of names, and what is said about each; `names` may be longer than the columns by a line for the rest.
 
-    out.print(Text(title, style="bold"), soft_wrap=True)
-    grid = label_grid()
-    for row in rows:
-        grid.add_row(*row)
-    out.print(grid)
+    Where the terminal is narrow, columns in `optional` that say the same in every row are left out in that order, and names
+    are broken behind their dots.
+
+    Args:
+        heading: over the names, which are printable already. columns: heading -> texts.
+        right: columns set to the right. styles: of the rows.
+    """
+    from rich.table import Table
+
+    columns = dict(columns)
+    for name in optional:
+        if _room(columns, out) < min(_NAME_WIDTH, max(map(len, names), default=0)) and len(set(columns[name])) <= 1:
+            del columns[name]
+    room = max(_room(columns, out), _NAME_WIDTH // 2)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column(heading, overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name in right)
+    for index, text in enumerate(names):
+        cells = (texts[index] if index < len(texts) else "" for texts in columns.values())
+        table.add_row(wrapped(text, room), *cells, style=styles[index] if index < len(styles) else None)
+    return table
 
 
-def up_to_ten(label: str, lines: Sequence[str]) -> list[Row]:
-    """Up to ten rows under one label; how many more there are."""
-    rows = [(label, printable(line)) for line in lines[:10]]
-    return [*rows, (label, f"... {len(lines) - 10} more (--json shows all)")] if len(lines) > 10 else rows
+def _room(columns: dict[str, list[str]], out: Console) -> int:
+    """What the columns leave of the width, each taking its longest line and two blanks."""
+    taken = sum(2 + max(map(len, (name, *"\n".join(cells).split("\n")))) for name, cells in columns.items())
+    return out.width - taken - 2

@@ -199,12 +199,6 @@ def test_12_tar(tmp_path: Path) -> None:
     assert ckpt_tools.inspect(write(tmp_path, saved(), "model.pth.tar")).totals["tensors"] == 1
 
 
-def test_12_legacy(tmp_path: Path) -> None:
-    """A stream of torch before 1.6 is named, with the way out."""
-    data = saved(_use_new_zipfile_serialization=False)
-    refused(write(tmp_path, data), UnsupportedContainerError, "torch-legacy stream", "before 1.6", "torch.save")
-
-
 def test_12_plain_pickle(tmp_path: Path) -> None:
     """A pickle that torch did not write."""
     refused(write(tmp_path, b"\x80\x04}."), UnsupportedContainerError, "a plain pickle")

@@ -1,0 +1,320 @@
+"""A torch-legacy stream, in a file or in the bytes that a pickle holds: decoded, its storages found, nothing of them read.
+
+Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch/csrc/serialization.cpp, torch/storage.py
+(`_load_from_bytes`, which is how a storage pickles itself where `torch.save` is not there to help).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ckpt_tools import tree
+from ckpt_tools.dtypes import UINT8
+from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError
+from ckpt_tools.pickling.limits import BYTES_PER_NODE
+from ckpt_tools.pickling.old_tensors import modernise
+from ckpt_tools.pickling.reader import Machine, Maker
+from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles
+from ckpt_tools.pickling.torch_objects import MAKERS, Storages, storage_dtype
+from ckpt_tools.plan import Content, Literal, Range
+from ckpt_tools.tree import Dict, Entry, Global, List, Node, Storage
+
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+PROTOCOL_VERSION = 1001
+LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
+_MAX_BLOBS_IN_BLOBS = 8
+_KEY = re.compile(r"[0-9]{1,40}")
+_NOWHERE = Literal(b"")
+
+
+@dataclass(slots=True)
+class Stream:
+    """What a stream holds.
+
+    Attributes:
+        root: the tree. machine: the one that read it: globals, unusual opcodes.
+        storage_bytes: bytes of all storages. end: where the stream ends in its part.
+        little: what its `sys_info` says of the machine that wrote it. classes: the globals whose source code it carries.
+    """
+
+    root: Node
+    machine: Machine
+    storage_bytes: int
+    end: int
+    little: bool
+    classes: list[str] = field(default_factory=list)
+
+
+class Blobs:
+    """The maker of `torch.storage._load_from_bytes`: bytes that hold a stream of their own, often one storage.
+
+    Args:
+        part: where the pickle lies. depth: how many blobs it lies in. prefix: of the keys of storages.
+    """
+
+    def __init__(self, part: Part | None = None, depth: int = 0, prefix: str = "") -> None:
+        self.part, self.depth, self.prefix = part, depth, prefix
+        self.machine: Machine | None = None
+        self.count = self.anchor = 0
+        self.storage_bytes = 0
+
+    @property
+    def makers(self) -> Mapping[Global, Maker]:
+        """Every maker, this one included."""
+        return {**MAKERS, LOAD_FROM_BYTES: self.load}
+
+    def watch(self, machine: Machine, anchor: int = 0) -> Machine:
+        """Note which machine reads the pickle, and where in the part its bytes begin."""
+        self.machine, self.anchor = machine, anchor
+        return machine
+
+    def load(self, args: Node) -> Node:
+        """What the bytes hold; None, which leaves an object, where that is no torch-legacy stream."""
+        data = args[0] if len(args) == 1 else None
+        if type(data) is not bytes or not is_stream(data) or self.machine is None:
+            return None
+        if self.depth == _MAX_BLOBS_IN_BLOBS:
+            raise LimitError(f"The pickle holds pickled storages inside one another, more than {_MAX_BLOBS_IN_BLOBS} deep.")
+        self.machine.spend(len(data) // BYTES_PER_NODE)  # one string of bytes can be given again and again
+        stream = read_stream(self._part(data), self.depth + 1, f"{self.prefix}{self.count}.")
+        self.count += 1
+        self.storage_bytes += stream.storage_bytes
+        self.machine.globals.update(stream.machine.globals)
+        self.machine.unusual.update(stream.machine.unusual)
+        return stream.root
+
+    def _part(self, data: bytes) -> BytesPart:
+        """The bytes, and where they lie in the file if they lie there as they are."""
+        place = self.machine.places.get(id(data)) if self.machine is not None else None
+        if place is None or self.part is None or self.part.source is None:
+            return BytesPart(data)
+        start = self.anchor + place[0]
+        return BytesPart(data, self.part.source, start if isinstance(self.part, FilePart) else self.part.at + start)
+
+
+def is_stream(head: bytes) -> bool:
+    """Whether bytes begin with the pickled magic number, in any protocol that torch.save takes."""
+    return _MAGIC.match(head) is not None
+
+
+_MAGIC = re.compile(
+    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a" + re.escape(MAGIC_NUMBER.to_bytes(10, "little")) + rb"\.|L%dL\n\." % MAGIC_NUMBER,
+    re.DOTALL,
+)
+
+
+def read_stream(part: Part, depth: int = 0, prefix: str = "") -> Stream:
+    """Decode a stream: its pickles, and where each storage lies.
+
+    Args:
+        part: where it is. depth: how many streams it lies in. prefix: put before the keys of its storages.
+
+    Raises:
+        DamagedFileError: it ends early, or breaks a promise of the format.
+    """
+    pickles = Pickles(part)
+    little = _read_head(pickles)
+    storages, blobs = _LegacyStorages(prefix), Blobs(part, depth, prefix)
+
+    def make(data: bytes, offset: int) -> Machine:
+        nonlocal storages, blobs
+        storages, blobs = _LegacyStorages(prefix), Blobs(part, depth, prefix)
+        return blobs.watch(Machine(data, blobs.makers, storages.load, offset), pickles.anchor)
+
+    try:
+        machine, root = pickles.load(make)
+    except PickleError as error:
+        if pickles.cut:
+            raise _cut_pickle(error) from None
+        raise
+    if any(storage.dtype is None for _, storage in storages.by_key.values()):
+        machine.unusual["an UntypedStorage in torch-legacy, which torch saves and cannot load"] = None
+    keys = _read_keys(pickles, storages)
+    _place(pickles, keys, storages, root, little=little)
+    root = modernise(storages.without_views(root, part), machine.globals)
+    size = sum(storage.nbytes for _, storage in storages.by_key.values()) + blobs.storage_bytes
+    return Stream(root, machine, size, pickles.position, little, storages.classes)
+
+
+def _plain(data: bytes, offset: int) -> Machine:
+    """A machine for the small pickles, which refer to nothing."""
+    return Machine(data, {}, _refuse_id, offset)
+
+
+def _refuse_id(pid: Node) -> Node:
+    raise PickleError("A pickle of the stream's frame refers to something outside it.")
+
+
+def _read_head(pickles: Pickles) -> bool:
+    """Read magic number, protocol and sys_info; whether the writer was a little-endian machine."""
+    _, magic = pickles.load(_plain)
+    if type(magic) is not int or magic != MAGIC_NUMBER:
+        raise PickleError("The stream does not begin with torch's magic number.")
+    _, version = pickles.load(_plain)
+    if type(version) is not int or version != PROTOCOL_VERSION:
+        raise PickleError(f"The stream says protocol {_text(version)}; torch-legacy has {PROTOCOL_VERSION} only.")
+    _, info = pickles.load(_plain)
+    if type(info) is not Dict:
+        raise PickleError("The stream's sys_info is no dict.")
+    return info.get("little_endian") is not False
+
+
+def _text(node: Node) -> str:
+    return str(node) if type(node) is int and node.bit_length() < 64 else f"a {type(node).__name__}"
+
+
+def _cut_pickle(error: PickleError) -> DamagedFileError:
+    return DamagedFileError(
+        "The file ends within the pickle that lists its tensors.", why=error.what, fix="It was cut off: get it again."
+    )
+
+
+class _LegacyStorages(Storages):
+    """Turns the persistent ids of a legacy pickle into storages and classes. Where the bytes lie is known only later.
+
+    Attributes:
+        views: storages that are a range of another: key -> (metadata, the view, its root, first byte).
+        classes: the names of the classes that came with their source code.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        super().__init__(lambda key, nbytes: _NOWHERE)
+        self.prefix = prefix
+        self.views: dict[str, tuple[Node, Storage, Storage, int]] = {}
+        self.emptied: dict[tuple[str, str], Storage] = {}
+        self.classes: list[str] = []
+
+    def load(self, pid: Node) -> Node:
+        """The storage of ("storage", class, key, location, elements, view), the class of ("module", class, file, source)."""
+        if type(pid) is tuple and len(pid) == 4 and pid[0] == "module" and type(pid[1]) is Global:
+            if type(pid[3]) is str:
+                self.classes.append(str(pid[1]))
+            return pid[1]
+        if type(pid) is not tuple or len(pid) != 6 or pid[0] != "storage":
+            raise PickleError(
+                "The pickle refers to something outside it that is no storage.",
+                why="Expected ('storage', class, key, location, size, view).",
+            )
+        if type(pid[2]) is not str or not _KEY.fullmatch(pid[2]):
+            raise PickleError("The pickle refers to a storage by a malformed id: its key is no number.")
+        root = self._empty(pid) or super().load((*pid[:2], self.prefix + pid[2], *pid[3:5]))
+        return root if pid[5] is None else self._view(pid[1], root, pid[5])
+
+    def _empty(self, pid: tuple[Node, ...]) -> Storage | None:
+        """An empty storage that is used with a second type: torch keeps them apart, since they share no bytes."""
+        known = self.by_key.get(self.prefix + pid[2])
+        if known is None or known[1].nbytes or pid[4] != 0 or known[0][1] == pid[1] or type(pid[3]) is not str:
+            return None
+        dtype = storage_dtype(pid[1])
+        key = f"{known[1].key}.{dtype.name if dtype else 'untyped'}"
+        return self.emptied.setdefault((known[1].key, key), Storage(key, dtype, 0, pid[3], _NOWHERE))
+
+    def _view(self, kind: Node, root: Storage, metadata: Node) -> Storage:
+        """The range of a root storage that ("view key", offset, elements) names."""
+        if type(metadata) is not tuple or len(metadata) != 3 or type(metadata[0]) is not str:
+            raise PickleError("The pickle refers to a view of a storage by a malformed id.")
+        key, offset, numel = metadata
+        size = (storage_dtype(kind) or UINT8).itemsize
+        if not _KEY.fullmatch(key) or type(offset) is not int or type(numel) is not int or min(offset, numel) < 0:
+            raise PickleError("The pickle refers to a view of a storage by a malformed id.")
+        if (offset + numel) * size > root.nbytes:
+            raise TensorError(f"A view reaches outside its storage {root.key!r}.")
+        found = self.views.get(key)
+        if found is None:
+            view = Storage(f"{root.key}.{key}", root.dtype, numel * size, root.device, _NOWHERE)
+            found = self.views[key] = ((root.key, metadata), view, root, offset * size)
+        if found[0] != (root.key, metadata):
+            raise TensorError(f"The view {key!r} of a storage is used with two places or sizes.")
+        return found[1]
+
+    def without_views(self, root: Node, part: Part) -> Node:
+        """The tree with every entry on a view moved to the storage below it, where tensors that overlap are tied."""
+        if not self.views:
+            return root
+        found = {id(view): (below, start) for _, view, below, start in self.views.values()}
+        for _, view, below, start in self.views.values():
+            set_content(view, _cut_out(below.content, start, view.nbytes))
+
+        def swap(node: Node) -> Node:
+            if type(node) is not Entry or id(node.storage) not in found:
+                return node
+            below, start = found[id(node.storage)]
+            return replace(node, storage=below, offset=node.offset + start // node.dtype.itemsize)
+
+        return tree.replace(root, swap)
+
+
+def _cut_out(content: Content, start: int, length: int) -> Content:
+    if isinstance(content, Range):
+        return Range(content.source, content.offset + start, length)
+    assert isinstance(content, Literal)
+    return Literal(content.data[start : start + length])
+
+
+def set_content(storage: Storage, content: Content) -> None:
+    """Say where a storage's bytes are. Its reader alone may, which learns that last: nobody else has seen it yet."""
+    object.__setattr__(storage, "content", content)
+
+
+def _read_keys(pickles: Pickles, storages: _LegacyStorages) -> list[str]:
+    """The keys of the storages, in the order of their bytes.
+
+    Raises:
+        DamagedFileError: they are not exactly those that the pickle names.
+    """
+    try:
+        _, node = pickles.load(_plain)
+    except PickleError as error:
+        raise DamagedFileError(
+            "The file ends before the list of its storages." if not pickles.left else "The list of storages is malformed.",
+            why=error.what,
+        ) from None
+    keys = node.items if type(node) is List else None
+    if keys is None or any(type(key) is not str for key in keys):
+        raise PickleError("The list of storages is no list of text.")
+    listed, known = set(keys), {key.removeprefix(storages.prefix) for key in storages.by_key}
+    if len(listed) != len(keys):
+        raise DamagedFileError("The list of storages names one twice.")
+    for names, what in ((known - listed, "lacks"), (listed - known, "has, and no tensor uses,")):
+        if names:
+            shown = ", ".join(sorted(map(repr, names))[:5])
+            raise DamagedFileError(f"The list of storages {what} {len(names)} of them: {shown[:300]}.")
+    return keys
+
+
+def _place(pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: Node, *, little: bool) -> None:
+    """Find the bytes of every storage: a count of elements as 8 bytes, then the elements."""
+    for index, key in enumerate(keys):
+        storage = storages.by_key[storages.prefix + key][1]
+        numel = storage.nbytes // (storage.dtype or UINT8).itemsize
+        short = pickles.left < 8
+        found = numel if short else _count(pickles.take(8), numel, little=little)
+        if found != numel:
+            raise TensorError(f"Storage {key!r} should have {numel} elements; the file says {found}.")
+        if short or pickles.left < storage.nbytes:
+            raise _cut(pickles, root, storages, keys[:index], len(keys))
+        set_content(storage, pickles.part.content(pickles.position, storage.nbytes))
+        pickles.skip(storage.nbytes)
+
+
+def _count(data: bytes, expected: int, *, little: bool) -> int:
+    """The count of elements. A big-endian machine wrote it either way, depending on the version; elements are little-endian."""
+    found: int = struct.unpack("<q", data)[0]
+    swapped: int = struct.unpack(">q", data)[0]
+    return swapped if not little and found != expected else found
+
+
+def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[str], count: int) -> DamagedFileError:
+    complete = {id(storages.by_key[storages.prefix + key][1]) for key in whole}
+    below = {id(view): root for _, view, root, _ in storages.views.values()}
+    entries = [node for node in tree.reachable(root) if type(node) is Entry]
+    used = [below.get(id(entry.storage), entry.storage) for entry in entries]
+    good = sum(1 for storage in used if id(storage) in complete or not storage.nbytes)
+    return DamagedFileError(
+        f"The file is cut off: {good} of {len(entries)} tensors complete.",
+        why=f"It ends after {pickles.part.end} bytes, within storage {len(whole) + 1} of {count}.",
+        fix="An interrupted download or a full disk does that: get it again.",
+    )

@@ -1,0 +1,77 @@
+"""torch-legacy: what `torch.save` wrote before 1.6, and still does with `_use_new_zipfile_serialization=False`.
+
+    pickle   MUST   the magic number 0x1950a86a20f9469cfc6c
+    pickle   MUST   the protocol version, 1001
+    pickle   MUST   a dict `sys_info`; `little_endian` False MAY change the byte order of the counts below, not of elements
+    pickle   MUST   the object; tensors are persistent ids ("storage", class, key, location, elements, view or None)
+                    MAY ("module", class, source file, source) where a class of a pickled model comes first
+    pickle   MUST   the keys of the storages, each once, in the order of their bytes
+    storages MUST   for each key: the number of elements in 8 bytes, then the elements, little-endian, nothing between
+
+Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch/csrc/serialization.cpp (`writeFileRaw`).
+"""
+
+from __future__ import annotations
+
+import struct
+
+from ckpt_tools.containers.base import Decoded, Warned, settled, trailing
+from ckpt_tools.containers.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, is_stream, read_stream
+from ckpt_tools.dtypes import UINT8
+from ckpt_tools.files import Source
+from ckpt_tools.pickling.stream import FilePart
+from ckpt_tools.pickling.writer import Survey, write_pickle
+from ckpt_tools.plan import Literal, Piece, Range
+from ckpt_tools.tree import Dict, List, Node, Storage
+
+_SYS_INFO = Dict(
+    [
+        ("protocol_version", PROTOCOL_VERSION),
+        ("little_endian", True),
+        ("type_sizes", Dict([("short", 2), ("int", 4), ("long", 4)])),
+    ]
+)
+
+
+def sniff(head: bytes) -> bool:
+    """Whether a file that starts with these bytes is a torch-legacy stream."""
+    return is_stream(head)
+
+
+def decode(source: Source) -> Decoded:
+    """Read the pickles of a torch-legacy file, and the 8 bytes before each storage; no tensor bytes.
+
+    Raises:
+        DamagedFileError, LimitError: the file breaks a promise of the format.
+    """
+    stream = read_stream(FilePart(source, 0, source.size))
+    machine = stream.machine
+    warnings = [*settled(stream.root), *trailing(source.size - stream.end, "the last storage")]
+    if stream.classes:
+        shown = ", ".join(stream.classes[:5]) + (" ..." if len(stream.classes) > 5 else "")
+        warnings.append(
+            Warned("embedded-source", f"the source code of {len(stream.classes)} classes ({shown})", "none; it is not kept")
+        )
+    return Decoded(
+        "torch-legacy", stream.root, source, list(machine.globals), list(machine.unusual), warnings=warnings,
+        storage_bytes=stream.storage_bytes,
+    )  # fmt: skip
+
+
+def lay_out(root: Node) -> list[Piece]:
+    """The pieces of a torch-legacy file with this tree. Storages get new keys, and lie in the order of the source file."""
+    survey = Survey(root)
+    storages = sorted(survey.storages, key=_source_order)
+    keys = {id(storage): str(index) for index, storage in enumerate(storages)}
+    listed = write_pickle(List(list(keys.values())))
+    head = [write_pickle(node) for node in (MAGIC_NUMBER, PROTOCOL_VERSION, _SYS_INFO)]
+    pieces = [Piece(Literal(b"".join([*head, write_pickle(root, survey, keys=keys), listed])))]
+    for storage in storages:
+        typed = storage.dtype if storage.dtype is not None and storage.dtype.storage is not None else UINT8
+        pieces.append(Piece(Literal(struct.pack("<q", storage.nbytes // typed.itemsize))))
+        pieces.append(Piece(storage.content))
+    return pieces
+
+
+def _source_order(storage: Storage) -> int:
+    return storage.content.offset if isinstance(storage.content, Range) else 0

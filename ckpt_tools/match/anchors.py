@@ -1,0 +1,46 @@
+"""Batch norms by the layer that they follow: many have one shape, but the convolution before each is often certain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt_tools.match.units import Unit
+
+
+def followed(units: Sequence[Unit]) -> dict[int, Unit]:
+    """Batch norms (by id) -> the layer registered right before, when its outputs are as many; for kinds where all have one.
+
+    Where a module registers its convolutions first and its norms behind them, the last convolution would seem to belong to the
+    first norm; the other norms follow no layer then, and nothing is said about any of the kind.
+    """
+    found: dict[int, Unit] = {}
+    broken: set[int] = set()
+    for number, unit in enumerate(units):
+        if "variance" not in unit.roles:
+            continue
+        before = units[number - 1] if number else None
+        weight = before.shapes.get("weight", ()) if before is not None else ()
+        if before is not None and len(weight) > 1 and unit.shapes["variance"] == weight[:1]:
+            found[id(unit)] = before
+        else:
+            broken.add(unit.kind)
+    return {id(unit): found[id(unit)] for unit in units if id(unit) in found and unit.kind not in broken}
+
+
+class Anchors:
+    """The layers before the batch norms of both sides, and what is known about those layers."""
+
+    def __init__(self, olds: Sequence[Unit], news: Sequence[Unit]) -> None:
+        self.before = followed(olds), followed(news)
+        self.partner: dict[int, Unit] = {}
+
+    def add(self, old: Unit, new: Unit) -> None:
+        """Two units are partners."""
+        self.partner[id(old)] = new
+
+    def agree(self, old: Unit, new: Unit) -> bool | None:
+        """Whether the layers before two batch norms are partners; None where that is not known."""
+        one, other = self.before[0].get(id(old)), self.before[1].get(id(new))
+        if one is None or other is None or id(one) not in self.partner:
+            return None
+        return self.partner[id(one)] is other

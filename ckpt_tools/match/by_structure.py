@@ -1,0 +1,94 @@
+"""The structural stage on tensors: units are aligned, checked, and written down tensor by tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+from ckpt_tools.match.fused import split_fused
+from ckpt_tools.match.pairing import Pairing
+from ckpt_tools.match.records import Offer
+from ckpt_tools.match.structure import UnitPair, align
+from ckpt_tools.match.units import Unit, units_of, untied
+
+CONFIDENCE = {"unique": 0.98, "names": 0.95, "order": 0.9}
+FUSED = 0.05  # that the parts of a fused layer lie in the usual order is not seen, but known
+
+
+def match_structure(pairing: Pairing) -> None:
+    """Align what names have left."""
+    olds, news = untied(pairing.sources_left(), pairing.targets_left())
+    left = units_of(olds.params, pairing.known.__getitem__)
+    right = units_of(news.params, lambda name: name)
+    _turn(left, pairing.oriented[0].transposed)
+    _turn(right, pairing.oriented[1].transposed)
+    alignment = align(split_fused(left, right), split_fused(right, left))
+    fused: dict[int, list[UnitPair]] = defaultdict(list)
+    for pair in alignment.pairs:
+        whole = pair.old.fused or pair.new.fused
+        if whole is None:
+            _write_down(pairing, pair)
+        else:
+            fused[id(whole[0])].append(pair)
+    for parts in fused.values():
+        _offer(pairing, parts)
+    for candidates, undecided in alignment.undecided:
+        for unit in undecided:
+            _doubt(pairing, unit, candidates)
+
+
+def _turn(units: list[Unit], transposed: frozenset[str]) -> None:
+    """Compare matrices that are kept as [in, out] as what they are."""
+    for unit in units:
+        if unit.roles.get("weight") in transposed:
+            unit.shapes["weight"] = unit.shapes["weight"][::-1]
+
+
+def _write_down(pairing: Pairing, pair: UnitPair) -> None:
+    for role in pair.old.roles:
+        if (partner := pair.new.partner_of(role, pair.old)) is not None:
+            pairing.pair(pair.old.roles[role], partner, "structure", CONFIDENCE[pair.how])
+    if pair.old.counter is not None and pair.new.counter is not None:
+        pairing.pair(pair.old.counter, pair.new.counter, "structure", CONFIDENCE[pair.how])
+
+
+def _doubt(pairing: Pairing, unit: Unit, candidates: Sequence[Unit]) -> None:
+    for role, name in unit.roles.items():
+        found = [partner for other in candidates if (partner := other.partner_of(role, unit)) is not None]
+        pairing.doubt(name, dict.fromkeys(found), _why(candidates))
+    if unit.counter is not None:
+        pairing.doubt(unit.counter, [other.counter for other in candidates if other.counter is not None], _why(candidates))
+
+
+def _why(candidates: Sequence[Unit]) -> str:
+    if len(candidates) == 1:
+        return "the shapes fit, but names or order speak against it"
+    return "they have one shape, and neither names nor order tell them apart"
+
+
+def _offer(pairing: Pairing, parts: list[UnitPair]) -> None:
+    """All parts of a fused unit have partners: a split or a concat for each of its tensors. Some have not: a doubt."""
+    is_split = parts[0].old.fused is not None
+    parts.sort(key=lambda pair: _part(pair.old if is_split else pair.new)[1])
+    whole = _part(parts[0].old if is_split else parts[0].new)[0]
+    singles = [pair.new if is_split else pair.old for pair in parts]
+    sizes = [pair.old if is_split else pair.new for pair in parts]
+    rows = sum(unit.shapes["weight"][0] for unit in sizes)
+    if rows != whole.shapes["weight"][0] or any(unit.fused for unit in singles):
+        for pair in parts:
+            _doubt(pairing, pair.new.fused[0] if pair.new.fused else pair.new, [whole] if is_split else singles)
+        return
+    for role, name in whole.roles.items():
+        names, shapes = tuple(unit.roles[role] for unit in singles), tuple(unit.shapes[role] for unit in singles)
+        one, several = ((name,), (whole.shapes[role],)), (names, shapes)
+        (old, old_shapes), (new, new_shapes) = (one, several) if is_split else (several, one)
+        confidence = min(CONFIDENCE[pair.how] for pair in parts) - FUSED
+        labels = tuple(unit.path[-1] for unit in sizes)
+        step: Literal["split", "concat"] = "split" if is_split else "concat"
+        pairing.offer(Offer(step, "structure", old, new, old_shapes, new_shapes, round(confidence, 2), labels))
+
+
+def _part(unit: Unit) -> tuple[Unit, int]:
+    assert unit.fused is not None
+    return unit.fused

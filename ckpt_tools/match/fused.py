@@ -1,0 +1,73 @@
+"""Fused against split layers: `qkv` against `q`, `k`, `v`. A fused unit is compared part by part; the result is an offer."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from ckpt_tools.match.lexicon import concepts
+from ckpt_tools.match.records import Shape
+from ckpt_tools.match.units import Unit
+
+# What a fused layer's name says about its parts, in the order in which they lie along the first dimension: torch's
+# MultiheadAttention, timm and transformers put q, k, v (and k, v) in this order, and the gate before what it gates.
+_LETTERS = re.compile(r"[^a-z0-9]")
+_QKV = dict.fromkeys(
+    ("qkv", "inproj", "cattn", "querykeyvalue", "wqkv", "qkvproj", "toqkv", "projqkv", "qkvlinear", "linearqkv", "attnqkv"),
+    ("query", "key", "value"),
+)
+_KV = dict.fromkeys(("kv", "keyvalue", "tokv", "kvproj", "wkv", "projkv", "kvlinear", "linearkv"), ("key", "value"))
+_GATED = dict.fromkeys(("gateup", "gateupproj", "w12"), ("gate", "up"))
+_PARTS = {**_QKV, **_KV, **_GATED}
+_GROUP = {"query": "attention part", "key": "attention part", "value": "attention part", "gate": "gated", "up": "gated"}
+
+
+def split_fused(units: Sequence[Unit], others: Sequence[Unit]) -> list[Unit]:
+    """The units with each fused one that the other side has split exchanged for its parts; numbered again in order."""
+    counts, theirs = (Counter(unit.signature for unit in side) for side in (units, others))
+    sizes = _part_shapes(others)
+    found: list[Unit] = []
+    for unit in units:
+        parts = list(_parts(unit, sizes)) if counts[unit.signature] > theirs[unit.signature] else []
+        found += parts or [unit]
+    return [replace(unit, index=index) for index, unit in enumerate(found)]
+
+
+def _part_shapes(units: Iterable[Unit]) -> dict[str, set[Shape]]:
+    """The weight shapes of the units that are named as a part: "query", "key" ..."""
+    found: dict[str, set[Shape]] = defaultdict(set)
+    for unit in units:
+        if "weight" in unit.shapes and unit.path:
+            for part in named_parts(unit):
+                found[part].add(unit.shapes["weight"])
+    return found
+
+
+def named_parts(unit: Unit) -> set[str]:
+    """Which parts of a fused layer a unit is named as; by the last part of its name, or the one before (`query.linear`)."""
+    for component in reversed(unit.path[-2:]):
+        found = {concept for group, concept in concepts(component) if _GROUP.get(concept) == group}
+        if found:
+            return found
+    return set()
+
+
+def _parts(unit: Unit, sizes: dict[str, set[Shape]]) -> Iterator[Unit]:
+    """The parts of a fused unit, where the other side's shapes add up to it in one way only."""
+    names = _PARTS.get(_LETTERS.sub("", unit.path[-1].lower()), ()) if unit.path else ()
+    weight = unit.shapes.get("weight", ())
+    if not names or not weight or set(unit.roles) - {"weight", "bias"}:
+        return
+    ways = [rows for rows in product(*(_rows(sizes[name], weight) for name in names)) if sum(rows) == weight[0]]
+    if len(ways) != 1:
+        return
+    for number, (name, rows) in enumerate(zip(names, ways[0], strict=True)):
+        shapes = {role: (rows, *shape[1:]) for role, shape in unit.shapes.items()}
+        yield replace(unit, path=(*unit.path[:-1], name), shapes=shapes, counter=None, fused=(unit, number))
+
+
+def _rows(shapes: set[Shape], weight: Shape) -> list[int]:
+    return sorted(shape[0] for shape in shapes if shape and shape[1:] == weight[1:])

@@ -1,0 +1,202 @@
+"""Tell apart what has one shape: by what names say, then by order where both sides say that the order means something."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, TypeAlias
+
+from ckpt_tools.match.blocks import Block, Family
+from ckpt_tools.match.lexicon import QKV, concepts, numbers, rank, sharpened, stem, words
+from ckpt_tools.match.units import Path, Unit
+
+Item: TypeAlias = Unit | Block
+How: TypeAlias = Literal["unique", "names", "order"]
+Feature: TypeAlias = frozenset[tuple[str, str]]
+
+_EXCLUSIVE = ("attention part", "token", "gated", "embedding", "sublayer", "end")
+_CONCEPT, _WORD, _CONFLICT = 4, 2, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two items that are one, and how that was found."""
+
+    old: Item
+    new: Item
+    how: How
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Where items are compared: below two paths that are known to be partners (their lengths), on two sides."""
+
+    depths: tuple[int, int]
+    families: tuple[dict[Family, bool], dict[Family, bool]]
+
+
+def meaning(path: Path) -> Feature:
+    """The concepts of a path, with those that sharper ones explain left out."""
+    return sharpened(frozenset().union(*map(concepts, path)))
+
+
+def conflicts(one: Feature, other: Feature) -> int:
+    """In how many groups of concepts the two say different things."""
+    count = 0
+    norms = ("kind", "norm") in one & other  # the last norm is the head's here and the pooler's there
+    for group in _EXCLUSIVE[:-1] if norms else _EXCLUSIVE:
+        mine, theirs = ({concept for g, concept in feature if g == group} for feature in (one, other))
+        count += bool(mine and theirs and not mine & theirs)
+    return count
+
+
+def resolve(olds: Sequence[Item], news: Sequence[Item], context: Context) -> list[Pair]:
+    """Pairs among items of one kind: those that are certain. The others stay undecided.
+
+    1. One on each side: partners, unless their names contradict each other.
+    2. Names: groups of items whose names mean the same, when each prefers the other to all else.
+    3. Order: within a group, where both sides number or name the places in the order of registration.
+    """
+    depth_old, depth_new = context.depths
+    if not olds or not news:
+        return []
+    if len(olds) == len(news) == 1:
+        clash = conflicts(meaning(olds[0].path[depth_old:]), meaning(news[0].path[depth_new:]))
+        return [] if clash else [Pair(olds[0], news[0], "unique")]
+    groups = _Groups(olds, news, context)
+    pairs: list[Pair] = []
+    while step := groups.mutual() or (groups.tied() if len(olds) == len(news) else None):
+        own, others = step
+        if len(own) == len(others) == 1:
+            pairs.append(Pair(own[0], others[0], "names"))
+        else:
+            pairs += in_order(own, others, context)
+    return pairs
+
+
+class _Groups:
+    """Items of both sides in groups of equal features, and how well the groups go together."""
+
+    def __init__(self, olds: Sequence[Item], news: Sequence[Item], context: Context) -> None:
+        self.equal = len(olds) == len(news)
+        features = [
+            [_features(item.path[depth:]) for item in items] for items, depth in zip((olds, news), context.depths, strict=True)
+        ]
+        telling = frozenset.intersection(*map(_telling, features))
+        self.old = _grouped(olds, features[0], telling)
+        self.new = _grouped(news, features[1], telling)
+        self.scores = {(a, b): _score(a, b, telling) for a in self.old for b in self.new}
+
+    def take(self, olds: set[Feature], news: set[Feature]) -> tuple[list[Item], list[Item]]:
+        """Remove groups; their items in order of registration."""
+        taken = [[item for feature in features for item in side.pop(feature)]
+                 for side, features in ((self.old, olds), (self.new, news))]  # fmt: skip
+        return sorted(taken[0], key=_index), sorted(taken[1], key=_index)
+
+    def best(self, feature: Feature, *, of_old: bool) -> tuple[int, set[Feature]]:
+        """The best score of a group, and the groups of the other side that reach it."""
+        scores = {o: self.scores[(feature, o) if of_old else (o, feature)] for o in (self.new if of_old else self.old)}
+        top = max(scores.values())
+        return top, {other for other, score in scores.items() if score == top}
+
+    def mutual(self) -> tuple[list[Item], list[Item]] | None:
+        """Two groups of one size that prefer each other to all else; by a shared meaning, or since nothing else is left."""
+        if not self.old or not self.new:
+            return None
+        last = self.equal and len(self.old) == len(self.new) == 1
+        for old in self.old:
+            score, best = self.best(old, of_old=True)
+            if len(best) > 1 or (score <= 0 and not (last and score == 0)):
+                continue
+            (new,) = best
+            if self.best(new, of_old=False)[1] == {old} and len(self.old[old]) == len(self.new[new]):
+                return self.take({old}, {new})
+        return None
+
+    def tied(self) -> tuple[list[Item], list[Item]] | None:
+        """Groups that are all equally good for one another, and for no others."""
+        if not self.old or not self.new:
+            return None
+        for start in self.old:
+            score, news = self.best(start, of_old=True)
+            olds = set().union(*(self.best(new, of_old=False)[1] for new in news))
+            closed = all(self.best(old, of_old=True) == (score, news) for old in olds)
+            closed = closed and all(self.best(new, of_old=False)[1] == olds for new in news)
+            sizes = [sum(len(side[f]) for f in fs) for side, fs in ((self.old, olds), (self.new, news))]
+            if closed and score >= 0 and sizes[0] == sizes[1]:
+                return self.take(olds, news)
+        return None
+
+
+def _index(item: Item) -> int:
+    return item.index
+
+
+def _features(path: Path) -> Feature:
+    """What the names say: concepts, and the words that are none."""
+    found = meaning(path)
+    plain = {("word", word) for part in path for word in words(part) if not concepts(word)}
+    return found | plain
+
+
+def _telling(features: list[Feature]) -> Feature:
+    """What some of them have and others do not; concepts that exclude others always count."""
+    some = frozenset().union(*features)
+    everywhere = frozenset.intersection(*features)
+    return some - everywhere
+
+
+def _grouped(items: Sequence[Item], features: list[Feature], telling: Feature) -> dict[Feature, list[Item]]:
+    groups: dict[Feature, list[Item]] = defaultdict(list)
+    for item, feature in zip(items, features, strict=True):
+        exclusive = {pair for pair in feature if pair[0] in _EXCLUSIVE}
+        groups[(feature & telling) | exclusive].append(item)
+    return groups
+
+
+def _score(one: Feature, other: Feature, telling: Feature) -> int:
+    shared = sum(_WORD if group == "word" else _CONCEPT for group, _ in one & other & telling)
+    return shared - _CONFLICT * conflicts(one, other)
+
+
+# --- order
+
+
+def in_order(olds: Sequence[Item], news: Sequence[Item], context: Context) -> list[Pair]:
+    """Items paired in the order of registration, if both sides say that this order is one; else none."""
+    depth_old, depth_new = context.depths
+    if _may_be_parallel(olds) or _may_be_parallel(news):
+        return []
+    if any(meaning(item.path[depth:]) & QKV for items, depth in ((olds, depth_old), (news, depth_new)) for item in items):
+        return []
+    supported = all(
+        _is_ordered(items, depth, families)
+        for items, depth, families in zip((olds, news), context.depths, context.families, strict=True)
+    )
+    return [Pair(old, new, "order") for old, new in zip(olds, news, strict=True)] if supported else []
+
+
+def _may_be_parallel(items: Sequence[Item]) -> bool:
+    """Three square matrices and more in an attention are q, k, v ... in an order of its author's."""
+    first = items[0]
+    shape = first.shapes.get("weight", ()) if isinstance(first, Unit) else ()
+    square = len(shape) == 2 and shape[0] == shape[1] and len(items) > 2
+    return square and any(("sublayer", "attention") in meaning(item.path) for item in items)
+
+
+def _is_ordered(items: Sequence[Item], depth: int, families: dict[Family, bool]) -> bool:
+    return all(_comes_before(one.path, other.path, depth, families) for one, other in pairwise(items))
+
+
+def _comes_before(one: Path, other: Path, depth: int, families: dict[Family, bool]) -> bool:
+    """Whether names say that the first comes before the second: by numbers that count up, or by words with an order."""
+    split = next((at for at in range(depth, min(len(one), len(other))) if one[at] != other[at]), None)
+    if split is None:
+        return False
+    a, b = one[split], other[split]
+    if stem(a) == stem(b):
+        return numbers(a) < numbers(b) and families.get((one[:split], stem(a)), False)
+    ranks = rank(a), rank(b)
+    return ranks[0] is not None and ranks[1] is not None and ranks[0] < ranks[1]

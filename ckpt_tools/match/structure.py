@@ -1,0 +1,136 @@
+"""The structural stage: leaf modules aligned by shape, by the blocks that they are in, by names, and by order.
+
+Two implementations of one network have the same leaf modules under other names, in nearly the same order. The alignment goes
+from large to small: blocks that hold the same kinds of units and can be no others are partners; what is inside is compared
+inside only. What has one shape is told apart by `resolve`. Whatever stays undecided is ambiguous, never chosen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.match.anchors import Anchors
+from ckpt_tools.match.blocks import Block, Key, blocks_of, families_of
+from ckpt_tools.match.resolve import Context, Pair, resolve
+from ckpt_tools.match.units import Signature, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPair:
+    """Two units that are one, how that was found, and in which context."""
+
+    old: Unit
+    new: Unit
+    how: str
+
+
+@dataclass(slots=True)
+class Alignment:
+    """Pairs of units, and what could not be decided: units of the target with their candidates."""
+
+    pairs: list[UnitPair]
+    undecided: list[tuple[list[Unit], list[Unit]]]
+
+
+def set_kinds(olds: Sequence[Unit], news: Sequence[Unit]) -> None:
+    """Number the signatures. Where the sides do not have one equally often, sizes of 1 are left out of it."""
+    counts = [Counter(unit.signature for unit in units) for units in (olds, news)]
+
+    def signature(unit: Unit) -> tuple[bool, Signature]:
+        exact = unit.signature
+        even = counts[0][exact] == counts[1][exact]
+        return even, exact if even else unit.loose
+
+    signatures = [[signature(unit) for unit in units] for units in (olds, news)]
+    shared = {found: number for number, found in enumerate(set(signatures[0]) & set(signatures[1]))}
+    for units, found in zip((olds, news), signatures, strict=True):
+        for unit, each in zip(units, found, strict=True):
+            unit.kind = shared.get(each, -1)
+
+
+def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
+    """Align the units of two sides."""
+    set_kinds(olds, news)
+    families = families_of(olds), families_of(news)
+    alignment = Alignment([], [])
+    pending = [(list(olds), list(news), Context((0, 0), families))]
+    while pending:
+        left, right, context = pending.pop()
+        for pair in _pair_blocks(left, right, context):
+            assert isinstance(pair.old, Block)
+            assert isinstance(pair.new, Block)
+            depths = (len(pair.old.path), len(pair.new.path))
+            pending.append((list(pair.old.units), list(pair.new.units), Context(depths, families)))
+        _pair_units(left, right, context, alignment)
+    _follow(alignment, Anchors(olds, news))
+    return alignment
+
+
+def _follow(alignment: Alignment, anchors: Anchors) -> None:
+    """Decide batch norms by the layers that they follow, and doubt pairs of them that follow different ones."""
+    for pair in alignment.pairs:
+        anchors.add(pair.old, pair.new)
+    wrong = [pair for pair in alignment.pairs if anchors.agree(pair.old, pair.new) is False]
+    alignment.pairs = [pair for pair in alignment.pairs if pair not in wrong]
+    undecided, alignment.undecided = alignment.undecided, [([pair.old], [pair.new]) for pair in wrong]
+    for olds, news in undecided:
+        found = [(old, new) for old in olds for new in news if anchors.agree(old, new)]
+        alignment.pairs += [UnitPair(old, new, "names") for old, new in found]
+        gone = {id(unit) for pair in found for unit in pair}
+        rest = tuple([unit for unit in units if id(unit) not in gone] for units in (olds, news))
+        if all(rest):
+            alignment.undecided.append((rest[0], rest[1]))
+
+
+# --- blocks
+
+
+def _pair_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[Pair]:
+    """Blocks that are partners, the largest first; their units are taken out of the two lists."""
+    found: list[Pair] = []
+    while pairs := _next_blocks(left, right, context):
+        gone = {id(unit) for pair in pairs for block in (pair.old, pair.new) for unit in block.units}  # type: ignore[union-attr]
+        left[:] = [unit for unit in left if id(unit) not in gone]
+        right[:] = [unit for unit in right if id(unit) not in gone]
+        found += pairs
+    return found
+
+
+def _next_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[Pair]:
+    """The largest blocks that are partners; kinds of units that one side has more of count only at first."""
+    totals = [Counter(unit.kind for unit in units if unit.kind >= 0) for units in (left, right)]
+    even = {kind for kind, count in totals[0].items() if totals[1][kind] == count}
+    for counted in (totals[0].keys() | totals[1].keys(), even):
+        olds, news = (blocks_of(units, depth, counted) for units, depth in zip((left, right), context.depths, strict=True))
+        shared = [key for key in olds.keys() & news.keys() if key]
+        for key in sorted(shared, key=lambda key: (-sum(count for _, count in key), min(block.index for block in news[key]))):
+            anchored = len(olds[key]) == len(news[key]) and _is_anchored(key, len(olds[key]), totals)
+            if anchored and (pairs := resolve(olds[key], news[key], context)):
+                return pairs
+    return []
+
+
+def _is_anchored(key: Key, blocks: int, totals: list[Counter[int]]) -> bool:
+    """Whether some kind of unit is nowhere but in these blocks, on both sides: then these blocks are each other's partners."""
+    return any(all(total[kind] == blocks * count for total in totals) for kind, count in key)
+
+
+# --- units
+
+
+def _pair_units(left: list[Unit], right: list[Unit], context: Context, alignment: Alignment) -> None:
+    """What blocks leave: kinds of units one by one; norms by the layer that they follow."""
+    kinds: dict[int, tuple[list[Unit], list[Unit]]] = defaultdict(lambda: ([], []))
+    for side, units in enumerate((left, right)):
+        for unit in units:
+            if unit.kind >= 0:
+                kinds[unit.kind][side].append(unit)
+    for olds, news in kinds.values():
+        pairs = resolve(olds, news, context)
+        alignment.pairs += [UnitPair(pair.old, pair.new, pair.how) for pair in pairs]  # type: ignore[arg-type]
+        gone = {id(unit) for pair in pairs for unit in (pair.old, pair.new)}
+        rest = [[unit for unit in units if id(unit) not in gone] for units in (olds, news)]
+        if all(rest):
+            alignment.undecided.append((rest[0], rest[1]))

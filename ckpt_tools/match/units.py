@@ -1,0 +1,139 @@
+"""The unit of structure: a leaf module, the tensors that share a parent name, with the role that each plays there."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ckpt_tools.match.pairing import squeezed
+from ckpt_tools.match.records import Shape
+from ckpt_tools.names import unwrap
+from ckpt_tools.targets import Param
+
+Path: TypeAlias = tuple[str, ...]
+Signature: TypeAlias = tuple[tuple[str, Shape, bool], ...]
+
+_ROLES = {
+    "weight": "weight", "kernel": "weight", "bias": "bias", "running_mean": "mean", "moving_mean": "mean",
+    "running_var": "variance", "moving_variance": "variance",
+}  # fmt: skip
+COUNTER = "num_batches_tracked"  # old checkpoints lack it; it never tells modules apart
+_SUFFIXED = re.compile(r"(.+)_(weight|bias)")
+_INTEGERS = ("int", "uint", "bool")
+_MAX_PARTS = 64  # of a name; what is deeper counts as one part
+
+
+@dataclass(slots=True)
+class Unit:
+    """A leaf module of one side.
+
+    Attributes:
+        index: its place in the order of registration. path: the parts of its name, wrappers left out.
+        roles: role -> the tensor's name. shapes: role -> shape. signature: what it is compared by.
+        counter: the name of its `num_batches_tracked`, which is matched along with it.
+        fused: the unit that it is a part of, where that is split for the matching, and which part.
+    kind: a number that units of the same signature share on both sides; -1 where the other side has none.
+    """
+
+    index: int
+    path: Path
+    roles: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    integers: dict[str, bool] = field(default_factory=dict)
+    counter: str | None = None
+    fused: tuple[Unit, int] | None = None
+    kind: int = -1
+
+    @property
+    def signature(self) -> Signature:
+        """Roles with their shapes."""
+        return tuple((role, self.shapes[role], self.integers[role]) for role in sorted(self.roles))
+
+    @property
+    def loose(self) -> Signature:
+        """The signature without sizes of 1; a parameter that stands alone and the weight of a module are one thing."""
+        names = {"weight": "tensor"} if len(self.roles) == 1 else {}
+        return tuple((names.get(role, role), squeezed(shape), integer) for role, shape, integer in self.signature)
+
+    def partner_of(self, role: str, other: Unit) -> str | None:
+        """The name of the tensor that plays this role of the other unit here."""
+        if role not in self.roles and len(self.roles) == len(other.roles) == 1:
+            return next(iter(self.roles.values()))
+        return self.roles.get(role)
+
+
+def units_of(params: Iterable[Param], known: Callable[[str], str]) -> list[Unit]:
+    """The leaf modules of one side, in order of registration. `known` gives the name to read a tensor's place from."""
+    params = [param for param in params if param.kind == "tensor"]
+    leaves: dict[str, set[str]] = defaultdict(set)
+    for param in params:
+        parent, _, leaf = unwrap(known(param.name)).rpartition(".")
+        leaves[parent].add(leaf)
+    units: dict[Path, Unit] = {}
+    for param in params:
+        parent, _, leaf = unwrap(known(param.name)).rpartition(".")
+        path, role = _place(parent, leaf, leaves[parent])
+        unit = units.setdefault(path, Unit(len(units), path))
+        if role == COUNTER:
+            unit.counter = param.name
+        elif role not in unit.roles:
+            unit.roles[role], unit.shapes[role] = param.name, param.shape
+            unit.integers[role] = (param.dtype or "").startswith(_INTEGERS)
+    return [unit for unit in units.values() if unit.roles]
+
+
+def _place(parent: str, leaf: str, siblings: set[str]) -> tuple[Path, str]:
+    """The path of the unit that a tensor belongs to, and its role there."""
+    path = tuple(parent.split(".", _MAX_PARTS)) if parent else ()
+    if leaf == COUNTER or leaf in _ROLES:
+        return path, _ROLES.get(leaf, COUNTER)
+    if leaf in ("gamma", "beta") and {"gamma", "beta"} <= siblings:  # as TensorFlow calls them in norms
+        return path, "weight" if leaf == "gamma" else "bias"
+    if path[-2:-1] == ("parametrizations",) and leaf in ("original0", "original1"):  # the newer form of weight_g, weight_v
+        return path[:-2], f"{path[-1]}_{'gv'[int(leaf[-1])]}"
+    if leaf in ("weight_g", "weight_v"):
+        return path, leaf
+    if (match := _SUFFIXED.fullmatch(leaf)) is not None:  # in_proj_weight
+        return (*path, match[1]), match[2]
+    return (*path, leaf), "tensor"
+
+
+# --- ties
+
+
+@dataclass(frozen=True, slots=True)
+class Untied:
+    """One side with one tensor of each tied group, where that makes the two sides agree; `twins`: that one -> the others."""
+
+    params: list[Param]
+    twins: dict[str, list[str]]
+
+
+def untied(source: Sequence[Param], target: Sequence[Param]) -> tuple[Untied, Untied]:
+    """Leave out all but one of each group of tied tensors; but not where the other side holds as many apart."""
+    groups = [_groups(side) for side in (source, target)]
+    full = [Counter(param.shape for param in side) for side in (source, target)]
+    distinct = [Counter(members[0].shape for members in side) for side in groups]
+
+    def one_side(own: int, other: int) -> Untied:
+        left, twins = [], {}
+        for first, *rest in groups[own]:
+            apart = distinct[own][first.shape] != distinct[other][first.shape] == full[own][first.shape]
+            left += [first, *rest] if apart else [first]
+            if rest and not apart:
+                twins[first.name] = [param.name for param in rest]
+        order = {param.name: number for number, param in enumerate((source, target)[own])}
+        return Untied(sorted(left, key=lambda param: order[param.name]), twins)
+
+    return one_side(0, 1), one_side(1, 0)
+
+
+def _groups(params: Sequence[Param]) -> list[list[Param]]:
+    """Tensors in groups of those that are tied."""
+    groups: dict[object, list[Param]] = {}
+    for number, param in enumerate(params):
+        groups.setdefault((number,) if param.tie is None else ("tie", param.tie), []).append(param)
+    return list(groups.values())

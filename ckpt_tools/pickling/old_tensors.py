@@ -1,0 +1,87 @@
+"""Tensors, Variables and Parameters as PyTorch pickled them up to 0.4: an object of the class, and a state.
+
+    torch.FloatTensor()               state (storage, offset, size, stride)
+    torch.nn.parameter.Parameter(t)   state (requires_grad, volatile, hooks)
+                                      in 0.1 (tensor, gradient, hooks, requires_grad, volatile)
+    torch.autograd.variable.Variable(t)   the same
+
+The state comes after the object is in the memo, so they are exchanged once the pickle is read.
+
+Source: torch/_tensor.py, `Tensor.__setstate__`; torch/_weights_only_unpickler.py, BUILD.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ckpt_tools import tree
+from ckpt_tools.dtypes import BY_STORAGE, DType
+from ckpt_tools.errors import TensorError
+from ckpt_tools.pickling.torch_objects import extras_of, rebuild_tensor
+from ckpt_tools.tree import Entry, Global, Node, Object, Storage
+
+_PARAMETER = Global("torch.nn.parameter", "Parameter")
+_VARIABLE = Global("torch.autograd.variable", "Variable")
+TENSOR_CLASSES: dict[Global, DType] = {
+    Global(module, storage.removesuffix("Storage") + "Tensor"): dtype
+    for module in ("torch", "torch.cuda")
+    for storage, dtype in BY_STORAGE.items()
+    if dtype.family in ("float", "int", "bool")
+}
+
+
+def modernise(root: Node, names: Iterable[Global]) -> Node:
+    """The tree with such objects as entries; anything of another shape stays an object.
+
+    Args:
+        root: the tree. names: the globals that its pickle names; without one of these classes nothing is looked at.
+
+    Raises:
+        TensorError: a tensor that does not fit its storage.
+    """
+    if not any(name in TENSOR_CLASSES or name in (_PARAMETER, _VARIABLE) for name in names):
+        return root
+    return tree.replace(root, _modern)
+
+
+def _modern(node: Node) -> Node:
+    if type(node) is not Object or node.call == "none" or type(node.function) is not Global:
+        return node
+    if node.function in TENSOR_CLASSES:
+        return _tensor(node, TENSOR_CLASSES[node.function])
+    return _variable(node) if node.function in (_PARAMETER, _VARIABLE) else node
+
+
+def _tensor(node: Object, dtype: DType) -> Node:
+    state = _state(node)
+    if node.args or len(state) != 4 or type(state[0]) is not Storage:
+        return node
+    if state[0].dtype is not dtype:
+        raise TensorError(f"A {node.name} is built on a storage of another type.")
+    return rebuild_tensor(state)
+
+
+def _variable(node: Object) -> Node:
+    state = _state(node)
+    if len(state) == 5:
+        data, _, hooks, requires_grad, _ = state
+    elif len(state) in (0, 3) and type(node.args) is tuple and 1 <= len(node.args) <= 2:
+        data, is_parameter = node.args[0], node.function == _PARAMETER
+        grad = node.args[1] if len(node.args) == 2 else is_parameter
+        requires_grad, _, hooks = state or (grad, False, None)
+    else:
+        return node
+    if type(data) is Object and data.function in TENSOR_CLASSES:
+        data = _modern(data)
+    if type(data) is not Entry or data.extras is not None or type(requires_grad) is not bool:
+        return node
+    kind = data.kind if node.function == _VARIABLE else "parameter"
+    return replace(data, requires_grad=requires_grad, kind=kind, extras=extras_of(hooks, []))
+
+
+def _state(node: Object) -> tuple[Node, ...]:
+    """The state that is set, where nothing else happens to the object and it is a tuple; else an empty one."""
+    if len(node.steps) == 1 and node.steps[0][0] == "build" and type(node.steps[0][1]) is tuple:
+        return node.steps[0][1]
+    return ()

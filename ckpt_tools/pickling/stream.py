@@ -1,0 +1,137 @@
+"""Pickles one behind another, and raw bytes between them: only reading a pickle tells where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckpt_tools.errors import CkptError, LimitError, PickleError
+from ckpt_tools.files import Source
+from ckpt_tools.pickling.limits import MAX_PICKLE, node_budget
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.plan import Content, Literal, Range
+from ckpt_tools.tree import Node
+
+WINDOW = 1 << 16
+_GROWTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """A run of bytes in a file. Positions count from the file's start."""
+
+    source: Source
+    start: int
+    end: int
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Bytes at a position."""
+        return self.source.read(offset, length)
+
+    def content(self, offset: int, length: int) -> Content:
+        """The same as something to be copied."""
+        return Range(self.source, offset, length)
+
+
+@dataclass(frozen=True, slots=True)
+class BytesPart:
+    """A run of bytes at hand; where `source` is set, they lie in that file from `at` on. Positions count from their start."""
+
+    data: bytes
+    source: Source | None = None
+    at: int = 0
+
+    start = 0
+
+    @property
+    def end(self) -> int:
+        """Where they end."""
+        return len(self.data)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Bytes at a position."""
+        return self.data[offset : offset + length]
+
+    def content(self, offset: int, length: int) -> Content:
+        """The same as something to be copied."""
+        if self.source is not None:
+            return Range(self.source, self.at + offset, length)
+        return Literal(self.data[offset : offset + length])
+
+
+Part: TypeAlias = FilePart | BytesPart
+
+
+class Pickles:
+    """A reader that goes through a part from its start: pickles, numbers, and bytes that are passed over unread.
+
+    Attributes:
+        position: where it is. anchor: where the bytes that a machine sees begin.
+        cut: after an error of `load`, whether the pickle goes on beyond the end.
+    """
+
+    def __init__(self, part: Part, window: int = WINDOW) -> None:
+        self.part, self.window = part, window
+        self.position = self.anchor = part.start
+        self.data = b""
+        self.cut = False
+
+    @property
+    def left(self) -> int:
+        """Bytes up to the end."""
+        return self.part.end - self.position
+
+    def load(self, make: Callable[[bytes, int], Machine]) -> tuple[Machine, Node]:
+        """The pickle that begins here. A pickle that is longer than what was read of it is read again from its start.
+
+        Args:
+            make: a new machine for (bytes, offset of the pickle in them), called once for each try.
+
+        Raises:
+            PickleError, LimitError: as `Machine.load`, and for a pickle longer than any real one.
+        """
+        self._fill(self.window)
+        while True:
+            machine = make(self.data, self.position - self.anchor)
+            machine.budget = node_budget(min(self.left, MAX_PICKLE))
+            try:
+                root = machine.load()
+            except CkptError:
+                room = self.part.end - self.anchor
+                self.cut = machine.cut and (len(self.data) == room or machine.needed > room)
+                if self.cut or not machine.cut:
+                    raise
+                if len(self.data) >= MAX_PICKLE:
+                    raise LimitError(f"The pickle takes more than {MAX_PICKLE} bytes.") from None
+                self._fill(_GROWTH * len(self.data))
+            else:
+                self.position = self.anchor + machine.position
+                return machine, root
+
+    def take(self, length: int) -> bytes:
+        """The next bytes.
+
+        Raises:
+            PickleError: the part ends before.
+        """
+        if length > self.left:
+            raise PickleError(f"{length} bytes are missing at offset {self.position}.")
+        inside = self.position - self.anchor
+        data = self.data[inside : inside + length]
+        if len(data) < length:
+            data = self.part.read(self.position, length)
+        self.position += length
+        return data
+
+    def skip(self, length: int) -> None:
+        """Pass over bytes without reading them."""
+        self.position += length
+
+    def _fill(self, length: int) -> None:
+        """Have `length` bytes from the current position on, or as many as there are."""
+        if self.position > self.anchor + len(self.data):
+            self.data, self.anchor = b"", self.position
+        missing = min(self.position + length, self.part.end) - self.anchor - len(self.data)
+        if missing > 0:
+            self.data += self.part.read(self.anchor + len(self.data), missing)
