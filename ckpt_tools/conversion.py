@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import casts, flatten, plain, transforms
 from ckpt_tools.checkpoint import (
@@ -29,6 +30,9 @@ from ckpt_tools.tree import DROP, Entry, Node, Where
 from ckpt_tools.writer import Progress, write
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors"}
+
+if TYPE_CHECKING:
+    from ckpt_tools.retarget import FittedTo, Retargeting
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Converted:
             became infinite, values that became zero.
         optimizer_names: how many `param_names` changed.
         aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
+        fitted: what was done to fit a target; None without one.
         notes: what else the user should know.
         tensors, bytes: tensors in the output, and its size. seconds: how long it took.
     """
@@ -89,6 +94,7 @@ class Converted:
     underflowed: dict[str, int] = field(default_factory=dict)
     optimizer_names: int = 0
     aliases: dict[str, str] = field(default_factory=dict)
+    fitted: FittedTo | None = None
     notes: list[Note] = field(default_factory=list)
     tensors: int = 0
     bytes: int = 0
@@ -105,9 +111,9 @@ def run(
 ) -> Converted:  # fmt: skip
     """Read, plan and, with an output, write; the input must still be what was read when the output takes its name."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source) as checkpoint, ExitStack() as stack:
         with collector_paused():
-            pieces = edits.plan(checkpoint, report)
+            pieces = edits.plan(checkpoint, report, stack)
         report.bytes = total(pieces)
         if output is not None:
             _check_space(output, report.bytes, clone)
@@ -142,10 +148,17 @@ class Edits:
         self.retag = transforms.parse_map_location(map_location) if map_location is not None else None
         self.dtype = DTYPES[CAST_TARGETS[dtype]] if dtype is not None else None
         self.dtype_only, self.objects, self.kind, self.verify = dtype_only, objects, kind, verify
+        self.retargeting: Retargeting | None = None
         self.casting: casts.Casting | None = None
         self.ties: dict[str, str] = {}
 
-    def plan(self, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
+    def fit_to(self, retargeting: Retargeting | None) -> None:
+        """Fit the state dict to a target as well."""
+        if retargeting is not None and retargeting.plan is not None and self.names.steps:
+            raise UsageError(f"{self.names.steps[0][0]} does not go with --plan, which says every name.")
+        self.retargeting = retargeting
+
+    def plan(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> list[Piece]:
         """Edit the tree, fill in the report, lay the output out."""
         report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
         self.ties = transforms.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
@@ -159,12 +172,14 @@ class Edits:
             report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
             self._note_outside(root, report)
         self.names.apply(root, report)
+        root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
+        if self.retargeting is not None:
+            self._fit(root, report, stack)
         if self.retag is not None:
             root, report.devices = transforms.map_devices(root, self.retag)
             _note_devices(report, checkpoint, self.kind, self.map_location)
         if self.verify and report.dry_run:
             report.notes.append(Note("not-verified", "--verify: the bytes are checked while copying, not in a dry run."))
-        root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
         if self.dtype is not None:
             root, self.casting = casts.cast_floats(root, self.dtype, self.dtype_only)
             report.casts = self.casting.moves
@@ -173,6 +188,17 @@ class Edits:
                 report.notes.append(Note("steps-kept", text))
         report.tensors = count_tensors(root)
         return _lay_out(root, checkpoint, self.kind, report, self.objects, verify=self.verify, ties=self.ties)
+
+    def _fit(self, root: Node, report: Converted, stack: ExitStack) -> None:
+        """Fit the state dict to the target."""
+        from ckpt_tools.retarget import note_optimizer
+
+        assert self.retargeting is not None
+        report.fitted, renamed = self.retargeting.apply(root, report.source, stack)
+        report.optimizer_names += renamed
+        report.dropped += [(name, "--on-mismatch skip") for name in report.fitted.skipped]
+        if text := note_optimizer(root, report.fitted):
+            report.notes.append(Note("optimizer-of-old-tensors", text))
 
     def _note_outside(self, root: Node, report: Converted) -> None:
         """--keep is about the names of state dicts: say what stays because it has no such name."""

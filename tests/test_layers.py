@@ -31,6 +31,7 @@ LAYERS = [
     ["initialisers"],
     ["adaptation"],
     ["fit"],
+    ["retarget"],
     ["describe", "conversion", "differences", "tensor_stats"],
     ["checking"],
     ["convert", "averaging"],

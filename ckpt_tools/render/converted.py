@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ckpt_tools.names import printable
@@ -13,6 +14,7 @@ from ckpt_tools.render.text import add_lines, counted, label_grid, path_text, si
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import Converted
+    from ckpt_tools.retarget import FittedTo
 
 _SPEED_FROM = 100 << 20
 
@@ -30,6 +32,8 @@ def print_converted(report: Converted, out: Console) -> None:
             grid.add_row("state dict", f"{path_text(row.where)}: {counted(row.tensors, 'tensor')}")
         for old, new in row.examples:
             grid.add_row("", printable(f"{old} -> {new}"))
+    if report.fitted is not None:
+        _add_fitted(grid, report.fitted)
     if report.optimizer_names:
         grid.add_row("optimizer", f"{report.optimizer_names} param_names renamed")
     add_lines(grid, "devices", [f"{move}: {counted(count, 'storage')}" for move, count in report.devices.items()])
@@ -50,3 +54,13 @@ def print_converted(report: Converted, out: Console) -> None:
         speed = f", {size_text(int(report.bytes / report.seconds))}/s" if report.bytes >= _SPEED_FROM else ""
         grid.add_row("time", f"{report.seconds:.2f} s{speed}")
     out.print(grid)
+
+
+def _add_fitted(grid: Table, fitted: FittedTo) -> None:
+    """What was done to fit a target."""
+    reasons = ", ".join(f"{count} by {reason}" for reason, count in fitted.reasons.items())
+    grid.add_row("fitted to", printable(f"{fitted.target}: {reasons or 'nothing matched'}"))
+    for old, new, reason in fitted.renamed[:3]:
+        grid.add_row("", printable(f"{old} -> {new} ({reason})"))
+    add_lines(grid, "initialised", [f"{row.name}: {row.scheme} (seed {row.seed})" for row in fitted.initialised])
+    add_lines(grid, "adapted", [f"{name}: {what}" for name, what in fitted.adapted.items()])
