@@ -111,9 +111,9 @@ def run(
 ) -> Converted:  # fmt: skip
     """Read, plan and, with an output, write; the input must still be what was read when the output takes its name."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
-    with open_checkpoint(source) as checkpoint, ExitStack() as stack:
+    with open_checkpoint(source) as checkpoint, edits.stack:
         with collector_paused():
-            pieces = edits.plan(checkpoint, report, stack)
+            pieces = edits.plan(checkpoint, report)
         report.bytes = total(pieces)
         if output is not None:
             _check_space(output, report.bytes, clone)
@@ -149,6 +149,7 @@ class Edits:
         self.dtype = DTYPES[CAST_TARGETS[dtype]] if dtype is not None else None
         self.dtype_only, self.objects, self.kind, self.verify = dtype_only, objects, kind, verify
         self.retargeting: Retargeting | None = None
+        self.stack = ExitStack()  # what must stay open until the bytes are written: a target that is a checkpoint
         self.casting: casts.Casting | None = None
         self.ties: dict[str, str] = {}
 
@@ -158,7 +159,7 @@ class Edits:
             raise UsageError(f"{self.names.steps[0][0]} does not go with --plan, which says every name.")
         self.retargeting = retargeting
 
-    def plan(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> list[Piece]:
+    def plan(self, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
         """Edit the tree, fill in the report, lay the output out."""
         report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
         self.ties = transforms.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
@@ -174,7 +175,7 @@ class Edits:
         self.names.apply(root, report)
         root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
         if self.retargeting is not None:
-            self._fit(root, report, stack)
+            self._fit(root, report)
         if self.retag is not None:
             root, report.devices = transforms.map_devices(root, self.retag)
             _note_devices(report, checkpoint, self.kind, self.map_location)
@@ -189,12 +190,12 @@ class Edits:
         report.tensors = count_tensors(root)
         return _lay_out(root, checkpoint, self.kind, report, self.objects, verify=self.verify, ties=self.ties)
 
-    def _fit(self, root: Node, report: Converted, stack: ExitStack) -> None:
+    def _fit(self, root: Node, report: Converted) -> None:
         """Fit the state dict to the target."""
         from ckpt_tools.retarget import note_optimizer
 
         assert self.retargeting is not None
-        report.fitted, renamed = self.retargeting.apply(root, report.source, stack)
+        report.fitted, renamed = self.retargeting.apply(root, report.source, self.stack)
         report.optimizer_names += renamed
         report.dropped += [(name, "--on-mismatch skip") for name in report.fitted.skipped]
         if text := note_optimizer(root, report.fitted):
