@@ -287,6 +287,8 @@ class Names:
 
 def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool) -> Node:
     decoded = checkpoint.decoded
+    if checkpoint.container == "torchscript":
+        _check_program(checkpoint, policy, report)
     simple = all(map(plain.is_known, decoded.globals)) and not decoded.unusual  # then nothing can be unknown
     unknown = [] if simple else plain.find_unknown(root)
     present = {name for _, name in unknown}
@@ -306,6 +308,16 @@ def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, repor
     if root is None or root is DROP:
         raise NothingMatchedError("Nothing would be left.", why="The whole checkpoint is one object that has no plain form.")
     return root
+
+
+def _check_program(checkpoint: Checkpoint, policy: str | None, report: Converted) -> None:
+    """A program cannot be kept: its state dict can be taken out, when that is asked for."""
+    if policy != "plain":
+        raise ObjectsError(
+            f"{checkpoint.path} is a TorchScript program, not a plain checkpoint.", why="convert keeps no code.",
+            fix="Take its state dict out: --objects plain",
+        )  # fmt: skip
+    report.dropped.append(("code", "a state dict holds no program"))
 
 
 def _view(node: Node) -> tuple[Any, ...]:

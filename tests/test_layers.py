@@ -21,6 +21,7 @@ LAYERS = [
     ["writer", "numeric", "counting"],
     ["pickling"],
     ["containers"],
+    ["modules"],
     ["checkpoint"],
     ["transforms", "plain", "plain_keys", "plain_values", "measures"],
     ["casts", "flatten", "draws"],
