@@ -12,11 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ckpt_tools.containers import folders, safetensors, sharded, torch_legacy, torch_zip
+from ckpt_tools.containers import archives, folders, safetensors, sharded, torch_legacy, torch_zip
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.foreign import recognise, unknown
 from ckpt_tools.errors import CkptError, LimitError
 from ckpt_tools.files import Source
+from ckpt_tools.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.pickling.weights_only import refused
 from ckpt_tools.sources import Files
@@ -25,7 +26,7 @@ from ckpt_tools.tree import CONTAINERS, Dict, Entry, List, Node, Object, Where, 
 HEAD = 4096
 # One file each: whether it is one by its first bytes, and how it is read.
 _CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[Source], Decoded]], ...] = (
-    (torch_zip.sniff, torch_zip.decode),
+    (torch_zip.sniff, archives.decode),
     (safetensors.sniff, safetensors.decode),
     (torch_legacy.sniff, torch_legacy.decode),
 )
@@ -41,7 +42,7 @@ class Checkpoint:
 
     Attributes:
         path: the file. file_bytes: its size in bytes.
-        container: "torch-zip", "torch-legacy" or "safetensors".
+        container: "torch-zip", "torch-legacy", "torchscript", "zip-bundle", "safetensors" or "sharded".
         root: the tree (see `ckpt_tools.tree`).
         decoded: everything that the container's reader found.
     """
@@ -75,13 +76,13 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """Every tensor with its path, in order.
+        """Every tensor with its path, in order; those of a pickled module under the names that its state dict would have.
 
         Raises:
             LimitError: many more than a file of this size can hold: one tensor under millions of names.
         """
         found, left = [], _SPARE_LISTED + self.file_bytes // _BYTES_PER_LISTED
-        for tensor in find_tensors(self.root):
+        for tensor in list_tensors(self.root):
             found.append(tensor)
             left -= _LISTED_COST + len(tensor.where)
             if left < 0:
@@ -90,8 +91,11 @@ class Checkpoint:
 
     @cached_property
     def state_dicts(self) -> list[StateDict]:
-        """Every state dict with its path, in order."""
-        return find_state_dicts(self.root)
+        """Every state dict with its path, in order; a pickled module counts as the one that it would give."""
+        found = list_state_dicts(self.root)
+        if sum(len(state_dict.node.items) for state_dict in found) > _SPARE_LISTED + self.file_bytes // _BYTES_PER_LISTED:
+            raise LimitError(f"{self.path} refers to its modules too often: {len(found)} times in {self.file_bytes} bytes.")
+        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,6 +216,63 @@ def find_tensors(root: Node) -> Iterator[Tensor]:
 def count_tensors(root: Node) -> int:
     """How many tensors `find_tensors` finds."""
     return sum(1 for _, node in walk(root, stop=is_tensor, plain=False) if is_tensor(node))
+
+
+class _Modules:
+    """The pickled modules of a tree, each read once however often it is referred to."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Dict | None] = {}
+
+    def state_dict(self, node: Node) -> Dict | None:
+        """The names and values of a module; None for anything else, and for modules that hold one another for ever."""
+        if not is_module(node):
+            return None
+        if id(node) not in self.known:
+            try:
+                self.known[id(node)] = Dict(list(named_tensors(node)), ordered=True)
+            except LimitError:
+                self.known[id(node)] = None
+        return self.known[id(node)]
+
+    def stop(self, node: Node) -> bool:
+        """Whether a walk ends here."""
+        return is_tensor(node) or self.state_dict(node) is not None
+
+
+def list_tensors(root: Node) -> Iterator[Tensor]:
+    """Every tensor; those of modules by name, then what else the module holds (hidden buffers, attributes) by its path."""
+    modules = _Modules()
+    for where, node in walk(root, stop=modules.stop, plain=False):
+        state_dict = modules.state_dict(node)
+        if state_dict is not None:
+            named = [(name, value) for name, value in state_dict.items if is_tensor(value)]
+            yield from (_tensor((*where, name), value) for name, value in named)
+            shown = {id(value) for _, value in named}
+            rest = (tensor for tensor in find_tensors(node) if id(tensor.node) not in shown)
+            yield from (Tensor((*where, *tensor.where), tensor.node, tensor.unusual) for tensor in rest)
+        elif is_tensor(node):
+            yield _tensor(where, node)
+
+
+def _tensor(where: Where, node: Entry | Object) -> Tensor:
+    return Tensor(where, node, unusual_tensor(node) if type(node) is Object else None)
+
+
+def list_state_dicts(root: Node) -> list[StateDict]:
+    """Every state dict below `root`, and what pickled modules would give: a Dict of its own, editing it edits no module."""
+    found = {state_dict.where for state_dict in find_state_dicts(root)}
+    modules, listed = _Modules(), []
+    made: dict[int, Dict] = {}
+    for where, node in walk(root, stop=modules.stop, plain=False):
+        if type(node) is Dict and where in found:
+            listed.append(StateDict(where, node))
+        elif modules.state_dict(node) is not None:
+            if id(node) not in made:
+                made[id(node)] = module_state_dict(node)
+            if made[id(node)].items:
+                listed.append(StateDict(where, made[id(node)]))
+    return listed
 
 
 def find_state_dicts(root: Node) -> list[StateDict]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import casts, flatten, plain, transforms
 from ckpt_tools.checkpoint import (
@@ -30,6 +31,9 @@ from ckpt_tools.writer import Progress, write
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors"}
 _RESERVE = 4096  # bytes of room in a safetensors header
+
+if TYPE_CHECKING:
+    from ckpt_tools.retarget import FittedTo, Retargeting
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class Converted:
             became infinite, values that became zero.
         optimizer_names: how many `param_names` changed.
         aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
+        fitted: what was done to fit a target; None without one.
         notes: what else the user should know.
         tensors, bytes: tensors in the output, and its size. seconds: how long it took.
     """
@@ -90,6 +95,7 @@ class Converted:
     underflowed: dict[str, int] = field(default_factory=dict)
     optimizer_names: int = 0
     aliases: dict[str, str] = field(default_factory=dict)
+    fitted: FittedTo | None = None
     notes: list[Note] = field(default_factory=list)
     tensors: int = 0
     bytes: int = 0
@@ -106,7 +112,7 @@ def run(
 ) -> Converted:  # fmt: skip
     """Read, plan and, with an output, write; the input must still be what was read when the output takes its name."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
-    with open_checkpoint(source) as checkpoint:
+    with open_checkpoint(source) as checkpoint, edits.stack:
         with collector_paused():
             pieces = edits.plan(checkpoint, report)
         report.bytes = total(pieces)
@@ -148,8 +154,16 @@ class Edits:
         self.dtype_only, self.objects, self.kind, self.verify = dtype_only, objects, kind, verify
         self.compact = compact
         self.reserve = reserve if reserve is not None else 0 if compact else _RESERVE
+        self.retargeting: Retargeting | None = None
+        self.stack = ExitStack()  # what must stay open until the bytes are written: a target that is a checkpoint
         self.casting: casts.Casting | None = None
         self.ties: dict[str, str] = {}
+
+    def fit_to(self, retargeting: Retargeting | None) -> None:
+        """Fit the state dict to a target as well."""
+        if retargeting is not None and retargeting.plan is not None and self.names.steps:
+            raise UsageError(f"{self.names.steps[0][0]} does not go with --plan, which says every name.")
+        self.retargeting = retargeting
 
     def plan(self, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
         """Edit the tree, fill in the report, lay the output out."""
@@ -170,12 +184,14 @@ class Edits:
             report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
             self._note_outside(root, report)
         self.names.apply(root, report)
+        root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
+        if self.retargeting is not None:
+            self._fit(root, report)
         if self.retag is not None:
             root, report.devices = transforms.map_devices(root, self.retag)
             _note_devices(report, checkpoint, self.kind, self.map_location)
         if self.verify and report.dry_run:
             report.notes.append(Note("not-verified", "--verify: the bytes are checked while copying, not in a dry run."))
-        root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
         if self.dtype is not None:
             root, self.casting = casts.cast_floats(root, self.dtype, self.dtype_only)
             report.casts = self.casting.moves
@@ -184,6 +200,17 @@ class Edits:
                 report.notes.append(Note("steps-kept", text))
         report.tensors = count_tensors(root)
         return root
+
+    def _fit(self, root: Node, report: Converted) -> None:
+        """Fit the state dict to the target."""
+        from ckpt_tools.retarget import note_optimizer
+
+        assert self.retargeting is not None
+        report.fitted, renamed = self.retargeting.apply(root, report.source, self.stack)
+        report.optimizer_names += renamed
+        report.dropped += [(name, "--on-mismatch skip") for name in report.fitted.skipped]
+        if text := note_optimizer(root, report.fitted):
+            report.notes.append(Note("optimizer-of-old-tensors", text))
 
     def _note_outside(self, root: Node, report: Converted) -> None:
         """--keep is about the names of state dicts: say what stays because it has no such name."""
@@ -271,6 +298,8 @@ class Names:
 
 def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool) -> Node:
     decoded = checkpoint.decoded
+    if checkpoint.container == "torchscript":
+        _check_program(checkpoint, policy, report)
     simple = all(map(plain.is_known, decoded.globals)) and not decoded.unusual  # then nothing can be unknown
     unknown = [] if simple else plain.find_unknown(root)
     present = {name for _, name in unknown}
@@ -290,6 +319,16 @@ def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, repor
     if root is None or root is DROP:
         raise NothingMatchedError("Nothing would be left.", why="The whole checkpoint is one object that has no plain form.")
     return root
+
+
+def _check_program(checkpoint: Checkpoint, policy: str | None, report: Converted) -> None:
+    """A program cannot be kept: its state dict can be taken out, when that is asked for."""
+    if policy != "plain":
+        raise ObjectsError(
+            f"{checkpoint.path} is a TorchScript program, not a plain checkpoint.", why="convert keeps no code.",
+            fix="Take its state dict out: --objects plain",
+        )  # fmt: skip
+    report.dropped.append(("code", "a state dict holds no program"))
 
 
 def _view(node: Node) -> tuple[Any, ...]:

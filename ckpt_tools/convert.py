@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.cloning import Clone
 from ckpt_tools.errors import UsageError
@@ -15,6 +15,9 @@ from ckpt_tools.files import output_target, replacing
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import Converted
+    from ckpt_tools.fit import OnMismatch, RowChoice
+    from ckpt_tools.match import Stages
+    from ckpt_tools.retarget import Retargeting
     from ckpt_tools.writer import Progress
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
@@ -39,6 +42,16 @@ def convert(
     dtype: str | None = None,
     dtype_only: str | Sequence[str] = (),
     objects: ObjectsPolicy | None = None,
+    like: Any = None,
+    like_args: str | Mapping[str, Any] | None = None,
+    match: Stages | None = None,
+    plan: str | os.PathLike[str] | None = None,
+    allow_reshape: bool = False,
+    reinit: str | Sequence[str] | Mapping[str, str] | None = None,
+    on_mismatch: OnMismatch = "error",
+    rows: RowChoice | Sequence[str] = None,
+    adapt: bool = False,
+    seed: int = 0,
     format: Format | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -51,7 +64,7 @@ def convert(
     """Read `source`, edit it, write `target`: the whole new file, or nothing.
 
     The steps come in this order: select, objects, keep and drop (by the names in `source`), names (strip_module, unwrap,
-    strip_prefix, rename, add_prefix, add_module), devices, dtype.
+    strip_prefix, rename, add_prefix, add_module), the target (like, plan), devices, dtype.
 
     Args:
         source: the checkpoint to read. target: the file to write.
@@ -64,6 +77,16 @@ def convert(
         map_location: one device for all storages, or `from=to` pairs separated by commas.
         dtype: cast float tensors: bf16, fp16, fp32 or fp64. dtype_only: globs that say which.
         objects: what happens to objects that are not plain data; without it a file that has some is refused.
+        like: the target that the state dict is fitted to: a checkpoint, "package.module:callable" (imported and called), an
+            `nn.Module` or a state dict. like_args: keyword arguments of the callable, as a mapping or JSON text.
+        match: how partners are found: "exact+wrappers" (also when None), "names", "structure" or "position".
+        plan: a plan file that says who is who instead. allow_reshape: take partners whose shapes differ by sizes of 1.
+        reinit: a scheme for tensors that the checkpoint does not have, `GLOB=SCHEME` texts, or a mapping of them.
+        on_mismatch: for a tensor of another shape: "error"; "reinit"; "overlap" keeps what fits and initialises the rest;
+            "skip" leaves it out.
+        rows: with "overlap": which rows of the checkpoint's tensors, in which order; for one name by a mapping from globs.
+        adapt: fit a first convolution to other input channels, and position embeddings to another grid.
+        seed: for initial values; one seed gives the same bytes on every machine.
         format: "pth", "pth-legacy" (what PyTorch before 1.6 reads) or "safetensors"; else by the target's extension.
         overwrite: replace an existing target. dry_run: only report. verify: check CRC-32s while copying.
         reserve: bytes of room in a safetensors header for longer names, 4096 unless told, so that an edit in place fits.
@@ -85,18 +108,31 @@ def convert(
             output_target(target, overwrite=True)
         else:
             output = stack.enter_context(replacing(target, overwrite=overwrite, durable=fsync))
-        if output is not None and kind == "pth" and not (keep or drop or select or dtype or verify or compact):
+        targeted = like is not None or plan is not None
+        moving = keep or drop or select or dtype or verify or compact or targeted
+        if output is not None and kind == "pth" and not moving:
             clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
         from ckpt_tools.conversion import Edits, Names, run
 
+        retargeting = _retargeting(like, like_args, match, plan, allow_reshape, reinit, on_mismatch, rows, adapt, seed)
         names = Names(strip_module, add_module, unwrap, strip_prefix, add_prefix, _several(rename))
         only = _several(dtype_only)
         edits = Edits(
             names, _several(keep), _several(drop), select, map_location, dtype, only, objects, kind, verify, reserve, compact
         )
+        edits.fit_to(retargeting)
         report = run(source, target, edits, output, clone, progress)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _retargeting(like: Any, like_args: Any, *options: Any) -> Retargeting | None:
+    """The options about a target, checked; what does the work is imported where one of them is given."""
+    if like is None and not like_args and not any(option for option in options if option != "error"):
+        return None
+    from ckpt_tools.retarget import Retargeting
+
+    return Retargeting(like, like_args, *options) or None
 
 
 def _several(values: str | Sequence[str]) -> Sequence[str]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from typing import Any
 
 from ckpt_tools.checkpoint import Checkpoint, Tensor, collector_paused, is_optimizer, is_tensor, open_checkpoint
+from ckpt_tools.containers.torchscript import PROGRAM
+from ckpt_tools.errors import LimitError
 from ckpt_tools.findings import Finding, mending
+from ckpt_tools.modules import is_module, settings
 from ckpt_tools.names import MODULE, wrappers_in
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plain import as_value, is_known
 from ckpt_tools.transforms import dotted
-from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage, Where, reachable, walk
+from ckpt_tools.tree import PLAIN, Dict, Entry, Global, List, Node, Object, Storage, Where, reachable, walk
 
 MAX_VALUES = 1000
 MAX_TEXT = 4096
@@ -72,9 +77,10 @@ def describe(checkpoint: Checkpoint) -> Description:
         "dtypes": dict(Counter(row["dtype"] for row in rows)),
         "devices": dict(Counter(row["device"] for row in rows if row["device"] is not None)),
     }
+    values = dict(islice(chain(_values(checkpoint.root), _module_values(checkpoint.root)), MAX_VALUES))
     return Description(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals, _tied(checkpoint, names),
-        dict(_values(checkpoint.root)), _objects(checkpoint.root), [str(name) for name in checkpoint.decoded.globals],
+        values, _objects(checkpoint.root), [str(name) for name in checkpoint.decoded.globals],
         {"loads": not refused and not reasons, "refused": refused, "reasons": reasons},
         dict(checkpoint.decoded.metadata), list(_findings(checkpoint, state_dicts, totals, refused, reasons)),
     )  # fmt: skip
@@ -154,15 +160,27 @@ def _tied(checkpoint: Checkpoint, names: dict[Where, frozenset[str]]) -> list[li
 
 def _values(root: Node) -> Iterator[tuple[str, Any]]:
     """Plain values with their dotted paths; short lists whole. Optimizers and objects of unknown classes are left out."""
-    count = 0
     for where, node in walk(root, stop=_holds_no_values):
         value = as_value(node) if type(node) is Object else node
         plain_value = _is_row(node) or type(value) not in (Dict, List, tuple, Object, Global, Storage, Entry)
         if where and plain_value and not (type(node) is Object and value is None):
             yield dotted(where), value_text(value)
-            count += 1
-            if count == MAX_VALUES:
-                return
+
+
+def _module_values(root: Node) -> Iterator[tuple[str, Any]]:
+    """The settings of pickled modules (`conv1.kernel_size`), under the names that their tensors have; each module once."""
+    seen: set[int] = set()
+    for where, node in walk(root, stop=lambda node: is_tensor(node) or is_module(node), plain=False):
+        if is_module(node) and id(node) not in seen:
+            seen.add(id(node))
+            with contextlib.suppress(LimitError):  # modules that hold one another: the first names are shown
+                yield from _settings_of(where, node)
+
+
+def _settings_of(where: Where, module: Object) -> Iterator[tuple[str, Any]]:
+    for path, value in settings(module):
+        if _is_row(value) or type(value) in PLAIN:
+            yield dotted((*where, *path)), value_text(value)
 
 
 def _holds_no_values(node: Node) -> bool:
@@ -208,17 +226,19 @@ def _findings(
     checkpoint: Checkpoint, state_dicts: list[dict[str, Any]], totals: dict[str, Any], refused: list[str], reasons: list[str]
 ) -> Iterator[Finding]:
     path, options = str(checkpoint.path), dict.fromkeys(_wrapper_option(row) for row in state_dicts if row["wrappers"])
+    # Without it convert refuses such a file, so every command that is shown has it.
+    needed = "" if all(map(is_known, checkpoint.decoded.globals)) else " --objects plain"
     for row in state_dicts:
         if row["wrappers"]:
-            found, fix = f"names start with {', '.join(row['wrappers'])}", _convert(path, _wrapper_option(row))
+            found, fix = f"names start with {', '.join(row['wrappers'])}", _convert(path, _wrapper_option(row) + needed)
             yield Finding("wrapper-prefix", "warning", row["where"], found, "names of the plain model", fix)
     devices = [device for device in totals["devices"] if device not in ("cpu", "meta")]
     if devices:
         options["--map-location cpu"] = None
         found, expected = f"storages tagged {', '.join(devices)}", "cpu, to load on a machine without that device"
-        yield Finding("device-tags", "info", [], found, expected, _convert(path, "--map-location cpu"))
+        yield Finding("device-tags", "info", [], found, expected, _convert(path, "--map-location cpu" + needed))
     if checkpoint.decoded.byteorder == "big":
-        yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", _convert(path, ""))
+        yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", _convert(path, needed))
     yield from _oversized(checkpoint, totals)
     dead = checkpoint.decoded.dead_bytes
     if dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > checkpoint.file_bytes):
@@ -232,7 +252,8 @@ def _findings(
         fix = _convert(path, "--objects plain")
         yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", fix)
     for warned in checkpoint.warnings:
-        yield Finding(warned.code, "warning", [], warned.found, warned.expected, _convert(path, ""))
+        fix = _convert(path, " --objects plain" if warned.code == PROGRAM else needed)
+        yield Finding(warned.code, "warning", [], warned.found, warned.expected, fix)
     if len(options) > 1:
         yield Finding("together", "info", [], "all of this can be mended at once", "", _convert(path, " ".join(options)))
 

@@ -14,6 +14,7 @@ from ckpt_tools.adaptation import Adapted, adapt, is_convolution, kept_shape, ov
 from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.errors import ConvertError, MatchError, NothingMatchedError, UsageError
 from ckpt_tools.initialisers import Blank, Rules, Scheme, content, settle
+from ckpt_tools.names import module_paths
 from ckpt_tools.plan import Content
 from ckpt_tools.plans import Plan
 from ckpt_tools.tree import Dict, Entry, Node, Storage, contiguous_stride
@@ -193,9 +194,19 @@ def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
     choices.rows.check_used()
     tensors = work.result.tensors
     order = {name: number for number, name in enumerate(wanted.names or tensors)}
-    work.result.tensors = {name: tensors[name] for name in sorted(tensors, key=lambda name: order.get(name, len(order)))}
-    node.items[:] = [*work.result.tensors.items(), *((key, value) for key, value in node.items if not is_tensor(value))]
+    tensors_in_order = {name: tensors[name] for name in sorted(tensors, key=lambda name: order.get(name, len(order)))}
+    work.result.tensors = tensors_in_order
+    others = [(key, value) for key, value in node.items if not is_tensor(value)]
+    node.items[:] = [*tensors_in_order.items(), *_moved(others, plan.renames)]
     return work.result
+
+
+def _moved(others: list[tuple[Node, Node]], renames: Mapping[str, str]) -> list[tuple[Node, Node]]:
+    """What is no tensor; the extra state of a module goes where its tensors go."""
+    paths = {key: key.rpartition(".")[0] for key, _ in others if type(key) is str and key.endswith("_extra_state")}
+    moves = module_paths(renames, set(paths.values())) if paths else {}
+    new = {key: f"{moves[path]}.{key.rpartition('.')[2]}".lstrip(".") for key, path in paths.items() if path in moves}
+    return [(new.get(key, key) if type(key) is str else key, value) for key, value in others]
 
 
 class _Fitting:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -197,6 +197,16 @@ def did_you_mean(text: str, candidates: Iterable[str]) -> str:
     short = (name for name in candidates if 0 < len(name) <= _NEAR_LENGTH)
     found = difflib.get_close_matches(text[:_NEAR_LENGTH], list(islice(short, _NEAR)), n=3)
     return f"Did you mean {', '.join(map(repr, found))}?" if found else ""
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many names, quoted, for a message.
+
+    >>> some(["a", "b"])
+    "'a', 'b'"
+    """
+    shown = ", ".join(repr(name) for name in names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
 
 
 def printable(text: str) -> str:

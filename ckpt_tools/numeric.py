@@ -155,6 +155,22 @@ def row_major(entry: Entry) -> Content:
     return Computed(entry.nbytes, work)
 
 
+def live_content(tensor: torch.Tensor) -> Computed:
+    """The bytes of a live tensor on any device, row-major."""
+    values = tensor.detach()
+
+    def work() -> Iterator[memoryview]:
+        import torch
+
+        for block in blocks(values):
+            out = bytearray(block.nbytes)
+            if out:
+                torch.frombuffer(out, dtype=values.dtype).copy_(block.resolve_conj().reshape(-1))
+            yield memoryview(out)
+
+    return Computed(values.nbytes, work)
+
+
 def blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor in row-major blocks of a few megabytes. An expanded one can be far larger than its storage and the memory."""
     values = values.squeeze()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ckpt_tools import tree
 from ckpt_tools.dtypes import DTYPES, DType
-from ckpt_tools.errors import CkptError, LimitError
+from ckpt_tools.errors import CkptError
+from ckpt_tools.modules import attributes, is_module, mapping, module_state_dict
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plan import Literal
@@ -19,8 +19,6 @@ Key = Callable[[], str]
 PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 _PRIMITIVES = frozenset((type(None), bool, int, float, str, bytes))
 _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
-# In one state dict: modules that hold themselves, or one another twice, would have endless names.
-_MAX_MODULE_DEPTH, _MAX_CHARACTERS = 900, 100_000_000
 
 
 def plain_object(node: Object, name: Global, key: Key) -> Node:
@@ -54,7 +52,7 @@ def plain_subclass(node: Object) -> Object:
 def plain_instance(node: Object) -> Node:
     """An instance of a class that we do not know: its contents, its module's state dict, its attributes, its arguments."""
     state = attributes(node)
-    if state is not None and all(type(state.get(part)) in (Dict, Object) for part in ("_parameters", "_buffers", "_modules")):
+    if is_module(node):
         return module_state_dict(node)
     pairs = [pair for step, value in node.steps if step == "set" for pair in value]
     items = [item for step, value in node.steps if step == "append" for item in value]
@@ -79,59 +77,6 @@ def _made_from(args: Node) -> Node:
     return args[0] if len(args) == 1 else args
 
 
-def attributes(node: Node) -> Dict | None:
-    """The attributes of an instance, from the state that its pickle sets: a dict, or a pair of dict and slots."""
-    state = node.state if type(node) is Object else None
-    if type(state) is tuple and len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)}:
-        return Dict([pair for part in state if part is not None for pair in part.items])
-    return state if type(state) is Dict else None
-
-
-def _mapping(node: Node) -> list[tuple[Node, Node]]:
-    if type(node) is Dict:
-        return node.items
-    return [pair for step, value in node.steps if step == "set" for pair in value] if type(node) is Object else []
-
-
-def module_state_dict(module: Object) -> Dict:
-    """What `state_dict()` of a pickled nn.Module would give: its own parameters and buffers, then its children's, in order.
-
-    Raises:
-        LimitError: modules that hold one another, or millions of names.
-    """
-    result: list[tuple[Node, Node]] = []
-    todo: list[tuple[str, int, Node]] = [("", 0, module)]
-    spare = _MAX_CHARACTERS
-    while todo:
-        prefix, depth, node = todo.pop()
-        spare -= len(prefix) + 1
-        if spare < 0 or depth > _MAX_MODULE_DEPTH:
-            raise LimitError("A pickled module has more sub-modules than a model can have: they may hold one another.")
-        state = attributes(node)
-        if state is None:
-            continue
-        hidden = _set_items(state.get("_non_persistent_buffers_set"))
-        own = _mapping(state.get("_parameters")) + [pair for pair in _mapping(state.get("_buffers")) if pair[0] not in hidden]
-        result += [(f"{prefix}{name}", _detached(value)) for name, value in own if value is not None]
-        spare -= (len(prefix) + 16) * len(own)
-        children = [
-            (f"{prefix}{name}.", depth + 1, child) for name, child in _mapping(state.get("_modules")) if child is not None
-        ]
-        todo.extend(reversed(children))
-    return Dict(result, ordered=True)
-
-
-def _detached(node: Node) -> Node:
-    """A Parameter as `state_dict()` shows it: the tensor in it."""
-    return replace(node, requires_grad=False, kind="tensor") if type(node) is Entry else node
-
-
-def _set_items(node: Node) -> list[Node]:
-    if type(node) is Object and type(node.args) is tuple and node.args and type(node.args[0]) is List:
-        return [item for item in node.args[0].items if type(item) is str]
-    return []
-
-
 # --- known objects, one converter each
 
 
@@ -149,7 +94,7 @@ def _path(node: Object, key: Key) -> Node:
 
 
 def _items_dict(node: Object, key: Key) -> Node:
-    return Dict(_mapping(node))
+    return Dict(mapping(node))
 
 
 def _items_list(node: Object, key: Key) -> Node:

@@ -116,6 +116,9 @@ def choose_state_dict(checkpoint: Checkpoint, select: str | None, option: str = 
     if not found:
         root, _ = plain.make_plain(root)
         found = find_state_dicts(root)
+    chosen = [state_dict for state_dict in found if dotted(state_dict.where) == select]
+    if len(chosen) == 1:
+        return chosen[0]
     if select is not None:
         node = transforms.select(root, select)
         if type(node) is not Dict or not StateDict((), node).names:

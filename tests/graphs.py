@@ -29,7 +29,7 @@ def load_with_tags(path: Path, *, weights_only: bool = False) -> tuple[Any, dict
 
 
 def live_tensors(root: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
-    """Every tensor with the keys that lead to it, in order."""
+    """Every tensor with the keys that lead to it, in order; those of a module under the names of its state dict."""
     stack: list[tuple[tuple[str | int, ...], Any]] = [((), root)]
     while stack:
         where, value = stack.pop()
@@ -40,6 +40,8 @@ def live_tensors(root: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tenso
 
 
 def _parts(value: Any) -> list[tuple[str | int, Any]]:
+    if isinstance(value, torch.nn.Module):
+        return list(value.state_dict(keep_vars=True).items())
     if isinstance(value, dict):
         return [(component(key) if type(key) in (str, int) else str(key), part) for key, part in value.items()]
     if isinstance(value, list | tuple):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from ckpt_tools.cli.options import Once, quiet_option, show_progress
+from ckpt_tools.cli.options import Once, quiet_option, show_progress, target_options
 from ckpt_tools.convert import convert as convert_checkpoint
 
 if TYPE_CHECKING:
@@ -31,6 +31,27 @@ if TYPE_CHECKING:
 @click.option("--map-location", cls=Once, metavar="SPEC", help="cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.")
 @click.option("--dtype", cls=Once, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast float tensors.")
 @click.option("--dtype-only", multiple=True, metavar="GLOB", help="Cast only tensors whose name matches. Repeatable.")
+@target_options
+@click.option("--plan", cls=Once, metavar="PLAN.toml", help="Who is who, as ckpt match wrote it and a person edited it.")
+@click.option(
+    "--reinit",
+    multiple=True,
+    metavar="[GLOB=]SCHEME",
+    help="Initial values for tensors that IN does not have: zeros, ones, normal:STD, trunc_normal:STD, uniform:A, "
+    "xavier_uniform, xavier_normal, kaiming_uniform, kaiming_normal, orthogonal, target (what its constructor gives), default "
+    "(PyTorch's own for the layer). Repeatable; of several globs the last that matches counts.",
+)
+@click.option(
+    "--on-mismatch",
+    cls=Once,
+    type=click.Choice(["error", "reinit", "overlap", "skip"]),
+    help="A tensor of another shape: refused, initialised anew, kept where both have rows and columns, or left out.",
+)
+@click.option(
+    "--rows", multiple=True, metavar="[GLOB=]N,N,...", help="With overlap: which rows of IN, in this order. Repeatable."
+)
+@click.option("--adapt", is_flag=True, help="Fit a first convolution to other channels, position embeddings to another grid.")
+@click.option("--seed", cls=Once, type=int, metavar="N", help="For initial values: one seed, the same bytes everywhere [0].")
 @click.option(
     "--objects",
     cls=Once,
@@ -56,8 +77,9 @@ if TYPE_CHECKING:
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
 def convert(
-    source: Path, target: Path | None, format_: str | None, in_place: bool, quiet: bool, as_json: bool, **options: Any
-) -> None:
+    source: Path, target: Path | None, format_: str | None, in_place: bool, quiet: bool, as_json: bool, on_mismatch: str | None,
+    seed: int | None, **options: Any,
+) -> None:  # fmt: skip
     """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
 
     \b
@@ -65,19 +87,23 @@ def convert(
     ckpt convert train.pth weights.safetensors --select model --unwrap
     ckpt convert gpu.pth cpu.pth --map-location cpu --dtype bf16
     ckpt convert huge.pth --in-place --strip-module
+    ckpt convert old.pth new.pth --like models:resnet --like-args '{"num_classes": 200}' --on-mismatch reinit --reinit default
 
     The steps come in this order: --select, --objects, --keep and --drop (by the names in IN), --strip-module, --unwrap,
-    --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --map-location, --dtype.
+    --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan, --map-location, --dtype.
 
     Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
     """
     if in_place:
-        report = _edit_in_place(source, target, {"format": format_, **options})
+        report = _edit_in_place(source, target, {"format": format_, "on_mismatch": on_mismatch, "seed": seed, **options})
     elif target is None:
         raise click.UsageError("Missing argument 'OUT'; --in-place does without.")
     else:
         with show_progress(quiet=quiet, preload=None if as_json or quiet else "ckpt_tools.render.converted") as progress:
-            report = convert_checkpoint(source, target, format=cast("Any", format_), progress=progress, **options)
+            report = convert_checkpoint(
+                source, target, format=cast("Any", format_), on_mismatch=cast("Any", on_mismatch or "error"), seed=seed or 0,
+                progress=progress, **options,
+            )  # fmt: skip
     if as_json:
         from ckpt_tools.render.json import line
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,23 @@ class Once(click.Option):
 
 
 quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+
+
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that name a target and how its tensors find their partners."""
+    options = (
+        click.option("--like", cls=Once, metavar="TARGET", help="Fit to this: a checkpoint, or package.module:callable."),
+        click.option("--like-args", cls=Once, metavar="JSON", help="""Its arguments: '{"num_classes": 200}'."""),
+        click.option(
+            "--match", cls=Once, type=click.Choice(["exact+wrappers", "names", "structure", "position"]),
+            help="How partners are found: by name without wrappers (the default); also by a common prefix or suffix; also by "
+            "shape, order and names of layers; or zipped in order.",
+        ),
+        click.option("--allow-reshape", is_flag=True, help="Take partners whose shapes differ by sizes of 1."),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @contextlib.contextmanager

@@ -16,17 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.containers.base import Decoded, Warned
-from ckpt_tools.containers.zip_directory import (
-    ALIGNMENT,
-    Directory,
-    MissingDirectoryError,
-    Record,
-    RecordRange,
-    read_directory,
-)
+from ckpt_tools.containers.zip_directory import ALIGNMENT, Directory, Record, RecordRange
 from ckpt_tools.containers.zip_layout import ZipLayout
-from ckpt_tools.containers.zip_truncated import describe_cut
-from ckpt_tools.errors import ChecksumError, ContainerLimitError, LimitError, TensorError, UnsupportedContainerError, ZipError
+from ckpt_tools.errors import ChecksumError, ContainerLimitError, LimitError, TensorError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
@@ -48,64 +40,63 @@ def sniff(head: bytes) -> bool:
 # --- reading
 
 
-def decode(source: Source) -> Decoded:
-    """Read the directory and the pickle of a torch-zip; no tensor bytes.
+def decode(source: Source, directory: Directory, folder: str, member: str = "", keys: str = "") -> Decoded:
+    """Read the pickle of a torch-zip; no tensor bytes.
+
+    Args:
+        source: the file. directory: its records. folder: their root folder.
+        member: for an archive inside another, how its records' names start. keys: what its storage keys get in front.
 
     Raises:
-        ZipError, PickleError, TensorError: the file breaks a promise. UnsupportedContainerError: another kind of zip.
+        ZipError, PickleError, TensorError: the file breaks a promise.
     """
-    try:
-        directory = read_directory(source)
-    except MissingDirectoryError:
-        raise describe_cut(source) from None
-    records = {record.name: record for record in directory.records}
-    folder = _root_folder(directory.records)
-    warnings = _odd_records(source, records, folder, directory)
+    records = by_name(directory, member)
+    warnings = odd_records(source, records, folder, directory)
     has_checksums = any(record.crc for record in directory.records)
-    byteorder = _byteorder(source, records.get(f"{folder}/byteorder"))
-    storages = Storages(_Locator(source, records, folder).locate)
-    stream = _read_pickle(source, records[f"{folder}/data.pkl"], check=has_checksums)
+    byteorder = read_byteorder(source, records.get(f"{folder}/byteorder"))
+    storages = Storages(Locator(source, records, f"{folder}/data").locate, keys)
+    stream = read_pickle(source, records[f"{folder}/data.pkl"], check=has_checksums)
     machine = Machine(stream, MAKERS, storages.load)
     root = machine.load()
-    missing = [key for key, (_, storage) in storages.by_key.items() if storage.content is _MISSING]
-    if missing:
-        raise ZipError(
-            f"{len(missing)} of {len(storages.by_key)} storages are not in the file: {_some(missing)}.",
-            why="The pickle refers to them, and the zip has no such records.",
-        )
+    storages.check_found()
     warnings += [Warned("repeated-key", f"the key {key!r} is set twice; the last value wins") for key in settle(root)[:20]]
     if machine.position != len(stream):
         count = len(stream) - machine.position
         warnings.append(Warned("trailing-pickle-bytes", f"{count} bytes after the pickle", "nothing; they are not kept"))
     return Decoded(
         "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, warnings,
-        sum(record.compressed for record in directory.records if record.name.startswith(f"{folder}/data/")),
-        byteorder, has_checksums, folder, directory.records, _dead_bytes(directory, storages, folder),
+        sum(record.compressed for name, record in records.items() if name.startswith(f"{folder}/data/")),
+        byteorder, has_checksums, folder, directory.records, _dead_bytes(directory, records, storages, f"{folder}/data/"),
     )  # fmt: skip
 
 
-def _dead_bytes(directory: Directory, storages: Storages, folder: str) -> int:
+def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: Storages, data: str) -> int:
     """Bytes that nothing refers to: what an edit in place left behind, storages that no tensor is built on."""
-    data, keys = f"{folder}/data/", storages.by_key
-    unused = (row.compressed for row in directory.records if row.name.startswith(data) and row.name[len(data) :] not in keys)
+    contents = (storage.content for _, storage in storages.by_key.values())
+    used = {content.offset for content in contents if isinstance(content, RecordRange | Deflated)}
+    unused = (row.compressed for name, row in records.items() if name.startswith(data) and row.data not in used)
     head = directory.records[0].header if directory.records else 0
     return head + sum(row.dead for row in directory.records) + sum(unused)
 
 
-_MISSING = Literal(b"")
+def by_name(directory: Directory, member: str = "") -> dict[str, Record]:
+    """The records by the names that they have in their own archive."""
+    return {record.name.removeprefix(member): record for record in directory.records}
 
 
 @dataclass(frozen=True, slots=True)
-class _Locator:
+class Locator:
+    """Finds the record of a storage in a folder of an archive."""
+
     source: Source
-    records: dict[str, Record]
+    records: Mapping[str, Record]
     folder: str
 
-    def locate(self, key: str, nbytes: int) -> Content:
-        """Where a storage's bytes are; `_MISSING` when there is no such record."""
-        record = self.records.get(f"{self.folder}/data/{key}")
+    def locate(self, key: str, nbytes: int) -> Content | None:
+        """Where a storage's bytes are; None when there is no such record."""
+        record = self.records.get(f"{self.folder}/{key}")
         if record is None:
-            return _MISSING
+            return None
         if record.size != nbytes:
             raise TensorError(
                 f"Storage {key!r} should have {nbytes} bytes; its record has {record.size}.",
@@ -121,56 +112,31 @@ def record_content(source: Source, record: Record) -> Content:
     return RecordRange(source, record.data, record.size, record)
 
 
-def _root_folder(records: Sequence[Record]) -> str:
-    roots = dict.fromkeys(record.name.partition("/")[0] for record in records)
-    names = {record.name for record in records}
-    folder = next(iter(roots), "")
-    if len(roots) == 1:
-        if f"{folder}/constants.pkl" in names or f"{folder}/model.json" in names:
-            raise UnsupportedContainerError(
-                "This is a TorchScript program, not a plain checkpoint.",
-                why="ckpt reads torch-zip, torch-legacy and safetensors files.",
-                fix="Where you trust it: torch.save(torch.jit.load(FILE).state_dict(), 'weights.pth').",
-            )
-        if f"{folder}/data.pkl" in names:
-            return folder
-    elif any(name.endswith("/data.pkl") for name in names):
-        raise ZipError(f"The zip has {len(roots)} root folders ({_some(list(roots))}); torch writes one.")
-    raise UnsupportedContainerError(
-        "This is a zip file, but not one that torch.save wrote.", why=f"It holds {_some(sorted(names)) or 'nothing'}."
-    )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
-
-
-def _read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
+def read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
     """The pickle. A deflated one may be as long as the file: the records that it lists take more than their names in it."""
     limit = max(source.size, _INFLATED) if record.deflated else _PICKLE_LIMIT
     if record.size > limit:
         raise LimitError(f"The pickle claims {record.size} bytes; {limit} is the limit for this file.")
-    return _read_record(source, record, check=check)
+    return read_record(source, record, check=check)
 
 
-def _read_record(source: Source, record: Record, *, check: bool) -> bytes:
+def read_record(source: Source, record: Record, *, check: bool) -> bytes:
     data = read(record_content(source, record))
     if check and zlib.crc32(data) != record.crc:
         raise ChecksumError(f"The bytes of {record.name} do not match their CRC-32: the file is damaged.")
     return data
 
 
-def _byteorder(source: Source, record: Record | None) -> str:
+def read_byteorder(source: Source, record: Record | None) -> str:
     if record is None:
         return "little"
-    text = _read_record(source, record, check=False) if record.size <= 16 else b"..."
+    text = read_record(source, record, check=False) if record.size <= 16 else b"..."
     if text not in (b"little", b"big"):
         raise ZipError(f"The record 'byteorder' says {text!r}; it must be 'little' or 'big'.")
     return text.decode()
 
 
-def _odd_records(source: Source, records: dict[str, Record], folder: str, directory: Directory) -> list[Warned]:
+def odd_records(source: Source, records: dict[str, Record], folder: str, directory: Directory) -> list[Warned]:
     warnings = []
     if directory.trailing:
         warnings.append(Warned("trailing-bytes", f"{directory.trailing} bytes after the archive", "nothing; they are not kept"))
@@ -178,7 +144,7 @@ def _odd_records(source: Source, records: dict[str, Record], folder: str, direct
         record = records.get(f"{folder}/{name}") or (records.get(f"{folder}/.data/version") if name == "version" else None)
         text = None
         if record is not None:
-            text = _read_record(source, record, check=False).decode("utf-8", "replace").strip() if record.size < 64 else "..."
+            text = read_record(source, record, check=False).decode("utf-8", "replace").strip() if record.size < 64 else "..."
         if text not in good and (text is not None or name == "version"):
             code = f"odd-{name.strip('.').replace('_', '-')}"
             warnings.append(Warned(code, f"{name} is {text!r}" if text is not None else f"no {name}", f"{name} {good[-1]!r}"))

@@ -10,24 +10,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.dtypes import BY_STORAGE, DTYPES, UINT8, DType
-from ckpt_tools.errors import PickleError, TensorError
+from ckpt_tools.errors import PickleError, TensorError, ZipError
+from ckpt_tools.names import some
 from ckpt_tools.pickling.reader import Maker
-from ckpt_tools.plan import Content
+from ckpt_tools.plan import Content, Literal
 from ckpt_tools.tree import MAX_DIMENSIONS, Dict, Entry, Extras, Global, List, Node, Object, Storage, check
 
 ORDERED_DICT = Global("collections", "OrderedDict")
-Locate = Callable[[str, int], Content]
+Locate = Callable[[str, int], Content | None]
+_NOT_THERE = Literal(b"")
 
 
 class Storages:
     """Turns the persistent ids of a torch pickle into storages, one for each key.
 
     Args:
-        locate: (key, size in bytes) -> where the bytes are; raises when there is no such record or its size differs.
+        locate: (key, size in bytes) -> where the bytes are, None when they are nowhere; raises when their size differs.
+        prefix: what the keys get in front, where several archives become one checkpoint.
     """
 
-    def __init__(self, locate: Locate) -> None:
-        self.locate = locate
+    def __init__(self, locate: Locate, prefix: str = "") -> None:
+        self.locate, self.prefix = locate, prefix
         self.by_key: dict[str, tuple[tuple[Node, ...], Storage]] = {}
 
     def load(self, pid: Node) -> Node:
@@ -47,9 +50,19 @@ class Storages:
             return known[1]
         dtype = storage_dtype(kind)
         nbytes = numel * (dtype or UINT8).itemsize
-        storage = Storage(key, dtype, nbytes, device, self.locate(key, nbytes))
+        content = self.locate(key, nbytes)
+        storage = Storage(self.prefix + key, dtype, nbytes, device, _NOT_THERE if content is None else content)
         self.by_key[key] = (pid, storage)
         return storage
+
+    def check_found(self) -> None:
+        """Raise ZipError when the bytes of some storages were nowhere, naming them all at once."""
+        missing = [key for key, (_, storage) in self.by_key.items() if storage.content is _NOT_THERE]
+        if missing:
+            raise ZipError(
+                f"{len(missing)} of {len(self.by_key)} storages are not in the file: {some(missing)}.",
+                why="The pickle refers to them, and the zip has no such records.",
+            )
 
 
 def _is_count(numel: Node) -> bool:

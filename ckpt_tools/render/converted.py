@@ -11,6 +11,7 @@ from ckpt_tools.render.text import counted, path_text, size_text
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import Converted, RenamedNames
+    from ckpt_tools.retarget import FittedTo
 
 _SPEED_FROM = 100 << 20
 
@@ -25,6 +26,8 @@ def _rows(report: Converted) -> list[Row]:
     rows = [("container", f"{report.container}, {size_text(report.bytes)}, {counted(report.tensors, 'tensor')}")]
     for state_dict in report.state_dicts:
         rows += _names(state_dict)
+    if report.fitted is not None:
+        rows += _fitted(report.fitted)
     if report.optimizer_names:
         rows.append(("optimizer", f"{report.optimizer_names} param_names renamed"))
     rows += up_to_ten("devices", [f"{move}: {counted(count, 'storage')}" for move, count in report.devices.items()])
@@ -55,3 +58,12 @@ def _names(state_dict: RenamedNames) -> list[Row]:
         return [("state dict", f"{where}: {counted(state_dict.tensors, 'tensor')}")]
     examples = [("", printable(f"{old} -> {new}")) for old, new in state_dict.examples]
     return [("names", f"{where}: {state_dict.renamed} of {state_dict.tensors} renamed"), *examples]
+
+
+def _fitted(fitted: FittedTo) -> list[Row]:
+    """What was done to fit a target."""
+    reasons = ", ".join(f"{count} by {reason}" for reason, count in fitted.reasons.items())
+    rows = [("fitted to", printable(f"{fitted.target}: {reasons or 'nothing matched'}"))]
+    rows += [("", printable(f"{old} -> {new} ({reason})")) for old, new, reason in fitted.renamed[:3]]
+    rows += up_to_ten("initialised", [f"{row.name}: {row.scheme} (seed {row.seed})" for row in fitted.initialised])
+    return rows + up_to_ten("adapted", [f"{name}: {what}" for name, what in fitted.adapted.items()])

@@ -178,6 +178,8 @@ class _Loading:
         report.loaded = [name for name in fitted.tensors if name not in {row.name for row in fitted.initialised}]
         report.loaded += [name for name in fitted.adapted if name not in report.loaded]
         report.renamed = {row.old: (row.new, row.reason) for row in matching.matched if row.old != row.new}
+        adapted = (row for row in matching.mismatched if row.new in fitted.adapted and row.old != row.new)
+        report.renamed.update((row.old, (row.new, row.reason)) for row in adapted)
         report.missing, report.unexpected = fitted.missing, fitted.unexpected
         report.mismatched, report.adapted = fitted.skipped, fitted.adapted
         report.reinitialised = {

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import NotACheckpointError, UnsupportedContainerError, ZipError
+from ckpt_tools.errors import NotACheckpointError, ObjectsError, UnsupportedContainerError, ZipError
 from tests.hostile.headers import info, safetensors
-from tests.hostile.refusals import refused, write
+from tests.hostile.refusals import convert_refused, refused, write
 from tests.hostile.zips import Rec, build
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3)}
@@ -181,10 +181,12 @@ def test_10_wrong_extension(name: str, tmp_path: Path) -> None:
 
 
 def test_11_torchscript(tmp_path: Path) -> None:
-    """A TorchScript program is named, with the way to its weights."""
+    """A TorchScript program is shown as one; convert says how to take its state dict out, and runs nothing."""
     records = {"archive/data.pkl": b"\x80\x02}.", "archive/constants.pkl": b"\x80\x02).", "archive/version": b"3\n"}
     data = build([Rec(name.encode(), content) for name, content in records.items()])
-    refused(write(tmp_path, data), UnsupportedContainerError, "TorchScript program", "torch.jit.load")
+    path = write(tmp_path, data)
+    assert ckpt_tools.inspect(path).container == "torchscript"
+    convert_refused(path, ObjectsError, "TorchScript program", "--objects plain")
 
 
 def test_12_tar(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""What kind of zip a file is: what torch.save wrote, a TorchScript program, or an archive of such files. Told by its names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt_tools.containers import torch_zip, torchscript, zip_bundle
+from ckpt_tools.containers.base import Decoded
+from ckpt_tools.containers.zip_directory import MissingDirectoryError, Record, read_directory
+from ckpt_tools.containers.zip_truncated import describe_cut
+from ckpt_tools.errors import UnsupportedContainerError, ZipError
+from ckpt_tools.files import Source
+from ckpt_tools.names import some
+
+
+def decode(source: Source) -> Decoded:
+    """Read the directory of a zip, and what the zip is in turn.
+
+    Raises:
+        ZipError, PickleError, TensorError: the file breaks a promise. UnsupportedContainerError: another kind of zip.
+    """
+    try:
+        directory = read_directory(source)
+    except MissingDirectoryError:
+        raise describe_cut(source) from None
+    names = {record.name for record in directory.records}
+    folder = single_folder(directory.records)
+    if folder is None:
+        if zip_bundle.sniff(source, directory):
+            return zip_bundle.decode(source, directory)
+        raise _unknown(directory.records)
+    if torchscript.sniff(names, folder):
+        return torchscript.decode(source, directory, folder)
+    if f"{folder}/data.pkl" in names:
+        return torch_zip.decode(source, directory, folder)
+    raise _unknown(directory.records)
+
+
+def single_folder(records: Sequence[Record]) -> str | None:
+    """The folder that holds every record, or None."""
+    roots = dict.fromkeys(record.name.partition("/")[0] for record in records)
+    folder = next(iter(roots), "")
+    return folder if len(roots) == 1 and all("/" in record.name for record in records) else None
+
+
+def _unknown(records: Sequence[Record]) -> ZipError | UnsupportedContainerError:
+    names = sorted(record.name for record in records)
+    roots = list(dict.fromkeys(record.name.partition("/")[0] for record in records))
+    if len(roots) > 1 and any(name.endswith("/data.pkl") for name in names):
+        return ZipError(f"The zip has {len(roots)} root folders ({some(roots)}); torch writes one.")
+    return UnsupportedContainerError(
+        "This is a zip file, but not one that torch.save wrote.", why=f"It holds {some(names) or 'nothing'}."
+    )

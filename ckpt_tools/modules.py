@@ -1,0 +1,98 @@
+"""Pickled `nn.Module`s and TorchScript programs, read off their records: what `state_dict()` would give, without the class.
+
+Source: torch/nn/modules/module.py, `Module.state_dict` and `_save_to_state_dict`: parameters, then persistent buffers, then
+the children, in order. What a class adds by code (`get_extra_state`, hooks, `_save_to_state_dict` of its own) is not there:
+nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckpt_tools.errors import LimitError
+from ckpt_tools.tree import Dict, Entry, List, Node, Object, Where
+
+# In one state dict: modules that hold themselves, or one another twice, would have endless names.
+_MAX_DEPTH, _MAX_CHARACTERS = 900, 100_000_000
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def attributes(node: Node) -> Dict | None:
+    """The attributes of an instance, from the state that its pickle sets: a dict, or a pair of dict and slots."""
+    state = node.state if type(node) is Object else None
+    if type(state) is tuple and len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)}:
+        return Dict([pair for part in state if part is not None for pair in part.items])
+    return state if type(state) is Dict else None
+
+
+def mapping(node: Node) -> list[tuple[Node, Node]]:
+    """The items of a dict or of an object that behaves like one."""
+    if type(node) is Dict:
+        return node.items
+    return [pair for step, value in node.steps if step == "set" for pair in value] if type(node) is Object else []
+
+
+def is_module(node: Node) -> bool:
+    """Whether an object is an `nn.Module`: it has the three tables that every module has."""
+    if type(node) is not Object:
+        return False
+    state = attributes(node)
+    return state is not None and all(type(state.get(table)) in (Dict, Object) for table in _TABLES)
+
+
+def submodules(module: Object) -> Iterator[tuple[str, Dict]]:
+    """Every module with the prefix of its names ("", "conv1.") and its attributes, in the order of `state_dict()`.
+
+    Raises:
+        LimitError: modules that hold one another, or millions of names.
+    """
+    todo: list[tuple[str, int, Node]] = [("", 0, module)]
+    spare = _MAX_CHARACTERS
+    while todo:
+        prefix, depth, node = todo.pop()
+        state = attributes(node)
+        if state is None:
+            continue
+        own = sum(len(mapping(state.get(table))) for table in _TABLES)
+        spare -= (len(prefix) + 16) * (own + 1)
+        if spare < 0 or depth > _MAX_DEPTH:
+            raise LimitError("A pickled module has more sub-modules than a model can have: they may hold one another.")
+        yield prefix, state
+        children = mapping(state.get("_modules"))
+        todo.extend((f"{prefix}{name}.", depth + 1, child) for name, child in reversed(children) if child is not None)
+
+
+def named_tensors(module: Object) -> Iterator[tuple[str, Node]]:
+    """Names and values in the order of `state_dict()`, Parameters as they are."""
+    for prefix, state in submodules(module):
+        hidden = _set_items(state.get("_non_persistent_buffers_set"))
+        buffers = [pair for pair in mapping(state.get("_buffers")) if pair[0] not in hidden]
+        for name, value in (*mapping(state.get("_parameters")), *buffers):
+            if value is not None:
+                yield f"{prefix}{name}", value
+
+
+def module_state_dict(module: Object) -> Dict:
+    """What `state_dict()` of a pickled module would give: tensors without gradients, ties kept."""
+    return Dict([(name, _detached(value)) for name, value in named_tensors(module)], ordered=True)
+
+
+def settings(module: Object) -> Iterator[tuple[Where, Node]]:
+    """The attributes of a module and of its sub-modules that its author set: no tables, hooks and other private things."""
+    for prefix, state in submodules(module):
+        path = tuple(prefix.split(".")[:-1])
+        for name, value in state.items:
+            if type(name) is str and name != "training" and not name.startswith("_"):
+                yield (*path, name), value
+
+
+def _detached(node: Node) -> Node:
+    """A Parameter as `state_dict()` shows it: the tensor in it."""
+    return replace(node, requires_grad=False, kind="tensor") if type(node) is Entry else node
+
+
+def _set_items(node: Node) -> frozenset[str]:
+    if type(node) is Object and type(node.args) is tuple and node.args and type(node.args[0]) is List:
+        return frozenset(item for item in node.args[0].items if type(item) is str)
+    return frozenset()

@@ -1,0 +1,203 @@
+"""`--like` and `--plan` of a conversion: fit the state dict of a tree to a target, and carry along what goes by its names."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools import transforms
+from ckpt_tools.casts import to_little_endian
+from ckpt_tools.checkpoint import find_state_dicts, is_optimizer, is_tensor, open_checkpoint
+from ckpt_tools.dtypes import DTYPES
+from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
+from ckpt_tools.fit import Choices, Fitted, Initialised, OnMismatch, RowChoice, Rows, Wanted, fit
+from ckpt_tools.initialisers import Blank, Rules, blank_in, check_finite
+from ckpt_tools.match import Stages, match
+from ckpt_tools.numeric import live_content, row_major
+from ckpt_tools.plan import Content
+from ckpt_tools.plan_files import read_plan
+from ckpt_tools.plans import Plan, plan_of
+from ckpt_tools.targets import Param, Target, choose_state_dict, params_of, read_target
+from ckpt_tools.transforms import dotted
+from ckpt_tools.tree import Dict, Entry, Node, walk
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class FittedTo:
+    """What a conversion did to fit a target.
+
+    Attributes:
+        target: what the user called it, or the plan.
+        reasons: how many tensors were matched by each reason.
+        renamed: (old name, new name, reason), where they differ.
+        initialised: what got initial values. adapted: name -> what was done to fit another shape.
+        skipped: name -> (shape in the checkpoint, in the target); left out of the output.
+    """
+
+    target: str
+    reasons: dict[str, int] = field(default_factory=dict)
+    renamed: list[tuple[str, str, str]] = field(default_factory=list)
+    initialised: list[Initialised] = field(default_factory=list)
+    adapted: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+
+
+class Retargeting:
+    """The options that name a target, checked."""
+
+    def __init__(
+        self, like: Any, like_args: str | Mapping[str, Any] | None, stages: Stages | None, plan: str | os.PathLike[str] | None,
+        allow_reshape: bool, reinit: str | Sequence[str] | Mapping[str, str] | None, on_mismatch: OnMismatch,
+        rows: RowChoice | Sequence[str], adapt: bool, seed: int,
+    ) -> None:  # fmt: skip
+        self.like, self.like_args, self.plan, self.allow_reshape = like, like_args, plan, allow_reshape
+        self.stages: Stages = stages or "exact+wrappers"
+        self.choices = Choices(Rules(reinit), on_mismatch, Rows(rows), adapt, seed)
+        given = {
+            "--like-args": like_args, "--match": stages, "--allow-reshape": allow_reshape, "--reinit": reinit, "--rows": rows,
+            "--adapt": adapt, "--on-mismatch": on_mismatch != "error", "--seed": seed,
+        }  # fmt: skip
+        used = [option for option, value in given.items() if value]
+        if used and like is None and plan is None:
+            raise UsageError(f"{used[0]} is about a target; --like TARGET is missing.")
+        about_like = [option for option in ("--like-args", "--match", "--allow-reshape") if given[option]]
+        if about_like and (like is None or (plan is not None and about_like != ["--like-args"])):
+            raise UsageError(f"{about_like[0]} does not go with --plan, which says who is who.")
+
+    def __bool__(self) -> bool:
+        return self.like is not None or self.plan is not None
+
+    def apply(self, root: Node, path: str, stack: ExitStack) -> tuple[FittedTo, int]:
+        """Fit the only state dict below `root`, in place; `stack` holds what must stay open until the bytes are written.
+
+        Returns:
+            What was done, and how many of an optimizer's `param_names` changed.
+
+        Raises:
+            NothingMatchedError: no state dict there, or several. TargetError: see `read_target`. MatchError, MatchPlanError,
+            ConvertError: see `fit`.
+        """
+        node = _only_state_dict(root, path)
+        target = None if self.like is None else read_target(self.like, args=self.like_args)
+        plan = self._plan(node, target)
+        label = f"{path} does not fit {target.label}" if target is not None else f"{self.plan} leaves tensors over"
+        fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack), self.choices)
+        names = {**plan.renames, **{old: new for old, new, _, _ in plan.mismatched}}
+        renamed = transforms.rename_optimizers(root, lambda name: names.get(name, name))
+        return _report(target.label if target is not None else str(self.plan), plan, fitted), renamed
+
+    def _plan(self, node: Dict, target: Target | None) -> Plan:
+        if self.plan is not None:
+            return read_plan(self.plan)
+        assert target is not None
+        matching = match(params_of(node), target.params, stages=self.stages, allow_reshape=self.allow_reshape)
+        return plan_of(replace(matching, offers=()))  # fused and split tensors: only a plan does those
+
+
+def _only_state_dict(root: Node, path: str) -> Dict:
+    found = find_state_dicts(root)
+    if len(found) == 1:
+        return found[0].node
+    wheres = ", ".join(dotted(state_dict.where) or "the root" for state_dict in found)
+    raise NothingMatchedError(
+        f"{path} holds {len(found)} state dicts{': ' if wheres else ''}{wheres}; one is fitted to a target.",
+        fix=f"Choose it: --select {dotted(found[0].where) or dotted(found[1].where)}" if found else "",
+    )
+
+
+def _report(label: str, plan: Plan, fitted: Fitted) -> FittedTo:
+    reasons = Counter(step.reason for step in plan.steps for _ in step.new)
+    renamed = [(old, new, step.reason) for step in plan.steps for old in step.old for new in step.new if old != new]
+    renamed += [(old, new, "another shape") for old, new, _, _ in plan.mismatched if old != new and new in fitted.adapted]
+    return FittedTo(label, dict(reasons), renamed, fitted.initialised, fitted.adapted, fitted.skipped)
+
+
+def note_optimizer(root: Node, fitted: FittedTo) -> str:
+    """The sentence for optimizer state that belongs to tensors which are no longer what they were; or the empty text."""
+    if not (fitted.initialised or fitted.adapted or fitted.skipped):
+        return ""
+    found = next((where for where, node in walk(root, stop=is_tensor, plain=False) if is_optimizer(node)), None)
+    return "" if found is None else f"The state in {dotted(found)} is of the old tensors; leave it out: --drop {dotted(found)}"
+
+
+# --- what the target wants
+
+
+def _wanted(target: Target | None, label: str, seed: int, stack: ExitStack) -> Wanted:
+    if target is None:
+        return Wanted((), _no_blank, None, {}, label)
+    params = {param.name: param for param in target.params}
+    first: dict[object, str] = {}
+    ties = {name: name if param.tie is None else first.setdefault(param.tie, name) for name, param in params.items()}
+    own = _OwnValues(target, seed, stack)
+    return Wanted(target.names, lambda name: _blank(target, params[name]), own.content, ties, label)
+
+
+def _no_blank(name: str) -> Blank:
+    raise KeyError(name)  # without a target nobody knows a name's shape, and nobody asks
+
+
+def _blank(target: Target, param: Param) -> Blank:
+    dtype = DTYPES[param.dtype or "float32"]
+    if target.module is None:
+        return Blank(param.name, param.shape, dtype)
+    module = target.module.get_submodule(param.name.rpartition(".")[0])
+    return blank_in(module, param.name, param.shape, dtype)
+
+
+class _OwnValues:
+    """The values that the target itself has: its constructor's, run with the seed; or those of a checkpoint."""
+
+    def __init__(self, target: Target, seed: int, stack: ExitStack) -> None:
+        self.target, self.seed, self.stack = target, seed, stack
+        self.tensors: Mapping[str, Any] | None = None
+
+    def content(self, name: str) -> Content:
+        """The bytes of one tensor, row-major.
+
+        Raises:
+            ConvertError: a value that is NaN or infinite, or no value at all.
+        """
+        if self.tensors is None:
+            self.tensors = self._read()
+        value = self.tensors[name]
+        if type(value) is Entry:
+            return row_major(value)
+        if is_tensor(value) or value.is_meta:
+            raise ConvertError(f"{name!r} has no values in {self.target.label}.", fix='Choose another scheme than "target".')
+        check_finite(value.detach(), name)
+        return live_content(value)
+
+    def _read(self) -> Mapping[str, Any]:
+        if self.target.build is not None:
+            with _seeded(self.seed):
+                made = self.target.build()
+            return made if isinstance(made, Mapping) else _state_dict(made)
+        if self.target.tensors is not None:
+            return self.target.tensors
+        checkpoint = self.stack.enter_context(open_checkpoint(self.target.label))
+        state_dict = choose_state_dict(checkpoint, None)
+        transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
+        root = to_little_endian(state_dict.node, checkpoint.decoded.byteorder)
+        return {key: value for key, value in root.items if type(key) is str and is_tensor(value)}
+
+
+def _state_dict(module: torch.nn.Module) -> Mapping[str, Any]:
+    return module.state_dict()
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """torch's generator with a seed, and as it was afterwards. What it gives is as stable as torch's numbers are."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
