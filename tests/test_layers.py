@@ -19,6 +19,7 @@ LAYERS = [
     ["plan", "cloning"],
     ["tree", "pipeline"],
     ["writer", "numeric", "counting"],
+    ["assembly"],
     ["pickling"],
     ["containers"],
     ["modules"],

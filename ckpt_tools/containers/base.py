@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,7 @@ class Decoded:
         has_checksums: whether the records carry a CRC-32.
         root_folder: the folder in the zip that everything lies in.
         records: the records of a zip, those too that the tree does not refer to.
+        locate: finds the bytes of the tree's tensors, for containers that put it off until they are wanted.
     """
 
     container: str
@@ -68,3 +69,4 @@ class Decoded:
     has_checksums: bool = False
     root_folder: str = "archive"
     records: Sequence[Record] = ()
+    locate: Callable[[Node], Node] | None = None

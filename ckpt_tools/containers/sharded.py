@@ -55,7 +55,7 @@ def decode(index: Source, files: Files, decode_file: DecodeFile) -> Decoded:
     places = _places(shards)
     _check_map(weight_map, places, shards, index)
     found = list(shards.values())
-    keys = _Keys()
+    keys = Keys()
     for decoded in found:
         decoded.root = keys.renew(decoded.root)
     root = Dict(_ordered(weight_map, found, metadata), ordered=True)
@@ -183,11 +183,16 @@ def _own_metadata(shards: Sequence[Decoded], metadata: Mapping[str, str]) -> dic
     return found
 
 
-class _Keys:
+class Keys:
     """New keys for the storages of several files, each of which counts from 0."""
 
     def __init__(self) -> None:
         self.count = 0
+
+    def next(self) -> str:
+        """A key that no storage has yet."""
+        self.count += 1
+        return str(self.count - 1)
 
     def renew(self, root: Node) -> Node:
         """The tree with every storage under a key that no other file's has."""
@@ -195,8 +200,7 @@ class _Keys:
 
         def new(storage: Storage) -> Storage:
             if id(storage) not in renewed:
-                renewed[id(storage)] = replace(storage, key=str(self.count))
-                self.count += 1
+                renewed[id(storage)] = replace(storage, key=self.next())
             return renewed[id(storage)]
 
         def swap(node: Node) -> Node:
