@@ -14,7 +14,7 @@ PACKAGE = Path(ckpt_tools.__file__).parent
 # From the bottom up: a module may import from its own layer's packages and from those below.
 LAYERS = [
     ["errors", "dtypes", "_version"],
-    ["names", "temporaries", "files", "findings"],
+    ["names", "ranks", "temporaries", "files", "findings"],
     ["sources", "staging"],
     ["plan", "cloning"],
     ["tree", "pipeline"],
@@ -34,7 +34,9 @@ LAYERS = [
     ["adaptation"],
     ["fit"],
     ["retarget"],
-    ["describe", "conversion", "differences", "tensor_stats"],
+    ["describe", "conversion", "differences", "tensor_stats", "sharding", "dcp_items"],
+    ["dcp_saving"],
+    ["folder_conversion"],
     ["checking"],
     ["convert", "averaging"],
     ["torch", "render"],

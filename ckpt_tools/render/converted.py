@@ -24,7 +24,8 @@ def print_converted(report: Converted, out: Console) -> None:
     verb = "would write" if report.dry_run else "wrote"
     out.print(Text(f"{verb} {printable(report.target)}", style="bold"), soft_wrap=True)
     grid = label_grid()
-    grid.add_row("container", f"{report.container}, {size_text(report.bytes)}, {counted(report.tensors, 'tensor')}")
+    files = f", {report.files} files" if report.files > 1 else ""
+    grid.add_row("container", f"{report.container}, {size_text(report.bytes)}, {counted(report.tensors, 'tensor')}{files}")
     for row in report.state_dicts:
         if row.renamed:
             grid.add_row("names", f"{path_text(row.where)}: {row.renamed} of {row.tensors} renamed")
