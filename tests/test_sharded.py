@@ -100,7 +100,7 @@ def test_torch_shards_with_checksums(tmp_path: Path) -> None:
     convert(tmp_path / "in", tmp_path / "out.pth", verify=True)
     got = same(tmp_path / "out.pth", {"b": base, "a": base[2:4], "c": base + 1})
     assert got["a"].untyped_storage().data_ptr() == got["b"].untyped_storage().data_ptr()
-    with open(tmp_path / "in" / two, "r+b") as file:
+    with open(tmp_path / "in" / "pytorch_model-00002-of-00002.bin", "r+b") as file:
         data = file.read()
         file.seek(data.index((base + 1).numpy().tobytes()))
         file.write(b"\1")

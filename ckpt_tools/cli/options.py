@@ -113,7 +113,6 @@ def work_shared(shard_size: str | None) -> Iterator[Ranks | None]:
         yield ranks
 
 
-
 @contextlib.contextmanager
 def show_progress(*, quiet: bool = False, preload: str | None = None) -> Iterator[Progress]:
     """A progress bar on a terminal, for work that takes over a second; nothing in a pipe, or where quiet was asked for.
