@@ -23,6 +23,7 @@ from ckpt_tools.pickling.weights_only import refused
 from ckpt_tools.sources import Files
 from ckpt_tools.tree import CONTAINERS, Dict, Entry, List, Node, Object, Where, children, is_hollow, walk
 
+
 def _decode_zip(source: Source) -> Decoded:
     """One archive, or several one after another."""
     try:

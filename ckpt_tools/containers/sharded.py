@@ -123,7 +123,7 @@ def _shard(name: str, files: Files, decode_file: DecodeFile) -> Decoded:
     try:
         decoded = decode_file(files.open(name))
     except NotACheckpointError as error:
-        error.fix = error.fix or f"{files.path} names it: get the missing file again."
+        error.fix = f"{files.path} names it: get the missing file again."
         raise
     root = decoded.root
     if type(root) is not Dict or any(type(key) is not str for key, _ in root.items):
