@@ -142,13 +142,17 @@ def checked(pieces: list[Piece], root: Node) -> list[Piece]:
     Raises:
         ChecksumError: bytes that do not match.
     """
-    whole = {(piece.content.offset, piece.content.length) for piece in pieces if isinstance(piece.content, Range)}
+    whole = {_key(piece.content) for piece in pieces if isinstance(piece.content, Range)}
     records = {}
     for content in _sources(root):
-        records[content.offset, content.length] = content
-        if content.length and (content.offset, content.length) not in whole:
+        records[_key(content)] = content
+        if content.length and _key(content) not in whole:
             _check_now(content)
     return [_with_checksum(piece, records) for piece in pieces]
+
+
+def _key(content: Range) -> tuple[int, int, int]:
+    return id(content.source), content.offset, content.length
 
 
 def _sources(root: Node) -> list[RecordRange]:
@@ -171,9 +175,9 @@ def _check_now(content: RecordRange) -> None:
         checksum.update(chunk)
 
 
-def _with_checksum(piece: Piece, records: dict[tuple[int, int], RecordRange]) -> Piece:
+def _with_checksum(piece: Piece, records: dict[tuple[int, int, int], RecordRange]) -> Piece:
     content = piece.content
     if piece.checksum is not None or not isinstance(content, Range) or not content.length:
         return piece
-    record = records.get((content.offset, content.length))
+    record = records.get(_key(content))
     return piece if record is None else Piece(content, Checksum(content.length, record.record.crc, record.record.name))

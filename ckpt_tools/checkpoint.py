@@ -12,10 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ckpt_tools.containers import archives, folders, safetensors, sharded, torch_legacy, torch_zip
+from ckpt_tools.containers import archives, safetensors, torch_legacy, torch_zip
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.foreign import recognise, unknown
-from ckpt_tools.errors import CkptError, LimitError
+from ckpt_tools.errors import CkptError, LimitError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
@@ -23,10 +23,24 @@ from ckpt_tools.pickling.weights_only import refused
 from ckpt_tools.sources import Files
 from ckpt_tools.tree import CONTAINERS, Dict, Entry, List, Node, Object, Where, children, is_hollow, walk
 
+
+def _decode_zip(source: Source) -> Decoded:
+    """One archive, or several one after another."""
+    try:
+        return archives.decode(source)
+    except ZipError:
+        from ckpt_tools.containers import concatenated
+
+        spans = concatenated.split(source)
+        if not spans:
+            raise
+        return concatenated.decode(source, spans)
+
+
 HEAD = 4096
 # One file each: whether it is one by its first bytes, and how it is read.
 _CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[Source], Decoded]], ...] = (
-    (torch_zip.sniff, archives.decode),
+    (torch_zip.sniff, _decode_zip),
     (safetensors.sniff, safetensors.decode),
     (torch_legacy.sniff, torch_legacy.decode),
 )
@@ -63,6 +77,13 @@ class Checkpoint:
     def close(self) -> None:
         """Close the file; the tree stays readable."""
         self.decoded.source.close()
+
+    def locate(self) -> Node:
+        """Find the bytes of every tensor, where the container put that off; returns the root. Ask for it before writing."""
+        if self.decoded.locate is not None:
+            self.root = self.decoded.root = self.decoded.locate(self.root)
+            self.decoded.locate = None
+        return self.root
 
     @property
     def warnings(self) -> list[Warned]:
@@ -157,6 +178,10 @@ def naming(source: Source) -> Iterator[None]:
 def _decode(source: Source) -> Decoded:
     """Decode with the container that the first bytes name; an index of shards with what it names."""
     head = source.read(0, min(HEAD, source.size))
+    if not head.lstrip().startswith(b"{"):
+        return decode_file(source)
+    from ckpt_tools.containers import sharded
+
     if not sharded.sniff(head, source):
         return decode_file(source)
     files = Files(source.path, source.path.parent)
@@ -169,7 +194,13 @@ def _decode(source: Source) -> Decoded:
 
 def _decode_folder(files: Files) -> Decoded:
     """Decode a folder with the layout that its files name."""
+    from ckpt_tools.containers import dcp, folders, sharded
+
     layout = folders.layout(files.folder)
+    if layout.container == "dcp":
+        return dcp.decode(files.open(layout.names[0]), files)
+    if layout.container == "dcp-safetensors":
+        return dcp.decode_safetensors(layout.names, files)
     return sharded.decode(files.open(layout.names[0]), files, decode_file)
 
 

@@ -79,7 +79,7 @@ class Converted:
         aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
         fitted: what was done to fit a target; None without one.
         notes: what else the user should know.
-        tensors, bytes: tensors in the output, and its size. seconds: how long it took.
+        tensors, files, bytes: tensors and files in the output, and its size. seconds: how long it took.
     """
 
     source: str
@@ -98,6 +98,7 @@ class Converted:
     fitted: FittedTo | None = None
     notes: list[Note] = field(default_factory=list)
     tensors: int = 0
+    files: int = 1
     bytes: int = 0
     seconds: float = 0.0
 
@@ -166,12 +167,13 @@ class Edits:
         self.retargeting = retargeting
 
     def plan(self, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
-        """Edit the tree, fill in the report, lay the output out."""
+        """Edit the tree, fill in the report, lay the output out as one file."""
         root = self.edit(checkpoint, report)
         return _lay_out(root, checkpoint, self, report)
 
     def edit(self, checkpoint: Checkpoint, report: Converted) -> Node:
-        """Edit the tree and fill in the report."""
+        """Edit the tree and fill in the report; returns the root."""
+        checkpoint.locate()
         report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
         self.ties = transforms.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
         if self.ties:
@@ -199,6 +201,8 @@ class Edits:
                 text = f"{self.casting.steps} step counters of optimizers keep their dtype; --dtype-only '*.step' casts them."
                 report.notes.append(Note("steps-kept", text))
         report.tensors = count_tensors(root)
+        if not report.tensors and checkpoint.tensors:
+            raise NothingMatchedError("No tensor would be left.")
         return root
 
     def _fit(self, root: Node, report: Converted) -> None:
@@ -353,26 +357,29 @@ def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: st
         report.notes.append(Note("devices-unchanged", f"--map-location {spec}: no storage had to change."))
 
 
+def report_flat(flat: flatten.Flat, report: Converted) -> None:
+    """What became of ties, views and objects when the tree was made flat."""
+    report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
+    report.notes += [Note(code, text) for code, text in flat.notes]
+    if flat.aliases:
+        text = "Tied names are kept as aliases: ckpt puts them back, another loader sees the first name of each only."
+        report.notes.append(Note("aliases", text))
+    report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
+
+
 def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
     decoded, verify = checkpoint.decoded, edits.verify
     if verify and not decoded.has_checksums:
         report.notes.append(Note("no-checksums", "--verify: the input carries no checksums."))
-    if not report.tensors and checkpoint.tensors:
-        raise NothingMatchedError("No tensor would be left.")
     if edits.kind == "safetensors":
         flat = flatten.flatten(root, objects=edits.objects, metadata=decoded.metadata)
-        report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
-        report.notes += [Note(code, text) for code, text in flat.notes]
-        if flat.aliases:
-            text = "Tied names are kept as aliases: ckpt puts them back, another loader sees the first name of each only."
-            report.notes.append(Note("aliases", text))
-        report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
+        report_flat(flat, report)
         pieces = safetensors.lay_out(flat.tensors, flat.metadata, reserve=edits.reserve)
         return casts.checked(pieces, root) if verify and decoded.has_checksums else pieces
-    if decoded.container == "safetensors":
+    if decoded.container in ("safetensors", "sharded", "dcp"):
         known = {safetensors.ALIASES, safetensors.STATE_DICT_METADATA, "format", *edits.ties}
         lost = [key for key in decoded.metadata if key not in known]
-        report.dropped += [(key, "safetensors metadata; a .pth has no place for it") for key in lost]
+        report.dropped += [(key, "text beside the tensors; a .pth has no place for it") for key in lost]
     verify = verify and decoded.has_checksums
     if edits.kind == "pth-legacy":
         pieces = torch_legacy.lay_out(root)

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion import Converted
     from ckpt_tools.fit import OnMismatch, RowChoice
     from ckpt_tools.match import Stages
+    from ckpt_tools.ranks import Ranks
     from ckpt_tools.retarget import Retargeting
     from ckpt_tools.writer import Progress
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
-Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors"]
+Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors", "dcp"]
 _SUFFIXES: dict[str, Format] = {".safetensors": "safetensors"}
 
 
@@ -59,6 +60,8 @@ def convert(
     reserve: int | None = None,
     compact: bool = False,
     fsync: bool = False,
+    shard_size: str | int | None = None,
+    ranks: Ranks | None = None,
     progress: Progress | None = None,
 ) -> Converted:
     """Read `source`, edit it, write `target`: the whole new file, or nothing.
@@ -87,7 +90,11 @@ def convert(
         rows: with "overlap": which rows of the checkpoint's tensors, in which order; for one name by a mapping from globs.
         adapt: fit a first convolution to other input channels, and position embeddings to another grid.
         seed: for initial values; one seed gives the same bytes on every machine.
-        format: "pth", "pth-legacy" (what PyTorch before 1.6 reads) or "safetensors"; else by the target's extension.
+        format: "pth", "pth-legacy" (what PyTorch before 1.6 reads), "safetensors" or "dcp" (a folder for
+            `torch.distributed.checkpoint`); else by the target's extension.
+        shard_size: the target is a folder of shards of at most so many bytes of tensors each ("5GB", "500MiB", a number),
+            with their index; in safetensors unless `format` says "pth".
+        ranks: the processes that share the work of a sharded output (`ckpt_tools.ranks.launched`).
         overwrite: replace an existing target. dry_run: only report. verify: check CRC-32s while copying.
         reserve: bytes of room in a safetensors header for longer names, 4096 unless told, so that an edit in place fits.
         compact: leave no gaps, not even where keeping them would spare moving the tensors.
@@ -101,10 +108,14 @@ def convert(
         CkptError: see `ckpt_tools.errors`; nothing has been written then.
     """
     started = time.perf_counter()
-    kind = output_format(target, format)
+    limit = None if shard_size is None else shard_limit(target, shard_size, format)
+    kind = format or "safetensors" if limit is not None else output_format(target, format)
+    to_folder = limit is not None or kind == "dcp"
     with ExitStack() as stack:
         output = clone = None
-        if dry_run:
+        if to_folder:
+            pass  # looked at by whoever writes it
+        elif dry_run:
             output_target(target, overwrite=True)
         else:
             output = stack.enter_context(replacing(target, overwrite=overwrite, durable=fsync))
@@ -121,7 +132,16 @@ def convert(
             names, _several(keep), _several(drop), select, map_location, dtype, only, objects, kind, verify, reserve, compact
         )
         edits.fit_to(retargeting)
-        report = run(source, target, edits, output, clone, progress)
+        if to_folder:
+            from ckpt_tools.folder_conversion import FolderTarget, run_folder
+            from ckpt_tools.ranks import Ranks
+
+            place = FolderTarget(
+                target, kind, overwrite=overwrite, durable=fsync, dry_run=dry_run, ranks=ranks if ranks is not None else Ranks()
+            )
+            report = run_folder(source, place, edits, limit or 0, progress)
+        else:
+            report = run(source, target, edits, output, clone, progress)
     report.seconds = time.perf_counter() - started
     return report
 
@@ -140,8 +160,26 @@ def _several(values: str | Sequence[str]) -> Sequence[str]:
     return (values,) if isinstance(values, str) else values
 
 
+def shard_limit(target: str | os.PathLike[str], shard_size: str | int, format: Format | None) -> int:
+    """Bytes of tensors in a shard, from what --shard-size says.
+
+    Raises:
+        UsageError: no size, a format that has no shards, or a target that looks like a file.
+    """
+    from ckpt_tools.containers.sharded import parse_size
+
+    if format in ("dcp", "pth-legacy"):
+        raise UsageError(f"--shard-size is for safetensors and pth; {format} has no shards of that kind.")
+    if Path(target).suffix in (".safetensors", ".pth", ".pt", ".bin", ".ckpt"):
+        raise UsageError(f"--shard-size writes a folder; {target} looks like a file.", fix="Name a folder.")
+    try:
+        return parse_size(shard_size)
+    except ValueError:
+        raise UsageError(f"--shard-size {shard_size!r} is no size.", fix="For example: 5GB, 500MB, 2GiB.") from None
+
+
 def output_format(target: str | os.PathLike[str], format: Format | None) -> Format:
     """The container of an output: as said, else by extension; anything but `.safetensors` is a torch-zip."""
-    if format not in (None, "pth", "pth-legacy", "safetensors"):
-        raise UsageError(f"--format {format!r} is none of pth, pth-legacy, safetensors.")
+    if format not in (None, "pth", "pth-legacy", "safetensors", "dcp"):
+        raise UsageError(f"--format {format!r} is none of pth, pth-legacy, safetensors, dcp.")
     return format or _SUFFIXES.get(Path(target).suffix, "pth")

@@ -12,7 +12,7 @@ from ckpt_tools import plain
 from ckpt_tools.checkpoint import StateDict, find_state_dicts, find_tensors, is_optimizer, is_tensor
 from ckpt_tools.containers.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.errors import ContainerLimitError
-from ckpt_tools.numeric import lazy_bits, row_major
+from ckpt_tools.numeric import row_major, view_of
 from ckpt_tools.plan import Content
 from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Dict, Entry, List, Node, Object, Where, children, component, walk
@@ -46,21 +46,32 @@ def flatten(root: Node, *, objects: str | None = None, metadata: Mapping[str, st
     Raises:
         ContainerLimitError: several state dicts, tensors outside of one, an unusual tensor, objects that are to be kept.
     """
+    state_dict, flat = one_state_dict(root, objects=objects, metadata=metadata)
+    _collect(state_dict, flat)
+    flat.metadata.setdefault("format", "pt")
+    if flat.aliases:
+        flat.metadata[ALIASES] = json.dumps(flat.aliases, separators=(",", ":"))
+    return flat
+
+
+def one_state_dict(root: Node, *, objects: str | None, metadata: Mapping[str, str] | None) -> tuple[StateDict, Flat]:
+    """The one state dict of a tree, and what lies beside its tensors as text; the tensors are left to the caller.
+
+    Raises:
+        ContainerLimitError: several state dicts, tensors outside of one, objects that are to be kept.
+    """
     if objects == "keep" and plain.find_unknown(root):
         raise ContainerLimitError(
-            "safetensors holds no Python objects, so it cannot keep them.", fix="Use --objects plain or drop."
+            "safetensors, and the index of shards, hold no Python objects, so they cannot keep them.",
+            fix="Use --objects plain or drop.",
         )
     state_dict = _only_state_dict(root)
     own = (ALIASES, STATE_DICT_METADATA)
     flat = Flat(metadata={key: text for key, text in (metadata or {}).items() if key not in own})
-    _collect(state_dict, flat)
     _values(root, state_dict, flat)
-    flat.metadata.setdefault("format", "pt")
-    if flat.aliases:
-        flat.metadata[ALIASES] = json.dumps(flat.aliases, separators=(",", ":"))
     if (paths := _state_dict_metadata(state_dict.node)) is not None:
         flat.metadata[STATE_DICT_METADATA] = paths
-    return flat
+    return state_dict, flat
 
 
 def _only_state_dict(root: Node) -> StateDict:
@@ -91,7 +102,7 @@ def _only_state_dict(root: Node) -> StateDict:
 
 def _collect(state_dict: StateDict, flat: Flat) -> None:
     """The tensors: ties become aliases, views that merely overlap are written in full."""
-    first: dict[tuple[Any, ...], str] = {}
+    first: dict[tuple[int, str], str] = {}
     storages: dict[int, list[str]] = {}
     index = 0
     for name, node in state_dict.node.items:
@@ -100,8 +111,7 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
         if type(node) is Object:
             raise ContainerLimitError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
                                       fix=f"Leave it out: --drop '{name}'.")  # fmt: skip
-        # Text, since Python's hash of text cannot be foreseen: a file could choose strides of one hash value.
-        view = (id(node.storage), str((node.dtype.name, node.shape, node.stride, node.offset, *sorted(lazy_bits(node)))))
+        view = view_of(node)
         if node.nbytes and view in first:
             flat.aliases[name] = {"of": first[view], "index": index}
         else:

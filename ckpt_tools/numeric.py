@@ -184,6 +184,14 @@ def blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from blocks(values[row])
 
 
+def view_of(entry: Entry) -> tuple[int, str]:
+    """What two entries have in common that are one and the same view.
+
+    Text, since Python's hash of text cannot be foreseen: a file could choose strides of one hash value.
+    """
+    return id(entry.storage), str((entry.dtype.name, entry.shape, entry.stride, entry.offset, *sorted(lazy_bits(entry))))
+
+
 def lazy_bits(entry: Entry) -> set[str]:
     """The math bits that torch applies on reading: "conj", "neg"."""
     metadata = entry.extras.metadata if entry.extras is not None else None

@@ -130,6 +130,18 @@ def read(content: Content) -> bytes:
     return b"".join(chunks(content))
 
 
+def to_bytes(pieces: Iterable[Piece]) -> bytes:
+    """What the pieces make, in memory."""
+    made = []
+    for piece in pieces:
+        content = piece.content
+        for chunk in (content.make(),) if isinstance(content, Late) else chunks(content):
+            made.append(bytes(chunk))
+            if piece.checksum is not None:
+                piece.checksum.update(chunk)
+    return b"".join(made)
+
+
 def _inflate(content: Deflated) -> Iterator[bytes]:
     """Inflate; the declared size is a hard stop, so that a bomb costs one chunk at most."""
     inflater, left = zlib.decompressobj(-15), content.length

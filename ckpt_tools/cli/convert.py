@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from ckpt_tools.cli.options import Once, quiet_option, show_progress, target_options
+from ckpt_tools.cli.options import Once, quiet_option, show_progress, target_options, work_shared
 from ckpt_tools.convert import convert as convert_checkpoint
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ if TYPE_CHECKING:
     "--format",
     "format_",
     cls=Once,
-    type=click.Choice(["pth", "pth-legacy", "safetensors"]),
-    help="Container of OUT; else by its extension. pth-legacy is for PyTorch before 1.6.",
+    type=click.Choice(["pth", "pth-legacy", "safetensors", "dcp"]),
+    help="Container of OUT; else by its extension. pth-legacy: for PyTorch before 1.6. dcp: a folder for distributed jobs.",
 )
+@click.option("--shard-size", cls=Once, metavar="SIZE", help="OUT is a folder of shards of at most 5GB, 500MiB ... each.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
 @click.option("--verify", is_flag=True, help="Check the CRC-32 of every record while copying.")
@@ -88,22 +89,34 @@ def convert(
     ckpt convert gpu.pth cpu.pth --map-location cpu --dtype bf16
     ckpt convert huge.pth --in-place --strip-module
     ckpt convert old.pth new.pth --like models:resnet --like-args '{"num_classes": 200}' --on-mismatch reinit --reinit default
+    ckpt convert big.pth folder --shard-size 5GB
+    ckpt convert folder merged.safetensors
 
     The steps come in this order: --select, --objects, --keep and --drop (by the names in IN), --strip-module, --unwrap,
     --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan, --map-location, --dtype.
+
+    IN may be a folder: of shards with their index, or of torch.distributed.checkpoint. With --shard-size the processes of
+    torchrun --nproc-per-node N -m ckpt_tools convert ... share the shards among them.
 
     Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
     """
     if in_place:
         report = _edit_in_place(source, target, {"format": format_, "on_mismatch": on_mismatch, "seed": seed, **options})
-    elif target is None:
+        _report(report, quiet=quiet, as_json=as_json)
+        return
+    if target is None:
         raise click.UsageError("Missing argument 'OUT'; --in-place does without.")
-    else:
-        with show_progress(quiet=quiet, preload=None if as_json or quiet else "ckpt_tools.render.converted") as progress:
-            report = convert_checkpoint(
-                source, target, format=cast("Any", format_), on_mismatch=cast("Any", on_mismatch or "error"), seed=seed or 0,
-                progress=progress, **options,
-            )  # fmt: skip
+    preload = None if as_json or quiet else "ckpt_tools.render.converted"
+    with work_shared(options["shard_size"]) as ranks, show_progress(quiet=quiet, preload=preload) as progress:
+        report = convert_checkpoint(
+            source, target, format=cast("Any", format_), on_mismatch=cast("Any", on_mismatch or "error"), seed=seed or 0,
+            progress=progress, ranks=ranks, **options,
+        )  # fmt: skip
+    if ranks is None or not ranks.rank:  # the first process reports for all
+        _report(report, quiet=quiet, as_json=as_json)
+
+
+def _report(report: Converted, *, quiet: bool, as_json: bool) -> None:
     if as_json:
         from ckpt_tools.render.json import line
 
@@ -115,16 +128,8 @@ def convert(
 
 
 _IN_PLACE = (
-    "strip_module",
-    "add_module",
-    "unwrap",
-    "strip_prefix",
-    "add_prefix",
-    "rename",
-    "map_location",
-    "objects",
-    "dry_run",
-)
+    "strip_module", "add_module", "unwrap", "strip_prefix", "add_prefix", "rename", "map_location", "objects", "dry_run",
+)  # fmt: skip
 
 
 def _edit_in_place(path: Path, target: Path | None, options: dict[str, Any]) -> Converted:

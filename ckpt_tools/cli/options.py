@@ -17,6 +17,7 @@ import click
 from ckpt_tools.errors import CkptError, NotACheckpointError
 
 if TYPE_CHECKING:
+    from ckpt_tools.ranks import Ranks
     from ckpt_tools.writer import Progress
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
@@ -98,6 +99,18 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+@contextlib.contextmanager
+def work_shared(shard_size: str | None) -> Iterator[Ranks | None]:
+    """The processes that torchrun started for this command; None where one works alone."""
+    if shard_size is None or os.environ.get("WORLD_SIZE", "1") == "1":
+        yield None
+        return
+    from ckpt_tools.ranks import launched
+
+    with launched() as ranks:
+        yield ranks
 
 
 @contextlib.contextmanager

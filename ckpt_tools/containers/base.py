@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,7 @@ class Decoded:
         root_folder: the folder in the zip that everything lies in.
         records: the records of a zip, those too that the tree does not refer to.
         dead_bytes: bytes that nothing refers to: gaps, and storages that no tensor is built on.
+        locate: finds the bytes of the tree's tensors, for containers that put it off until they are wanted.
     """
 
     container: str
@@ -70,3 +71,4 @@ class Decoded:
     root_folder: str = "archive"
     records: Sequence[Record] = ()
     dead_bytes: int = 0
+    locate: Callable[[Node], Node] | None = None

@@ -28,6 +28,7 @@ from ckpt_tools.sources import Files
 from ckpt_tools.tree import Dict, Entry, Node, Object, Storage, reachable
 
 MAX_INDEX = 100_000_000
+ORDER = "ckpt_tools.order"  # in the index's metadata: weight_map is in the state dict's order
 DecodeFile = Callable[[Source], Decoded]
 
 
@@ -51,11 +52,11 @@ def decode(index: Source, files: Files, decode_file: DecodeFile) -> Decoded:
         DamagedFileError: the index is malformed; a shard or a tensor is missing, in the wrong shard, or in two.
     """
     weight_map, metadata = _read_index(index)
-    shards = {name: _shard(name, files, decode_file) for name in dict.fromkeys(weight_map.values())}
+    shards = {name: _shard(name, files, decode_file) for name in sorted({*weight_map.values()})}
     places = _places(shards)
     _check_map(weight_map, places, shards, index)
     found = list(shards.values())
-    keys = _Keys()
+    keys = Keys()
     for decoded in found:
         decoded.root = keys.renew(decoded.root)
     root = Dict(_ordered(weight_map, found, metadata), ordered=True)
@@ -122,7 +123,7 @@ def _shard(name: str, files: Files, decode_file: DecodeFile) -> Decoded:
     try:
         decoded = decode_file(files.open(name))
     except NotACheckpointError as error:
-        error.fix = error.fix or f"{files.path} names it: get the missing file again."
+        error.fix = f"{files.path} names it: get the missing file again."
         raise
     root = decoded.root
     if type(root) is not Dict or any(type(key) is not str for key, _ in root.items):
@@ -161,10 +162,10 @@ def _check_map(weight_map: Mapping[str, str], places: Mapping[str, str], shards:
 
 
 def _ordered(weight_map: Mapping[str, str], shards: Sequence[Decoded], metadata: Mapping[str, str]) -> list[tuple[Any, Any]]:
-    """The items in the index's order. An index in alphabetical order tells none; then the shards' own order is the best."""
+    """The items in the index's order. transformers sorts its index, so that one which is sorted and not ours tells no order."""
     items = {name: value for decoded in shards for name, value in decoded.root.items}
     names = list(weight_map)
-    if names == sorted(names):
+    if names == sorted(names) and ORDER not in metadata:
         return list(items.items())
     aliases = safetensors.aliases_in(metadata)
     listed = [(name, items[name]) for name in names if name not in aliases]
@@ -174,7 +175,7 @@ def _ordered(weight_map: Mapping[str, str], shards: Sequence[Decoded], metadata:
 
 def _own_metadata(shards: Sequence[Decoded], metadata: Mapping[str, str]) -> dict[str, str]:
     """The texts of the index and of the shards; where they differ, the index's."""
-    own = (safetensors.ALIASES, safetensors.STATE_DICT_METADATA)
+    own = (safetensors.ALIASES, safetensors.STATE_DICT_METADATA, ORDER)
     found: dict[str, str] = {}
     for texts in (metadata, *(decoded.metadata for decoded in shards)):
         for key, text in texts.items():
@@ -183,11 +184,16 @@ def _own_metadata(shards: Sequence[Decoded], metadata: Mapping[str, str]) -> dic
     return found
 
 
-class _Keys:
+class Keys:
     """New keys for the storages of several files, each of which counts from 0."""
 
     def __init__(self) -> None:
         self.count = 0
+
+    def next(self) -> str:
+        """A key that no storage has yet."""
+        self.count += 1
+        return str(self.count - 1)
 
     def renew(self, root: Node) -> Node:
         """The tree with every storage under a key that no other file's has."""
@@ -195,8 +201,7 @@ class _Keys:
 
         def new(storage: Storage) -> Storage:
             if id(storage) not in renewed:
-                renewed[id(storage)] = replace(storage, key=str(self.count))
-                self.count += 1
+                renewed[id(storage)] = replace(storage, key=self.next())
             return renewed[id(storage)]
 
         def swap(node: Node) -> Node:
@@ -249,7 +254,7 @@ def index_text(weight_map: Mapping[str, str], total_size: int, metadata: Mapping
     Raises:
         ContainerLimitError: a name that JSON cannot carry, or an index over 100 MB.
     """
-    content = {"metadata": {"total_size": total_size, **metadata}, "weight_map": dict(weight_map)}
+    content = {"metadata": {"total_size": total_size, ORDER: "weight_map", **metadata}, "weight_map": dict(weight_map)}
     try:
         text = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
     except UnicodeEncodeError:

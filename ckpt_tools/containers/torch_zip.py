@@ -172,7 +172,7 @@ def lay_out(
         compact: leave no gap, at the price of moving the storages.
     """
     survey = Survey(root)
-    storages = sorted(_unique(survey.storages), key=_source_order)
+    storages = _in_source_order(_unique(survey.storages))
     whole = {} if verify or not trust_crc else dict(_whole_records(storages, folder))
     head, tail = _small_records(root, survey, byteorder)
     layout = ZipLayout(folder)
@@ -200,7 +200,7 @@ def lay_out_in_place(root: Node, *, folder: str, byteorder: str = "little") -> l
         ContainerLimitError: a storage that is not in the file as it is to be.
     """
     survey = Survey(root)
-    storages = sorted(_unique(survey.storages), key=_source_order)
+    storages = _in_source_order(_unique(survey.storages))
     contents = [storage.content for storage in storages]
     records = [content.record for content in contents if type(content) is RecordRange]
     names = [record.name for record in records]
@@ -266,10 +266,17 @@ def _unique(storages: list[Storage]) -> list[Storage]:
     return storages
 
 
-def _source_order(storage: Storage) -> tuple[int, int, str]:
-    if isinstance(storage.content, RecordRange):
-        return 0, storage.content.record.header, ""
-    return 1, int(storage.key) if storage.key.isdecimal() and len(storage.key) < 20 else 0, storage.key
+def _in_source_order(storages: list[Storage]) -> list[Storage]:
+    """Records file by file as they lie there; then the others by their keys."""
+    sources: dict[int, int] = {}
+
+    def place(storage: Storage) -> tuple[int, int, int, str]:
+        if isinstance(storage.content, RecordRange):
+            source = sources.setdefault(id(storage.content.source), len(sources))
+            return 0, source, storage.content.record.header, ""
+        return 1, 0, int(storage.key) if storage.key.isdecimal() and len(storage.key) < 20 else 0, storage.key
+
+    return sorted(storages, key=place)
 
 
 def _whole_records(storages: Sequence[Storage], folder: str) -> Iterator[tuple[str, Record]]:

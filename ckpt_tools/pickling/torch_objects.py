@@ -140,7 +140,7 @@ def extras_of(hooks: Node, rest: list[Node]) -> Extras | None:
 def _entry(
     storage: Node, dtype: DType | None, offset: Node, shape: Node, stride: Node, requires_grad: Node, extras: Extras | None
 ) -> Entry:
-    shape, stride = _sizes(shape), _sizes(stride)
+    shape, stride = sizes_of(shape), sizes_of(stride)
     if type(offset) is not int or type(requires_grad) is not bool or shape is None or stride is None:
         raise TensorError("A tensor has a size, stride, offset or requires_grad of the wrong type.")
     entry = Entry(storage_of(storage), dtype or UINT8, shape, stride, offset, requires_grad, "tensor", extras)
@@ -148,7 +148,7 @@ def _entry(
     return entry
 
 
-def _sizes(node: Node) -> tuple[int, ...] | None:
+def sizes_of(node: Node) -> tuple[int, ...] | None:
     """A size or stride: a tuple of ints, a list of them, or a torch.Size."""
     if type(node) is Object and node.function == Global("torch", "Size") and type(node.args) is tuple and len(node.args) == 1:
         node = node.args[0]
@@ -298,14 +298,14 @@ def _checked(unusual: UnusualTensor) -> UnusualTensor:
 
 
 def _quantized(args: Any) -> UnusualTensor:
-    return UnusualTensor("quantized", storage_of(args[0]).dtype, _sizes(args[2]), _sizes(args[3]))
+    return UnusualTensor("quantized", storage_of(args[0]).dtype, sizes_of(args[2]), sizes_of(args[3]))
 
 
 def _sparse(args: Any) -> UnusualTensor:
     parts = args[1]
     values = parts[1] if (len(parts) == 4 and type(parts[3]) is bool) or len(parts) == 3 else parts[2]
     shape = parts[2] if values is parts[1] else parts[3]
-    return UnusualTensor("sparse", values.dtype, _sizes(shape))
+    return UnusualTensor("sparse", values.dtype, sizes_of(shape))
 
 
 def _nested(args: Any) -> UnusualTensor:
@@ -313,11 +313,11 @@ def _nested(args: Any) -> UnusualTensor:
 
 
 def _meta(args: Any) -> UnusualTensor:
-    return UnusualTensor("meta", dtype_of(args[0]), _sizes(args[1]), _sizes(args[2]))
+    return UnusualTensor("meta", dtype_of(args[0]), sizes_of(args[1]), sizes_of(args[2]))
 
 
 def _wrapper_subclass(args: Any) -> UnusualTensor:
-    return UnusualTensor("subclass", dtype_of(args[1]), _sizes(args[2]), _sizes(args[3]))
+    return UnusualTensor("subclass", dtype_of(args[1]), sizes_of(args[2]), sizes_of(args[3]))
 
 
 def _from_cpu_tensor(args: Any) -> UnusualTensor:

@@ -23,7 +23,8 @@ def show_converted(report: Converted) -> None:
 
 
 def _rows(report: Converted) -> list[Row]:
-    rows = [("container", f"{report.container}, {size_text(report.bytes)}, {counted(report.tensors, 'tensor')}")]
+    files = f", {report.files} files" if report.files > 1 else ""
+    rows = [("container", f"{report.container}, {size_text(report.bytes)}, {counted(report.tensors, 'tensor')}{files}")]
     for state_dict in report.state_dicts:
         rows += _names(state_dict)
     if report.fitted is not None:

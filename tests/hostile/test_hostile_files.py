@@ -207,12 +207,18 @@ def test_12_plain_pickle(tmp_path: Path) -> None:
 
 
 def test_13_two_zips(tmp_path: Path) -> None:
-    """Two archives, one behind the other, as in a .distcp shard: which one is meant is not guessed."""
-    refused(write(tmp_path, saved() + saved()), ZipError, "not where the file says", ".distcp")
-
-
-def test_13_two_zips_with_other_sizes(tmp_path: Path) -> None:
-    """The same where the two differ."""
+    """Two archives, one behind the other, as in a .distcp shard: both are shown, and the warning says what the file is."""
     buffer = io.BytesIO()
     torch.save({"b": torch.zeros(100)}, buffer)
-    refused(write(tmp_path, saved() + buffer.getvalue()), ZipError, "not where the file says", ".distcp")
+    for second in (saved(), buffer.getvalue()):
+        found = ckpt_tools.inspect(write(tmp_path, saved() + second))
+        assert found.container == "dcp-part"
+        assert {row["where"][0] for row in found.tensors} == {0, 1}
+        assert [finding.code for finding in found.findings if finding.severity == "warning"] == ["several-archives"]
+
+
+def test_13_two_zips_and_more(tmp_path: Path) -> None:
+    """Bytes between or before them, and the file is damaged as ever: which archive is meant is not guessed."""
+    for data in (saved() + b"x" + saved(), b"x" + saved() + saved(), saved()[100:] + saved()):
+        with pytest.raises(ckpt_tools.CkptError):
+            ckpt_tools.inspect(write(tmp_path, data))

@@ -1,0 +1,129 @@
+"""One tensor out of its chunks: boxes of it that lie in several places, as jobs on many devices save them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+
+from ckpt_tools.errors import LimitError, TensorError
+from ckpt_tools.numeric import part
+from ckpt_tools.plan import CHUNK, Computed, Content, Joined, Literal, read
+from ckpt_tools.tree import contiguous_stride
+
+_MAX_BOXES = 4096  # of one tensor, where each has to be compared with the others
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor: where it begins, how large it is, and its elements row-major."""
+
+    offsets: Sizes
+    sizes: Sizes
+    content: Content
+
+    def start(self, shape: Sizes) -> int:
+        """Which element of the whole tensor, row-major, is its first."""
+        return sum(at * step for at, step in zip(self.offsets, contiguous_stride(shape), strict=True))
+
+
+def assemble(name: str, shape: Sizes, itemsize: int, chunks: Sequence[Chunk]) -> Content:
+    """The tensor's bytes, row-major. Chunks that are whole rows stay ranges of their files; others are put together in
+    blocks of a few megabytes while they are written.
+
+    Raises:
+        TensorError: the chunks do not cover the tensor exactly once. LimitError: more boxes than any real tensor has.
+    """
+    parts = sorted((chunk for chunk in chunks if prod(chunk.sizes)), key=lambda chunk: chunk.offsets)
+    for chunk in parts:
+        inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
+            at >= 0 and at + size <= whole for at, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+        )
+        if not inside:
+            raise TensorError(f"A chunk of {name!r} reaches outside of the tensor's shape {list(shape)}.")
+    held = sum(prod(chunk.sizes) for chunk in parts)
+    if held != prod(shape):
+        raise TensorError(f"The chunks of {name!r} hold {held} elements; its shape {list(shape)} needs {prod(shape)}.")
+    if not parts:
+        return Literal(b"")
+    if all(_is_run(chunk.sizes, shape) for chunk in parts):
+        ends = [chunk.start(shape) + prod(chunk.sizes) for chunk in parts]
+        if any(end != after.start(shape) for end, after in zip(ends, parts[1:], strict=False)):
+            raise _overlapping(name)
+        return parts[0].content if len(parts) == 1 else Joined(tuple(chunk.content for chunk in parts))
+    _check_apart(name, parts)
+    return Computed(prod(shape) * itemsize, lambda: _gather(shape, itemsize, parts))
+
+
+def _is_run(sizes: Sizes, shape: Sizes) -> bool:
+    """Whether a box is one run of the whole tensor: single indexes, then a range, then whole dimensions."""
+    first = next((dim for dim, size in enumerate(sizes) if size != 1), len(sizes))
+    return all(size == whole for size, whole in zip(sizes[first + 1 :], shape[first + 1 :], strict=True))
+
+
+def _check_apart(name: str, parts: Sequence[Chunk]) -> None:
+    """No two boxes overlap. With the right number of elements in all they cover the tensor then."""
+    if len(parts) > _MAX_BOXES:
+        raise LimitError(f"The tensor {name!r} is in {len(parts)} chunks that are no whole rows; {_MAX_BOXES} is the limit.")
+    for number, one in enumerate(parts):
+        for other in parts[number + 1 :]:
+            if other.offsets[0] >= one.offsets[0] + one.sizes[0]:
+                break
+            if _common(one.offsets, one.sizes, other) is not None:
+                raise _overlapping(name)
+
+
+def _overlapping(name: str) -> TensorError:
+    return TensorError(f"Two chunks of {name!r} overlap.", why="They could hold different values for one element.")
+
+
+def _common(offsets: Sizes, sizes: Sizes, chunk: Chunk) -> tuple[Sizes, Sizes] | None:
+    """Where a box and a chunk have elements in common: offsets and sizes."""
+    low = tuple(map(max, offsets, chunk.offsets))
+    high = tuple(min(a + b, c + d) for a, b, c, d in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True))
+    return (low, tuple(b - a for a, b in zip(low, high, strict=True))) if all(map(int.__lt__, low, high)) else None
+
+
+def _boxes(shape: Sizes, itemsize: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """The tensor row-major in boxes of at most CHUNK bytes, each one run of it."""
+    dim = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) * itemsize <= CHUNK or dim == len(shape) - 1)
+    rows = max(1, CHUNK // (prod(shape[dim + 1 :]) * itemsize))
+    for outer in product(*map(range, shape[:dim])):
+        for first in range(0, shape[dim], rows):
+            count = min(rows, shape[dim] - first)
+            yield (*outer, first, *[0] * (len(shape) - dim - 1)), (*[1] * dim, count, *shape[dim + 1 :])
+
+
+def _gather(shape: Sizes, itemsize: int, parts: Sequence[Chunk]) -> Iterator[memoryview]:
+    import torch
+
+    for offsets, sizes in _boxes(shape, itemsize):
+        out = bytearray(prod(sizes) * itemsize)
+        whole = torch.frombuffer(out, dtype=torch.uint8).view(*sizes[:-1], sizes[-1] * itemsize)
+        for chunk in parts:
+            common = _common(offsets, sizes, chunk)
+            if common is None:
+                continue
+            low, extent = common
+            # in bytes along the last dimension, in elements along the others
+            steps = contiguous_stride((*chunk.sizes[:-1], chunk.sizes[-1] * itemsize))
+            inside = [at - first for at, first in zip(low, chunk.offsets, strict=True)]
+            width = (*extent[:-1], extent[-1] * itemsize)
+            first = sum(at * step for at, step in zip((*inside[:-1], inside[-1] * itemsize), steps, strict=True))
+            span = 1 + sum((size - 1) * step for size, step in zip(width, steps, strict=True))
+            data = torch.frombuffer(bytearray(read(part(chunk.content, first, span))), dtype=torch.uint8)
+            at = [low_at - start for low_at, start in zip(low, offsets, strict=True)]
+            window = [slice(a, a + size) for a, size in zip(at[:-1], extent[:-1], strict=True)]
+            window.append(slice(at[-1] * itemsize, at[-1] * itemsize + width[-1]))
+            whole[tuple(window)] = data.as_strided(width, steps)
+        yield memoryview(out)
+
+
+def extent(chunks: Sequence[tuple[Sizes, Sizes]]) -> Sizes:
+    """The shape of a tensor of which only the chunks' offsets and sizes are known."""
+    ends = [tuple(at + size for at, size in zip(offsets, sizes, strict=True)) for offsets, sizes in chunks]
+    if any(len(one) != len(other) for one, other in pairwise(ends)):
+        raise TensorError("The chunks of one tensor have different numbers of dimensions.")
+    return tuple(map(max, *ends)) if len(ends) > 1 else ends[0]

@@ -1,0 +1,67 @@
+"""Several torch-zips one after another in one file: what one rank of `torch.distributed.checkpoint` writes (`__0_0.distcp`).
+
+Only the `.metadata` beside it says which tensor is which; alone it is shown as the list of what its archives hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckpt_tools.containers import archives
+from ckpt_tools.containers.base import Decoded, Warned
+from ckpt_tools.containers.sharded import Keys
+from ckpt_tools.containers.zip_directory import END, END64, LOCATOR64
+from ckpt_tools.errors import LimitError, UnsupportedContainerError
+from ckpt_tools.files import Source
+from ckpt_tools.sources import Window
+from ckpt_tools.tree import List
+
+MAX_ARCHIVES = 1_000_000
+_ENDS = END64.size + LOCATOR64.size + END.size  # as torch ends every archive, without a comment
+
+
+def split(source: Source) -> list[tuple[int, int]]:
+    """Start and size of each archive, when the file is several of torch's one after another and nothing else; else none."""
+    found = list(_backwards(source))
+    return found[::-1] if len(found) > 1 and found[-1][0] == 0 else []
+
+
+def _backwards(source: Source) -> Iterator[tuple[int, int]]:
+    end = source.size
+    for _ in range(MAX_ARCHIVES):
+        if end < _ENDS:
+            return
+        ends = source.read(end - _ENDS, _ENDS)
+        signature, *_, size, start = END64.unpack_from(ends)
+        begin = end - _ENDS - start - size
+        if signature != b"PK\x06\x06" or ends[-END.size :][:4] != b"PK\x05\x06" or begin < 0:
+            return
+        yield begin, end - begin
+        end = begin
+    raise LimitError(f"{source.path} holds more than {MAX_ARCHIVES} archives.")
+
+
+def decode(source: Source, spans: list[tuple[int, int]]) -> Decoded:
+    """What the archives hold, as a list.
+
+    Raises:
+        UnsupportedContainerError: archives in different byte orders. DamagedFileError: one of them is damaged.
+    """
+    parts, keys = [], Keys()
+    for start, size in spans:
+        part = archives.decode(Window(source, start, size))
+        part.root = keys.renew(part.root)
+        parts.append(part)
+    if len({part.byteorder for part in parts}) > 1:
+        raise UnsupportedContainerError("Some archives of the file are big-endian, others little-endian.")
+    warned = Warned(
+        "several-archives",
+        f"{len(parts)} archives one after another: one rank's part of a distributed checkpoint, without names",
+        "the folder that it is from, with its .metadata",
+    )
+    return Decoded(
+        "dcp-part", List([part.root for part in parts]), source,
+        list(dict.fromkeys(name for part in parts for name in part.globals)),
+        list(dict.fromkeys(use for part in parts for use in part.unusual)), {}, [warned],
+        sum(part.storage_bytes for part in parts), parts[0].byteorder, all(part.has_checksums for part in parts),
+    )  # fmt: skip

@@ -1,0 +1,380 @@
+"""dcp: what `torch.distributed.checkpoint` saves. A folder: one file (or more) a rank, and a pickle that says what is where.
+
+    .metadata       MUST  a pickled Metadata: names with dtype, shape and chunks; names with their paths in nested dicts;
+                          (name, offsets) with file, position and length
+    __R_N.distcp    MUST  one torch-zip a chunk of a tensor, or a value, one after another; or one safetensors file
+
+    shard-00001-model-00001-of-00001.safetensors    HuggingFaceStorageWriter with save_distributed: no .metadata, each file's
+                          `DCP_SHARDING_INFO` says where its tensors lie in the whole ones
+
+Source: torch/distributed/checkpoint: metadata.py, filesystem.py, _nested_dict.py, _traverse.py, _hf_utils.py.
+
+The pickle is read by our own machine into inert records. Chunks are located when their bytes are wanted: a checkpoint of many
+ranks has tens of thousands of archives, and `inspect` needs none of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from ckpt_tools import tree
+from ckpt_tools.assembly import Chunk, Sizes, assemble, extent
+from ckpt_tools.containers import archives, safetensors, torch_zip
+from ckpt_tools.containers.base import Decoded
+from ckpt_tools.containers.sharded import Keys, joined
+from ckpt_tools.dtypes import DTYPES, DType
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, TensorError, UnsupportedContainerError
+from ckpt_tools.files import Source
+from ckpt_tools.numeric import row_major, swapped
+from ckpt_tools.pickling.checks import settle
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
+from ckpt_tools.plan import Computed, Content, Range, chunks
+from ckpt_tools.sources import Files, Window
+from ckpt_tools.tree import MAX_ELEMENTS, Dict, Entry, Global, List, Node, Object, Storage, contiguous_stride
+
+MAX_METADATA = 1 << 30
+_MODULE = "torch.distributed.checkpoint."
+_EXPECTED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.Path",
+             "pathlib._local.PosixPath", "pathlib._local.WindowsPath", "pathlib._local.Path")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a chunk or a value is."""
+
+    file: str
+    offset: int
+    length: int
+
+
+# --- a folder with .metadata
+
+
+def decode(source: Source, files: Files) -> Decoded:
+    """Read `.metadata` and the values; no tensor bytes.
+
+    Raises:
+        DamagedFileError: malformed, or a chunk is missing. UnsupportedContainerError: transformed (compressed) chunks.
+    """
+    if source.size > MAX_METADATA:
+        raise LimitError(f"{source.path} has {source.size} bytes; {MAX_METADATA} is the limit.")
+    machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
+    record = machine.load()
+    settle(record)
+    fields = _fields(record, "Metadata")
+    places = dict(_places(fields.get("storage_data")))
+    for place in places.values():
+        files.open(place.file)
+    reader = _Reader(files, places)
+    paths = _paths(fields.get("planner_data"))
+    builder = _Nested()
+    for name, node in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata"):
+        if type(name) is not str:
+            raise DamagedFileError("The metadata describes something that has no name.")
+        builder.put(paths.get(name, (name,)), reader.value(name, node))
+    root = builder.root
+    settle(root)
+    decoded = joined("dcp", root, files, reader.blobs, {})
+    decoded.has_checksums = False  # those of the chunks' archives are not looked at
+    decoded.globals = [*_unexpected(machine), *decoded.globals]
+    decoded.storage_bytes = sum(content.length for content, _ in reader.waiting.values())
+    decoded.locate = reader.locate
+    return decoded
+
+
+def _no_storages(pid: Node) -> Node:
+    raise DamagedFileError("The metadata refers to a storage; it should describe tensors only.")
+
+
+def _unexpected(machine: Machine) -> list[Global]:
+    """The globals that torch's own metadata does not name."""
+    return [
+        name
+        for name in machine.globals
+        if not (name.module.startswith(_MODULE) or str(name) in _EXPECTED or (name.module == "torch" and name.name in DTYPES))
+    ]
+
+
+def _fields(node: Node, kind: str) -> dict[str, Node]:
+    """The attributes of a record of torch's class `kind`."""
+    known = type(node) is Object and type(node.function) is Global and node.function.module.startswith(_MODULE)
+    state = node.state if known and node.function.name == kind else None
+    if type(state) is not Dict:
+        raise DamagedFileError(f"The metadata has something else where a {kind} is expected.")
+    return {key: value for key, value in state.items if type(key) is str}
+
+
+def _pairs(node: Node, what: str) -> list[tuple[Node, Node]]:
+    if type(node) is not Dict:
+        raise DamagedFileError(f"The metadata has no {what}.")
+    return node.items
+
+
+def _sizes(node: Node) -> Sizes:
+    found = sizes_of(node)
+    if found is None or any(size < 0 for size in found) or prod(found) > MAX_ELEMENTS or len(found) > tree.MAX_DIMENSIONS:
+        raise DamagedFileError("The metadata has an impossible size.")
+    return found
+
+
+def _places(node: Node) -> Iterator[tuple[tuple[str, Sizes | None], _Place]]:
+    """(name, offsets) -> where it is."""
+    for key, value in _pairs(node, "storage_data"):
+        index, info = _fields(key, "MetadataIndex"), _fields(value, "_StorageInfo")
+        name, offsets = index.get("fqn"), index.get("offset")
+        file, offset, length = (info.get(field) for field in ("relative_path", "offset", "length"))
+        if type(name) is not str or type(file) is not str or type(offset) is not int or type(length) is not int:
+            raise DamagedFileError("The metadata has a place that cannot be read.")
+        if info.get("transform_descriptors") not in (None, ()):
+            raise UnsupportedContainerError(
+                f"The distributed checkpoint's {name!r} was transformed when it was saved (compressed, for example).",
+                fix="Load it with the program that saved it, and save it without extensions.",
+            )
+        yield (name, None if offsets is None else _sizes(offsets)), _Place(file, offset, length)
+
+
+def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
+    """Name -> its path in the nested dicts and lists that were saved; empty where they were flat."""
+    found: dict[str, tuple[str | int, ...]] = {}
+    for name, path in node.items if type(node) is Dict else ():
+        good = type(path) is tuple and path and all(type(part) in (str, int) for part in path) and type(path[0]) is str
+        if type(name) is not str or not good or any(type(part) is int and not 0 <= part <= _MAX_INDEX for part in path):
+            raise DamagedFileError("The metadata has a path that cannot be read.")
+        found[name] = path
+    return found
+
+
+_MAX_INDEX = 1_000_000
+
+
+class _Nested:
+    """Nested dicts and lists, put together from paths; as `set_element` of torch's `_traverse.py` does."""
+
+    def __init__(self) -> None:
+        self.root = Dict()
+        self.known: dict[tuple[str | int, ...], Node] = {(): self.root}
+        self.filler = 0
+
+    def put(self, path: tuple[str | int, ...], value: Node) -> None:
+        """Set a value at its path."""
+        for end in range(1, len(path)):
+            if path[:end] not in self.known:
+                holder: Node = List() if type(path[end]) is int else Dict()
+                self._set(path[:end], holder)
+        self._set(path, value)
+
+    def _set(self, path: tuple[str | int, ...], value: Node) -> None:
+        holder, key = self.known[path[:-1]], path[-1]
+        if path in self.known or type(holder) is not (List if type(key) is int else Dict):
+            raise DamagedFileError(f"The metadata puts two things at {'.'.join(map(str, path))!r}.")
+        self.known[path] = value
+        if type(holder) is Dict:
+            holder.items.append((key, value))
+            return
+        assert type(key) is int
+        missing = max(0, key + 1 - len(holder.items))
+        self.filler += missing
+        if self.filler > _MAX_INDEX:
+            raise LimitError("The metadata describes lists with more gaps than any real checkpoint has.")
+        holder.items += [None] * missing
+        holder.items[key] = value
+
+
+class _Reader:
+    """Turns what the metadata says of a name into an entry or a value. Names with the same places are tied."""
+
+    def __init__(self, files: Files, places: Mapping[tuple[str, Sizes | None], _Place]) -> None:
+        self.files, self.places = files, places
+        self.blobs: list[Decoded] = []
+        self.keys = Keys()
+        self.tied: dict[Any, Entry] = {}
+        self.waiting: dict[int, tuple[Content, _Waiting]] = {}  # by the content's id, which stays its own while it is here
+        self.safetensors: dict[tuple[str, int], Decoded] = {}
+
+    def value(self, name: str, node: Node) -> Node:
+        """An entry, or a value out of its archive."""
+        if type(node) is Object and type(node.function) is Global and node.function.name == "BytesStorageMetadata":
+            return self._blob(name)
+        fields = _fields(node, "TensorStorageMetadata")
+        dtype, requires_grad = _properties(fields.get("properties"))
+        shape, listed = _sizes(fields.get("size")), fields.get("chunks")
+        if type(listed) is not List:
+            raise DamagedFileError(f"The metadata lists no chunks of {name!r}.")
+        boxes = []
+        for part in listed.items:
+            chunk = _fields(part, "ChunkStorageMetadata")
+            offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
+            boxes.append((offsets, sizes, self._place(name, offsets, only=len(listed.items) == 1)))
+        return self._entry(_Waiting(self, name, dtype, shape, tuple(boxes)), requires_grad)
+
+    def _place(self, name: str, offsets: Sizes, *, only: bool) -> _Place:
+        place = self.places.get((name, offsets)) or (self.places.get((name, None)) if only else None)
+        if place is None:
+            at = ", ".join(map(str, offsets))
+            raise DamagedFileError(f"The metadata does not say where the chunk of {name!r} at ({at}) is.")
+        return place
+
+    def _entry(self, waiting: _Waiting, requires_grad: bool) -> Entry:
+        same = (waiting.dtype.name, str(waiting.shape), str(waiting.boxes))
+        shape, known = waiting.shape, self.tied.get(same)
+        nbytes = prod(shape) * waiting.dtype.bits // 8
+        if known is not None and nbytes:
+            return known if known.requires_grad == requires_grad else replace(known, requires_grad=requires_grad)
+        storage = Storage(self.keys.next(), waiting.dtype, nbytes, "cpu", Computed(nbytes, waiting.chunks))
+        entry = Entry(storage, waiting.dtype, shape, contiguous_stride(shape), 0, requires_grad)
+        tree.check(entry, repr(waiting.name))
+        self.waiting[id(storage.content)] = (storage.content, waiting)
+        self.tied[same] = entry
+        return entry
+
+    def _blob(self, name: str) -> Node:
+        place = self.places.get((name, None))
+        if place is None:
+            raise DamagedFileError(f"The metadata does not say where the value {name!r} is.")
+        decoded = self._archive(name, place)
+        decoded.root = self.keys.renew(decoded.root)
+        self.blobs.append(decoded)
+        return decoded.root
+
+    def _archive(self, name: str, place: _Place) -> Decoded:
+        source = self.files.open(place.file)
+        try:
+            return archives.decode(Window(source, place.offset, place.length))
+        except CkptError as error:
+            error.what = f"{source.path}, at byte {place.offset}, {name!r}: {error.what}"
+            raise
+
+    def content(self, name: str, dtype: DType, sizes: Sizes, place: _Place) -> Content:
+        """The bytes of one chunk, row-major; a range of its file where they lie so."""
+        source = self.files.open(place.file)
+        if not prod(sizes):
+            return Range(source, 0, 0)
+        if not torch_zip.sniff(source.read(place.offset, min(4, max(0, source.size - place.offset)))):
+            return self._safetensors(name, dtype, sizes, place)
+        decoded = self._archive(name, place)
+        entry = decoded.root
+        if type(entry) is not Entry or entry.dtype is not dtype or entry.shape != sizes:
+            raise TensorError(f"{source.path}, at byte {place.offset}: the chunk of {name!r} is not what .metadata says.")
+        content = row_major(entry)
+        if decoded.byteorder == "big":
+            return swapped(content, dtype.swap_width)
+        if isinstance(content, Range) and isinstance(content.source, Window):
+            return Range(source, content.source.start + content.offset, content.length)
+        return content
+
+    def _safetensors(self, name: str, dtype: DType, sizes: Sizes, place: _Place) -> Content:
+        """A chunk in a file that FileSystemWriter wrote with SerializationFormat.SAFETENSORS: by name, one file a rank."""
+        source = self.files.open(place.file)
+        key = (place.file, place.offset)
+        if key not in self.safetensors:
+            window = Window(source, place.offset, source.size - place.offset)
+            self.safetensors[key] = safetensors.decode(window)
+        entry = self.safetensors[key].root.get(name)
+        if type(entry) is not Entry or entry.dtype is not dtype or entry.shape != sizes:
+            raise TensorError(f"{source.path}: the chunk of {name!r} is not what .metadata says.")
+        content = entry.storage.content
+        assert isinstance(content, Range)
+        return Range(source, place.offset + content.offset, content.length)
+
+    def locate(self, root: Node) -> Node:
+        """The tree with the chunks of every tensor found in their files: whole rows become ranges, which the kernel copies."""
+        new: dict[int, Storage] = {}
+
+        def settled(storage: Storage) -> Storage:
+            known = self.waiting.get(id(storage.content))
+            if known is None:
+                return storage
+            if id(storage) not in new:
+                new[id(storage)] = replace(storage, content=known[1].content)
+            return new[id(storage)]
+
+        def swap(node: Node) -> Node:
+            if type(node) is Storage:
+                return settled(node)
+            if type(node) is Entry and settled(node.storage) is not node.storage:
+                return replace(node, storage=settled(node.storage))
+            return node
+
+        return tree.replace(root, swap)
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A tensor whose chunks have not been looked for yet."""
+
+    reader: _Reader
+    name: str
+    dtype: DType
+    shape: Sizes
+    boxes: tuple[tuple[Sizes, Sizes, _Place], ...]
+
+    @cached_property
+    def content(self) -> Content:
+        found = [Chunk(at, sizes, self.reader.content(self.name, self.dtype, sizes, place)) for at, sizes, place in self.boxes]
+        return assemble(self.name, self.shape, self.dtype.itemsize, found)
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """Its bytes, for whoever did not locate it first."""
+        return chunks(self.content)
+
+
+def _properties(node: Node) -> tuple[DType, bool]:
+    """dtype and requires_grad of a TensorProperties, whose state is a tuple in that order with the layout between."""
+    known = type(node) is Object and type(node.function) is Global and node.function.name == "TensorProperties"
+    state = node.state if known else None
+    if type(state) is not tuple or len(state) < 3 or type(state[2]) is not bool:
+        raise DamagedFileError("The metadata has a tensor without properties.")
+    layout = state[1].args if type(state[1]) is Object else ()
+    if layout not in ((), ("torch.strided",)):
+        raise UnsupportedContainerError("The distributed checkpoint holds a sparse tensor, which ckpt does not read.")
+    return dtype_of(state[0]), state[2]
+
+
+# --- safetensors files that each hold a part
+
+
+def decode_safetensors(names: tuple[str, ...], files: Files) -> Decoded:
+    """Read the headers of the files that HuggingFaceStorageWriter wrote, one or more a rank."""
+    parts = []
+    found: dict[str, list[tuple[Sizes, Entry]]] = {}
+    for file in names:
+        decoded = safetensors.decode(files.open(file))
+        parts.append(decoded)
+        offsets = _sharding_info(decoded)
+        for name, entry in decoded.root.items:
+            found.setdefault(name, []).append((offsets.get(name, (0,) * len(entry.shape)), entry))
+    keys = Keys()
+    items = [(name, _whole(name, boxes, keys)) for name, boxes in found.items()]
+    joined_metadata = {key: text for part in parts for key, text in part.metadata.items() if not key.startswith("DCP_")}
+    return joined("dcp", Dict(items), files, parts, joined_metadata)
+
+
+def _sharding_info(decoded: Decoded) -> dict[str, Sizes]:
+    try:
+        info = json.loads(decoded.metadata.get("DCP_SHARDING_INFO", "{}"))
+        found = {name: tuple(row["saved_offsets"]) for name, row in info.items()}
+        if not all(type(at) is int for offsets in found.values() for at in offsets):
+            raise TypeError
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise DamagedFileError(f"{decoded.source.path} has a DCP_SHARDING_INFO that cannot be read.") from None
+    return found
+
+
+def _whole(name: str, boxes: list[tuple[Sizes, Entry]], keys: Keys) -> Entry:
+    dtypes = {entry.dtype.name for _, entry in boxes}
+    if len(dtypes) > 1 or any(len(offsets) != len(entry.shape) for offsets, entry in boxes):
+        raise TensorError(f"The parts of {name!r} in several files do not fit together.")
+    dtype = boxes[0][1].dtype
+    shape = extent([(offsets, entry.shape) for offsets, entry in boxes])
+    if prod(shape) > MAX_ELEMENTS:
+        raise TensorError(f"The parts of {name!r} make an impossible shape.")
+    parts = [Chunk(offsets, entry.shape, entry.storage.content) for offsets, entry in boxes]
+    content = assemble(name, shape, dtype.itemsize, parts)
+    storage = Storage(keys.next(), dtype, content.length, "cpu", content)
+    return Entry(storage, dtype, shape, contiguous_stride(shape), 0)

@@ -1,0 +1,140 @@
+"""A tree as the items of a distributed checkpoint: flat names with their paths, tensors once each, values as archives.
+
+Nested dicts and lists become dotted names as torch's `_traverse.py` makes them, so that a job finds what it would have saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckpt_tools.checkpoint import is_tensor
+from ckpt_tools.containers import torch_zip
+from ckpt_tools.errors import CollisionError, ContainerLimitError
+from ckpt_tools.numeric import row_major, view_of
+from ckpt_tools.plan import Content, to_bytes
+from ckpt_tools.transforms import dotted
+from ckpt_tools.tree import Dict, Entry, List, Node
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One name: a tensor with its bytes row-major, or a value as a torch-zip."""
+
+    name: str
+    path: Path
+    entry: Entry | None
+    content: Content | None
+    value: bytes = b""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor or of the value's archive."""
+        return self.content.length if self.content is not None else len(self.value)
+
+
+@dataclass(slots=True)
+class Items:
+    """The items in order; tied names -> the name whose chunks they share; how many keys became text."""
+
+    items: list[Item] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    text_keys: int = 0
+    attributes: bool = False
+
+
+def collect(root: Node) -> Items:
+    """The items of a tree.
+
+    Raises:
+        ContainerLimitError: a root that is no dict, a sparse or quantised tensor, a tensor without a torch dtype.
+        CollisionError: two paths with one dotted name.
+    """
+    if type(root) is not Dict:
+        raise ContainerLimitError(
+            "A distributed checkpoint holds a mapping; this checkpoint is something else.", fix="Take one out of it: --select."
+        )
+    found = Items()
+    names: dict[str, Path] = {}
+    first: dict[tuple[int, str], str] = {}
+    for path, node in _leaves(root, found):
+        name = dotted(path)
+        if name in names:
+            raise CollisionError(
+                f"Two places of the checkpoint have the name {name!r} in a distributed one.", fix="Rename one: --rename."
+            )
+        names[name] = path
+        item = _item(name, path, node)
+        if item.entry is not None and item.entry.nbytes:
+            holder = first.setdefault(view_of(item.entry), name)
+            if holder != name:
+                found.aliases[name] = holder
+        found.items.append(item)
+    return found
+
+
+def _item(name: str, path: Path, node: Node) -> Item:
+    if type(node) is Entry:
+        if not node.dtype.in_torch or node.dtype.packed > 1:
+            raise ContainerLimitError(f"{name!r} is {node.dtype.name}, which torch's writer does not take.")
+        return Item(name, path, node, row_major(node))
+    if is_tensor(node):
+        raise ContainerLimitError(
+            f"{name!r} is a sparse, quantised, nested or meta tensor, which a distributed checkpoint cannot hold.",
+            fix=f"Leave it out: --drop '{name}'.",
+        )
+    return Item(name, path, None, None, to_bytes(torch_zip.lay_out(node, trust_crc=False)))
+
+
+def _leaves(root: Dict, found: Items) -> Iterator[tuple[Path, Node]]:
+    """Tensors and values with their paths, depth first in order; a dict or list inside itself is refused."""
+    holders = _holders(root)
+    stack: list[tuple[Path, Iterator[tuple[str | int, Node]], int]] = [((), _children(root, found), id(root))]
+    open_ids = {id(root)}
+    while stack:
+        path, children, holder = stack[-1]
+        for key, node in children:
+            where = (*path, key)
+            if type(node) in (Dict, List) and node.items and (type(node) is Dict or id(node) in holders):
+                if id(node) in open_ids:
+                    raise ContainerLimitError(f"{dotted(where)!r} contains itself, which a distributed checkpoint cannot hold.")
+                open_ids.add(id(node))
+                stack.append((where, _children(node, found), id(node)))
+                break
+            yield where, node
+        else:
+            open_ids.discard(holder)
+            stack.pop()
+
+
+def _children(node: Node, found: Items) -> Iterator[tuple[str | int, Node]]:
+    if type(node) is List:
+        yield from enumerate(node.items)
+        return
+    found.attributes |= node.attributes is not None
+    for key, value in node.items:
+        found.text_keys += type(key) is not str
+        yield key if type(key) is str else str(key), value
+
+
+def _holders(root: Dict) -> set[int]:
+    """The lists that hold a dict or a tensor, in lists at any depth: those are taken apart, others are values."""
+    found: set[int] = set()
+    lists: list[tuple[List, ...]] = []
+    seen: set[int] = set()
+    stack: list[tuple[Node, tuple[List, ...]]] = [(root, ())]
+    while stack:
+        node, above = stack.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        inside = (*above, node) if type(node) is List else ()
+        values = node.items if type(node) is List else [value for _, value in node.items]
+        if inside and any(type(value) is Dict or is_tensor(value) for value in values):
+            lists.append(inside)
+        stack.extend((value, inside) for value in values if type(value) in (Dict, List))
+    for chain in lists:
+        found.update(map(id, chain))
+    return found

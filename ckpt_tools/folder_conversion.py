@@ -1,0 +1,244 @@
+"""A conversion whose output is a folder: shards with an index, or a distributed checkpoint; by one process or by several."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_tools import sharding
+from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.conversion import Converted, Edits, Note, report_flat
+from ckpt_tools.dcp_items import Items, collect
+from ckpt_tools.errors import ChangedFileError, CkptError, OutputError, UsageError
+from ckpt_tools.files import free_bytes, no_space, output_error, replacing
+from ckpt_tools.plan import total
+from ckpt_tools.ranks import Ranks
+from ckpt_tools.sharding import Shards
+from ckpt_tools.staging import Staging, check_folder, replacing_folder
+from ckpt_tools.tree import Node
+from ckpt_tools.writer import Progress, write
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+_STALE = {
+    "safetensors": r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json",
+    "pth": r"pytorch_model-\d{5}-of-\d{5}\.bin|pytorch_model\.bin\.index\.json",
+    "dcp": r"__\d+_\d+\.distcp|\.metadata",
+}
+
+
+class FolderTarget:
+    """The output folder of a conversion and how it is written."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], kind: str, *, overwrite: bool, durable: bool, dry_run: bool, ranks: Ranks
+    ) -> None:
+        self.path, self.kind = path, kind
+        self.overwrite, self.durable, self.dry_run, self.ranks = overwrite, durable, dry_run, ranks
+
+    def check(self) -> None:
+        """What can be refused before the input is read.
+
+        Raises:
+            OutputError: the folder cannot be written, or holds a checkpoint of another kind.
+        """
+        target = check_folder(self.path, overwrite=self.overwrite or self.dry_run)
+        others = "|".join(rule for kind, rule in _STALE.items() if kind != self.kind)
+        found = sorted(name for name in os.listdir(target) if re.fullmatch(others, name)) if target.is_dir() else []
+        if found:
+            raise OutputError(
+                f"{self.path} holds a checkpoint of another kind ({found[0]}).",
+                why="A folder with two checkpoints is read as either.", fix="Name another folder, or remove those files first.",
+            )  # fmt: skip
+
+    def staged(self, stack: ExitStack, last: str) -> Staging:
+        """The temporary folder, made by the first process and known to all."""
+
+        def enter() -> Staging | None:
+            if self.ranks.rank:
+                return None
+            rule = re.compile(_STALE[self.kind])
+            return stack.enter_context(
+                replacing_folder(self.path, last=last, stale=rule, overwrite=self.overwrite, durable=self.durable)
+            )
+
+        staging = self.ranks.agree(enter)[0]
+        assert staging is not None
+        if not staging.path.is_dir():
+            raise OutputError(
+                f"Process {self.ranks.rank} of the job does not see {staging.path}.",
+                why="All processes write into one folder: it must be on a file system that all machines share.",
+            )
+        return staging
+
+
+def run_folder(
+    source: str | os.PathLike[str], target: FolderTarget, edits: Edits, limit: int, progress: Progress | None
+) -> Converted:
+    """Read, plan and write a folder.
+
+    With several processes each writes every so-manieth shard; the first writes the index once all are done. When one fails,
+    all do, and nothing appears.
+    """
+    target.check()
+    report = Converted(str(source), str(target.path), "dcp" if target.kind == "dcp" else "sharded", target.dry_run)
+    with open_checkpoint(source) as checkpoint:
+        if target.kind == "dcp":
+            _run_dcp(checkpoint, target, edits, report, progress)
+        else:
+            _run_shards(checkpoint, target, edits, limit, report, progress)
+    return report
+
+
+def _run_shards(
+    checkpoint: Checkpoint, target: FolderTarget, edits: Edits, limit: int, report: Converted, progress: Progress | None
+) -> None:
+    ranks = target.ranks
+
+    def plan() -> Shards:
+        with collector_paused():
+            return _shards(edits.edit(checkpoint, report), checkpoint, edits, limit, report)
+
+    made: list[Shards] = []
+    digests = ranks.agree(lambda: _keep(made, plan()))
+    if len(set(digests)) > 1:
+        raise ChangedFileError("The processes of the job read different inputs.", why="The input changed, or is not shared.")
+    shards = made[0]
+    report.files = len(shards.files)
+    report.bytes = sum(total(pieces) for _, pieces in shards.files) + len(shards.index)
+    if target.dry_run:
+        return
+    with ExitStack() as stack:
+        staging = target.staged(stack, shards.index_name)
+        ranks.agree(lambda: _write_own(shards, staging, report.bytes, ranks, progress))
+        ranks.agree(checkpoint.decoded.source.check_unchanged)
+        _merge_counts(edits, report, ranks)
+        if ranks.rank == 0:
+            _check_there(shards, staging.path)
+            (staging.path / shards.index_name).write_bytes(shards.index)
+    ranks.agree(lambda: None)  # the folder is in its place before any process says that it is done
+
+
+def _keep(made: list[Shards], shards: Shards) -> int:
+    """Keep a plan in this process; what the others compare it by."""
+    made.append(shards)
+    return zlib.crc32(shards.index)
+
+
+def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> Shards:
+    decoded = checkpoint.decoded
+    verify = edits.verify and decoded.has_checksums
+    if edits.verify and not decoded.has_checksums:
+        report.notes.append(Note("no-checksums", "--verify: the input carries no checksums."))
+    if edits.kind == "safetensors":
+        shards = sharding.safetensors_shards(root, limit, objects=edits.objects, metadata=decoded.metadata)
+    else:
+        shards = sharding.torch_shards(
+            root, limit, objects=edits.objects, metadata=decoded.metadata, trust_crc=decoded.has_checksums, verify=verify
+        )
+    report_flat(shards.flat, report)
+    if verify:
+        from ckpt_tools.casts import checked
+
+        pieces = iter(checked([piece for _, file in shards.files for piece in file], root))
+        shards.files[:] = [(name, [next(pieces) for _ in file]) for name, file in shards.files]
+    return shards
+
+
+def _write_own(shards: Shards, staging: Staging, size: int, ranks: Ranks, progress: Progress | None) -> None:
+    """The shards of this process, each by the one loop."""
+    free = free_bytes(staging.path)
+    if free is not None and free < size // ranks.world:
+        raise no_space(staging.target, size)
+    own = shards.files[ranks.rank :: ranks.world]
+    whole, before = sum(total(pieces) for _, pieces in own), 0
+    for name, pieces in own:
+        with replacing(staging.path / name) as output:
+            before += write(pieces, output, _shifted(progress, before, whole))
+
+
+def _shifted(progress: Progress | None, before: int, whole: int) -> Progress | None:
+    return None if progress is None else lambda done, _: progress(before + done, whole)
+
+
+def _check_there(shards: Shards, folder: Path) -> None:
+    """Every shard is there and whole, as the first process sees it, before the index says so."""
+    for name, pieces in shards.files:
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != total(pieces):
+            raise OutputError(f"The shard {name} is not whole in {folder}.", why="The file system lost what a process wrote.")
+
+
+def _merge_counts(edits: Edits, report: Converted, ranks: Ranks) -> None:
+    """What the casts of all processes lost."""
+    casting = edits.casting
+    if casting is None:
+        return
+    for overflowed, underflowed in ranks.agree(lambda: (casting.overflowed(), casting.underflowed())):
+        for counts, found in ((report.overflowed, overflowed), (report.underflowed, underflowed)):
+            for name, count in found.items():
+                counts[name] = counts.get(name, 0) + count
+
+
+def _run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: Converted, progress: Progress | None) -> None:
+    if target.ranks.world > 1:
+        raise UsageError("--format dcp is written by one process.", fix="Run it without torchrun; any job can load the result.")
+    with collector_paused():
+        found = collect(edits.edit(checkpoint, report))
+    if edits.verify:
+        report.notes.append(Note("not-verified", "--verify: not for --format dcp, whose tensors torch writes anew."))
+    _note_dcp(found.text_keys, found.attributes, report)
+    report.aliases = dict(found.aliases)
+    written = [item for item in found.items if item.name not in found.aliases]
+    report.bytes = sum(item.nbytes for item in written)
+    if target.dry_run:
+        return
+    with ExitStack() as stack:
+        staging = target.staged(stack, ".metadata")
+        free = free_bytes(staging.path)
+        if free is not None and free < report.bytes:
+            raise no_space(staging.target, report.bytes)
+        _save(found, staging, progress)
+        checkpoint.decoded.source.check_unchanged()
+        _merge_counts(edits, report, target.ranks)
+        names = os.listdir(staging.path)
+        report.files = sum(name != ".metadata" for name in names)
+        report.bytes = sum((staging.path / name).stat().st_size for name in names)
+
+
+def _note_dcp(text_keys: int, attributes: bool, report: Converted) -> None:
+    if text_keys:
+        text = f"{text_keys} keys that are no text became text, as torch.distributed.checkpoint makes them."
+        report.notes.append(Note("keys-text", text))
+    if attributes:
+        text = "A distributed checkpoint has no place for the _metadata of state dicts (module versions); it is left out."
+        report.notes.append(Note("state-dict-metadata", text))
+
+
+def _save(found: Items, staging: Staging, progress: Progress | None) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from ckpt_tools.dcp_saving import save
+
+    try:
+        save(found, staging.path, progress)
+    except OSError as error:
+        raise output_error(staging.target, error) from None
+    except CheckpointException as error:
+        raise _own_error(error, staging) from None
+
+
+def _own_error(error: CheckpointException, staging: Staging) -> CkptError:
+    """What failed inside torch's writer: our own error where it was ours, else what it says."""
+    failures = [failure[0] for failure in error.failures.values()]
+    for failure in failures:
+        if isinstance(failure, CkptError):
+            return failure
+        if isinstance(failure, OSError):
+            return output_error(staging.target, failure)
+    return OutputError(f"{staging.target} cannot be written.", why=f"torch.distributed.checkpoint: {failures[0]}")

@@ -1,0 +1,72 @@
+"""The processes of one job, as PyTorch's launcher (torchrun) starts them; or this one alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from ckpt_tools.errors import CkptError, OutputError
+
+_MINUTES = 60  # how long one process may take longer than another before the job is given up
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process's number among all that work on one output."""
+
+    rank: int = 0
+    world: int = 1
+
+    def agree(self, work: Callable[[], T]) -> list[T]:
+        """Do `work` in every process and return what each made, by rank; when one fails, all fail with its error.
+
+        Raises:
+            CkptError: of the first rank that failed; or that another process has gone.
+        """
+        if self.world == 1:
+            return [work()]
+        made: tuple[Any, CkptError | None]
+        try:
+            made = (work(), None)
+        except CkptError as error:
+            made = (None, error)
+        results = self._gather(made)
+        for rank, (_, failure) in enumerate(results):
+            if failure is not None:
+                if rank != self.rank:
+                    failure.what = f"Process {rank} of the job failed: {failure.what}"
+                raise failure
+        return [value for value, _ in results]
+
+    def _gather(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        results: list[Any] = [None] * self.world
+        try:
+            dist.all_gather_object(results, value)
+        except RuntimeError as error:
+            raise OutputError(
+                "Another process of the job ended before the work was done; nothing has been written.", why=f"{error}"[:300]
+            ) from None
+        return results
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[Ranks]:
+    """This process's place in the job that torchrun started, over gloo; alone where none did."""
+    world = os.environ.get("WORLD_SIZE", "")
+    if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys() or not world.isdecimal() or int(world) < 2:
+        yield Ranks()
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(minutes=_MINUTES))
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

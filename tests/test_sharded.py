@@ -1,0 +1,345 @@
+"""Checkpoints in several files with an index: read as one, written as the ecosystem writes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from ckpt_tools import CkptError, convert, inspect, open_checkpoint
+from ckpt_tools.cli import main
+from ckpt_tools.containers import sharded
+from ckpt_tools.errors import (
+    ChangedFileError,
+    DamagedFileError,
+    NotACheckpointError,
+    OutputError,
+    OutputExistsError,
+    UsageError,
+)
+from ckpt_tools.sources import OPEN_FILES, Files, is_plain_name
+
+Tensors = dict[str, torch.Tensor]
+
+
+def write_shards(folder: Path, shards: dict[str, Tensors], weight_map: dict[str, str] | None = None, **metadata: Any) -> Path:
+    """Shards and an index as Hugging Face's libraries lay them out, written by safetensors and torch."""
+    folder.mkdir(exist_ok=True)
+    for file, tensors in shards.items():
+        if file.endswith(".safetensors"):
+            save_file(tensors, folder / file, {"format": "pt"})
+        else:
+            torch.save(tensors, folder / file)
+    found = {name: file for file, tensors in shards.items() for name in tensors}
+    index = folder / ("model.safetensors.index.json" if next(iter(shards)).endswith("s") else "pytorch_model.bin.index.json")
+    content = {"metadata": {"total_size": 1, **metadata}, "weight_map": found if weight_map is None else weight_map}
+    index.write_text(json.dumps(content, indent=2, sort_keys=True))
+    return folder
+
+
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two safetensors shards."""
+    return write_shards(tmp_path / "two", {ONE: {"a.w": torch.ones(4, 3)}, TWO: {"b.w": torch.zeros(2), "b.b": torch.ones(1)}})
+
+
+def same(path: Path, expected: Tensors) -> Tensors:
+    """Load with torch and compare names, order, dtypes, shapes and bits."""
+    got: Tensors = torch.load(path, weights_only=True)
+    assert list(got) == list(expected)
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype
+        assert got[name].shape == tensor.shape
+        bits = [part.contiguous().reshape(-1).view(torch.uint8) for part in (got[name], tensor)]
+        assert torch.equal(*bits), name
+    return got
+
+
+# --- reading
+
+
+def test_a_folder_and_its_index_are_one_checkpoint(folder: Path) -> None:
+    """A folder with one index, and the index itself, are read as one checkpoint with entries in many files."""
+    for path in (folder, folder / "model.safetensors.index.json"):
+        found = inspect(path)
+        assert found.container == "sharded"
+        assert {row["name"]: row["shape"] for row in found.tensors} == {"a.w": [4, 3], "b.b": [1], "b.w": [2]}
+        assert found.file_bytes == sum(file.stat().st_size for file in folder.iterdir())
+
+
+def test_merging(folder: Path, tmp_path: Path) -> None:
+    """convert FOLDER OUT makes one file of the shards, in either container."""
+    convert(folder, tmp_path / "one.pth", add_prefix="net.")
+    got = torch.load(tmp_path / "one.pth", weights_only=True)
+    assert torch.equal(got["net.a.w"], torch.ones(4, 3))
+    convert(folder, tmp_path / "one.safetensors")
+    assert load_file(tmp_path / "one.safetensors").keys() == {"a.w", "b.w", "b.b"}
+
+
+def test_torch_shards_with_checksums(tmp_path: Path) -> None:
+    """Shards that torch.save wrote are merged with their views, and --verify knows the records of each file apart."""
+    base = torch.arange(6.0)
+    shards = {
+        "pytorch_model-00001-of-00002.bin": {"b": base, "a": base[2:4]},
+        "pytorch_model-00002-of-00002.bin": {"c": base + 1},
+    }
+    write_shards(tmp_path / "in", shards)
+    convert(tmp_path / "in", tmp_path / "out.pth", verify=True)
+    got = same(tmp_path / "out.pth", {"b": base, "a": base[2:4], "c": base + 1})
+    assert got["a"].untyped_storage().data_ptr() == got["b"].untyped_storage().data_ptr()
+    with open(tmp_path / "in" / "pytorch_model-00002-of-00002.bin", "r+b") as file:
+        data = file.read()
+        file.seek(data.index((base + 1).numpy().tobytes()))
+        file.write(b"\1")
+    with pytest.raises(CkptError, match="CRC-32"):
+        convert(tmp_path / "in", tmp_path / "other.pth", verify=True)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a.w": ONE, "b.w": TWO, "b.b": TWO, "c": TWO}, "'c' is not in .*00002-of.*, where .* nor elsewhere"),
+        ({"a.w": TWO, "b.w": TWO, "b.b": ONE}, "'a.w' is in model-00001.*index.json says model-00002"),
+        ({"a.w": ONE, "b.w": TWO}, "holds 'b.b', which .*index.json does not list"),
+        ({"a.w": ONE, "b.w": "../x.safetensors"}, "names the file '../x.safetensors', which is not a name inside"),
+        ({"a.w": "/etc/passwd"}, "names the file '/etc/passwd'"),
+        ({"a.w": "C:\\x"}, "which is not a name inside"),
+        ({"a.w": "", "b.w": TWO}, "which is not a name inside"),
+        ({"a.w": 3}, "no weight_map of names to files"),
+        ({"a.w": "\ud800"}, "lone surrogate"),
+    ],
+)
+def test_an_index_that_does_not_fit(folder: Path, weight_map: dict[str, str], message: str) -> None:
+    """A tensor missing, in the wrong shard or not listed, and names that lead out of the folder, are named errors."""
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(DamagedFileError, match=message):
+        open_checkpoint(folder)
+
+
+def test_a_name_in_two_shards(tmp_path: Path) -> None:
+    """A tensor in two shards is refused: they could differ."""
+    shards = {ONE: {"a": torch.ones(1), "c": torch.ones(1)}, TWO: {"a": torch.zeros(1), "b": torch.ones(1)}}
+    with pytest.raises(DamagedFileError, match=r"'a' is in two shards, .*00001-of.* and .*00002-of"):
+        open_checkpoint(write_shards(tmp_path / "x", shards))
+
+
+def test_other_ways_to_be_broken(folder: Path, tmp_path: Path) -> None:
+    """A missing shard, JSON that is none, keys twice, a plain folder, two indexes: each has its sentence."""
+    index = folder / "model.safetensors.index.json"
+    (folder / "other.safetensors.index.json").write_bytes(index.read_bytes())
+    with pytest.raises(NotACheckpointError, match="several checkpoints"):
+        open_checkpoint(folder)
+    (folder / "other.safetensors.index.json").rename(folder / "tf_model.h5.index.json")  # TensorFlow's, beside torch's
+    open_checkpoint(folder).close()
+    (folder / ONE).rename(folder / "away")
+    with pytest.raises(NotACheckpointError, match="00001-of-00002") as caught:
+        open_checkpoint(folder)
+    assert "names it: get the missing file again" in caught.value.fix
+    for text, message in (('{"weight_map": {"a": "x", "a": "y"}}', "'a' twice"), ('{"weight_map": ', "no JSON")):
+        index.write_text(text)
+        with pytest.raises(DamagedFileError, match=message):
+            open_checkpoint(index)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotACheckpointError, match="is a directory, and not a checkpoint"):
+        open_checkpoint(tmp_path / "empty")
+    torch.save([torch.ones(1)], folder / "list.bin")
+    index.write_text('{"weight_map": {"a": "list.bin"}}')
+    with pytest.raises(DamagedFileError, match=r"list\.bin is no shard"):
+        open_checkpoint(index)
+
+
+def test_inspect_over_folders(folder: Path) -> None:
+    """A folder of folders shows each sharded checkpoint once, and not its shards."""
+    torch.save({"x.y": torch.ones(1)}, folder / "training_args.bin")
+    result = CliRunner().invoke(main, ["inspect", "--json", str(folder.parent)])
+    assert result.exit_code == 0
+    assert [json.loads(line)["container"] for line in result.stdout.splitlines()] == ["sharded", "torch-zip"]
+
+
+def test_few_files_are_open_at_a_time(tmp_path: Path) -> None:
+    """Many more shards than files may be open are read; a shard that is exchanged meanwhile is seen."""
+    count = OPEN_FILES + 20
+    write_shards(tmp_path / "many", {f"s{i:03}.safetensors": {f"t{i}": torch.full((2,), float(i))} for i in range(count)})
+    with open_checkpoint(tmp_path / "many") as checkpoint:
+        files = checkpoint.decoded.source
+        assert isinstance(files, Files)
+        assert len(files.open_members) <= OPEN_FILES
+        assert len(checkpoint.tensors) == count
+        save_file({"t0": torch.ones(3)}, tmp_path / "many" / "s000.safetensors")
+        with pytest.raises(ChangedFileError, match="s000"):
+            files.check_unchanged()
+        with pytest.raises(ChangedFileError, match="s000"):
+            files.members["s000.safetensors"].read(0, 8)
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "a.b-c", "ä"])
+def test_plain_names(name: str) -> None:
+    """Names inside the folder are taken."""
+    assert is_plain_name(name)
+
+
+# --- writing
+
+
+def weights() -> Tensors:
+    """A tie, a view, a scalar, an empty tensor, bf16; not in alphabetical order."""
+    base = torch.randn(20, 10)
+    return OrderedDict(
+        {"z.w": base, "a.t": base.t(), "m.s": torch.tensor(3), "k.b": torch.randn(70).bfloat16(), "b.tied": base,
+         "y.e": torch.empty(0, 3)}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("format_", ["safetensors", "pth"])
+def test_shards_as_the_ecosystem_writes_them(tmp_path: Path, format_: Any) -> None:
+    """Names, index, total size; every listed tensor is in its file; the way back gives names, order, bits and ties."""
+    source = weights()
+    torch.save(source, tmp_path / "in.pth")
+    report = convert(tmp_path / "in.pth", tmp_path / "out", shard_size=900, format=format_)
+    stem, suffix = ("model", ".safetensors") if format_ == "safetensors" else ("pytorch_model", ".bin")
+    index = json.loads((tmp_path / "out" / f"{stem}{suffix}.index.json").read_text())
+    files = sorted({*index["weight_map"].values()})
+    assert files == [f"{stem}-{i:05}-of-{len(files):05}{suffix}" for i in range(1, len(files) + 1)]
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*files, f"{stem}{suffix}.index.json"])
+    assert report.files == len(files) > 1
+    held: Tensors = {}
+    for file in files:
+        path = tmp_path / "out" / file
+        held |= load_file(path) if format_ == "safetensors" else torch.load(path, weights_only=True)
+    assert held.keys() == index["weight_map"].keys()
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in held.values()}
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    convert(tmp_path / "out", tmp_path / "back.pth")
+    back = same(tmp_path / "back.pth", source)
+    assert back["z.w"].data_ptr() == back["b.tied"].data_ptr()
+
+
+def test_one_shard_alone_is_a_file_like_any_other(tmp_path: Path) -> None:
+    """Each shard opens by itself, ties in it included."""
+    torch.save(weights(), tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", tmp_path / "out", shard_size="1MB")
+    found = inspect(tmp_path / "out" / "model-00001-of-00001.safetensors")
+    assert [row["name"] for row in found.tensors] == list(weights())
+    assert found.tied == [["z.w", "b.tied"]]
+
+
+def test_values_and_module_versions_go_into_the_index(tmp_path: Path) -> None:
+    """What lies beside the tensors stands in the index as text; the state dict's _metadata comes back."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    torch.save({"model": model.state_dict(), "epoch": 7}, tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", tmp_path / "out", shard_size="1MB")
+    found = inspect(tmp_path / "out")
+    assert found.metadata["epoch"] == "7"
+    convert(tmp_path / "out", tmp_path / "back.pth")
+    assert torch.load(tmp_path / "back.pth", weights_only=True)._metadata["0"]["version"] == 2
+
+
+def test_the_folder_is_new_whole_or_as_it_was(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --overwrite a folder with content is refused; a conversion that fails leaves nothing behind."""
+    torch.save(weights(), tmp_path / "in.pth")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(OutputExistsError, match="not empty"):
+        convert(tmp_path / "in.pth", folder, shard_size="1MB")
+    monkeypatch.setattr("ckpt_tools.folder_conversion._check_there", lambda *_: (_ for _ in ()).throw(OutputError("full")))
+    for target in (folder, tmp_path / "new"):
+        with pytest.raises(OutputError, match="full"):
+            convert(tmp_path / "in.pth", target, shard_size=900, overwrite=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(os.listdir(tmp_path)) == ["in.pth", "two"]
+
+
+def test_overwriting_removes_what_the_new_one_lacks(folder: Path, tmp_path: Path) -> None:
+    """--overwrite replaces the checkpoint, shards of the old one go, other files stay; also from the folder itself."""
+    (folder / "config.json").write_text("{}")
+    convert(folder, folder, shard_size="1MB", overwrite=True, add_prefix="p.")
+    assert sorted(os.listdir(folder)) == ["config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    assert {row["name"] for row in inspect(folder).tensors} == {"p.a.w", "p.b.w", "p.b.b"}
+    with pytest.raises(OutputError, match="checkpoint of another kind"):
+        convert(folder, folder, shard_size="1MB", format="pth", overwrite=True)
+
+
+def test_dry_run_and_usage(folder: Path, tmp_path: Path) -> None:
+    """A dry run writes nothing and knows the size; sizes and targets that make no sense are refused as usage."""
+    report = convert(folder, tmp_path / "out", shard_size=20, dry_run=True)
+    assert (report.files, (tmp_path / "out").exists()) == (2, False)
+    done = convert(folder, tmp_path / "out", shard_size=20)
+    assert report.bytes == done.bytes == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    for size, target in (("5 apples", "x"), ("-1", "x"), ("0", "x"), ("5GB", "x.pth"), ("nan", "x"), ("9e99", "x")):
+        with pytest.raises(UsageError):
+            convert(folder, tmp_path / target, shard_size=size)
+    with pytest.raises(UsageError):
+        convert(folder, tmp_path / "x", shard_size="5GB", format="dcp")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="is a file"):
+        convert(folder, tmp_path / "file", shard_size="5GB")
+
+
+def test_sizes() -> None:
+    """GB counts in thousands, as Hugging Face does; GiB in 1024s."""
+    assert [sharded.parse_size(text) for text in ("5GB", "1.5 kb", "2GiB", "7", "3B", 12)] == [
+        5 * 10**9, 1500, 2 * 2**30, 7, 3, 12]  # fmt: skip
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=30), limit=st.integers(1, 60))
+def test_splitting(sizes: list[int], limit: int) -> None:
+    """Every name is in one shard, in order; no shard is above the limit unless one tensor alone is."""
+    names = [(str(number), size) for number, size in enumerate(sizes)]
+    shards = sharded.split(names, limit)
+    assert [name for shard in shards for name in shard] == [name for name, _ in names]
+    for shard in shards:
+        held = [sizes[int(name)] for name in shard]
+        assert sum(held) <= limit or len([size for size in held if size]) == 1
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64]
+
+
+@st.composite
+def state_dicts(draw: st.DrawFn) -> Tensors:
+    """A few tensors: dtypes, shapes with 0 and none, transposed ones, slices, ties."""
+    found: Tensors = OrderedDict()
+    names = draw(st.permutations(["a.w", "b.w", "c.w", "d.x", "e"]))
+    for name in names[: draw(st.integers(1, 5))]:
+        kind = draw(st.sampled_from(["new", "tie", "view"]))
+        known = list(found.values())
+        if kind == "new" or not known:
+            shape = draw(st.lists(st.integers(0, 4), max_size=3))
+            tensor = (torch.randn(shape) * 100).to(draw(st.sampled_from(DTYPES)))
+            found[name] = tensor.transpose(0, -1) if draw(st.booleans()) and tensor.dim() > 1 else tensor
+        else:
+            other = draw(st.sampled_from(known))
+            found[name] = other if kind == "tie" or not other.dim() else other[: max(1, other.shape[0] // 2)]
+    return found
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(source=state_dicts())
+def test_round_trip_through_every_container(source: Tensors, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """pth -> safetensors -> sharded -> torch shards -> dcp -> pth gives back names, order, bits and ties."""
+    folder = tmp_path_factory.mktemp("chain")
+    steps: list[tuple[str, dict[str, Any]]] = [
+        ("0.pth", {}), ("1.safetensors", {}), ("2", {"shard_size": 40}), ("3", {"shard_size": 40, "format": "pth"}),
+        ("4", {"format": "dcp"}), ("5.pth", {}),
+    ]  # fmt: skip
+    torch.save(source, folder / "0.pth")
+    for (before, _), (after, options) in pairwise(steps):
+        convert(folder / before, folder / after, **options)
+    back = same(folder / "5.pth", source)
+    for one, first in source.items():
+        for other, second in source.items():
+            if first is second and first.numel():
+                assert back[one].data_ptr() == back[other].data_ptr()
