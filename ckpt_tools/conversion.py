@@ -315,11 +315,14 @@ def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, repor
     if policy in (None, "keep"):
         return root
     before = {_view(tensor.node): tensor.where for tensor in find_tensors(root)}
-    root, fates = plain.make_plain(root) if policy == "plain" else plain.drop_unknown(root)
+    root, fates = plain.make_plain(root, oldest=True) if policy == "plain" else plain.drop_unknown(root)
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
     left = {_view(tensor.node) for tensor in find_tensors(root)}
     lost = [where for view, where in before.items() if view not in left]
     report.dropped += [(dotted(where), "a tensor that its object's plain form does not hold") for where in lost]
+    if policy == "plain" and (newer := plain.newer_dtypes(root)):
+        text = f"weights_only takes {', '.join(newer)} since torch 2.5; torch 2.4 refuses the file."
+        report.notes.append(Note("newer-dtypes", text))
     if root is None or root is DROP:
         raise NothingMatchedError("Nothing would be left.", why="The whole checkpoint is one object that has no plain form.")
     return root

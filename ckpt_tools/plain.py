@@ -7,9 +7,17 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools import tree
 from ckpt_tools.pickling.torch_objects import unusual_tensor
-from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_2_4
 from ckpt_tools.plain_keys import plain_keys
-from ckpt_tools.plain_values import PATHS, Key, plain_instance, plain_object, plain_subclass
+from ckpt_tools.plain_values import (
+    PATHS,
+    Key,
+    key_for_2_4,
+    plain_for_2_4,
+    plain_instance,
+    plain_object,
+    plain_subclass,
+)  # fmt: skip
 from ckpt_tools.tree import DROP, ByteString, Dict, Entry, Global, List, Node, Object, Where
 
 # Kept as they are by default, beside what weights_only allows.
@@ -81,13 +89,16 @@ def _unknown_name(node: Node) -> str | None:
     return str(node) if type(node) is Global and not is_known(node) else None
 
 
-def _places(root: Node) -> dict[int, Where]:
+def _places(root: Node, *, values: bool = False) -> dict[int, Where]:
+    """Where each container and record is met first; with `values`, bytes too."""
     places: dict[int, Where] = {}
-    for where, node in tree.walk(root, plain=False):
+    for where, node in tree.walk(root, plain=values):
+        if type(node) in tree.PLAIN and type(node) is not bytes:
+            continue
         places.setdefault(id(node), where)
         if type(node) is Dict:
             for key, _ in node.items:
-                if type(key) in (Object, Global):
+                if type(key) in (Object, Global, bytes):
                     places.setdefault(id(key), (*where, tree.component(key)))
     return places
 
@@ -123,31 +134,48 @@ def _known_tensor(entry: Entry) -> Entry:
     return replace(entry, extras=replace(extras, python_type=None, state=None, hooks=None) if extras.metadata else None)
 
 
-def make_plain(root: Node) -> tuple[Node, list[Fate]]:
-    """Exchange every object for plain data; what has no plain form is dropped. Returns the root and every object's fate."""
+_BYTES = frozenset((bytes,))
+_KEYS = frozenset((type(None), bool, int, float, str))
+
+
+def make_plain(root: Node, *, oldest: bool = False) -> tuple[Node, list[Fate]]:
+    """Exchange every object for plain data; what has no plain form is dropped. Returns the root and every object's fate.
+
+    Args:
+        root: the tree.
+        oldest: whether torch 2.4's weights_only has to take it too: sets become lists, bytes and complex numbers tensors.
+    """
     numbers = iter(range(1 << 62))
-    places = _places(root)
+    places = _places(root, values=oldest)
     unknown = find_unknown(root)
 
     def key() -> str:
         return f"plain{next(numbers)}"
 
-    changed = plain_keys(root, lambda node: _plain(node, key))
+    def swap(node: Node) -> Node:
+        return _plain(node, key)
+
+    def swap_older(node: Node) -> Node:
+        return plain_for_2_4(_plain(node, key), key)
+
+    changed = plain_keys(root, key_for_2_4(swap), _KEYS) if oldest else plain_keys(root, swap)
     fates = [Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)) for node, new in changed]
-    root, fates = _exchange(root, lambda node: _plain(node, key), places, fates)
+    root, fates = _exchange(root, swap_older if oldest else swap, places, fates, _BYTES if oldest else frozenset())
     told = {(fate.where, fate.name) for fate in fates} | {(_INSIDE, fate.name) for fate in fates}
     fates += [Fate(where, name, WITH_OUTER) for where, name in unknown if (where, name) not in told]
     return root, fates
 
 
-def _exchange(root: Node, swap: Callable[[Node], Node], places: dict[int, Where], fates: list[Fate]) -> tuple[Node, list[Fate]]:
+def _exchange(
+    root: Node, swap: Callable[[Node], Node], places: dict[int, Where], fates: list[Fate], values: frozenset[type] = frozenset()
+) -> tuple[Node, list[Fate]]:
     def noting(node: Node) -> Node:
         new = swap(node)
         if new is not node:
             fates.append(Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)))
         return new
 
-    return tree.replace(root, noting), fates
+    return tree.replace(root, noting, values=values), fates
 
 
 def _name(node: Node) -> str:
@@ -156,7 +184,7 @@ def _name(node: Node) -> str:
         return str(node.extras.python_type or "attributes of a tensor") if node.extras is not None else "tensor"
     if type(node) is tuple:
         return "tuple"
-    return node.name if type(node) is Object else "bytes" if type(node) is ByteString else str(node)
+    return node.name if type(node) is Object else "bytes" if type(node) in (ByteString, bytes) else str(node)
 
 
 _KINDS: dict[type, str] = {
@@ -194,6 +222,12 @@ def _plain_tensor(entry: Entry) -> Entry:
     if extras is None or extras.python_type is None or extras.python_type in ALLOWED:
         return entry
     return replace(entry, extras=replace(extras, python_type=_PARAMETER if entry.kind == "parameter" else _TENSOR))
+
+
+def newer_dtypes(root: Node) -> list[str]:
+    """The dtypes of tensors below `root` that torch 2.4's weights_only does not know."""
+    found = {node.dtype.name: None for node in tree.reachable(root) if type(node) is Entry}
+    return [name for name in found if Global("torch", name) not in ALLOWED_2_4]
 
 
 def as_value(node: Node) -> Node:

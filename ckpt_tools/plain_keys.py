@@ -15,7 +15,7 @@ _MAX_DEPTH = 100
 _UNHASHABLE = object()
 
 
-def plain_keys(root: Node, plain: Plain) -> list[tuple[Node, Node]]:
+def plain_keys(root: Node, plain: Plain, simple: frozenset[type] = _SIMPLE) -> list[tuple[Node, Node]]:
     """Make the keys of dicts and the elements of sets plain, in place.
 
     A frozenset becomes a tuple. What has no hashable plain form, or one that is a key already, becomes the name of its
@@ -23,12 +23,12 @@ def plain_keys(root: Node, plain: Plain) -> list[tuple[Node, Node]]:
 
     Args:
         root: the tree.
-        plain: what an object becomes.
+        plain: what an object becomes. simple: the types of keys that stay as they are.
 
     Returns:
         The objects, each with what it became.
     """
-    keys = _Keys(plain)
+    keys = _Keys(plain, simple)
     for node in list(tree.reachable(root)):
         if type(node) is Dict:
             keys.edit(node.items)
@@ -42,8 +42,8 @@ def plain_keys(root: Node, plain: Plain) -> list[tuple[Node, Node]]:
 
 
 class _Keys:
-    def __init__(self, plain: Plain) -> None:
-        self.plain = plain
+    def __init__(self, plain: Plain, simple: frozenset[type]) -> None:
+        self.plain, self.simple = plain, simple
         self.changed: list[tuple[Node, Node]] = []
 
     def edit_set(self, node: Object) -> None:
@@ -53,12 +53,12 @@ class _Keys:
 
     def edit(self, pairs: list[tuple[Node, Node]]) -> None:
         """The keys of one dict. Simple keys stay; whatever comes to be beside them has to differ."""
-        if _SIMPLE.issuperset(type(key) for key, _ in pairs):
+        if self.simple.issuperset(type(key) for key, _ in pairs):
             return
-        taken = {_identity(key) for key, _ in pairs if type(key) in _SIMPLE}
+        taken = {_identity(key) for key, _ in pairs if type(key) in self.simple}
         numbers: dict[str, int] = {}
         for index, (key, value) in enumerate(pairs):
-            if type(key) in _SIMPLE:
+            if type(key) in self.simple:
                 continue
             new = self.key(key, 0)
             if new is _UNHASHABLE or _identity(new) in taken:
@@ -71,6 +71,9 @@ class _Keys:
         """The plain form of a key, or _UNHASHABLE."""
         if type(node) is tuple:
             return self.tuple(node, depth)
+        if type(node) is bytes and bytes not in self.simple:
+            self.changed.append((node, node.decode("latin1")))
+            return self.changed[-1][1]
         if type(node) is not Object and type(node) is not Global:
             return _UNHASHABLE if type(node) in (Dict, List) else node
         new = _elements(node) if type(node) is Object and node.name == "builtins.frozenset" else self.plain(node)
@@ -96,7 +99,7 @@ def _elements(node: Object) -> tuple[Node, ...]:
 
 def _free_name(key: Node, taken: set[Node], numbers: dict[str, int]) -> str:
     """The name of a key's class, with a number where that is taken."""
-    name = text = key.name if type(key) is Object else str(key) if type(key) is Global else "tuple"
+    name = text = _class_name(key)
     while text in taken:
         numbers[name] = numbers.get(name, 1) + 1
         text = f"{name} {numbers[name]}"
@@ -110,3 +113,9 @@ def _identity(key: Node) -> Node:
     if type(key) in (bool, int, float) and key == key and abs(key) != float("inf") and key == int(key):
         return "n", hex(int(key))
     return key if type(key) in _SIMPLE else id(key)
+
+
+def _class_name(key: Node) -> str:
+    if type(key) is bytes:
+        return key.decode("latin1")
+    return key.name if type(key) is Object else str(key) if type(key) is Global else "tuple"

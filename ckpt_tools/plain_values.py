@@ -77,6 +77,57 @@ def _made_from(args: Node) -> Node:
     return args[0] if len(args) == 1 else args
 
 
+# --- what weights_only has taken since torch 2.5 only
+
+
+def plain_for_2_4(node: Node, key: Key) -> Node:
+    """A plain node as torch 2.4 takes it: a set as a list, bytes as a uint8 tensor, a complex number as a 0-d tensor."""
+    if type(node) is bytes:
+        return _bytes_tensor(node, key)
+    if type(node) is not Object or node.call != "reduce" or node.steps or type(node.args) is not tuple:
+        return node
+    name, args = node.name, node.args
+    if name == "builtins.set":
+        return List(list(args[0].items)) if args and type(args[0]) is List else List()
+    if name == "builtins.complex" and {type(part) for part in args} <= {float, int} and len(args) == 2:
+        return _number_tensor("complex128", struct.pack("<2d", *args), key)
+    if name == "builtins.bytearray":
+        data = _buffer(args)
+        return DROP if data is None else _bytes_tensor(data, key)
+    return node
+
+
+def key_for_2_4(plain: Callable[[Node], Node]) -> Callable[[Node], Node]:
+    """What keys become: complex numbers text, since they are neither a plain value nor a name."""
+
+    def convert(node: Node) -> Node:
+        new = plain(node)
+        if type(new) is Object and new.name == "builtins.complex" and {type(part) for part in new.args} <= {float, int}:
+            return str(complex(*new.args))
+        return new
+
+    return convert
+
+
+def _buffer(args: Node) -> bytes | None:
+    """The bytes of a pickled bytearray: of nothing, of bytes, or of text in latin1."""
+    if not args:
+        return b""
+    if type(args[0]) is str and len(args) == 2:
+        return args[0].encode("latin1", "replace")
+    return args[0] if type(args[0]) is bytes else None
+
+
+def _bytes_tensor(data: bytes, key: Key) -> Entry:
+    dtype = DTYPES["uint8"]
+    return Entry(Storage(key(), dtype, len(data), "cpu", Literal(data)), dtype, (len(data),), (1,), 0)
+
+
+def _number_tensor(name: str, data: bytes, key: Key) -> Entry:
+    dtype = DTYPES[name]
+    return Entry(Storage(key(), dtype, len(data), "cpu", Literal(data)), dtype, (), (), 0)
+
+
 # --- known objects, one converter each
 
 

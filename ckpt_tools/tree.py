@@ -424,19 +424,23 @@ _MAX_ATTACHED = 50  # tensors in the attributes of tensors, in tuples
 RECORDS = (Entry, Object, Storage, Global, ByteString)
 
 
-def replace(root: Node, swap: Callable[[Node], Node]) -> Node:
+def replace(root: Node, swap: Callable[[Node], Node], *, values: frozenset[type] = frozenset()) -> Node:
     """Exchange records everywhere, keys and arguments included.
 
     `swap` gets each Entry, Object, Storage, Global and ByteString once, and returns it or another node, whose parts are
     exchanged in turn. DROP leaves it out of its dict or list; in a tuple None takes its place. Containers are edited in
     place, so that shared references and cycles stay.
+
+    Args:
+        values: types of plain values that `swap` gets too.
     """
-    return _Exchange(swap).run(root)
+    return _Exchange(swap, values).run(root)
 
 
 class _Exchange:
-    def __init__(self, swap: Callable[[Node], Node]) -> None:
+    def __init__(self, swap: Callable[[Node], Node], values: frozenset[type]) -> None:
         self.swap = swap
+        self.swapped, self.kept = frozenset(RECORDS) | values, PLAIN - values
         # id -> (the old one, kept alive so that its id stays its own; the new one)
         self.done: dict[int, tuple[Node, Node]] = {}
         self.pending: list[Node] = []
@@ -449,14 +453,14 @@ class _Exchange:
             node = self.pending.pop()
             if id(node) not in seen:
                 seen.add(id(node))
-                _edit(node, self.node)
+                _edit(node, self.node, self.kept)
         return root
 
     def node(self, node: Node) -> Node:
         return _exchange_tuple(node, self.leaf, self.done) if type(node) is tuple else self.leaf(node)
 
     def leaf(self, node: Node) -> Node:
-        if type(node) in RECORDS:
+        if type(node) in self.swapped:
             if id(node) not in self.done:
                 self.record(node)
             node = self.done[id(node)][1]
@@ -482,34 +486,36 @@ class _Exchange:
         return dataclasses.replace(extras, hooks=hooks, state=state)
 
 
-def _edit(node: Node, exchange: Callable[[Node], Node]) -> None:
+def _edit(node: Node, exchange: Callable[[Node], Node], kept: frozenset[type]) -> None:
     if type(node) is Dict:
-        node.items[:] = _edit_pairs(node.items, exchange)
+        node.items[:] = _edit_pairs(node.items, exchange, kept)
         if node.attributes is not None:
             node.attributes = exchange(node.attributes)
     elif type(node) is List:
-        node.items[:] = _edit_list(node.items, exchange)
+        node.items[:] = _edit_list(node.items, exchange, kept)
     else:
         node.function, node.args, node.kwargs = map(exchange, (node.function, node.args, node.kwargs))
-        steps = [(step, _edit_step(step, value, exchange)) for step, value in node.steps]
+        steps = [(step, _edit_step(step, value, exchange, kept)) for step, value in node.steps]
         node.steps[:] = [(step, value) for step, value in steps if value is not DROP]
 
 
-def _edit_step(step: str, value: Node, exchange: Callable[[Node], Node]) -> Node:
+def _edit_step(step: str, value: Node, exchange: Callable[[Node], Node], kept: frozenset[type]) -> Node:
     if step == "build":
         return exchange(value)
-    return (_edit_pairs if step == "set" else _edit_list)(value, exchange)
+    return (_edit_pairs if step == "set" else _edit_list)(value, exchange, kept)
 
 
-def _edit_pairs(pairs: list[tuple[Node, Node]], exchange: Callable[[Node], Node]) -> list[tuple[Node, Node]]:
-    if all(type(key) in PLAIN and type(value) in PLAIN for key, value in pairs):
+def _edit_pairs(
+    pairs: list[tuple[Node, Node]], exchange: Callable[[Node], Node], kept: frozenset[type]
+) -> list[tuple[Node, Node]]:
+    if all(type(key) in kept and type(value) in kept for key, value in pairs):
         return pairs
     edited = ((exchange(key), exchange(value)) for key, value in pairs)
     return [(key, value) for key, value in edited if key is not DROP and value is not DROP]
 
 
-def _edit_list(items: list[Node], exchange: Callable[[Node], Node]) -> list[Node]:
-    if PLAIN.issuperset(map(type, items)):
+def _edit_list(items: list[Node], exchange: Callable[[Node], Node], kept: frozenset[type]) -> list[Node]:
+    if kept.issuperset(map(type, items)):
         return items
     return [item for item in map(exchange, items) if item is not DROP]
 

@@ -48,6 +48,17 @@ BUILT = frozenset((
 ))  # fmt: skip
 
 
+# What came after torch 2.4: `torch.load(weights_only=True)` of 2.4 refuses these. (Source: the same function of torch 2.4.0,
+# and `torch.storage._new_dtypes` there.) Data that is made plain does without them.
+_SINCE_2_4 = frozenset((
+    "_codecs.encode", "builtins.bytearray", "builtins.set", "builtins.complex",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor", "torch._utils._rebuild_device_tensor_from_numpy",
+    "torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2", "torch.uint16", "torch.uint32", "torch.uint64",
+    *(f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+))  # fmt: skip
+ALLOWED_2_4 = frozenset(name for name in ALLOWED if str(name) not in _SINCE_2_4)
+
+
 def refused(names: list[Global]) -> list[str]:
     """The globals that torch refuses, as `module.name`, in order."""
     return [str(name) for name in names if name not in ALLOWED]
