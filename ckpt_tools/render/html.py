@@ -1,0 +1,217 @@
+"""The page of `ckpt report`: one HTML file that holds everything and loads nothing.
+
+What comes from the checkpoint goes into the page as JSON in a block that is data, not script; the page's own script puts it in
+place as text. A content security policy allows that script and that style by their digests, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools._version import __version__
+from ckpt_tools.errors import CkptError
+from ckpt_tools.files import replacing
+from ckpt_tools.names import printable
+from ckpt_tools.plan import Literal, Piece
+from ckpt_tools.render.text import counted, path_text, size_text
+from ckpt_tools.writer import write
+
+if TYPE_CHECKING:
+    from ckpt_tools.describe import Description
+    from ckpt_tools.differences import Change, Difference, Only
+    from ckpt_tools.tensor_stats import Stats, TensorStats
+
+_MOST_ROWS = 1000  # of one kind of difference, value or object
+_MOST_TEXT = 300
+_SPECIAL = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+
+
+def page(description: Description, stats: Stats | None = None, difference: Difference | None = None) -> str:
+    """The whole page.
+
+    Args:
+        description: what `inspect` tells. stats: what `stats` tells of the same file, for numbers and histograms.
+        difference: what `diff` tells about it and another file.
+
+    Raises:
+        CkptError: jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment
+        from markupsafe import Markup
+    except ImportError:
+        raise CkptError("ckpt report needs jinja2.", fix="pip install jinja2") from None
+    parts = resources.files("ckpt_tools.render") / "page"
+    template, style, script = (parts.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
+    policy = (
+        f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; base-uri 'none'; form-action 'none'"
+    )
+    size = size_text(description.file_bytes)
+    made: str = Environment(autoescape=True).from_string(template).render(
+        title=printable(Path(description.path).name), version=__version__, policy=policy,
+        subtitle=f"{description.container}, {size}, {counted(description.totals['tensors'], 'tensor')}",
+        style=Markup(style), script=Markup(script), data=Markup(_embedded(_data(description, stats, difference))),  # noqa: S704
+    )  # fmt: skip
+    return made
+
+
+def save(text: str, path: str | os.PathLike[str], *, overwrite: bool = False) -> int:
+    """Write a page, whole or not at all; returns its size in bytes.
+
+    Raises:
+        OutputError: it exists, or cannot be written.
+    """
+    with replacing(path, overwrite=overwrite) as output:
+        return write([Piece(Literal(text.encode()))], output)
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """JSON that cannot end the block that it is in, nor start a comment or a tag."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).translate(_SPECIAL)
+
+
+def _data(description: Description, stats: Stats | None, difference: Difference | None) -> dict[str, Any]:
+    columns, choices, tensors = _columns(description, stats)
+    return {
+        "overview": list(_overview(description)),
+        "findings": [
+            {"severity": row.severity, "where": path_text(row.where) if row.where else "", "found": printable(row.found),
+             "expected": printable(row.expected), "says": printable(row.says), "fix": printable(row.fix)}
+            for row in description.findings
+        ],
+        "difference": _difference(difference) if difference is not None else None,
+        "columns": columns, "choices": choices, "tensors": tensors,
+        "values": [[_text(name), _text(value)] for name, value in [*description.values.items()][:_MOST_ROWS]]
+                  + [[_text(name), _text(value)] for name, value in [*description.metadata.items()][:_MOST_ROWS]],
+        "objects": [[path_text(row["where"]), printable(row["global"])] for row in description.objects[:_MOST_ROWS]],
+    }  # fmt: skip
+
+
+def _text(value: object) -> str:
+    text = printable(str(value))
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
+
+
+def _overview(description: Description) -> Sequence[tuple[str, str]]:
+    totals = description.totals
+    rows = [("file", printable(os.path.abspath(description.path))),
+            ("container", f"{description.container}, {size_text(description.file_bytes)}"),
+            ("tensors", f"{totals['tensors']:,}, {counted(totals['parameters'], 'element')}, {size_text(totals['bytes'])}"),
+            ("dtypes", _counts(totals["dtypes"]))]  # fmt: skip
+    if totals["devices"]:
+        rows.append(("devices", _counts(totals["devices"])))
+    for row in description.state_dicts[:20]:
+        wrapped = f", wrapped in {' '.join(row['wrappers'])}" if row["wrappers"] else ""
+        tensors = f"{counted(row['tensors'], 'tensor')}, {counted(row['parameters'], 'element')}{wrapped}"
+        rows.append(("state dict", f"{path_text(row['where'])}: {tensors}"))
+    rows += [("tied", _text(", ".join(group[:6]))) for group in description.tied[:10]]
+    if description.container != "safetensors":
+        loads = description.weights_only["loads"]
+        rows.append(("weights_only", "loads" if loads else "refused by torch.load(weights_only=True)"))
+    return rows
+
+
+def _counts(counts: dict[str | None, int]) -> str:
+    return ", ".join(f"{printable(str(name))} x {count:,}" for name, count in counts.items()) or "none"
+
+
+def _column(key: str, title: str, kind: str, width: int) -> dict[str, Any]:
+    return {"key": key, "title": title, "kind": kind, "width": width, "right": kind in ("bytes", "number", "percent")}
+
+
+def _columns(description: Description, stats: Stats | None) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """The table of tensors: its columns, the texts of those with few different ones, and the values column by column."""
+    rows = description.tensors
+    tensors: dict[str, Any] = {
+        "name": [path_text(row["where"]) for row in rows],
+        "shape": ["?" if row["shape"] is None else "x".join(map(str, row["shape"])) or "scalar" for row in rows],
+        "bytes": [row["bytes"] for row in rows],
+    }
+    kinds = [row["dtype"] or "?" for row in rows]
+    kinds = [f"{kind} {row['kind']}" if row["kind"] not in ("tensor", "parameter") else kind
+             for kind, row in zip(kinds, rows, strict=True)]  # fmt: skip
+    choices: dict[str, list[str]] = {}
+    for key, texts in (("dtype", kinds), ("device", [printable(row["device"] or "-") for row in rows])):
+        numbers = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+        choices[key], tensors[key] = list(numbers), [numbers[text] for text in texts]
+    columns = [
+        _column("name", "tensor", "text", 0), _column("bytes", "bytes", "bytes", 6), _column("shape", "shape", "text", 7),
+        _column("dtype", "dtype", "choice", 6), _column("device", "device", "choice", 5),
+    ]  # fmt: skip
+    if len(choices["device"]) < 2:  # the overview says it
+        columns.pop()
+    if stats is not None:
+        measured = {tuple(row.where): row for row in stats.tensors}
+        columns += _number_columns([measured[tuple(row["where"])] for row in rows], tensors)
+    return columns, choices, tensors
+
+
+def _number_columns(measured: Sequence[TensorStats], tensors: dict[str, Any]) -> list[dict[str, Any]]:
+    numbers = [row.numbers or {} for row in measured]
+    for key in ("mean", "std", "min", "max"):
+        tensors[key] = [row.get(key) for row in numbers]
+    tensors["zeros"] = [row["zeros"] / row["elements"] if row.get("elements") else None for row in numbers]
+    tensors["odd"] = [row.get("nan", 0) + row.get("inf", 0) for row in numbers]
+    tensors["histogram"] = [row.histogram for row in measured]
+    found = [_column(key, key, "number", 6) for key in ("mean", "std", "min", "max")]
+    odd = [_column("odd", "NaN, inf", "number", 6)] if any(tensors["odd"]) else []
+    return [_column("histogram", "histogram", "histogram", 8), *found, _column("zeros", "zeros", "percent", 5), *odd]
+
+
+# --- differences
+
+
+def _difference(found: Difference) -> dict[str, Any]:
+    right = found.right
+    blocks = [
+        _block("Tensors only here", ["tensor", "shape", "dtype"], list(map(_only, found.removed))),
+        _block("Tensors only in the other", ["tensor", "shape", "dtype"], list(map(_only, found.added))),
+        _block("Renamed", ["here", "in the other", "by"], [[row.left, row.right, row.reason] for row in found.renamed]),
+        _block("Shapes", ["tensor", "here", "in the other"], list(map(_change, found.shapes))),
+        _block("Dtypes", ["tensor", "here", "in the other"], list(map(_change, found.dtypes))),
+        _block("Devices", ["tensor", "here", "in the other"], list(map(_change, found.devices))),
+        _block("Values and objects", ["path", "", "here", "in the other"],
+               [[row.where, row.kind, row.left, row.right] for row in (*found.values, *found.objects)]),
+        _block("Tensors with other numbers", ["tensor", "max abs", "max rel", "cosine", "changed"],
+               [[row.where, *_gap(row.gap, row.reason)] for row in found.changed], numeric=[1, 2, 3, 4]),
+        _block("Notes", [""], [[note] for note in found.notes]),
+    ]  # fmt: skip
+    other = f"{right['path']}  ({right['container']}, {size_text(right['bytes'])})"
+    return {"other": printable(other), "summary": printable(found.summary), "same": found.same,
+            "blocks": [block for block in blocks if block["count"]]}  # fmt: skip
+
+
+def _block(title: str, headings: list[str], rows: list[list[Any]], numeric: Sequence[int] = ()) -> dict[str, Any]:
+    shown = [["" if cell is None else _text(cell) for cell in row] for row in rows[:_MOST_ROWS]]
+    return {"title": title, "headings": headings, "rows": shown, "count": len(rows), "numeric": list(numeric)}
+
+
+def _only(row: Only) -> list[Any]:
+    return [row.where, _shape(row.shape), row.dtype]
+
+
+def _change(row: Change) -> list[Any]:
+    return [row.where, *(_shape(side) if isinstance(side, list) else side for side in (row.left, row.right))]
+
+
+def _shape(shape: Sequence[int] | None) -> str:
+    return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
+def _gap(gap: dict[str, Any] | None, reason: str) -> list[str]:
+    if gap is None:
+        return ["", "", "", reason or "bytes differ"]
+    numbers = ["-" if gap[key] is None else f"{gap[key]:.4g}" for key in ("max_abs", "max_rel", "cosine")]
+    odd = f", {gap['nonfinite']} NaN/inf" if gap["nonfinite"] else ""
+    return [*numbers, f"{100 * gap['changed_fraction']:.3g}%{odd}"]
