@@ -274,3 +274,16 @@ def test_long_names_are_not_broken_in_a_pipe(tmp_path: Path) -> None:
     name = "layer." * 83 + "weight"
     torch.save({name: torch.ones(1)}, tmp_path / "long.pth")
     assert any(name in line for line in shell("inspect", tmp_path / "long.pth").stdout.splitlines())
+
+
+def test_jobs_change_nothing_but_the_time(tmp_path: Path) -> None:
+    """Several processes give the same documents in the same order, and a bad file in between is an error document."""
+    for index in range(6):
+        torch.save({"a.w": torch.ones(index + 1)}, tmp_path / f"{index}.pth")
+    (tmp_path / "3.pth").write_bytes(b"nothing")
+    one, several = (shell("inspect", "--json", "--jobs", jobs, tmp_path) for jobs in ("1", "3"))
+    assert one.returncode == several.returncode == 3
+    assert one.stdout == several.stdout
+    documents = [json.loads(line) for line in several.stdout.splitlines()]
+    assert [document.get("error") for document in documents] == [None, None, None, "NotACheckpointError", None, None]
+    assert shell("inspect", "--jobs", "2", tmp_path / "0.pth", tmp_path / "1.pth").stdout.count("torch-zip") == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, Digest
 from ckpt_tools.files import Source, replacing
 from ckpt_tools.findings import Finding, mending
 from ckpt_tools.plan import Literal, Piece
+from ckpt_tools.processes import in_processes
 from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Where
 from ckpt_tools.writer import Progress, write
@@ -209,33 +209,13 @@ def check_many(
     if jobs < 2 or sum(sizes) < _POOL_FROM:
         yield from (check_one(path, wanted, advance) for path in paths)
         return
-    for size, report in zip(sizes, _in_processes(paths, wanted, jobs), strict=True):
+    for size, report in zip(sizes, in_processes(partial(check_one, wanted=wanted), paths, jobs), strict=True):
         if advance is not None:
             advance(size)
         yield report
 
 
 _POOL_FROM = 64 << 20
-
-
-def _in_processes(paths: Sequence[str | os.PathLike[str]], wanted: Wanted, jobs: int) -> Iterator[Checked]:
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import active_children, get_context
-
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _die_at_interrupt)
-    try:
-        yield from pool.map(partial(check_one, wanted=wanted), paths)
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for child in active_children():
-            child.terminate()
-        raise
-    pool.shutdown()
-
-
-def _die_at_interrupt() -> None:
-    """In a worker: Ctrl-C ends it without a word; the parent says it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class _Steps:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_tools.cli.options import expand, print_failure
 from ckpt_tools.errors import CkptError
+
+if TYPE_CHECKING:
+    from ckpt_tools.describe import Description
 
 
 @click.command()
@@ -22,10 +27,14 @@ from ckpt_tools.errors import CkptError
 @click.option(
     "--sort", type=click.Choice(["name", "size", "file"]), default="file", show_default=True, help="Order of the tensors."
 )
+@click.option(
+    "--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes for many files; else up to 4 from 200 files on."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document a line; see docs/json.md.")
 def inspect(
-    paths: tuple[Path, ...], show_all: bool, tree: bool | None, depth: int | None, pattern: str | None, sort: str, as_json: bool
-) -> None:
+    paths: tuple[Path, ...], show_all: bool, tree: bool | None, depth: int | None, pattern: str | None, sort: str,
+    jobs: int | None, as_json: bool,
+) -> None:  # fmt: skip
     """Show what checkpoints hold. A folder stands for the checkpoints in it.
 
     \b
@@ -35,26 +44,48 @@ def inspect(
 
     Exit code: 0 all shown, 3 when one cannot be read (the others are shown).
     """
+    files, code = expand(paths), 0
+    options = (show_all, bool(tree), tree is False, depth, pattern, sort)
+    jobs = min(jobs or (min(4, os.cpu_count() or 1) if len(files) >= _MANY else 1), len(files))
+    described: Iterable[Any] = map(_json_line if as_json else _described, files)
+    if jobs > 1:
+        from ckpt_tools.processes import in_processes
+
+        described = in_processes(_json_line if as_json else _described, files, jobs, batch=min(16, len(files) // jobs or 1))
+    for number, (path, result) in enumerate(zip(files, described, strict=True)):
+        if isinstance(result, CkptError):
+            code = result.exit_code
+            print_failure(path, result, as_json=as_json)
+        elif as_json:
+            click.echo(result)
+        else:
+            _show(result, number, options)
+    sys.exit(code)
+
+
+_MANY = 200  # files from which on several processes are faster than one
+
+
+def _described(path: Path) -> Description | CkptError:
     from ckpt_tools.describe import inspect as describe_checkpoint
 
-    files, code = expand(paths), 0
-    for number, path in enumerate(files):
-        try:
-            description = describe_checkpoint(path)
-        except CkptError as error:
-            code = error.exit_code
-            print_failure(path, error, as_json=as_json)
-            continue
-        if as_json:
-            from ckpt_tools.render.json import line
+    try:
+        return describe_checkpoint(path)
+    except CkptError as error:
+        return error
 
-            click.echo(line(description.to_json()))
-        else:
-            from ckpt_tools.render.description import Sort, View, print_description
-            from ckpt_tools.render.text import show
 
-            view = View(show_all, bool(tree), tree is False, depth, pattern, cast("Sort", sort))
-            if number:
-                click.echo()
-            show(partial(print_description, description, view))
-    sys.exit(code)
+def _json_line(path: Path) -> str | CkptError:
+    from ckpt_tools.render.json import line
+
+    result = _described(path)
+    return result if isinstance(result, CkptError) else line(result.to_json())
+
+
+def _show(description: Description, number: int, options: tuple[Any, ...]) -> None:
+    from ckpt_tools.render.description import View, print_description
+    from ckpt_tools.render.text import show
+
+    if number:
+        click.echo()
+    show(partial(print_description, description, View(*options)))

@@ -1,0 +1,50 @@
+"""Work on many files in processes of their own, with the results in the order of the files."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from ckpt_tools.errors import LimitError
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+def in_processes(
+    function: Callable[[_Item], _Result], items: Sequence[_Item], jobs: int, *, batch: int = 1
+) -> Iterator[_Result]:
+    """What `function` gives for each item, in order; worked out by `jobs` fresh processes.
+
+    Args:
+        function: can be pickled, as can items and results; it must not raise.
+        items: one after another. jobs: processes. batch: how many items a process takes at once.
+
+    Raises:
+        LimitError: a process was killed, by the system for want of memory as a rule.
+    """
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+    from multiprocessing import active_children, get_context
+
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _die_at_interrupt)
+    try:
+        yield from pool.map(function, items, chunksize=batch)
+    except BrokenProcessPool:
+        raise LimitError(
+            "A process that worked on the files was killed.",
+            why="The system does so when memory runs out.",
+            fix="Try --jobs 1.",
+        ) from None
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in active_children():
+            child.terminate()
+        raise
+    pool.shutdown()
+
+
+def _die_at_interrupt() -> None:
+    """In a worker: Ctrl-C ends it without a word; the parent says it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
