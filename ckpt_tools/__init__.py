@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ckpt_tools.describe import Description, inspect
     from ckpt_tools.differences import Difference, diff
     from ckpt_tools.inplace import edit_in_place
+    from ckpt_tools.repairing.report import Repaired
+    from ckpt_tools.repairing.run import repair
     from ckpt_tools.tensor_stats import Stats, stats
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Converted",
     "Description",
     "Difference",
+    "Repaired",
     "Stats",
     "__version__",
     "average",
@@ -36,6 +39,7 @@ __all__ = [
     "edit_in_place",
     "inspect",
     "open_checkpoint",
+    "repair",
     "stats",
 ]
 
@@ -46,6 +50,7 @@ _HOMES = {
     "Converted": "conversion",
     "Description": "describe",
     "Difference": "differences",
+    "Repaired": "repairing.report",
     "Stats": "tensor_stats",
     "average": "averaging",
     "check": "checking.run",
@@ -53,6 +58,7 @@ _HOMES = {
     "edit_in_place": "inplace",
     "inspect": "describe",
     "open_checkpoint": "checkpoint",
+    "repair": "repairing.run",
     "stats": "tensor_stats",
 }
 

@@ -13,6 +13,7 @@ CkptError                      exit code 3 unless noted
 ├── LimitError                 larger or deeper than any real checkpoint
 ├── ChangedFileError           the input changed while it was read
 ├── DigestError                a digest file that cannot be read
+├── RepairError                nothing in the file can be saved
 ├── ConvertError               the conversion that was asked for cannot be done without loss or guessing
 │   ├── CollisionError             two tensors would get one name
 │   ├── NothingMatchedError        an option that matches nothing, or a result without tensors
@@ -98,6 +99,10 @@ class LimitError(CkptError):
 
 class ChangedFileError(CkptError):
     """The input changed while it was read."""
+
+
+class RepairError(CkptError):
+    """Nothing in the file can be saved."""
 
 
 class DigestError(CkptError):

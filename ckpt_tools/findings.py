@@ -40,3 +40,8 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     stem, own = os.path.splitext(path)
     target = f"{stem}.fixed{own if suffix is None else suffix}"
     return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))
+
+
+def counted_bytes(count: int) -> str:
+    """`1 byte`, `2 bytes`."""
+    return "1 byte" if count == 1 else f"{count} bytes"

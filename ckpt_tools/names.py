@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from ckpt_tools.errors import CollisionError
+from ckpt_tools.errors import CollisionError, LimitError
 
 MODULE = "module."
 # Names that no user gives an attribute: safe to remove at any depth. "module" is not one of them: real models have a
@@ -20,15 +20,18 @@ MODULE = "module."
 INNER_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 WRAPPERS = (MODULE, *INNER_WRAPPERS)
 _LEAD = re.compile(f"(?:{'|'.join(map(re.escape, WRAPPERS))})+(?=.)")
+MAX_SHOWN = 5000
+MAX_PARTS = 1000  # of a name whose module paths are worked out
 Row = TypeVar("Row")
 _INNER_PARTS = frozenset(wrapper[:-1] for wrapper in INNER_WRAPPERS)
 
 
 def strip_leading(name: str, prefix: str) -> str:
     """Remove `prefix` from the front of `name`, repeated ones too; a name that is nothing else stays as it is."""
-    while name.startswith(prefix) and len(name) > len(prefix):
-        name = name[len(prefix) :]
-    return name
+    at = 0
+    while name.startswith(prefix, at) and len(name) > at + len(prefix):
+        at += len(prefix)
+    return name[at:]
 
 
 def strip_module(name: str) -> str:
@@ -77,9 +80,10 @@ def leading_wrappers(name: str) -> tuple[str, ...]:
     ('_orig_mod.', 'module.')
     """
     found = []
-    while prefix := next((w for w in WRAPPERS if name.startswith(w) and len(name) > len(w)), None):
+    at = 0
+    while prefix := next((w for w in WRAPPERS if name.startswith(w, at) and len(name) > at + len(w)), None):
         found.append(prefix)
-        name = name[len(prefix) :]
+        at += len(prefix)
     return tuple(found)
 
 
@@ -124,9 +128,14 @@ def module_paths(renamed: Mapping[str, str], paths: Iterable[str]) -> dict[str, 
     A path moves with the tensors below it: `module.conv1` goes to `conv1` when `module.conv1.weight` goes to
     `conv1.weight`. A path without tensors (a ReLU) moves with its nearest ancestor that has some. A path whose own module
     is gone (the wrapper's) is left out. Where two paths meet, the deeper one, the wrapped model's, keeps the place.
+
+    Raises:
+        LimitError: a name in more parts than any model has modules in modules.
     """
     moves: dict[str, set[str | None]] = {}
     for old, new in renamed.items():
+        if old.count(".") > MAX_PARTS:
+            raise LimitError(f"A tensor's name has {old.count('.')} dots; {MAX_PARTS} is the limit.")
         path, rest = "", old
         while True:
             moves.setdefault(path, set()).add(_moved(new, rest))
@@ -210,7 +219,12 @@ def some(names: Sequence[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Text from a file as it may go to a terminal or page: control, format and surrogate characters are escaped."""
+    """Text from a file as it may go to a terminal or page: control, format and surrogate characters are escaped.
+
+    A text of megabytes (no path and no name of a real model is as long as MAX_SHOWN) is cut, and its length told.
+    """
+    if len(text) > MAX_SHOWN:
+        text = f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
     if text.isascii() and text.isprintable():
         return text
     return "".join(_escape(character) for character in text)

@@ -276,6 +276,7 @@ CONTAINERS = (Dict, List, Object, tuple)
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _SPARE_VISITS, _SPARE_WIDTH, _KEPT_HOLLOW = 10_000, 100_000, 100_000
 _SPARE_EFFORT, _EFFORT_A_NODE = 4_000_000, 16  # in path components, or eight characters of a path
+_LONG_KEY = 1024
 
 
 def walk(root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool = True) -> Iterator[tuple[Where, Node]]:
@@ -302,6 +303,8 @@ def walk(root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool 
     while stack:
         for key, node in stack[-1]:
             effort += costs[-1] - _EFFORT_A_NODE
+            if type(key) is str and len(key) > _LONG_KEY:
+                effort += len(key) >> 4
             if effort > _SPARE_EFFORT:
                 raise LimitError("The checkpoint is nested deeper, or under longer keys, than any real one.")
             yield (*path, key), node

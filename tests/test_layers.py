@@ -39,6 +39,7 @@ LAYERS = [
     ["dcp_saving"],
     ["folder_conversion"],
     ["checking"],
+    ["repairing"],
     ["convert", "averaging", "inplace"],
     ["torch", "render"],
     ["cli"],
@@ -94,6 +95,7 @@ def test_public_names() -> None:
         "Converted",
         "Description",
         "Difference",
+        "Repaired",
         "Stats",
         "__version__",
         "average",
@@ -103,6 +105,7 @@ def test_public_names() -> None:
         "edit_in_place",
         "inspect",
         "open_checkpoint",
+        "repair",
         "stats",
     ]
     assert all(getattr(ckpt_tools, name) is not None for name in ckpt_tools.__all__)

@@ -32,6 +32,14 @@ class Mismatch:
     record: Record
     found: int | None
 
+    @property
+    def other_writer(self) -> bool:
+        """Whether the data descriptor behind the record has the CRC-32 of its bytes, while the directory has another."""
+        record = self.record
+        if record.deflated or self.found is None or record.end + 8 > self.source.size:
+            return False
+        return self.source.read(record.end, 8) == b"PK\x07\x08" + self.found.to_bytes(4, "little")
+
 
 @dataclass(slots=True)
 class Read:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 
-from ckpt_tools.checking.reading import Mismatch, Read
+from ckpt_tools.checking.reading import Read
 from ckpt_tools.checkpoint import Checkpoint
 from ckpt_tools.containers.zip_directory import ALIGNMENT, DESCRIPTOR_64, RecordRange
 from ckpt_tools.findings import Finding, mending
@@ -35,7 +35,7 @@ def _mismatches(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
     """Records whose bytes do not match their CRC-32, with the tensors on them."""
     users = _users(checkpoint)
     path = str(checkpoint.path)
-    written_twice = [row for row in read.mismatches if _other_writer(row)]
+    written_twice = [row for row in read.mismatches if row.other_writer]
     for row in read.mismatches:
         record, found = row.record, row.found
         names = users.get(id(record), [])
@@ -51,14 +51,6 @@ def _mismatches(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
         )
         fix = "Save on rank 0 only: if torch.distributed.get_rank() == 0: torch.save(...)"
         yield Finding("mixed-writers", "problem", [], text, "one writer", fix)
-
-
-def _other_writer(row: Mismatch) -> bool:
-    """Whether the data descriptor behind a record has the CRC-32 of its bytes, while the directory has another."""
-    record = row.record
-    if record.deflated or row.found is None or record.end + 8 > row.source.size:
-        return False
-    return row.source.read(record.end, 8) == b"PK\x07\x08" + row.found.to_bytes(4, "little")
 
 
 def _users(checkpoint: Checkpoint) -> dict[int, list[str]]:

@@ -9,6 +9,8 @@ MAX_KEY_PARTS = 4_000_000  # in all keys of all dicts, shared parts counted each
 MAX_PICKLE = 1 << 30  # bytes of one pickle; a state dict of a million tensors takes 300 MB
 SPARE_NODES = 100_000
 BYTES_PER_NODE = 6  # a state dict makes a container for every 10 bytes; protocol 2 memoizes each, which takes 6
+LONG_TEXT = 1024  # characters; using a longer one again costs a node for every BYTES_OF_SHARED_TEXT of them
+BYTES_OF_SHARED_TEXT = 16
 
 
 def node_budget(size: int) -> int:

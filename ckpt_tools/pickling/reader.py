@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from ckpt_tools.errors import DamagedFileError, LimitError, PickleError
 from ckpt_tools.pickling import fused
-from ckpt_tools.pickling.limits import BYTES_PER_NODE, MAX_DEPTH, MAX_GLOBALS, node_budget
+from ckpt_tools.pickling.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, LONG_TEXT, MAX_DEPTH, MAX_GLOBALS, node_budget
 from ckpt_tools.pickling.weights_only import BUILT
 from ckpt_tools.tree import ByteString, Dict, Entry, Global, List, Node, Object
 
@@ -177,12 +177,20 @@ class Machine:
     def recall(self, index: int) -> None:
         """Push a memoized value."""
         if 0 <= index < len(self.memo):
-            self.stack.append(self.memo[index])
-            return
-        value = self.far_memo.get(index, _MISSING)
-        if value is _MISSING:
-            raise self.error(f"reads memo {index}, which was never written")
+            value = self.memo[index]
+        else:
+            value = self.far_memo.get(index, _MISSING)
+            if value is _MISSING:
+                raise self.error(f"reads memo {index}, which was never written")
+        if type(value) is str or type(value) is Global:
+            self.spend_on_sharing(value)
         self.stack.append(value)
+
+    def spend_on_sharing(self, value: str | Global) -> None:
+        """Count a text that is used again: whoever writes down where everything is writes it again and again."""
+        length = len(value) if isinstance(value, str) else len(value.name) + len(value.module)
+        if length > LONG_TEXT:
+            self.spend(length // BYTES_OF_SHARED_TEXT)
 
     def name_global(self, module: str, name: str) -> None:
         """Push the inert record of a global."""
@@ -305,7 +313,10 @@ def _pop_mark(machine: Machine) -> None:
 
 @_opcode(b"2", unusual="DUP")
 def _dup(machine: Machine) -> None:
-    machine.stack.append(machine.stack[-1])
+    top = machine.stack[-1]
+    if type(top) is str or type(top) is Global:
+        machine.spend_on_sharing(top)
+    machine.stack.append(top)
 
 
 # --- the memo
@@ -464,15 +475,25 @@ def _string(machine: Machine) -> None:
 
 
 _ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(.)?)", re.DOTALL)
+_UNITS = re.compile(rb"(?:[^\\]+|\\(?:[0-7]{1,3}|x[0-9a-fA-F]{2}|.|\Z)){1,10000}", re.DOTALL)
+_KNOWN_ESCAPES: dict[bytes, bytes] = {}  # a few hundred at most: they have four bytes at most, and most of those are alike
 _ESCAPED = {b"\n": b"", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
 
 
 def _unescape(data: bytes) -> bytes:
     """A Python bytes literal's inside. Our own: `codecs.escape_decode` warns, and warnings can be errors."""
-    return _ESCAPE.sub(_unescape_one, data)
+    # some thousand escapes at a time: `re.sub` keeps a list of all its pieces
+    return b"".join([_ESCAPE.sub(_unescape_one, units[0]) for units in _UNITS.finditer(data)])
 
 
 def _unescape_one(found: re.Match[bytes]) -> bytes:
+    known = _KNOWN_ESCAPES.get(found[0])
+    if known is None:
+        known = _KNOWN_ESCAPES[found[0]] = _unescape_new(found)
+    return known
+
+
+def _unescape_new(found: re.Match[bytes]) -> bytes:
     octal, hexadecimal, other = found.groups()
     if octal is not None:
         return bytes((int(octal, 8) & 0xFF,))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from tests.hostile import bombs
+from tests.hostile import bombs, long_names
 from tests.hostile import pickles as p
 from tests.hostile.bombs import BOMBS
 from tests.hostile.calls import CALLS
@@ -24,6 +24,7 @@ from tests.hostile.zips import torch_zip
 ROOT = Path(ckpt_tools.__file__).parent.parent
 FLOATS = {"0": bytes(24)}
 CPU_SECONDS, MEGABYTES = 5, 300
+assert long_names.bomb is bombs.bomb  # its builders are in the table too
 
 MEASURED = textwrap.dedent("""
     import json, resource, sys

@@ -1,0 +1,54 @@
+"""`ckpt repair`."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import click
+
+from ckpt_tools.cli.options import Once, show_progress
+
+
+@click.command()
+@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
+@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors as they are, with zeros for what is missing of them.")
+@click.option("--like", cls=Once, metavar="TARGET", help="A checkpoint or package.module:callable that OUT shall fit.")
+@click.option("--reinit", multiple=True, metavar="[GLOB=]SCHEME", help="Initial values for what --like has and IN lost.")
+@click.option("--seed", cls=Once, type=click.IntRange(0), metavar="N", help="Seed of the initial values; else 0.")
+@click.option("--tie-equal", is_flag=True, help="Tie matrices that are equal byte for byte.")
+@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--dry-run", is_flag=True, help="Report what would be saved, write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
+def repair(
+    source: Path, target: Path, keep_damaged: bool, like: str | None, reinit: tuple[str, ...], seed: int | None,
+    tie_equal: bool, overwrite: bool, dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Save what is whole in a damaged checkpoint, and mend what hurts in a whole one. IN is never touched.
+
+    \b
+    ckpt repair cut.pth saved.pth
+    ckpt repair --dry-run cut.pth saved.pth
+    ckpt repair cut.pth full.pth --like torchvision.models:resnet18 --reinit default
+
+    Exit code: 0 all saved, 1 something could not be saved (OUT is written without it), 3 nothing to save.
+    """
+    from ckpt_tools.repairing.run import repair as repair_checkpoint
+
+    with show_progress() as progress:
+        report = repair_checkpoint(
+            source, target, keep_damaged=keep_damaged, tie_equal=tie_equal, like=like, reinit=reinit, seed=seed or 0,
+            overwrite=overwrite, dry_run=dry_run, progress=progress,
+        )  # fmt: skip
+    if as_json:
+        from ckpt_tools.render.json import line
+
+        click.echo(line(report.to_json()))
+    else:
+        from ckpt_tools.render.repaired import print_repaired
+        from ckpt_tools.render.text import show
+
+        show(partial(print_repaired, report))
+    sys.exit(report.exit_code)

@@ -1,0 +1,79 @@
+"""Fill the holes: what a target model has and the saved state dict lacks gets initial values, so that the result loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt_tools.checkpoint import StateDict, find_state_dicts
+from ckpt_tools.dtypes import DTYPES
+from ckpt_tools.errors import UsageError
+from ckpt_tools.fit import Choices, Wanted, fit
+from ckpt_tools.initialisers import Blank, Rules, blank_in
+from ckpt_tools.match import match
+from ckpt_tools.names import unwrap
+from ckpt_tools.plans import plan_of
+from ckpt_tools.targets import Param, Target, params_of, read_target
+from ckpt_tools.transforms import dotted
+from ckpt_tools.tree import Node
+
+
+class Holes:
+    """`--like` and `--reinit`, read and checked before any work.
+
+    Raises:
+        UsageError: a scheme that is none, or that needs the target's own values. TargetError: no such target.
+    """
+
+    def __init__(self, like: str, reinit: Sequence[str], seed: int) -> None:
+        if any(text.rpartition("=")[2] == "target" for text in reinit):
+            raise UsageError("--reinit target is for ckpt convert; repair fills holes with initial values.")
+        self.target = read_target(like)
+        self.choices = Choices(Rules(reinit), seed=seed, allow_unexpected=("*",))
+
+    def fill(self, root: Node) -> dict[str, str]:
+        """Fill the state dict that the target is about, in place; its tensors come in the target's order.
+
+        Returns:
+            The names that got initial values, with the scheme.
+
+        Raises:
+            UsageError: no state dict shares a name with the target, or several do. MatchError: shapes differ, or a name that no
+            rule of --reinit covers.
+        """
+        params = {param.name: param for param in self.target.params}
+        found = [state_dict for state_dict in find_state_dicts(root) if set(map(unwrap, state_dict.names)) & set(params)]
+        if len(found) != 1:
+            raise UsageError(
+                f"{len(found)} state dicts share names with {self.target.label}: {_listed(found)}.",
+                fix="Take one out after the repair: ckpt convert --select WHERE --like TARGET --reinit default."
+                if found
+                else "",
+            )
+        node = found[0].node
+        wanted = Wanted(
+            self.target.names, lambda name: _blank(self.target, params[name]), None, _first_names(self.target.params),
+            f"What was saved does not fit {self.target.label}",
+        )  # fmt: skip
+        fitted = fit(node, plan_of(match(params_of(node), self.target.params)), wanted, self.choices)
+        return {row.name: row.scheme for row in fitted.initialised}
+
+
+def _listed(found: Sequence[StateDict]) -> str:
+    return ", ".join(dotted(state_dict.where) or "(root)" for state_dict in found) or "none"
+
+
+def _first_names(params: Sequence[Param]) -> dict[str, str]:
+    """Name -> the first name on the same bytes."""
+    first: dict[object, str] = {}
+    return {param.name: first.setdefault(param.tie, param.name) if param.tie is not None else param.name for param in params}
+
+
+def _blank(target: Target, param: Param) -> Blank:
+    dtype = DTYPES[param.dtype or "float32"]
+    parent, _, _ = param.name.rpartition(".")
+    if target.module is not None:
+        return blank_in(target.module.get_submodule(parent), param.name, param.shape, dtype)
+    siblings = {
+        other.name.rpartition(".")[2]: other.shape for other in target.params if other.name.rpartition(".")[0] == parent
+    }
+    return Blank(param.name, param.shape, dtype, None, siblings)

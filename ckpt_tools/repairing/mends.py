@@ -1,0 +1,228 @@
+"""Mend what is no damage and hurts all the same: names, `_metadata`, batch norms without a counter, lost ties.
+
+Each mend needs evidence in the file itself; where there is none it is left alone, and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_tools import transforms
+from ckpt_tools.checkpoint import StateDict, find_state_dicts, is_tensor
+from ckpt_tools.dtypes import DTYPES
+from ckpt_tools.names import INNER_WRAPPERS, MODULE, strip_inner, strip_module, unwrap
+from ckpt_tools.plan import Literal
+from ckpt_tools.tree import Dict, Entry, Node, Storage, Where, reachable
+
+# torch.nn.modules.batchnorm._NormBase: version 2 knows num_batches_tracked, and load_state_dict asks for it from then on.
+# (detectron2's FrozenBatchNorm2d, which has running statistics and no counter, is version 3.)
+_COUNTS_BATCHES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """One thing that was mended, or `left` as it is because the file does not tell what is right."""
+
+    code: str
+    where: list[str | int]
+    text: str
+    left: bool = False
+
+
+def mend(root: Node) -> Iterator[Mended]:
+    """Mend every state dict below `root`, in place."""
+    for state_dict in find_state_dicts(root):
+        yield from _mend_prefixes(state_dict)
+        yield from _mend_metadata(state_dict)
+        yield from _mend_counters(state_dict, root)
+
+
+# --- prefixes
+
+
+def _mend_prefixes(state_dict: StateDict) -> Iterator[Mended]:
+    """Wrappers on a part of the names, or twice."""
+    names, where = state_dict.names, list(state_dict.where)
+    inner = [name for name in names if any(f".{wrapper}" in f".{name}" for wrapper in INNER_WRAPPERS)]
+    if inner and len(inner) < len(names) and _would_not_collide(names, strip_inner):
+        transforms.rename_state_dict(state_dict, strip_inner)
+        text = f"{len(inner)} of {len(names)} names were wrapped ({inner[0]}); the wrappers are removed"
+        yield Mended("mixed-prefix", where, text)
+        names = state_dict.names
+    wrapped = [name for name in names if name.startswith(MODULE)]
+    bare = [name for name in names if not name.startswith(MODULE)]
+    if wrapped and all(name.startswith(MODULE * 2) for name in wrapped) and not _dotted(bare):
+        transforms.rename_state_dict(state_dict, strip_module)
+        yield Mended("double-prefix", where, f"{len(wrapped)} names began with module.module.; both are removed")
+    elif wrapped and _dotted(bare):
+        yield _mend_mixed(state_dict, wrapped, bare)
+
+
+def _mend_mixed(state_dict: StateDict, wrapped: Sequence[str], bare: Sequence[str]) -> Mended:
+    """`module.` on a part of the names: a wrapper where both parts are halves of one module, else perhaps the model's own."""
+    where, shown = list(state_dict.where), f"{len(wrapped)} of {len(wrapped) + len(bare)} names begin with module."
+    shared = {_parent(strip_module(name)) for name in wrapped} & {_parent(name) for name in bare} - {""}
+    if not shared:
+        text = f"{shown}, which may be the model's own; if not: ckpt convert --strip-module"
+        return Mended("mixed-prefix", where, text, left=True)
+    if not _would_not_collide(state_dict.names, strip_module):
+        return Mended("mixed-prefix", where, f"{shown}, and some names are there with and without it", left=True)
+    transforms.rename_state_dict(state_dict, strip_module)
+    return Mended("mixed-prefix", where, f"{shown}, and {sorted(shared)[0]} was split by it; it is removed")
+
+
+def _dotted(names: Sequence[str]) -> bool:
+    """Whether any of these names a tensor in a module (`n_averaged`, beside an AveragedModel's wrapped names, does not)."""
+    return any("." in name for name in names)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _would_not_collide(names: Sequence[str], rename: transforms.Rename) -> bool:
+    return len({rename(name) for name in names}) == len(set(names))
+
+
+# --- _metadata
+
+
+def _mend_metadata(state_dict: StateDict) -> Iterator[Mended]:
+    """`_metadata` that names modules under a wrapper which the names do not have, or the reverse.
+
+    It comes from scripts that rename the tensors and copy `_metadata`. Its versions then reach no module, and `load_state_dict`
+    treats them all as older than they are.
+    """
+    metadata = _metadata(state_dict.node)
+    if metadata is None:
+        return
+    modules = _modules(state_dict.names)
+    taken = {path for path, _ in metadata.items}
+    rows: list[tuple[Node, Node]] = []
+    moved = 0
+    for path, row in metadata.items:
+        target = _home(path, modules) if type(path) is str else path
+        if target != path:
+            moved += 1
+            if target is None or target in taken:
+                continue
+            taken.add(target)
+        rows.append((target, row))
+    if moved:
+        metadata.items[:] = rows
+        text = f"{moved} rows of _metadata were about names that are no longer there; they follow the names"
+        yield Mended("stale-metadata", list(state_dict.where), text)
+
+
+def _metadata(node: Dict) -> Dict | None:
+    found = node.attributes.get("_metadata") if node.attributes is not None else None
+    return found if type(found) is Dict else None
+
+
+def _modules(names: Sequence[str]) -> set[str]:
+    """Every module path above a tensor, the root included."""
+    found = {""}
+    for name in names:
+        path = _parent(name)
+        while path and path not in found:
+            found.add(path)
+            path = _parent(path)
+    return found
+
+
+def _home(path: str, modules: set[str]) -> str | None:
+    """Where a row of `_metadata` belongs: its own path, its path with or without wrappers, or nowhere (None)."""
+    if path in modules:
+        return path
+    plain = unwrap(f"{path}.x")[:-2] if path else ""
+    if plain != path:  # it is about a wrapped module, and no tensor is under that name
+        return plain or None
+    wrapped = f"{MODULE}{path}"
+    return wrapped if wrapped in modules else path
+
+
+# --- batch norms
+
+
+def _mend_counters(state_dict: StateDict, root: Node) -> Iterator[Mended]:
+    """Batch norms of version 2 without num_batches_tracked, which a strict `load_state_dict` asks for."""
+    versions = _versions(state_dict.node)
+    names = set(state_dict.names)
+    parents = [_parent(name) for name in state_dict.names if _leaf(name) == "running_mean"]
+    lacking = [
+        parent
+        for parent in parents
+        if versions.get(parent) == _COUNTS_BATCHES
+        and _joined(parent, "running_var") in names
+        and _joined(parent, "num_batches_tracked") not in names
+    ]
+    if not lacking:
+        return
+    keys = _free_keys(root)
+    after = {_joined(parent, "running_var"): _joined(parent, "num_batches_tracked") for parent in lacking}
+    items: list[tuple[Node, Node]] = []
+    for key, value in state_dict.node.items:
+        items.append((key, value))
+        if type(key) is str and key in after:
+            device = value.storage.device if type(value) is Entry else "cpu"
+            items.append((after[key], _zero(next(keys), device)))
+    state_dict.node.items[:] = items
+    text = f"{len(lacking)} batch norms lacked num_batches_tracked ({lacking[0]}); it is 0 there"
+    yield Mended("num-batches-tracked", list(state_dict.where), text)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _joined(parent: str, leaf: str) -> str:
+    return f"{parent}.{leaf}" if parent else leaf
+
+
+def _versions(node: Dict) -> dict[str, Node]:
+    """Module path -> its version in `_metadata`."""
+    metadata = _metadata(node)
+    rows = metadata.items if metadata is not None else ()
+    return {path: row.get("version") for path, row in rows if type(path) is str and type(row) is Dict}
+
+
+def _free_keys(root: Node) -> Iterator[str]:
+    """Storage keys that nobody has."""
+    used = {node.key for node in reachable(root) if type(node) is Storage}
+    number = 0
+    while True:
+        if str(number) not in used:
+            yield str(number)
+        number += 1
+
+
+def _zero(key: str, device: str | None) -> Entry:
+    int64 = DTYPES["int64"]
+    return Entry(Storage(key, int64, 8, device, Literal(bytes(8))), int64, (), (), 0)
+
+
+# --- ties
+
+
+def tie(root: Node, digests: Mapping[Where, str]) -> Iterator[Mended]:
+    """Tie matrices of a state dict that are equal byte for byte: those after the first become views on its storage.
+
+    Args:
+        digests: the digest of every tensor that may be tied, by path.
+    """
+    for state_dict in find_state_dicts(root):
+        first: dict[str, tuple[str, Entry]] = {}
+        tied: list[tuple[str, str]] = []
+        for index, (name, entry) in enumerate(state_dict.node.items):
+            digest = digests.get((*state_dict.where, name)) if type(name) is str and is_tensor(entry) else None
+            if digest is None or type(entry) is not Entry:
+                continue
+            other, model = first.setdefault(digest, (name, entry))
+            if model.storage is not entry.storage:
+                view = replace(model, requires_grad=entry.requires_grad, kind=entry.kind, extras=entry.extras)
+                state_dict.node.items[index] = (name, view)
+                tied.append((other, name))
+        if tied:
+            text = f"{len(tied)} tensors are equal to others and share their bytes now: {tied[0][1]} = {tied[0][0]}"
+            yield Mended("tied", list(state_dict.where), text)

@@ -1,0 +1,153 @@
+"""Open a file that may be damaged: as it is where it opens, else by whatever still tells where its tensors are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_tools.checking.reading import Mismatch, read_checkpoint
+from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, naming, open_checkpoint
+from ckpt_tools.containers import safetensors, torch_zip
+from ckpt_tools.containers.zip_directory import RecordRange
+from ckpt_tools.errors import CkptError, NotACheckpointError, RepairError, UnsupportedContainerError
+from ckpt_tools.files import Source
+from ckpt_tools.plan import Content, Deflated, Range
+from ckpt_tools.repairing.garbage import find_safetensors, is_text_mode, salvage_safetensors, undo_text_mode
+from ckpt_tools.repairing.salvage import Salvaged, filled, salvage_zip
+from ckpt_tools.transforms import map_storages
+from ckpt_tools.tree import Storage
+
+_REPAIRED = ("torch-zip", "safetensors")
+
+
+@contextlib.contextmanager
+def opened(path: Path, *, keep_damaged: bool, scratch: Path) -> Iterator[tuple[Salvaged, str]]:
+    """What can be had of a file, and what was wrong with it as a whole ("" where it opens).
+
+    Args:
+        path: the file. keep_damaged: take a pickle that nothing proves.
+        scratch: a folder for the undoing of a text-mode transfer, which takes a copy of the file.
+
+    Raises:
+        RepairError: nothing can be had. UnsupportedContainerError: a container that needs no repair, or has none.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(collector_paused())
+        yield _open(path, keep_damaged, scratch, stack)
+
+
+def _open(path: Path, keep_damaged: bool, scratch: Path, stack: contextlib.ExitStack) -> tuple[Salvaged, str]:
+    try:
+        checkpoint = stack.enter_context(open_checkpoint(path))
+    except UnsupportedContainerError:
+        raise
+    except CkptError as error:
+        source = Source(path)
+        stack.callback(source.close)
+        return _salvaged(source, error, keep_damaged, scratch, stack)
+    if checkpoint.container not in _REPAIRED:
+        raise UnsupportedContainerError(
+            f"{path} opens, and ckpt repair does not write {checkpoint.container}.",
+            fix="ckpt check says what is wrong with it; of several files, repair the one that is damaged.",
+        )
+    return proved(checkpoint), ""
+
+
+def proved(checkpoint: Checkpoint) -> Salvaged:
+    """An open checkpoint with the storages marked that do not match their CRC-32."""
+    decoded = checkpoint.decoded
+    mismatches = read_checkpoint(checkpoint).mismatches
+    bad = {row.record.data: row for row in mismatches}
+    salvaged = Salvaged(decoded)
+
+    def mark(storage: Storage) -> Storage:
+        content = storage.content
+        row = bad.get(content.offset) if isinstance(content, RecordRange | Deflated) else None
+        if row is None or not isinstance(content, RecordRange | Deflated) or content.source is not row.source:
+            return storage
+        if row.other_writer:
+            return replace(storage, content=Range(content.source, content.offset, storage.nbytes))
+        changed = replace(storage, content=_as_it_is(content, row))
+        salvaged.lost[id(changed)] = f"the record {row.record.name!r} does not match its CRC-32"
+        return changed
+
+    decoded.root = map_storages(decoded.root, mark) if bad else decoded.root
+    salvaged.notes += _writers(mismatches)
+    return salvaged
+
+
+def _as_it_is(content: RecordRange | Deflated, row: Mismatch) -> Content:
+    """The bytes of a damaged record, not as a record any more: they get the CRC-32 that they have."""
+    if isinstance(content, RecordRange):
+        return Range(content.source, content.offset, content.length)
+    return replace(content, crc=0) if row.found is not None else filled(None, content.length)
+
+
+def _writers(mismatches: list[Mismatch]) -> list[tuple[str, str]]:
+    others = [row for row in mismatches if row.other_writer]
+    if not others:
+        return []
+    text = (
+        f"{len(others)} records match the CRC-32 behind them, and not the directory's: two processes wrote to it at once. "
+        "Each is whole; which of the two it is from cannot be told."
+    )
+    return [("mixed-writers", text)]
+
+
+def _salvaged(
+    source: Source, error: CkptError, keep_damaged: bool, scratch: Path, stack: contextlib.ExitStack
+) -> tuple[Salvaged, str]:
+    """What is left in a file that does not open, and why it does not."""
+    was = error.what
+    if source.size and is_text_mode(source):
+        copy = _undone(source, scratch, stack)
+        note = ("text-mode", "The carriage returns that a text-mode transfer put before every line feed are removed.")
+        try:
+            salvaged = proved(stack.enter_context(open_checkpoint(copy.path)))
+        except CkptError:
+            salvaged = _salvage(copy, error, keep_damaged)
+        salvaged.notes.insert(0, note)
+        return salvaged, was
+    return _salvage(source, error, keep_damaged), was
+
+
+def _undone(source: Source, scratch: Path, stack: contextlib.ExitStack) -> Source:
+    """A copy of the file without the carriage returns, removed when the stack closes."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".ckpt-", dir=scratch)))
+    try:
+        undo_text_mode(source, folder / source.path.name)
+    except OSError as problem:
+        raise RepairError(f"The copy of {source.path} without carriage returns cannot be written.", why=f"{problem}.") from None
+    copy = Source(folder / source.path.name)
+    stack.callback(copy.close)
+    return copy
+
+
+def _salvage(source: Source, error: CkptError, keep_damaged: bool) -> Salvaged:
+    """The containers that may be in the file, each tried."""
+    head = source.read(0, min(HEAD, source.size))
+    start = 0 if safetensors.sniff(head) else None if torch_zip.sniff(head) else find_safetensors(source)
+    try:
+        with naming(source):
+            return salvage_zip(source, keep_damaged=keep_damaged) if start is None else salvage_safetensors(source, start)
+    except NotACheckpointError:  # the disk failed
+        raise
+    except CkptError as problem:
+        told = error if isinstance(error, NotACheckpointError) and not _has_zip(source) else problem
+        raise RepairError(
+            f"Nothing can be saved from {source.path}.", why=f"{told.what} {told.why}".strip(), fix=told.fix
+        ) from None
+
+
+def _has_zip(source: Source) -> bool:
+    """Whether a zip record begins in the first megabyte."""
+    return b"PK\x03\x04" in source.read(0, min(1 << 20, source.size))
+
+
+def scratch_folder(target: str | os.PathLike[str], *, dry_run: bool) -> Path:
+    """Where temporaries go: beside the output, which needs the room anyway; in a dry run where the system puts them."""
+    return Path(tempfile.gettempdir()) if dry_run else Path(os.path.realpath(target)).parent

@@ -1,0 +1,59 @@
+"""What `ckpt repair` did. The fields are the contract of `ckpt repair --json`, see docs/json.md."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ckpt_tools.repairing.mends import Mended
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A tensor that could not be saved whole: its bytes, why, and whether `--keep-damaged` kept what there is of it."""
+
+    where: list[str | int]
+    bytes: int
+    why: str
+    kept: bool = False
+
+
+@dataclass(slots=True)
+class Repaired:
+    """The report of a repair.
+
+    Attributes:
+        source, target: the files. container: the output's. dry_run: whether nothing was written.
+        was: what was wrong with the file as a whole; empty where it opened.
+        tensors, saved: how many there are, and how many of them are whole. tensor_bytes, saved_bytes: the same in bytes, a
+            storage counted once.
+        missing: those that are not.
+        filled: names that got initial values, with the scheme.
+        mended: what was mended, and what was left because the file does not tell. notes: what else there is to know.
+        bytes: size of the output. seconds: how long it took.
+    """
+
+    source: str
+    target: str
+    container: str = ""
+    dry_run: bool = False
+    was: str = ""
+    tensors: int = 0
+    saved: int = 0
+    tensor_bytes: int = 0
+    saved_bytes: int = 0
+    missing: list[Missing] = field(default_factory=list)
+    filled: dict[str, str] = field(default_factory=dict)
+    mended: list[Mended] = field(default_factory=list)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+    @property
+    def exit_code(self) -> int:
+        """0 all saved, 1 something could not be."""
+        return 1 if self.missing else 0

@@ -1,0 +1,162 @@
+"""Repair a checkpoint: save what is whole, mend what hurts, write the result beside the untouched input."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools import casts, flatten
+from ckpt_tools.checking.reading import read_checkpoint
+from ckpt_tools.checkpoint import Checkpoint, find_tensors
+from ckpt_tools.containers import safetensors, torch_zip
+from ckpt_tools.errors import RepairError, UsageError
+from ckpt_tools.files import free_bytes, no_space, output_target, replacing
+from ckpt_tools.plan import Piece, total
+from ckpt_tools.repairing.holes import Holes
+from ckpt_tools.repairing.mends import Mended, mend, tie
+from ckpt_tools.repairing.opening import opened, scratch_folder
+from ckpt_tools.repairing.report import Missing, Repaired
+from ckpt_tools.repairing.salvage import Salvaged, find_lost, leave_out
+from ckpt_tools.tree import DROP, Entry, Node, Storage, Where, reachable
+from ckpt_tools.writer import Progress, write
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    keep_damaged: bool
+    tie_equal: bool
+    holes: Holes | None
+    kind: str
+
+
+def repair(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    keep_damaged: bool = False,
+    tie_equal: bool = False,
+    like: str | os.PathLike[str] | None = None,
+    reinit: str | Sequence[str] = (),
+    seed: int = 0,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Repaired:
+    """Write what is whole in `source` to `target`. Runs nothing in the file, and never touches it.
+
+    Args:
+        source: a torch-zip or safetensors file, damaged or not. target: the file to write; `.safetensors` makes one.
+        keep_damaged: keep damaged tensors as they are, what is missing of them as zeros; take a damaged pickle.
+        tie_equal: tie matrices of one state dict that are equal byte for byte.
+        like: a target (a checkpoint, or "package.module:callable", which is imported) whose tensors the output shall have;
+            what was lost gets initial values. reinit: how: "default", or globs as for `ckpt convert`. seed: the seed of those.
+        overwrite: replace an existing target. dry_run: only report.
+        progress: called with (bytes done, bytes in total) while writing.
+
+    Returns:
+        The report: what was saved, what is missing, what was mended.
+
+    Raises:
+        RepairError: nothing can be saved. OutputError: the target cannot be written. CkptError: what an option names is wrong.
+    """
+    if bool(like) != bool(reinit):
+        raise UsageError("--like says which tensors there should be, --reinit what is put in their place: give both.")
+    started = time.perf_counter()
+    holes = Holes(str(like), [reinit] if isinstance(reinit, str) else list(reinit), seed) if like is not None else None
+    kind = "safetensors" if os.fspath(target).endswith(".safetensors") else "pth"
+    report = Repaired(str(source), str(target), "safetensors" if kind == "safetensors" else "torch-zip", dry_run)
+    where = output_target(target, overwrite=overwrite or dry_run)
+    if where.exists() and os.path.samefile(where, source):
+        raise UsageError("OUT is IN: repair never touches its input.", fix="Give OUT another name.")
+    choices = _Choices(keep_damaged, tie_equal, holes, kind)
+    with opened(Path(source), keep_damaged=keep_damaged, scratch=scratch_folder(where, dry_run=dry_run)) as (salvaged, was):
+        report.was = was
+        pieces = _plan(salvaged, choices, report)
+        report.bytes = total(pieces)
+        with ExitStack() as stack:
+            if not dry_run:
+                output = stack.enter_context(replacing(target, overwrite=overwrite))
+                _check_space(output.target.parent, output.target, report.bytes)
+                write(pieces, output, progress)
+                salvaged.decoded.source.check_unchanged()
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _check_space(folder: Path, target: Path, size: int) -> None:
+    free = free_bytes(folder)
+    if free is not None and free < size:
+        raise no_space(target, size)
+
+
+def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> list[Piece]:
+    """Leave out what is lost, mend the rest, lay it out; fill in the report."""
+    decoded = salvaged.decoded
+    report.notes += salvaged.notes
+    _count(salvaged, choices.keep_damaged, report)
+    if report.tensors and not report.saved and not (choices.keep_damaged and report.missing):
+        why = report.missing[0].why if report.missing else ""
+        raise RepairError(
+            f"Nothing can be saved from {report.source}: none of {report.tensors} tensors is whole.", why=f"{why}."
+        )
+    root = decoded.root if choices.keep_damaged else leave_out(decoded.root, salvaged.lost)
+    if root is DROP:
+        raise RepairError(f"Nothing can be saved from {report.source}.", why="The only tensor is damaged.")
+    report.mended += [Mended(row.code, [], f"{row.found}; it is not kept") for row in decoded.warnings]
+    report.mended += _header_mends(salvaged, report.container)
+    report.mended += mend(root)
+    root = casts.to_little_endian(root, decoded.byteorder)
+    decoded.root, decoded.byteorder = root, "little"
+    if choices.tie_equal:
+        report.mended += tie(root, _equal(Checkpoint(decoded)))
+    if choices.holes is not None:
+        report.filled = choices.holes.fill(root)
+    return _lay_out(root, salvaged, choices.kind, report)
+
+
+def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
+    root = salvaged.decoded.root
+    lost = find_lost(root, salvaged.lost)
+    report.missing = [Missing(list(row.where), row.bytes, row.why, keep_damaged) for row in lost]
+    report.tensors = sum(1 for _ in find_tensors(root))
+    report.saved = report.tensors - len(lost)
+    sizes = {id(node): node.nbytes for node in reachable(root) if type(node) is Storage}
+    report.tensor_bytes = sum(sizes.values())
+    report.saved_bytes = sum(size for key, size in sizes.items() if key not in salvaged.lost)
+
+
+def _header_mends(salvaged: Salvaged, container: str) -> list[Mended]:
+    """What writing a safetensors header anew mends in it."""
+    decoded = salvaged.decoded
+    if decoded.container != "safetensors" or container != "safetensors":
+        return []
+    found = []
+    if "format" not in decoded.metadata:
+        found.append(Mended("no-format", [], "the header's metadata gets format: pt"))
+    if int.from_bytes(decoded.source.read(0, 8), "little") % 8:
+        found.append(Mended("unaligned", [], "the header is padded, so that every tensor is aligned"))
+    return found
+
+
+def _equal(checkpoint: Checkpoint) -> dict[Where, str]:
+    """The digests of matrices that are not all zero."""
+    read = read_checkpoint(checkpoint, digest=True, count_values=True)
+    matrices = {
+        row.where
+        for row in read.counted
+        if row.count.nonzero and type(row.entry) is Entry and len(row.entry.shape) > 1 and row.entry.numel > 1
+    }
+    return {row.where: row.sha256 for row in read.digests if row.where in matrices}
+
+
+def _lay_out(root: Node, salvaged: Salvaged, kind: str, report: Repaired) -> list[Piece]:
+    decoded = salvaged.decoded
+    if kind == "safetensors":
+        flat = flatten.flatten(root, metadata=decoded.metadata)
+        report.notes += flat.notes
+        return safetensors.lay_out(flat.tensors, flat.metadata)
+    return torch_zip.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)

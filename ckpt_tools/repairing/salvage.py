@@ -1,0 +1,187 @@
+"""What is whole in a file that does not open: a tree in which the storages that are lost are marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckpt_tools.checkpoint import find_tensors
+from ckpt_tools.containers.base import Decoded
+from ckpt_tools.errors import ChecksumError, ZipError
+from ckpt_tools.files import Source
+from ckpt_tools.pickling.checks import settle
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.torch_objects import MAKERS, Storages
+from ckpt_tools.plan import CHUNK, Computed, Content, Range, chunks, read
+from ckpt_tools.repairing.zip_walk import Found, Walked, by_name, names_of_pickles, walk_zip
+from ckpt_tools.tree import DROP, Entry, Node, Object, Storage, Where, reachable, replace
+
+_PICKLE_LIMIT = 1 << 30
+
+
+@dataclass(slots=True)
+class Salvaged:
+    """A decoded checkpoint with holes.
+
+    Attributes:
+        decoded: the tree and what else was found.
+        lost: id of a storage -> why its bytes are not whole.
+        notes: (code, sentence) for the report.
+    """
+
+    decoded: Decoded
+    lost: dict[int, str] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+
+def filled(content: Content | None, nbytes: int) -> Computed:
+    """What there is of a damaged storage, cut or filled up with zeros to its size."""
+
+    def work() -> Iterator[bytes | memoryview]:
+        left = nbytes
+        for chunk in chunks(content) if content is not None else ():
+            part = memoryview(chunk)[:left]
+            left -= len(part)
+            yield part
+        for start in range(0, left, CHUNK):
+            yield bytes(min(CHUNK, left - start))
+
+    return Computed(nbytes, work)
+
+
+def salvage_zip(source: Source, *, keep_damaged: bool = False) -> Salvaged:
+    """A torch-zip from its records, without trusting its directory.
+
+    Args:
+        source: the file; anything may stand before, between and after the records.
+        keep_damaged: take a pickle that nothing proves.
+
+    Raises:
+        ZipError: no record is a pickle that lists tensors. ChecksumError: the pickle is damaged. PickleError: it is malformed.
+    """
+    walked = walk_zip(source)
+    pickle = _pickle(walked, keep_damaged)
+    folder = pickle.name.removesuffix("/data.pkl")
+    locator = _Locator(source, by_name(walked.records), folder)
+    storages = Storages(locator.locate)
+    machine = Machine(read(pickle.content(source)), MAKERS, storages.load)
+    root = machine.load()
+    settle(root)
+    made = {key: storage for key, (_, storage) in storages.by_key.items()}
+    decoded = Decoded(
+        "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, [],
+        sum(storage.nbytes for storage in made.values()), locator.byteorder(), walked.has_checksums, folder,
+    )  # fmt: skip
+    lost = {id(made[key]): why for key, why in locator.lost.items()}
+    notes = list(_notes(walked, locator, source))
+    return Salvaged(decoded, lost, notes)
+
+
+def _pickle(walked: Walked, keep_damaged: bool) -> Found:
+    """The pickle that lists the tensors: the last that is proved."""
+    pickles = list(by_name(list(names_of_pickles(walked.records))).values())
+    proved = [found for found in pickles if found.proof]
+    if not pickles:
+        raise ZipError("No pickle that lists tensors is left in the file.", why="Without it no name and no shape is known.")
+    if proved:
+        chosen = proved[-1]
+    elif keep_damaged:
+        chosen = pickles[-1]
+    else:
+        raise ChecksumError(
+            "The pickle that lists the tensors is damaged or cut.", why="Names and shapes could be wrong.",
+            fix="Take it as it is: --keep-damaged.",
+        )  # fmt: skip
+    if (chosen.size or 0) > _PICKLE_LIMIT:
+        raise ZipError(f"The pickle claims {chosen.size} bytes.")
+    return chosen
+
+
+@dataclass(slots=True)
+class _Locator:
+    """Where a storage's bytes are; what is wrong with those that are not whole."""
+
+    source: Source
+    records: dict[str, Found]
+    folder: str
+    lost: dict[str, str] = field(default_factory=dict)
+
+    def locate(self, key: str, nbytes: int) -> Content:
+        """The bytes of a storage; for one that is lost what there is of it, and zeros."""
+        found = self.records.get(f"{self.folder}/data/{key}")
+        if not nbytes:
+            return Range(self.source, 0, 0)
+        if found is None:
+            self.lost[key] = "its record is not in the file"
+            return filled(None, nbytes)
+        if found.proof and found.size == nbytes:
+            return found.content(self.source)
+        there = min(nbytes, self.source.size - found.data)
+        if found.proof:
+            self.lost[key] = f"its record has {found.size} bytes, and the pickle says {nbytes}"
+        elif there < nbytes:
+            self.lost[key] = f"the file ends after {there} of its {nbytes} bytes"
+        else:
+            self.lost[key] = "its bytes match no checksum"
+        return filled(found.content(self.source) if found.deflated else Range(self.source, found.data, there), nbytes)
+
+    def byteorder(self) -> str:
+        """What the record of that name says; little where it is lost."""
+        found = self.records.get(f"{self.folder}/byteorder")
+        if found is None or not found.proof or (found.size or 0) > 16:
+            return "little"
+        return "big" if read(found.content(self.source)) == b"big" else "little"
+
+
+def _notes(walked: Walked, locator: _Locator, source: Source) -> Iterator[tuple[str, str]]:
+    first = min((found.header for found in walked.records), default=0)
+    if first:
+        yield "leading-bytes", f"{first} bytes before the archive are left out."
+    if not walked.has_checksums:
+        yield "no-checksums", "The file carries no checksums: records were told by their sizes alone."
+    twice = len(walked.records) - len(locator.records)
+    if twice:
+        yield "repeated-records", f"{twice} records have the name of another; of each name the last whole one was taken."
+
+
+# --- holes
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A tensor whose bytes are not whole. `bytes` is what it needs."""
+
+    where: Where
+    bytes: int
+    why: str
+
+
+def find_lost(root: Node, lost: dict[int, str]) -> list[Lost]:
+    """The tensors that lie on lost storages."""
+    found = []
+    for tensor in find_tensors(root) if lost else ():
+        below = {id(node): node for node in reachable(tensor.node) if type(node) is Storage}
+        reason = next((lost[key] for key in below if key in lost), None)
+        if reason is not None:
+            nbytes = tensor.node.nbytes if type(tensor.node) is Entry else sum(node.nbytes for node in below.values())
+            if nbytes or type(tensor.node) is not Entry:
+                found.append(Lost(tensor.where, nbytes, reason))
+    return found
+
+
+def leave_out(root: Node, lost: dict[int, str]) -> Node:
+    """The tree without tensors on lost storages, and without those storages; DROP when nothing is left."""
+    gone = {id(tensor.node) for tensor in find_tensors(root) if type(tensor.node) is Object and _on(tensor.node, lost)}
+
+    def swap(node: Node) -> Node:
+        if type(node) is Entry and id(node.storage) in lost and node.nbytes:
+            return DROP
+        if (type(node) is Storage and id(node) in lost) or id(node) in gone:
+            return DROP
+        return node
+
+    return replace(root, swap) if lost else root
+
+
+def _on(node: Node, lost: dict[int, str]) -> bool:
+    return any(type(below) is Storage and id(below) in lost for below in reachable(node))

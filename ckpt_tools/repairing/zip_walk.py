@@ -1,0 +1,243 @@
+"""Find the records of a damaged zip by their signatures, and prove each by a CRC-32.
+
+A record begins with a local header. torch's say no sizes: those follow the bytes, in a data descriptor that names the
+distance back to its record's first byte, and a CRC-32. What is left of the central directory says both once more. A record is
+proved when the bytes between give one of those CRC-32s, so no signature is believed by itself: a storage may hold any bytes,
+a whole zip too.
+
+Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.9 (data descriptor), 4.3.12 (central directory).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ckpt_tools.containers.zip_directory import CENTRAL, LOCAL, MAX_RECORDS
+from ckpt_tools.containers.zip_layout import ALIGNMENT
+from ckpt_tools.errors import DamagedFileError, LimitError
+from ckpt_tools.files import Source
+from ckpt_tools.plan import CHUNK, Content, Deflated, Range, chunks
+
+_LOCAL, _DESCRIPTOR, _CENTRAL = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
+_HAS_DESCRIPTOR, _DEFLATED = 8, 8
+_DESCRIPTOR_32 = 16
+_LONGEST_NAME, _FULL32 = 4096, 0xFFFFFFFF
+# Proving reads bytes; a file of nothing but headers could ask for each byte many times.
+_WORK_A_BYTE, _SPARE_WORK = 4, 1 << 26
+Proof = Literal["directory", "descriptor", "header", "size", ""]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one place says about a record: its size in the file, its size, its CRC-32, and where its local header should be."""
+
+    proof: Proof
+    compressed: int
+    size: int
+    crc: int
+    header: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A record. `proof` says what proved it; empty for one that nothing proves, whose `size` may be unknown (None)."""
+
+    name: str
+    header: int
+    data: int
+    compressed: int
+    size: int | None
+    deflated: bool
+    proof: Proof
+    crc: int = 0
+
+    def content(self, source: Source) -> Content:
+        """Its bytes."""
+        if self.deflated:
+            return Deflated(source, self.data, self.compressed, self.size or 0, self.crc)
+        return Range(source, self.data, self.compressed)
+
+
+@dataclass(slots=True)
+class Walked:
+    """The records of a file, in file order; a name may come twice. `has_checksums`: whether any place names a CRC-32."""
+
+    records: list[Found] = field(default_factory=list)
+    has_checksums: bool = True
+
+
+def walk_zip(source: Source) -> Walked:
+    """Every record that the file still shows.
+
+    Raises:
+        LimitError: over a million signatures, or records that overlap so often that it would take many times the file.
+    """
+    signatures = _signatures(source)
+    centrals = _centrals(source, signatures[_CENTRAL])
+    descriptors = _descriptors(source, signatures[_DESCRIPTOR])
+    claims = [claim for rows in (*centrals.values(), *descriptors.values()) for claim in rows if claim.size]
+    walk = _Walk(source, centrals, descriptors, not claims or any(claim.crc for claim in claims))
+    headers = signatures[_LOCAL]
+    for at, following in zip(headers, [*headers[1:], source.size], strict=False):
+        walk.add(at, following)
+    walk.add_headerless(centrals)
+    walk.records.sort(key=lambda found: found.header)
+    return Walked(walk.records, walk.has_checksums)
+
+
+def _signatures(source: Source) -> dict[bytes, list[int]]:
+    """The offsets of the three signatures, wherever they are."""
+    found: dict[bytes, list[int]] = {_LOCAL: [], _DESCRIPTOR: [], _CENTRAL: []}
+    for start in range(0, source.size, CHUNK):
+        block = source.read(start, min(CHUNK + 3, source.size - start))
+        for signature, places in found.items():
+            at = block.find(signature)
+            while 0 <= at < CHUNK:
+                places.append(start + at)
+                at = block.find(signature, at + 1)
+            if len(places) > MAX_RECORDS:
+                raise LimitError(f"The file holds more than {MAX_RECORDS} zip signatures.")
+    return found
+
+
+def _centrals(source: Source, places: Sequence[int]) -> dict[str, list[Claim]]:
+    """What is left of the central directory: name -> what it says about the record."""
+    found: dict[str, list[Claim]] = {}
+    for at in places:
+        raw = source.read(at, min(CENTRAL.size + _LONGEST_NAME, source.size - at))
+        if len(raw) < CENTRAL.size:
+            continue
+        fields = CENTRAL.unpack_from(raw)
+        crc, compressed, size, name_length, extra_length = fields[7], fields[8], fields[9], fields[10], fields[11]
+        name = _name(raw[CENTRAL.size : CENTRAL.size + name_length])
+        if name is None:
+            continue
+        extra = raw[CENTRAL.size + name_length : CENTRAL.size + name_length + extra_length]
+        if _FULL32 in (compressed, size) and extra[:2] == b"\x01\x00":
+            size = int.from_bytes(extra[4:12], "little")
+            compressed = int.from_bytes(extra[12:20], "little") if compressed == _FULL32 else compressed
+        found.setdefault(name, []).append(Claim("directory", compressed, size, crc, fields[16]))
+    return found
+
+
+def _name(raw: bytes) -> str | None:
+    """A record name as torch writes them; None for bytes that are none."""
+    try:
+        name = raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    return name if name and name.isprintable() else None
+
+
+def _descriptors(source: Source, places: Sequence[int]) -> dict[int, list[Claim]]:
+    """Where the bytes before a data descriptor begin, as it says -> what it says; with sizes of 32 and of 64 bits."""
+    found: dict[int, list[Claim]] = {}
+    for at in places:
+        raw = source.read(at, min(24, source.size - at))
+        crc = int.from_bytes(raw[4:8], "little")
+        for width in (4, 8):
+            compressed, size = (int.from_bytes(raw[8 + width * i : 8 + width * (i + 1)], "little") for i in (0, 1))
+            if len(raw) >= 8 + 2 * width and compressed <= at:
+                found.setdefault(at - compressed, []).append(Claim("descriptor", compressed, size, crc))
+    return found
+
+
+class _Walk:
+    """The records found so far; `end` is where the last proved one ends: what lies inside it is its own bytes."""
+
+    def __init__(
+        self, source: Source, centrals: Mapping[str, list[Claim]], descriptors: Mapping[int, list[Claim]], has_checksums: bool
+    ) -> None:
+        self.source, self.centrals, self.descriptors = source, centrals, descriptors
+        self.has_checksums = has_checksums
+        self.records: list[Found] = []
+        self.end = 0
+        self.work = _SPARE_WORK + _WORK_A_BYTE * source.size
+
+    def add(self, at: int, following: int) -> None:
+        """The record of the local header at an offset; `following` is the next header's."""
+        if at < self.end or at + LOCAL.size > self.source.size:
+            return
+        _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length = LOCAL.unpack(
+            self.source.read(at, LOCAL.size)
+        )
+        data = at + LOCAL.size + name_length + extra_length
+        if method not in (0, _DEFLATED) or name_length > _LONGEST_NAME or data > self.source.size:
+            return
+        name = _name(self.source.read(at + LOCAL.size, name_length))
+        if name is None:
+            return
+        claims = [*self.centrals.get(name, []), *self.descriptors.get(data, [])]
+        if not flags & _HAS_DESCRIPTOR:
+            claims.append(Claim("header", compressed, size, crc))
+        found = self.proved(name, at, data, method == _DEFLATED, claims)
+        if found is None:
+            size_in_file = claims[0].compressed if claims else following - data
+            found = Found(name, at, data, size_in_file, claims[0].size if claims else None, method == _DEFLATED, "")
+        else:
+            self.end = found.data + found.compressed
+        self.records.append(found)
+
+    def add_headerless(self, centrals: Mapping[str, list[Claim]]) -> None:
+        """Records in the directory whose local header is gone: where the directory has it, or behind a record that is whole."""
+        known = {found.name for found in self.records}
+        ends = [found.data + found.compressed + _DESCRIPTOR_32 for found in self.records if found.proof]
+        for name, claims in centrals.items():
+            stored = [claim for claim in claims if claim.size == claim.compressed]
+            for header in (*(claim.header for claim in stored), *ends) if name not in known else ():
+                start = header + LOCAL.size + len(name.encode()) + 4
+                found = self.proved(name, header, start + -start % ALIGNMENT, False, stored)
+                if found is not None:
+                    self.records.append(found)
+                    break
+
+    def proved(self, name: str, header: int, data: int, deflated: bool, claims: Sequence[Claim]) -> Found | None:
+        """The record, if one of the claims is true."""
+        sums: dict[tuple[int, int], int | None] = {}
+        for claim in claims:
+            if data + claim.compressed > self.source.size or (not deflated and claim.size != claim.compressed):
+                continue
+            found = Found(name, header, data, claim.compressed, claim.size, deflated, claim.proof, claim.crc)
+            if not self.has_checksums and claim.size:
+                return replace(found, proof="size")
+            lengths = claim.compressed, claim.size
+            if lengths not in sums:
+                sums[lengths] = self.crc(found)
+            if sums[lengths] == claim.crc:
+                return found
+        return None
+
+    def crc(self, found: Found) -> int | None:
+        """The CRC-32 of a record's bytes; None when they cannot be inflated."""
+        self.work -= found.compressed + (found.size or 0 if found.deflated else 0)
+        if self.work < 0:
+            raise LimitError("The zip's records overlap so often that proving them would take many times the file.")
+        value = 0
+        try:
+            for chunk in chunks(found.content(self.source)):
+                value = zlib.crc32(chunk, value)
+        except DamagedFileError:
+            return None
+        return value
+
+
+def by_name(records: Sequence[Found]) -> dict[str, Found]:
+    """One record for each name: of several the last that the directory proves, else the last that is proved, else the last."""
+    chosen: dict[str, Found] = {}
+    for found in records:
+        other = chosen.get(found.name)
+        if other is None or _rank(found) >= _rank(other):
+            chosen[found.name] = found
+    return chosen
+
+
+def _rank(found: Found) -> int:
+    return 2 if found.proof == "directory" else 1 if found.proof else 0
+
+
+def names_of_pickles(records: Sequence[Found]) -> Iterator[Found]:
+    """The records that may be the pickle which lists the tensors."""
+    return (found for found in records if found.name.endswith("/data.pkl"))
