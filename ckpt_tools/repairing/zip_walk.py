@@ -15,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ckpt_tools.containers.zip_directory import CENTRAL, LOCAL, MAX_RECORDS
-from ckpt_tools.containers.zip_layout import ALIGNMENT
+from ckpt_tools.containers.zip_directory import ALIGNMENT, CENTRAL, LOCAL, MAX_RECORDS
 from ckpt_tools.errors import DamagedFileError, LimitError
 from ckpt_tools.files import Source
 from ckpt_tools.plan import CHUNK, Content, Deflated, Range, chunks
