@@ -73,8 +73,6 @@ def _lfs_pointer(source: Source, head: bytes) -> CkptError:
 
 def _pickle_or_tar(source: Source, head: bytes) -> CkptError | None:
     resave = "Load it with torch and save it again: torch.save(torch.load(FILE, weights_only=True), 'new.pth')."
-    if head[257:262] == b"ustar":
-        return UnsupportedContainerError(f"{source.path} is a tar archive, as torch 0.1 wrote.", why=_READS, fix=resave)
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         if LEGACY_MAGIC.replace(b"\n", b"\r\n") in head[:32]:
             return NotACheckpointError(
