@@ -307,7 +307,7 @@ def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, repor
     simple = all(map(plain.is_known, decoded.globals)) and not decoded.unusual  # then nothing can be unknown
     unknown = [] if simple else plain.find_unknown(root)
     present = {name for _, name in unknown}
-    hidden = [] if selected else [g for g in checkpoint.decoded.globals if not plain.is_known(g) and str(g) not in present]
+    hidden = [] if selected else [g for g in decoded.globals if not plain.is_resolved(g) and str(g) not in present]
     if policy is None and (unknown or hidden):
         raise _objects_error(checkpoint, unknown, [str(name) for name in hidden])
     for name in hidden:

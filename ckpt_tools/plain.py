@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ckpt_tools import tree
+from ckpt_tools.containers.legacy_stream import LOAD_FROM_BYTES
+from ckpt_tools.pickling.old_tensors import VARIABLE
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_2_4
 from ckpt_tools.plain_keys import plain_keys
@@ -47,6 +49,11 @@ def is_known(name: Global) -> bool:
     if name.module in ("pathlib", "pathlib._local"):
         return name.name in PATHS
     return str(name) in _SIMPLE
+
+
+def is_resolved(name: Global) -> bool:
+    """Whether nothing is lost where no object names a global: known data, and what readers make entries of."""
+    return is_known(name) or name in (LOAD_FROM_BYTES, VARIABLE)
 
 
 _SIMPLE = frozenset((

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ckpt_tools.errors import CkptError, NotACheckpointError, UnsupportedContainerError
+from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.files import Source
 
 # What torch wrote before 1.6: the pickled magic number 0x1950a86a20f9469cfc6c.
@@ -24,7 +24,7 @@ _KINDS = (
     (b"\x93NUMPY", "a NumPy array file", ""),
     (b"\x7fELF", "a program", ""),
 )  # fmt: skip
-_READS = "ckpt reads torch-zip (torch.save since 1.6), torch-legacy (before 1.6) and safetensors files."
+_READS = "ckpt reads what torch.save writes and wrote, safetensors files and pickles."
 
 
 def recognise(source: Source, head: bytes) -> CkptError | None:
@@ -43,7 +43,7 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
             why="A disk that was full, or a copy that was interrupted, leaves such files.",
             fix="Get the file again.",
         )
-    return _pickle_or_tar(source, head) or _zip_behind(source) or _text(source, head)
+    return _text_mode(source, head) or _zip_behind(source) or _text(source, head)
 
 
 def unknown(source: Source, head: bytes) -> CkptError:
@@ -71,18 +71,13 @@ def _lfs_pointer(source: Source, head: bytes) -> CkptError:
     )
 
 
-def _pickle_or_tar(source: Source, head: bytes) -> CkptError | None:
-    resave = "Load it with torch and save it again: torch.save(torch.load(FILE, weights_only=True), 'new.pth')."
-    if head[257:262] == b"ustar":
-        return UnsupportedContainerError(f"{source.path} is a tar archive, as torch 0.1 wrote.", why=_READS, fix=resave)
-    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
-        if LEGACY_MAGIC.replace(b"\n", b"\r\n") in head[:32]:
-            return NotACheckpointError(
-                f"{source.path} was damaged by a text-mode transfer.", why="Every line feed has a carriage return before it.",
-                fix="Transfer it again in binary mode.",
-            )  # fmt: skip
-        return UnsupportedContainerError(f"{source.path} is a plain pickle, not written by torch.save.", why=_READS)
-    return None
+def _text_mode(source: Source, head: bytes) -> CkptError | None:
+    if LEGACY_MAGIC.replace(b"\n", b"\r\n") not in head[:32]:
+        return None
+    return NotACheckpointError(
+        f"{source.path} was damaged by a text-mode transfer.", why="Every line feed has a carriage return before it.",
+        fix="Transfer it again in binary mode.",
+    )  # fmt: skip
 
 
 def _text(source: Source, head: bytes) -> CkptError | None:

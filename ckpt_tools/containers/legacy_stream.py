@@ -181,8 +181,7 @@ class _LegacyStorages(Storages):
     """
 
     def __init__(self, prefix: str = "") -> None:
-        super().__init__(lambda key, nbytes: _NOWHERE)
-        self.prefix = prefix
+        super().__init__(lambda key, nbytes: _NOWHERE, prefix)
         self.views: dict[str, tuple[Node, Storage, Storage, int]] = {}
         self.emptied: dict[tuple[str, str], Storage] = {}
         self.classes: list[str] = []
@@ -200,12 +199,12 @@ class _LegacyStorages(Storages):
             )
         if type(pid[2]) is not str or not _KEY.fullmatch(pid[2]):
             raise PickleError("The pickle refers to a storage by a malformed id: its key is no number.")
-        root = self._empty(pid) or super().load((*pid[:2], self.prefix + pid[2], *pid[3:5]))
+        root = self._empty(pid) or super().load(pid[:5])
         return root if pid[5] is None else self._view(pid[1], root, pid[5])
 
     def _empty(self, pid: tuple[Node, ...]) -> Storage | None:
         """An empty storage that is used with a second type: torch keeps them apart, since they share no bytes."""
-        known = self.by_key.get(self.prefix + pid[2])
+        known = self.by_key.get(pid[2])
         if known is None or known[1].nbytes or pid[4] != 0 or known[0][1] == pid[1] or type(pid[3]) is not str:
             return None
         dtype = storage_dtype(pid[1])
@@ -275,7 +274,7 @@ def _read_keys(pickles: Pickles, storages: _LegacyStorages) -> list[str]:
     keys = node.items if type(node) is List else None
     if keys is None or any(type(key) is not str for key in keys):
         raise PickleError("The list of storages is no list of text.")
-    listed, known = set(keys), {key.removeprefix(storages.prefix) for key in storages.by_key}
+    listed, known = set(keys), set(storages.by_key)
     if len(listed) != len(keys):
         raise DamagedFileError("The list of storages names one twice.")
     for names, what in ((known - listed, "lacks"), (listed - known, "has, and no tensor uses,")):
@@ -288,7 +287,7 @@ def _read_keys(pickles: Pickles, storages: _LegacyStorages) -> list[str]:
 def _place(pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: Node, *, little: bool) -> None:
     """Find the bytes of every storage: a count of elements as 8 bytes, then the elements."""
     for index, key in enumerate(keys):
-        storage = storages.by_key[storages.prefix + key][1]
+        storage = storages.by_key[key][1]
         numel = storage.nbytes // (storage.dtype or UINT8).itemsize
         short = pickles.left < 8
         found = numel if short else _count(pickles.take(8), numel, little=little)
@@ -308,7 +307,7 @@ def _count(data: bytes, expected: int, *, little: bool) -> int:
 
 
 def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[str], count: int) -> DamagedFileError:
-    complete = {id(storages.by_key[storages.prefix + key][1]) for key in whole}
+    complete = {id(storages.by_key[key][1]) for key in whole}
     below = {id(view): root for _, view, root, _ in storages.views.values()}
     entries = [node for node in tree.reachable(root) if type(node) is Entry]
     used = [below.get(id(entry.storage), entry.storage) for entry in entries]

@@ -16,13 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.containers.base import Decoded, Warned
+from ckpt_tools.containers.legacy_stream import Blobs
 from ckpt_tools.containers.zip_directory import ALIGNMENT, Directory, Record, RecordRange
 from ckpt_tools.containers.zip_layout import ZipLayout
 from ckpt_tools.errors import ChecksumError, ContainerLimitError, LimitError, TensorError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.checks import settle
+from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.torch_objects import MAKERS, Storages
+from ckpt_tools.pickling.torch_objects import Storages
 from ckpt_tools.pickling.writer import Survey, write_pickle
 from ckpt_tools.plan import Content, Deflated, Literal, Piece, read
 from ckpt_tools.tree import Node, Storage
@@ -56,8 +58,9 @@ def decode(source: Source, directory: Directory, folder: str, member: str = "", 
     byteorder = read_byteorder(source, records.get(f"{folder}/byteorder"))
     storages = Storages(Locator(source, records, f"{folder}/data").locate, keys)
     stream = read_pickle(source, records[f"{folder}/data.pkl"], check=has_checksums)
-    machine = Machine(stream, MAKERS, storages.load)
-    root = machine.load()
+    blobs = Blobs(prefix=keys)
+    machine = blobs.watch(Machine(stream, blobs.makers, storages.load))
+    root = modernise(machine.load(), machine.globals)
     storages.check_found()
     warnings += [Warned("repeated-key", f"the key {key!r} is set twice; the last value wins") for key in settle(root)[:20]]
     if machine.position != len(stream):

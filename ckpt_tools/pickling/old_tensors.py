@@ -22,13 +22,14 @@ from ckpt_tools.pickling.torch_objects import extras_of, rebuild_tensor
 from ckpt_tools.tree import Entry, Global, Node, Object, Storage
 
 _PARAMETER = Global("torch.nn.parameter", "Parameter")
-_VARIABLE = Global("torch.autograd.variable", "Variable")
+VARIABLE = Global("torch.autograd.variable", "Variable")
 TENSOR_CLASSES: dict[Global, DType] = {
     Global(module, storage.removesuffix("Storage") + "Tensor"): dtype
     for module in ("torch", "torch.cuda")
     for storage, dtype in BY_STORAGE.items()
     if dtype.family in ("float", "int", "bool")
 }
+_CLASSES = frozenset((*TENSOR_CLASSES, _PARAMETER, VARIABLE))
 
 
 def modernise(root: Node, names: Iterable[Global]) -> Node:
@@ -40,17 +41,19 @@ def modernise(root: Node, names: Iterable[Global]) -> Node:
     Raises:
         TensorError: a tensor that does not fit its storage.
     """
-    if not any(name in TENSOR_CLASSES or name in (_PARAMETER, _VARIABLE) for name in names):
+    if _CLASSES.isdisjoint(names) or not any(type(node) is Object and _is_old(node) for node in tree.reachable(root)):
         return root
     return tree.replace(root, _modern)
 
 
+def _is_old(node: Object) -> bool:
+    return type(node.function) is Global and node.function in _CLASSES
+
+
 def _modern(node: Node) -> Node:
-    if type(node) is not Object or node.call == "none" or type(node.function) is not Global:
+    if type(node) is not Object or node.call == "none" or not _is_old(node):
         return node
-    if node.function in TENSOR_CLASSES:
-        return _tensor(node, TENSOR_CLASSES[node.function])
-    return _variable(node) if node.function in (_PARAMETER, _VARIABLE) else node
+    return _tensor(node, TENSOR_CLASSES[node.function]) if node.function in TENSOR_CLASSES else _variable(node)
 
 
 def _tensor(node: Object, dtype: DType) -> Node:
@@ -76,7 +79,7 @@ def _variable(node: Object) -> Node:
         data = _modern(data)
     if type(data) is not Entry or data.extras is not None or type(requires_grad) is not bool:
         return node
-    kind = data.kind if node.function == _VARIABLE else "parameter"
+    kind = data.kind if node.function == VARIABLE else "parameter"
     return replace(data, requires_grad=requires_grad, kind=kind, extras=extras_of(hooks, []))
 
 

@@ -201,11 +201,6 @@ def test_12_tar(tmp_path: Path) -> None:
     assert ckpt_tools.inspect(write(tmp_path, saved(), "model.pth.tar")).totals["tensors"] == 1
 
 
-def test_12_plain_pickle(tmp_path: Path) -> None:
-    """A pickle that torch did not write."""
-    refused(write(tmp_path, b"\x80\x04}."), UnsupportedContainerError, "a plain pickle")
-
-
 def test_13_two_zips(tmp_path: Path) -> None:
     """Two archives, one behind the other, as in a .distcp shard: both are shown, and the warning says what the file is."""
     buffer = io.BytesIO()

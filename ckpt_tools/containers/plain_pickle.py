@@ -1,0 +1,76 @@
+"""pickle: what `pickle.dump` wrote without torch's help. One pickle; tensors carry their storages inside as bytes.
+
+    pickle   MUST   protocol 2 to 5, or an older one that begins with a dict, a list or a global of Python, NumPy or torch
+                    tensors are calls of `_rebuild_tensor_v2` and the like on `torch.storage._load_from_bytes(bytes)`, whose
+                    bytes are a torch-legacy stream; NumPy arrays are objects like any other
+    more     MAY    bytes behind it: not kept
+
+From protocol 3 on the bytes of a storage lie in the file as they are, and are copied from there; before, they are encoded as
+text. The pickle is read whole: its storages are inside it.
+
+Source: torch/storage.py (`__reduce__`, `_load_from_bytes`), CPython's Lib/pickle.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tools.containers.base import Decoded, settled, trailing
+from ckpt_tools.containers.legacy_stream import PROTOCOL_VERSION, Blobs
+from ckpt_tools.errors import CkptError, PickleError
+from ckpt_tools.files import Source
+from ckpt_tools.pickling.old_tensors import modernise
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.stream import FilePart, Pickles
+from ckpt_tools.tree import Node, Object
+
+# Protocols 2 to 5 say so. 0 and 1 do not: their pickles of a dict or list, or of a call of something well known.
+_START = re.compile(
+    rb"\x80[\x02-\x05]|\([dl]p?\d*\n|[}\]]q\x00\(|c(?:__builtin__|builtins|collections|copy_reg|copyreg|numpy|torch)[\w.]*\n\w+\n"
+)
+_DAMAGED_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # of torch-legacy; what stands before it may have lost a line feed
+
+
+def sniff(head: bytes) -> bool:
+    """Whether a file that starts with these bytes is a pickle that torch.save did not write."""
+    return _START.match(head) is not None and _DAMAGED_MAGIC not in head[:32]
+
+
+def decode(source: Source) -> Decoded:
+    """Read the pickle.
+
+    Raises:
+        DamagedFileError, LimitError: it is malformed, refers to something outside it, or is larger than any real one.
+    """
+    part = FilePart(source, 0, source.size)
+    pickles = Pickles(part)
+    blobs = Blobs(part)
+
+    def make(data: bytes, offset: int) -> Machine:
+        nonlocal blobs
+        blobs = Blobs(part)
+        return blobs.watch(Machine(data, blobs.makers, _refuse, offset), pickles.anchor)
+
+    machine, root = pickles.load(make)
+    left = pickles.left
+    if type(root) is Object and left:
+        _refuse_computed_magic(pickles)
+    root = modernise(root, machine.globals)
+    return Decoded(
+        "pickle", root, source, list(machine.globals), ["a pickle that torch.save did not write", *machine.unusual],
+        warnings=[*settled(root), *trailing(left, "the pickle")], storage_bytes=blobs.storage_bytes,
+    )  # fmt: skip
+
+
+def _refuse(pid: Node) -> Node:
+    raise PickleError("The pickle refers to something outside it: it is a part of another file.")
+
+
+def _refuse_computed_magic(pickles: Pickles) -> None:
+    """Refuse a torch-legacy stream whose magic number is what a call gives: torch would run it."""
+    try:
+        _, node = pickles.load(lambda data, offset: Machine(data, {}, _refuse, offset))
+    except CkptError:
+        return
+    if type(node) is int and node == PROTOCOL_VERSION:
+        raise PickleError("This is a torch-legacy stream whose magic number is computed by a call, which nobody should run.")

@@ -1,0 +1,273 @@
+"""torch-tar: what `torch.save` wrote before 0.2. A tar of four members; read in place, never extracted.
+
+    sys_info   MAY    a pickled dict about the machine that wrote it
+    storages   MUST   a pickled count; for each a pickled (key, location, class), its number of elements in 8 bytes, the
+                      elements, little-endian; then MAY a pickled list of views (key, root key, offset, elements)
+    tensors    MUST for torch   a pickled count; for each a pickled (key, storage key, class), its number of dimensions
+                      in 4 bytes and 4 unused ones, sizes, strides and offset in 8 bytes each
+    pickle     MUST   the object; tensors and storages are persistent ids, their keys as text; classes come with their
+                      source code as (class, file, source)
+
+Files from elsewhere have no `tensors` and call `_rebuild_tensor_v2` with a tuple ("storage", class, key, location, elements).
+Members stand in any order, under these names; others are passed over with a warning.
+
+Source: torch/serialization.py (`legacy_load` in `_legacy_load`); POSIX.1-2001, pax, "ustar Interchange Format".
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from ckpt_tools.containers.base import Decoded, Warned, settled
+from ckpt_tools.dtypes import UINT8
+from ckpt_tools.errors import DamagedFileError, PickleError, TensorError, UnsupportedContainerError
+from ckpt_tools.files import Source
+from ckpt_tools.pickling.old_tensors import modernise
+from ckpt_tools.pickling.reader import Machine, Maker
+from ckpt_tools.pickling.stream import FilePart, Pickles
+from ckpt_tools.pickling.torch_objects import MAKERS, rebuild_tensor, storage_dtype
+from ckpt_tools.plan import Range
+from ckpt_tools.tree import MAX_DIMENSIONS, Entry, Global, List, Node, Storage
+
+_BLOCK = 512
+_MAX_MEMBERS = 64  # of which torch writes four
+_NAMES = ("sys_info", "storages", "tensors", "pickle")
+_REGULAR = (b"0", b"\0")
+_REBUILDS = (Global("torch._utils", "_rebuild_tensor"), Global("torch._utils", "_rebuild_tensor_v2"))
+_SMALL_WINDOW = 4096
+
+
+def sniff(head: bytes) -> bool:
+    """Whether a file that starts with these bytes is a tar archive."""
+    return head[257:262] == b"ustar"
+
+
+def decode(source: Source) -> Decoded:
+    """Read the members' headers, the pickles, and the numbers before each storage; no tensor bytes.
+
+    Raises:
+        UnsupportedContainerError: a tar that torch did not write. DamagedFileError: it breaks a promise of the format.
+    """
+    members, others = _members(source)
+    objects = _Objects()
+    _read_storages(Pickles(members["storages"], _SMALL_WINDOW), objects)
+    if "tensors" in members:
+        _read_tensors(Pickles(members["tensors"]), objects)
+    pickles = Pickles(members["pickle"])
+    machine, root = pickles.load(lambda data, offset: Machine(data, objects.makers(), objects.load, offset))
+    root = modernise(root, machine.globals)
+    warnings = settled(root)
+    if pickles.left:
+        warnings.append(Warned("trailing-pickle-bytes", f"{pickles.left} bytes after the pickle", "nothing; they are not kept"))
+    if others:
+        shown = ", ".join(map(repr, others[:5]))
+        warnings.append(Warned("other-members", f"{len(others)} members that torch does not read ({shown})", "none"))
+    unusual = ["the tar format, which weights_only does not take", *machine.unusual]
+    size = sum(storage.nbytes for storage in objects.roots)
+    return Decoded("torch-tar", root, source, list(machine.globals), unusual, warnings=warnings, storage_bytes=size)
+
+
+# --- the tar
+
+
+def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
+    """The four members by name, and the names of others."""
+    members: dict[str, FilePart] = {}
+    others = []
+    for name, kind, part in _entries(source):
+        if name not in _NAMES:
+            others.append(name)
+        elif name in members or kind not in _REGULAR:
+            raise DamagedFileError(f"The tar has two members {name!r}." if name in members else f"Its {name!r} is no file.")
+        else:
+            members[name] = part
+    missing = [name for name in ("storages", "pickle") if name not in members]
+    if missing:
+        shown = ", ".join(map(repr, [*members, *others][:5])) or "nothing"
+        raise UnsupportedContainerError(
+            "This is a tar archive, but not one that torch 0.1 wrote.", why=f"It holds {shown}.",
+            fix="Unpack it, and give ckpt the file in it.",
+        )  # fmt: skip
+    return members, others
+
+
+def _entries(source: Source) -> Iterator[tuple[str, bytes, FilePart]]:
+    """Name, kind and bytes of each member, in file order, up to the first empty block."""
+    position = 0
+    for _ in range(_MAX_MEMBERS):
+        if position + _BLOCK > source.size:
+            return
+        header = source.read(position, _BLOCK)
+        if not any(header):
+            return
+        start, size = position + _BLOCK, _size(header, position)
+        if start + size > source.size:
+            name = _name(header)
+            raise DamagedFileError(
+                f"The tar is cut off in its member {name!r}.",
+                why=f"It ends after {source.size} bytes; the member goes up to byte {start + size}.",
+                fix="An interrupted download or a full disk does that: get it again.",
+            )
+        if header[156:157] not in (b"x", b"g"):  # further headers of the pax format
+            yield _name(header), header[156:157], FilePart(source, start, start + size)
+        position = start + -(-size // _BLOCK) * _BLOCK
+
+
+def _name(header: bytes) -> str:
+    return header[:100].partition(b"\0")[0].decode("utf-8", "replace")
+
+
+def _size(header: bytes, position: int) -> int:
+    """The size in a header whose checksum is right: octal, or where the first bit is set, binary (GNU, over 8 GB)."""
+    try:
+        expected = int(header[148:156].strip(b" \0"), 8)
+        field = header[124:136]
+        size = int.from_bytes(field[1:], "big") if field[0] == 0x80 else int(field.strip(b" \0") or b"0", 8)
+    except ValueError:
+        expected, size = -1, 0
+    if sum(header) - sum(header[148:156]) + 8 * 32 != expected or size < 0:
+        raise DamagedFileError(f"The tar header at byte {position} is damaged.", why="Its checksum does not match.")
+    return size
+
+
+# --- what the members say
+
+
+@dataclass(slots=True)
+class _Objects:
+    """Storages and tensors by their keys.
+
+    Attributes:
+        storages: key -> (the storage, the one whose bytes it is a range of, first element in that).
+        tensors: key -> the tensor. roots: storages with bytes of their own.
+    """
+
+    storages: dict[int, tuple[Storage, Storage, int]] = field(default_factory=dict)
+    tensors: dict[int, Entry] = field(default_factory=dict)
+    roots: list[Storage] = field(default_factory=list)
+
+    def load(self, pid: Node) -> Node:
+        """The tensor or storage with this key, or the class of a (class, file, source)."""
+        if type(pid) is tuple and len(pid) == 3 and type(pid[0]) is Global:
+            return pid[0]
+        key = _key(pid)
+        if key in self.tensors:
+            return self.tensors[key]
+        return self.storage(key)[0]
+
+    def storage(self, key: int) -> tuple[Storage, Storage, int]:
+        """A storage by its key."""
+        if key not in self.storages:
+            raise PickleError("The tar refers to a storage or tensor that is not in it.")
+        return self.storages[key]
+
+    def view(self, key: int, offset: Node, shape: Node, stride: Node) -> Entry:
+        """A tensor on a storage; on the one below it where that is a view itself."""
+        storage, root, start = self.storage(key)
+        entry = rebuild_tensor((storage, offset, shape, stride))
+        assert type(entry) is Entry
+        return entry if root is storage else replace(entry, storage=root, offset=entry.offset + start)
+
+    def makers(self) -> dict[Global, Maker]:
+        """The usual makers; tensors may be built on a tuple that names the storage."""
+        return {**MAKERS, **{name: self._on_tuple(MAKERS[name]) for name in _REBUILDS}}
+
+    def _on_tuple(self, maker: Maker) -> Callable[[Node], Node]:
+        def make(args: Node) -> Node:
+            named = args[0] if args else None
+            if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
+                return maker(args)
+            storage = self.storage(_key(named[2]))[0]
+            if storage_dtype(named[1]) is not storage.dtype or named[4] != storage.nbytes // (storage.dtype or UINT8).itemsize:
+                raise TensorError(f"Storage {storage.key!r} is used with two types or sizes.")
+            return maker((storage, *args[1:]))
+
+        return make
+
+
+def _key(node: Node) -> int:
+    """The key of a tensor or storage: a number, or the text of one."""
+    if type(node) is int and 0 <= node.bit_length() <= 64:
+        return node
+    if type(node) is str and node.isascii() and node.isdecimal() and len(node) <= 20:
+        return int(node)
+    raise PickleError("The tar refers to a storage or tensor by a key that is no number.")
+
+
+def _refuse(pid: Node) -> Node:
+    raise PickleError("A pickle of the tar refers to something outside it.")
+
+
+def _record(pickles: Pickles, length: int) -> tuple[Node, ...]:
+    """The next pickle, a tuple of this length."""
+    _, node = pickles.load(lambda data, offset: Machine(data, {}, _refuse, offset))
+    if type(node) is List:
+        node = tuple(node.items)
+    if type(node) is not tuple or len(node) != length:
+        raise PickleError(f"The tar describes a storage or tensor by something that is no tuple of {length}.")
+    return node
+
+
+def _count(pickles: Pickles) -> int:
+    _, node = pickles.load(lambda data, offset: Machine(data, {}, _refuse, offset))
+    if type(node) is not int or not 0 <= node <= pickles.left // 8:
+        raise PickleError("The tar counts its storages or tensors by something that is no number, or too large.")
+    return node
+
+
+def _read_storages(pickles: Pickles, objects: _Objects) -> None:
+    """The storages, and the views on them."""
+    for _ in range(_count(pickles)):
+        key, location, kind = _record(pickles, 3)
+        if type(location) is not str:
+            raise PickleError("The tar gives a storage a location that is no text.")
+        dtype = storage_dtype(kind)
+        numel = struct.unpack("<q", pickles.take(8))[0]
+        nbytes = numel * (dtype or UINT8).itemsize
+        if not 0 <= nbytes <= pickles.left:
+            raise TensorError(f"A storage claims {numel} elements, where {pickles.left} bytes are left.")
+        storage = Storage(str(_key(key)), dtype, nbytes, location, pickles.part.content(pickles.position, nbytes))
+        if _key(key) in objects.storages:
+            raise TensorError(f"The tar has two storages {storage.key!r}.")
+        objects.storages[_key(key)] = (storage, storage, 0)
+        objects.roots.append(storage)
+        pickles.skip(nbytes)
+    _, views = pickles.load(lambda data, offset: Machine(data, {}, _refuse, offset)) if pickles.left else (None, List())
+    if type(views) is not List or any(type(view) is not tuple or len(view) != 4 for view in views.items):
+        raise PickleError("The tar's list of views is no list of tuples of four.")
+    for view in views.items:
+        _add_view(objects, *view)
+
+
+def _add_view(objects: _Objects, key: Node, root_key: Node, offset: Node, numel: Node) -> None:
+    root, below, start = objects.storage(_key(root_key))
+    itemsize = (root.dtype or UINT8).itemsize
+    inside = type(offset) is int and type(numel) is int and min(offset, numel) >= 0
+    if not inside or (offset + numel) * itemsize > root.nbytes or _key(key) in objects.storages:
+        raise TensorError(f"A view reaches outside its storage {root.key!r}, or is there twice.")
+    content = _within(root, offset * itemsize, numel * itemsize)
+    view = Storage(str(_key(key)), root.dtype, numel * itemsize, root.device, content)
+    objects.storages[_key(key)] = (view, below, start + offset)
+
+
+def _within(storage: Storage, start: int, length: int) -> Range:
+    """A range of a storage's bytes."""
+    assert isinstance(storage.content, Range)
+    return Range(storage.content.source, storage.content.offset + start, length)
+
+
+def _read_tensors(pickles: Pickles, objects: _Objects) -> None:
+    for _ in range(_count(pickles)):
+        key, storage_key, _ = _record(pickles, 3)
+        (ndim,) = struct.unpack("<i", pickles.take(8)[:4])  # the format has 8 bytes, of which 4 count
+        if not 0 <= ndim <= MAX_DIMENSIONS:
+            raise TensorError(f"The tar has a tensor of {ndim} dimensions.")
+        numbers = struct.unpack(f"<{2 * ndim + 1}q", pickles.take(8 * (2 * ndim + 1)))
+        shape, stride = numbers[:ndim], numbers[ndim : 2 * ndim]
+        if not ndim and not objects.storage(_key(storage_key))[0].nbytes:
+            shape, stride = (0,), (1,)  # without dimensions a tensor was empty then
+        if _key(key) in objects.tensors:
+            raise TensorError("The tar has two tensors with one key.")
+        objects.tensors[_key(key)] = objects.view(_key(storage_key), numbers[-1], shape, stride)
