@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
-import sys
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-CKPT = [sys.executable, "-m", "ckpt_tools"]
+from benchmarks.rivals import CKPT, Job, Rival, ckpt, cp, script
+
 INSPECT = """
 import sys, torch
-for name, tensor in torch.load(sys.argv[1], mmap=True)["model"].items():
+checkpoint = torch.load(sys.argv[1], mmap=True)
+for name, tensor in checkpoint.get("model", checkpoint).items():
     print(name, tuple(tensor.shape), tensor.dtype)
 """
 STRIP = """
 import sys, torch
-checkpoint = torch.load(sys.argv[1], mmap=True)
+checkpoint = torch.load(sys.argv[1], mmap=MMAP)
 checkpoint["model"] = {name.removeprefix("module."): tensor for name, tensor in checkpoint["model"].items()}
 torch.save(checkpoint, sys.argv[2])
+"""
+STRIP_IN_PLACE = """
+import os, sys, torch
+checkpoint = torch.load(sys.argv[1], mmap=True)
+checkpoint["model"] = {name.removeprefix("module."): tensor for name, tensor in checkpoint["model"].items()}
+torch.save(checkpoint, sys.argv[1] + ".new")
+os.replace(sys.argv[1] + ".new", sys.argv[1])
 """
 TO_SAFETENSORS = """
 import sys, torch, safetensors.torch
 model = torch.load(sys.argv[1], mmap=True)["model"]
 safetensors.torch.save_file({name.removeprefix("module."): tensor for name, tensor in model.items()}, sys.argv[2])
+"""
+FROM_SAFETENSORS = """
+import sys, torch, safetensors.torch
+torch.save(safetensors.torch.load_file(sys.argv[1]), sys.argv[2])
 """
 TO_BF16 = """
 import sys, torch
@@ -31,27 +42,76 @@ checkpoint = torch.load(sys.argv[1], mmap=True)
 checkpoint["model"] = {name: tensor.to(torch.bfloat16) for name, tensor in checkpoint["model"].items()}
 torch.save(checkpoint, sys.argv[2])
 """
-MAKE = """
-import sys, torch
-path, tensors, gigabytes = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-rows = max(1, int(gigabytes * 1e9 / tensors / 4 / 256))
-values = torch.randn(rows, 256)
-kinds = ("attn", "mlp", "norm", "proj")
-model = {f"module.layers.{i // 4}.{kinds[i % 4]}.weight": values.clone() for i in range(tensors)}
-torch.save({"model": model, "epoch": 1}, path)
+CRC = """
+import sys, zlib
+with open(sys.argv[1], "rb", buffering=0) as file:
+    crc, buffer = 0, bytearray(1 << 22)
+    while count := file.readinto(buffer):
+        crc = zlib.crc32(memoryview(buffer)[:count], crc)
 """
+LOAD = """
+import sys, torch
+from ckpt_tools.torch import load_into, load_state_dict
+class Empty(torch.nn.Module):
+    pass
+def module(names):
+    root = torch.nn.Module()
+    for name, shape in names:
+        *path, leaf = name.split(".")
+        at = root
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, Empty())
+            at = at._modules[part]
+        at.register_parameter(leaf, torch.nn.Parameter(torch.empty(shape)))
+    return root
+tensors, rows = int(sys.argv[2]), int(sys.argv[3])
+kinds = ("attn", "mlp", "norm", "proj")
+model = module([(f"layers.{i // 4}.{kinds[i % 4]}.weight", (rows, 256)) for i in range(tensors)])
+"""
+LOAD_INTO = LOAD + "assert load_into(model, sys.argv[1])"
+LOAD_TORCH = (
+    LOAD
+    + """
+state = torch.load(sys.argv[1], mmap=True)["model"]
+model.load_state_dict({name.removeprefix("module."): tensor for name, tensor in state.items()})
+"""
+)
+LOAD_OURS = "import sys; from ckpt_tools.torch import load_state_dict; load_state_dict(sys.argv[1])"
+LOAD_THEIRS = "import sys, torch; torch.load(sys.argv[1], mmap=True, weights_only=True)"
+INSPECT_FILES = """
+import pathlib, sys, torch
+for path in sorted(pathlib.Path(sys.argv[1]).rglob("*.pth")):
+    model = torch.load(path, mmap=True, weights_only=True)["model"]
+    print(path, [(name, tuple(tensor.shape)) for name, tensor in model.items()])
+"""
+SHARDS = """
+import sys, safetensors.torch, huggingface_hub
+from pathlib import Path
+model = {}
+for path in sorted(Path(sys.argv[1]).glob("*.safetensors")):
+    model |= safetensors.torch.load_file(path)
+huggingface_hub.save_torch_state_dict(model, sys.argv[2], max_shard_size="2.8GB")
+"""
+CLEAN = """
+import sys, torch
+from timm.models import clean_state_dict
+torch.save(clean_state_dict(torch.load(sys.argv[1], mmap=True)["model"]), sys.argv[2])
+"""
+SCAN = "import sys; from picklescan.scanner import scan_file_path; scan_file_path(sys.argv[1])"
+
 IS_STRIPPED = """
 import sys, torch
-model = torch.load(sys.argv[1], mmap=True)["model"]
-assert next(iter(model)) == "layers.0.attn.weight"
-assert all(torch.equal(model["layers.0.attn.weight"], tensor) for tensor in model.values())
+checkpoint = torch.load(sys.argv[1], mmap=True)
+model = checkpoint.get("model", checkpoint)
+assert not any(name.startswith("module.") for name in model)
 """
 IS_SAFETENSORS = """
 import sys
 from safetensors import safe_open
 with safe_open(sys.argv[1], "pt") as file:
-    first = file.get_tensor("layers.0.attn.weight")
-    assert all(file.get_tensor(name).equal(first) for name in file.keys())
+    assert not any(name.startswith("module.") for name in file.keys())
+    assert all(file.get_tensor(name).numel() for name in list(file.keys())[:50])
 """
 IS_BF16 = """
 import sys, torch
@@ -60,96 +120,111 @@ assert {str(tensor.dtype) for tensor in model.values()} == {"torch.bfloat16"}
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Rival:
-    """One way to do a job: a command, and the file that it writes, if any."""
-
-    name: str
-    command: list[str]
-    output: Path | None = None
-
-    def clean(self) -> None:
-        """Remove what the command wrote."""
-        if self.output is not None:
-            self.output.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A job with its rivals, ours first, and code that fails when what a rival wrote is wrong."""
-
-    title: str
-    rivals: list[Rival]
-    code: str = ""
-
-    def check(self, rival: Rival) -> None:
-        """Check the output of a rival; a plain copy is taken as it is."""
-        if self.code and rival.output is not None and rival.name != "cp":
-            python(self.code, str(rival.output))
-
-
-def make_checkpoint(path: Path, tensors: int, gigabytes: float) -> Path:
-    """A training checkpoint of one wrapped model with so many float32 matrices."""
-    python(MAKE, str(path), str(tensors), str(gigabytes))
-    return path
-
-
-def python(code: str, *arguments: str) -> None:
-    """Run code in a process of its own: this one stays small, since a child's peak memory counts its parent's."""
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True)
-
-
-def make_jobs(source: Path) -> list[Job]:
-    """All jobs on one checkpoint."""
+def on_checkpoint(source: Path) -> list[Job]:
+    """All jobs on one training checkpoint with wrapped names under `model`."""
     folder = source.parent
     pth, other = folder / "ours.pth", folder / "theirs.pth"
     tensors, others = folder / "ours.safetensors", folder / "theirs.safetensors"
-    copied = Rival("cp", [str(shutil.which("cp")), str(source), str(other)], other)
-    convert = [*CKPT, "convert", str(source)]
-    back = _safetensors_copy(source, folder)
+    back = _converted(source, folder / "source.safetensors", "--select", "model")
+    strip = [
+        ckpt("convert", source, pth, "--strip-module", output=pth),
+        cp(source, other),
+        script("torch mmap + save", STRIP.replace("MMAP", "True"), source, other),
+        script("torch + save", STRIP.replace("MMAP", "False"), source, other),
+        *_installed("timm", script("timm's clean_state_dict", CLEAN, source, other)),
+    ]
+    to_safetensors = [
+        ckpt("convert", source, tensors, "--strip-module", "--select", "model", output=tensors),
+        cp(source, other),
+        script("torch + safetensors", TO_SAFETENSORS, source, others),
+    ]
+    from_safetensors = [
+        ckpt("convert", back, pth, output=pth),
+        cp(back, other),
+        script("safetensors + torch", FROM_SAFETENSORS, back, other),
+    ]
+    cast = [
+        ckpt("convert", source, pth, "--dtype", "bf16", output=pth),
+        script("torch mmap + cast + save", TO_BF16, source, other),
+    ]
+    scan = _installed("picklescan", script("picklescan", SCAN, source))
     return [
-        Job("inspect", [Rival("ckpt", [*CKPT, "inspect", str(source)]), _script("torch mmap + print", INSPECT, source)]),
-        Job(
-            "convert --strip-module",
-            [
-                Rival("ckpt", [*convert, str(pth), "--strip-module"], pth),
-                copied,
-                _script("torch mmap + save", STRIP, source, other),
-            ],
-            IS_STRIPPED,
-        ),
-        Job(
-            "pth to safetensors",
-            [
-                Rival("ckpt", [*convert, str(tensors), "--strip-module"], tensors),
-                copied,
-                _script("torch + safetensors", TO_SAFETENSORS, source, others),
-            ],
-            IS_SAFETENSORS,
-        ),
-        Job(
-            "safetensors to pth",
-            [
-                Rival("ckpt", [*CKPT, "convert", str(back), str(pth)], pth),
-                Rival("cp", [str(shutil.which("cp")), str(back), str(other)], other),
-            ],
-        ),
-        Job(
-            "convert --dtype bf16",
-            [
-                Rival("ckpt", [*convert, str(pth), "--dtype", "bf16"], pth),
-                _script("torch mmap + cast + save", TO_BF16, source, other),
-            ],
-            IS_BF16,
-        ),
+        Job("inspect", [ckpt("inspect", source), script("torch mmap + print", INSPECT, source), *scan]),
+        Job("convert --strip-module", strip, IS_STRIPPED),
+        Job("pth to safetensors", to_safetensors, IS_SAFETENSORS),
+        Job("safetensors to pth", from_safetensors),
+        Job("convert --dtype bf16", cast, IS_BF16),
+        Job("check", [ckpt("check", source), script("zlib.crc32 of the file", CRC, source)]),
+        *_loading(source),
+        Job("convert --in-place", [_in_place(source), _torch_in_place(source)]),
     ]
 
 
-def _safetensors_copy(source: Path, folder: Path) -> Path:
-    target = folder / "source.safetensors"
-    subprocess.run([*CKPT, "convert", str(source), str(target), "--overwrite"], check=True, stdout=subprocess.DEVNULL)
+def _loading(source: Path) -> list[Job]:
+    if not source.stem.isdecimal():
+        return []
+    tensors = int(source.stem)
+    rows = str((source.stat().st_size - 400 * tensors) // (1024 * tensors))
+    ours, theirs = script("ckpt", LOAD_INTO, source), script("torch mmap + load_state_dict", LOAD_TORCH, source)
+    for rival in (ours, theirs):
+        rival.command.extend([source.stem, rows])
+    return [
+        Job("load_into", [Rival(row.name, row.command) for row in (ours, theirs)]),
+        Job("load_state_dict", [script("ckpt", LOAD_OURS, source), script("torch mmap", LOAD_THEIRS, source)]),
+    ]
+
+
+def _in_place(source: Path) -> Rival:
+    edit = [*CKPT, "convert", str(source), "--in-place"]
+    return Rival("ckpt", [*edit, "--map-location", "cpu"], before=[*edit, "--map-location", "cuda:0"])
+
+
+def _torch_in_place(source: Path) -> Rival:
+    return script("torch mmap + save + rename", STRIP_IN_PLACE, source)
+
+
+def on_sparse(source: Path) -> list[Job]:
+    """What depends on the names alone."""
+    return [Job("inspect", [ckpt("inspect", source)]), Job("convert --in-place", [_in_place(source)])]
+
+
+def on_shards(source: Path) -> list[Job]:
+    """Eight shards in, three out; and a check of all."""
+    ours, copied, others = (source.parent / name for name in ("ours", "copy", "theirs"))
+    return [
+        Job(
+            "8 shards to 3",
+            [
+                ckpt("convert", source, ours, "--shard-size", "2.8GB", output=ours),
+                cp(source, copied),
+                *_installed("huggingface_hub", script("safetensors + huggingface_hub", SHARDS, source, others)),
+            ],
+        ),
+        Job("check", [ckpt("check", source)]),
+    ]
+
+
+def on_many_files(source: Path) -> list[Job]:
+    """A folder of ten thousand files: the seconds are those of all."""
+    several = Rival("ckpt, several processes", ckpt("inspect", "--json", source, "--jobs", "4").command)
+    return [
+        Job(
+            "inspect --json",
+            [
+                several,
+                Rival("ckpt, one process", ckpt("inspect", "--json", source, "--jobs", "1").command),
+                script("torch mmap", INSPECT_FILES, source),
+            ],
+        ),
+        Job("check", [ckpt("check", "--json", source)]),
+    ]
+
+
+def _converted(source: Path, target: Path, *options: str) -> Path:
+    subprocess.run([*CKPT, "convert", str(source), str(target), *options], check=True, stdout=subprocess.DEVNULL)
     return target
 
 
-def _script(name: str, code: str, *paths: Path) -> Rival:
-    return Rival(name, [sys.executable, "-c", code, *map(str, paths)], paths[1] if len(paths) > 1 else None)
+def _installed(package: str, rival: Rival) -> list[Rival]:
+    """A peer that installs from PyPI, where it is installed."""
+    return [rival] if find_spec(package) else []
