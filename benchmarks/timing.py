@@ -56,7 +56,7 @@ def run(rival: Rival) -> tuple[float, float]:
     )  # fmt: skip
     _, status, usage = os.wait4(process, 0)
     seconds = time.perf_counter() - started
-    if status:
+    if os.waitstatus_to_exitcode(status) not in rival.codes:
         sys.exit(f"{' '.join(rival.command)} failed with status {status}")
     return seconds, usage.ru_maxrss / 1024
 
