@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ckpt_tools.cli.completion import complete_places
 from ckpt_tools.cli.options import Once, quiet_option, show_progress
 from ckpt_tools.errors import UsageError
 
@@ -19,7 +20,13 @@ from ckpt_tools.errors import UsageError
 )
 @click.option("--unwrap", is_flag=True, help="Compare names without their wrappers, and write them so.")
 @click.option("--integers", cls=Once, type=click.Choice(["first", "max"]), help="What is taken of integers that differ.")
-@click.option("--select", cls=Once, metavar="WHERE", help="One state dict or subtree, in every IN, becomes the whole output.")
+@click.option(
+    "--select",
+    cls=Once,
+    metavar="WHERE",
+    shell_complete=complete_places,
+    help="One state dict or subtree, in every IN, becomes the whole output.",
+)
 @click.option(
     "--objects", cls=Once, type=click.Choice(["keep", "plain", "drop"]), help="What happens to objects that are no plain data."
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from ckpt_tools.cli.completion import complete_names, complete_places
 from ckpt_tools.cli.options import Once, quiet_option, show_progress, target_options, work_shared
 from ckpt_tools.convert import convert as convert_checkpoint
 
@@ -23,14 +24,36 @@ if TYPE_CHECKING:
 @click.option("--strip-prefix", cls=Once, metavar="P", help="Remove a leading literal prefix.")
 @click.option("--add-prefix", cls=Once, metavar="P", help="Put a literal prefix before every name.")
 @click.option("--rename", multiple=True, metavar="REGEX=REPLACEMENT", help=r"re.sub on names, in order; \1 works. Repeatable.")
-@click.option("--keep", multiple=True, metavar="GLOB", help="Keep only tensors whose name matches. Repeatable.")
-@click.option("--drop", multiple=True, metavar="GLOB", help="Drop what matches, by name or dotted path. Repeatable.")
 @click.option(
-    "--select", cls=Once, metavar="WHERE", help="One state dict or subtree (model, ema, netG) becomes the whole output."
+    "--keep",
+    multiple=True,
+    metavar="GLOB",
+    shell_complete=complete_names,
+    help="Keep only tensors whose name matches. Repeatable.",
+)
+@click.option(
+    "--drop",
+    multiple=True,
+    metavar="GLOB",
+    shell_complete=complete_names,
+    help="Drop what matches, by name or dotted path. Repeatable.",
+)
+@click.option(
+    "--select",
+    cls=Once,
+    metavar="WHERE",
+    shell_complete=complete_places,
+    help="One state dict or subtree (model, ema, netG) becomes the whole output.",
 )
 @click.option("--map-location", cls=Once, metavar="SPEC", help="cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.")
 @click.option("--dtype", cls=Once, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast float tensors.")
-@click.option("--dtype-only", multiple=True, metavar="GLOB", help="Cast only tensors whose name matches. Repeatable.")
+@click.option(
+    "--dtype-only",
+    multiple=True,
+    metavar="GLOB",
+    shell_complete=complete_names,
+    help="Cast only tensors whose name matches. Repeatable.",
+)
 @target_options
 @click.option("--plan", cls=Once, metavar="PLAN.toml", help="Who is who, as ckpt match wrote it and a person edited it.")
 @click.option(
