@@ -106,11 +106,13 @@ _MAGIC = re.compile(
 )
 
 
-def read_stream(part: Part, depth: int = 0, prefix: str = "") -> Stream:
+def read_stream(part: Part, depth: int = 0, prefix: str = "", there: dict[int, int] | None = None) -> Stream:
     """Decode a stream: its pickles, and where each storage lies.
 
     Args:
         part: where it is. depth: how many streams it lies in. prefix: put before the keys of its storages.
+        there: where given, a stream that is cut is no error: for each storage (by id) that is not whole, how many bytes of it
+            there are is put in.
 
     Raises:
         DamagedFileError: it ends early, or breaks a promise of the format.
@@ -133,7 +135,7 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "") -> Stream:
     if any(storage.dtype is None for _, storage in storages.by_key.values()):
         machine.unusual["an UntypedStorage in torch-legacy, which torch saves and cannot load"] = None
     keys = _read_keys(pickles, storages)
-    _place(pickles, keys, storages, root, little=little)
+    _place(pickles, keys, storages, root, little=little, there=there)
     root = modernise(storages.without_views(root, part), machine.globals)
     size = sum(storage.nbytes for _, storage in storages.by_key.values()) + blobs.storage_bytes
     return Stream(root, machine, size, pickles.position, little, storages.classes)
@@ -284,7 +286,9 @@ def _read_keys(pickles: Pickles, storages: _LegacyStorages) -> list[str]:
     return keys
 
 
-def _place(pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: Node, *, little: bool) -> None:
+def _place(
+    pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: Node, *, little: bool, there: dict[int, int] | None
+) -> None:
     """Find the bytes of every storage: a count of elements as 8 bytes, then the elements."""
     for index, key in enumerate(keys):
         storage = storages.by_key[key][1]
@@ -294,7 +298,12 @@ def _place(pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: N
         if found != numel:
             raise TensorError(f"Storage {key!r} should have {numel} elements; the file says {found}.")
         if short or pickles.left < storage.nbytes:
-            raise _cut(pickles, root, storages, keys[:index], len(keys))
+            if there is None:
+                raise _cut(pickles, root, storages, keys[:index], len(keys))
+            there[id(storage)] = 0 if short else pickles.left
+            set_content(storage, pickles.part.content(pickles.position, there[id(storage)]))
+            pickles.skip(pickles.left)
+            continue
         set_content(storage, pickles.part.content(pickles.position, storage.nbytes))
         pickles.skip(storage.nbytes)
 

@@ -15,13 +15,15 @@ from ckpt_tools.containers import safetensors, torch_zip
 from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.errors import CkptError, NotACheckpointError, RepairError, UnsupportedContainerError
 from ckpt_tools.files import Source
+from ckpt_tools.findings import counted_bytes
 from ckpt_tools.plan import Content, Deflated, Range
-from ckpt_tools.repairing.garbage import find_safetensors, is_text_mode, salvage_safetensors, undo_text_mode
-from ckpt_tools.repairing.salvage import Salvaged, filled, salvage_zip
+from ckpt_tools.repairing.garbage import find_legacy, find_safetensors, is_text_mode, salvage_safetensors, undo_text_mode
+from ckpt_tools.repairing.salvage import Salvaged, filled, salvage_legacy, salvage_zip
+from ckpt_tools.sources import Window
 from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree import Storage
 
-_REPAIRED = ("torch-zip", "safetensors")
+_REPAIRED = ("torch-zip", "torch-legacy", "torch-tar", "safetensors")
 
 
 @contextlib.contextmanager
@@ -129,11 +131,9 @@ def _undone(source: Source, scratch: Path, stack: contextlib.ExitStack) -> Sourc
 
 def _salvage(source: Source, error: CkptError, keep_damaged: bool) -> Salvaged:
     """The containers that may be in the file, each tried."""
-    head = source.read(0, min(HEAD, source.size))
-    start = 0 if safetensors.sniff(head) else None if torch_zip.sniff(head) else find_safetensors(source)
     try:
         with naming(source):
-            return salvage_zip(source, keep_damaged=keep_damaged) if start is None else salvage_safetensors(source, start)
+            return _by_kind(source, keep_damaged)
     except NotACheckpointError:  # the disk failed
         raise
     except CkptError as problem:
@@ -141,6 +141,21 @@ def _salvage(source: Source, error: CkptError, keep_damaged: bool) -> Salvaged:
         raise RepairError(
             f"Nothing can be saved from {source.path}.", why=f"{told.what} {told.why}".strip(), fix=told.fix
         ) from None
+
+
+def _by_kind(source: Source, keep_damaged: bool) -> Salvaged:
+    """What is whole in the container that begins first in the file; in a zip where no other does."""
+    head = source.read(0, min(HEAD, source.size))
+    if torch_zip.sniff(head):
+        return salvage_zip(source, keep_damaged=keep_damaged)
+    if (start := 0 if safetensors.sniff(head) else find_safetensors(source)) is not None:
+        return salvage_safetensors(source, start)
+    if (start := find_legacy(source)) is not None:
+        salvaged = salvage_legacy(Window(source, start, source.size - start))
+        if start:
+            salvaged.notes.append(("leading-bytes", f"{counted_bytes(start)} before the stream are left out."))
+        return salvaged
+    return salvage_zip(source, keep_damaged=keep_damaged)
 
 
 def _has_zip(source: Source) -> bool:
