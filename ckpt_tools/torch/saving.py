@@ -32,7 +32,7 @@ def save(
     """Save a model's state dict, or any mapping, so that the file is the old one or the whole new one, and durable.
 
     Args:
-        model_or_mapping: a module, wrapped by DP, DDP, FSDP1 or compile or not; or a mapping, saved as it is, but for the modules
+        model_or_mapping: a module, wrapped by DP, DDP, FSDP1 or compile or not; or a mapping, saved as it is, but for modules
             in it: each becomes its state dict, as if it were saved alone. (`torch.save` would pickle its class.)
         path: the file; replaced when it exists.
         format: "pth" (what `torch.save` writes), "pth-legacy" (what it wrote before 1.6) or "safetensors" (one flat state dict,
