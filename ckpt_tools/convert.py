@@ -43,6 +43,8 @@ def convert(
     dtype: str | None = None,
     dtype_only: str | Sequence[str] = (),
     objects: ObjectsPolicy | None = None,
+    slim: bool = False,
+    ema: bool = False,
     like: Any = None,
     like_args: str | Mapping[str, Any] | None = None,
     match: Stages | None = None,
@@ -66,8 +68,8 @@ def convert(
 ) -> Converted:
     """Read `source`, edit it, write `target`: the whole new file, or nothing.
 
-    The steps come in this order: select, objects, keep and drop (by the names in `source`), names (strip_module, unwrap,
-    strip_prefix, rename, add_prefix, add_module), the target (like, plan), devices, dtype.
+    The steps come in this order: select, objects, ema, slim, keep and drop (by the names in `source`), names (strip_module,
+    unwrap, strip_prefix, rename, add_prefix, add_module), the target (like, plan), devices, dtype.
 
     Args:
         source: the checkpoint to read. target: the file to write.
@@ -80,6 +82,8 @@ def convert(
         map_location: one device for all storages, or `from=to` pairs separated by commas.
         dtype: cast float tensors: bf16, fp16, fp32 or fp64. dtype_only: globs that say which.
         objects: what happens to objects that are not plain data; without it a file that has some is refused.
+        slim: keep state dicts and plain values alone, on storages no larger than they need be.
+        ema: the averaged weights become the whole output.
         like: the target that the state dict is fitted to: a checkpoint, "package.module:callable" (imported and called), an
             `nn.Module` or a state dict. like_args: keyword arguments of the callable, as a mapping or JSON text.
         match: how partners are found: "exact+wrappers" (also when None), "names", "structure" or "position".
@@ -120,7 +124,7 @@ def convert(
         else:
             output = stack.enter_context(replacing(target, overwrite=overwrite, durable=fsync))
         targeted = like is not None or plan is not None
-        moving = keep or drop or select or dtype or verify or compact or targeted
+        moving = keep or drop or select or dtype or verify or compact or targeted or slim or ema
         if output is not None and kind == "pth" and not moving:
             clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
         from ckpt_tools.conversion import Edits, Names, run
@@ -131,6 +135,7 @@ def convert(
         edits = Edits(
             names, _several(keep), _several(drop), select, map_location, dtype, only, objects, kind, verify, reserve, compact
         )
+        edits.narrow(slim=slim, ema=ema)
         edits.fit_to(retargeting)
         if to_folder:
             from ckpt_tools.folder_conversion import FolderTarget, run_folder

@@ -26,7 +26,7 @@ LAYERS = [
     ["modules"],
     ["checkpoint"],
     ["transforms", "plain", "plain_keys", "plain_values", "measures"],
-    ["casts", "flatten", "draws"],
+    ["casts", "flatten", "draws", "compaction", "slimming"],
     ["targets", "sides", "contents"],
     ["match"],
     ["plans", "renames"],

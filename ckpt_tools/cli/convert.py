@@ -82,6 +82,14 @@ if TYPE_CHECKING:
     help="What happens to objects that are not plain data.",
 )
 @click.option(
+    "--slim",
+    "--weights-only-content",
+    "slim",
+    is_flag=True,
+    help="State dicts and plain values alone: no optimizer, scheduler, random state, objects; storages as large as needed.",
+)
+@click.option("--ema", is_flag=True, help="The averaged weights (ema, model_ema, ema_state_dict ...) become the whole output.")
+@click.option(
     "--format",
     "format_",
     cls=Once,
@@ -112,11 +120,13 @@ def convert(
     ckpt convert gpu.pth cpu.pth --map-location cpu --dtype bf16
     ckpt convert huge.pth --in-place --strip-module
     ckpt convert old.pth new.pth --like models:resnet --like-args '{"num_classes": 200}' --on-mismatch reinit --reinit default
+    ckpt convert train.ckpt weights.pth --slim
     ckpt convert big.pth folder --shard-size 5GB
     ckpt convert folder merged.safetensors
 
-    The steps come in this order: --select, --objects, --keep and --drop (by the names in IN), --strip-module, --unwrap,
-    --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan, --map-location, --dtype.
+    The steps come in this order: --select, --objects, --ema, --slim, --keep and --drop (by the names in IN), --strip-module,
+    --unwrap, --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan, --map-location,
+    --dtype.
 
     IN may be a folder: of shards with their index, or of torch.distributed.checkpoint. With --shard-size the processes of
     torchrun --nproc-per-node N -m ckpt_tools convert ... share the shards among them.
