@@ -349,7 +349,8 @@ def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, repor
     hidden = [] if selected else [g for g in decoded.globals if not plain.is_resolved(g) and str(g) not in present]
     if policy is None and (unknown or hidden):
         raise _objects_error(checkpoint, unknown, [str(name) for name in hidden])
-    for name in hidden:
+    told = {fate.name for fate in report.objects}
+    for name in (name for name in hidden if str(name) not in told):
         report.objects.append(ObjectFate([], str(name), "dropped"))
     if policy in (None, "keep"):
         return root
