@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.cloning import Clone
-from ckpt_tools.errors import UsageError
-from ckpt_tools.files import output_target, replacing
+from ckpt_tools.errors import OutputError, UsageError
+from ckpt_tools.files import Output, is_address, output_target, replacing
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import Converted
@@ -115,17 +115,21 @@ def convert(
     limit = None if shard_size is None else shard_limit(target, shard_size, format)
     kind = format or "safetensors" if limit is not None else output_format(target, format)
     to_folder = limit is not None or kind == "dcp"
+    if to_folder and is_address(target):
+        raise OutputError(f"{target} cannot be written.", why="Folders are written to local disks only.", fix="Copy it then.")
     with ExitStack() as stack:
         output = clone = None
         if to_folder:
             pass  # looked at by whoever writes it
+        elif is_address(target):
+            output = stack.enter_context(remote_output(os.fspath(target), overwrite=overwrite)) if not dry_run else None
         elif dry_run:
             output_target(target, overwrite=True)
         else:
             output = stack.enter_context(replacing(target, overwrite=overwrite, durable=fsync))
         targeted = like is not None or plan is not None
         moving = keep or drop or select or dtype or verify or compact or targeted or slim or ema
-        if output is not None and kind == "pth" and not moving:
+        if output is not None and kind == "pth" and not moving and not is_address(target):
             clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
         from ckpt_tools.conversion import Edits, Names, run
 
@@ -158,6 +162,13 @@ def _retargeting(like: Any, like_args: Any, *options: Any) -> Retargeting | None
     from ckpt_tools.retarget import Retargeting
 
     return Retargeting(like, like_args, *options) or None
+
+
+def remote_output(url: str, *, overwrite: bool) -> AbstractContextManager[Output]:
+    """An output at an address; what writes there is imported for it only."""
+    from ckpt_tools.remote import uploading
+
+    return uploading(url, overwrite=overwrite)
 
 
 def _several(values: str | Sequence[str]) -> Sequence[str]:

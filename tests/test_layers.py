@@ -16,7 +16,7 @@ LAYERS = [
     ["errors", "dtypes", "_version"],
     ["names", "processes", "ranks", "temporaries", "journal", "findings"],
     ["files"],
-    ["sources", "staging"],
+    ["sources", "staging", "remote"],
     ["plan", "cloning"],
     ["tree", "pipeline"],
     ["writer", "numeric", "counting"],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from ckpt_tools.cli.completion import complete_names, complete_places
-from ckpt_tools.cli.options import Once, quiet_option, show_progress, target_options, work_shared
+from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress, target_options, work_shared
 from ckpt_tools.convert import convert as convert_checkpoint
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
-@click.argument("target", metavar="OUT", type=click.Path(path_type=Path), required=False)
+@click.argument("source", metavar="IN", type=LOCATION)
+@click.argument("target", metavar="OUT", type=LOCATION, required=False)
 @click.option("--strip-module", is_flag=True, help="Remove leading 'module.', repeated ones too, in every state dict.")
 @click.option("--add-module", is_flag=True, help="Put 'module.' before every name.")
 @click.option("--unwrap", is_flag=True, help="Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.")

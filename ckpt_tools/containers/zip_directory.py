@@ -205,6 +205,8 @@ def _text_mode(source: Source) -> ZipError | None:
 
 def _read_central(source: Source, data: bytes, count: int, start: int) -> list[Record]:
     records, at = [], 0
+    if source.fd < 0:
+        source.prefetch(list(_local_headers(data)))
     for _ in range(count):
         if at + CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
             raise ZipError(
@@ -216,6 +218,19 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> list[R
     if at != len(data):
         raise ZipError(f"The zip directory lists more than the {count} records that the end record counts.")
     return records
+
+
+def _local_headers(data: bytes) -> Iterator[tuple[int, int]]:
+    """Where the local headers are and how long, as far as the directory can be read; whoever reads them checks it."""
+    at = 0
+    while at + CENTRAL.size <= len(data) and data[at : at + 4] == b"PK\x01\x02":
+        fields = CENTRAL.unpack_from(data, at)
+        compressed, size, name_length, extra_length, comment, header = (*fields[8:13], fields[16])
+        name_end = at + CENTRAL.size + name_length
+        if header == _FULL32:
+            *_, header = _zip64_fields(data[name_end : name_end + extra_length], size, compressed, header, "")
+        yield header, LOCAL.size + name_length
+        at = name_end + extra_length + comment
 
 
 def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[Record | None, int]:
