@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
