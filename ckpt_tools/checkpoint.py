@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ckpt_tools.containers import archives, plain_pickle, safetensors, torch_legacy, torch_tar, torch_zip
+from ckpt_tools.containers import archives, numpy_files, plain_pickle, safetensors, torch_legacy, torch_tar, torch_zip
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.foreign import recognise, unknown
 from ckpt_tools.errors import CkptError, LimitError, ZipError
@@ -45,6 +45,7 @@ _CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[Source], Decoded]], 
     (torch_legacy.sniff, torch_legacy.decode),
     (torch_tar.sniff, torch_tar.decode),
     (plain_pickle.sniff, plain_pickle.decode),
+    (numpy_files.sniff, numpy_files.decode_npy),
 )
 # How many tensors may be listed: each costs 16 and the length of its path, every 4 bytes of the file pay for 1. A tensor
 # takes 66 bytes in a pickle at least, and 300 with its record; only names for one tensor take less.

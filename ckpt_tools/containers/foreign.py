@@ -21,10 +21,9 @@ _KINDS = (
     (b"%PDF", "a PDF document", ""),
     (b"\x89HDF\r\n", "an HDF5 file (Keras or old TensorFlow weights)", ""),
     (b"GGUF", "a GGUF file", ""),
-    (b"\x93NUMPY", "a NumPy array file", ""),
     (b"\x7fELF", "a program", ""),
 )  # fmt: skip
-_READS = "ckpt reads what torch.save writes and wrote, safetensors files and pickles."
+_READS = "ckpt reads what torch.save writes and wrote, safetensors files, pickles and NumPy's .npz and .npy."
 
 
 def recognise(source: Source, head: bytes) -> CkptError | None:

@@ -86,6 +86,11 @@ class Blobs:
         self.machine.unusual.update(stream.machine.unusual)
         return stream.root
 
+    def content(self, data: bytes) -> Content:
+        """A string of bytes of the pickle as a content: a range of the file where it lies there as it is."""
+        part = self._part(data)
+        return part.content(0, part.end)
+
     def _part(self, data: bytes) -> BytesPart:
         """The bytes, and where they lie in the file if they lie there as they are."""
         place = self.machine.places.get(id(data)) if self.machine is not None else None
