@@ -46,6 +46,9 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))
 
 
+GET_AGAIN = "An interrupted download or a full disk does that: get it again, or save what is whole: ckpt repair IN OUT"
+
+
 def counted_bytes(count: int) -> str:
     """`1 byte`, `2 bytes`."""
     return "1 byte" if count == 1 else f"{count} bytes"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from ckpt_tools import tree
 from ckpt_tools.dtypes import UINT8
 from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError
+from ckpt_tools.findings import GET_AGAIN
 from ckpt_tools.pickling.limits import BYTES_PER_NODE
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine, Maker
@@ -329,5 +330,5 @@ def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[st
     return DamagedFileError(
         f"The file is cut off: {good} of {len(entries)} tensors complete.",
         why=f"It ends after {pickles.part.end} bytes, within storage {len(whole) + 1} of {count}.",
-        fix="An interrupted download or a full disk does that: get it again.",
+        fix=GET_AGAIN,
     )

@@ -126,7 +126,10 @@ def read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
 def read_record(source: Source, record: Record, *, check: bool) -> bytes:
     data = read(record_content(source, record))
     if check and zlib.crc32(data) != record.crc:
-        raise ChecksumError(f"The bytes of {record.name} do not match their CRC-32: the file is damaged.")
+        raise ChecksumError(
+            f"The bytes of {record.name} do not match their CRC-32: the file is damaged.",
+            fix="Get the file again; ckpt check and ckpt repair tell what is whole.",
+        )
     return data
 
 
