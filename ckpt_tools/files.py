@@ -234,6 +234,7 @@ def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     if target.exists() and not target.is_file():
         raise OutputError(f"{path} is no regular file.", why="An output is written beside its place and then renamed.")
     if target.exists() and not overwrite:
+        temporaries.remove_orphans(target)  # nobody gets as far as `replacing`
         raise exists_error(target)
     if not target.parent.is_dir():
         raise OutputError(f"{path} cannot be written.", why=f"There is no folder {target.parent}.")

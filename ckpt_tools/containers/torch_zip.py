@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.legacy_stream import Blobs
-from ckpt_tools.containers.zip_directory import ALIGNMENT, Directory, Record, RecordRange
+from ckpt_tools.containers.zip_directory import ALIGNMENT, Directory, Record, RecordRange, is_record_name
 from ckpt_tools.containers.zip_layout import ZipLayout
 from ckpt_tools.errors import ChecksumError, ContainerLimitError, LimitError, TensorError, ZipError
 from ckpt_tools.files import Source
@@ -219,6 +219,8 @@ def lay_out_in_place(root: Node, *, folder: str, byteorder: str = "little") -> l
     anchor = records[0].header if records else 0
     while head and layout.room(head) > anchor:
         tail.insert(0, head.pop(0))
+    if anchor and not head:  # a zip must begin with a record
+        raise ContainerLimitError("The file has no room for a record before its tensors.", fix="Convert to another file.")
     _add_small(layout, head)
     for run in _runs(storages, dict(zip((storage.key for storage in storages), records, strict=True))):
         content = run[0].content
@@ -265,6 +267,9 @@ def _add_storage(layout: ZipLayout, storage: Storage, *, trust_crc: bool, verify
 
 
 def _unique(storages: list[Storage]) -> list[Storage]:
+    for storage in storages:
+        if not storage.key.isalnum() and not is_record_name(f"data/{storage.key}"):
+            raise TensorError(f"A storage has the key {storage.key!r}, which cannot name a record.")
     keys = {storage.key for storage in storages}
     if len(keys) != len(storages):
         twice = next(key for key in keys if sum(storage.key == key for storage in storages) > 1)

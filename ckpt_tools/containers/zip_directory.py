@@ -260,6 +260,13 @@ def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[R
     return Record(name, header, start, size, compressed, crc, method == 8, flags, data[at:following]), following
 
 
+def is_record_name(name: str) -> bool:
+    """Whether every reader takes a name for the same: relative, UTF-8, no `..`, nothing empty, no backslash, no NUL."""
+    parts = name.split("/")
+    clean = name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
+    return clean and "" not in parts and ".." not in parts and not set(name) & set("\\\0")
+
+
 def _checked_name(raw: bytes) -> str:
     """A record name. It is only ever looked up, never used as a path; what other readers could trip over is refused."""
     if _ORDINARY_NAME.fullmatch(raw):
@@ -268,8 +275,7 @@ def _checked_name(raw: bytes) -> str:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise ZipError(f"The zip record name {raw!r} is not UTF-8.") from None
-    parts = name.split("/")
-    if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts or "" in parts[:-1]:
+    if not is_record_name(name.removesuffix("/")):
         raise ZipError(f"The zip record name {name!r} is not one that torch writes.")
     return name
 

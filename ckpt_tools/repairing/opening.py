@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ckpt_tools import temporaries
 from ckpt_tools.checking.reading import Mismatch, read_checkpoint
 from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, naming, open_checkpoint
 from ckpt_tools.containers import safetensors, torch_zip
@@ -32,7 +32,7 @@ def opened(path: Path, *, keep_damaged: bool, scratch: Path) -> Iterator[tuple[S
 
     Args:
         path: the file. keep_damaged: take a pickle that nothing proves.
-        scratch: a folder for the undoing of a text-mode transfer, which takes a copy of the file.
+        scratch: a file beside which the undoing of a text-mode transfer may put a copy of the input.
 
     Raises:
         RepairError: nothing can be had. UnsupportedContainerError: a container that needs no repair, or has none.
@@ -119,12 +119,12 @@ def _salvaged(
 
 def _undone(source: Source, scratch: Path, stack: contextlib.ExitStack) -> Source:
     """A copy of the file without the carriage returns, removed when the stack closes."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".ckpt-", dir=scratch)))
     try:
-        undo_text_mode(source, folder / source.path.name)
+        path = stack.enter_context(temporaries.scratch(scratch))
+        undo_text_mode(source, path)
     except OSError as problem:
         raise RepairError(f"The copy of {source.path} without carriage returns cannot be written.", why=f"{problem}.") from None
-    copy = Source(folder / source.path.name)
+    copy = Source(path)
     stack.callback(copy.close)
     return copy
 
@@ -163,6 +163,6 @@ def _has_zip(source: Source) -> bool:
     return b"PK\x03\x04" in source.read(0, min(1 << 20, source.size))
 
 
-def scratch_folder(target: str | os.PathLike[str], *, dry_run: bool) -> Path:
-    """Where temporaries go: beside the output, which needs the room anyway; in a dry run where the system puts them."""
-    return Path(tempfile.gettempdir()) if dry_run else Path(os.path.realpath(target)).parent
+def scratch_place(target: Path, *, dry_run: bool) -> Path:
+    """Beside what temporaries go: the output, which needs the room anyway; in a dry run a file where the system puts them."""
+    return Path(tempfile.gettempdir(), target.name) if dry_run else target
