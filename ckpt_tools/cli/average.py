@@ -30,7 +30,12 @@ from ckpt_tools.errors import UsageError
 @click.option(
     "--objects", cls=Once, type=click.Choice(["keep", "plain", "drop"]), help="What happens to objects that are no plain data."
 )
-@click.option("--format", cls=Once, type=click.Choice(["pth", "safetensors"]), help="Container of OUT; else by its extension.")
+@click.option(
+    "--format",
+    cls=Once,
+    type=click.Choice(["pth", "pth-legacy", "safetensors"]),
+    help="Container of OUT; else by its extension.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
 @click.option("--fsync", is_flag=True, help="Make a new OUT durable before returning (a replaced one always is).")

@@ -6,6 +6,7 @@ Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch/csrc/seri
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections.abc import Mapping
@@ -296,6 +297,10 @@ def _place(
     pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: Node, *, little: bool, there: dict[int, int] | None
 ) -> None:
     """Find the bytes of every storage: a count of elements as 8 bytes, then the elements."""
+    if isinstance(pickles.part, FilePart):
+        sizes = [8 + storages.by_key[key][1].nbytes for key in keys]
+        starts = itertools.accumulate(sizes[:-1], initial=pickles.position)
+        pickles.part.source.prefetch([(start, 8) for start in starts])
     for index, key in enumerate(keys):
         storage = storages.by_key[key][1]
         numel = storage.nbytes // (storage.dtype or UINT8).itemsize
