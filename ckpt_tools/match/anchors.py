@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckpt_tools.match.resolve import FamilyPair, UnitPair
 from ckpt_tools.match.units import Unit
 
 
@@ -32,15 +33,19 @@ class Anchors:
 
     def __init__(self, olds: Sequence[Unit], news: Sequence[Unit]) -> None:
         self.before = followed(olds), followed(news)
-        self.partner: dict[int, Unit] = {}
+        self.pairs: dict[int, UnitPair] = {}
 
-    def add(self, old: Unit, new: Unit) -> None:
+    def add(self, pair: UnitPair) -> None:
         """Two units are partners."""
-        self.partner[id(old)] = new
+        self.pairs[id(pair.old)] = pair
 
     def agree(self, old: Unit, new: Unit) -> bool | None:
         """Whether the layers before two batch norms are partners; None where that is not known."""
         one, other = self.before[0].get(id(old)), self.before[1].get(id(new))
-        if one is None or other is None or id(one) not in self.partner:
+        if one is None or other is None or id(one) not in self.pairs:
             return None
-        return self.partner[id(one)] is other
+        return self.pairs[id(one)].new is other
+
+    def rests_on(self, old: Unit) -> frozenset[FamilyPair]:
+        """The counted families that the pair of the layer before rests on."""
+        return self.pairs[id(self.before[0][id(old)])].counted

@@ -9,7 +9,8 @@ from typing import Literal
 from ckpt_tools.match.fused import split_fused
 from ckpt_tools.match.pairing import Pairing
 from ckpt_tools.match.records import Offer
-from ckpt_tools.match.structure import UnitPair, align
+from ckpt_tools.match.resolve import UnitPair
+from ckpt_tools.match.structure import align
 from ckpt_tools.match.units import Unit, units_of, untied
 
 CONFIDENCE = {"unique": 0.98, "names": 0.95, "order": 0.9}

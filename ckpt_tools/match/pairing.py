@@ -82,6 +82,20 @@ class Pairing:
         """A name of the target that cannot be decided."""
         self.doubts[new] = Ambiguous(new, tuple(candidates), why)
 
+    def doubt_where_not(self, other: Pairing) -> None:
+        """Doubt what another matching of the same two sides pairs otherwise.
+
+        Names that agree by chance (`features.24` in networks that count differently) are seen so.
+        """
+        for new, match in list(self.matches.items()):
+            found = other.matches.get(new)
+            elsewhere = other.used.get(match.old, new)
+            if (found is not None and found.old != match.old) or elsewhere != new:
+                candidates = dict.fromkeys((match.old, found.old if found is not None else match.old))
+                del self.matches[new]
+                self.used.pop(match.old, None)
+                self.doubt(new, candidates, "its name and its place in the structure say different things")
+
     def result(self) -> Matching:
         """Everything, in the order of the target and of the checkpoint."""
         settled = (self.matches, self.mismatches, self.doubts)

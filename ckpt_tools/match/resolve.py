@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal, TypeAlias
 
 from ckpt_tools.match.blocks import Block, Family
@@ -20,21 +20,52 @@ _EXCLUSIVE = ("attention part", "token", "gated", "embedding", "sublayer", "end"
 _CONCEPT, _WORD, _CONFLICT = 4, 2, 6
 
 
+FamilyPair: TypeAlias = tuple[Family, Family]
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two items that are one, and how that was found."""
+    """Two items that are one, and how that was found; `counted` are the numbered families that their order rests on."""
 
     old: Item
     new: Item
     how: How
+    counted: frozenset[FamilyPair] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitPair:
+    """Two units that are one; `depth` is how many blocks they are in, `counted` includes what those rest on."""
+
+    old: Unit
+    new: Unit
+    how: How
+    depth: int
+    counted: frozenset[FamilyPair]
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Where items are compared: below two paths that are known to be partners (their lengths), on two sides."""
+    """Where items are compared: below two paths that are known to be partners (their lengths), on two sides.
+
+    `families` are the numbered siblings of both sides, `counted` those that this context itself rests on, `level` its depth.
+    """
 
     depths: tuple[int, int]
     families: tuple[dict[Family, bool], dict[Family, bool]]
+    counted: frozenset[FamilyPair] = frozenset()
+    level: int = 0
+
+    def below(self, pair: Pair) -> Context:
+        """The context of two blocks that are partners."""
+        depths = (len(pair.old.path), len(pair.new.path))
+        return Context(depths, self.families, self.counted | pair.counted, self.level + 1)
+
+    def unit_pair(self, pair: Pair) -> UnitPair:
+        """Two units that are partners here."""
+        assert isinstance(pair.old, Unit)
+        assert isinstance(pair.new, Unit)
+        return UnitPair(pair.old, pair.new, pair.how, self.level, self.counted | pair.counted)
 
 
 def meaning(path: Path) -> Feature:
@@ -175,7 +206,22 @@ def in_order(olds: Sequence[Item], news: Sequence[Item], context: Context) -> li
         _is_ordered(items, depth, families)
         for items, depth, families in zip((olds, news), context.depths, context.families, strict=True)
     )
-    return [Pair(old, new, "order") for old, new in zip(olds, news, strict=True)] if supported else []
+    counted = frozenset(product(_families(olds, depth_old), _families(news, depth_new)))
+    return [Pair(old, new, "order", counted) for old, new in zip(olds, news, strict=True)] if supported else []
+
+
+def _families(items: Sequence[Item], depth: int) -> set[Family]:
+    """The numbered families that the order of the items rests on."""
+    return {
+        (one.path[:at], stem(one.path[at]))
+        for one, other in pairwise(items)
+        if (at := _split(one.path, other.path, depth)) is not None and stem(one.path[at]) == stem(other.path[at])
+    }
+
+
+def _split(one: Path, other: Path, depth: int) -> int | None:
+    """Where two paths part."""
+    return next((at for at in range(depth, min(len(one), len(other))) if one[at] != other[at]), None)
 
 
 def _may_be_parallel(items: Sequence[Item]) -> bool:
@@ -192,7 +238,7 @@ def _is_ordered(items: Sequence[Item], depth: int, families: dict[Family, bool])
 
 def _comes_before(one: Path, other: Path, depth: int, families: dict[Family, bool]) -> bool:
     """Whether names say that the first comes before the second: by numbers that count up, or by words with an order."""
-    split = next((at for at in range(depth, min(len(one), len(other))) if one[at] != other[at]), None)
+    split = _split(one, other, depth)
     if split is None:
         return False
     a, b = one[split], other[split]

@@ -13,17 +13,9 @@ from dataclasses import dataclass
 
 from ckpt_tools.match.anchors import Anchors
 from ckpt_tools.match.blocks import Block, Key, blocks_of, families_of
-from ckpt_tools.match.resolve import Context, Pair, resolve
+from ckpt_tools.match.resolve import Context, Pair, UnitPair, resolve
 from ckpt_tools.match.units import Signature, Unit
-
-
-@dataclass(frozen=True, slots=True)
-class UnitPair:
-    """Two units that are one, how that was found, and in which context."""
-
-    old: Unit
-    new: Unit
-    how: str
+from ckpt_tools.match.verify import doubtful
 
 
 @dataclass(slots=True)
@@ -61,27 +53,33 @@ def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
         for pair in _pair_blocks(left, right, context):
             assert isinstance(pair.old, Block)
             assert isinstance(pair.new, Block)
-            depths = (len(pair.old.path), len(pair.new.path))
-            pending.append((list(pair.old.units), list(pair.new.units), Context(depths, families)))
+            pending.append((list(pair.old.units), list(pair.new.units), context.below(pair)))
         _pair_units(left, right, context, alignment)
     _follow(alignment, Anchors(olds, news))
+    _take_back(alignment, doubtful(alignment.pairs, olds, news))
     return alignment
 
 
 def _follow(alignment: Alignment, anchors: Anchors) -> None:
     """Decide batch norms by the layers that they follow, and doubt pairs of them that follow different ones."""
     for pair in alignment.pairs:
-        anchors.add(pair.old, pair.new)
-    wrong = [pair for pair in alignment.pairs if anchors.agree(pair.old, pair.new) is False]
-    alignment.pairs = [pair for pair in alignment.pairs if pair not in wrong]
-    undecided, alignment.undecided = alignment.undecided, [([pair.old], [pair.new]) for pair in wrong]
+        anchors.add(pair)
+    undecided, alignment.undecided = alignment.undecided, []
+    _take_back(alignment, [pair for pair in alignment.pairs if anchors.agree(pair.old, pair.new) is False])
     for olds, news in undecided:
         found = [(old, new) for old in olds for new in news if anchors.agree(old, new)]
-        alignment.pairs += [UnitPair(old, new, "names") for old, new in found]
+        alignment.pairs += [UnitPair(old, new, "names", 1, anchors.rests_on(old)) for old, new in found]
         gone = {id(unit) for pair in found for unit in pair}
         rest = tuple([unit for unit in units if id(unit) not in gone] for units in (olds, news))
         if all(rest):
             alignment.undecided.append((rest[0], rest[1]))
+
+
+def _take_back(alignment: Alignment, pairs: list[UnitPair]) -> None:
+    """Pairs that do not stand become undecided."""
+    gone = set(map(id, pairs))
+    alignment.pairs = [pair for pair in alignment.pairs if id(pair) not in gone]
+    alignment.undecided += [([pair.old], [pair.new]) for pair in pairs]
 
 
 # --- blocks
@@ -129,7 +127,7 @@ def _pair_units(left: list[Unit], right: list[Unit], context: Context, alignment
                 kinds[unit.kind][side].append(unit)
     for olds, news in kinds.values():
         pairs = resolve(olds, news, context)
-        alignment.pairs += [UnitPair(pair.old, pair.new, pair.how) for pair in pairs]  # type: ignore[arg-type]
+        alignment.pairs += map(context.unit_pair, pairs)
         gone = {id(unit) for pair in pairs for unit in (pair.old, pair.new)}
         rest = [[unit for unit in units if id(unit) not in gone] for units in (olds, news)]
         if all(rest):
