@@ -35,7 +35,7 @@ LAYERS = [
     ["adaptation"],
     ["fit"],
     ["retarget"],
-    ["describe", "conversion", "differences", "tensor_stats", "sharding", "dcp_items"],
+    ["describe", "conversion", "differences", "tensor_stats", "sharding", "dcp_items", "matching"],
     ["dcp_saving"],
     ["folder_conversion"],
     ["checking"],

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from typing import Literal, TypeAlias
 
 from ckpt_tools.match.blocks import Block, Family
-from ckpt_tools.match.lexicon import QKV, concepts, numbers, rank, sharpened, stem, words
+from ckpt_tools.match.lexicon import QKV, concepts, numbers, rank, sharpened, stem
 from ckpt_tools.match.units import Path, Unit
 
 Item: TypeAlias = Unit | Block
@@ -17,7 +17,7 @@ How: TypeAlias = Literal["unique", "names", "order"]
 Feature: TypeAlias = frozenset[tuple[str, str]]
 
 _EXCLUSIVE = ("attention part", "token", "gated", "embedding", "sublayer", "end")
-_CONCEPT, _WORD, _CONFLICT = 4, 2, 6
+_CONCEPT, _CONFLICT = 4, 6
 
 
 FamilyPair: TypeAlias = tuple[Family, Family]
@@ -48,18 +48,20 @@ class UnitPair:
 class Context:
     """Where items are compared: below two paths that are known to be partners (their lengths), on two sides.
 
-    `families` are the numbered siblings of both sides, `counted` those that this context itself rests on, `level` its depth.
+    `families` are the numbered siblings of both sides, `whole` the paths that may be blocks, `counted` the families that this
+    context itself rests on, `level` its depth.
     """
 
     depths: tuple[int, int]
     families: tuple[dict[Family, bool], dict[Family, bool]]
+    whole: tuple[set[Path], set[Path]]
     counted: frozenset[FamilyPair] = frozenset()
     level: int = 0
 
     def below(self, pair: Pair) -> Context:
         """The context of two blocks that are partners."""
         depths = (len(pair.old.path), len(pair.new.path))
-        return Context(depths, self.families, self.counted | pair.counted, self.level + 1)
+        return Context(depths, self.families, self.whole, self.counted | pair.counted, self.level + 1)
 
     def unit_pair(self, pair: Pair) -> UnitPair:
         """Two units that are partners here."""
@@ -113,7 +115,7 @@ class _Groups:
     def __init__(self, olds: Sequence[Item], news: Sequence[Item], context: Context) -> None:
         self.equal = len(olds) == len(news)
         features = [
-            [_features(item.path[depth:]) for item in items] for items, depth in zip((olds, news), context.depths, strict=True)
+            [meaning(item.path[depth:]) for item in items] for items, depth in zip((olds, news), context.depths, strict=True)
         ]
         telling = frozenset.intersection(*map(_telling, features))
         self.old = _grouped(olds, features[0], telling)
@@ -165,13 +167,6 @@ def _index(item: Item) -> int:
     return item.index
 
 
-def _features(path: Path) -> Feature:
-    """What the names say: concepts, and the words that are none."""
-    found = meaning(path)
-    plain = {("word", word) for part in path for word in words(part) if not concepts(word)}
-    return found | plain
-
-
 def _telling(features: list[Feature]) -> Feature:
     """What some of them have and others do not; concepts that exclude others always count."""
     some = frozenset().union(*features)
@@ -188,8 +183,7 @@ def _grouped(items: Sequence[Item], features: list[Feature], telling: Feature) -
 
 
 def _score(one: Feature, other: Feature, telling: Feature) -> int:
-    shared = sum(_WORD if group == "word" else _CONCEPT for group, _ in one & other & telling)
-    return shared - _CONFLICT * conflicts(one, other)
+    return _CONCEPT * len(one & other & telling) - _CONFLICT * conflicts(one, other)
 
 
 # --- order

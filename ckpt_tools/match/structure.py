@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.match.anchors import Anchors
-from ckpt_tools.match.blocks import Block, Key, blocks_of, families_of
+from ckpt_tools.match.blocks import Block, Key, blocks_of, families_of, whole_paths
+from ckpt_tools.match.lexicon import end_of
 from ckpt_tools.match.resolve import Context, Pair, UnitPair, resolve
 from ckpt_tools.match.units import Signature, Unit
 from ckpt_tools.match.verify import doubtful
@@ -45,9 +46,9 @@ def set_kinds(olds: Sequence[Unit], news: Sequence[Unit]) -> None:
 def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
     """Align the units of two sides."""
     set_kinds(olds, news)
-    families = families_of(olds), families_of(news)
     alignment = Alignment([], [])
-    pending = [(list(olds), list(news), Context((0, 0), families))]
+    start = Context((0, 0), (families_of(olds), families_of(news)), (whole_paths(olds), whole_paths(news)))
+    pending = [(list(olds), list(news), start)]
     while pending:
         left, right, context = pending.pop()
         for pair in _pair_blocks(left, right, context):
@@ -101,11 +102,18 @@ def _next_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[
     totals = [Counter(unit.kind for unit in units if unit.kind >= 0) for units in (left, right)]
     even = {kind for kind, count in totals[0].items() if totals[1][kind] == count}
     for counted in (totals[0].keys() | totals[1].keys(), even):
-        olds, news = (blocks_of(units, depth, counted) for units, depth in zip((left, right), context.depths, strict=True))
+        olds, news = (
+            blocks_of(units, depth, counted, whole)
+            for units, depth, whole in zip((left, right), context.depths, context.whole, strict=True)
+        )
         shared = [key for key in olds.keys() & news.keys() if key]
         for key in sorted(shared, key=lambda key: (-sum(count for _, count in key), min(block.index for block in news[key]))):
-            anchored = len(olds[key]) == len(news[key]) and _is_anchored(key, len(olds[key]), totals)
-            if anchored and (pairs := resolve(olds[key], news[key], context)):
+            count = len(olds[key])
+            if count != len(news[key]) or not _is_anchored(key, count, totals):
+                continue
+            if _places(olds[key], left, even) != _places(news[key], right, even):
+                continue
+            if pairs := resolve(olds[key], news[key], context):
                 return pairs
     return []
 
@@ -113,6 +121,23 @@ def _next_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[
 def _is_anchored(key: Key, blocks: int, totals: list[Counter[int]]) -> bool:
     """Whether some kind of unit is nowhere but in these blocks, on both sides: then these blocks are each other's partners."""
     return any(all(total[kind] == blocks * count for total in totals) for kind, count in key)
+
+
+def _places(blocks: list[Block], units: list[Unit], even: set[int]) -> Counter[tuple[int, str]]:
+    """How many units of the blocks' kinds, of those that both sides have as many of, lie before, between and behind them.
+
+    A block of the right kinds may still hold another unit of a kind than its partner does; that one then lies elsewhere. A
+    network with a norm in front of its blocks and one with a norm behind them have the same tensors, and are not the same.
+    """
+    kinds = {unit.kind for block in blocks for unit in block.units} & even
+    inside = {id(unit) for block in blocks for unit in block.units}
+    first, last = min(block.index for block in blocks), max(block.index for block in blocks)
+    places: Counter[tuple[int, str]] = Counter()
+    for unit in units:
+        if unit.kind in kinds and id(unit) not in inside:
+            said = end_of(unit.path)
+            places[unit.kind, said or ("before" if unit.index < first else "behind" if unit.index > last else "between")] += 1
+    return places
 
 
 # --- units

@@ -17,7 +17,7 @@ Count: TypeAlias = tuple[int, ...]
 
 
 def doubtful(pairs: Sequence[UnitPair], olds: Sequence[Unit], news: Sequence[Unit]) -> list[UnitPair]:
-    """The pairs that do not stand: those that rest on a counting order that others contradict, and those without any support."""
+    """The pairs that do not stand: they rest on a counting order that others contradict, or on nothing but a shape."""
     broken = set(_broken(pairs))
     found = [pair for pair in pairs if not broken.isdisjoint(pair.counted)]
     if len(pairs) == len(olds) == len(news):  # with nothing left over on either side, a shape that is there once is enough
