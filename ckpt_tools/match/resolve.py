@@ -227,10 +227,10 @@ def _may_be_parallel(items: Sequence[Item]) -> bool:
 
 
 def _is_ordered(items: Sequence[Item], depth: int, families: dict[Family, bool]) -> bool:
-    return all(_comes_before(one.path, other.path, depth, families) for one, other in pairwise(items))
+    return all(comes_before(one.path, other.path, depth, families) for one, other in pairwise(items))
 
 
-def _comes_before(one: Path, other: Path, depth: int, families: dict[Family, bool]) -> bool:
+def comes_before(one: Path, other: Path, depth: int, families: dict[Family, bool]) -> bool:
     """Whether names say that the first comes before the second: by numbers that count up, or by words with an order."""
     split = _split(one, other, depth)
     if split is None:
