@@ -20,7 +20,7 @@ from ckpt_tools.checkpoint import (
     open_checkpoint,
 )
 from ckpt_tools.contents import same_bytes, same_unusual
-from ckpt_tools.conversion import Converted, Edits, Names, Note
+from ckpt_tools.conversion import CONTAINERS, Converted, Edits, Names, Note
 from ckpt_tools.convert import Format, ObjectsPolicy, output_format
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, UsageError
@@ -106,7 +106,7 @@ def average(
         select=select, map_location=None, dtype=None, dtype_only=(), objects=objects, kind=kind, verify=False,
     )  # fmt: skip
     report = Averaged(list(map(str, sources)), parts)
-    report.output = Converted(str(sources[0]), str(target), "torch-zip" if kind == "pth" else "safetensors", dry_run)
+    report.output = Converted(str(sources[0]), str(target), CONTAINERS[kind], dry_run)
     with ExitStack() as stack:
         output = None
         if dry_run:

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ckpt_tools.containers import archives, plain_pickle, safetensors, torch_legacy, torch_tar, torch_zip
+from ckpt_tools.containers import archives, numpy_files, plain_pickle, safetensors, torch_legacy, torch_tar, torch_zip
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.foreign import recognise, unknown
 from ckpt_tools.errors import CkptError, LimitError, ZipError
-from ckpt_tools.files import Source
+from ckpt_tools.files import Source, is_address
 from ckpt_tools.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.pickling.weights_only import refused
@@ -45,6 +45,7 @@ _CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[Source], Decoded]], 
     (torch_legacy.sniff, torch_legacy.decode),
     (torch_tar.sniff, torch_tar.decode),
     (plain_pickle.sniff, plain_pickle.decode),
+    (numpy_files.sniff, numpy_files.decode_npy),
 )
 # How many tensors may be listed: each costs 16 and the length of its path, every 4 bytes of the file pay for 1. A tensor
 # takes 66 bytes in a pickle at least, and 300 with its record; only names for one tensor take less.
@@ -157,13 +158,22 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         NotACheckpointError: the file is missing, or something else. UnsupportedContainerError: a container that this
         version does not read. DamagedFileError, LimitError: the file breaks a promise of its format.
     """
-    source = Files(Path(path), Path(path)) if os.path.isdir(path) else Source(path)
+    source = _open(path)
     try:
         with collector_paused(), naming(source):
             return Checkpoint(_decode_folder(source) if isinstance(source, Files) else _decode(source))
     except BaseException:
         source.close()
         raise
+
+
+def _open(path: str | os.PathLike[str]) -> Source:
+    """The source for a path: a file, the files of a folder, or something remote."""
+    if is_address(path):
+        from ckpt_tools.remote import open_remote
+
+        return open_remote(os.fspath(path))
+    return Files(Path(path), Path(path)) if os.path.isdir(path) else Source(path)
 
 
 @contextlib.contextmanager
@@ -186,7 +196,7 @@ def _decode(source: Source) -> Decoded:
 
     if not sharded.sniff(head, source):
         return decode_file(source)
-    files = Files(source.path, source.path.parent)
+    files = _files_beside(source)
     try:
         return sharded.decode(files.adopt(source), files, decode_file)
     except BaseException:
@@ -194,11 +204,20 @@ def _decode(source: Source) -> Decoded:
         raise
 
 
+def _files_beside(index: Source) -> Files:
+    if is_address(str(index.path)):
+        from ckpt_tools.remote import RemoteSource, files_beside
+
+        assert isinstance(index, RemoteSource)
+        return files_beside(index)
+    return Files(index.path, index.path.parent)
+
+
 def _decode_folder(files: Files) -> Decoded:
     """Decode a folder with the layout that its files name."""
     from ckpt_tools.containers import dcp, folders, sharded
 
-    layout = folders.layout(files.folder)
+    layout = folders.layout(files.folder, files.names())
     if layout.container == "dcp":
         return dcp.decode(files.open(layout.names[0]), files)
     if layout.container == "dcp-safetensors":

@@ -77,6 +77,7 @@ class Converted:
             became infinite, values that became zero.
         optimizer_names: how many `param_names` changed.
         aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
+        compacted: storages that were cut down to what their tensors use; saved: the bytes that this saves.
         fitted: what was done to fit a target; None without one.
         notes: what else the user should know.
         tensors, files, bytes: tensors and files in the output, and its size. seconds: how long it took.
@@ -95,6 +96,8 @@ class Converted:
     underflowed: dict[str, int] = field(default_factory=dict)
     optimizer_names: int = 0
     aliases: dict[str, str] = field(default_factory=dict)
+    compacted: int = 0
+    saved: int = 0
     fitted: FittedTo | None = None
     notes: list[Note] = field(default_factory=list)
     tensors: int = 0
@@ -155,10 +158,17 @@ class Edits:
         self.dtype_only, self.objects, self.kind, self.verify = dtype_only, objects, kind, verify
         self.compact = compact
         self.reserve = reserve if reserve is not None else 0 if compact else _RESERVE
+        self.slim = self.ema = False
         self.retargeting: Retargeting | None = None
         self.stack = ExitStack()  # what must stay open until the bytes are written: a target that is a checkpoint
         self.casting: casts.Casting | None = None
         self.ties: dict[str, str] = {}
+
+    def narrow(self, *, slim: bool, ema: bool) -> None:
+        """Keep the weights alone, or the averaged ones."""
+        if slim and self.objects == "keep":
+            raise UsageError("--slim drops objects, so --objects keep contradicts it.")
+        self.slim, self.ema = slim, ema
 
     def fit_to(self, retargeting: Retargeting | None) -> None:
         """Fit the state dict to a target as well."""
@@ -180,7 +190,7 @@ class Edits:
             names = ", ".join(f"{name} = {kept}" for name, kept in self.ties.items())
             report.notes.append(Note("ties-restored", f"Tied names put back from the metadata: {names}."))
         root = checkpoint.root if self.select is None else transforms.select(checkpoint.root, self.select)
-        root = _apply_objects(root, checkpoint, self.objects, report, selected=self.select is not None)
+        root = self._narrow(root, checkpoint, report)
         if self.keep or self.drop:
             gone = transforms.filter_tensors(root, self.keep, self.drop)
             report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
@@ -215,6 +225,25 @@ class Edits:
         report.dropped += [(name, "--on-mismatch skip") for name in report.fitted.skipped]
         if text := note_optimizer(root, report.fitted):
             report.notes.append(Note("optimizer-of-old-tensors", text))
+
+    def _narrow(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
+        """Objects as --objects says; then the averaged weights, or state dicts and values, on storages of their own size."""
+        objects = "plain" if self.slim and self.objects is None else self.objects
+        if self.slim and self.objects is None:
+            root = _drop_objects(root, checkpoint, report)
+        root = _apply_objects(root, checkpoint, objects, report, selected=self.select is not None)
+        if not (self.slim or self.ema):
+            return root
+        from ckpt_tools import compaction, slimming
+
+        if self.ema:
+            root, where = slimming.averaged(root)
+            report.notes.append(Note("ema", f"The averaged weights were in {dotted(where) or 'the root'}."))
+        if self.slim:
+            report.dropped += [(dotted(where), what) for where, what in slimming.slim(root)]
+            root, done = compaction.compact(root, verify=self.verify)
+            report.compacted, report.saved = done.storages, done.saved
+        return root
 
     def _note_outside(self, root: Node, report: Converted) -> None:
         """--keep is about the names of state dicts: say what stays because it has no such name."""
@@ -300,6 +329,16 @@ class Names:
                 report.notes.append(Note("uneven-prefix", text + fix))
 
 
+def _drop_objects(root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
+    """For --slim: modules become their state dicts, other objects that are no plain data go."""
+    from ckpt_tools.slimming import modules_as_state_dicts
+
+    if checkpoint.container != "torchscript":
+        root, fates = plain.drop_unknown(modules_as_state_dicts(root))
+        report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+    return root
+
+
 def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool) -> Node:
     decoded = checkpoint.decoded
     if checkpoint.container == "torchscript":
@@ -310,7 +349,8 @@ def _apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, repor
     hidden = [] if selected else [g for g in decoded.globals if not plain.is_resolved(g) and str(g) not in present]
     if policy is None and (unknown or hidden):
         raise _objects_error(checkpoint, unknown, [str(name) for name in hidden])
-    for name in hidden:
+    told = {fate.name for fate in report.objects}
+    for name in (name for name in hidden if str(name) not in told):
         report.objects.append(ObjectFate([], str(name), "dropped"))
     if policy in (None, "keep"):
         return root

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.cloning import Clone
-from ckpt_tools.errors import UsageError
-from ckpt_tools.files import output_target, replacing
+from ckpt_tools.errors import OutputError, UsageError
+from ckpt_tools.files import Output, is_address, output_target, replacing
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import Converted
@@ -43,6 +43,8 @@ def convert(
     dtype: str | None = None,
     dtype_only: str | Sequence[str] = (),
     objects: ObjectsPolicy | None = None,
+    slim: bool = False,
+    ema: bool = False,
     like: Any = None,
     like_args: str | Mapping[str, Any] | None = None,
     match: Stages | None = None,
@@ -66,8 +68,8 @@ def convert(
 ) -> Converted:
     """Read `source`, edit it, write `target`: the whole new file, or nothing.
 
-    The steps come in this order: select, objects, keep and drop (by the names in `source`), names (strip_module, unwrap,
-    strip_prefix, rename, add_prefix, add_module), the target (like, plan), devices, dtype.
+    The steps come in this order: select, objects, ema, slim, keep and drop (by the names in `source`), names (strip_module,
+    unwrap, strip_prefix, rename, add_prefix, add_module), the target (like, plan), devices, dtype.
 
     Args:
         source: the checkpoint to read. target: the file to write.
@@ -80,6 +82,8 @@ def convert(
         map_location: one device for all storages, or `from=to` pairs separated by commas.
         dtype: cast float tensors: bf16, fp16, fp32 or fp64. dtype_only: globs that say which.
         objects: what happens to objects that are not plain data; without it a file that has some is refused.
+        slim: keep state dicts and plain values alone, on storages no larger than they need be.
+        ema: the averaged weights become the whole output.
         like: the target that the state dict is fitted to: a checkpoint, "package.module:callable" (imported and called), an
             `nn.Module` or a state dict. like_args: keyword arguments of the callable, as a mapping or JSON text.
         match: how partners are found: "exact+wrappers" (also when None), "names", "structure" or "position".
@@ -111,17 +115,21 @@ def convert(
     limit = None if shard_size is None else shard_limit(target, shard_size, format)
     kind = format or "safetensors" if limit is not None else output_format(target, format)
     to_folder = limit is not None or kind == "dcp"
+    if to_folder and is_address(target):
+        raise OutputError(f"{target} cannot be written.", why="Folders are written to local disks only.", fix="Copy it then.")
     with ExitStack() as stack:
         output = clone = None
         if to_folder:
             pass  # looked at by whoever writes it
+        elif is_address(target):
+            output = stack.enter_context(remote_output(os.fspath(target), overwrite=overwrite)) if not dry_run else None
         elif dry_run:
             output_target(target, overwrite=True)
         else:
             output = stack.enter_context(replacing(target, overwrite=overwrite, durable=fsync))
         targeted = like is not None or plan is not None
-        moving = keep or drop or select or dtype or verify or compact or targeted
-        if output is not None and kind == "pth" and not moving:
+        moving = keep or drop or select or dtype or verify or compact or targeted or slim or ema
+        if output is not None and kind == "pth" and not moving and not is_address(target):
             clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
         from ckpt_tools.conversion import Edits, Names, run
 
@@ -131,6 +139,7 @@ def convert(
         edits = Edits(
             names, _several(keep), _several(drop), select, map_location, dtype, only, objects, kind, verify, reserve, compact
         )
+        edits.narrow(slim=slim, ema=ema)
         edits.fit_to(retargeting)
         if to_folder:
             from ckpt_tools.folder_conversion import FolderTarget, run_folder
@@ -153,6 +162,13 @@ def _retargeting(like: Any, like_args: Any, *options: Any) -> Retargeting | None
     from ckpt_tools.retarget import Retargeting
 
     return Retargeting(like, like_args, *options) or None
+
+
+def remote_output(url: str, *, overwrite: bool) -> AbstractContextManager[Output]:
+    """An output at an address; what writes there is imported for it only."""
+    from ckpt_tools.remote import uploading
+
+    return uploading(url, overwrite=overwrite)
 
 
 def _several(values: str | Sequence[str]) -> Sequence[str]:

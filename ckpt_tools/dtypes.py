@@ -88,6 +88,12 @@ DTYPES = {row.name: row for row in _ROWS}
 BY_STORAGE = {row.storage: row for row in _ROWS if row.storage}
 BY_SAFETENSORS = {row.safetensors: row for row in _ROWS if row.safetensors}
 UINT8 = DTYPES["uint8"]
+# NumPy's codes without byte order: b1, i8, u2, f4, c16 ...; it has neither bfloat16 nor float8.
+_NUMPY_NAMES = (
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "complex64",
+    "complex128",
+)  # fmt: skip
+BY_NUMPY = {"b1": DTYPES["bool"]} | {f"{name[0]}{DTYPES[name].itemsize}": DTYPES[name] for name in _NUMPY_NAMES}
 
 CAST_TARGETS = {
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",

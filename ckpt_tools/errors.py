@@ -11,6 +11,7 @@ CkptError                      exit code 3 unless noted
 │   ├── TensorError                a tensor that does not fit its storage
 │   └── ChecksumError              bytes that do not match their CRC-32
 ├── LimitError                 larger or deeper than any real checkpoint
+├── RemoteError                a remote path that cannot be reached, or not in parts
 ├── ChangedFileError           the input changed while it was read
 ├── DigestError                a digest file that cannot be read
 ├── RepairError                nothing in the file can be saved
@@ -95,6 +96,10 @@ class ChecksumError(DamagedFileError):
 
 class LimitError(CkptError):
     """Larger or deeper than any real checkpoint."""
+
+
+class RemoteError(CkptError):
+    """A remote path cannot be reached, or not in parts."""
 
 
 class ChangedFileError(CkptError):

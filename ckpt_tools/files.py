@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,15 @@ from ckpt_tools import journal, temporaries
 from ckpt_tools.errors import ChangedFileError, NotACheckpointError, OutputError, OutputExistsError
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
+
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Whether this means something remote: text with a scheme (`s3://...`), and nothing local is called so."""
+    text = os.fspath(path)
+    return isinstance(text, str) and _ADDRESS.match(text) is not None and not os.path.lexists(os.path.dirname(text))
 
 
 class Source:
@@ -65,6 +75,9 @@ class Source:
             if not count:
                 raise self.changed()
             buffer, offset = buffer[count:], offset + count
+
+    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Get ready many small ranges (offset, length) that will be read; for sources where each read is a journey."""
 
     def check_unchanged(self) -> None:
         """Raise ChangedFileError when size or modification time differ from when the file was opened."""
@@ -221,6 +234,7 @@ def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     if target.exists() and not target.is_file():
         raise OutputError(f"{path} is no regular file.", why="An output is written beside its place and then renamed.")
     if target.exists() and not overwrite:
+        temporaries.remove_orphans(target)  # nobody gets as far as `replacing`
         raise exists_error(target)
     if not target.parent.is_dir():
         raise OutputError(f"{path} cannot be written.", why=f"There is no folder {target.parent}.")

@@ -31,15 +31,22 @@ class Finding:
     says: str = ""
 
 
+_READ_ONLY = (".npz", ".npy", ".pkl", ".pickle", ".tar")
+
+
 def mending(command: str, path: str, options: str = "", *, suffix: str | None = None) -> str:
     """The line for a shell that mends a file: `ckpt COMMAND FILE FILE.fixed OPTIONS`.
 
     Args:
-        suffix: the extension of the output where it is not the input's.
+        suffix: the extension of the output where it is not the input's; never one of a format that nobody writes here.
     """
     stem, own = os.path.splitext(path)
+    own = ".pth" if own in _READ_ONLY else own
     target = f"{stem}.fixed{own if suffix is None else suffix}"
     return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))
+
+
+GET_AGAIN = "An interrupted download or a full disk does that: get it again, or save what is whole: ckpt repair IN OUT"
 
 
 def counted_bytes(count: int) -> str:

@@ -26,6 +26,7 @@ _HEAD = struct.Struct("<4Q")  # device, inode, size of the file, number of patch
 _PATCH = struct.Struct("<2Q")  # offset, length
 _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _STEP = 4 << 20
+MAX_JOURNAL = 1 << 30  # bytes; it holds a pickle, a directory or a header
 Patch = tuple[int, bytes]
 
 
@@ -60,7 +61,7 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: object) -> 
     except OSError as error:
         raise OutputError(f"{path} cannot be edited in place.", why=f"{error.strerror or error}. Nothing is changed.") from None
     finally:
-        os.close(fd)
+        _close(fd)
 
 
 @contextlib.contextmanager
@@ -74,7 +75,7 @@ def _journal(path: Path, fd: int, patches: Sequence[Patch], size: int, identity:
     try:
         _lock(journal)
     except BaseException:
-        os.close(journal)
+        _close(journal)
         raise
     try:
         status = os.fstat(fd)
@@ -100,9 +101,9 @@ def _remove(place: Path, journal: int) -> None:
     """Unlink before unlocking, so that nobody sees a journal that is no longer wanted; Windows unlinks closed files only."""
     if os.name == "posix":
         os.unlink(place)
-        os.close(journal)
+        _close(journal)
     else:
-        os.close(journal)
+        _close(journal)
         os.unlink(place)
     sync_folder(place.parent)
 
@@ -124,14 +125,14 @@ def recover(path: Path) -> None:
     try:
         _lock(journal)
         if not os.fstat(journal).st_nlink:  # the edit was finished while we waited for nothing
-            os.close(journal)
+            _close(journal)
             return
         _roll_back(path, place, journal)
     except OSError as error:
         why = f"{error.strerror or error}. Its journal is {place}."
         raise OutputError(f"An edit of {path} was interrupted, and cannot be rolled back.", why=why) from None
     except BaseException:
-        os.close(journal)
+        _close(journal)
         raise
     _remove(place, journal)
 
@@ -139,6 +140,8 @@ def recover(path: Path) -> None:
 def _roll_back(path: Path, place: Path, journal: int) -> None:
     status = os.fstat(journal)
     own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+    if status.st_size > MAX_JOURNAL:
+        raise OutputError(f"{path} has a journal of {status.st_size} bytes.", why=f"It is {place}; none is so large.")
     whole = _unpacked(_read(journal, 0, status.st_size)) if stat.S_ISREG(status.st_mode) and own else None
     if not own:
         raise OutputError(f"{path} has the journal of an edit by another user.", why=f"It is {place}.")
@@ -155,6 +158,12 @@ def _roll_back(path: Path, place: Path, journal: int) -> None:
             )  # fmt: skip
         _put_back(fd, size, old)
     finally:
+        _close(fd)
+
+
+def _close(fd: int) -> None:
+    """Close a file whose bytes have been synced, or were never written: nothing can be lost by it any more."""
+    with contextlib.suppress(OSError):
         os.close(fd)
 
 
@@ -178,13 +187,16 @@ def _unpacked(data: bytes) -> tuple[tuple[int, int, int], list[Patch]] | None:
     body, crc = data[:-4], data[-4:]
     if not body.startswith(_MAGIC) or struct.pack("<I", zlib.crc32(body)) != crc:
         return None
-    device, inode, size, count = _HEAD.unpack_from(body, len(_MAGIC))
-    at, old = len(_MAGIC) + _HEAD.size, []
-    for _ in range(count):
-        offset, length = _PATCH.unpack_from(body, at)
-        at += _PATCH.size
-        old.append((offset, body[at : at + length]))
-        at += length
+    try:
+        device, inode, size, count = _HEAD.unpack_from(body, len(_MAGIC))
+        at, old = len(_MAGIC) + _HEAD.size, []
+        for _ in range(count):
+            offset, length = _PATCH.unpack_from(body, at)
+            at += _PATCH.size
+            old.append((offset, body[at : at + length]))
+            at += length
+    except struct.error:  # a checksum is easily made right
+        return None
     return (device, inode, size), old
 
 
@@ -225,4 +237,4 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(fd)
     finally:
-        os.close(fd)
+        _close(fd)

@@ -21,14 +21,31 @@ class Files(Source):
     Args:
         path: what the user named: the folder, or the index. folder: where the files are.
         opener: name -> source; without it local files of the folder, of which at most OPEN_FILES are open at a time.
+        names: lists the files; without it the local folder.
     """
 
-    def __init__(self, path: Path, folder: Path, opener: Opener | None = None) -> None:
+    def __init__(
+        self, path: Path, folder: Path, opener: Opener | None = None, names: Callable[[], list[str]] | None = None
+    ) -> None:
         self.path, self.folder, self.size = path, folder, 0
         self.members: dict[str, Source] = {}
         self.open_members: OrderedDict[str, Member] = OrderedDict()
         self._opener = opener if opener is not None else lambda name: Member(self, name)
+        self._names = names
         self._fd, self._identity = -1, object()
+
+    def names(self) -> list[str]:
+        """The names of the files in the folder.
+
+        Raises:
+            NotACheckpointError: the folder cannot be read.
+        """
+        if self._names is not None:
+            return self._names()
+        try:
+            return os.listdir(self.folder)
+        except OSError as error:
+            raise NotACheckpointError(f"{self.folder} cannot be read.", why=f"{error.strerror or error}.") from None
 
     def open(self, name: str) -> Source:
         """The source of a file in the folder, the same one each time.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
@@ -38,6 +39,25 @@ def create(path: Path) -> int:
             os.close(fd)
             raise
         os.close(fd)  # in the moment before it was locked, somebody took it for an orphan
+
+
+@contextlib.contextmanager
+def scratch(target: Path) -> Iterator[Path]:
+    """An empty file beside a target, removed at the end of the block; when this process is killed, by the next run.
+
+    Raises:
+        OSError: the folder takes no new file.
+    """
+    path, fd = name(target), -1
+    try:
+        fd = create(path)
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        with contextlib.suppress(OSError):
+            if fd >= 0:
+                os.close(fd)
 
 
 def remove_orphans(target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,17 +67,34 @@ def _rename_metadata(node: Dict, renamed: dict[str, str]) -> None:
 
 
 def rename_optimizers(root: Node, rename: Rename) -> int:
-    """Rename the `param_names` of every optimizer below `root`; returns how many changed."""
+    """Rename what every optimizer below `root` calls by name: `param_names`, and parameters and states keyed by name.
+
+    Returns:
+        How many names changed.
+
+    Raises:
+        CollisionError: two states would get one name.
+    """
     changed = 0
     for _, node in walk(root, stop=is_tensor, plain=False):
         if not is_optimizer(node):
             continue
+        state = node.get("state")
+        renamed = {key: rename(key) for key, _ in state.items if type(key) is str}
+        check_unique(renamed)
+        changed += sum(old != new for old, new in renamed.items())
+        state.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in state.items]
         for group in node.get("param_groups").items:
-            names = group.get("param_names") if type(group) is Dict else None
-            if type(names) is List:
-                new = [rename(name) if type(name) is str else name for name in names.items]
-                changed += sum(old != name for old, name in zip(names.items, new, strict=True))
-                names.items[:] = new
+            changed += sum(_rename_list(group.get(key), rename) for key in ("param_names", "params") if type(group) is Dict)
+    return changed
+
+
+def _rename_list(names: Node, rename: Rename) -> int:
+    if type(names) is not List:
+        return 0
+    new = [rename(name) if type(name) is str else name for name in names.items]
+    changed = sum(1 for old, name in zip(names.items, new, strict=True) if old != name)
+    names.items[:] = new
     return changed
 
 
@@ -110,64 +128,143 @@ def restore_named_ties(node: Node, metadata: Mapping[str, str]) -> dict[str, str
 
 
 def select(root: Node, path: str) -> Node:
-    """The node at a dotted path.
+    """The node at a dotted path, or at a path as JSON (`["nets", 0, "a.b"]`), which tells keys with dots in them apart.
 
     Raises:
-        NothingMatchedError: there is none; the message names what is near.
+        NothingMatchedError: there is none; the message names what is near. ConvertError: the dotted path fits several.
     """
+    exact = _json_path(path)
     places: list[str] = []
+    found: dict[int, tuple[Where, Node]] = {}
     for where, node in walk(root, stop=is_tensor):
         text = dotted(where)
-        if text == path:
-            return node
+        if where == exact or (exact is None and text == path):
+            found.setdefault(id(node), (where, node))
         if where and type(node) in (Dict, List):
             places.append(text)
-    there = [dotted(found.where) for found in find_state_dicts(root) if found.where][:5]
+    if len(found) > 1:
+        wheres = [json.dumps(list(where)) for where, _ in found.values()]
+        raise ConvertError(
+            f"--select {path!r} fits {len(found)} places: {', '.join(wheres[:5])}.", why="Some keys have dots in them.",
+            fix=f"Give one as JSON: --select '{wheres[0]}'",
+        )  # fmt: skip
+    if found:
+        return next(iter(found.values()))[1]
+    there = [dotted(state_dict.where) for state_dict in find_state_dicts(root) if state_dict.where][:5]
     why = did_you_mean(path, places) or (f"State dicts are at {', '.join(map(repr, there))}." if there else "")
     raise NothingMatchedError(f"--select {path!r} matches nothing.", why=why)
+
+
+def _json_path(text: str) -> Where | None:
+    """A path written as a JSON list of texts and numbers; None for any other text."""
+    try:
+        steps = json.loads(text) if text.startswith("[") else None
+    except (ValueError, RecursionError):
+        return None
+    return tuple(steps) if type(steps) is list and all(type(step) in (str, int) for step in steps) else None
 
 
 def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str]) -> list[Where]:
     """Drop what `drop` names, and with `keep` every other tensor of a state dict; returns the paths that went.
 
     A glob is matched against a tensor's name in its state dict and against the dotted path from the root, so that
-    `--drop optimizer` takes the whole optimizer.
+    `--drop optimizer` takes the whole optimizer. Elements of a list go by their path alone (`--drop nets.0`): a glob over
+    numbers would take parts of an optimizer's lists.
 
     Raises:
-        NothingMatchedError: a glob that matches nothing, or no tensor is left.
+        NothingMatchedError: a glob that matches nothing, or no tensor is left. ConvertError: an element of a tuple, or a
+        tensor that optimizer state belongs to by its place.
     """
-    patterns = {glob: re.compile(translate(glob)) for glob in (*keep, *drop)}
-    unused = dict.fromkeys(patterns)
+    globs = _Globs(keep, drop)
     names = {id(found.node): set(found.names) for found in find_state_dicts(root)}
-
-    def matches(globs: Iterable[str], texts: Sequence[str]) -> bool:
-        hits = [glob for glob in globs if any(patterns[glob].match(text) for text in texts)]
-        for glob in hits:
-            unused.pop(glob, None)
-        return bool(hits)
-
     gone: list[Where] = []
-    dicts = [(where, node) for where, node in walk(root, stop=is_tensor) if type(node) is Dict]
-    for where, node in dicts:
+    tensors: list[tuple[str, Node]] = []  # the dropped ones of state dicts
+    holders = [(where, node) for where, node in walk(root, stop=is_tensor) if type(node) in (Dict, List, tuple)]
+    for where, node in holders:
+        if type(node) is not Dict:
+            _drop_elements(where, node, globs, gone)
+            continue
         own, kept = names.get(id(node), set()), []
         for key, value in node.items:
             path = (*where, tree.component(key))
             texts = [dotted(path), key] if key in own else [dotted(path)]
-            unwanted = key in own and bool(keep) and not matches(keep, texts)
-            if matches(drop, texts) or unwanted:
+            unwanted = key in own and bool(keep) and not globs.match(keep, texts)
+            if globs.match(drop, texts) or unwanted:
                 gone.append(path)
+                tensors += [(key, value)] if key in own else []
             else:
                 kept.append((key, value))
         node.items[:] = kept
-    if unused:
-        raise NothingMatchedError(
-            f"{'--keep' if next(iter(unused)) in keep else '--drop'} {next(iter(unused))!r} matches nothing.",
-            why=did_you_mean(next(iter(unused)), (name for own in names.values() for name in sorted(own))),
-            fix="ckpt inspect --all FILE lists the names.",
-        )
+    globs.check_used(name for own in names.values() for name in sorted(own))
     if gone and next(find_tensors(root), None) is None:
         raise NothingMatchedError("No tensor would be left.", why=f"--keep and --drop take away all {len(gone)}.")
+    _check_optimizers(root, tensors)
     return gone
+
+
+class _Globs:
+    """The globs of --keep and --drop, and which of them have matched nothing yet."""
+
+    def __init__(self, keep: Sequence[str], drop: Sequence[str]) -> None:
+        self.keep, self.drop = keep, drop
+        self.patterns = {glob: re.compile(translate(glob)) for glob in (*keep, *drop)}
+        self.unused = dict.fromkeys(self.patterns)
+
+    def match(self, globs: Iterable[str], texts: Sequence[str]) -> bool:
+        hits = [glob for glob in globs if any(self.patterns[glob].match(text) for text in texts)]
+        for glob in hits:
+            self.unused.pop(glob, None)
+        return bool(hits)
+
+    def names(self, path: str) -> bool:
+        """Whether --drop has exactly this path."""
+        if path in self.drop:
+            self.unused.pop(path, None)
+        return path in self.drop
+
+    def check_used(self, names: Iterable[str]) -> None:
+        for glob in self.unused:
+            option = "--keep" if glob in self.keep else "--drop"
+            why, fix = did_you_mean(glob, names), "ckpt inspect --all FILE lists the names."
+            raise NothingMatchedError(f"{option} {glob!r} matches nothing.", why=why, fix=fix)
+
+
+def _drop_elements(where: Where, node: List | tuple[Node, ...], globs: _Globs, gone: list[Where]) -> None:
+    """Take the elements of a list that --drop names by their paths."""
+    prefix = dotted((*where, ""))
+    if not any(path.startswith(prefix) for path in globs.drop):
+        return
+    count = len(list(tree.children(node)))
+    wanted = [index for index in range(count) if globs.names(dotted((*where, index)))]
+    if wanted and type(node) is not List:
+        raise ConvertError(
+            f"--drop {dotted((*where, wanted[0]))!r} is an element of a tuple, whose length its reader counts on.",
+            fix=f"Drop the whole: --drop {dotted(where)}" if where else "Take what is wanted: --select WHERE",
+        )
+    if type(node) is List and wanted:
+        gone += [(*where, index) for index in wanted]
+        node.items[:] = [item for index, item in enumerate(node.items) if index not in set(wanted)]
+
+
+def _check_optimizers(root: Node, dropped: Sequence[tuple[str, Node]]) -> None:
+    """Refuse to drop a tensor while an optimizer stays whose state belongs to it by its place among the parameters.
+
+    Which parameter a place is, only the model knows; a tensor whose name the optimizer has not in its `param_names`, or whose
+    shape none of its states has, is none of its parameters.
+    """
+    for where, node in walk(root, stop=is_tensor, plain=False) if dropped else ():
+        if not is_optimizer(node) or not any(type(key) is int for key, _ in node.get("state").items):
+            continue
+        names = {name for group in node.get("param_groups").items if type(group) is Dict
+                 and type(group.get("param_names")) is List for name in group.get("param_names").items}  # fmt: skip
+        shapes = {tensor.node.shape for tensor in find_tensors(node.get("state")) if type(tensor.node) is Entry}
+        for name, value in dropped:
+            if name in names if names else type(value) is Entry and value.shape and value.shape in shapes:
+                raise ConvertError(
+                    f"{name!r} cannot go alone: the state of the optimizer {dotted(where)!r} belongs to it by its place.",
+                    why="All states behind it would belong to other parameters.",
+                    fix=f"Leave the optimizer out too: --drop {dotted(where)}",
+                )
 
 
 # --- devices

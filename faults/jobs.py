@@ -17,6 +17,7 @@ class Job:
         name: how it is called. prepare: makes the files that are there before.
         arguments: of `ckpt`, run in the folder; or `work`, a function that is called there.
         settle: arguments of a command to be run after a kill, before the files are looked at.
+        code: how it exits when nothing fails.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Job:
     arguments: tuple[str, ...] = ()
     work: Callable[[], None] | None = None
     settle: tuple[str, ...] = ()
+    code: int = 0
 
 
 def _input(folder: Path, size: int = 3000) -> None:
@@ -68,6 +70,15 @@ def _strip(*more: str) -> tuple[str, ...]:
     return ("convert", "in.pth", "out.pth", "--strip-module", *more)
 
 
+def _damaged(folder: Path) -> None:
+    """The last tensor is cut off."""
+    _input(folder)
+    data = (folder / "in.pth").read_bytes()
+    (folder / "in.pth").write_bytes(data[: data.index(b"data/2")])
+
+
+_IN_PLACE = ("convert", "--in-place", "in.pth", "--strip-module")
+
 JOBS = (
     Job("convert to a new file", _input, _strip()),
     Job("convert over an old file", _input_and_old, _strip("--overwrite")),
@@ -77,7 +88,11 @@ JOBS = (
     Job("convert with --verify", _large, _strip("--verify")),
     Job("convert to safetensors", _input, ("convert", "in.pth", "out.safetensors")),
     Job("convert from safetensors", _safetensors, ("convert", "in.safetensors", "out.pth")),
+    Job("edit in place", _input, _IN_PLACE, settle=("inspect", "in.pth")),
+    Job("edit a header in place", _safetensors, ("convert", "--in-place", "in.safetensors", "--strip-module"),
+        settle=("inspect", "in.safetensors")),
+    Job("repair", _damaged, ("repair", "in.pth", "out.pth"), code=1),
     Job("torch.save", _input_and_old, work=_save),
     Job("torch.save to safetensors", _input, work=_save_safetensors),
-)
+)  # fmt: skip
 AHEAD = Job("convert with a copy ahead", _ahead, _strip())

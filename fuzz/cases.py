@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import unicodedata
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -40,7 +40,9 @@ class Cases:
     def __init__(self, samples: dict[str, bytes], seed: int, folder: Path, guard: Guard) -> None:
         self.names, self.samples, self.seed = list(samples), samples, seed
         self.folder, self.guard = folder, guard
-        self.counts = dict.fromkeys(("cases", "read", "refused", "converted", "compared", "oracle_only"), 0)
+        self.counts = dict.fromkeys(
+            ("cases", "read", "refused", "converted", "repaired", "edited", "compared", "oracle_only"), 0
+        )
 
     def make(self, number: int) -> tuple[str, bytes]:
         """The name of the sample and the mutated bytes of a case."""
@@ -64,8 +66,15 @@ class Cases:
         path.write_bytes(data)
         self.counts["cases"] += 1
         rows = self._read(path, render=convert)
-        if rows is not None and convert:
-            self._convert(path, number)
+        if convert:
+            self._check(path)
+            if rows is not None:
+                self._convert(path, number)
+            self._repair(path)
+            if rows is not None:
+                self._edit_in_place(path)
+                self._compare(path, self._read(path, render=False), path.read_bytes())
+                return
         if compare:
             self._compare(path, rows, data)
 
@@ -104,13 +113,62 @@ class Cases:
         except (ForbiddenError, TooSlowError) as error:
             raise FindingError(f"convert {options} to {name}: {type(error).__name__}: {error}") from None
         self.counts["converted"] += 1
-        theirs = oracle.torch_rows(target) if name.endswith(".pth") else oracle.safetensors_rows(target)
+        theirs = self._patient(oracle.torch_rows if name.endswith(".pth") else oracle.safetensors_rows, target)
         must_load = options["objects"] == "plain" or name.endswith(".safetensors")
-        if isinstance(theirs, str) and must_load and not _is_nonsense(theirs, oracle.torch_rows(path)):
+        if isinstance(theirs, str) and must_load and not _is_nonsense(theirs, self._patient(oracle.torch_rows, path)):
             raise FindingError(f"convert {options} to {name} wrote what cannot be loaded: {theirs}")
         if not isinstance(theirs, str) and name.endswith(".pth") and (said := oracle.difference(rows, theirs)):
             raise FindingError(f"convert {options} to {name}, read again: {said}")
         target.unlink()
+        self._check_nothing_left(path)
+
+    def _check(self, path: Path) -> None:
+        """`check` tells what is wrong in a report, and reads every byte to do so."""
+        try:
+            with _ExpectingOurErrors(), self.guard.watching():
+                ckpt_tools.check(path, values=True, digest=True)
+        except (CkptError, ForbiddenError, TooSlowError) as error:
+            raise FindingError(f"check: {type(error).__name__}: {error}") from None
+
+    def _repair(self, path: Path) -> None:
+        """What `repair` writes can be read; it leaves the input alone."""
+        before, target = path.read_bytes(), self.folder / "repaired.pth"
+        try:
+            with _ExpectingOurErrors(), self.guard.watching(writing=True):
+                try:
+                    ckpt_tools.repair(path, target, keep_damaged=len(before) % 2 == 0)
+                except CkptError as error:
+                    _check_message(error)
+                else:
+                    ckpt_tools.inspect(target)
+                    self.counts["repaired"] += 1
+        except CkptError as error:
+            raise FindingError(f"repair wrote what inspect refuses: {error}") from None
+        except (ForbiddenError, TooSlowError) as error:
+            raise FindingError(f"repair: {type(error).__name__}: {error}") from None
+        target.unlink(missing_ok=True)
+        self._check_nothing_left(path)
+        if path.read_bytes() != before:
+            raise FindingError("repair changed its input")
+
+    def _edit_in_place(self, path: Path) -> None:
+        """An edit that is refused changes nothing; one that is done leaves no journal, and a file that can be read."""
+        before = path.read_bytes()
+        try:
+            with _ExpectingOurErrors(), self.guard.watching(writing=True):
+                try:
+                    ckpt_tools.edit_in_place(path, add_prefix="module.", map_location="cpu", objects="keep")
+                except CkptError as error:
+                    _check_message(error)
+                    if path.read_bytes() != before:
+                        raise FindingError("an edit in place that was refused changed the file") from None
+                    return
+                ckpt_tools.inspect(path)
+        except CkptError as error:
+            raise FindingError(f"an edit in place wrote what inspect refuses: {error}") from None
+        except (ForbiddenError, TooSlowError) as error:
+            raise FindingError(f"edit in place: {type(error).__name__}: {error}") from None
+        self.counts["edited"] += 1
         self._check_nothing_left(path)
 
     def _check_nothing_left(self, path: Path) -> None:
@@ -118,12 +176,20 @@ class Cases:
         if left:
             raise FindingError(f"convert left {left}")
 
+    def _patient(self, look: Callable[[Path], list[oracle.Row] | str], path: Path) -> list[oracle.Row] | str:
+        """What an oracle says, if it says it in time."""
+        try:
+            with self.guard.hurrying():
+                return look(path)
+        except TooSlowError as error:
+            return f"TooSlowError: {error}"
+
     def _compare(self, path: Path, rows: list[oracle.Row] | None, data: bytes) -> None:
         """What torch or safetensors loads, we list the same, or refuse."""
         by_name = data[8:9] == b"{" and not data.startswith(b"PK")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            theirs = oracle.safetensors_rows(path) if by_name else oracle.torch_rows(path)
+            theirs = self._patient(oracle.safetensors_rows if by_name else oracle.torch_rows, path)
         if isinstance(theirs, str):
             return
         self.counts["compared" if rows is not None else "oracle_only"] += 1
@@ -143,7 +209,6 @@ class _ExpectingOurErrors:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, MemoryError):
-            gc.collect()
             raise FindingError(f"more than {MEGABYTES} MB of memory") from None
         if isinstance(error, Exception) and not isinstance(error, (CkptError, FindingError)):
             raise FindingError(f"{type(error).__name__}: {error}") from error

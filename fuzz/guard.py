@@ -59,14 +59,26 @@ class Guard:
             ForbiddenError, TooSlowError: what was caught.
         """
         self.active, self.writing, self.broken = self.armed, writing, None
+        try:
+            with self.hurrying():
+                yield
+        finally:
+            self.active = False
+        if self.broken is not None:
+            raise self.broken
+
+    @contextlib.contextmanager
+    def hurrying(self) -> Iterator[None]:
+        """Only the clock.
+
+        Raises:
+            TooSlowError: the time is over.
+        """
         signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
         try:
             yield
         finally:
-            self.active = False
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        if self.broken is not None:
-            raise self.broken
 
     def _too_slow(self, *_: object) -> None:
         raise TooSlowError(f"more than {CPU_SECONDS} s of CPU time")

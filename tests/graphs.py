@@ -36,10 +36,11 @@ def live_tensors(root: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tenso
         if isinstance(value, torch.Tensor):
             yield where, value
         else:
-            stack.extend(reversed([((*where, key), part) for key, part in _parts(value)]))
+            stack.extend(reversed([((*where, key), part) for key, part in parts_of(value)]))
 
 
-def _parts(value: Any) -> list[tuple[str | int, Any]]:
+def parts_of(value: Any) -> list[tuple[str | int, Any]]:
+    """What a container or object holds, with the keys that lead there."""
     if isinstance(value, torch.nn.Module):
         return list(value.state_dict(keep_vars=True).items())
     if isinstance(value, dict):

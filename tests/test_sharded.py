@@ -329,11 +329,11 @@ def state_dicts(draw: st.DrawFn) -> Tensors:
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(source=state_dicts())
 def test_round_trip_through_every_container(source: Tensors, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """pth -> safetensors -> sharded -> torch shards -> dcp -> pth gives back names, order, bits and ties."""
+    """pth -> legacy -> safetensors -> sharded -> torch shards -> dcp -> pth gives back names, order, bits and ties."""
     folder = tmp_path_factory.mktemp("chain")
     steps: list[tuple[str, dict[str, Any]]] = [
-        ("0.pth", {}), ("1.safetensors", {}), ("2", {"shard_size": 40}), ("3", {"shard_size": 40, "format": "pth"}),
-        ("4", {"format": "dcp"}), ("5.pth", {}),
+        ("0.pth", {}), ("old.pth", {"format": "pth-legacy"}), ("1.safetensors", {}), ("2", {"shard_size": 40}),
+        ("3", {"shard_size": 40, "format": "pth"}), ("4", {"format": "dcp"}), ("5.pth", {}),
     ]  # fmt: skip
     torch.save(source, folder / "0.pth")
     for (before, _), (after, options) in pairwise(steps):

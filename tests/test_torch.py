@@ -302,6 +302,27 @@ def test_save_a_mapping(tmp_path: Path) -> None:
     assert_same(*(torch.load(tmp_path / name) for name in ("m.pth", "t.pth")))
 
 
+def test_save_modules_in_a_mapping(tmp_path: Path) -> None:
+    """A module in a mapping becomes its state dict, unwrapped as if saved alone; the rest stays as it is."""
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    state = {"model": nn.DataParallel(network()), "nets": [network(), 3], "optimizer": optimizer.state_dict(), "epoch": 2}
+    ckpt.save(state, tmp_path / "m.pth")
+    loaded = torch.load(tmp_path / "m.pth", weights_only=True)
+    assert_is_network(loaded["model"])
+    assert_is_network(loaded["nets"][0])
+    assert (loaded["nets"][1], loaded["epoch"], loaded["optimizer"]) == (3, 2, optimizer.state_dict())
+    assert type(state["model"]) is nn.DataParallel
+    ckpt.save(state, tmp_path / "w.pth", wrapped=True)
+    assert next(iter(torch.load(tmp_path / "w.pth")["model"])).startswith("module.")
+
+
+def test_save_as_old_torch_did(tmp_path: Path) -> None:
+    """format="pth-legacy" writes the stream of torch before 1.6, not a zip."""
+    ckpt.save(network(), tmp_path / "m.pth", format="pth-legacy")
+    assert not (tmp_path / "m.pth").read_bytes().startswith(b"PK")
+    assert_is_network(torch.load(tmp_path / "m.pth", weights_only=True))
+
+
 @pytest.mark.parametrize("name", ["m.pth", "m.safetensors"])
 def test_save_keeps_ties(tmp_path: Path, name: str) -> None:
     """Tied weights are written once and tied again, also through safetensors, which by itself refuses them."""

@@ -24,10 +24,11 @@ from ckpt_tools.findings import Finding, mending
 from ckpt_tools.plan import Literal, Piece
 from ckpt_tools.processes import in_processes
 from ckpt_tools.transforms import dotted
-from ckpt_tools.tree import Where
+from ckpt_tools.tree import Entry, Where
 from ckpt_tools.writer import Progress, write
 
 _SHOWN = 5
+_EQUAL_FROM = 1024
 _ORDER = ("problem", "warning", "info")
 
 
@@ -145,6 +146,7 @@ def _findings(checkpoint: Checkpoint, read: Read, report: Checked, heads: frozen
     yield from values.findings(read.counted, heads)
     if report.against is not None:
         yield from _differences(report.against)
+    yield from _equal(checkpoint, read)
     if read.skipped:
         text = f"{len(read.skipped)} tensors have no digest and were not counted: {_some(read.skipped)}"
         yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
@@ -154,6 +156,23 @@ def _findings(checkpoint: Checkpoint, read: Read, report: Checked, heads: frozen
         if finding.code != "together" and not replaced:
             yield loading.explained(finding, checkpoint)
     yield from loads
+
+
+def _equal(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
+    """Matrices of one state dict that are equal byte for byte and lie in storages of their own."""
+    entries = {tensor.where: tensor.node for tensor in checkpoint.tensors if type(tensor.node) is Entry}
+    for found in checkpoint.state_dicts:
+        groups: dict[str, dict[int, Where]] = {}
+        for digest in read.digests:
+            entry = entries[digest.where]
+            if digest.where[:-1] == found.where and len(entry.shape) > 1 and entry.nbytes >= _EQUAL_FROM:
+                groups.setdefault(digest.sha256, {}).setdefault(id(entry.storage), digest.where)
+        several = [list(group.values()) for group in groups.values() if len(group) > 1]
+        if several:
+            shown = ", ".join(str(where[-1]) for where in several[0][:_SHOWN])
+            text = f"{len(several)} groups of equal matrices, each with bytes of its own: {shown}"
+            fix = mending("repair", str(checkpoint.path), "--tie-equal")
+            yield Finding("equal-tensors", "info", list(found.where), text, "one storage, if they were tied", fix)
 
 
 def _differences(compared: digests.Compared) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError
 from ckpt_tools.names import did_you_mean
 
-COMMANDS = ("inspect", "convert", "check", "repair", "diff", "stats", "average", "report")  # in the order of --help
+COMMANDS = ("inspect", "convert", "match", "check", "repair", "diff", "stats", "average", "report")  # in the order of --help
 
 
 class _Group(click.Group):

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ckpt_tools.cli.completion import complete_places
 from ckpt_tools.cli.options import Once, quiet_option, show_progress
 from ckpt_tools.errors import UsageError
 
@@ -19,11 +20,22 @@ from ckpt_tools.errors import UsageError
 )
 @click.option("--unwrap", is_flag=True, help="Compare names without their wrappers, and write them so.")
 @click.option("--integers", cls=Once, type=click.Choice(["first", "max"]), help="What is taken of integers that differ.")
-@click.option("--select", cls=Once, metavar="WHERE", help="One state dict or subtree, in every IN, becomes the whole output.")
+@click.option(
+    "--select",
+    cls=Once,
+    metavar="WHERE",
+    shell_complete=complete_places,
+    help="One state dict or subtree, in every IN, becomes the whole output.",
+)
 @click.option(
     "--objects", cls=Once, type=click.Choice(["keep", "plain", "drop"]), help="What happens to objects that are no plain data."
 )
-@click.option("--format", cls=Once, type=click.Choice(["pth", "safetensors"]), help="Container of OUT; else by its extension.")
+@click.option(
+    "--format",
+    cls=Once,
+    type=click.Choice(["pth", "pth-legacy", "safetensors"]),
+    help="Container of OUT; else by its extension.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
 @click.option("--fsync", is_flag=True, help="Make a new OUT durable before returning (a replaced one always is).")

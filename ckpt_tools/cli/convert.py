@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from ckpt_tools.cli.options import Once, quiet_option, show_progress, target_options, work_shared
+from ckpt_tools.cli.completion import complete_names, complete_places
+from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress, target_options, work_shared
 from ckpt_tools.convert import convert as convert_checkpoint
 
 if TYPE_CHECKING:
@@ -15,22 +16,44 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
-@click.argument("target", metavar="OUT", type=click.Path(path_type=Path), required=False)
+@click.argument("source", metavar="IN", type=LOCATION)
+@click.argument("target", metavar="OUT", type=LOCATION, required=False)
 @click.option("--strip-module", is_flag=True, help="Remove leading 'module.', repeated ones too, in every state dict.")
 @click.option("--add-module", is_flag=True, help="Put 'module.' before every name.")
 @click.option("--unwrap", is_flag=True, help="Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.")
 @click.option("--strip-prefix", cls=Once, metavar="P", help="Remove a leading literal prefix.")
 @click.option("--add-prefix", cls=Once, metavar="P", help="Put a literal prefix before every name.")
 @click.option("--rename", multiple=True, metavar="REGEX=REPLACEMENT", help=r"re.sub on names, in order; \1 works. Repeatable.")
-@click.option("--keep", multiple=True, metavar="GLOB", help="Keep only tensors whose name matches. Repeatable.")
-@click.option("--drop", multiple=True, metavar="GLOB", help="Drop what matches, by name or dotted path. Repeatable.")
 @click.option(
-    "--select", cls=Once, metavar="WHERE", help="One state dict or subtree (model, ema, netG) becomes the whole output."
+    "--keep",
+    multiple=True,
+    metavar="GLOB",
+    shell_complete=complete_names,
+    help="Keep only tensors whose name matches. Repeatable.",
+)
+@click.option(
+    "--drop",
+    multiple=True,
+    metavar="GLOB",
+    shell_complete=complete_names,
+    help="Drop what matches, by name or dotted path. Repeatable.",
+)
+@click.option(
+    "--select",
+    cls=Once,
+    metavar="WHERE",
+    shell_complete=complete_places,
+    help="One state dict or subtree (model, ema, netG) becomes the whole output.",
 )
 @click.option("--map-location", cls=Once, metavar="SPEC", help="cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.")
 @click.option("--dtype", cls=Once, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast float tensors.")
-@click.option("--dtype-only", multiple=True, metavar="GLOB", help="Cast only tensors whose name matches. Repeatable.")
+@click.option(
+    "--dtype-only",
+    multiple=True,
+    metavar="GLOB",
+    shell_complete=complete_names,
+    help="Cast only tensors whose name matches. Repeatable.",
+)
 @target_options
 @click.option("--plan", cls=Once, metavar="PLAN.toml", help="Who is who, as ckpt match wrote it and a person edited it.")
 @click.option(
@@ -58,6 +81,14 @@ if TYPE_CHECKING:
     type=click.Choice(["keep", "plain", "drop"]),
     help="What happens to objects that are not plain data.",
 )
+@click.option(
+    "--slim",
+    "--weights-only-content",
+    "slim",
+    is_flag=True,
+    help="State dicts and plain values alone: no optimizer, scheduler, random state, objects; storages as large as needed.",
+)
+@click.option("--ema", is_flag=True, help="The averaged weights (ema, model_ema, ema_state_dict ...) become the whole output.")
 @click.option(
     "--format",
     "format_",
@@ -89,11 +120,13 @@ def convert(
     ckpt convert gpu.pth cpu.pth --map-location cpu --dtype bf16
     ckpt convert huge.pth --in-place --strip-module
     ckpt convert old.pth new.pth --like models:resnet --like-args '{"num_classes": 200}' --on-mismatch reinit --reinit default
+    ckpt convert train.ckpt weights.pth --slim
     ckpt convert big.pth folder --shard-size 5GB
     ckpt convert folder merged.safetensors
 
-    The steps come in this order: --select, --objects, --keep and --drop (by the names in IN), --strip-module, --unwrap,
-    --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan, --map-location, --dtype.
+    The steps come in this order: --select, --objects, --ema, --slim, --keep and --drop (by the names in IN), --strip-module,
+    --unwrap, --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan, --map-location,
+    --dtype.
 
     IN may be a folder: of shards with their index, or of torch.distributed.checkpoint. With --shard-size the processes of
     torchrun --nproc-per-node N -m ckpt_tools convert ... share the shards among them.

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from ckpt_tools.cli.completion import complete_places
 from ckpt_tools.cli.options import Once, quiet_option, show_progress
 
 
@@ -16,7 +17,13 @@ from ckpt_tools.cli.options import Once, quiet_option, show_progress
 @click.argument("right", metavar="B", type=click.Path(path_type=Path))
 @click.option("--values", is_flag=True, help="Measure how far the tensors are apart (largest difference, cosine ...).")
 @click.option("--contents/--no-contents", default=True, help="Compare the tensors' bytes, or names, shapes and dtypes only.")
-@click.option("--select", cls=Once, metavar="WHERE", help="Compare one state dict or subtree; A_PATH=B_PATH for two.")
+@click.option(
+    "--select",
+    cls=Once,
+    metavar="WHERE",
+    shell_complete=complete_places,
+    help="Compare one state dict or subtree; A_PATH=B_PATH for two.",
+)
 @click.option("--all", "show_all", is_flag=True, help="Show every line; nothing cut.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/compare.md.")

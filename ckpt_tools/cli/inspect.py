@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_tools.cli.options import expand, print_failure
+from ckpt_tools.cli.completion import complete_names
+from ckpt_tools.cli.options import LOCATION, expand, print_failure
 from ckpt_tools.errors import CkptError
 
 if TYPE_CHECKING:
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
+@click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="PATH...")
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor, value and object; nothing folded or cut.")
 @click.option("--tree/--flat", "tree", default=None, help="Show the tensors as a tree, or one a line.")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up below the first N parts of the names.")
-@click.option("--filter", "pattern", metavar="GLOB", help="Only tensors whose name or path matches.")
+@click.option(
+    "--filter", "pattern", metavar="GLOB", shell_complete=complete_names, help="Only tensors whose name or path matches."
+)
 @click.option(
     "--sort", type=click.Choice(["name", "size", "file"]), default="file", show_default=True, help="Order of the tensors."
 )

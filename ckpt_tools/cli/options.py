@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
+from ckpt_tools.files import is_address
 
 if TYPE_CHECKING:
     from ckpt_tools.ranks import Ranks
@@ -31,7 +32,7 @@ def expand(paths: tuple[Path, ...]) -> list[Path]:
 
     files: list[Path] = []
     for path in paths:
-        if not path.is_dir() or find_layout(path):
+        if is_address(path) or not path.is_dir() or find_layout(path):
             files.append(path)
             continue
         found = sorted(_below(path))
@@ -66,6 +67,21 @@ def print_failure(path: Path, error: CkptError, *, as_json: bool) -> None:
     from ckpt_tools.render.text import print_error
 
     print_error(error)
+
+
+class Location(click.Path):
+    """The type of an argument: a path, or an address (s3://..., https://...), which stays as it is given."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path, or the address in a path's place."""
+        if not is_address(value):
+            return super().convert(value, param, ctx)
+        from ckpt_tools.remote import Address
+
+        return Address(os.fspath(value))
+
+
+LOCATION = Location(path_type=Path)
 
 
 class Once(click.Option):

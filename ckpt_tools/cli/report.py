@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from ckpt_tools.cli.completion import complete_places
 from ckpt_tools.cli.options import Once, quiet_option, show_progress
 
 
@@ -16,7 +17,9 @@ from ckpt_tools.cli.options import Once, quiet_option, show_progress
     "--output", "-o", cls=Once, required=True, type=click.Path(path_type=Path), metavar="FILE", help="The page to write."
 )
 @click.option("--histograms", is_flag=True, help="Read every tensor: mean, spread, extremes and a histogram of each.")
-@click.option("--select", cls=Once, metavar="WHERE", help="What is compared with OTHER, as in ckpt diff.")
+@click.option(
+    "--select", cls=Once, metavar="WHERE", shell_complete=complete_places, help="What is compared with OTHER, as in ckpt diff."
+)
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @quiet_option
 def report(

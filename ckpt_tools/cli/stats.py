@@ -8,13 +8,27 @@ from typing import cast
 
 import click
 
+from ckpt_tools.cli.completion import complete_names, complete_places
 from ckpt_tools.cli.options import Once, show_progress
 
 
 @click.command(short_help="Show what the numbers look like.")
 @click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
-@click.option("--select", cls=Once, metavar="WHERE", help="Only one state dict or subtree (model, ema, optimizer).")
-@click.option("--filter", "pattern", cls=Once, metavar="GLOB", help="Only tensors whose name or path matches.")
+@click.option(
+    "--select",
+    cls=Once,
+    metavar="WHERE",
+    shell_complete=complete_places,
+    help="Only one state dict or subtree (model, ema, optimizer).",
+)
+@click.option(
+    "--filter",
+    "pattern",
+    cls=Once,
+    metavar="GLOB",
+    shell_complete=complete_names,
+    help="Only tensors whose name or path matches.",
+)
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up below the first N parts of the names.")
 @click.option(
     "--sort", type=click.Choice(["file", "name", "size", "mean", "std", "max", "zeros"]), default="file", show_default=True,

@@ -1,10 +1,10 @@
-"""What kind of zip a file is: what torch.save wrote, a TorchScript program, or an archive of such files. Told by its names."""
+"""What kind of zip a file is, by its names: what torch.save wrote, a program, NumPy arrays, or an archive of such files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.containers import torch_zip, torchscript, zip_bundle
+from ckpt_tools.containers import numpy_files, torch_zip, torchscript, zip_bundle
 from ckpt_tools.containers.base import Decoded
 from ckpt_tools.containers.zip_directory import MissingDirectoryError, Record, read_directory
 from ckpt_tools.containers.zip_truncated import describe_cut
@@ -24,6 +24,8 @@ def decode(source: Source) -> Decoded:
     except MissingDirectoryError:
         raise describe_cut(source) from None
     names = {record.name for record in directory.records}
+    if numpy_files.is_npz(names):
+        return numpy_files.decode_npz(source, directory)
     folder = single_folder(directory.records)
     if folder is None:
         if zip_bundle.sniff(source, directory):

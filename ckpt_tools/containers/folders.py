@@ -59,13 +59,13 @@ def _several(folder: str | os.PathLike[str], names: list[str] | tuple[str, ...])
     return NotACheckpointError(f"{folder} holds several checkpoints: {listed}.", why="Each index is one of its own.", fix=fix)
 
 
-def layout(folder: Path) -> Layout:
+def layout(folder: Path, names: list[str]) -> Layout:
     """The layout of a folder that should be a checkpoint.
 
     Raises:
         NotACheckpointError: it is none, or several.
     """
-    found = find_layout(folder)
+    found = layout_of(folder, sorted(names))
     if found is None:
         raise NotACheckpointError(
             f"{folder} is a directory, and not a checkpoint.",

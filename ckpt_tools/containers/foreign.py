@@ -6,6 +6,7 @@ import re
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.files import Source
+from ckpt_tools.findings import mending
 
 # What torch wrote before 1.6: the pickled magic number 0x1950a86a20f9469cfc6c.
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -21,10 +22,9 @@ _KINDS = (
     (b"%PDF", "a PDF document", ""),
     (b"\x89HDF\r\n", "an HDF5 file (Keras or old TensorFlow weights)", ""),
     (b"GGUF", "a GGUF file", ""),
-    (b"\x93NUMPY", "a NumPy array file", ""),
     (b"\x7fELF", "a program", ""),
 )  # fmt: skip
-_READS = "ckpt reads what torch.save writes and wrote, safetensors files and pickles."
+_READS = "ckpt reads what torch.save writes and wrote, safetensors files, pickles and NumPy's .npz and .npy."
 
 
 def recognise(source: Source, head: bytes) -> CkptError | None:
@@ -76,7 +76,7 @@ def _text_mode(source: Source, head: bytes) -> CkptError | None:
         return None
     return NotACheckpointError(
         f"{source.path} was damaged by a text-mode transfer.", why="Every line feed has a carriage return before it.",
-        fix="Transfer it again in binary mode.",
+        fix=f"Transfer it again in binary mode, or undo it: {mending('repair', str(source.path))}",
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ Source: torch/serialization.py (`_legacy_save`, `_legacy_load`), torch/csrc/seri
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from ckpt_tools import tree
 from ckpt_tools.dtypes import UINT8
 from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError
+from ckpt_tools.findings import GET_AGAIN
 from ckpt_tools.pickling.limits import BYTES_PER_NODE
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine, Maker
@@ -86,6 +88,11 @@ class Blobs:
         self.machine.unusual.update(stream.machine.unusual)
         return stream.root
 
+    def content(self, data: bytes) -> Content:
+        """A string of bytes of the pickle as a content: a range of the file where it lies there as it is."""
+        part = self._part(data)
+        return part.content(0, part.end)
+
     def _part(self, data: bytes) -> BytesPart:
         """The bytes, and where they lie in the file if they lie there as they are."""
         place = self.machine.places.get(id(data)) if self.machine is not None else None
@@ -106,11 +113,13 @@ _MAGIC = re.compile(
 )
 
 
-def read_stream(part: Part, depth: int = 0, prefix: str = "") -> Stream:
+def read_stream(part: Part, depth: int = 0, prefix: str = "", there: dict[int, int] | None = None) -> Stream:
     """Decode a stream: its pickles, and where each storage lies.
 
     Args:
         part: where it is. depth: how many streams it lies in. prefix: put before the keys of its storages.
+        there: where given, a stream that is cut is no error: for each storage (by id) that is not whole, how many bytes of it
+            there are is put in.
 
     Raises:
         DamagedFileError: it ends early, or breaks a promise of the format.
@@ -133,7 +142,7 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "") -> Stream:
     if any(storage.dtype is None for _, storage in storages.by_key.values()):
         machine.unusual["an UntypedStorage in torch-legacy, which torch saves and cannot load"] = None
     keys = _read_keys(pickles, storages)
-    _place(pickles, keys, storages, root, little=little)
+    _place(pickles, keys, storages, root, little=little, there=there)
     root = modernise(storages.without_views(root, part), machine.globals)
     size = sum(storage.nbytes for _, storage in storages.by_key.values()) + blobs.storage_bytes
     return Stream(root, machine, size, pickles.position, little, storages.classes)
@@ -284,8 +293,14 @@ def _read_keys(pickles: Pickles, storages: _LegacyStorages) -> list[str]:
     return keys
 
 
-def _place(pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: Node, *, little: bool) -> None:
+def _place(
+    pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: Node, *, little: bool, there: dict[int, int] | None
+) -> None:
     """Find the bytes of every storage: a count of elements as 8 bytes, then the elements."""
+    if isinstance(pickles.part, FilePart):
+        sizes = [8 + storages.by_key[key][1].nbytes for key in keys]
+        starts = itertools.accumulate(sizes[:-1], initial=pickles.position)
+        pickles.part.source.prefetch([(start, 8) for start in starts])
     for index, key in enumerate(keys):
         storage = storages.by_key[key][1]
         numel = storage.nbytes // (storage.dtype or UINT8).itemsize
@@ -294,7 +309,12 @@ def _place(pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: N
         if found != numel:
             raise TensorError(f"Storage {key!r} should have {numel} elements; the file says {found}.")
         if short or pickles.left < storage.nbytes:
-            raise _cut(pickles, root, storages, keys[:index], len(keys))
+            if there is None:
+                raise _cut(pickles, root, storages, keys[:index], len(keys))
+            there[id(storage)] = 0 if short else pickles.left
+            set_content(storage, pickles.part.content(pickles.position, there[id(storage)]))
+            pickles.skip(pickles.left)
+            continue
         set_content(storage, pickles.part.content(pickles.position, storage.nbytes))
         pickles.skip(storage.nbytes)
 
@@ -315,5 +335,5 @@ def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[st
     return DamagedFileError(
         f"The file is cut off: {good} of {len(entries)} tensors complete.",
         why=f"It ends after {pickles.part.end} bytes, within storage {len(whole) + 1} of {count}.",
-        fix="An interrupted download or a full disk does that: get it again.",
+        fix=GET_AGAIN,
     )

@@ -20,6 +20,7 @@ from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.errors import ContainerLimitError, LimitError, SafetensorsError
 from ckpt_tools.files import Source
+from ckpt_tools.findings import GET_AGAIN
 from ckpt_tools.plan import Content, Literal, Piece, Range
 from ckpt_tools.tree import MAX_ELEMENTS, Dict, Entry, Storage, check, contiguous_stride
 
@@ -205,8 +206,9 @@ def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
             raise SafetensorsError(f"Tensor {name!r} {what}: it begins at {begin}, where {at} is expected.")
         at = end
     if at != size:
-        what = "is cut off" if at > size else "has bytes that no tensor claims"
-        raise SafetensorsError(f"The file {what}: its tensors end at {at}, its data at {size}.", fix="Get the file again.")
+        whole = sum(end <= size for _, end, _ in spans)
+        what = "has bytes that no tensor claims" if at < size else f"is cut off: {whole} of {len(spans)} tensors complete"
+        raise SafetensorsError(f"The file {what}: its tensors end at {at}, its data at {size}.", fix=GET_AGAIN)
 
 
 def aliases_in(metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -38,13 +38,17 @@ def sniff(head: bytes) -> bool:
     return is_stream(head)
 
 
-def decode(source: Source) -> Decoded:
+def decode(source: Source, there: dict[int, int] | None = None) -> Decoded:
     """Read the pickles of a torch-legacy file, and the 8 bytes before each storage; no tensor bytes.
+
+    Args:
+        source: the file.
+        there: where given, a file that is cut is no error: see `legacy_stream.read_stream`.
 
     Raises:
         DamagedFileError, LimitError: the file breaks a promise of the format.
     """
-    stream = read_stream(FilePart(source, 0, source.size))
+    stream = read_stream(FilePart(source, 0, source.size), there=there)
     machine = stream.machine
     warnings = [*settled(stream.root), *trailing(source.size - stream.end, "the last storage")]
     if stream.classes:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.legacy_stream import Blobs
-from ckpt_tools.containers.zip_directory import ALIGNMENT, Directory, Record, RecordRange
+from ckpt_tools.containers.zip_directory import ALIGNMENT, Directory, Record, RecordRange, is_record_name
 from ckpt_tools.containers.zip_layout import ZipLayout
 from ckpt_tools.errors import ChecksumError, ContainerLimitError, LimitError, TensorError, ZipError
 from ckpt_tools.files import Source
@@ -126,7 +126,10 @@ def read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
 def read_record(source: Source, record: Record, *, check: bool) -> bytes:
     data = read(record_content(source, record))
     if check and zlib.crc32(data) != record.crc:
-        raise ChecksumError(f"The bytes of {record.name} do not match their CRC-32: the file is damaged.")
+        raise ChecksumError(
+            f"The bytes of {record.name} do not match their CRC-32: the file is damaged.",
+            fix="Get the file again; ckpt check and ckpt repair tell what is whole.",
+        )
     return data
 
 
@@ -216,6 +219,8 @@ def lay_out_in_place(root: Node, *, folder: str, byteorder: str = "little") -> l
     anchor = records[0].header if records else 0
     while head and layout.room(head) > anchor:
         tail.insert(0, head.pop(0))
+    if anchor and not head:  # a zip must begin with a record
+        raise ContainerLimitError("The file has no room for a record before its tensors.", fix="Convert to another file.")
     _add_small(layout, head)
     for run in _runs(storages, dict(zip((storage.key for storage in storages), records, strict=True))):
         content = run[0].content
@@ -262,6 +267,9 @@ def _add_storage(layout: ZipLayout, storage: Storage, *, trust_crc: bool, verify
 
 
 def _unique(storages: list[Storage]) -> list[Storage]:
+    for storage in storages:
+        if not storage.key.isalnum() and not is_record_name(f"data/{storage.key}"):
+            raise TensorError(f"A storage has the key {storage.key!r}, which cannot name a record.")
     keys = {storage.key for storage in storages}
     if len(keys) != len(storages):
         twice = next(key for key in keys if sum(storage.key == key for storage in storages) > 1)

@@ -205,6 +205,8 @@ def _text_mode(source: Source) -> ZipError | None:
 
 def _read_central(source: Source, data: bytes, count: int, start: int) -> list[Record]:
     records, at = [], 0
+    if source.fd < 0:
+        source.prefetch(list(_local_headers(data)))
     for _ in range(count):
         if at + CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
             raise ZipError(
@@ -216,6 +218,19 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> list[R
     if at != len(data):
         raise ZipError(f"The zip directory lists more than the {count} records that the end record counts.")
     return records
+
+
+def _local_headers(data: bytes) -> Iterator[tuple[int, int]]:
+    """Where the local headers are and how long, as far as the directory can be read; whoever reads them checks it."""
+    at = 0
+    while at + CENTRAL.size <= len(data) and data[at : at + 4] == b"PK\x01\x02":
+        fields = CENTRAL.unpack_from(data, at)
+        compressed, size, name_length, extra_length, comment, header = (*fields[8:13], fields[16])
+        name_end = at + CENTRAL.size + name_length
+        if header == _FULL32:
+            *_, header = _zip64_fields(data[name_end : name_end + extra_length], size, compressed, header, "")
+        yield header, LOCAL.size + name_length
+        at = name_end + extra_length + comment
 
 
 def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[Record | None, int]:
@@ -245,6 +260,13 @@ def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[R
     return Record(name, header, start, size, compressed, crc, method == 8, flags, data[at:following]), following
 
 
+def is_record_name(name: str) -> bool:
+    """Whether every reader takes a name for the same: relative, UTF-8, no `..`, nothing empty, no backslash, no NUL."""
+    parts = name.split("/")
+    clean = name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
+    return clean and "" not in parts and ".." not in parts and not set(name) & set("\\\0")
+
+
 def _checked_name(raw: bytes) -> str:
     """A record name. It is only ever looked up, never used as a path; what other readers could trip over is refused."""
     if _ORDINARY_NAME.fullmatch(raw):
@@ -253,8 +275,7 @@ def _checked_name(raw: bytes) -> str:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise ZipError(f"The zip record name {raw!r} is not UTF-8.") from None
-    parts = name.split("/")
-    if not name or name.startswith("/") or "\\" in name or "\0" in name or ".." in parts or "" in parts[:-1]:
+    if not is_record_name(name.removesuffix("/")):
         raise ZipError(f"The zip record name {name!r} is not one that torch writes.")
     return name
 

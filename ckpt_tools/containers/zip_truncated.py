@@ -22,7 +22,7 @@ from ckpt_tools.plan import Content, Literal
 from ckpt_tools.tree import Entry, Node, walk
 
 _HAS_DESCRIPTOR = 8
-_WINDOW = 1 << 20
+_FIRST_WINDOW, _WINDOW = 64, 1 << 20  # small first: a file may be thousands of tiny records
 _NAMED_SIZE = 12  # signature, CRC-32 and the size, at the beginning of a descriptor
 _LONGEST_SMALL = 1 << 30
 
@@ -117,11 +117,13 @@ def _with_descriptor(source: Source, data: int, size: int | None) -> tuple[int |
 def _search_descriptor(source: Source, data: int) -> int | None:
     """The size of a record that only its descriptor tells: the first that names its own distance from `data`."""
     stop = min(source.size, data + _LONGEST_SMALL)
-    for start in range(data, stop, _WINDOW):
-        window = source.read(start, min(_WINDOW + _NAMED_SIZE, source.size - start))
+    start, width = data, _FIRST_WINDOW
+    while start < stop:
+        window = source.read(start, min(width + _NAMED_SIZE, source.size - start))
         at = -1
-        while 0 <= (at := window.find(b"PK\x07\x08", at + 1)) < _WINDOW:
+        while 0 <= (at := window.find(b"PK\x07\x08", at + 1)) < width:
             size = start + at - data
             if window[at + 8 : at + _NAMED_SIZE] == size.to_bytes(4, "little"):
                 return size
+        start, width = start + width, min(4 * width, _WINDOW)
     return None

@@ -54,5 +54,9 @@ def match(
     elif stages != "exact+wrappers":
         match_affixes(pairing)
     if stages == "structure" and pairing.sources_left() and pairing.targets_left():
+        alone = Pairing(source, target, allow_reshape=allow_reshape)
+        alone.known = pairing.known
+        match_structure(alone)
         match_structure(pairing)
+        pairing.doubt_where_not(alone)
     return pairing.result()

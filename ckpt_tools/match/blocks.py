@@ -25,7 +25,20 @@ class Block:
     units: tuple[Unit, ...]
 
 
-def blocks_of(units: Sequence[Unit], depth: int, counted: Collection[int]) -> dict[Key, list[Block]]:
+def whole_paths(units: Sequence[Unit]) -> set[Path]:
+    """The paths whose units are registered one after another, as those of a module are."""
+    last: dict[Path, int] = {}
+    broken: set[Path] = set()
+    for number, unit in enumerate(units):
+        for length in range(1, len(unit.path) + 1):
+            path = unit.path[:length]
+            if last.setdefault(path, number - 1) != number - 1:
+                broken.add(path)
+            last[path] = number
+    return last.keys() - broken
+
+
+def blocks_of(units: Sequence[Unit], depth: int, counted: Collection[int], whole: set[Path]) -> dict[Key, list[Block]]:
     """The blocks of two units and more below a module path of this depth, by key; not the whole itself.
 
     The key is the kinds of units in the block, of those that are `counted`, with how often each is there.
@@ -38,7 +51,7 @@ def blocks_of(units: Sequence[Unit], depth: int, counted: Collection[int]) -> di
             below[unit.path[:length]].append(unit)
     found: dict[Key, list[Block]] = defaultdict(list)
     for path, members in below.items():
-        if 2 <= len(members) < len(units) and not _same_below(path, members, below):
+        if 2 <= len(members) < len(units) and path in whole and not _same_below(path, members, below):
             key = frozenset(Counter(unit.kind for unit in members if unit.kind in counted).items())
             found[key].append(Block(members[0].index, path, tuple(members)))
     return found

@@ -9,7 +9,8 @@ from typing import Literal
 from ckpt_tools.match.fused import split_fused
 from ckpt_tools.match.pairing import Pairing
 from ckpt_tools.match.records import Offer
-from ckpt_tools.match.structure import UnitPair, align
+from ckpt_tools.match.resolve import UnitPair
+from ckpt_tools.match.structure import align
 from ckpt_tools.match.units import Unit, units_of, untied
 
 CONFIDENCE = {"unique": 0.98, "names": 0.95, "order": 0.9}
@@ -19,8 +20,8 @@ FUSED = 0.05  # that the parts of a fused layer lie in the usual order is not se
 def match_structure(pairing: Pairing) -> None:
     """Align what names have left."""
     olds, news = untied(pairing.sources_left(), pairing.targets_left())
-    left = units_of(olds.params, pairing.known.__getitem__)
-    right = units_of(news.params, lambda name: name)
+    left = units_of(olds, pairing.known.__getitem__)
+    right = units_of(news, lambda name: name)
     _turn(left, pairing.oriented[0].transposed)
     _turn(right, pairing.oriented[1].transposed)
     alignment = align(split_fused(left, right), split_fused(right, left))

@@ -7,6 +7,7 @@ means nothing, which costs a match at most: evidence that is missing makes a pai
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -47,6 +48,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "stem": "stem patch embedder",
     },
     "last": {"last": "head classifier logits predictions heads fc"},
+    "place": {"before": "pre", "after": "post"},
     "kind": {
         "norm": "norm bn ln gn layernorm batchnorm groupnorm rmsnorm normalization layrnorm",
         "convolution": "conv convolution",
@@ -110,6 +112,18 @@ def concepts(component: str) -> frozenset[tuple[str, str]]:
 def sharpened(found: frozenset[tuple[str, str]]) -> frozenset[tuple[str, str]]:
     """Concepts without those that a sharper one explains: in `q_proj` and `up_proj`, `proj` says only that it is a layer."""
     return found - _VAGUE if found & QKV or any(group == "gated" for group, _ in found) else found
+
+
+_ENDS = {
+    **dict.fromkeys(("pre", "embeddings", "embedding", "embed", "embedder", "stem", "patch", "first", "input"), "before"),
+    **dict.fromkeys(("final", "last", "post", "f", "head"), "behind"),
+}
+
+
+def end_of(path: Sequence[str]) -> str | None:
+    """At which end of a network its name puts a layer: "before" or "behind" the blocks, wherever it is registered."""
+    found = {_ENDS[word] for component in path for word in words(component) if word in _ENDS}
+    return found.pop() if len(found) == 1 else None
 
 
 @lru_cache(maxsize=65536)

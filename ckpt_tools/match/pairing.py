@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ckpt_tools.match.records import Ambiguous, Match, Matching, Mismatch, Offer, Reason, Shape, Step
 from ckpt_tools.match.transposed import orientation
@@ -82,14 +83,42 @@ class Pairing:
         """A name of the target that cannot be decided."""
         self.doubts[new] = Ambiguous(new, tuple(candidates), why)
 
+    def doubt_where_not(self, other: Pairing) -> None:
+        """Doubt what another matching of the same two sides pairs otherwise.
+
+        Names that agree by chance (`features.24` in networks that count differently) are seen so.
+        """
+        for new, match in list(self.matches.items()):
+            found = other.matches.get(new)
+            elsewhere = other.used.get(match.old, new)
+            if (found is not None and found.old != match.old) or elsewhere != new:
+                candidates = dict.fromkeys((match.old, found.old if found is not None else match.old))
+                del self.matches[new]
+                self.used.pop(match.old, None)
+                self.doubt(new, candidates, "its name and its place in the structure say different things")
+
     def result(self) -> Matching:
-        """Everything, in the order of the target and of the checkpoint."""
+        """Everything, in order; names of the target that are tied to matched ones are matched with them."""
+        self._match_ties()
         settled = (self.matches, self.mismatches, self.doubts)
+        order = {name: number for number, name in enumerate(self.target)}
         missing = tuple(name for name in self.target if not any(name in fates for fates in settled))
         unexpected = tuple(name for name in self.source if name not in self.used)
         return Matching(
             tuple(self.matches[name] for name in self.target if name in self.matches), missing, unexpected,
             tuple(self.mismatches[name] for name in self.target if name in self.mismatches),
             tuple(self.doubts[name] for name in self.target if name in self.doubts),
-            tuple(self.offers), len(self.source), len(self.target),
+            tuple(sorted(self.offers, key=lambda offer: order[offer.new[0]])), len(self.source), len(self.target),
         )  # fmt: skip
+
+    def _match_ties(self) -> None:
+        """A name of the target that is tied to a matched one is the same tensor, so it is matched too."""
+        found = {self.target[row.new].tie: row for row in self.matches.values() if row.step == "copy"}
+        twins = {param.tie: param for param in reversed(self.sources_left()) if param.tie is not None}
+        for param in self.targets_left():
+            row = found.get(param.tie) if param.tie is not None else None
+            if row is not None and param.shape == row.target_shape:
+                twin = twins.pop(self.source[row.old].tie, None)
+                old = twin.name if twin is not None and twin.shape == param.shape else row.old
+                self.matches[param.name] = replace(row, old=old, new=param.name, reason="tied")
+                self.used[old] = param.name

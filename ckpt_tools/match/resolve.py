@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal, TypeAlias
 
 from ckpt_tools.match.blocks import Block, Family
-from ckpt_tools.match.lexicon import QKV, concepts, numbers, rank, sharpened, stem, words
+from ckpt_tools.match.lexicon import QKV, concepts, numbers, rank, sharpened, stem
 from ckpt_tools.match.units import Path, Unit
 
 Item: TypeAlias = Unit | Block
@@ -17,24 +17,57 @@ How: TypeAlias = Literal["unique", "names", "order"]
 Feature: TypeAlias = frozenset[tuple[str, str]]
 
 _EXCLUSIVE = ("attention part", "token", "gated", "embedding", "sublayer", "end")
-_CONCEPT, _WORD, _CONFLICT = 4, 2, 6
+_CONCEPT, _CONFLICT = 4, 6
+
+
+FamilyPair: TypeAlias = tuple[Family, Family]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two items that are one, and how that was found."""
+    """Two items that are one, and how that was found; `counted` are the numbered families that their order rests on."""
 
     old: Item
     new: Item
     how: How
+    counted: frozenset[FamilyPair] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitPair:
+    """Two units that are one; `depth` is how many blocks they are in, `counted` includes what those rest on."""
+
+    old: Unit
+    new: Unit
+    how: How
+    depth: int
+    counted: frozenset[FamilyPair]
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Where items are compared: below two paths that are known to be partners (their lengths), on two sides."""
+    """Where items are compared: below two paths that are known to be partners (their lengths), on two sides.
+
+    `families` are the numbered siblings of both sides, `whole` the paths that may be blocks, `counted` the families that this
+    context itself rests on, `level` its depth.
+    """
 
     depths: tuple[int, int]
     families: tuple[dict[Family, bool], dict[Family, bool]]
+    whole: tuple[set[Path], set[Path]]
+    counted: frozenset[FamilyPair] = frozenset()
+    level: int = 0
+
+    def below(self, pair: Pair) -> Context:
+        """The context of two blocks that are partners."""
+        depths = (len(pair.old.path), len(pair.new.path))
+        return Context(depths, self.families, self.whole, self.counted | pair.counted, self.level + 1)
+
+    def unit_pair(self, pair: Pair) -> UnitPair:
+        """Two units that are partners here."""
+        assert isinstance(pair.old, Unit)
+        assert isinstance(pair.new, Unit)
+        return UnitPair(pair.old, pair.new, pair.how, self.level, self.counted | pair.counted)
 
 
 def meaning(path: Path) -> Feature:
@@ -82,7 +115,7 @@ class _Groups:
     def __init__(self, olds: Sequence[Item], news: Sequence[Item], context: Context) -> None:
         self.equal = len(olds) == len(news)
         features = [
-            [_features(item.path[depth:]) for item in items] for items, depth in zip((olds, news), context.depths, strict=True)
+            [meaning(item.path[depth:]) for item in items] for items, depth in zip((olds, news), context.depths, strict=True)
         ]
         telling = frozenset.intersection(*map(_telling, features))
         self.old = _grouped(olds, features[0], telling)
@@ -134,13 +167,6 @@ def _index(item: Item) -> int:
     return item.index
 
 
-def _features(path: Path) -> Feature:
-    """What the names say: concepts, and the words that are none."""
-    found = meaning(path)
-    plain = {("word", word) for part in path for word in words(part) if not concepts(word)}
-    return found | plain
-
-
 def _telling(features: list[Feature]) -> Feature:
     """What some of them have and others do not; concepts that exclude others always count."""
     some = frozenset().union(*features)
@@ -157,8 +183,7 @@ def _grouped(items: Sequence[Item], features: list[Feature], telling: Feature) -
 
 
 def _score(one: Feature, other: Feature, telling: Feature) -> int:
-    shared = sum(_WORD if group == "word" else _CONCEPT for group, _ in one & other & telling)
-    return shared - _CONFLICT * conflicts(one, other)
+    return _CONCEPT * len(one & other & telling) - _CONFLICT * conflicts(one, other)
 
 
 # --- order
@@ -175,7 +200,22 @@ def in_order(olds: Sequence[Item], news: Sequence[Item], context: Context) -> li
         _is_ordered(items, depth, families)
         for items, depth, families in zip((olds, news), context.depths, context.families, strict=True)
     )
-    return [Pair(old, new, "order") for old, new in zip(olds, news, strict=True)] if supported else []
+    counted = frozenset(product(_families(olds, depth_old), _families(news, depth_new)))
+    return [Pair(old, new, "order", counted) for old, new in zip(olds, news, strict=True)] if supported else []
+
+
+def _families(items: Sequence[Item], depth: int) -> set[Family]:
+    """The numbered families that the order of the items rests on."""
+    return {
+        (one.path[:at], stem(one.path[at]))
+        for one, other in pairwise(items)
+        if (at := _split(one.path, other.path, depth)) is not None and stem(one.path[at]) == stem(other.path[at])
+    }
+
+
+def _split(one: Path, other: Path, depth: int) -> int | None:
+    """Where two paths part."""
+    return next((at for at in range(depth, min(len(one), len(other))) if one[at] != other[at]), None)
 
 
 def _may_be_parallel(items: Sequence[Item]) -> bool:
@@ -187,12 +227,12 @@ def _may_be_parallel(items: Sequence[Item]) -> bool:
 
 
 def _is_ordered(items: Sequence[Item], depth: int, families: dict[Family, bool]) -> bool:
-    return all(_comes_before(one.path, other.path, depth, families) for one, other in pairwise(items))
+    return all(comes_before(one.path, other.path, depth, families) for one, other in pairwise(items))
 
 
-def _comes_before(one: Path, other: Path, depth: int, families: dict[Family, bool]) -> bool:
+def comes_before(one: Path, other: Path, depth: int, families: dict[Family, bool]) -> bool:
     """Whether names say that the first comes before the second: by numbers that count up, or by words with an order."""
-    split = next((at for at in range(depth, min(len(one), len(other))) if one[at] != other[at]), None)
+    split = _split(one, other, depth)
     if split is None:
         return False
     a, b = one[split], other[split]

@@ -12,18 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.match.anchors import Anchors
-from ckpt_tools.match.blocks import Block, Key, blocks_of, families_of
-from ckpt_tools.match.resolve import Context, Pair, resolve
+from ckpt_tools.match.blocks import Block, Key, blocks_of, families_of, whole_paths
+from ckpt_tools.match.lexicon import end_of
+from ckpt_tools.match.resolve import Context, Pair, UnitPair, resolve
 from ckpt_tools.match.units import Signature, Unit
-
-
-@dataclass(frozen=True, slots=True)
-class UnitPair:
-    """Two units that are one, how that was found, and in which context."""
-
-    old: Unit
-    new: Unit
-    how: str
+from ckpt_tools.match.verify import doubtful
 
 
 @dataclass(slots=True)
@@ -53,35 +46,41 @@ def set_kinds(olds: Sequence[Unit], news: Sequence[Unit]) -> None:
 def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
     """Align the units of two sides."""
     set_kinds(olds, news)
-    families = families_of(olds), families_of(news)
     alignment = Alignment([], [])
-    pending = [(list(olds), list(news), Context((0, 0), families))]
+    start = Context((0, 0), (families_of(olds), families_of(news)), (whole_paths(olds), whole_paths(news)))
+    pending = [(list(olds), list(news), start)]
     while pending:
         left, right, context = pending.pop()
         for pair in _pair_blocks(left, right, context):
             assert isinstance(pair.old, Block)
             assert isinstance(pair.new, Block)
-            depths = (len(pair.old.path), len(pair.new.path))
-            pending.append((list(pair.old.units), list(pair.new.units), Context(depths, families)))
+            pending.append((list(pair.old.units), list(pair.new.units), context.below(pair)))
         _pair_units(left, right, context, alignment)
     _follow(alignment, Anchors(olds, news))
+    _take_back(alignment, doubtful(alignment.pairs, olds, news))
     return alignment
 
 
 def _follow(alignment: Alignment, anchors: Anchors) -> None:
     """Decide batch norms by the layers that they follow, and doubt pairs of them that follow different ones."""
     for pair in alignment.pairs:
-        anchors.add(pair.old, pair.new)
-    wrong = [pair for pair in alignment.pairs if anchors.agree(pair.old, pair.new) is False]
-    alignment.pairs = [pair for pair in alignment.pairs if pair not in wrong]
-    undecided, alignment.undecided = alignment.undecided, [([pair.old], [pair.new]) for pair in wrong]
+        anchors.add(pair)
+    undecided, alignment.undecided = alignment.undecided, []
+    _take_back(alignment, [pair for pair in alignment.pairs if anchors.agree(pair.old, pair.new) is False])
     for olds, news in undecided:
         found = [(old, new) for old in olds for new in news if anchors.agree(old, new)]
-        alignment.pairs += [UnitPair(old, new, "names") for old, new in found]
+        alignment.pairs += [UnitPair(old, new, "names", 1, anchors.rests_on(old)) for old, new in found]
         gone = {id(unit) for pair in found for unit in pair}
         rest = tuple([unit for unit in units if id(unit) not in gone] for units in (olds, news))
         if all(rest):
             alignment.undecided.append((rest[0], rest[1]))
+
+
+def _take_back(alignment: Alignment, pairs: list[UnitPair]) -> None:
+    """Pairs that do not stand become undecided."""
+    gone = set(map(id, pairs))
+    alignment.pairs = [pair for pair in alignment.pairs if id(pair) not in gone]
+    alignment.undecided += [([pair.old], [pair.new]) for pair in pairs]
 
 
 # --- blocks
@@ -103,11 +102,18 @@ def _next_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[
     totals = [Counter(unit.kind for unit in units if unit.kind >= 0) for units in (left, right)]
     even = {kind for kind, count in totals[0].items() if totals[1][kind] == count}
     for counted in (totals[0].keys() | totals[1].keys(), even):
-        olds, news = (blocks_of(units, depth, counted) for units, depth in zip((left, right), context.depths, strict=True))
+        olds, news = (
+            blocks_of(units, depth, counted, whole)
+            for units, depth, whole in zip((left, right), context.depths, context.whole, strict=True)
+        )
         shared = [key for key in olds.keys() & news.keys() if key]
         for key in sorted(shared, key=lambda key: (-sum(count for _, count in key), min(block.index for block in news[key]))):
-            anchored = len(olds[key]) == len(news[key]) and _is_anchored(key, len(olds[key]), totals)
-            if anchored and (pairs := resolve(olds[key], news[key], context)):
+            count = len(olds[key])
+            if count != len(news[key]) or not _is_anchored(key, count, totals):
+                continue
+            if _places(olds[key], left, even) != _places(news[key], right, even):
+                continue
+            if pairs := resolve(olds[key], news[key], context):
                 return pairs
     return []
 
@@ -115,6 +121,23 @@ def _next_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[
 def _is_anchored(key: Key, blocks: int, totals: list[Counter[int]]) -> bool:
     """Whether some kind of unit is nowhere but in these blocks, on both sides: then these blocks are each other's partners."""
     return any(all(total[kind] == blocks * count for total in totals) for kind, count in key)
+
+
+def _places(blocks: list[Block], units: list[Unit], even: set[int]) -> Counter[tuple[int, str]]:
+    """How many units of the blocks' kinds, of those that both sides have as many of, lie before, between and behind them.
+
+    A block of the right kinds may still hold another unit of a kind than its partner does; that one then lies elsewhere. A
+    network with a norm in front of its blocks and one with a norm behind them have the same tensors, and are not the same.
+    """
+    kinds = {unit.kind for block in blocks for unit in block.units} & even
+    inside = {id(unit) for block in blocks for unit in block.units}
+    first, last = min(block.index for block in blocks), max(block.index for block in blocks)
+    places: Counter[tuple[int, str]] = Counter()
+    for unit in units:
+        if unit.kind in kinds and id(unit) not in inside:
+            said = end_of(unit.path)
+            places[unit.kind, said or ("before" if unit.index < first else "behind" if unit.index > last else "between")] += 1
+    return places
 
 
 # --- units
@@ -129,7 +152,7 @@ def _pair_units(left: list[Unit], right: list[Unit], context: Context, alignment
                 kinds[unit.kind][side].append(unit)
     for olds, news in kinds.values():
         pairs = resolve(olds, news, context)
-        alignment.pairs += [UnitPair(pair.old, pair.new, pair.how) for pair in pairs]  # type: ignore[arg-type]
+        alignment.pairs += map(context.unit_pair, pairs)
         gone = {id(unit) for pair in pairs for unit in (pair.old, pair.new)}
         rest = [[unit for unit in units if id(unit) not in gone] for units in (olds, news)]
         if all(rest):

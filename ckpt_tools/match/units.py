@@ -23,6 +23,7 @@ _ROLES = {
 COUNTER = "num_batches_tracked"  # old checkpoints lack it; it never tells modules apart
 _SUFFIXED = re.compile(r"(.+)_(weight|bias)")
 _INTEGERS = ("int", "uint", "bool")
+_GATED = {"w1": "gate", "w2": "down", "w3": "up"}
 _MAX_PARTS = 64  # of a name; what is deeper counts as one part
 
 
@@ -82,7 +83,19 @@ def units_of(params: Iterable[Param], known: Callable[[str], str]) -> list[Unit]
         elif role not in unit.roles:
             unit.roles[role], unit.shapes[role] = param.name, param.shape
             unit.integers[role] = (param.dtype or "").startswith(_INTEGERS)
+    _name_gates(units)
     return [unit for unit in units.values() if unit.roles]
+
+
+def _name_gates(units: dict[Path, Unit]) -> None:
+    """`w1`, `w2`, `w3` side by side, as the first Llama has them, are the gate, down and up of a gated layer."""
+    for path in [path for path in units if path[-1:] == ("w1",)]:
+        found = [units.get((*path[:-1], name)) for name in _GATED]
+        shapes = [unit.shapes.get("weight", ()) if unit is not None else () for unit in found]
+        if len(shapes[0]) == 2 and shapes[0] == shapes[2] == shapes[1][::-1]:
+            for unit, name in zip(found, _GATED.values(), strict=True):
+                assert unit is not None
+                unit.path = (*path[:-1], name)
 
 
 def _place(parent: str, leaf: str, siblings: set[str]) -> tuple[Path, str]:
@@ -104,29 +117,18 @@ def _place(parent: str, leaf: str, siblings: set[str]) -> tuple[Path, str]:
 # --- ties
 
 
-@dataclass(frozen=True, slots=True)
-class Untied:
-    """One side with one tensor of each tied group, where that makes the two sides agree; `twins`: that one -> the others."""
-
-    params: list[Param]
-    twins: dict[str, list[str]]
-
-
-def untied(source: Sequence[Param], target: Sequence[Param]) -> tuple[Untied, Untied]:
-    """Leave out all but one of each group of tied tensors; but not where the other side holds as many apart."""
+def untied(source: Sequence[Param], target: Sequence[Param]) -> tuple[list[Param], list[Param]]:
+    """Both sides with one tensor of each group of tied ones; but all of it where the other side holds as many apart."""
     groups = [_groups(side) for side in (source, target)]
     full = [Counter(param.shape for param in side) for side in (source, target)]
     distinct = [Counter(members[0].shape for members in side) for side in groups]
 
-    def one_side(own: int, other: int) -> Untied:
-        left, twins = [], {}
+    def one_side(own: int, other: int) -> list[Param]:
+        kept: set[str] = set()
         for first, *rest in groups[own]:
             apart = distinct[own][first.shape] != distinct[other][first.shape] == full[own][first.shape]
-            left += [first, *rest] if apart else [first]
-            if rest and not apart:
-                twins[first.name] = [param.name for param in rest]
-        order = {param.name: number for number, param in enumerate((source, target)[own])}
-        return Untied(sorted(left, key=lambda param: order[param.name]), twins)
+            kept.update(param.name for param in ([first, *rest] if apart else [first]))
+        return [param for param in (source, target)[own] if param.name in kept]
 
     return one_side(0, 1), one_side(1, 0)
 

@@ -31,6 +31,8 @@ def _rows(report: Converted) -> list[Row]:
         rows += _fitted(report.fitted)
     if report.optimizer_names:
         rows.append(("optimizer", f"{report.optimizer_names} param_names renamed"))
+    if report.compacted:
+        rows.append(("compacted", f"{counted(report.compacted, 'storage')}, {size_text(report.saved)} saved"))
     rows += up_to_ten("devices", [f"{move}: {counted(count, 'storage')}" for move, count in report.devices.items()])
     rows += up_to_ten("cast", [f"{move}: {counted(count, 'tensor')}" for move, count in report.casts.items()])
     rows += up_to_ten(

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_tools.containers import safetensors
+from ckpt_tools.containers import safetensors, torch_legacy
 from ckpt_tools.containers.safetensors import MAX_HEADER
 from ckpt_tools.errors import SafetensorsError
 from ckpt_tools.files import Source
@@ -71,6 +71,13 @@ def find_safetensors(source: Source) -> int | None:
         ):
             return match.start() - 8
     return None
+
+
+def find_legacy(source: Source) -> int | None:
+    """Where in the first megabyte a torch-legacy stream begins: at the pickled magic number."""
+    data = source.read(0, min(_SEARCHED, source.size))
+    starts = (match.start() for match in re.finditer(rb"\x80[\x02-\x05]", data))
+    return next((start for start in starts if torch_legacy.sniff(data[start : start + 64])), None)
 
 
 def salvage_safetensors(source: Source, start: int) -> Salvaged:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from ckpt_tools import temporaries
 from ckpt_tools.checking.reading import Mismatch, read_checkpoint
 from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, naming, open_checkpoint
 from ckpt_tools.containers import safetensors, torch_zip
 from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.errors import CkptError, NotACheckpointError, RepairError, UnsupportedContainerError
 from ckpt_tools.files import Source
+from ckpt_tools.findings import counted_bytes
 from ckpt_tools.plan import Content, Deflated, Range
-from ckpt_tools.repairing.garbage import find_safetensors, is_text_mode, salvage_safetensors, undo_text_mode
-from ckpt_tools.repairing.salvage import Salvaged, filled, salvage_zip
+from ckpt_tools.repairing.garbage import find_legacy, find_safetensors, is_text_mode, salvage_safetensors, undo_text_mode
+from ckpt_tools.repairing.salvage import Salvaged, filled, salvage_legacy, salvage_zip
+from ckpt_tools.sources import Window
 from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree import Storage
 
-_REPAIRED = ("torch-zip", "safetensors")
+_REPAIRED = ("torch-zip", "torch-legacy", "torch-tar", "safetensors")
 
 
 @contextlib.contextmanager
@@ -30,7 +32,7 @@ def opened(path: Path, *, keep_damaged: bool, scratch: Path) -> Iterator[tuple[S
 
     Args:
         path: the file. keep_damaged: take a pickle that nothing proves.
-        scratch: a folder for the undoing of a text-mode transfer, which takes a copy of the file.
+        scratch: a file beside which the undoing of a text-mode transfer may put a copy of the input.
 
     Raises:
         RepairError: nothing can be had. UnsupportedContainerError: a container that needs no repair, or has none.
@@ -117,23 +119,21 @@ def _salvaged(
 
 def _undone(source: Source, scratch: Path, stack: contextlib.ExitStack) -> Source:
     """A copy of the file without the carriage returns, removed when the stack closes."""
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".ckpt-", dir=scratch)))
     try:
-        undo_text_mode(source, folder / source.path.name)
+        path = stack.enter_context(temporaries.scratch(scratch))
+        undo_text_mode(source, path)
     except OSError as problem:
         raise RepairError(f"The copy of {source.path} without carriage returns cannot be written.", why=f"{problem}.") from None
-    copy = Source(folder / source.path.name)
+    copy = Source(path)
     stack.callback(copy.close)
     return copy
 
 
 def _salvage(source: Source, error: CkptError, keep_damaged: bool) -> Salvaged:
     """The containers that may be in the file, each tried."""
-    head = source.read(0, min(HEAD, source.size))
-    start = 0 if safetensors.sniff(head) else None if torch_zip.sniff(head) else find_safetensors(source)
     try:
         with naming(source):
-            return salvage_zip(source, keep_damaged=keep_damaged) if start is None else salvage_safetensors(source, start)
+            return _by_kind(source, keep_damaged)
     except NotACheckpointError:  # the disk failed
         raise
     except CkptError as problem:
@@ -143,11 +143,26 @@ def _salvage(source: Source, error: CkptError, keep_damaged: bool) -> Salvaged:
         ) from None
 
 
+def _by_kind(source: Source, keep_damaged: bool) -> Salvaged:
+    """What is whole in the container that begins first in the file; in a zip where no other does."""
+    head = source.read(0, min(HEAD, source.size))
+    if torch_zip.sniff(head):
+        return salvage_zip(source, keep_damaged=keep_damaged)
+    if (start := 0 if safetensors.sniff(head) else find_safetensors(source)) is not None:
+        return salvage_safetensors(source, start)
+    if (start := find_legacy(source)) is not None:
+        salvaged = salvage_legacy(Window(source, start, source.size - start))
+        if start:
+            salvaged.notes.append(("leading-bytes", f"{counted_bytes(start)} before the stream are left out."))
+        return salvaged
+    return salvage_zip(source, keep_damaged=keep_damaged)
+
+
 def _has_zip(source: Source) -> bool:
     """Whether a zip record begins in the first megabyte."""
     return b"PK\x03\x04" in source.read(0, min(1 << 20, source.size))
 
 
-def scratch_folder(target: str | os.PathLike[str], *, dry_run: bool) -> Path:
-    """Where temporaries go: beside the output, which needs the room anyway; in a dry run where the system puts them."""
-    return Path(tempfile.gettempdir()) if dry_run else Path(os.path.realpath(target)).parent
+def scratch_place(target: Path, *, dry_run: bool) -> Path:
+    """Beside what temporaries go: the output, which needs the room anyway; in a dry run a file where the system puts them."""
+    return Path(tempfile.gettempdir(), target.name) if dry_run else target

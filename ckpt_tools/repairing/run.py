@@ -18,7 +18,7 @@ from ckpt_tools.files import free_bytes, no_space, output_target, replacing
 from ckpt_tools.plan import Piece, total
 from ckpt_tools.repairing.holes import Holes
 from ckpt_tools.repairing.mends import Mended, mend, tie
-from ckpt_tools.repairing.opening import opened, scratch_folder
+from ckpt_tools.repairing.opening import opened, scratch_place
 from ckpt_tools.repairing.report import Missing, Repaired
 from ckpt_tools.repairing.salvage import Salvaged, find_lost, leave_out
 from ckpt_tools.tree import DROP, Entry, Node, Storage, Where, reachable
@@ -70,10 +70,10 @@ def repair(
     kind = "safetensors" if os.fspath(target).endswith(".safetensors") else "pth"
     report = Repaired(str(source), str(target), "safetensors" if kind == "safetensors" else "torch-zip", dry_run)
     where = output_target(target, overwrite=overwrite or dry_run)
-    if where.exists() and os.path.samefile(where, source):
+    if _is_one_file(where, Path(source)):
         raise UsageError("OUT is IN: repair never touches its input.", fix="Give OUT another name.")
     choices = _Choices(keep_damaged, tie_equal, holes, kind)
-    with opened(Path(source), keep_damaged=keep_damaged, scratch=scratch_folder(where, dry_run=dry_run)) as (salvaged, was):
+    with opened(Path(source), keep_damaged=keep_damaged, scratch=scratch_place(where, dry_run=dry_run)) as (salvaged, was):
         report.was = was
         pieces = _plan(salvaged, choices, report)
         report.bytes = total(pieces)
@@ -85,6 +85,13 @@ def repair(
                 salvaged.decoded.source.check_unchanged()
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _is_one_file(one: Path, two: Path) -> bool:
+    try:
+        return os.path.samefile(one, two)
+    except OSError:  # one is not there, or cannot be looked at; whoever opens it says so
+        return False
 
 
 def _check_space(folder: Path, target: Path, size: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckpt_tools.checkpoint import find_tensors
+from ckpt_tools.containers import torch_legacy
 from ckpt_tools.containers.base import Decoded
 from ckpt_tools.errors import ChecksumError, ZipError
 from ckpt_tools.files import Source
@@ -14,6 +16,7 @@ from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.plan import CHUNK, Computed, Content, Range, chunks, read
 from ckpt_tools.repairing.zip_walk import Found, Walked, by_name, names_of_pickles, walk_zip
+from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree import DROP, Entry, Node, Object, Storage, Where, reachable, replace
 
 _PICKLE_LIMIT = 1 << 30
@@ -142,6 +145,26 @@ def _notes(walked: Walked, locator: _Locator, source: Source) -> Iterator[tuple[
     twice = len(walked.records) - len(locator.records)
     if twice:
         yield "repeated-records", f"{twice} records have the name of another; of each name the last whole one was taken."
+
+
+def salvage_legacy(source: Source) -> Salvaged:
+    """A torch-legacy file up to its last whole storage: each follows the one before it, behind the pickles.
+
+    Raises:
+        DamagedFileError: it ends within the pickles, or is damaged there.
+    """
+    there: dict[int, int] = {}
+    salvaged = Salvaged(torch_legacy.decode(source, there))
+
+    def fill(storage: Storage) -> Storage:
+        if id(storage) not in there:
+            return storage
+        changed = dataclasses.replace(storage, content=filled(storage.content, storage.nbytes))
+        salvaged.lost[id(changed)] = f"the file ends after {there[id(storage)]} of its {storage.nbytes} bytes"
+        return changed
+
+    salvaged.decoded.root = map_storages(salvaged.decoded.root, fill)
+    return salvaged
 
 
 # --- holes

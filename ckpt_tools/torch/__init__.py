@@ -1,16 +1,41 @@
-"""Load code: checkpoints as live tensors, names without wrappers, atomic saves. The part of ckpt_tools that imports torch.
+"""Load code: checkpoints as live tensors and in live models, names without wrappers, atomic saves. It imports torch.
 
-from ckpt_tools.torch import load_state_dict, save
-model.load_state_dict(load_state_dict("ddp.pth", map_location="cpu"))
+from ckpt_tools.torch import load_into, load_state_dict, save
+report = load_into(model, "ddp.pth")
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ckpt_tools.torch.building import MapLocation
-from ckpt_tools.torch.into import load_into
 from ckpt_tools.torch.live_names import add_prefix, strip_prefix, unwrap
 from ckpt_tools.torch.loading import load, load_state_dict
-from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.saving import save
 
-__all__ = ["LoadReport", "MapLocation", "add_prefix", "load", "load_into", "load_state_dict", "save", "strip_prefix", "unwrap"]
+if TYPE_CHECKING:
+    from ckpt_tools.torch.into import load_into
+    from ckpt_tools.torch.report import LoadReport
+
+__all__ = [
+    "LoadReport",
+    "MapLocation",
+    "add_prefix",
+    "load",
+    "load_into",
+    "load_state_dict",
+    "save",
+    "strip_prefix",
+    "unwrap",
+]
+
+_HOMES = {"LoadReport": "report", "load_into": "into"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first used: who only wants a state dict does not wait for the matching."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ckpt_tools.torch' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"ckpt_tools.torch.{_HOMES[name]}"), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import io
 import os
@@ -31,16 +32,18 @@ def save(
     """Save a model's state dict, or any mapping, so that the file is the old one or the whole new one, and durable.
 
     Args:
-        model_or_mapping: a module, wrapped by DP, DDP, FSDP1 or compile or not; or a mapping, saved as it is.
+        model_or_mapping: a module, wrapped by DP, DDP, FSDP1 or compile or not; or a mapping, saved as it is, but for modules
+            in it: each becomes its state dict, as if it were saved alone. (`torch.save` would pickle its class.)
         path: the file; replaced when it exists.
-        format: "pth" (what `torch.save` writes) or "safetensors" (one flat state dict, ties kept); else by extension.
+        format: "pth" (what `torch.save` writes), "pth-legacy" (what it wrote before 1.6) or "safetensors" (one flat state dict,
+            ties kept); else by extension.
         wrapped: keep the wrapper's names of a module.
 
     Raises:
         ContainerLimitError: a mapping that safetensors cannot hold. OutputError: the file cannot be written.
     """
     kind = output_format(path, format)
-    data = _state_dict_of(model_or_mapping, wrapped) if isinstance(model_or_mapping, torch.nn.Module) else model_or_mapping
+    data = _without_modules(model_or_mapping, wrapped, set())
     if kind == "safetensors":
         flat = flatten(_tree_of(data))
         pieces = safetensors.lay_out(flat.tensors, flat.metadata)
@@ -48,15 +51,15 @@ def save(
             write(pieces, output)
         return
     with replacing(path, overwrite=True, durable=True) as output:
-        _save_pth(data, output)
+        _save_pth(data, output, zipped=kind == "pth")
 
 
-def _save_pth(data: Any, output: Output) -> None:
+def _save_pth(data: Any, output: Output, *, zipped: bool) -> None:
     """`torch.save` into the output. It makes a RuntimeError of whatever its stream raises: the real one is raised again."""
     raw = _Stream(output)
     try:
         with io.BufferedWriter(raw, CHUNK) as stream:
-            torch.save(data, stream)
+            torch.save(data, stream, _use_new_zipfile_serialization=zipped)
     except BaseException:
         if raw.failed is not None:
             raise raw.failed from None
@@ -89,6 +92,19 @@ class _Stream(io.RawIOBase):
             self.failed = error
             raise
         return len(data)
+
+
+def _without_modules(value: Any, wrapped: bool, above: set[int]) -> Any:
+    """The same data with the state dicts of modules in their place; the very same object where there are none."""
+    if isinstance(value, torch.nn.Module):
+        return _state_dict_of(value, wrapped)
+    if type(value) not in (dict, collections.OrderedDict, list, tuple) or id(value) in above:
+        return value
+    old = list(value.values()) if isinstance(value, dict) else value
+    new = [_without_modules(part, wrapped, above | {id(value)}) for part in old]
+    if all(one is other for one, other in zip(old, new, strict=True)):
+        return value
+    return type(value)(zip(value, new, strict=True)) if isinstance(value, dict) else type(value)(new)
 
 
 def _state_dict_of(model: torch.nn.Module, wrapped: bool) -> Mapping[str, Any]:

@@ -506,6 +506,17 @@ def test_against_finds_renamed_tensors(tmp_path: Path, training_file: Path) -> N
     assert not report.against.missing
 
 
+def test_equal_matrices_are_told(tmp_path: Path) -> None:
+    """A tied head that was saved twice; one that is tied still is nothing to tell."""
+    path, table = tmp_path / "model.pth", torch.randn(30, 20)
+    torch.save(
+        {"embed.weight": table, "head.weight": table.clone(), "a.bias": torch.ones(500), "b.bias": torch.ones(500)}, path
+    )
+    assert codes(path, digest=True) == ["equal-tensors"]
+    torch.save({"embed.weight": table, "head.weight": table}, path)
+    assert codes(path, digest=True) == []
+
+
 def test_overlapping_tensors_cannot_take_for_ever(tmp_path: Path) -> None:
     """Ten thousand different views of 100 MB on one number would be a terabyte of hashing: they are said to be skipped."""
     path = tmp_path / "views.pth"

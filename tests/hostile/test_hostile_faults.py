@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
+from faults.jobs import JOBS
 from faults.layer import Fault
 from faults.runs import Rig, TornError
 
@@ -39,7 +40,7 @@ EIO, KILL = Fault("write", 1, "eio"), Fault("write", 1, "kill")
 def test_the_matrix_sees_something(fault: Fault, code: int, told: str, files: dict[str, bytes], tmp_path: Path) -> None:
     """The test above can fail: each kind of damage is seen."""
     rig = Rig.__new__(Rig)
-    rig.folder, rig.before, rig.after = tmp_path, OLD, NEW
+    rig.job, rig.folder, rig.before, rig.after = JOBS[0], tmp_path, OLD, NEW
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(TornError):

@@ -90,7 +90,6 @@ PACKED = {
     "png": (b"\x89PNG\r\n\x1a\n" + zlib.compress(b"x"), "a PNG picture", ""),
     "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(40), "an HDF5 file", ""),
     "gguf": (b"GGUF\x03" + bytes(40), "a GGUF file", ""),
-    "npy": (b"\x93NUMPY\x01" + bytes(40), "a NumPy array file", ""),
 }
 
 

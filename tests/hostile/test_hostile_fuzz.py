@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import ZipError
+from ckpt_tools.errors import ContainerLimitError, TensorError, ZipError
 from fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
-from tests.hostile.zips import Rec, build, torch_zip
+from tests.hostile.zips import Rec, build, torch_records, torch_zip
 
 ROOT = Path(ckpt_tools.__file__).parent.parent
 
@@ -76,3 +76,38 @@ def test_long_names_make_no_long_messages(tmp_path: Path) -> None:
     with pytest.raises(ZipError, match="not UTF-8") as caught:
         ckpt_tools.inspect(path)
     assert len(str(caught.value)) < 3000
+
+
+def test_edit_in_place_without_room_in_front(tmp_path: Path) -> None:
+    """Found by the fuzzer: a file that begins with a tiny record was left beginning with zeros."""
+    body = p.pickle(p.dict_of(**{"a.w": p.tensor()}))
+    rows = {row.name: row for row in torch_records(body, {"0": bytes(24)})}
+    order = ("archive/version", "archive/data/0", "archive/data.pkl", "archive/byteorder")
+    path = write(tmp_path, build([rows[name.encode()] for name in order]))
+    before = path.read_bytes()
+    with pytest.raises(ContainerLimitError, match="no room for a record before"):
+        ckpt_tools.edit_in_place(path, add_module=True)
+    assert path.read_bytes() == before
+    ckpt_tools.convert(path, tmp_path / "out.pth", add_module=True)
+    assert list(torch.load(tmp_path / "out.pth")) == ["module.a.w"]
+
+
+@pytest.mark.parametrize("key", ["a\0b", "..", "a\\b", "a//b", "\ud800"])
+def test_repair_writes_no_record_that_cannot_be_read(key: str, tmp_path: Path) -> None:
+    """Found by the fuzzer: storages that are missing may have keys that name no record, and repair wrote zeros under them."""
+    lost = p.tensor(on=p.storage(key))
+    path = write(tmp_path, torch_zip(p.pickle(p.dict_of(**{"a.w": p.tensor(), "b.w": lost})), {"0": bytes(24)}))
+    with pytest.raises(TensorError, match="cannot name a record"):
+        ckpt_tools.repair(path, tmp_path / "out.pth", keep_damaged=True)
+    ckpt_tools.repair(path, tmp_path / "out.pth")
+    assert list(torch.load(tmp_path / "out.pth")) == ["a.w"]
+
+
+def test_text_mode_damage_leaves_no_copy(tmp_path: Path) -> None:
+    """Found by the fuzzer: the copy without carriage returns was in a folder that nobody would have removed after a kill."""
+    torch.save({"a.w": torch.arange(600.0)}, tmp_path / "good.pth")
+    path = write(tmp_path, (tmp_path / "good.pth").read_bytes().replace(b"\n", b"\r\n"))
+    (tmp_path / ".out.pth.0123456789ab.ckpt-tmp").write_bytes(b"of a killed process")
+    ckpt_tools.repair(path, tmp_path / "out.pth")
+    assert sorted(row.name for row in tmp_path.iterdir()) == ["bad.pth", "good.pth", "out.pth"]
+    assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.arange(600.0))

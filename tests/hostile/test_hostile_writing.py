@@ -6,10 +6,12 @@ import errno
 import os
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import textwrap
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -489,3 +491,29 @@ def test_95_input_is_replaced(tmp_path: Path) -> None:
 
     ckpt_tools.convert(source, tmp_path / "out.pth", dtype="fp64", progress=progress)
     assert torch.load(tmp_path / "out.pth")["module.a.w"].numel() == KERNEL // 4
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"x" * 40, b"\xff" * 32, bytes(32), bytes(24) + b"\xff" * 8, bytes(24) + b"\1" + bytes(40)]
+)
+def test_94_journals_of_strangers(body: bytes, source: Path) -> None:
+    """A journal that came with an archive, its checksum made right: refused or put away, and never acted upon."""
+    before = source.read_bytes()
+    whole = b"ckpt journal 1\n" + body
+    journal = source.with_name(".in.pth.ckpt-journal")
+    journal.write_bytes(whole + struct.pack("<I", zlib.crc32(whole)))
+    if not body.startswith(bytes(24)) or body[24:] == b"\xff" * 8:  # no head, or more patches than it has: not whole
+        ckpt_tools.inspect(source)
+        assert not journal.exists()
+    else:
+        with pytest.raises(OutputError, match="the journal of another file"):
+            ckpt_tools.inspect(source)
+    assert source.read_bytes() == before
+
+
+def test_94_journal_of_a_terabyte(source: Path) -> None:
+    """A sparse file in the journal's place is not read."""
+    with open(source.with_name(".in.pth.ckpt-journal"), "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OutputError, match="none is so large"):
+        ckpt_tools.inspect(source)

@@ -587,3 +587,54 @@ def test_checksum_errors_are_not_swallowed() -> None:
     from ckpt_tools.errors import DamagedFileError
 
     assert issubclass(ChecksumError, DamagedFileError)
+
+
+# --- torch-legacy
+
+
+@pytest.fixture
+def whole_legacy(tmp_path: Path) -> tuple[bytes, Tensors]:
+    """A torch-legacy file's bytes and its tensors, two of them views on one storage."""
+    table = torch.randn(30, 20)
+    tensors = {f"layer{i}.weight": torch.randn(30, 20) for i in range(18)} | {"a.weight": table[:10], "b.weight": table[5:]}
+    torch.save(tensors, tmp_path / "model.pth", _use_new_zipfile_serialization=False)
+    return (tmp_path / "model.pth").read_bytes(), tensors
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9, 0.999])
+def test_legacy_up_to_the_last_whole_storage(whole_legacy: tuple[bytes, Tensors], tmp_path: Path, share: float) -> None:
+    """Storages lie one behind another: what comes before the cut is saved, as torch-zip."""
+    data, tensors = whole_legacy
+    cut = data[: int(len(data) * share)]
+    table = torch.cat((tensors["a.weight"][:5], tensors["b.weight"]))  # the storage of both
+    bytes_of = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    bytes_of |= dict.fromkeys(("a.weight", "b.weight"), table.numpy().tobytes())
+    report, found = repaired(cut, tmp_path)
+    assert set(found) == {name for name, data in bytes_of.items() if data in cut}
+    assert equal(found, tensors)
+    assert report.exit_code == 1
+    _, kept = repaired(cut, tmp_path, keep_damaged=True)
+    assert len(kept) == 20
+    assert equal({name: kept[name] for name in found}, tensors)
+
+
+@pytest.mark.parametrize(("before", "behind"), [(b"abc", b""), (b"\x80\x02", b"xyz"), (b"", b"x")])
+def test_garbage_around_legacy(whole_legacy: tuple[bytes, Tensors], tmp_path: Path, before: bytes, behind: bytes) -> None:
+    """Bytes before and behind the stream are left out."""
+    data, tensors = whole_legacy
+    report, found = repaired(before + data + behind, tmp_path)
+    assert (report.exit_code, len(found), equal(found, tensors)) == (0, 20, True)
+
+
+def test_text_mode_legacy(whole_legacy: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """A text-mode transfer of the old format is undone too."""
+    data, tensors = whole_legacy
+    report, found = repaired(data.replace(b"\n", b"\r\n"), tmp_path)
+    assert (report.exit_code, len(found), equal(found, tensors)) == (0, 20, True)
+
+
+def test_a_legacy_file_cut_in_its_pickle(whole_legacy: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """Without the names there is nothing to save."""
+    data, _ = whole_legacy
+    with pytest.raises(RepairError):
+        repaired(data[:300], tmp_path)

@@ -1,0 +1,124 @@
+"""Storages cut down to what their tensors use: a view holds on to its whole storage, and torch.save writes all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ckpt_tools import tree
+from ckpt_tools.numeric import part, row_major
+from ckpt_tools.plan import Computed, Content, chunks
+from ckpt_tools.tree import Entry, Node, Storage, contiguous_stride
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """How many storages were cut down, and how many bytes that saves."""
+
+    storages: int = 0
+    saved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The bytes [start, end) of a storage, and the entries that view them."""
+
+    start: int
+    end: int
+    entries: tuple[Entry, ...]
+
+
+def compact(root: Node, *, verify: bool = False) -> tuple[Node, Compacted]:
+    """Give tensors storages of their own size. What overlaps stays on one storage, so that ties and views stay what they are.
+
+    A storage that something else than a tensor refers to (a quantised tensor, the storage itself) stays whole, and so does one
+    that is used entirely.
+
+    Args:
+        root: the tree, edited in place.
+        verify: keep the contents in touch with their records, so that the checksums can be checked.
+
+    Returns:
+        The root, and what it saves.
+    """
+    views: dict[int, list[Entry]] = {}
+    pinned: set[int] = set()
+    for node in tree.reachable(root):
+        if type(node) is Entry:
+            views.setdefault(id(node.storage), []).append(node)
+        elif type(node) in tree.CONTAINERS:
+            pinned.update(id(below) for below in tree.parts(node) if type(below) is Storage)
+    moved: dict[int, Entry] = {}
+    count = saved = 0
+    for entries in views.values():
+        storage = entries[0].storage
+        if id(storage) in pinned:
+            continue
+        made = dict(_cut(storage, entries, verify))
+        if made:
+            kept = {id(entry.storage): entry.storage.nbytes for entry in made.values()}
+            moved.update(made)
+            count, saved = count + 1, saved + storage.nbytes - sum(kept.values())
+    if not moved:
+        return root, Compacted()
+    root = tree.replace(root, lambda node: moved.get(id(node), node) if type(node) is Entry else node)
+    return root, Compacted(count, saved)
+
+
+def _cut(storage: Storage, entries: list[Entry], verify: bool) -> Iterator[tuple[int, Entry]]:
+    """The entries of a storage on smaller ones, by their old identity; nothing when nothing is saved."""
+    if any(entry.dtype.bits % 8 or entry.dtype.itemsize != entries[0].dtype.itemsize for entry in entries):
+        return
+    pieces = _pieces(entries)
+    gathered = {index for index, piece in enumerate(pieces) if _can_gather(piece)}
+    sizes = [piece.entries[0].nbytes if index in gathered else piece.end - piece.start for index, piece in enumerate(pieces)]
+    if sum(sizes) >= storage.nbytes:
+        return
+    for index, piece in enumerate(pieces):
+        first = piece.entries[0]
+        whole = part(storage.content, piece.start, piece.end - piece.start)
+        content = row_major(first) if index in gathered else whole
+        if verify:
+            content = _in_touch(content, storage.content)
+        key = storage.key if index == 0 else f"{storage.key}_{index}"
+        own = Storage(key, storage.dtype, content.length, storage.device, content)
+        for entry in piece.entries:
+            if index in gathered:
+                yield id(entry), replace(entry, storage=own, offset=0, stride=contiguous_stride(entry.shape))
+            else:
+                start = entry.offset - piece.start // entry.dtype.itemsize if entry.nbytes else 0
+                yield id(entry), replace(entry, storage=own, offset=start)
+
+
+def _in_touch(content: Content, of: Content) -> Computed:
+    return Computed(content.length, lambda: chunks(content), of=of)
+
+
+def _span(entry: Entry) -> tuple[int, int]:
+    """The bytes of its storage between the first and the last element; nothing for an empty tensor."""
+    if not entry.nbytes:
+        return 0, 0
+    item = entry.dtype.itemsize
+    last = sum((size - 1) * step for size, step in zip(entry.shape, entry.stride, strict=True))
+    return entry.offset * item, (entry.offset + last + 1) * item
+
+
+def _pieces(entries: list[Entry]) -> list[_Piece]:
+    """Entries together with those that they overlap, in order of their bytes."""
+    pieces: list[_Piece] = []
+    for (start, end), entry in sorted(((_span(entry), entry) for entry in entries), key=lambda row: row[0]):
+        last = pieces[-1] if pieces else None
+        if last is not None and (start < last.end or start == end):
+            pieces[-1] = _Piece(last.start, max(last.end, end), (*last.entries, entry))
+        else:
+            pieces.append(_Piece(start, end, (entry,)))
+    return pieces
+
+
+def _can_gather(piece: _Piece) -> bool:
+    """Whether every entry is the same view and has gaps in it: then its elements alone are enough."""
+    first = piece.entries[0]
+    same = all((one.shape, one.stride, one.offset, one.dtype) == (first.shape, first.stride, first.offset, first.dtype)
+               for one in piece.entries)  # fmt: skip
+    lazy = any(one.extras is not None and one.extras.metadata is not None for one in piece.entries)
+    return same and not lazy and first.nbytes < piece.end - piece.start

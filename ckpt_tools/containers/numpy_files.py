@@ -1,0 +1,294 @@
+"""npy and npz: what `numpy.save`, `numpy.savez` and `numpy.savez_compressed` write. An array is a tensor.
+
+    npy    MUST   \\x93NUMPY, the version (1.0, 2.0, 3.0), the length of the header in 2 bytes (4 from 2.0 on)
+           MUST   the header, a Python literal {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
+           MUST   the elements; of an array of objects, a pickle of the array
+    npz    MUST   a zip of such files, stored or deflated, each called NAME.npy
+
+`numpy.save(file, {"name": array})` pickles an array of one object, the dict: then the dict is the tree, and the arrays in it
+are tensors too. Arrays of text are lists. Big-endian arrays are swapped on the way.
+
+Source: numpy/lib/_format_impl.py (its docstring is the specification), numpy/lib/_npyio_impl.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+import zlib
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ckpt_tools import tree
+from ckpt_tools.containers.base import Decoded, Warned, settled, trailing
+from ckpt_tools.containers.legacy_stream import Blobs
+from ckpt_tools.containers.torch_zip import record_content
+from ckpt_tools.containers.zip_directory import Directory, Record
+from ckpt_tools.dtypes import BY_NUMPY
+from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError, UnsupportedContainerError
+from ckpt_tools.files import Source
+from ckpt_tools.numeric import part, swapped
+from ckpt_tools.pickling.limits import MAX_PICKLE
+from ckpt_tools.pickling.old_tensors import modernise
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles
+from ckpt_tools.plan import Content, Range, read
+from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage, check, contiguous_stride
+
+_MAGIC = b"\x93NUMPY"
+_MAX_HEADER = 10_000  # numpy's own limit for what it evaluates
+_MAX_TEXT = 16 << 20
+_DESCR = re.compile(r"([<>=|]?)([a-zA-Z])([0-9]{0,9})")
+_RECONSTRUCT = (
+    Global("numpy.core.multiarray", "_reconstruct"),
+    Global("numpy._core.multiarray", "_reconstruct"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a header says: kind and size of an element ("f4"), byte order, Fortran order, shape; and its own length."""
+
+    code: str
+    big: bool
+    fortran: bool
+    shape: tuple[int, ...]
+    length: int
+
+
+def sniff(head: bytes) -> bool:
+    """Whether a file that starts with these bytes is a .npy."""
+    return head.startswith(_MAGIC)
+
+
+def is_npz(names: Collection[str]) -> bool:
+    """Whether a zip of these records is a .npz."""
+    return bool(names) and all(name.endswith(".npy") for name in names)
+
+
+def decode_npy(source: Source) -> Decoded:
+    """Read the header of a .npy, and its pickle where it has one; no elements.
+
+    Raises:
+        DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: elements that torch has not.
+    """
+    arrays = _Arrays()
+    header = parse_header(source.read(0, min(source.size, _MAX_HEADER + 12)))
+    root = arrays.node(header, Range(source, 0, source.size), FilePart(source, header.length, source.size), "the array")
+    decoded = arrays.decoded("npy", root, source)
+    decoded.warnings += trailing(arrays.left, "the array")
+    return decoded
+
+
+def decode_npz(source: Source, directory: Directory) -> Decoded:
+    """Read the headers of all arrays in a .npz, and the pickles of those that have one; no elements.
+
+    Raises:
+        DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: elements that torch has not.
+    """
+    arrays = _Arrays()
+    items: list[tuple[Node, Node]] = []
+    for record in directory.records:
+        name = record.name.removesuffix(".npy")
+        header = parse_header(_head(source, record), name)
+        node = arrays.node(header, record_content(source, record), _part(source, record, header), f"the array {name!r}")
+        if arrays.left:
+            raise TensorError(f"The array {name!r} has {arrays.left} bytes more than its shape.")
+        items.append((name, node))
+    decoded = arrays.decoded("npz", Dict(items), source)
+    decoded.warnings += trailing(directory.trailing, "the archive")
+    decoded.records = directory.records
+    return decoded
+
+
+def _head(source: Source, record: Record) -> bytes:
+    """The first bytes of a record: all of its header, if that is no longer than it may be."""
+    packed = source.read(record.data, min(record.compressed, _MAX_HEADER + 12))
+    if not record.deflated:
+        return packed
+    try:
+        return zlib.decompressobj(-15).decompress(packed, _MAX_HEADER + 12)
+    except zlib.error as error:
+        raise DamagedFileError(f"The zip record {record.name!r} cannot be inflated.", why=f"{error}.") from None
+
+
+def _part(source: Source, record: Record, header: Header) -> Part:
+    """What follows the header of a record; a deflated one is inflated where it holds a pickle."""
+    if not record.deflated:
+        return FilePart(source, record.data + header.length, record.end)
+    if header.code != "O":
+        return BytesPart(b"")
+    if record.size > min(MAX_PICKLE, max(source.size, 1 << 20) * 16):
+        raise LimitError(f"The zip record {record.name!r} claims a pickle of {record.size} bytes.")
+    return BytesPart(read(record_content(source, record))[header.length :])
+
+
+def parse_header(head: bytes, name: str = "") -> Header:
+    """The header of a .npy, from its first bytes. Its text is a literal and read as one: nothing in it is evaluated.
+
+    Raises:
+        DamagedFileError: it is malformed. UnsupportedContainerError: elements that torch has not.
+    """
+    what = f"The array {name!r}" if name else "The array"
+    size = 2 if head[6:7] == b"\1" else 4
+    start = 8 + size
+    length = int.from_bytes(head[8:start], "little")
+    if not head.startswith(_MAGIC) or head[6:7] not in (b"\1", b"\2", b"\3") or length > _MAX_HEADER:
+        raise DamagedFileError(f"{what} does not begin with a header of NumPy's.", why=f"It begins with {head[:16]!r}.")
+    if start + length > len(head):
+        raise DamagedFileError(f"{what} is cut off in its header.")
+    fields = _literal(head[start : start + length])
+    if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
+        raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
+    shape, fortran = fields["shape"], fields["fortran_order"]
+    if type(shape) is not tuple or any(type(size) is not int or size < 0 for size in shape) or type(fortran) is not bool:
+        raise DamagedFileError(f"{what} has a malformed header.", why="Its shape or order is of the wrong type.")
+    found = _DESCR.fullmatch(fields["descr"]) if type(fields["descr"]) is str else None
+    code = found[2] + found[3] if found else ""
+    if not found or not (code in BY_NUMPY or found[2] in "OSU"):
+        raise UnsupportedContainerError(f"{what} has the NumPy dtype {str(fields['descr'])[:100]!r}, which torch has not.")
+    return Header(code, found[1] == ">", fortran, shape, start + length)
+
+
+def _literal(text: bytes) -> object:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's, about odd escapes
+        try:
+            # Python 2 wrote sizes as 3L
+            return ast.literal_eval(re.sub(r"(\d)L\b", r"\1", text.decode("utf-8")).strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return None
+
+
+class _Arrays:
+    """The arrays of one file, as they become nodes.
+
+    Attributes:
+        left: bytes behind the last one.
+    """
+
+    def __init__(self) -> None:
+        self.globals: dict[Global, None] = {}
+        self.unusual: dict[str, None] = {}
+        self.count = self.storage_bytes = self.left = 0
+
+    def node(self, header: Header, content: Content, rest: Part, what: str) -> Node:
+        """A tensor; a list or text of an array of text; what is in an array of objects.
+
+        Args:
+            header: its header. content: the whole file or record. rest: what follows the header. what: its name in messages.
+        """
+        if header.code == "O":
+            return self._objects(header, rest)
+        dtype = BY_NUMPY.get(header.code)
+        if dtype is None:
+            return self._text(header, content, what)
+        shape = header.shape
+        stride = tuple(reversed(contiguous_stride(shape[::-1]))) if header.fortran else contiguous_stride(shape)
+        nbytes = _elements(shape) * dtype.itemsize
+        self._take(header, nbytes, content.length, what)
+        own = part(content, header.length, nbytes)
+        return self._entry(
+            Storage("", dtype, nbytes, None, swapped(own, dtype.swap_width) if header.big else own), shape, stride
+        )
+
+    def _entry(self, storage: Storage, shape: tuple[int, ...], stride: tuple[int, ...]) -> Entry:
+        dtype = storage.dtype
+        assert dtype is not None
+        kept = Storage(str(self.count), dtype if dtype.storage else None, storage.nbytes, None, storage.content)
+        entry = Entry(kept, dtype, shape, stride, 0)
+        check(entry)
+        self.count += 1
+        self.storage_bytes += storage.nbytes
+        return entry
+
+    def _take(self, header: Header, nbytes: int, length: int, what: str) -> None:
+        self.left = length - header.length - nbytes
+        if self.left < 0:
+            raise DamagedFileError(
+                f"The file is cut off in {what}.", why=f"It has {length - header.length} of {nbytes} bytes.",
+                fix="An interrupted download or a full disk does that: get it again.",
+            )  # fmt: skip
+
+    def _text(self, header: Header, content: Content, what: str) -> Node:
+        """Text, or nested lists of it."""
+        width = int(header.code[1:] or 0) * (4 if header.code[0] == "U" else 1)
+        count = _elements(header.shape)
+        if count * width > _MAX_TEXT or count > _MAX_TEXT // 8 or header.fortran or not width:
+            raise UnsupportedContainerError(f"{what.capitalize()} holds text in a size or order that no checkpoint has.")
+        self._take(header, count * width, content.length, what)
+        data = read(part(content, header.length, count * width))
+        codec = "latin1" if header.code[0] == "S" else f"utf-32-{'be' if header.big else 'le'}"
+        cells = [data[at : at + width].decode(codec, "replace").rstrip("\0") for at in range(0, len(data), width)]
+        return _nested(cells, header.shape)
+
+    def _objects(self, header: Header, rest: Part) -> Node:
+        """What the pickle of an array of objects holds: the object of an array without dimensions, else a list."""
+        pickles, blobs = Pickles(rest), Blobs(rest)
+
+        def make(data: bytes, offset: int) -> Machine:
+            nonlocal blobs
+            blobs = Blobs(rest, prefix=f"{self.count}.")
+            return blobs.watch(Machine(data, blobs.makers, _refuse, offset), pickles.anchor)
+
+        machine, root = pickles.load(make)
+        self.left = pickles.left
+        self.count += 1
+        self.storage_bytes += blobs.storage_bytes
+        self.globals.update(machine.globals)
+        self.unusual.update(machine.unusual)
+        state = root.state if type(root) is Object and root.function in _RECONSTRUCT else None
+        items = state[4] if type(state) is tuple and len(state) == 5 else None
+        if type(items) is not List or len(items.items) != _elements(header.shape):
+            raise PickleError("An array of objects is not pickled as NumPy pickles it.")
+        held = items.items[0] if header.shape == () else _nested(items.items, header.shape)
+        return modernise(tree.replace(held, lambda node: self._array(node, blobs)), machine.globals)
+
+    def _array(self, node: Node, blobs: Blobs) -> Node:
+        """A pickled array of numbers as a tensor; anything else as it is."""
+        state = node.state if type(node) is Object and node.function in _RECONSTRUCT and len(node.steps) == 1 else None
+        if type(state) is not tuple or len(state) != 5 or type(state[1]) is not tuple or type(state[4]) is not bytes:
+            return node
+        _, shape, kind, fortran, data = state
+        code = kind.args[0] if type(kind) is Object and str(kind.function) == "numpy.dtype" and kind.args else None
+        dtype = BY_NUMPY.get(code) if type(code) is str else None
+        if dtype is None or any(type(size) is not int or size < 0 for size in shape):
+            return node
+        if _elements(shape) * dtype.itemsize != len(data):
+            raise TensorError("A pickled array has more or fewer bytes than its shape.")
+        big = type(kind.state) is tuple and len(kind.state) > 1 and kind.state[1] == ">"
+        content = blobs.content(data)
+        stride = tuple(reversed(contiguous_stride(shape[::-1]))) if fortran is True else contiguous_stride(shape)
+        return self._entry(
+            Storage("", dtype, len(data), None, swapped(content, dtype.swap_width) if big else content), shape, stride
+        )
+
+    def decoded(self, container: str, root: Node, source: Source) -> Decoded:
+        """The result."""
+        unusual = ["a file of NumPy's", *self.unusual]
+        warned: list[Warned] = settled(root)
+        return Decoded(container, root, source, list(self.globals), unusual, warnings=warned, storage_bytes=self.storage_bytes)
+
+
+def _refuse(pid: Node) -> Node:
+    raise PickleError("The pickle refers to something outside it.")
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    """How many elements a shape has; TensorError for impossibly many."""
+    count = 1
+    for size in shape:
+        count *= size
+        if count.bit_length() > 63:
+            raise TensorError("An array claims more than 2**63 elements.")
+    return count
+
+
+def _nested(cells: list[Node], shape: tuple[int, ...]) -> Node:
+    """Cells in row-major order as nested lists; the cell itself without dimensions."""
+    if not shape:
+        return cells[0]
+    for size in reversed(shape[1:]):
+        cells = [List(cells[at : at + size]) for at in range(0, len(cells), size)] if size else []
+    return List(cells)

@@ -1,0 +1,78 @@
+"""What is said again once everything is paired: order that other pairs contradict, and lone pairs that nothing supports."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+from ckpt_tools.match.blocks import Family
+from ckpt_tools.match.lexicon import numbers, stem
+from ckpt_tools.match.resolve import FamilyPair, UnitPair, meaning
+from ckpt_tools.match.units import Path, Unit
+
+Count: TypeAlias = tuple[int, ...]
+
+
+def doubtful(pairs: Sequence[UnitPair], olds: Sequence[Unit], news: Sequence[Unit]) -> list[UnitPair]:
+    """The pairs that do not stand: they rest on a counting order that others contradict, or on nothing but a shape."""
+    broken = set(_broken(pairs))
+    found = [pair for pair in pairs if not broken.isdisjoint(pair.counted)]
+    if len(pairs) == len(olds) == len(news):  # with nothing left over on either side, a shape that is there once is enough
+        return found
+    in_line = _longest_in_order(pairs)
+    return found + [pair for pair in pairs if pair not in found and _stands_alone(pair) and id(pair) not in in_line]
+
+
+# --- counting
+
+
+def _broken(pairs: Sequence[UnitPair]) -> Iterator[FamilyPair]:
+    """Pairs of numbered families whose members do not come in one order on both sides."""
+    wanted = {families for pair in pairs for families in pair.counted}
+    seen: dict[FamilyPair, set[tuple[Count, Count]]] = defaultdict(set)
+    for pair in pairs if wanted else ():
+        theirs = list(_members(pair.new.path))
+        for family, count in _members(pair.old.path):
+            for other, other_count in theirs:
+                if (family, other) in wanted:
+                    seen[family, other].add((count, other_count))
+    for families, counts in seen.items():
+        if any(two[1] < one[1] for one, two in pairwise(sorted(counts))):
+            yield families
+
+
+def _members(path: Path) -> Iterator[tuple[Family, Count]]:
+    """The numbered families that a path goes through, with its number in each."""
+    for length, part in enumerate(path):
+        if count := numbers(part):
+            yield (path[:length], stem(part)), count
+
+
+# --- support
+
+
+def _stands_alone(pair: UnitPair) -> bool:
+    """Whether a pair rests on nothing but a shape that is there once: not in a block, and no word or concept is shared."""
+    if pair.how != "unique" or pair.depth:
+        return False
+    return not (meaning(pair.old.path) & meaning(pair.new.path) or set(pair.old.path) & set(pair.new.path))
+
+
+def _longest_in_order(pairs: Iterable[UnitPair]) -> set[int]:
+    """The ids of the longest run of pairs that both sides register in the same order."""
+    ordered = sorted(pairs, key=lambda pair: pair.new.index)
+    tails: list[int] = []
+    ends: list[int] = []
+    before: list[int] = []
+    for number, pair in enumerate(ordered):
+        at = bisect_left(tails, pair.old.index)
+        tails[at : at + 1], ends[at : at + 1] = [pair.old.index], [number]
+        before.append(ends[at - 1] if at else -1)
+    found, number = set(), ends[-1] if ends else -1
+    while number >= 0:
+        found.add(id(ordered[number]))
+        number = before[number]
+    return found

@@ -1,0 +1,442 @@
+"""Remote checkpoints: https:// through Python's own urllib, everything else that has a scheme through fsspec.
+
+Read by ranges: the directory, the pickle or the header, and then the tensors that are wanted. fsspec and its drivers are
+imported for such paths only.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import queue
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPException
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol, TypeVar, cast
+
+from ckpt_tools._version import __version__
+from ckpt_tools.errors import CkptError, OutputError, RemoteError
+from ckpt_tools.files import Output, Source, exists_error
+from ckpt_tools.sources import Files
+
+NEAR, FAR, MOST = 64 << 10, 4 << 10, 8 << 20  # bytes fetched at least: at the ends, elsewhere, and at most when read in order
+_KEPT = 16  # blocks
+_GAP = 4 << 10  # ranges nearer than this are fetched in one
+_AT_ONCE = 16
+_SECONDS, _TRIES = 60, 3
+_TAKEN_WHOLE = 16 << 20  # from a server without ranges
+# Object stores where an upload becomes an object when it is completed, and a rename would be a second copy.
+_WHOLE_ON_COMMIT = {"s3", "s3a", "gs", "gcs"}
+T = TypeVar("T")
+
+
+class Address(PurePosixPath):
+    """An address where a path is expected: it has a name and a suffix, reads as it was given, and is no local file."""
+
+    def __new__(cls, url: str) -> Address:
+        """Keeps the text: a path would make `https:/` of `https://`."""
+        made = super().__new__(cls, url)
+        made._url = url  # type: ignore[attr-defined]
+        return made
+
+    def __str__(self) -> str:
+        return getattr(self, "_url", None) or super().__str__()  # its parent is made without
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def beside(self, name: str) -> str:
+        """The address of another file in its folder."""
+        return str(self).split("?")[0].rpartition("/")[0] + "/" + name
+
+
+class Remote(Protocol):
+    """Something remote that is read by ranges."""
+
+    size: int
+
+    def fetch(self, start: int, end: int) -> bytes:
+        """The bytes from `start` to `end`."""
+
+    def version(self) -> object:
+        """What changes when the object does."""
+
+
+# --- reading
+
+
+class RemoteSource(Source):
+    """A remote object as a source: ranges are fetched when they are read, ahead where the reading goes on in order."""
+
+    def __init__(self, url: str, remote: Remote | None = None) -> None:
+        self.path = cast("Path", Address(url))
+        self._remote = remote if remote is not None else _open_remote(url)
+        self.size = self._remote.size
+        self._fd, self._identity = -1, self._remote.version()
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._ready: dict[int, bytes] = {}
+        self._starts: list[int] = []
+        if isinstance(self._remote, _HttpObject):
+            self._blocks[0] = self._remote.first
+        self._expected, self._ahead = 0, NEAR
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly `length` bytes from `offset`."""
+        if offset + length > self.size:
+            raise self.changed()
+        found = self._kept(offset, length)
+        if found is None:
+            found = self._fetch(offset, length)
+        self._expected = offset + length
+        return found
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        buffer[:] = self.read(offset, len(buffer))
+
+    def prefetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Fetch many small ranges at once, neighbours together."""
+        runs: list[list[int]] = []
+        for start, length in sorted(ranges):
+            end = min(start + length, self.size)
+            if self._kept(start, length) is not None or start >= end:
+                continue
+            if runs and start - runs[-1][1] <= _GAP:
+                runs[-1][1] = max(runs[-1][1], end)
+            else:
+                runs.append([start, end])
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            found = pool.map(lambda run: self._remote.fetch(run[0], run[1]), runs)
+            self._ready.update(zip((start for start, _ in runs), found, strict=True))
+        self._starts = sorted(self._ready)
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedFileError when the object is another than when it was opened."""
+        if self._remote.version() != self._identity:
+            raise self.changed()
+
+    def _kept(self, offset: int, length: int) -> bytes | None:
+        for start, data in self._blocks.items():
+            if start <= offset and offset + length <= start + len(data):
+                return data[offset - start : offset - start + length]
+        at = bisect.bisect_right(self._starts, offset) - 1
+        if at >= 0:
+            start = self._starts[at]
+            data = self._ready[start]
+            if offset + length <= start + len(data):
+                return data[offset - start : offset - start + length]
+        return None
+
+    def _fetch(self, offset: int, length: int) -> bytes:
+        ends = offset < NEAR or self.size - offset <= 2 * NEAR
+        if offset == self._expected and offset:
+            self._ahead = min(2 * self._ahead, MOST)
+        else:
+            self._ahead = NEAR if ends else FAR
+        data = self._remote.fetch(offset, min(self.size, offset + max(length, self._ahead)))
+        if len(data) < length:
+            raise self.changed()
+        self._blocks[offset] = data
+        while len(self._blocks) > _KEPT or (sum(map(len, self._blocks.values())) > 4 * MOST and len(self._blocks) > 1):
+            self._blocks.popitem(last=False)
+        return data[:length]
+
+
+def open_remote(url: str) -> Source:
+    """A remote file as a source, or a remote folder as the files of one.
+
+    Raises:
+        RemoteError: no driver, no network, no such object, or a server without ranges.
+    """
+    if url.startswith(("http://", "https://")):
+        return RemoteSource(url)
+    remote = _FsspecObject(url)
+    if not remote.is_folder():
+        return RemoteSource(url, remote)
+    folder = url.rstrip("/")
+    return Files(
+        cast("Path", Address(folder)),
+        cast("Path", Address(folder)),
+        lambda name: RemoteSource(f"{folder}/{name}"),
+        remote.names,
+    )
+
+
+def files_beside(source: RemoteSource) -> Files:
+    """The files in the folder of a remote index."""
+    address = cast("Address", source.path)
+    return Files(source.path, source.path, lambda name: RemoteSource(address.beside(name)))
+
+
+def _open_remote(url: str) -> Remote:
+    return _HttpObject(url) if url.startswith(("http://", "https://")) else _FsspecObject(url)
+
+
+class _HttpObject:
+    """An object of an HTTP server, by range requests."""
+
+    def __init__(self, url: str) -> None:
+        self.url = self.place = url
+        self.whole: bytes | None = None
+        self.size = 0
+        self._version: object = None
+        self.first = self.fetch(0, NEAR)  # also tells the size
+
+    def fetch(self, start: int, end: int) -> bytes:
+        """The bytes from `start` to `end`, by one request; three tries."""
+        if self.whole is not None:
+            return self.whole[start:end]
+        for left in reversed(range(_TRIES)):
+            try:
+                return self._request(start, end)
+            except urllib.error.HTTPError as error:
+                with error:
+                    if error.code == 416 and not start:  # an empty file has no range
+                        self.whole = b""
+                        return b""
+                    moved, self.place = self.place != self.url, self.url  # a signed address behind a redirect runs out
+                    if not left or not (error.code >= 500 or error.code == 429 or moved):
+                        raise _unreachable(self.url, f"The server answers {error.code} {error.reason}.") from None
+            except (OSError, HTTPException) as error:
+                if not left:
+                    raise _unreachable(
+                        self.url, f"{getattr(error, 'reason', None) or error or type(error).__name__}."
+                    ) from None
+            time.sleep(0.5 * (_TRIES - left))
+        raise AssertionError
+
+    def _request(self, start: int, end: int) -> bytes:
+        headers = {
+            "Range": f"bytes={start}-{end - 1}",
+            "User-Agent": f"ckpt-tools/{__version__}",
+            "Accept-Encoding": "identity",
+        }
+        request = urllib.request.Request(self.place, headers=headers)  # noqa: S310  http and https only, see open_remote
+        with urllib.request.urlopen(request, timeout=_SECONDS) as response:  # noqa: S310
+            if response.status != 206:
+                return self._take_whole(response, start, end)
+            self.place = response.geturl()
+            span, _, size = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
+            if not size.isdecimal() or not span.startswith(f"{start}-"):
+                raise _unreachable(self.url, "The server does not say which range of what it sends.")
+            self._note(int(size), response.headers)
+            data = bytes(response.read(end - start))
+            if len(data) != min(end, self.size) - start:
+                raise HTTPException("The connection was closed early")
+            return data
+
+    def _note(self, size: int, headers: Any) -> None:
+        version = (size, headers.get("ETag"), headers.get("Last-Modified"))
+        if self._version is None:
+            self.size, self._version = size, version
+        elif version != self._version:
+            raise _unreachable(self.url, "The file on the server changed while it was read.")
+
+    def _take_whole(self, response: Any, start: int, end: int) -> bytes:
+        """A server that ignores ranges sends all of it: fine for a small file."""
+        length = response.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > _TAKEN_WHOLE:
+            size = f"{length} bytes" if length.isdecimal() else "a file of unknown size"
+            raise RemoteError(
+                f"{self.url} cannot be read in parts: the server ignores range requests.",
+                why=f"It would send {size} for every look at it; up to {_TAKEN_WHOLE} bytes are taken whole.",
+                fix="Download it, and name the local file.",
+            )
+        self.whole = bytes(response.read(_TAKEN_WHOLE + 1))
+        if len(self.whole) != int(length):
+            self.whole = None
+            raise HTTPException("The connection was closed early")
+        self._note(len(self.whole), response.headers)
+        return self.whole[start:end]
+
+    def version(self) -> object:
+        """Size, ETag and date as the server says now."""
+        if self.size and self.whole is None:
+            self.fetch(0, 1)
+        return self._version
+
+
+class _FsspecObject:
+    """A file or folder of any file system that fsspec has a driver for."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.fs, self.name = _file_system(url)
+        self.info = self._ask(lambda: self.fs.info(self.name))
+        self.size = int(self.info.get("size") or 0)
+
+    def is_folder(self) -> bool:
+        """Whether it is a folder."""
+        return bool(self.info.get("type") == "directory")
+
+    def names(self) -> list[str]:
+        """The names of the files in the folder."""
+        found = self._ask(lambda: self.fs.ls(self.name, detail=False))
+        return [str(name).rstrip("/").rpartition("/")[2] for name in found]
+
+    def fetch(self, start: int, end: int) -> bytes:
+        """The bytes from `start` to `end`."""
+        return bytes(self._ask(lambda: self.fs.cat_file(self.name, start=start, end=end)))
+
+    def version(self) -> object:
+        """Size and what the file system calls a version."""
+        self.fs.invalidate_cache()
+        info = self._ask(lambda: self.fs.info(self.name))
+        return info.get("size"), str(info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("created"))
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return _bounded(self.url, call)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system for an address, and the path in it."""
+    scheme = url.partition("://")[0]
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError:
+        raise RemoteError(f"{url} needs fsspec.", fix="Run: pip install fsspec") from None
+    try:
+        fs, name = _bounded(url, lambda: url_to_fs(url))
+    except _ForeignError as error:
+        if isinstance(error.error, ImportError):
+            raise RemoteError(f"{url} needs a driver that is not installed.", why=f"{error.error}") from None
+        if isinstance(error.error, ValueError):
+            raise RemoteError(f"{url}: {scheme}:// is no scheme that fsspec knows.", why=f"{error.error}."[:300]) from None
+        raise
+    return fs, str(name)
+
+
+class _ForeignError(RemoteError):
+    """An error of a driver, kept."""
+
+    def __init__(self, url: str, error: BaseException) -> None:
+        text = (
+            f"{type(error).__name__}: {error}"[:300] if not isinstance(error, FileNotFoundError) else "There is no such file."
+        )
+        super().__init__(f"{url} cannot be reached.", why=text)
+        self.error = error
+
+
+def _bounded(url: str, call: Callable[[], T]) -> T:
+    """What a call of a driver gives, its errors as ours, and not waited for longer than a minute."""
+    done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            done.put((True, call()))
+        except Exception as error:  # drivers raise what their libraries do
+            done.put((False, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        good, value = done.get(timeout=_SECONDS)
+    except queue.Empty:
+        raise _unreachable(url, f"No answer for {_SECONDS} seconds.") from None
+    if not good:
+        raise value if isinstance(value, CkptError) else _ForeignError(url, value) from None
+    return cast("T", value)
+
+
+def _unreachable(url: str, why: str) -> RemoteError:
+    return RemoteError(f"{url} cannot be read.", why=why)
+
+
+# --- writing
+
+
+@contextlib.contextmanager
+def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
+    """An output whose bytes go to a remote file as they are written; it appears whole when the block ends well.
+
+    The bytes go through a pipe to a thread that hands them to the driver. Where a rename is cheap they go to another name
+    first; on S3 and Google's storage, where an object appears when its upload is completed and a rename is a second copy, to
+    the object itself. A failed upload leaves no object.
+
+    Raises:
+        OutputExistsError: there is something, and `overwrite` is false. OutputError, RemoteError: it cannot be written.
+    """
+    fs, name = check_upload(url, overwrite=overwrite)
+    scheme = url.partition("://")[0]
+    upload = _Upload(url, fs, name, direct=scheme in _WHOLE_ON_COMMIT)
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=upload.take, args=(reader,), daemon=True)
+    thread.start()
+    open_end = True
+    try:
+        yield Output(writer, cast("Path", Address(url)))
+        os.close(writer)
+        open_end = False
+        thread.join()
+        upload.commit()
+    except BaseException:
+        if open_end:
+            os.close(writer)
+        thread.join(_SECONDS)
+        upload.discard()
+        if upload.failure is not None:
+            raise _ForeignError(url, upload.failure) from None
+        raise
+
+
+def check_upload(url: str, *, overwrite: bool) -> tuple[Any, str]:
+    """The file system and the path of an output, after what can be checked before work starts."""
+    if url.startswith(("http://", "https://")):
+        raise OutputError(
+            f"{url} cannot be written.", why="HTTP has no upload that all servers share.", fix="Write a local file."
+        )
+    fs, name = _file_system(url)
+    if _bounded(url, lambda: fs.isdir(name)):
+        raise OutputError(f"{url} is a directory.", fix="Name a file in it.")
+    if not overwrite and _bounded(url, lambda: fs.exists(name)):
+        raise exists_error(cast("Path", Address(url)))
+    return fs, name
+
+
+class _Upload:
+    """One file on its way to a file system."""
+
+    def __init__(self, url: str, fs: Any, name: str, *, direct: bool) -> None:
+        self.url, self.fs, self.name, self.direct = url, fs, name, direct
+        folder, slash, last = name.rpartition("/")
+        self.place = name if direct else f"{folder}{slash}.{last[:40]}.{os.urandom(6).hex()}.ckpt-tmp"
+        self.failure: Exception | None = None
+        self.file = _bounded(url, lambda: fs.open(self.place, "wb", **({"autocommit": False} if direct else {})))
+
+    def take(self, reader: int) -> None:
+        """Hand on what comes through the pipe; a failure closes it, so that the writer stops."""
+        try:
+            with os.fdopen(reader, "rb", buffering=0) as stream:
+                while data := stream.read(MOST):
+                    self.file.write(data)
+                if not self.direct:
+                    self.file.close()
+        except Exception as error:  # drivers raise what their libraries do
+            self.failure = error
+
+    def commit(self) -> None:
+        """Make the object appear under its name."""
+        if self.failure is not None:
+            raise self.failure
+        if self.direct:
+            self.file.close()
+            self.file.commit()
+        else:
+            _bounded(self.url, lambda: self.fs.mv(self.place, self.name))
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        with contextlib.suppress(Exception):
+            if self.direct:
+                self.file.discard()
+            else:
+                self.file.close()
+        if not self.direct:
+            with contextlib.suppress(Exception):
+                self.fs.rm_file(self.place)

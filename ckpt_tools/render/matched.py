@@ -1,0 +1,188 @@
+"""A matching as text: how many by which reason, the pairs folded, and whatever is left over in full view."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ckpt_tools.match.records import Ambiguous, Matching, Shape
+from ckpt_tools.matching import MatchReport
+from ckpt_tools.names import printable
+from ckpt_tools.render.text import counted, label_grid
+
+_NUMBER = re.compile(r"\d+")
+_SHOWN_ROWS, _SHOWN_CANDIDATES = 60, 4
+Names: TypeAlias = tuple[str, ...]
+
+
+def print_matched(report: MatchReport, out: Console, *, show_all: bool, plan: Path | None) -> None:
+    """Print the report of `ckpt match`."""
+    matching = report.matching
+    out.print(Text(printable(f"{report.source} -> {report.target}"), style="bold"), soft_wrap=True)
+    grid = label_grid()
+    grid.add_row("checkpoint", counted(matching.source_names, "tensor"))
+    grid.add_row("target", counted(matching.target_names, "tensor"))
+    grid.add_row("matched", _reasons(matching))
+    for label, count in _left_over(matching):
+        if count:
+            grid.add_row(label, str(count))
+    out.print(grid)
+    _print_pairs(matching, out, show_all=show_all)
+    _print_left_over(matching, out, show_all=show_all)
+    _print_end(matching, out, plan)
+
+
+def _reasons(matching: Matching) -> str:
+    counts = Counter(row.reason for row in matching.matched)
+    parts = [f"{count} {reason}" for reason, count in counts.items()]
+    steps = Counter(offer.step for offer in matching.offers)
+    parts += [f"{count} {step} (by a plan)" for step, count in steps.items()]
+    return ", ".join(parts) or "none"
+
+
+def _left_over(matching: Matching) -> list[tuple[str, int]]:
+    missing, unexpected = matching.left_over
+    found = len(missing) - len(matching.ambiguous), len(unexpected), len(matching.mismatched), len(matching.ambiguous)
+    return list(zip(("missing", "unexpected", "mismatched", "ambiguous"), found, strict=True))
+
+
+# --- rows
+
+
+@dataclass(slots=True)
+class _Row:
+    """Pairs that are shown as one: names with their numbers taken out, and the numbers."""
+
+    patterns: Names
+    note: str
+    leaves: dict[str, None] = field(default_factory=dict)
+    numbers: list[tuple[list[str], ...]] = field(default_factory=list)
+
+    def names(self) -> list[str]:
+        """Each name with the numbers and the last parts that it stands for."""
+        leaf = ", ".join(self.leaves)
+        leaf = f"{{{leaf}}}" if len(self.leaves) > 1 else leaf
+        return [
+            _filled(pattern, [row[side] for row in self.numbers]).replace("\0", leaf)
+            for side, pattern in enumerate(self.patterns)
+        ]
+
+
+def _filled(pattern: str, numbers: Sequence[list[str]]) -> str:
+    """A pattern with the numbers that occur in each place: one, a range, or a list."""
+    parts = pattern.split("\1")
+    places = [list(dict.fromkeys(row[place] for row in numbers)) for place in range(len(parts) - 1)]
+    return "".join(part + text for part, text in zip(parts, [*map(_range, places), ""], strict=True))
+
+
+def _range(values: list[str]) -> str:
+    if len(values) == 1:
+        return values[0]
+    counted_up = values == [str(int(values[0][:9]) + step) for step in range(len(values))]
+    return f"{{{values[0]}-{values[-1]}}}" if counted_up and len(values) > 2 else f"{{{','.join(values)}}}"
+
+
+def _rows(items: Iterable[tuple[Names, str]]) -> list[_Row]:
+    """Names side by side with a note, folded over last parts and over numbers."""
+    rows: dict[tuple[Names, str], _Row] = {}
+    for names, note in items:
+        leaf = names[0].rpartition(".")[2]
+        same = all(name.rpartition(".")[2] == leaf for name in names)
+        patterns = tuple(_NUMBER.sub("\1", _without_leaf(name, leaf) if same else name) for name in names)
+        row = rows.setdefault((patterns, note), _Row(patterns, note))
+        if same:
+            row.leaves[leaf] = None
+        row.numbers.append(tuple(_NUMBER.findall(_without_leaf(name, leaf) if same else name) for name in names))
+    return list(rows.values())
+
+
+def _without_leaf(name: str, leaf: str) -> str:
+    return f"{name[: len(name) - len(leaf)]}\0"
+
+
+def _shape(shape: Shape) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+# --- sections
+
+
+def _print_pairs(matching: Matching, out: Console, *, show_all: bool) -> None:
+    """Pairs with other names or by another reason than the exact name; all with `show_all`."""
+    items = [
+        ((row.old, row.new), f"{row.reason} {row.confidence:g}" + (" reshape" if row.step == "reshape" else ""))
+        for row in matching.matched
+        if show_all or row.reason != "exact"
+    ]
+    for offer in matching.offers:
+        items.append(((" + ".join(offer.old), " + ".join(offer.new)), f"{offer.step} {offer.confidence:g}"))
+    lines = [[*names, note] for names, note in items] if show_all else [[*row.names(), row.note] for row in _rows(items)]
+    if lines:
+        out.print()
+        out.print(_table(("checkpoint", "target", "reason"), lines, show_all=show_all))
+
+
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], *, show_all: bool) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for line in lines if show_all else lines[:_SHOWN_ROWS]:
+        table.add_row(*(Text(printable(cell)) for cell in line))
+    if not show_all and len(lines) > _SHOWN_ROWS:
+        table.add_row(f"... {len(lines) - _SHOWN_ROWS} more (--all)")
+    return table
+
+
+def _print_left_over(matching: Matching, out: Console, *, show_all: bool) -> None:
+    missing, unexpected = matching.left_over
+    doubted = {row.new for row in matching.ambiguous}
+    plain = (("missing", [name for name in missing if name not in doubted]), ("unexpected", unexpected))
+    for label, names in plain:
+        lines = [[name] for name in names] if show_all else [row.names() for row in _rows(((n,), "") for n in names)]
+        if lines:
+            out.print()
+            out.print(_table((label,), lines, show_all=show_all))
+    if matching.mismatched:
+        lines = [[row.old, row.new, _shape(row.source_shape), _shape(row.target_shape)] for row in matching.mismatched]
+        out.print()
+        out.print(_table(("mismatched", "target", "shape", "target's"), lines, show_all=show_all))
+    if matching.ambiguous:
+        out.print()
+        out.print(_table(("ambiguous", "candidates", "why"), _ambiguous(matching), show_all=show_all))
+
+
+def _ambiguous(matching: Matching) -> list[list[str]]:
+    """Names that fold into one line share it, with the candidates of them all."""
+    folded: dict[tuple[str, str], list[Ambiguous]] = defaultdict(list)
+    for row in matching.ambiguous:
+        folded[_NUMBER.sub("#", row.new.rpartition(".")[0]), row.why].append(row)
+    lines = []
+    for (_, why), rows in folded.items():
+        candidates = dict.fromkeys(name for row in rows for name in row.candidates)
+        lines.append([_folded(row.new for row in rows), _folded(candidates), why])
+    return lines
+
+
+def _folded(names: Iterable[str]) -> str:
+    rows = [row.names()[0] for row in _rows(((name,), "") for name in names)]
+    more = len(rows) - _SHOWN_CANDIDATES
+    return ", ".join([*rows[:_SHOWN_CANDIDATES], *([f"{more} more"] if more > 0 else [])])
+
+
+def _print_end(matching: Matching, out: Console, plan: Path | None) -> None:
+    out.print()
+    if plan is not None:
+        out.print(f"plan written to {printable(str(plan))}", soft_wrap=True)
+    if matching.complete_with_offers:
+        by_plan = " once a plan has split and joined what is fused (-o PLAN)" if matching.offers and plan is None else ""
+        out.print(Text(f"every tensor has its partner{by_plan}", style="green"), soft_wrap=True)
+    else:
+        out.print(Text("something is left over", style="yellow"), soft_wrap=True)

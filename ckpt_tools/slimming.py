@@ -1,0 +1,184 @@
+"""What is left when only the weights are wanted: `--slim` keeps state dicts and plain values, `--ema` the averaged weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ckpt_tools import tree
+from ckpt_tools.checkpoint import StateDict, find_state_dicts, find_tensors, is_optimizer, is_tensor
+from ckpt_tools.errors import ConvertError, NothingMatchedError
+from ckpt_tools.modules import is_module, module_state_dict
+from ckpt_tools.transforms import dotted
+from ckpt_tools.tree import Dict, List, Node, Object, Where, walk
+
+# --- --slim
+
+
+def modules_as_state_dicts(root: Node) -> Node:
+    """Exchange pickled modules for their state dicts; what else is an object is left for `plain.drop_unknown`."""
+    return tree.replace(root, lambda node: module_state_dict(node) if type(node) is Object and is_module(node) else node)
+
+
+def slim(root: Node) -> list[tuple[Where, str]]:
+    """Leave out optimizers, schedulers, scalers, random states and tensors that are in no state dict, in place.
+
+    Returns:
+        The paths that went, each with what it was.
+
+    Raises:
+        NothingMatchedError: there is no state dict.
+    """
+    found = find_state_dicts(root)
+    if not found:
+        raise NothingMatchedError("There is no state dict to keep.", why="--slim keeps mappings of names to tensors.")
+    kept = {id(state_dict.node) for state_dict in found}
+    gone: list[tuple[Where, str]] = []
+    for where, node in list(walk(root, stop=lambda node: is_tensor(node) or _training_state((), node) is not None)):
+        if type(node) is Dict:
+            node.items[:] = [
+                pair for pair in node.items if not _unwanted((*where, tree.component(pair[0])), pair[1], node, kept, gone)
+            ]
+        elif type(node) is List:
+            node.items[:] = [
+                row for index, row in enumerate(node.items) if not _unwanted((*where, index), row, node, kept, gone)
+            ]
+    if type(root) is not Dict or id(root) not in kept:
+        _prune(root)
+    return gone
+
+
+def _unwanted(where: Where, value: Node, holder: Node, kept: set[int], gone: list[tuple[Where, str]]) -> bool:
+    kind = _training_state(where, value)
+    if kind is None and is_tensor(value) and id(holder) not in kept:
+        kind = "a tensor outside of state dicts"
+    if kind is None and type(value) is tuple and next(find_tensors(value), None) is not None:
+        kind = "tensors outside of state dicts"
+    if kind is not None:
+        gone.append((where, kind))
+    return kind is not None
+
+
+_RNG = re.compile(r"(^|_)(rng|random)(_|$)|^(np|numpy|cuda|torch|python)_?(rng|random)", re.IGNORECASE)
+_SCALER = frozenset(("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"))
+_SCHEDULER = frozenset(("_step_count", "last_epoch"))
+
+
+def _training_state(where: Where, node: Node) -> str | None:
+    """What a part of a checkpoint is that only training needs; None for anything else.
+
+    Told by structure: an optimizer has `state` and `param_groups`, a scheduler `last_epoch` and `_step_count` or `base_lrs`, a
+    scaler its growth factors; a random state is told by its key.
+    """
+    if where and isinstance(where[-1], str) and _RNG.search(where[-1]) and type(node) not in (str, int, float, bool):
+        return "random state"
+    if type(node) is not Dict:
+        return None
+    if is_optimizer(node):
+        return "optimizer"
+    keys = {key for key, _ in node.items if type(key) is str}
+    if keys >= _SCHEDULER or (keys >= {"base_lrs", "last_epoch"}):
+        return "scheduler"
+    return "gradient scaler" if keys >= _SCALER else None
+
+
+def _prune(root: Node) -> None:
+    """Leave out the dicts and lists that are empty now, from the inside."""
+    holders = [node for _, node in walk(root, stop=is_tensor) if type(node) in (Dict, List)]
+    for node in reversed(holders):
+        if type(node) is Dict:
+            node.items[:] = [(key, value) for key, value in node.items if not _is_empty(value)]
+        else:
+            node.items[:] = [value for value in node.items if not _is_empty(value)]
+
+
+def _is_empty(node: Node) -> bool:
+    return type(node) in (Dict, List) and not node.items
+
+
+# --- --ema
+
+# Keys under which averaged weights are kept as a state dict of their own: timm (state_dict_ema), fairseq and torchvision
+# (model_ema, ema), Lightning callbacks (ema_state_dict), diffusers and others.
+_EMA_KEYS = frozenset((
+    "ema", "ema_model", "ema_state", "ema_state_dict", "ema_weights", "ema_params", "model_ema", "model_ema_state_dict",
+    "ema_model_state_dict", "state_dict_ema", "net_ema", "params_ema", "netg_ema", "g_ema", "averaged_model", "swa_model",
+    "swa_state_dict",
+))  # fmt: skip
+_LIT_EMA = "model_ema."  # LitEma of latent-diffusion: names without their dots, in the model's own state dict
+_COUNTERS = frozenset(("decay", "num_updates"))
+
+
+def averaged(root: Node) -> tuple[Node, Where]:
+    """The averaged weights of a checkpoint, as a state dict, and where they were.
+
+    Raises:
+        NothingMatchedError: there are none. ConvertError: there are several, or it is not clear which tensor is whose average.
+    """
+    found = list(_candidates(root))
+    if not found:
+        raise NothingMatchedError(
+            "There are no averaged weights in the checkpoint.",
+            why=f"Looked for {', '.join(sorted(_EMA_KEYS)[:6])} ... and for names that start with {_LIT_EMA!r}.",
+            fix="Where they have another name: --select WHERE.",
+        )
+    if len(found) > 1:
+        wheres = [dotted(where) for where, _ in found]
+        raise ConvertError(
+            f"There are averaged weights in {len(found)} places: {', '.join(map(repr, wheres[:8]))}.",
+            why="Which of them is meant is not clear.", fix=f"Choose: --select {wheres[0]}",
+        )  # fmt: skip
+    where, node = found[0]
+    return node, where
+
+
+def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
+    """Every state dict of averaged weights; one inside another counts once."""
+    taken: list[Where] = []
+    lightning = type(root) is Dict and "averaging_state" in root and "current_model_state" in root
+    for state_dict in find_state_dicts(root):
+        where = state_dict.where
+        if any(where[: len(outer)] == outer for outer in taken):
+            continue
+        # Lightning's WeightAveraging puts the averaged weights into `state_dict` and the trained ones beside it.
+        named = any(isinstance(step, str) and step.lower() in _EMA_KEYS for step in where) or (
+            lightning and where == ("state_dict",)
+        )
+        if named:
+            taken.append(where)
+            yield where, state_dict.node
+        elif any(name.startswith(_LIT_EMA) for name in state_dict.names):
+            taken.append(where)
+            yield where, _without_lit_ema(state_dict)
+
+
+def _without_lit_ema(state_dict: StateDict) -> Dict:
+    """A state dict with its averaged tensors in place of the trained ones.
+
+    Raises:
+        ConvertError: an averaged tensor whose trained one is not clear.
+    """
+    items = state_dict.node.items
+    names = [name for name in state_dict.names if not name.startswith(_LIT_EMA)]
+    flat: dict[str, list[str]] = {}
+    for name in names:
+        flat.setdefault(name.replace(".", ""), []).append(name)
+        if name.startswith("model."):
+            flat.setdefault(name.removeprefix("model.").replace(".", ""), []).append(name)
+    values = {}
+    for name, value in items:
+        short = name.removeprefix(_LIT_EMA) if type(name) is str and name.startswith(_LIT_EMA) else None
+        if short is None or short in _COUNTERS:
+            continue
+        whose = flat.get(short, flat.get(short.replace(".", ""), []))
+        if len(whose) != 1:
+            known = " or ".join(map(repr, whose)) or "nothing that is there"
+            raise ConvertError(
+                f"{name!r} is the average of {known}.", why="Averaged names without dots are matched to the model's names.",
+                fix="Take them apart with --keep and --rename.",
+            )  # fmt: skip
+        values[whose[0]] = value
+    trained = [(name, value) for name, value in items if type(name) is not str or not name.startswith(_LIT_EMA)]
+    made = Dict([(name, values.get(name, value)) for name, value in trained], ordered=state_dict.node.ordered)
+    made.attributes = state_dict.node.attributes
+    return made

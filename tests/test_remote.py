@@ -1,0 +1,279 @@
+"""Remote paths: by ranges over HTTP, through fsspec elsewhere; nothing else is fetched, and nothing half is left."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch._subclasses import FakeTensorMode
+
+from ckpt_tools import CkptError, convert, inspect, open_checkpoint
+from ckpt_tools.cli import main
+from ckpt_tools.errors import ChangedFileError, OutputError, OutputExistsError, RemoteError
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a folder, counts the bytes of bodies, and can be told to behave badly."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.folder, self.sent, self.ranges, self.failures, self.tag = folder, 0, True, 0, "one"
+        self.requests: list[str] = []
+
+    def url(self, name: str) -> str:
+        """The address of a file."""
+        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET with a range."""
+
+    server: Server
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        """One range of a file, or all of it."""
+        server, path = self.server, self.server.folder / self.path.lstrip("/")
+        server.requests.append(self.headers.get("Range", ""))
+        if server.failures:
+            server.failures -= 1
+            self.send_error(503)
+            return
+        if not path.is_file():
+            self.send_error(404)
+            return
+        size, start, end = path.stat().st_size, 0, path.stat().st_size
+        if server.ranges and "Range" in self.headers:
+            first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
+            start, end = int(first), min(int(last) + 1, size)
+        partial = server.ranges and "Range" in self.headers
+        self.send_response(206 if partial else 200)
+        if partial:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
+        self.send_header("Content-Length", str(end - start))
+        self.send_header("ETag", server.tag)
+        self.end_headers()
+        with open(path, "rb") as file:
+            file.seek(start)
+            try:
+                while start < end and (data := file.read(min(1 << 20, end - start))):
+                    self.wfile.write(data)
+                    start += len(data)
+                    server.sent += len(data)
+            except ConnectionError:
+                pass
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server on the test's folder."""
+    served = Server(tmp_path)
+    thread = threading.Thread(target=served.serve_forever, daemon=True)
+    thread.start()
+    yield served
+    served.shutdown()
+    served.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """fsspec's file system in memory, empty before and after."""
+    found = fsspec.filesystem("memory")
+    found.store.clear()
+    yield found
+    found.store.clear()
+
+
+def small(path: Path) -> dict[str, torch.Tensor]:
+    """A small checkpoint, saved by torch."""
+    state = {"a.w": torch.randn(100, 100), "b.w": torch.arange(7)}
+    torch.save(state, path)
+    return state
+
+
+def sparse_file(path: Path, tensors: int, nbytes: int) -> int:
+    """A checkpoint of so many bytes in all, saved by torch with holes for the data; returns its size."""
+    with FakeTensorMode():
+        state = {f"layers.{i}.weight": torch.empty(nbytes // tensors // 4) for i in range(tensors)}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(state, path)
+    return path.stat().st_size
+
+
+# --- HTTP
+
+
+def test_inspect_moves_under_a_megabyte(server: Server, tmp_path: Path) -> None:
+    """Of 10 GB with 60 tensors, inspect fetches the directory, the pickle and the records' headers."""
+    size = sparse_file(tmp_path / "big.pth", tensors=60, nbytes=10 << 30)
+    assert size > 10 << 30
+    found = inspect(server.url("big.pth"))
+    assert len(found.tensors) == 60
+    assert found.file_bytes == size
+    assert server.sent < 1_000_000
+
+
+def test_convert_streams_down(server: Server, tmp_path: Path) -> None:
+    """A conversion fetches each tensor once, and gives what the local one gives."""
+    state = {f"t{i}.w": torch.randn(500, 500) for i in range(4)}
+    torch.save(state, tmp_path / "in.pth")
+    convert(server.url("in.pth"), tmp_path / "far.safetensors", add_module=True)
+    convert(tmp_path / "in.pth", tmp_path / "near.safetensors", add_module=True)
+    assert (tmp_path / "far.safetensors").read_bytes() == (tmp_path / "near.safetensors").read_bytes()
+    assert server.sent < 1.2 * (tmp_path / "in.pth").stat().st_size
+
+
+def test_shards_on_a_server(server: Server, tmp_path: Path) -> None:
+    """The address of an index stands for its shards, which lie beside it."""
+    small(tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", tmp_path / "folder", shard_size=1000)
+    assert len(inspect(server.url("folder/model.safetensors.index.json")).tensors) == 2
+
+
+def test_a_server_without_ranges(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file is taken whole, once; a large one is refused with what to do."""
+    small(tmp_path / "in.pth")
+    server.ranges = False
+    assert len(inspect(server.url("in.pth")).tensors) == 2
+    assert len(server.requests) == 1
+    monkeypatch.setattr("ckpt_tools.remote._TAKEN_WHOLE", 1000)
+    with pytest.raises(RemoteError, match="ignores range requests") as caught:
+        inspect(server.url("in.pth"))
+    assert "Download it" in caught.value.fix
+
+
+def test_servers_that_fail(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy server is asked again; a missing file, a closed port and a file that changes are one sentence each."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    small(tmp_path / "in.pth")
+    server.failures = 2
+    assert len(inspect(server.url("in.pth")).tensors) == 2
+    server.failures = 3
+    with pytest.raises(RemoteError, match="cannot be read") as caught:
+        inspect(server.url("in.pth"))
+    assert "503" in caught.value.why
+    with pytest.raises(RemoteError) as caught:
+        inspect(server.url("none.pth"))
+    assert "404" in caught.value.why
+    with pytest.raises(RemoteError):
+        inspect("http://127.0.0.1:9/none.pth")
+    with open_checkpoint(server.url("in.pth")) as checkpoint:
+        server.tag = "two"
+        with pytest.raises((RemoteError, ChangedFileError), match="changed"):
+            checkpoint.decoded.source.check_unchanged()
+    (tmp_path / "empty.pth").write_bytes(b"")
+    with pytest.raises(CkptError):
+        inspect(server.url("empty.pth"))
+    with pytest.raises(OutputError, match="cannot be written"):
+        convert(tmp_path / "in.pth", server.url("out.pth"))
+
+
+# --- fsspec
+
+
+def test_down_and_up(memory: Any, tmp_path: Path) -> None:
+    """What any driver of fsspec opens is read, converted down, and written up whole."""
+    state = small(tmp_path / "in.pth")
+    report = convert(tmp_path / "in.pth", "memory://models/up.pth", strip_prefix="a.")
+    assert report.target == "memory://models/up.pth"
+    assert list(memory.store) == ["/models/up.pth"]
+    found = inspect("memory://models/up.pth")
+    assert found.path == "memory://models/up.pth"
+    back = torch.load(io.BytesIO(memory.cat("/models/up.pth")), weights_only=True)
+    assert torch.equal(back["w"], state["a.w"])
+    convert("memory://models/up.pth", "memory://models/again.safetensors", dtype="bf16")
+    convert("memory://models/again.safetensors", tmp_path / "down.pth")
+    assert torch.load(tmp_path / "down.pth", weights_only=True)["w"].dtype == torch.bfloat16
+
+
+def test_a_remote_folder(memory: Any, tmp_path: Path) -> None:
+    """A folder of shards is found by listing it."""
+    small(tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", tmp_path / "folder", shard_size=1000)
+    memory.put(str(tmp_path / "folder"), "/folder", recursive=True)
+    assert len(inspect("memory://folder").tensors) == 2
+    with pytest.raises(OutputError, match="local disks"):
+        convert(tmp_path / "in.pth", "memory://other", shard_size=1000)
+
+
+def test_a_failed_upload_leaves_nothing(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the object nor the temporary one: when the input is bad, when the driver fails, when there is one already."""
+    small(tmp_path / "in.pth")
+    (tmp_path / "bad.pth").write_bytes((tmp_path / "in.pth").read_bytes()[:-30])
+    with pytest.raises(CkptError):
+        convert(tmp_path / "bad.pth", "memory://x/out.pth")
+    assert not memory.store
+    convert(tmp_path / "in.pth", "memory://x/out.pth")
+    with pytest.raises(OutputExistsError):
+        convert(tmp_path / "in.pth", "memory://x/out.pth")
+    before = memory.cat("/x/out.pth")
+    opened = type(memory).open
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        file = opened(*arguments, **options)
+        monkeypatch.setattr(file, "write", lambda _: (_ for _ in ()).throw(PermissionError("no")))
+        return file
+
+    monkeypatch.setattr(type(memory), "open", broken)
+    with pytest.raises(RemoteError) as caught:
+        convert(tmp_path / "in.pth", "memory://x/out.pth", overwrite=True)
+    assert "PermissionError" in caught.value.why
+    assert list(memory.store) == ["/x/out.pth"]
+    assert memory.cat("/x/out.pth") == before
+
+
+def test_missing_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that is not installed, a scheme that nobody knows and a missing fsspec are one clear sentence."""
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] in blocked:
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *rest)
+
+    blocked = {"s3fs", "aiobotocore"}
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(RemoteError, match="driver that is not installed") as caught:
+        inspect("s3://bucket/model.pth")
+    assert "s3fs" in caught.value.why
+    with pytest.raises(RemoteError, match="no scheme that fsspec knows"):
+        inspect("nonsense://x/model.pth")
+    blocked = {"fsspec"}
+    with pytest.raises(RemoteError, match="needs fsspec"):
+        inspect("s3://bucket/model.pth")
+
+
+def test_local_paths_with_colons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A colon in a name means nothing; a local folder that is called like a scheme is local."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    for name in ("epoch:3.pth", "s3://bucket/model.pth", "a:b"):
+        small(tmp_path / name)
+        assert len(inspect(name).tensors) == 2
+    convert("epoch:3.pth", "s3://bucket/out.pth")
+    assert (tmp_path / "s3:" / "bucket" / "out.pth").is_file()
+
+
+def test_the_command_line(memory: Any, tmp_path: Path) -> None:
+    """Addresses go through the command line as they are; local commands import no fsspec."""
+    save_file({"a.w": torch.ones(2)}, tmp_path / "in.safetensors")
+    result = CliRunner().invoke(main, ["convert", str(tmp_path / "in.safetensors"), "memory://d/out.pth"])
+    assert result.exit_code == 0, result.stderr
+    assert "wrote memory://d/out.pth" in result.stdout
+    result = CliRunner().invoke(main, ["inspect", "memory://d/out.pth", "memory://d/none.pth"])
+    assert result.exit_code == 3
+    assert result.stdout.startswith("memory://d/out.pth")
+    assert "There is no such file." in result.stderr
