@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_tools import temporaries
 from ckpt_tools.errors import OutputError, OutputExistsError
 from ckpt_tools.files import output_error
 from ckpt_tools.journal import sync_folder
@@ -58,7 +59,7 @@ def replacing_folder(
     A new folder appears whole, by one rename. In a folder that is there already, the temporary one is inside it: first the
     index of the checkpoint that was there goes, then the new files take their places, the new index last, and files of the
     old checkpoint that the new one does not have are removed. Killed in between, it has no index, and nothing takes the
-    shards of one for those of the other. Other files of the folder stay.
+    shards of one for those of the other. Other files of the folder stay. Temporary folders that killed processes left go.
 
     Args:
         path: the folder. last: the name of the index. stale: names of files that belong to a checkpoint of this kind.
@@ -66,11 +67,12 @@ def replacing_folder(
     """
     target = check_folder(path, overwrite=overwrite)
     existing = target.is_dir() and any(target.iterdir())
-    name = f".{os.urandom(6).hex()}.ckpt-tmp" if existing else f".{target.name[:40]}.{os.urandom(6).hex()}.ckpt-tmp"
-    temporary = (target if existing else target.parent) / name
+    holder, prefix = (target, ".") if existing else (target.parent, f".{target.name[:40]}.")
+    temporaries.remove_orphan_folders(holder, prefix)
+    temporary, lock = holder / f"{prefix}{os.urandom(6).hex()}.ckpt-tmp", -1
     try:
         with _output_errors(target):
-            temporary.mkdir()
+            lock = temporaries.create_folder(temporary)
         yield Staging(temporary, target, existing)
         with _output_errors(target):
             names = sorted(os.listdir(temporary), key=lambda name: (name == last, name))
@@ -85,6 +87,8 @@ def replacing_folder(
                 sync_folder(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,41 @@ def scratch(target: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             if fd >= 0:
                 os.close(fd)
+
+
+def create_folder(path: Path) -> int:
+    """Make a temporary folder and lock it; its descriptor, -1 where folders cannot be opened.
+
+    Raises:
+        OSError: the folder around it takes no new one.
+    """
+    while True:
+        path.mkdir()
+        if os.name == "nt":
+            return -1
+        fd = os.open(path, os.O_RDONLY | _CLOEXEC)
+        _lock(fd, wait=True)
+        if path.is_dir():
+            return fd
+        os.close(fd)  # taken for an orphan before it was locked
+
+
+def remove_orphan_folders(folder: Path, prefix: str) -> None:
+    """Remove the temporary folders in `folder` whose names begin so and whose writers are dead; where locks tell."""
+    with contextlib.suppress(OSError), os.scandir(folder) as rows:
+        for row in rows if os.name != "nt" else ():
+            if row.name.startswith(prefix) and _ENDING.fullmatch(row.name, len(prefix)) and row.is_dir(follow_symlinks=False):
+                _remove_orphan_folder(row.path)
+
+
+def _remove_orphan_folder(path: str) -> None:
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | _CLOEXEC)
+        try:
+            if _lock(fd, wait=False):
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(fd)
 
 
 def remove_orphans(target: Path) -> None:

@@ -262,6 +262,24 @@ def test_the_folder_is_new_whole_or_as_it_was(folder: Path, tmp_path: Path, monk
     assert sorted(os.listdir(tmp_path)) == ["in.pth", "two"]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="folders cannot be locked there")
+def test_folders_that_killed_processes_left_are_removed(folder: Path, tmp_path: Path) -> None:
+    """A temporary folder that nobody locks goes; one whose writer lives stays."""
+    import fcntl
+
+    dead, alive = (tmp_path / f".out.{digit * 12}.ckpt-tmp" for digit in "0a")
+    for path in (dead, alive):
+        path.mkdir()
+        (path / "model-00001-of-00001.safetensors").write_text("")
+    fd = os.open(alive, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        convert(folder, tmp_path / "out", shard_size="1MB")
+    finally:
+        os.close(fd)
+    assert (dead.exists(), alive.exists()) == (False, True)
+
+
 def test_overwriting_removes_what_the_new_one_lacks(folder: Path, tmp_path: Path) -> None:
     """--overwrite replaces the checkpoint, shards of the old one go, other files stay; also from the folder itself."""
     (folder / "config.json").write_text("{}")
