@@ -63,8 +63,8 @@ def same(path: Path, expected: Tensors) -> Tensors:
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype
         assert got[name].shape == tensor.shape
-        bits = [part.contiguous().reshape(-1).view(torch.uint8) for part in (got[name], tensor)]
-        assert torch.equal(*bits), name
+        flat = [torch.empty(part.numel(), dtype=part.dtype).copy_(part.reshape(-1)) for part in (got[name], tensor)]
+        assert torch.equal(*(part.view(torch.uint8) for part in flat)), name
     return got
 
 
