@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckpt_tools.checkpoint import Checkpoint, Tensor, collector_paused, is_optimizer, is_tensor, open_checkpoint
 from ckpt_tools.containers.torchscript import PROGRAM
@@ -63,11 +63,37 @@ def inspect(path: str | os.PathLike[str]) -> Description:
 
 def describe(checkpoint: Checkpoint) -> Description:
     """Describe an open checkpoint."""
+    names, rows, state_dicts, totals = _measure(checkpoint)
+    refused, reasons = _refusals(checkpoint)
+    values = dict(islice(chain(_values(checkpoint.root), _module_values(checkpoint.root)), MAX_VALUES))
+    return Description(
+        str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals, _tied(checkpoint, names),
+        values, _objects(checkpoint.root), [str(name) for name in checkpoint.decoded.globals],
+        {"loads": not refused and not reasons, "refused": refused, "reasons": reasons},
+        dict(checkpoint.decoded.metadata), list(_findings(checkpoint, state_dicts, totals, refused, reasons)),
+    )  # fmt: skip
+
+
+def find_findings(checkpoint: Checkpoint) -> list[Finding]:
+    """The findings of `describe` alone."""
+    _, _, state_dicts, totals = _measure(checkpoint)
+    return list(_findings(checkpoint, state_dicts, totals, *_refusals(checkpoint)))
+
+
+def _refusals(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """The globals that weights_only refuses; where there is none, what else it refuses."""
+    refused = checkpoint.refused_globals
+    return refused, [] if refused else [f"it uses {reason}" for reason in checkpoint.decoded.unusual]
+
+
+_Rows: TypeAlias = list[dict[str, Any]]
+
+
+def _measure(checkpoint: Checkpoint) -> tuple[dict[Where, frozenset[str]], _Rows, _Rows, dict[str, Any]]:
+    """Names by state dict; a row for each tensor and each state dict; the totals."""
     tensors = checkpoint.tensors
     names = {state_dict.where: frozenset(state_dict.names) for state_dict in checkpoint.state_dicts}
     rows = [_tensor_row(tensor, names) for tensor in tensors]
-    refused = checkpoint.refused_globals
-    reasons = [] if refused else [f"it uses {reason}" for reason in checkpoint.decoded.unusual]
     state_dicts = _state_dicts(checkpoint, rows)
     totals = {
         "tensors": len(rows),
@@ -77,13 +103,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         "dtypes": dict(Counter(row["dtype"] for row in rows)),
         "devices": dict(Counter(row["device"] for row in rows if row["device"] is not None)),
     }
-    values = dict(islice(chain(_values(checkpoint.root), _module_values(checkpoint.root)), MAX_VALUES))
-    return Description(
-        str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals, _tied(checkpoint, names),
-        values, _objects(checkpoint.root), [str(name) for name in checkpoint.decoded.globals],
-        {"loads": not refused and not reasons, "refused": refused, "reasons": reasons},
-        dict(checkpoint.decoded.metadata), list(_findings(checkpoint, state_dicts, totals, refused, reasons)),
-    )  # fmt: skip
+    return names, rows, state_dicts, totals
 
 
 def _tensor_row(tensor: Tensor, names: dict[Where, frozenset[str]]) -> dict[str, Any]:

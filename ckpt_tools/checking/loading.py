@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from ckpt_tools.checking import torch_errors
@@ -117,9 +116,9 @@ def _importable(module: str) -> bool:
 
 def _numpy(path: str, names: Sequence[Global]) -> Iterator[Finding]:
     """Module paths of the other NumPy: 2.0 renamed `numpy.core` to `numpy._core`."""
-    present = _major("numpy")
     new = [name for name in names if name.module.startswith("numpy._core")]
     old = [name for name in names if name.module.startswith("numpy.core")]
+    present = _major("numpy") if new or old else None
     fix = mending("convert", path, _OBJECTS)
     if new and present == 1:
         found = f"{_some(new)}: written with NumPy 2, and NumPy 1 is installed"
@@ -131,6 +130,8 @@ def _numpy(path: str, names: Sequence[Global]) -> Iterator[Finding]:
 
 def _major(package: str) -> int | None:
     """The major version of an installed package, from its metadata."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return int(version(package).partition(".")[0])
     except (PackageNotFoundError, ValueError):

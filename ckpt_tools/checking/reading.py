@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.casts import to_little_endian
 from ckpt_tools.checking import digests, values
 from ckpt_tools.checking.passes import Advance, Crc, Span, read_through
 from ckpt_tools.checkpoint import Checkpoint
-from ckpt_tools.containers.zip_directory import Record, RecordRange
+from ckpt_tools.containers import concatenated, torch_zip
+from ckpt_tools.containers.base import Decoded
+from ckpt_tools.containers.zip_directory import Record, RecordRange, read_directory
 from ckpt_tools.counting import ValueCount
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import DamagedFileError
@@ -46,12 +48,13 @@ class Read:
     """What reading every byte found.
 
     Attributes:
-        bytes: bytes read. records: records with a CRC-32 that was checked.
+        storages: every storage of the tree. bytes: bytes read. records: records with a CRC-32 that was checked.
         mismatches: records whose bytes do not match.
         digests, counted: per tensor, where asked. skipped: tensors without either: no plain view on a storage, of a dtype
             that torch lacks, or overlapping so often that it would take many times the file.
     """
 
+    storages: list[Storage] = field(default_factory=list)
     bytes: int = 0
     records: int = 0
     mismatches: list[Mismatch] = field(default_factory=list)
@@ -90,9 +93,11 @@ def read_checkpoint(
     Raises:
         ChangedFileError: a file changed. NotACheckpointError: the disk failed. DamagedFileError: bytes cannot be inflated.
     """
-    read, decoded = Read(), checkpoint.decoded
-    spans: dict[Source, list[Span]] = {source: [] for source in _sources(checkpoint)}
-    checks = _record_spans(checkpoint, spans) if decoded.has_checksums else []
+    decoded = checkpoint.decoded
+    read = Read([node for node in reachable(checkpoint.root) if type(node) is Storage])
+    contents = [node.content for node in read.storages if isinstance(node.content, Range | Deflated)]
+    spans: dict[Source, list[Span]] = {source: [] for source in _sources(decoded.source, contents)}
+    checks = _record_spans(_records(decoded, contents), spans)
     views = _views(checkpoint, read, digest, count_values, heads) if digest or count_values else []
     gathered = [view for view in views if not _streams(view, decoded.byteorder, spans)]
     for source, wanted in spans.items():
@@ -107,23 +112,15 @@ def read_checkpoint(
     return read
 
 
-def _sources(checkpoint: Checkpoint) -> list[Source]:
+def _sources(source: Source, contents: Sequence[Range | Deflated]) -> list[Source]:
     """The files that a checkpoint is made of, each once."""
-    source = checkpoint.decoded.source
     found: dict[Source, None] = dict.fromkeys(source.members.values() if isinstance(source, Files) else [source])
-    for content in _contents(checkpoint):
-        found[_in_file(content.source, 0)[0]] = None
+    for content in contents:
+        found[in_file(content.source, 0)[0]] = None
     return [source for source in found if not isinstance(source, Window)]
 
 
-def _contents(checkpoint: Checkpoint) -> Iterator[Range | Deflated]:
-    """Where the storages are that lie in files."""
-    for node in reachable(checkpoint.root):
-        if type(node) is Storage and isinstance(node.content, Range | Deflated):
-            yield node.content
-
-
-def _in_file(source: Source, offset: int) -> tuple[Source, int]:
+def in_file(source: Source, offset: int) -> tuple[Source, int]:
     """An offset in a part of a file as one in the file."""
     while isinstance(source, Window):
         offset, source = source.start + offset, source.source
@@ -133,18 +130,40 @@ def _in_file(source: Source, offset: int) -> tuple[Source, int]:
 Check = Callable[[], int | None]
 
 
-def _record_spans(checkpoint: Checkpoint, spans: dict[Source, list[Span]]) -> list[tuple[Source, Record, Check]]:
-    """A CRC-32 for every record of a zip, or of all the zips."""
-    records = {id(record): (record, checkpoint.decoded.source) for record in checkpoint.decoded.records}
-    for content in _contents(checkpoint):
+def _records(decoded: Decoded, contents: Sequence[Range | Deflated]) -> list[tuple[Source, Record]]:
+    """The records that have a CRC-32, each once: of the zip, of every zip, of the archives in the parts of a dcp checkpoint."""
+    found = {id(record): (decoded.source, record) for record in decoded.records if decoded.has_checksums}
+    for content in contents:
         if isinstance(content, RecordRange):
-            records[id(content.record)] = (content.record, content.source)
+            found[id(content.record)] = (content.source, content.record)
+    if isinstance(decoded.source, Files):
+        for source in decoded.source.members.values():
+            if source.path.suffix == ".distcp":
+                found |= {id(record): (part, record) for part, record in _archived(source)}
+    places = {(*in_file(source, record.data), record.size): (source, record) for source, record in found.values()}
+    checked = list(places.values())
+    return checked if any(record.crc for _, record in checked) else []
+
+
+def _archived(source: Source) -> Iterator[tuple[Source, Record]]:
+    """The records of the archives in a part of a dcp checkpoint, one archive a tensor."""
+    if not torch_zip.sniff(source.read(0, min(4, source.size))):
+        return
+    for start, size in concatenated.split(source) or [(0, source.size)]:
+        archive = Window(source, start, size)
+        yield from ((archive, record) for record in read_directory(archive).records)
+
+
+def _record_spans(
+    records: Sequence[tuple[Source, Record]], spans: dict[Source, list[Span]]
+) -> list[tuple[Source, Record, Check]]:
+    """A CRC-32 for each record."""
     checks: list[tuple[Source, Record, Check]] = []
-    for record, source in records.values():
+    for source, record in records:
         if record.deflated:
             checks.append((source, record, lambda source=source, record=record: _inflated_crc(source, record)))  # type: ignore[misc]
             continue
-        crc, (file, offset) = Crc(), _in_file(source, record.data)
+        crc, (file, offset) = Crc(), in_file(source, record.data)
         spans[file].append(Span(offset, record.size, (crc.take,)))
         checks.append((source, record, lambda crc=crc: crc.value))  # type: ignore[misc]
     return checks
@@ -194,7 +213,7 @@ def _streams(view: _View, byteorder: str, spans: dict[Source, list[Span]]) -> bo
     swapped = byteorder == "big" and entry.dtype.swap_width > 1
     if swapped or not isinstance(content, Range) or not entry.is_contiguous or lazy_bits(entry):
         return False
-    file, start = _in_file(content.source, content.offset + entry.offset * entry.dtype.itemsize)
+    file, start = in_file(content.source, content.offset + entry.offset * entry.dtype.itemsize)
     if entry.nbytes:
         spans[file].append(Span(start, entry.nbytes, (view.take,)))
     return True

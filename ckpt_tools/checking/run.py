@@ -17,7 +17,7 @@ from ckpt_tools.checking.report import Checked, Verdict
 from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.containers import torch_zip
 from ckpt_tools.containers.zip_directory import has_end
-from ckpt_tools.describe import describe
+from ckpt_tools.describe import find_findings
 from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, DigestError, ZipError
 from ckpt_tools.files import Source, replacing
 from ckpt_tools.findings import Finding, mending
@@ -151,7 +151,7 @@ def _findings(checkpoint: Checkpoint, read: Read, report: Checked, heads: frozen
         text = f"{len(read.skipped)} tensors have no digest and were not counted: {_some(read.skipped)}"
         yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
     loads = list(loading.findings(checkpoint))
-    for finding in describe(checkpoint).findings:
+    for finding in find_findings(checkpoint):
         replaced = finding.code == "device-tags" and any(other.code == "no-such-device" for other in loads)
         if finding.code != "together" and not replaced:
             yield loading.explained(finding, checkpoint)

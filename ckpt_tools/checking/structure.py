@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
-from ckpt_tools.checking.reading import Read
+from ckpt_tools.checking.reading import Mismatch, Read, in_file
 from ckpt_tools.checkpoint import Checkpoint
-from ckpt_tools.containers.zip_directory import ALIGNMENT, DESCRIPTOR_64, RecordRange
+from ckpt_tools.containers.zip_directory import ALIGNMENT, DESCRIPTOR_64
 from ckpt_tools.findings import Finding, mending
-from ckpt_tools.plan import Deflated
-from ckpt_tools.sources import Files
+from ckpt_tools.plan import Deflated, Range
+from ckpt_tools.sources import Files, Window
 from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Storage, reachable
 
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.(?:safetensors|bin)$")
+_SHARD = re.compile(r"(?:-\d{5}-of-\d{5}\.(?:safetensors|bin)|\.distcp)$")
 _SHOWN = 5
 _GAP_FROM = 1 << 20
 
@@ -24,8 +25,8 @@ def findings(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
     """Damage and disorder, worst first."""
     yield from _mismatches(checkpoint, read)
     if checkpoint.decoded.records:
-        yield from _zip(checkpoint)
-    if checkpoint.container == "sharded":
+        yield from _zip(checkpoint, read)
+    if isinstance(checkpoint.decoded.source, Files):
         yield from _sharded(checkpoint)
     if checkpoint.container == "safetensors":
         yield from _safetensors(checkpoint)
@@ -33,17 +34,17 @@ def findings(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
 
 def _mismatches(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
     """Records whose bytes do not match their CRC-32, with the tensors on them."""
-    users = _users(checkpoint)
-    path = str(checkpoint.path)
+    users = _users(checkpoint, read.mismatches)
     written_twice = [row for row in read.mismatches if row.other_writer]
     for row in read.mismatches:
-        record, found = row.record, row.found
-        names = users.get(id(record), [])
+        record, names = row.record, users.get(id(row.record), [])
         on = f" holds {_some(names)}, and" if names else ""
-        given = "they cannot be inflated" if found is None else f"the bytes give {found:08x}"
-        text = f"the record {record.name!r}{on} does not match its CRC-32: the file says {record.crc:08x}, {given}"
-        expected = "the bytes that were saved; torch.load does not notice"
-        yield Finding("damaged-record", "problem", [], text, expected, mending("repair", path))
+        given = "they cannot be inflated" if row.found is None else f"the bytes give {row.found:08x}"
+        of = f" of {row.source.path.name}" if row.source is not checkpoint.decoded.source else ""
+        text = f"the record {record.name!r}{of}{on} does not match its CRC-32: the file says {record.crc:08x}, {given}"
+        part = f"Get {row.source.path.name} again, or take an earlier checkpoint."
+        fix = part if isinstance(row.source, Window) else mending("repair", str(row.source.path))
+        yield Finding("damaged-record", "problem", [], text, "the bytes that were saved; torch.load does not notice", fix)
     if written_twice:
         text = (
             f"{len(written_twice)} damaged records match the CRC-32 right behind them, and not the one in the directory: "
@@ -53,23 +54,28 @@ def _mismatches(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
         yield Finding("mixed-writers", "problem", [], text, "one writer", fix)
 
 
-def _users(checkpoint: Checkpoint) -> dict[int, list[str]]:
-    """The id of a record -> dotted paths of the tensors in it."""
-    by_data = {record.data: record for record in checkpoint.decoded.records}
+def _users(checkpoint: Checkpoint, mismatches: Sequence[Mismatch]) -> dict[int, list[str]]:
+    """The id of a damaged record -> dotted paths of the tensors in it."""
+    if not mismatches:
+        return {}
+    found = [(*in_file(row.source, row.record.data), row) for row in mismatches]
+    places = sorted(((id(file), start, row) for file, start, row in found), key=lambda place: place[:2])
+    starts = [place[:2] for place in places]
     users: dict[int, list[str]] = {}
     for tensor in checkpoint.tensors:
-        below = (node for node in reachable(tensor.node) if type(node) is Storage)
-        for content in {id(node): node.content for node in below}.values():
-            if isinstance(content, RecordRange):
-                users.setdefault(id(content.record), []).append(dotted(tensor.where))
-            elif isinstance(content, Deflated) and content.offset in by_data:
-                users.setdefault(id(by_data[content.offset]), []).append(dotted(tensor.where))
+        below = {id(node): node.content for node in reachable(tensor.node) if type(node) is Storage}
+        for content in below.values():
+            if isinstance(content, Range | Deflated):
+                file, start = in_file(content.source, content.offset)
+                at = bisect_right(starts, (id(file), start)) - 1
+                if at >= 0 and starts[at][0] == id(file) and start < starts[at][1] + max(1, places[at][2].record.compressed):
+                    users.setdefault(id(places[at][2].record), []).append(dotted(tensor.where))
     return users
 
 
-def _zip(checkpoint: Checkpoint) -> Iterator[Finding]:
+def _zip(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
     decoded, path = checkpoint.decoded, str(checkpoint.path)
-    used = {f"{decoded.root_folder}/data/{node.key}" for node in reachable(checkpoint.root) if type(node) is Storage}
+    used = {f"{decoded.root_folder}/data/{storage.key}" for storage in read.storages}
     data = [record for record in decoded.records if record.name.startswith(f"{decoded.root_folder}/data/")]
     unused = [record for record in data if record.name not in used]
     if unused:

@@ -13,7 +13,7 @@ from ckpt_tools.checking.reading import Mismatch, read_checkpoint
 from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, naming, open_checkpoint
 from ckpt_tools.containers import safetensors, torch_zip
 from ckpt_tools.containers.zip_directory import RecordRange
-from ckpt_tools.errors import CkptError, NotACheckpointError, RepairError, UnsupportedContainerError
+from ckpt_tools.errors import CkptError, LimitError, NotACheckpointError, RepairError, UnsupportedContainerError
 from ckpt_tools.files import Source
 from ckpt_tools.findings import counted_bytes
 from ckpt_tools.plan import Content, Deflated, Range
@@ -45,9 +45,10 @@ def opened(path: Path, *, keep_damaged: bool, scratch: Path) -> Iterator[tuple[S
 def _open(path: Path, keep_damaged: bool, scratch: Path, stack: contextlib.ExitStack) -> tuple[Salvaged, str]:
     try:
         checkpoint = stack.enter_context(open_checkpoint(path))
-    except UnsupportedContainerError:
+    except (UnsupportedContainerError, LimitError):
         raise
     except CkptError as error:
+        error.__traceback__ = None  # which holds everything that was read so far
         source = Source(path)
         stack.callback(source.close)
         return _salvaged(source, error, keep_damaged, scratch, stack)

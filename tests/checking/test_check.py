@@ -3,6 +3,7 @@
 import json
 import pathlib
 import sys
+import warnings
 from pathlib import Path
 
 import jsonschema
@@ -183,6 +184,23 @@ def test_torch_shards_are_compared_with_their_checksums(tmp_path: Path) -> None:
     assert codes(tmp_path) == []
     flip_byte(tmp_path / names["b.weight"], torch.full((100,), 3.0).numpy().tobytes())
     assert codes(tmp_path) == ["damaged-record"]
+
+
+def test_parts_of_a_distributed_checkpoint_are_compared(tmp_path: Path) -> None:
+    """A .distcp is a row of zips, one a tensor: damage is named with its part, and a part that is left over is told."""
+    import torch.distributed.checkpoint as dcp
+
+    values = torch.full((40, 50), 3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"a.weight": torch.randn(40, 50), "b.weight": values}}, checkpoint_id=tmp_path, no_dist=True)
+    assert codes(tmp_path, digest=True) == []
+    part = tmp_path / "__0_0.distcp"
+    (tmp_path / "__7_0.distcp").write_bytes(part.read_bytes())
+    flip_byte(part, values.numpy().tobytes())
+    found = check(tmp_path).findings
+    assert [finding.code for finding in found] == ["damaged-record", "stray-shard"]
+    assert "__0_0.distcp" in found[0].found
 
 
 # --- the pass
