@@ -13,9 +13,7 @@ Source: numpy/lib/_format_impl.py (its docstring is the specification), numpy/li
 
 from __future__ import annotations
 
-import ast
 import re
-import warnings
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -139,26 +137,52 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if start + length > len(head):
         raise DamagedFileError(f"{what} is cut off in its header.")
     fields = _literal(head[start : start + length])
-    if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
+    if fields is None or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
     shape, fortran = fields["shape"], fields["fortran_order"]
     if type(shape) is not tuple or any(type(size) is not int or size < 0 for size in shape) or type(fortran) is not bool:
         raise DamagedFileError(f"{what} has a malformed header.", why="Its shape or order is of the wrong type.")
-    found = _DESCR.fullmatch(fields["descr"]) if type(fields["descr"]) is str else None
+    descr = fields["descr"]
+    found = _DESCR.fullmatch(descr) if type(descr) is str else None
     code = found[2] + found[3] if found else ""
     if not found or not (code in BY_NUMPY or found[2] in "OSU"):
-        raise UnsupportedContainerError(f"{what} has the NumPy dtype {str(fields['descr'])[:100]!r}, which torch has not.")
+        raise UnsupportedContainerError(f"{what} has the NumPy dtype {str(descr)[:100]!r}, which torch has not.")
     return Header(code, found[1] == ">", fortran, shape, start + length)
 
 
-def _literal(text: bytes) -> object:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's, about odd escapes
-        try:
-            # Python 2 wrote sizes as 3L
-            return ast.literal_eval(re.sub(r"(\d)L\b", r"\1", text.decode("utf-8")).strip())
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+# One field of the header, the text of a Python dict. `ast.literal_eval` would compile what a stranger wrote.
+# Python 2 wrote sizes as 3L.
+_FIELD = re.compile(
+    r"""\s*(['"])(\w+)\1\s*:\s*(?:(['"])([^'"\\]*)\3|(True|False)|\(((?:\s*-?\d{1,20}L?\s*(?:,|(?=\))))*)\s*\)|(\[.*\]))\s*(?:,|$)""",
+    re.DOTALL,
+)
+
+
+class _Structure(str):
+    """The text of a structured dtype."""
+
+
+def _literal(text: bytes) -> dict[str, object] | None:
+    """The fields of a header, None when it is none."""
+    inside = text.decode("latin-1").strip()
+    if inside[:1] != "{" or inside[-1:] != "}":
+        return None
+    inside, fields, at = inside[1:-1].rstrip(), {}, 0
+    while at < len(inside):
+        found = _FIELD.match(inside, at)
+        if found is None or found[2] in fields:
             return None
+        fields[found[2]] = _value(found)
+        at = found.end()
+    return fields
+
+
+def _value(found: re.Match[str]) -> object:
+    if found[4] is not None:
+        return found[4]
+    if found[5] is not None:
+        return found[5] == "True"
+    return _Structure(found[7]) if found[7] is not None else tuple(map(int, re.findall(r"-?\d+", found[6])))
 
 
 class _Arrays:
