@@ -116,7 +116,7 @@ def run(
 ) -> Converted:  # fmt: skip
     """Read, plan and, with an output, write; the input must still be what was read when the output takes its name."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
-    with open_checkpoint(source) as checkpoint, edits.stack:
+    with open_checkpoint(source) as checkpoint:
         with collector_paused():
             pieces = edits.plan(checkpoint, report)
         report.bytes = total(pieces)

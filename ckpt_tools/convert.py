@@ -141,6 +141,7 @@ def convert(
         )
         edits.narrow(slim=slim, ema=ema)
         edits.fit_to(retargeting)
+        stack.enter_context(edits.stack)
         if to_folder:
             from ckpt_tools.folder_conversion import FolderTarget, run_folder
             from ckpt_tools.ranks import Ranks

@@ -271,10 +271,11 @@ class _Fitting:
 
     def overlap(self, name: str, entry: Node, rows: Sequence[int] | None, blank: Blank) -> Entry:
         """The part of a tensor that fits, and initial values."""
-        kept = kept_shape(entry, blank.shape, rows) if type(entry) is Entry else None
+        whole = type(entry) is Entry and entry.dtype.in_torch and entry.dtype.packed == 1
+        kept = kept_shape(entry, blank.shape, rows) if whole else None
         if kept is None:
             raise ConvertError(
-                f"{name!r} cannot overlap: the checkpoint and the target have different numbers of dimensions.",
+                f"{name!r} cannot overlap: the checkpoint's has another number of dimensions, or is no plain tensor.",
                 fix="Initialise it (--on-mismatch reinit), or leave it out (--on-mismatch skip).",
             )
         scheme = self.scheme(name, blank) if kept != blank.shape else None

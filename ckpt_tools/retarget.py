@@ -146,10 +146,11 @@ def _no_blank(name: str) -> Blank:
 
 def _blank(target: Target, param: Param) -> Blank:
     dtype = DTYPES[param.dtype or "float32"]
-    if target.module is None:
-        return Blank(param.name, param.shape, dtype)
-    module = target.module.get_submodule(param.name.rpartition(".")[0])
-    return blank_in(module, param.name, param.shape, dtype)
+    try:
+        module = None if target.module is None else target.module.get_submodule(param.name.rpartition(".")[0])
+    except AttributeError:  # a state dict hook gave the tensor a name of its own
+        module = None
+    return Blank(param.name, param.shape, dtype) if module is None else blank_in(module, param.name, param.shape, dtype)
 
 
 class _OwnValues:

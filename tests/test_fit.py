@@ -124,6 +124,21 @@ def test_every_kind_of_target(tmp_path: Path) -> None:
     nn.DataParallel(network()).load_state_dict(wrapped)
 
 
+def test_other_containers(tmp_path: Path) -> None:
+    """Shards, a distributed checkpoint and a legacy file out of safetensors, with a new head in each."""
+    from ckpt_tools.torch import load_state_dict
+
+    options: dict[str, Any] = {"like": with_head(20), "on_mismatch": "reinit", "reinit": "normal:0.02"}
+    for name, more in {"shards": {"shard_size": 600}, "dcp": {"format": "dcp"}, "old.pth": {"format": "pth-legacy"}}.items():
+        ckpt_tools.convert(FIXTURES / "single.safetensors", tmp_path / name, **options, **more)
+        state = load_state_dict(tmp_path / name)
+        assert_body(state)
+        assert 0.01 < float(state["fc2.weight"].std()) < 0.03
+        model = with_head(20)
+        assert load_into(model, tmp_path / name)
+        assert torch.equal(model.fc2.weight, state["fc2.weight"])
+
+
 def test_safetensors_out(tmp_path: Path) -> None:
     """A fitted state dict goes into safetensors as any other."""
     from safetensors.torch import load_file
@@ -323,7 +338,7 @@ def test_overlap_needs_as_many_dimensions(tmp_path: Path) -> None:
     """A convolution does not overlap with a matrix, nor rows with fewer."""
     target = dict(network().state_dict())
     target["fc2.weight"] = torch.empty(10, 8, 2)
-    with pytest.raises(ConvertError, match="numbers of dimensions"):
+    with pytest.raises(ConvertError, match="number of dimensions"):
         convert(target, tmp_path / "m.pth", on_mismatch="overlap", reinit="zeros")
     with pytest.raises(UsageError, match="there is no row 10"):
         convert(with_head(4), tmp_path / "m.pth", on_mismatch="overlap", rows=[10])
