@@ -14,8 +14,8 @@ from ckpt_tools.errors import OutputError, UsageError
 from ckpt_tools.files import Output, is_address, output_target, replacing
 
 if TYPE_CHECKING:
+    from ckpt_tools.choices import OnMismatch, RowChoice
     from ckpt_tools.conversion import Converted
-    from ckpt_tools.fit import OnMismatch, RowChoice
     from ckpt_tools.match import Stages
     from ckpt_tools.ranks import Ranks
     from ckpt_tools.retarget import Retargeting

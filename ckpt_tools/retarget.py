@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools import transforms
 from ckpt_tools.casts import to_little_endian
 from ckpt_tools.checkpoint import find_state_dicts, is_optimizer, is_tensor, open_checkpoint
+from ckpt_tools.choices import Choices, OnMismatch, RowChoice, Rows
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
-from ckpt_tools.fit import Choices, Fitted, Initialised, OnMismatch, RowChoice, Rows, Wanted, fit
+from ckpt_tools.fit import Fitted, Initialised, Wanted, fit
 from ckpt_tools.initialisers import Blank, Rules, blank_in, check_finite
 from ckpt_tools.match import Stages, match
 from ckpt_tools.numeric import live_content, row_major

@@ -32,7 +32,7 @@ LAYERS = [
     ["plans", "renames"],
     ["plan_files"],
     ["initialisers"],
-    ["adaptation"],
+    ["adaptation", "choices"],
     ["fit"],
     ["retarget"],
     ["describe", "conversion", "differences", "tensor_stats", "sharding", "dcp_items", "matching"],

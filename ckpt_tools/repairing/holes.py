@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_tools.checkpoint import StateDict, find_state_dicts
+from ckpt_tools.choices import Choices
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fit import Choices, Wanted, fit
+from ckpt_tools.fit import Wanted, fit
 from ckpt_tools.initialisers import Blank, Rules, blank_in
 from ckpt_tools.match import match
 from ckpt_tools.names import unwrap

@@ -12,9 +12,10 @@ import torch
 
 from ckpt_tools import casts, transforms
 from ckpt_tools.checkpoint import Checkpoint, StateDict, collector_paused, is_tensor, open_checkpoint
+from ckpt_tools.choices import Choices, OnMismatch, RowChoice, Rows
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
-from ckpt_tools.fit import Choices, Fitted, OnMismatch, RowChoice, Rows, Wanted, fit
+from ckpt_tools.fit import Fitted, Wanted, fit
 from ckpt_tools.initialisers import Blank, Rules, blank_in
 from ckpt_tools.match import Matching, Stages
 from ckpt_tools.match import match as find_partners
