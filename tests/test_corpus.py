@@ -1,7 +1,12 @@
-"""The whole collection of real files: every one is read, or refused as what it is."""
+"""Every real file of the corpus: read with exactly the catalogue's facts, or refused with the right sentence; and made plain.
+
+The files are strangers': they are never loaded but with weights_only=True. CKPT_CORPUS names the folder; without it all skip.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,42 +15,109 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.checkpoint import open_checkpoint
+from ckpt_tools.dtypes import BY_SAFETENSORS
 from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.numeric import row_major
 from ckpt_tools.plan import read
-from ckpt_tools.tree import Entry
-from tests.graphs import element_bytes, live_tensors
+from ckpt_tools.tree import Entry, is_contiguous
+from tests.graphs import element_bytes, live_tensors, load_with_tags
 from tests.samples import corpus
-from tests.test_oracle import described
 
-EVERY = corpus("torch-zip", "torch-legacy", "torch-tar", "torchscript", "safetensors", "other")
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
+KINDS = ("torch-zip", "torch-legacy", "torch-tar", "torchscript", "safetensors", "other")
+BUNDLE = "DLR-RM__stable-baselines3__ppo_frozenlakeplus.zip"
+every_file = pytest.mark.parametrize("row", corpus(*KINDS))
 
 
-@pytest.mark.parametrize("row", EVERY)
-def test_read_or_refused(row: dict[str, Any], tmp_path: Path) -> None:
-    """A checkpoint is read as the catalogue says; anything else is no checkpoint, and the message shows how it begins."""
-    if row["container"] == "other" and not row["file"].endswith(".zip"):
-        with pytest.raises(NotACheckpointError, match="is not a checkpoint"):
+def is_shard(row: dict[str, Any]) -> bool:
+    """A part of a distributed checkpoint: several zips in one file, of which the catalogue saw the last."""
+    return bool(row["file"].endswith(".distcp"))
+
+
+def is_read(row: dict[str, Any]) -> bool:
+    """Whether the file is a checkpoint at all."""
+    return row["container"] != "other" or row["file"] == BUNDLE
+
+
+@every_file
+def test_facts_of_every_file(row: dict[str, Any]) -> None:
+    """Container, size, tensors, dtypes, device tags and storages are the catalogue's; what is no checkpoint is refused."""
+    if not is_read(row):
+        with pytest.raises(NotACheckpointError, match="is not a checkpoint") as caught:
             ckpt_tools.inspect(row["path"])
+        assert "It begins with" in caught.value.why
         return
-    found = described(row["path"])
-    known = {"other": "zip-bundle"}.get(row["container"], row["container"])
-    assert found["container"] == ("dcp-part" if row["file"].endswith(".distcp") else known)
+    found = ckpt_tools.inspect(row["path"])
+    assert found.file_bytes == row["bytes"]
+    if is_shard(row):
+        assert (found.container, len(found.tensors)) == ("dcp-part", 4)
+        return
+    if row["file"] == BUNDLE:
+        assert (found.container, len(found.tensors)) == ("zip-bundle", 12 + 36)
+        return
+    assert (found.container, len(found.tensors)) == (row["container"], row["n_tensors"])
+    names = {code: dtype.name for code, dtype in BY_SAFETENSORS.items()}
+    expected = {names.get(name, name): count for name, count in row["dtypes"].items()}
+    if row["container"] != "torch-tar":  # the catalogue did not read what is in a tar
+        assert Counter(tensor["dtype"] for tensor in found.tensors) == expected
+    if "n_storages" in row and row["container"] != "torch-tar":
+        assert Counter(tensor["device"] for tensor in found.tensors) == row["locations"]
+        assert len({tensor["storage"] for tensor in found.tensors}) == row["n_storages"]
+        globals_ = {name.replace("__builtin__", "builtins") for name in row["globals"]}
+        assert globals_ - {"torch._utils._rebuild_tensor"} <= set(found.globals)
 
 
-@pytest.mark.parametrize("row", corpus("torch-zip", "torch-legacy", "torch-tar"))
-def test_plain_data_with_the_same_tensors(row: dict[str, Any], tmp_path: Path) -> None:
-    """With objects='plain' torch.load(weights_only=True) takes every one; its tensors are the file's, bit for bit."""
-    if row["file"].endswith(".distcp"):
-        pytest.skip("a part of a checkpoint")
-    plain = tmp_path / "plain.pth"
-    ckpt_tools.convert(row["path"], plain, objects="plain")
-    loaded = torch.load(plain, map_location="cpu", weights_only=True)
-    with open_checkpoint(row["path"]) as checkpoint:
-        entries = [tensor.node for tensor in checkpoint.tensors if type(tensor.node) is Entry]
-        before = sorted(read(row_major(entry)) for entry in entries)
-    assert len(before) == row["n_tensors"]
-    assert sorted(element_bytes(tensor) for _, tensor in live_tensors(loaded)) == before
-    if row["loads_weights_only"] is True:
-        theirs = torch.load(row["path"], map_location="cpu", weights_only=True)
-        assert sorted(element_bytes(tensor) for _, tensor in live_tensors(theirs)) == before
+@every_file
+def test_views_and_ties_of_every_file(row: dict[str, Any]) -> None:
+    """Strides, offsets, scalars, empty tensors, Parameters and shared storages are counted as the catalogue counts them."""
+    if not is_read(row) or is_shard(row) or row["file"] == BUNDLE or row["container"] in ("safetensors", "torch-tar"):
+        pytest.skip("the catalogue counts none of these there")
+    found, odd = ckpt_tools.inspect(row["path"]), row["oddities"]
+    tensors = found.tensors
+    assert sum(not is_contiguous(tuple(t["shape"]), tuple(t["stride"])) for t in tensors) == odd.get("non_contiguous", 0)
+    assert sum(t["offset"] > 0 for t in tensors) == odd.get("nonzero_offset", 0)
+    assert sum(t["shape"] == [] for t in tensors) == odd.get("scalars", 0)
+    assert sum(0 in t["shape"] for t in tensors) == odd.get("zero_sized", 0)
+    grads = sum(t["requires_grad"] or t["kind"] == "parameter" for t in tensors)
+    assert grads == odd.get("parameters_or_requires_grad", 0)
+    assert len(found.tied) == odd.get("shared_storages", 0)
+
+
+@every_file
+def test_what_torch_loads_is_listed(row: dict[str, Any]) -> None:
+    """Where weights_only loads a file, its tensors are ours: paths, dtypes, shapes, strides, offsets, tags."""
+    if row["loads_weights_only"] is not True or row["container"] == "safetensors":
+        pytest.skip("weights_only refuses it")
+    loaded, tags = load_with_tags(row["path"], weights_only=True)
+    expected = [
+        (list(where), str(t.dtype).removeprefix("torch."), list(t.shape), list(t.stride()), t.storage_offset(),
+         tags[t.untyped_storage()._cdata])
+        for where, t in live_tensors(loaded)
+    ]  # fmt: skip
+    rows = json.loads(json.dumps(ckpt_tools.inspect(row["path"]).tensors))
+    assert [tuple(r[key] for key in ("where", "dtype", "shape", "stride", "offset", "device")) for r in rows] == expected
+
+
+def bits(path: Path) -> list[bytes]:
+    """The elements of every tensor that we find, row-major, in order."""
+    with open_checkpoint(path) as checkpoint:
+        checkpoint.locate()
+        return [read(row_major(tensor.node)) for tensor in checkpoint.tensors if type(tensor.node) is Entry]
+
+
+@every_file
+def test_every_file_is_made_plain(row: dict[str, Any], tmp_path: Path) -> None:
+    """`--objects plain` gives what weights_only loads, with the same tensors bit for bit; what a program hides is reported."""
+    if not is_read(row):
+        pytest.skip("no checkpoint")
+    target = tmp_path / "plain.pth"
+    report = ckpt_tools.convert(row["path"], target, objects="plain")
+    after = torch.load(target, map_location="cpu", weights_only=True)
+    lost = [why for _, why in report.dropped if why == "a tensor that its object's plain form does not hold"]
+    before = bits(row["path"])
+    found = [element_bytes(tensor) for _, tensor in live_tensors(after)]
+    assert len(found) == len(before) - len(lost)
+    assert found == (before if not lost else before[: -len(lost)])
+    if row["loads_weights_only"] is True and row["container"] != "safetensors":
+        own = torch.load(row["path"], map_location="cpu", weights_only=True)
+        assert found == [element_bytes(tensor) for _, tensor in live_tensors(own)]
