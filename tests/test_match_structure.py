@@ -142,6 +142,56 @@ def test_heads_of_other_sizes_are_mismatched_not_lost() -> None:
     assert [(row.source_shape, row.target_shape) for row in found.mismatched] == [((10, 4), (20, 4)), ((10,), (20,))]
 
 
+def test_a_head_under_another_name_is_mismatched_too() -> None:
+    """Other names throughout and another number of classes: the heads are told as partners of different shapes."""
+    new = nets.ResNetB()
+    new.classifier[1] = nn.Linear(20, 9)
+    found = compared(nets.ResNetA(), new)
+    assert [(row.old, row.new) for row in found.mismatched] == [
+        ("fc.weight", "classifier.1.weight"), ("fc.bias", "classifier.1.bias")
+    ]  # fmt: skip
+    assert found.left_over == ((), ())
+
+
+SQUARE, TALL = (4, 4), (6, 4)
+HIDDEN = {
+    "a square parameter of its own": ({"proj": SQUARE}, {"head.weight": SQUARE}),
+    "and under one name": ({"text_projection": SQUARE, "a.w": TALL}, {"text_projection.weight": SQUARE, "b.w": TALL}),
+    "a square matrix beside transposed ones and others": (
+        {"a.weight": (4, 6), "a.bias": (6,), "b.weight": TALL, "b.bias": (6,), "c.weight": SQUARE, "c.bias": (4,)},
+        {"a.weight": TALL, "a.bias": (6,), "b.weight": TALL, "b.bias": (6,), "c.weight": SQUARE, "c.bias": (4,)},
+    ),
+    "q and k of the first Llama": (
+        {f"layers.0.{name}.weight": SQUARE for name in ("wq", "wk", "wv", "wo")},
+        {f"model.0.{name}_proj.weight": SQUARE for name in ("q", "k", "v", "o")},
+    ),
+    "parts that alternate by head": (
+        {"attn.query_key_value.weight": (12, 4), "attn.dense.weight": SQUARE},
+        {f"attn.{name}_proj.weight": SQUARE for name in ("q", "k", "v", "o")},
+    ),
+    "an LSTM's two biases": (
+        {"rnn.b1.value": (8,), "rnn.b2.other": (8,)},
+        {"lstm.bias_ih_l0": (8,), "lstm.bias_hh_l0": (8,)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_equal_shapes_that_may_hide_a_difference_are_no_partners(name: str) -> None:
+    """Where libraries are known to keep the same numbers in other places, equal shapes are not enough."""
+    one, other = ([Param(*row) for row in side.items()] for side in HIDDEN[name])
+    for old, new in ((one, other), (other, one)):
+        found = match(old, new, stages="structure", allow_reshape=True)
+        assert not found.complete_with_offers
+
+
+def test_recurrent_layers_keep_their_own_words() -> None:
+    """`weight_ih_l0` and `bias_hh_l0` are the same tensors in any LSTM of torch, whatever it is called."""
+    found = compared(nn.ModuleDict({"rnn": nn.LSTM(3, 4, 2)}), nn.ModuleDict({"lstm": nn.LSTM(3, 4, 2)}))
+    assert found.complete
+    assert all(row.old.removeprefix("rnn.") == row.new.removeprefix("lstm.") for row in found.matched)
+
+
 def test_missing_and_extra_modules_leave_the_rest_matched() -> None:
     """An extra head on one side and a norm more on the other: everything else has its partner."""
     old, new = nets.ResNetA(), nets.ResNetB()

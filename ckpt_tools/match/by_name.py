@@ -12,6 +12,7 @@ from ckpt_tools.names import MODULE, check_unique, strip_inner, unwrap
 from ckpt_tools.transforms import parse_rename
 
 MAX_PREFIX_PARTS = 4
+_ROLES = {".weight", ".bias"}  # no suffix: a matrix that is a parameter of its own may be kept as [in, out]
 
 
 def apply_rules(pairing: Pairing, rules: Sequence[str]) -> None:
@@ -93,7 +94,8 @@ def _match_affix(pairing: Pairing, ends: Callable[[str], Iterator[tuple[str, str
     for rest in sources.keys() & targets.keys():
         for before, old in sources[rest]:
             for after, new in targets[rest]:
-                if not (before and after) and pairing.source[old].shape == pairing.target[new].shape:
+                told = not (before and after) and not {before, after} & _ROLES
+                if told and pairing.source[old].shape == pairing.target[new].shape:
                     found[before, after].append((old, new))
     if not found:
         return

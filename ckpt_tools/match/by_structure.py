@@ -9,7 +9,7 @@ from typing import Literal
 from ckpt_tools.match.fused import split_fused
 from ckpt_tools.match.pairing import Pairing
 from ckpt_tools.match.records import Offer
-from ckpt_tools.match.resolve import UnitPair
+from ckpt_tools.match.resolve import UnitPair, meaning
 from ckpt_tools.match.structure import align
 from ckpt_tools.match.units import Unit, units_of, untied
 
@@ -28,7 +28,9 @@ def match_structure(pairing: Pairing) -> None:
     fused: dict[int, list[UnitPair]] = defaultdict(list)
     for pair in alignment.pairs:
         whole = pair.old.fused or pair.new.fused
-        if whole is None:
+        if why := _hidden_difference(pair):
+            _doubt(pairing, _whole(pair.new), [_whole(pair.old)], why)
+        elif whole is None:
             _write_down(pairing, pair)
         else:
             fused[id(whole[0])].append(pair)
@@ -36,7 +38,24 @@ def match_structure(pairing: Pairing) -> None:
         _offer(pairing, parts)
     for candidates, undecided in alignment.undecided:
         for unit in undecided:
-            _doubt(pairing, unit, candidates)
+            _doubt(pairing, _whole(unit), [_whole(other) for other in candidates], _why(candidates))
+    _pair_heads(pairing, left, right)
+
+
+def _pair_heads(pairing: Pairing, left: Sequence[Unit], right: Sequence[Unit]) -> None:
+    """The last layers of both sides, when each has one without partner: of another number of classes, so a mismatch."""
+    sides = {param.name for param in pairing.sources_left()}, {param.name for param in pairing.targets_left()}
+    olds, news = (
+        [unit for unit in units if names.issuperset(unit.roles.values()) and ("last", "last") in meaning(unit.path)]
+        for units, names in zip((left, right), sides, strict=True)
+    )
+    if len(olds) == len(news) == 1 and _same_but_rows(olds[0], news[0]):
+        _write_down(pairing, UnitPair(olds[0], news[0], "names", 0, frozenset()))
+
+
+def _same_but_rows(old: Unit, new: Unit) -> bool:
+    shapes = [{role: shape[1:] for role, shape in unit.shapes.items()} for unit in (old, new)]
+    return shapes[0] == shapes[1] and old.shapes.keys() == new.shapes.keys() and "weight" in old.shapes
 
 
 def _turn(units: list[Unit], transposed: frozenset[str]) -> None:
@@ -54,12 +73,29 @@ def _write_down(pairing: Pairing, pair: UnitPair) -> None:
         pairing.pair(pair.old.counter, pair.new.counter, "structure", CONFIDENCE[pair.how])
 
 
-def _doubt(pairing: Pairing, unit: Unit, candidates: Sequence[Unit]) -> None:
+def _hidden_difference(pair: UnitPair) -> str:
+    """What equal shapes hide: why two units that are one may still hold their numbers in different places."""
+    if pair.old.roles.keys() != pair.new.roles.keys():  # a parameter of its own, and the weight of a module
+        shape = next(iter(pair.old.shapes.values()))
+        if len(shape) == 2 and shape[0] == shape[1]:
+            return "a square matrix that is a parameter of its own here and a layer there: it may be transposed"
+    ends = {unit.path[-1:] for unit in (pair.old, pair.new)}
+    if ends in ({("wq",), ("q_proj",)}, {("wk",), ("k_proj",)}):
+        return "with rotary positions, libraries that say wq and q_proj keep the rows in different orders"
+    return ""
+
+
+def _whole(unit: Unit) -> Unit:
+    """The fused unit that a part belongs to; else the unit itself."""
+    return unit.fused[0] if unit.fused is not None else unit
+
+
+def _doubt(pairing: Pairing, unit: Unit, candidates: Sequence[Unit], why: str) -> None:
     for role, name in unit.roles.items():
         found = [partner for other in candidates if (partner := other.partner_of(role, unit)) is not None]
-        pairing.doubt(name, dict.fromkeys(found), _why(candidates))
+        pairing.doubt(name, dict.fromkeys(found), why)
     if unit.counter is not None:
-        pairing.doubt(unit.counter, [other.counter for other in candidates if other.counter is not None], _why(candidates))
+        pairing.doubt(unit.counter, [other.counter for other in candidates if other.counter is not None], why)
 
 
 def _why(candidates: Sequence[Unit]) -> str:
@@ -78,7 +114,7 @@ def _offer(pairing: Pairing, parts: list[UnitPair]) -> None:
     rows = sum(unit.shapes["weight"][0] for unit in sizes)
     if rows != whole.shapes["weight"][0] or any(unit.fused for unit in singles):
         for pair in parts:
-            _doubt(pairing, pair.new.fused[0] if pair.new.fused else pair.new, [whole] if is_split else singles)
+            _doubt(pairing, _whole(pair.new), [whole] if is_split else singles, "some parts of a fused layer have no partner")
         return
     for role, name in whole.roles.items():
         names, shapes = tuple(unit.roles[role] for unit in singles), tuple(unit.shapes[role] for unit in singles)

@@ -13,14 +13,17 @@ from ckpt_tools.match.records import Shape
 from ckpt_tools.match.units import Unit
 
 # What a fused layer's name says about its parts, in the order in which they lie along the first dimension: torch's
-# MultiheadAttention, timm and transformers put q, k, v (and k, v) in this order, and the gate before what it gates.
+# MultiheadAttention, timm and transformers put q, k, v (and k, v) in this order, and the gate before what it gates. A
+# `query_key_value` (GPT-NeoX, BLOOM, Falcon) is not here: its parts alternate by head. Of a `wqkv` with fewer keys than
+# queries some libraries make groups, so parts of different sizes are taken from a `qkv_proj` only.
 _LETTERS = re.compile(r"[^a-z0-9]")
 _QKV = dict.fromkeys(
-    ("qkv", "inproj", "cattn", "querykeyvalue", "wqkv", "qkvproj", "toqkv", "projqkv", "qkvlinear", "linearqkv", "attnqkv"),
+    ("qkv", "inproj", "cattn", "wqkv", "qkvproj", "toqkv", "projqkv", "qkvlinear", "linearqkv", "attnqkv"),
     ("query", "key", "value"),
 )
-_KV = dict.fromkeys(("kv", "keyvalue", "tokv", "kvproj", "wkv", "projkv", "kvlinear", "linearkv"), ("key", "value"))
+_KV = dict.fromkeys(("kv", "tokv", "kvproj", "wkv", "projkv", "kvlinear", "linearkv"), ("key", "value"))
 _GATED = dict.fromkeys(("gateup", "gateupproj", "w12"), ("gate", "up"))
+_UNEQUAL = "qkvproj"
 _PARTS = {**_QKV, **_KV, **_GATED}
 _GROUP = {"query": "attention part", "key": "attention part", "value": "attention part", "gate": "gated", "up": "gated"}
 
@@ -57,12 +60,13 @@ def named_parts(unit: Unit) -> set[str]:
 
 def _parts(unit: Unit, sizes: dict[str, set[Shape]]) -> Iterator[Unit]:
     """The parts of a fused unit, where the other side's shapes add up to it in one way only."""
-    names = _PARTS.get(_LETTERS.sub("", unit.path[-1].lower()), ()) if unit.path else ()
+    fused = _LETTERS.sub("", unit.path[-1].lower()) if unit.path else ""
+    names = _PARTS.get(fused, ())
     weight = unit.shapes.get("weight", ())
     if not names or not weight or set(unit.roles) - {"weight", "bias"}:
         return
     ways = [rows for rows in product(*(_rows(sizes[name], weight) for name in names)) if sum(rows) == weight[0]]
-    if len(ways) != 1:
+    if len(ways) != 1 or (len(set(ways[0])) > 1 and fused != _UNEQUAL):
         return
     for number, (name, rows) in enumerate(zip(names, ways[0], strict=True)):
         shapes = {role: (rows, *shape[1:]) for role, shape in unit.shapes.items()}

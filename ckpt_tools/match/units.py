@@ -107,7 +107,7 @@ def _place(parent: str, leaf: str, siblings: set[str]) -> tuple[Path, str]:
         return path, "weight" if leaf == "gamma" else "bias"
     if path[-2:-1] == ("parametrizations",) and leaf in ("original0", "original1"):  # the newer form of weight_g, weight_v
         return path[:-2], f"{path[-1]}_{'gv'[int(leaf[-1])]}"
-    if leaf in ("weight_g", "weight_v"):
+    if leaf.startswith(("weight_", "bias_")):  # weight_g of a weight norm, weight_ih_l0 of an LSTM: its module's own word
         return path, leaf
     if (match := _SUFFIXED.fullmatch(leaf)) is not None:  # in_proj_weight
         return (*path, match[1]), match[2]

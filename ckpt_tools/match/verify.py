@@ -22,8 +22,8 @@ def doubtful(pairs: Sequence[UnitPair], olds: Sequence[Unit], news: Sequence[Uni
     found = [pair for pair in pairs if not broken.isdisjoint(pair.counted)]
     if len(pairs) == len(olds) == len(news):  # with nothing left over on either side, a shape that is there once is enough
         return found
-    in_line = _longest_in_order(pairs)
-    return found + [pair for pair in pairs if pair not in found and _stands_alone(pair) and id(pair) not in in_line]
+    known = _longest_in_order(pairs) | set(map(id, found))
+    return found + [pair for pair in pairs if id(pair) not in known and _stands_alone(pair)]
 
 
 # --- counting
