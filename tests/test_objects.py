@@ -10,6 +10,7 @@ import fractions
 import pickletools
 import types
 import uuid
+import warnings
 import zipfile
 from collections.abc import Set
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -22,7 +23,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.conversion import Converted
-from ckpt_tools.errors import CkptError, LimitError, NothingMatchedError, ObjectsError
+from ckpt_tools.errors import CkptError, ContainerLimitError, LimitError, NothingMatchedError, ObjectsError
 from ckpt_tools.pickling.weights_only import ALLOWED_2_4
 from ckpt_tools.tree import Global
 from fixtures.make import network
@@ -473,3 +474,62 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ckpt_tools.convert(path, tmp_path / "out.pth", objects=policy, overwrite=True)  # type: ignore[arg-type]
     with pytest.raises(CkptError):
         ckpt_tools.convert(path, tmp_path / "out.pth", overwrite=True)
+
+
+# --- tensors that are no plain views
+
+
+def unusual() -> dict[str, torch.Tensor]:
+    """One of each kind."""
+    dense = torch.eye(3)
+    with warnings.catch_warnings():  # torch calls some of these a beta or a prototype
+        warnings.simplefilter("ignore")
+        return {
+            "sparse": dense.to_sparse(),
+            "sparse_csr": dense.to_sparse_csr(),
+            "sparse_csc": dense.to_sparse_csc(),
+            "quantized": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
+            "per_channel": torch.quantize_per_channel(dense, torch.tensor([0.1, 0.2, 0.3]), torch.zeros(3), 0, torch.quint8),
+            "nested": torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)]),
+            "complex32": torch.ones(2, dtype=torch.complex32),
+        }
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype|Sparse|ComplexHalf|TypedStorage).*:UserWarning")
+@pytest.mark.parametrize("kind", list(unusual()))
+def test_unusual_tensors_stay(tmp_path: Path, kind: str) -> None:
+    """Sparse, quantised, nested and complex32 tensors stay as they are, are listed, and refused for safetensors by name."""
+    tensor = unusual()[kind]
+    loaded, _ = plain(tmp_path, {"m.w": tensor})
+    assert_equal_unusual(loaded["m.w"], tensor)
+    row = next(row for row in ckpt_tools.inspect(tmp_path / "in.pth").tensors if row["where"][-1] == "m.w")
+    assert row["kind"] == kind.partition("_")[0].replace("per", "quantized").replace("complex32", "tensor")
+    with pytest.raises(ContainerLimitError, match=r"'?m\.w'?"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.safetensors", select="value", overwrite=True)
+
+
+def assert_equal_unusual(one: torch.Tensor, two: torch.Tensor) -> None:
+    """The same layout, dtype, shape and numbers."""
+    assert (one.layout, one.dtype, one.is_quantized, one.is_nested) == (two.layout, two.dtype, two.is_quantized, two.is_nested)
+    if two.is_nested:
+        assert [part.tolist() for part in one.unbind()] == [part.tolist() for part in two.unbind()]
+    elif two.is_quantized:
+        assert one.int_repr().tolist() == two.int_repr().tolist()
+        assert one.qscheme() == two.qscheme()
+    else:
+        assert one.to_dense().to(torch.complex64).tolist() == two.to_dense().to(torch.complex64).tolist()
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["plain", "wrapped"])
+def test_inspect_names_a_module_as_its_state_dict(tmp_path: Path, wrap: Any) -> None:
+    """inspect shows the names of `state_dict()` in its order, at the module's path; what it hides and its settings too."""
+    model = wrap(module())
+    torch.save({"nets": [model], "epoch": 1}, tmp_path / "in.pth")
+    found = ckpt_tools.inspect(tmp_path / "in.pth")
+    assert [row["name"] for row in found.tensors if row["name"]] == list(model.state_dict())
+    assert [row["where"][:2] for row in found.state_dicts] == [["nets", 0]]
+    assert found.state_dicts[0]["wrappers"] == (["module."] if isinstance(model, nn.DataParallel) else [])
+    assert [row["where"][-1] for row in found.tensors if row["name"] is None] == ["scratch"]
+    prefix = "nets.0.module" if isinstance(model, nn.DataParallel) else "nets.0"
+    assert (found.values["epoch"], found.values[f"{prefix}.1.eps"]) == (1, 1e-05)
+    assert all("--objects plain" in finding.fix for finding in found.findings)
