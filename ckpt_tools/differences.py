@@ -13,7 +13,7 @@ from ckpt_tools.contents import same_bytes, same_unusual
 from ckpt_tools.describe import value_text
 from ckpt_tools.names import wrappers_in
 from ckpt_tools.numeric import has_numbers, numbers, row_major
-from ckpt_tools.renames import Pair, pair_names, removed_prefix
+from ckpt_tools.renames import MOST_FOR_STRUCTURE, Pair, is_large, pair_names, removed_prefix
 from ckpt_tools.sides import Side, as_texts, check_effort, open_side, view_of
 from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Entry
@@ -207,6 +207,8 @@ def _in_state_dicts(
         if pair.left != pair.right:
             report.renamed.append(Renaming(dotted(old), dotted(new), pair.reason))
         yield _Paired(left.tensors[old], right.tensors[new], pair)
+    if is_large(one, other) and len(names) < max(len(one.names), len(other.names)):
+        report.notes.append(f"More than {MOST_FOR_STRUCTURE:,} names differ: they were not paired by structure.")
     partners = {pair.right for pair in names}
     if [pair.right for pair in names] != [name for name in other.names if name in partners]:
         report.notes.append(f"{dotted(one.where) or '(root)'}: the names come in another order.")

@@ -165,18 +165,21 @@ def _inflate(content: Deflated) -> Iterator[bytes]:
         raise ZipError("A deflated record holds fewer bytes than the zip directory says.", why=f"{left} bytes are missing.")
 
 
-def equal_chunks(content: Content, size: int = CHUNK) -> Iterator[memoryview]:
-    """The bytes of a content in blocks of exactly `size` bytes, the last one shorter: two contents side by side."""
+def equal_chunks(content: Content, size: int = CHUNK) -> Iterator[bytes]:
+    """The bytes of a content in blocks of exactly `size` bytes, the last one shorter: two contents side by side.
+
+    As bytes: memoryviews compare ten times slower.
+    """
     if isinstance(content, Range):
         for start in range(0, content.length, size):
-            yield memoryview(content.source.read(content.offset + start, min(size, content.length - start)))
+            yield content.source.read(content.offset + start, min(size, content.length - start))
         return
     pending = bytearray()
     for chunk in chunks(content):
         pending += chunk
         whole = len(pending) - len(pending) % size
         for start in range(0, whole, size):
-            yield memoryview(bytes(pending[start : start + size]))
+            yield bytes(pending[start : start + size])
         del pending[:whole]
     if pending:
-        yield memoryview(bytes(pending))
+        yield bytes(pending)

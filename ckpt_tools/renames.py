@@ -11,6 +11,8 @@ from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.targets import Param
 from ckpt_tools.tree import Entry, Node
 
+MOST_FOR_STRUCTURE = 20_000  # names on both sides together
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -23,10 +25,15 @@ class Pair:
 
 def pair_names(left: StateDict, right: StateDict) -> list[Pair]:
     """Pair the names of two state dicts, in the order of the left one. What is in doubt, or has no partner, is left out."""
-    found = match(_params(left), _params(right), stages="structure")
+    found = match(_params(left), _params(right), stages="names" if is_large(left, right) else "structure")
     partners = {row.old: Pair(row.old, row.new, row.reason) for row in found.matched}
     partners |= {row.old: Pair(row.old, row.new, row.reason) for row in found.mismatched}
     return [partners[name] for name in left.names if name in partners]
+
+
+def is_large(left: StateDict, right: StateDict) -> bool:
+    """Whether so many names differ that pairing them by structure, whose time grows with their square, would take minutes."""
+    return len(set(left.names) ^ set(right.names)) > MOST_FOR_STRUCTURE
 
 
 def _params(state_dict: StateDict) -> list[Param]:

@@ -105,6 +105,20 @@ def test_values_and_metadata_agree(tmp_path: Path) -> None:
     assert {(row.where, row.kind) for row in report.values} == {("epoch", "changed"), ("cfg", "removed")}
 
 
+def test_names_that_structure_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose author renamed its modules is compared tensor by tensor; not where there are too many names for that."""
+    shapes = [(4, 3), (5, 4), (6, 5)]
+    for name, part in (("a.pth", "conv"), ("b.pth", "layer")):
+        torch.save({f"{part}{i}.weight": torch.ones(shape) for i, shape in enumerate(shapes)}, tmp_path / name)
+    report = diff(tmp_path / "a.pth", tmp_path / "b.pth")
+    assert [row.reason for row in report.renamed] == ["structure"] * 3
+    assert report.summary == "They differ: 3 names changed."
+    monkeypatch.setattr("ckpt_tools.renames.MOST_FOR_STRUCTURE", 2)
+    report = diff(tmp_path / "a.pth", tmp_path / "b.pth")
+    assert len(report.added) == len(report.removed) == 3
+    assert "not paired by structure" in report.notes[0]
+
+
 def test_select_on_each_side(tmp_path: Path) -> None:
     """--select names the place on either side; a wrong one is refused with what is near."""
     report = diff(FIXTURES / "training.pth", FIXTURES / "single.pth", select="model=.", contents=False)
