@@ -47,6 +47,7 @@ def convert(
     ema: bool = False,
     like: Any = None,
     like_args: str | Mapping[str, Any] | None = None,
+    like_select: str | None = None,
     match: Stages | None = None,
     plan: str | os.PathLike[str] | None = None,
     allow_reshape: bool = False,
@@ -86,6 +87,7 @@ def convert(
         ema: the averaged weights become the whole output.
         like: the target that the state dict is fitted to: a checkpoint, "package.module:callable" (imported and called), an
             `nn.Module` or a state dict. like_args: keyword arguments of the callable, as a mapping or JSON text.
+            like_select: the dotted path of the state dict, where the target holds several.
         match: how partners are found: "exact+wrappers" (also when None), "names", "structure" or "position".
         plan: a plan file that says who is who instead. allow_reshape: take partners whose shapes differ by sizes of 1.
         reinit: a scheme for tensors that the checkpoint does not have, `GLOB=SCHEME` texts, or a mapping of them.
@@ -133,7 +135,9 @@ def convert(
             clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
         from ckpt_tools.conversion import Edits, Names, run
 
-        retargeting = _retargeting(like, like_args, match, plan, allow_reshape, reinit, on_mismatch, rows, adapt, seed)
+        retargeting = _retargeting(
+            like, like_args, match, plan, allow_reshape, reinit, on_mismatch, rows, adapt, seed, like_select
+        )
         names = Names(strip_module, add_module, unwrap, strip_prefix, add_prefix, _several(rename))
         only = _several(dtype_only)
         edits = Edits(

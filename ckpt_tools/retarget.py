@@ -56,21 +56,23 @@ class Retargeting:
     def __init__(
         self, like: Any, like_args: str | Mapping[str, Any] | None, stages: Stages | None, plan: str | os.PathLike[str] | None,
         allow_reshape: bool, reinit: str | Sequence[str] | Mapping[str, str] | None, on_mismatch: OnMismatch,
-        rows: RowChoice | Sequence[str], adapt: bool, seed: int,
+        rows: RowChoice | Sequence[str], adapt: bool, seed: int, like_select: str | None,
     ) -> None:  # fmt: skip
         self.like, self.like_args, self.plan, self.allow_reshape = like, like_args, plan, allow_reshape
+        self.like_select = like_select
         self.stages: Stages = stages or "exact+wrappers"
         self.choices = Choices(Rules(reinit), on_mismatch, Rows(rows), adapt, seed)
         given = {
-            "--like-args": like_args, "--match": stages, "--allow-reshape": allow_reshape, "--reinit": reinit, "--rows": rows,
-            "--adapt": adapt, "--on-mismatch": on_mismatch != "error", "--seed": seed,
+            "--like-args": like_args, "--like-select": like_select, "--match": stages, "--allow-reshape": allow_reshape,
+            "--reinit": reinit, "--rows": rows, "--adapt": adapt, "--on-mismatch": on_mismatch != "error", "--seed": seed,
         }  # fmt: skip
         used = [option for option, value in given.items() if value]
         if used and like is None and plan is None:
             raise UsageError(f"{used[0]} is about a target; --like TARGET is missing.")
-        about_like = [option for option in ("--like-args", "--match", "--allow-reshape") if given[option]]
-        if about_like and (like is None or (plan is not None and about_like != ["--like-args"])):
-            raise UsageError(f"{about_like[0]} does not go with --plan, which says who is who.")
+        if like is None and (like_args or like_select):
+            raise UsageError(f"{used[0]} is about a target; --like TARGET is missing.")
+        if plan is not None and (stages or allow_reshape):
+            raise UsageError(f"{'--match' if stages else '--allow-reshape'} does not go with --plan, which says who is who.")
 
     def __bool__(self) -> bool:
         return self.like is not None or self.plan is not None
@@ -86,10 +88,10 @@ class Retargeting:
             ConvertError: see `fit`.
         """
         node = _only_state_dict(root, path)
-        target = None if self.like is None else read_target(self.like, args=self.like_args)
+        target = None if self.like is None else read_target(self.like, args=self.like_args, select=self.like_select)
         plan = self._plan(node, target)
         label = f"{path} does not fit {target.label}" if target is not None else f"{self.plan} leaves tensors over"
-        fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack), self.choices)
+        fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack, self.like_select), self.choices)
         names = {**plan.renames, **{old: new for old, new, _, _ in plan.mismatched}}
         renamed = transforms.rename_optimizers(root, lambda name: names.get(name, name))
         return _report(target.label if target is not None else str(self.plan), plan, fitted), renamed
@@ -131,13 +133,13 @@ def note_optimizer(root: Node, fitted: FittedTo) -> str:
 # --- what the target wants
 
 
-def _wanted(target: Target | None, label: str, seed: int, stack: ExitStack) -> Wanted:
+def _wanted(target: Target | None, label: str, seed: int, stack: ExitStack, select: str | None) -> Wanted:
     if target is None:
         return Wanted((), _no_blank, None, {}, label)
     params = {param.name: param for param in target.params}
     first: dict[object, str] = {}
     ties = {name: name if param.tie is None else first.setdefault(param.tie, name) for name, param in params.items()}
-    own = _OwnValues(target, seed, stack)
+    own = _OwnValues(target, seed, stack, select)
     return Wanted(target.names, lambda name: _blank(target, params[name]), own.content, ties, label)
 
 
@@ -157,8 +159,8 @@ def _blank(target: Target, param: Param) -> Blank:
 class _OwnValues:
     """The values that the target itself has: its constructor's, run with the seed; or those of a checkpoint."""
 
-    def __init__(self, target: Target, seed: int, stack: ExitStack) -> None:
-        self.target, self.seed, self.stack = target, seed, stack
+    def __init__(self, target: Target, seed: int, stack: ExitStack, select: str | None) -> None:
+        self.target, self.seed, self.stack, self.select = target, seed, stack, select
         self.tensors: Mapping[str, Any] | None = None
 
     def content(self, name: str) -> Content:
@@ -185,7 +187,7 @@ class _OwnValues:
         if self.target.tensors is not None:
             return self.target.tensors
         checkpoint = self.stack.enter_context(open_checkpoint(self.target.label))
-        state_dict = choose_state_dict(checkpoint, None)
+        state_dict = choose_state_dict(checkpoint, self.select)
         transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
         root = to_little_endian(state_dict.node, checkpoint.decoded.byteorder)
         return {key: value for key, value in root.items if type(key) is str and is_tensor(value)}

@@ -101,7 +101,7 @@ def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, selec
 
 def _from_checkpoint(path: str | os.PathLike[str], select: str | None) -> Target:
     with open_checkpoint(path) as checkpoint:
-        state_dict = choose_state_dict(checkpoint, select)
+        state_dict = choose_state_dict(checkpoint, select, "--like-select")
         transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
         return Target(str(path), params_of(state_dict.node))
 

@@ -229,6 +229,16 @@ def test_the_targets_own_values(tmp_path: Path) -> None:
         convert(live, tmp_path / "o.pth", **options)
 
 
+def test_a_target_that_holds_several(tmp_path: Path) -> None:
+    """--like-select chooses among its state dicts, for names and for its own values."""
+    live = with_head(20)
+    torch.save({"model": live.state_dict(), "ema": with_head(3).state_dict()}, tmp_path / "like.pth")
+    with pytest.raises(NothingMatchedError, match="2 state dicts"):
+        convert(tmp_path / "like.pth", tmp_path / "m.pth")
+    state = convert(tmp_path / "like.pth", tmp_path / "m.pth", like_select="model", on_mismatch="reinit", reinit="target")
+    assert torch.equal(state["fc2.weight"], live.fc2.weight)
+
+
 def test_ties_are_initialised_once(tmp_path: Path) -> None:
     """Tied tensors of the target get one tensor, with ties kept in the file."""
 
@@ -316,6 +326,8 @@ def test_a_plan_is_replayed(tmp_path: Path) -> None:
 
 BAD: list[tuple[dict[str, Any], type[CkptError], str]] = [
     ({"reinit": "zeros"}, UsageError, "--like TARGET is missing"),
+    ({"like_select": "model"}, UsageError, "--like TARGET is missing"),
+    ({"plan": "p.toml", "like_args": "{}"}, UsageError, "--like TARGET is missing"),
     ({"seed": 3}, UsageError, "--like TARGET is missing"),
     ({"like": "fixtures.make:network", "rows": [1]}, UsageError, "--rows"),
     ({"like": "fixtures.make:network", "on_mismatch": "overlap", "rows": ["x"]}, UsageError, "--rows"),

@@ -105,6 +105,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.option("--like", cls=Once, metavar="TARGET", help="Fit to this: a checkpoint, or package.module:callable."),
         click.option("--like-args", cls=Once, metavar="JSON", help="""Its arguments: '{"num_classes": 200}'."""),
+        click.option("--like-select", cls=Once, metavar="WHERE", help="Which state dict of a TARGET that holds several."),
         click.option(
             "--match", cls=Once, type=click.Choice(["exact+wrappers", "names", "structure", "position"]),
             help="How partners are found: by name without wrappers (the default); also by a common prefix or suffix; also by "
