@@ -14,7 +14,7 @@ from ckpt_tools.casts import to_little_endian
 from ckpt_tools.checkpoint import find_state_dicts, is_optimizer, is_tensor, open_checkpoint
 from ckpt_tools.choices import Choices, OnMismatch, RowChoice, Rows
 from ckpt_tools.dtypes import DTYPES
-from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
+from ckpt_tools.errors import ConvertError, MatchPlanError, NothingMatchedError, UsageError
 from ckpt_tools.fit import Fitted, Initialised, Wanted, fit
 from ckpt_tools.initialisers import Blank, Rules, blank_in, check_finite
 from ckpt_tools.match import Stages, match
@@ -98,10 +98,29 @@ class Retargeting:
 
     def _plan(self, node: Dict, target: Target | None) -> Plan:
         if self.plan is not None:
-            return read_plan(self.plan)
+            plan = read_plan(self.plan)
+            return plan if target is None else _for_target(plan, target)
         assert target is not None
         matching = match(params_of(node), target.params, stages=self.stages, allow_reshape=self.allow_reshape)
         return plan_of(replace(matching, offers=()))  # fused and split tensors: only a plan does those
+
+
+def _for_target(plan: Plan, target: Target) -> Plan:
+    """A plan that must make exactly what the target wants; names of the target that it does not know are missing.
+
+    Raises:
+        MatchPlanError: it makes something that the target does not have, or not in this shape.
+    """
+    wanted = {param.name: param.shape for param in target.params}
+    made = {new: shape for step in plan.steps for new, shape in zip(step.new, step.new_shapes, strict=True)}
+    made.update((new, after) for _, new, _, after in plan.mismatched)
+    for name, shape in made.items():
+        if wanted.get(name) != shape:
+            has = f"wants {list(wanted[name])}" if name in wanted else "has no such name"
+            raise MatchPlanError(f"The plan makes {name!r} {list(shape)}; {target.label} {has}.",
+                                 fix="Make a plan for this target: ckpt match IN --like TARGET -o PLAN.")  # fmt: skip
+    doubtful = {new for new, _, _ in plan.ambiguous}
+    return replace(plan, missing=tuple(name for name in wanted if name not in made and name not in doubtful))
 
 
 def _only_state_dict(root: Node, path: str) -> Dict:

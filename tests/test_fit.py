@@ -320,6 +320,12 @@ def test_a_plan_is_replayed(tmp_path: Path) -> None:
     assert state["fc2.weight"].shape == (20, 8)
     with pytest.raises(MatchPlanError):
         ckpt_tools.convert(FIXTURES / "tied.pth", tmp_path / "n.pth", **options)
+    larger = with_head(20)
+    larger.extra = nn.Linear(2, 2, bias=False)
+    ckpt_tools.convert(SOURCE, tmp_path / "larger.pth", like=larger, **options)
+    assert not torch.load(tmp_path / "larger.pth")["extra.weight"].any()
+    with pytest.raises(MatchPlanError, match=r"fc2\.weight.*wants \[10, 8\]"):
+        ckpt_tools.convert(SOURCE, tmp_path / "n.pth", like=with_head(10), **options)
     with pytest.raises(UsageError, match="which says every name"):
         ckpt_tools.convert(SOURCE, tmp_path / "n.pth", unwrap=True, **options)
 
