@@ -50,7 +50,10 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             with _terminable():
-                return super().invoke(ctx)
+                try:
+                    return super().invoke(ctx)
+                finally:
+                    sys.stdout.flush()  # what cannot be printed is told now, not at the exit
         except CkptError as error:
             from ckpt_tools.render.text import print_error
 
@@ -60,9 +63,20 @@ class _Group(click.Group):
             click.echo("Interrupted.", err=True)
             ctx.exit(130)
         except BrokenPipeError:
-            # The reader of our output (head, less) has gone. Point stdout elsewhere so that the exit does not fail on it.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # The reader of our output (head, less) has gone.
+            _silence()
             ctx.exit(1)
+        except OSError as error:  # of files that we read or write it would be a CkptError
+            _silence()
+            what = "The report cannot be printed" if error.filename is None else str(error.filename)
+            click.echo(f"Error: {what}: {error.strerror or error}.", err=True)
+            ctx.exit(3)
+
+
+def _silence() -> None:
+    """Standard output goes nowhere from now on, so that the exit does not fail on it."""
+    with contextlib.suppress(OSError, ValueError):  # in a test it may be no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager

@@ -517,3 +517,14 @@ def test_94_journal_of_a_terabyte(source: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(OutputError, match="none is so large"):
         ckpt_tools.inspect(source)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("options", [["inspect"], ["inspect", "--json"], ["check"]])
+def test_92_report_that_cannot_be_printed(options: list[str], source: Path) -> None:
+    """Standard output is a full disk: a sentence and exit code 3, no traceback."""
+    with open("/dev/full", "wb") as full:
+        command = script("", [*options, "in.pth"])
+        done = subprocess.run(command, cwd=source.parent, env=environment(), stdout=full, stderr=subprocess.PIPE, check=False)
+    assert b"Traceback" not in done.stderr
+    assert (done.returncode, b"cannot be printed" in done.stderr) == (3, True), done.stderr
