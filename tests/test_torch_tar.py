@@ -12,6 +12,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
+from ckpt_tools.files import Source
 from tests.graphs import assert_same, live_tensors, load_with_tags
 from tests.hostile.pickles import BUILD, FALSE, ORDERED_DICT, call, dict_of, glob, pickle, sizes, text, tuple_of
 from tests.hostile.refusals import refused, warned, write
@@ -168,3 +169,18 @@ def test_12_dimensions(tmp_path: Path) -> None:
     """A tensor of two milliards of dimensions costs nothing."""
     bad = tensors((20, 10, (1,), (1,), 0)).replace(struct.pack("<ii", 1, 0), struct.pack("<ii", 2**31 - 1, 0))
     refused(write(tmp_path, torch_tar(ROOT, STORED, bad)), TensorError, "2147483647 dimensions")
+
+
+def test_many_storages_are_read_in_few_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of small storages: what is read of the file stays near its size, and most of it is read once."""
+    count = 3000
+    stored = storages(*((index, "FloatStorage", floats(index)) for index in range(count)))
+    made = tensors(*((count + index, index, (1,), (1,), 0) for index in range(count)))
+    root = dict_of(**{f"layer{index}": persistent(count + index) for index in range(count)})
+    path = write(tmp_path, torch_tar(root, stored, made))
+    read: list[int] = []
+    pread = Source._pread
+    monkeypatch.setattr(Source, "_pread", lambda self, length, offset: read.append(length) or pread(self, length, offset))  # type: ignore[func-returns-value]
+    assert len(ckpt_tools.inspect(path).tensors) == count
+    assert sum(read) < 2 * path.stat().st_size
+    assert len(read) < 200

@@ -91,7 +91,8 @@ class Pickles:
         Raises:
             PickleError, LimitError: as `Machine.load`, and for a pickle longer than any real one.
         """
-        self._fill(self.window)
+        if not self._ready:
+            self._fill(self.window)
         while True:
             machine = make(self.data, self.position - self.anchor)
             machine.budget = node_budget(min(self.left, MAX_PICKLE))
@@ -104,7 +105,7 @@ class Pickles:
                     raise
                 if len(self.data) >= MAX_PICKLE:
                     raise LimitError(f"The pickle takes more than {MAX_PICKLE} bytes.") from None
-                self._fill(_GROWTH * len(self.data))
+                self._fill(max(self.window, _GROWTH * self._ready))
             else:
                 self.position = self.anchor + machine.position
                 return machine, root
@@ -128,10 +129,13 @@ class Pickles:
         """Pass over bytes without reading them."""
         self.position += length
 
+    @property
+    def _ready(self) -> int:
+        """How many bytes from the current position on have been read."""
+        return max(0, self.anchor + len(self.data) - self.position)
+
     def _fill(self, length: int) -> None:
-        """Have `length` bytes from the current position on, or as many as there are."""
-        if self.position > self.anchor + len(self.data):
-            self.data, self.anchor = b"", self.position
-        missing = min(self.position + length, self.part.end) - self.anchor - len(self.data)
-        if missing > 0:
-            self.data += self.part.read(self.anchor + len(self.data), missing)
+        """Have `length` bytes from the current position on, or as many as there are; what lies before is let go."""
+        kept = self.data[self.position - self.anchor :] if self._ready else b""
+        self.anchor = self.position
+        self.data = kept + self.part.read(self.anchor + len(kept), min(length, self.left) - len(kept))
