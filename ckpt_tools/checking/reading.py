@@ -48,7 +48,7 @@ class Read:
     """What reading every byte found.
 
     Attributes:
-        storages: every storage of the tree. bytes: bytes read. records: records with a CRC-32 that was checked.
+        storages: every storage that a tensor lies on. bytes: bytes read. records: records with a CRC-32 that was checked.
         mismatches: records whose bytes do not match.
         digests, counted: per tensor, where asked. skipped: tensors without either: no plain view on a storage, of a dtype
             that torch lacks, or overlapping so often that it would take many times the file.
@@ -94,8 +94,8 @@ def read_checkpoint(
         ChangedFileError: a file changed. NotACheckpointError: the disk failed. DamagedFileError: bytes cannot be inflated.
     """
     decoded = checkpoint.decoded
-    read = Read([node for node in reachable(checkpoint.root) if type(node) is Storage])
-    contents = [node.content for node in read.storages if isinstance(node.content, Range | Deflated)]
+    read = Read(list(_storages(checkpoint)))
+    contents = [storage.content for storage in read.storages if isinstance(storage.content, Range | Deflated)]
     spans: dict[Source, list[Span]] = {source: [] for source in _sources(decoded.source, contents)}
     checks = _record_spans(_records(decoded, contents), spans)
     views = _views(checkpoint, read, digest, count_values, heads) if digest or count_values else []
@@ -110,6 +110,15 @@ def read_checkpoint(
     _gather(gathered, decoded.byteorder, damaged=bool(found))
     _collect(views, checkpoint, read)
     return read
+
+
+def _storages(checkpoint: Checkpoint) -> Iterator[Storage]:
+    """The storages of the tensors, each once. To look at every node of the tree for others can take hundreds of megabytes."""
+    found: dict[int, Storage] = {}
+    for tensor in checkpoint.tensors:
+        below = (tensor.node.storage,) if type(tensor.node) is Entry else reachable(tensor.node)
+        found.update((id(node), node) for node in below if type(node) is Storage)
+    return iter(found.values())
 
 
 def _sources(source: Source, contents: Sequence[Range | Deflated]) -> list[Source]:

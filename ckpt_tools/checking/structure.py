@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_tools.checking.reading import Mismatch, Read, in_file
 from ckpt_tools.checkpoint import Checkpoint
-from ckpt_tools.containers.zip_directory import ALIGNMENT, DESCRIPTOR_64
+from ckpt_tools.containers.base import Decoded
+from ckpt_tools.containers.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record
 from ckpt_tools.findings import Finding, mending
 from ckpt_tools.plan import Deflated, Range
 from ckpt_tools.sources import Files, Window
@@ -75,9 +76,10 @@ def _users(checkpoint: Checkpoint, mismatches: Sequence[Mismatch]) -> dict[int, 
 
 def _zip(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
     decoded, path = checkpoint.decoded, str(checkpoint.path)
-    used = {f"{decoded.root_folder}/data/{storage.key}" for storage in read.storages}
-    data = [record for record in decoded.records if record.name.startswith(f"{decoded.root_folder}/data/")]
-    unused = [record for record in data if record.name not in used]
+    unused = _unused(decoded, (storage.key for storage in read.storages), decoded.records)
+    if unused:  # by tensors; a storage may also stand in the tree by itself
+        every = (node.key for node in reachable(checkpoint.root) if type(node) is Storage)
+        unused = _unused(decoded, every, unused)
     if unused:
         size = sum(record.compressed for record in unused)
         text = f"{len(unused)} storages ({size} bytes) that no tensor uses: {_some([record.name for record in unused])}"
@@ -101,6 +103,13 @@ def _safetensors(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             "unaligned", "info", [], text, "a header padded with spaces, as safetensors writes it", mending("repair", path)
         )
+
+
+def _unused(decoded: Decoded, keys: Iterable[str], records: Sequence[Record]) -> list[Record]:
+    """The records of storages whose keys are not among these."""
+    folder = f"{decoded.root_folder}/data/"
+    used = {f"{folder}{key}" for key in keys}
+    return [record for record in records if record.name.startswith(folder) and record.name not in used]
 
 
 def _sharded(checkpoint: Checkpoint) -> Iterator[Finding]:
