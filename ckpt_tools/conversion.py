@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools import casts, flatten, plain, transforms
+from ckpt_tools import casts, flatten, plain, transforms, tree
 from ckpt_tools.checkpoint import (
     Checkpoint,
     StateDict,
@@ -23,6 +23,7 @@ from ckpt_tools.containers import safetensors, torch_legacy, torch_zip
 from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.files import Output, free_bytes, no_space
+from ckpt_tools.modules import is_module
 from ckpt_tools.names import strip_inner, strip_leading, strip_module, uneven, unwrap
 from ckpt_tools.plan import Piece, total
 from ckpt_tools.transforms import Rename, dotted
@@ -227,22 +228,28 @@ class Edits:
             report.notes.append(Note("optimizer-of-old-tensors", text))
 
     def _narrow(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
-        """Objects as --objects says; then the averaged weights, or state dicts and values, on storages of their own size."""
+        """Objects as --objects says; the averaged weights, or state dicts and values, on storages of their own size."""
+        chosen = self.objects is None and (self.slim or self.ema)
+        if chosen:
+            root = _modules_first(root, report)
+            if self.ema:
+                root = _averaged(root, report)
+            if self.slim:
+                root, fates = plain.drop_unknown(root)
+                report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
         objects = "plain" if self.slim and self.objects is None else self.objects
-        if self.slim and self.objects is None:
-            root = _drop_objects(root, checkpoint, report)
-        root = _apply_objects(root, checkpoint, objects, report, selected=self.select is not None)
-        if not (self.slim or self.ema):
-            return root
+        selected = self.select is not None or (chosen and self.ema)  # what lies elsewhere does not come along
+        root = _apply_objects(root, checkpoint, objects, report, selected=selected)
+        if self.ema and not chosen:
+            root = _averaged(root, report)
+        return self._slimmed(root, report) if self.slim else root
+
+    def _slimmed(self, root: Node, report: Converted) -> Node:
         from ckpt_tools import compaction, slimming
 
-        if self.ema:
-            root, where = slimming.averaged(root)
-            report.notes.append(Note("ema", f"The averaged weights were in {dotted(where) or 'the root'}."))
-        if self.slim:
-            report.dropped += [(dotted(where), what) for where, what in slimming.slim(root)]
-            root, done = compaction.compact(root, verify=self.verify)
-            report.compacted, report.saved = done.storages, done.saved
+        report.dropped += [(dotted(where), what) for where, what in slimming.slim(root)]
+        root, done = compaction.compact(root, verify=self.verify)
+        report.compacted, report.saved = done.storages, done.saved
         return root
 
     def _note_outside(self, root: Node, report: Converted) -> None:
@@ -329,13 +336,26 @@ class Names:
                 report.notes.append(Note("uneven-prefix", text + fix))
 
 
-def _drop_objects(root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
-    """For --slim: modules become their state dicts, other objects that are no plain data go."""
+def _modules_first(root: Node, report: Converted) -> Node:
+    """Pickled modules as their state dicts, since their weights are wanted whatever becomes of other objects."""
     from ckpt_tools.slimming import modules_as_state_dicts
 
-    if checkpoint.container != "torchscript":
-        root, fates = plain.drop_unknown(modules_as_state_dicts(root))
-        report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+    seen: set[int] = set()
+    for where, module in tree.walk(root, stop=is_module, plain=False):
+        if is_module(module) and id(module) not in seen:
+            seen.add(id(module))
+            report.objects.append(ObjectFate(list(where), module.name, "dict"))
+            inner = [(below, name) for below, name in plain.find_unknown(module) if below]
+            report.objects += [ObjectFate([*where, *below], name, plain.WITH_OUTER) for below, name in inner]
+    return modules_as_state_dicts(root)
+
+
+def _averaged(root: Node, report: Converted) -> Node:
+    """The averaged weights alone."""
+    from ckpt_tools.slimming import averaged
+
+    root, where = averaged(root)
+    report.notes.append(Note("ema", f"The averaged weights were in {dotted(where) or 'the root'}."))
     return root
 
 

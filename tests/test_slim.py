@@ -280,3 +280,15 @@ def test_state_dicts_are_found_wherever_they_are(tmp_path: Path) -> None:
     assert_same(converted(path, select="agent.net")[0], EMA)
     wheres = [row["where"] for row in ckpt_tools.inspect(path).state_dicts]
     assert wheres[:3] == [["actors", 0], ["actors", 1], ["critic", "nets", 0]]
+
+
+def test_what_became_of_modules_is_told(tmp_path: Path) -> None:
+    """With --slim a pickled model is no dropped object; with --ema, objects elsewhere do not stand in the way."""
+    path = saved(tmp_path, {"net": nn.DataParallel(small_model()), "ema": dict(EMA), "trainer": classes.Plain()})
+    _, report = converted(path, slim=True)
+    told = {row.name: (row.where, row.became) for row in report.objects}
+    assert told["torch.nn.parallel.data_parallel.DataParallel"] == (["net"], "dict")
+    assert told["torch.nn.modules.linear.Linear"][1] == "part of the object around it"
+    assert told["tests.classes.Plain"] == (["trainer"], "dropped")
+    assert_same(converted(path, ema=True)[0], EMA)
+    assert_same(converted(path, ema=True, objects="plain")[0], EMA)
