@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from ckpt_tools.checkpoint import Checkpoint, open_checkpoint
     from ckpt_tools.conversion import Converted
     from ckpt_tools.describe import Description, inspect
-    from ckpt_tools.differences import Difference, diff
+    from ckpt_tools.difference_report import Difference
+    from ckpt_tools.differences import diff
     from ckpt_tools.inplace import edit_in_place
     from ckpt_tools.repairing.report import Repaired
     from ckpt_tools.repairing.run import repair
@@ -49,7 +50,7 @@ _HOMES = {
     "Checkpoint": "checkpoint",
     "Converted": "conversion",
     "Description": "describe",
-    "Difference": "differences",
+    "Difference": "difference_report",
     "Repaired": "repairing.report",
     "Stats": "tensor_stats",
     "average": "averaging",

@@ -35,7 +35,7 @@ LAYERS = [
     ["adaptation", "choices"],
     ["fit"],
     ["retarget"],
-    ["describe", "conversion", "differences", "tensor_stats", "sharding", "dcp_items", "matching"],
+    ["describe", "conversion", "difference_report", "differences", "tensor_stats", "sharding", "dcp_items", "matching"],
     ["dcp_saving"],
     ["folder_conversion"],
     ["checking"],

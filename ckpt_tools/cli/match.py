@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import click
 
+from ckpt_tools.cli.completion import complete_places
 from ckpt_tools.cli.options import Once
 
 
@@ -29,7 +30,13 @@ from ckpt_tools.cli.options import Once
 @click.option(
     "--rename", multiple=True, metavar="REGEX=REPLACEMENT", help="Rename tensors of IN first, as in convert. Repeatable."
 )
-@click.option("--select", cls=Once, metavar="WHERE", help="Which state dict of IN, where it holds several.")
+@click.option(
+    "--select",
+    cls=Once,
+    metavar="WHERE",
+    shell_complete=complete_places,
+    help="Which state dict of IN, where it holds several.",
+)
 @click.option("--allow-reshape", is_flag=True, help="Match shapes that differ by sizes of 1 only.")
 @click.option(
     "-o", "--output", cls=Once, metavar="PLAN", type=click.Path(path_type=Path), help="Write a plan (TOML) for convert."

@@ -14,7 +14,7 @@ from ckpt_tools.names import printable
 from ckpt_tools.render.text import add_lines, counted, label_grid, name_table, path_text, size_text
 
 if TYPE_CHECKING:
-    from ckpt_tools.differences import Change, Difference, Only, TensorChange, ValueChange
+    from ckpt_tools.difference_report import Change, Difference, Only, TensorChange, ValueChange
 
 _SHOWN, _SHOWN_TENSORS = 10, 40
 _SIGNS = {"added": "+", "removed": "-", "changed": "~"}

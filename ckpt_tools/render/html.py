@@ -25,7 +25,7 @@ from ckpt_tools.writer import write
 
 if TYPE_CHECKING:
     from ckpt_tools.describe import Description
-    from ckpt_tools.differences import Change, Difference, Only
+    from ckpt_tools.difference_report import Change, Difference, Only
     from ckpt_tools.tensor_stats import Stats, TensorStats
 
 _MOST_ROWS = 1000  # of one kind of difference, value or object

@@ -1,0 +1,176 @@
+"""What `ckpt diff` tells, as records, and the sentence that it comes down to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ckpt_tools.names import wrappers_in
+from ckpt_tools.renames import Pair, removed_prefix
+from ckpt_tools.sides import Side
+from ckpt_tools.transforms import dotted
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A tensor that only one side has."""
+
+    where: str
+    dtype: str | None
+    shape: list[int] | None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """A tensor that has another name on the right; `reason` is "wrapper", "prefix" or "structure"."""
+
+    left: str
+    right: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that both sides have and that is not the same; `where` is the dotted path on the left."""
+
+    where: str
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    """A plain value or an object that differs; `kind` is "added", "removed" or "changed"."""
+
+    where: str
+    kind: str
+    left: Any = None
+    right: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """A tensor whose bytes differ; `gap` says how far, where that was asked for and can be told, else `reason` why not."""
+
+    where: str
+    right: str
+    dtype: str | None
+    shape: list[int] | None
+    gap: dict[str, Any] | None = None
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Difference:
+    """What `ckpt diff` tells. `same` is false when anything below differs but the notes.
+
+    Attributes:
+        left, right: `path`, `container` and `bytes` of the two files. summary: one sentence.
+        state_dicts: which state dict is compared with which (`left`, `right`; null for none), how many names they share, and
+            whether it `moved` to another path.
+        added, removed: tensors that only the right, only the left side has. renamed: those under another name.
+        shapes, dtypes, devices: of the tensors that both sides have.
+        values, objects: plain values and Python objects by dotted path.
+        tensors: how many are `compared`, `equal`, `different`, and `skipped` for want of one shape and dtype.
+        changed: those that are different. notes: what is not counted as a difference.
+    """
+
+    left: dict[str, Any]
+    right: dict[str, Any]
+    same: bool = True
+    summary: str = ""
+    state_dicts: list[dict[str, Any]] = field(default_factory=list)
+    added: list[Only] = field(default_factory=list)
+    removed: list[Only] = field(default_factory=list)
+    renamed: list[Renaming] = field(default_factory=list)
+    shapes: list[Change] = field(default_factory=list)
+    dtypes: list[Change] = field(default_factory=list)
+    devices: list[Change] = field(default_factory=list)
+    values: list[ValueChange] = field(default_factory=list)
+    objects: list[ValueChange] = field(default_factory=list)
+    tensors: dict[str, int] = field(default_factory=dict)
+    changed: list[TensorChange] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+# --- the sentence
+
+
+def conclude(report: Difference, names: Sequence[Pair], sides: tuple[Side, Side], *, contents: bool) -> None:
+    """Fill in `same`, the summary and what it leaves to say: `names` are the pairs of all state dicts."""
+    counts = {
+        "moved": sum(row["moved"] for row in report.state_dicts),
+        "added": len(report.added), "removed": len(report.removed), "renamed": len(report.renamed),
+        "shape": len(report.shapes), "dtype": len(report.dtypes), "device": len(report.devices),
+        "value": len(report.values), "object": len(report.objects), "tensor": len(report.changed),
+    }  # fmt: skip
+    found = [kind for kind, count in counts.items() if count]
+    report.same = not found
+    if not found:
+        report.summary = _sameness(report, contents=contents)
+    elif len(found) == 1 and (only := _only_difference(found[0], report, names, sides)):
+        report.summary = f"The only difference is {only}."
+    else:
+        report.summary = f"They differ: {', '.join(_counted(kind, counts[kind]) for kind in found)}."
+    _note_unpaired(report, sides)
+
+
+def _sameness(report: Difference, *, contents: bool) -> str:
+    if contents:
+        return "They are the same: names, shapes, dtypes, values, and every byte of the tensors."
+    return "They have the same names, shapes, dtypes and values; the tensors' bytes were not compared."
+
+
+_WORDS = {
+    "moved": ("state dict at another path", "state dicts at other paths"),
+    "added": ("tensor added", "tensors added"), "removed": ("tensor removed", "tensors removed"),
+    "renamed": ("name changed", "names changed"), "shape": ("other shape", "other shapes"),
+    "dtype": ("other dtype", "other dtypes"), "device": ("other device tag", "other device tags"),
+    "value": ("other value", "other values"), "object": ("other object", "other objects"),
+    "tensor": ("tensor with other numbers", "tensors with other numbers"),
+}  # fmt: skip
+
+
+def _counted(kind: str, count: int) -> str:
+    return f"{count} {_WORDS[kind][count != 1]}"
+
+
+def _only_difference(kind: str, report: Difference, names: Sequence[Pair], sides: tuple[Side, Side]) -> str | None:
+    """What the only kind of difference comes down to, where one phrase says it."""
+    if kind == "renamed":
+        return _renaming(names, sides)
+    if kind == "moved":
+        (row,) = (row for row in report.state_dicts if row["moved"])  # there is at most one
+        return f"the path of the state dict: {dotted(row['left']) or '(root)'} -> {dotted(row['right']) or '(root)'}"
+    rows = {"dtype": report.dtypes, "device": report.devices}.get(kind)
+    moves = {(row.left, row.right) for row in rows} if rows else set()
+    if rows and len(moves) == 1:
+        (old, new), tensors = moves.pop(), "1 tensor" if len(rows) == 1 else f"{len(rows)} tensors"
+        return f"the {'dtype' if kind == 'dtype' else 'device tag'} of {tensors}: {old} -> {new}"
+    return None
+
+
+def _renaming(names: Sequence[Pair], sides: tuple[Side, Side]) -> str | None:
+    if (prefix := removed_prefix(names)) is not None:
+        return f"the prefix `{prefix}`"
+    if any(pair.reason != "wrapper" for pair in names if pair.left != pair.right):
+        return None
+    left, right = ({*wrappers_in(name for found in side.state_dicts for name in found.names)} for side in sides)
+    wrappers = ", ".join(f"`{wrapper}`" for wrapper in sorted(left ^ right))
+    return f"in the names: the wrappers {wrappers}" if wrappers else None
+
+
+def _note_unpaired(report: Difference, sides: tuple[Side, Side]) -> None:
+    """One state dict here and several there: which is meant is the user's to say."""
+    left, right = ([dotted(found.where) or "." for found in side.state_dicts] for side in sides)
+    paired = any(row["left"] is not None and row["right"] is not None for row in report.state_dicts)
+    if left and right and not paired:
+        report.notes.append(f"No state dict has the path of another. To say which are meant: --select {left[0]}={right[0]}")
+    if report.left["container"] != report.right["container"]:
+        report.notes.append(f"The containers differ: {report.left['container']} and {report.right['container']}.")
