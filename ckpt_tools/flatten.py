@@ -54,7 +54,9 @@ def flatten(root: Node, *, objects: str | None = None, metadata: Mapping[str, st
     return flat
 
 
-def one_state_dict(root: Node, *, objects: str | None, metadata: Mapping[str, str] | None) -> tuple[StateDict, Flat]:
+def one_state_dict(
+    root: Node, *, objects: str | None, metadata: Mapping[str, str] | None, holder: str = "safetensors"
+) -> tuple[StateDict, Flat]:
     """The one state dict of a tree, and what lies beside its tensors as text; the tensors are left to the caller.
 
     Raises:
@@ -62,10 +64,9 @@ def one_state_dict(root: Node, *, objects: str | None, metadata: Mapping[str, st
     """
     if objects == "keep" and plain.find_unknown(root):
         raise ContainerLimitError(
-            "safetensors, and the index of shards, hold no Python objects, so they cannot keep them.",
-            fix="Use --objects plain or drop.",
+            f"{holder} holds no Python objects, so it cannot keep them.", fix="Use --objects plain or drop."
         )
-    state_dict = _only_state_dict(root)
+    state_dict = _only_state_dict(root, holder)
     own = (ALIASES, STATE_DICT_METADATA)
     flat = Flat(metadata={key: text for key, text in (metadata or {}).items() if key not in own})
     _values(root, state_dict, flat)
@@ -74,14 +75,14 @@ def one_state_dict(root: Node, *, objects: str | None, metadata: Mapping[str, st
     return state_dict, flat
 
 
-def _only_state_dict(root: Node) -> StateDict:
+def _only_state_dict(root: Node, holder: str) -> StateDict:
     found = find_state_dicts(root)
     if not found and type(root) is Dict and next(find_tensors(root), None) is None:
         return StateDict((), root)
     wheres = [dotted(state_dict.where) for state_dict in found]
     if len(found) > 1:
         raise ContainerLimitError(
-            f"safetensors holds one flat state dict; this checkpoint has {len(found)}: {', '.join(map(repr, wheres))}.",
+            f"{holder} holds one flat state dict; this checkpoint has {len(found)}: {', '.join(map(repr, wheres))}.",
             fix=f"Choose one: --select {wheres[0] or wheres[1]}",
         )
     wrong = (tensor.where for tensor in find_tensors(root) if not found or tensor.where[:-1] != found[0].where)
@@ -94,7 +95,7 @@ def _only_state_dict(root: Node) -> StateDict:
         fixes += [f"leave them out: {drops}"] if drops else []
         places = f", in {', '.join(map(repr, parts[:4]))}" if parts else ""
         raise ContainerLimitError(
-            f"safetensors holds one flat state dict; here are tensors outside of one{places}.",
+            f"{holder} holds one flat state dict; here are tensors outside of one{places}.",
             fix=", or ".join(fixes)[:1].upper() + ", or ".join(fixes)[1:],
         )
     return found[0]

@@ -60,7 +60,7 @@ def torch_shards(
     Raises:
         ContainerLimitError: several state dicts, tensors outside of one, objects that are to be kept.
     """
-    state_dict, flat = flatten.one_state_dict(root, objects=objects, metadata=metadata)
+    state_dict, flat = flatten.one_state_dict(root, objects=objects, metadata=metadata, holder="A sharded checkpoint")
     items = [(name, node) for name, node in state_dict.node.items if type(name) is str and is_tensor(node)]
     groups = sharded.storage_groups(items)
     shards = sharded.split([(str(number), size) for number, (_, size) in enumerate(groups)], limit)
