@@ -23,6 +23,7 @@ from ckpt_tools.tree import PLAIN, Dict, Entry, Global, List, Node, Object, Stor
 
 MAX_VALUES = 1000
 MAX_TEXT = 4096
+_SPARE_OBJECTS, _BYTES_PER_OBJECT = 50_000, 64  # places where objects are listed
 _DEAD_FROM = 1 << 20
 _SHOWN_ITEMS = 32
 _ROW = frozenset((type(None), bool, int, float, str))
@@ -68,7 +69,7 @@ def describe(checkpoint: Checkpoint) -> Description:
     values = dict(islice(chain(_values(checkpoint.root), _module_values(checkpoint.root)), MAX_VALUES))
     return Description(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals, _tied(checkpoint, names),
-        values, _objects(checkpoint.root), [str(name) for name in checkpoint.decoded.globals],
+        values, _objects(checkpoint), [str(name) for name in checkpoint.decoded.globals],
         {"loads": not refused and not reasons, "refused": refused, "reasons": reasons},
         dict(checkpoint.decoded.metadata), list(_findings(checkpoint, state_dicts, totals, refused, reasons)),
     )  # fmt: skip
@@ -232,13 +233,20 @@ def value_text(node: Node) -> Any:
     return f"{len(node if type(node) is bytes else node.data)} bytes"
 
 
-def _objects(root: Node) -> list[dict[str, Any]]:
-    """Objects and globals that weights_only does not know, with their paths; a NumPy scalar counts as one."""
-    found = []
-    for where, node in walk(root, stop=lambda node: is_tensor(node) or as_value(node) is not None, plain=False):
+def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Objects and globals that weights_only does not know, with their paths; a NumPy scalar counts as one.
+
+    Raises:
+        LimitError: many more places than a file of this size has objects for: one object under millions of names.
+    """
+    found: list[dict[str, Any]] = []
+    left = _SPARE_OBJECTS + checkpoint.file_bytes // _BYTES_PER_OBJECT
+    for where, node in walk(checkpoint.root, stop=lambda node: is_tensor(node) or as_value(node) is not None, plain=False):
         name = node.function if type(node) is Object else node
         if type(name) is Global and name not in ALLOWED:
             found.append({"where": list(where), "global": str(name)})
+            if len(found) > left:
+                raise LimitError(f"{checkpoint.path} refers to its objects too often: {len(found)} times.")
     return found
 
 

@@ -11,8 +11,9 @@ import pkgutil
 import sys
 
 import ckpt_tools
+from faults import system_calls
 from faults.jobs import AHEAD, JOBS
-from faults.runs import TornError, rigs
+from faults.runs import Rig, TornError, rigs
 
 
 def main() -> int:
@@ -35,9 +36,29 @@ def main() -> int:
                 torn += 1
                 print(error, flush=True)
         runs += mine
+        if options.every == 1 and rig.job.arguments and system_calls.available():
+            made, broken = _below_python(rig)
+            runs, torn = runs + made, torn + broken
         print(f"{rig.job.name}: {mine} runs, {sum(rig.calls.values())} calls", flush=True)
     print(f"{runs} runs, {torn} torn")
     return 1 if torn else 0
+
+
+def _below_python(rig: Rig) -> tuple[int, int]:
+    """How many runs under strace, and how many of them tore something."""
+    made = torn = 0
+    runs = system_calls.run_all(rig)
+    while True:
+        try:
+            if next(runs, None) is None:
+                break
+            made += 1
+        except TornError as error:
+            torn += 1
+            print(f"strace: {error}", flush=True)
+            break
+    print(f"{rig.job.name}: {made} runs under strace", flush=True)
+    return made, torn
 
 
 def _options() -> argparse.Namespace:

@@ -13,6 +13,7 @@ from pathlib import Path
 from faults.jobs import Job
 from faults.layer import Fault, Layer, kinds
 
+ROOT = Path(__file__).parent.parent
 Snapshot = dict[str, bytes]
 _TEMPORARY = re.compile(r".*\.ckpt-(tmp|journal).*")
 
@@ -62,7 +63,14 @@ class Rig:
         """
         self.restore()
         code = _in_child(lambda: self._work(Layer(fault)), self.output)
-        told = self.output.read_text(errors="replace")
+        self.judge(fault, code, self.output.read_text(errors="replace"))
+
+    def judge(self, fault: Fault, code: int, told: str) -> None:
+        """Look at what a run has left.
+
+        Raises:
+            TornError: with the fault, and what is wrong.
+        """
         try:
             self.check(fault, code, told)
         except TornError as error:

@@ -26,6 +26,7 @@ from ckpt_tools.tree import MAX_ELEMENTS, Dict, Entry, Storage, check, contiguou
 
 MAX_HEADER = 100_000_000
 MAX_DEPTH = 128
+MAX_WARNINGS = 20  # as many unknown fields are told; the first ones say what there is to say
 ALIASES = "ckpt_tools.aliases"
 STATE_DICT_METADATA = "ckpt_tools.state_dict_metadata"
 
@@ -140,7 +141,8 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
     for extra in info.keys() - {"dtype", "shape", "data_offsets"}:
         if _depth(info[extra]) > MAX_DEPTH:
             raise LimitError(f"The safetensors header is nested more than {MAX_DEPTH} deep at tensor {name!r}.")
-        warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
+        if len(warnings) < MAX_WARNINGS:
+            warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
     dtype = BY_SAFETENSORS.get(info["dtype"]) if isinstance(info["dtype"], str) else None
     if dtype is None:
         raise SafetensorsError(f"Tensor {name!r} has the unknown dtype {_brief(info['dtype'])}.")

@@ -743,6 +743,7 @@ def _instantiate(machine: Machine, cls: Node, args: list[Node]) -> None:
 def _build(machine: Machine) -> None:
     state = machine.stack.pop()
     target = machine.stack[-1]
+    machine.spend()
     if type(target) is Object:
         if type(target.function) is Global and target.function.module != "collections" and target.function not in BUILT:
             machine.unusual[f"BUILD of {target.function}"] = None

@@ -184,3 +184,9 @@ def row_60_one_object_appended_to() -> bytes:
     """An object that is given ten thousand lists of steps, in a million places."""
     before = p.glob("m", "C") + b")R" + b"Na" * (bombs.SIZE // 20) + p.put(0) + b"0" + p.EMPTY_LIST + p.MARK
     return repeated(before, p.get(0), p.APPENDS)
+
+
+@bomb
+def row_60_one_object_in_a_list() -> bytes:
+    """Millions of references to one object."""
+    return repeated(p.glob("m", "C") + b")R" + p.put(0) + b"0" + p.EMPTY_LIST + p.MARK, p.get(0), p.APPENDS)
