@@ -73,6 +73,7 @@ def _select(checkpoint: Checkpoint, where: str) -> Node:
         return select(checkpoint.root, where)
     except NothingMatchedError as error:
         error.what = f"{checkpoint.path}: {error.what}"
+        error.fix = "ckpt inspect shows the paths that there are; '.' is the whole file, and ckpt diff takes A_PATH=B_PATH."
         raise
 
 
