@@ -25,12 +25,16 @@ FamilyPair: TypeAlias = tuple[Family, Family]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two items that are one, and how that was found; `counted` are the numbered families that their order rests on."""
+    """Two items that are one, and how that was found; `counted` are the numbered families that their order rests on.
+
+    `open` are kinds of units in a block that one side has more of elsewhere: which of them the block holds is not proved.
+    """
 
     old: Item
     new: Item
     how: How
     counted: frozenset[FamilyPair] = frozenset()
+    open: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,11 +61,13 @@ class Context:
     whole: tuple[set[Path], set[Path]]
     counted: frozenset[FamilyPair] = frozenset()
     level: int = 0
+    open: frozenset[int] = frozenset()
 
     def below(self, pair: Pair) -> Context:
         """The context of two blocks that are partners."""
         depths = (len(pair.old.path), len(pair.new.path))
-        return Context(depths, self.families, self.whole, self.counted | pair.counted, self.level + 1)
+        counted, left_open = self.counted | pair.counted, self.open | pair.open
+        return Context(depths, self.families, self.whole, counted, self.level + 1, left_open)
 
     def unit_pair(self, pair: Pair) -> UnitPair:
         """Two units that are partners here."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_tools.match.anchors import Anchors
 from ckpt_tools.match.blocks import Block, Key, blocks_of, families_of, whole_paths
@@ -114,7 +114,8 @@ def _next_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[
             if _places(olds[key], left, even) != _places(news[key], right, even):
                 continue
             if pairs := resolve(olds[key], news[key], context):
-                return pairs
+                kinds = frozenset(kind for kind, _ in key if count == 1 and kind not in even)
+                return [replace(pair, open=kinds) for pair in pairs]
     return []
 
 
@@ -152,6 +153,8 @@ def _pair_units(left: list[Unit], right: list[Unit], context: Context, alignment
                 kinds[unit.kind][side].append(unit)
     for olds, news in kinds.values():
         pairs = resolve(olds, news, context)
+        if olds and olds[0].kind in context.open:
+            pairs = [pair for pair in pairs if pair.how != "unique"]
         alignment.pairs += map(context.unit_pair, pairs)
         gone = {id(unit) for pair in pairs for unit in (pair.old, pair.new)}
         rest = [[unit for unit in units if id(unit) not in gone] for units in (olds, news)]
