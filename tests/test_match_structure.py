@@ -185,6 +185,16 @@ def test_equal_shapes_that_may_hide_a_difference_are_no_partners(name: str) -> N
         assert not found.complete_with_offers
 
 
+def test_a_block_may_hold_another_of_its_kind() -> None:
+    """Equal blocks around one convolution, a linear layer more elsewhere: which of them is in the block is not proved."""
+    linear, convolution = (4, 4), (4, 3, 1, 1)
+    old = [Param("a.x.weight", linear), Param("a.y.weight", convolution), Param("b.weight", linear)]
+    new = [Param("c.u.weight", convolution), Param("c.v.weight", linear)]
+    found = match(old, new, stages="structure")
+    assert [(row.old, row.new) for row in found.matched] == [("a.y.weight", "c.u.weight")]
+    assert [row.new for row in found.ambiguous] == ["c.v.weight"]
+
+
 def test_recurrent_layers_keep_their_own_words() -> None:
     """`weight_ih_l0` and `bias_hh_l0` are the same tensors in any LSTM of torch, whatever it is called."""
     found = compared(nn.ModuleDict({"rnn": nn.LSTM(3, 4, 2)}), nn.ModuleDict({"lstm": nn.LSTM(3, 4, 2)}))
