@@ -59,7 +59,7 @@ def test_bombs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """A few megabytes that are made to cost gigabytes or hours: described or refused within seconds, in little memory."""
     monkeypatch.setattr(bombs, "SIZE", int(os.environ.get("CKPT_BOMB_BYTES", "2500000")))
     said, seconds, megabytes = measured(write(tmp_path, BOMBS[name]()))
-    assert said == "read" or said.startswith(("LimitError: ", "SafetensorsError: ")), said
+    assert said == "read" or said.startswith(("LimitError: ", "SafetensorsError: ", "PickleError: ", "ZipError: ")), said
     assert (seconds < CPU_SECONDS, megabytes < MEGABYTES) == (True, True), (said, seconds, megabytes)
 
 
