@@ -184,6 +184,8 @@ class Machine:
                 raise self.error(f"reads memo {index}, which was never written")
         if type(value) is str or type(value) is Global:
             self.spend_on_sharing(value)
+        elif type(value) is Object:
+            self.spend()  # whoever looks for objects looks at every place
         self.stack.append(value)
 
     def spend_on_sharing(self, value: str | Global) -> None:
