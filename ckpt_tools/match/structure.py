@@ -51,14 +51,21 @@ def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
     pending = [(list(olds), list(news), start)]
     while pending:
         left, right, context = pending.pop()
+        left_open = context.open | _uneven(left, right)
         for pair in _pair_blocks(left, right, context):
             assert isinstance(pair.old, Block)
             assert isinstance(pair.new, Block)
             pending.append((list(pair.old.units), list(pair.new.units), context.below(pair)))
-        _pair_units(left, right, context, alignment)
+        _pair_units(left, right, replace(context, open=left_open), alignment)
     _follow(alignment, Anchors(olds, news))
     _take_back(alignment, doubtful(alignment.pairs, olds, news))
     return alignment
+
+
+def _uneven(left: list[Unit], right: list[Unit]) -> frozenset[int]:
+    """The kinds that one side has more of: one that is left when blocks are taken out may be another than the other side's."""
+    counts = [Counter(unit.kind for unit in units) for units in (left, right)]
+    return frozenset(kind for kind in counts[0].keys() | counts[1].keys() if counts[0][kind] != counts[1][kind])
 
 
 def _follow(alignment: Alignment, anchors: Anchors) -> None:
