@@ -113,7 +113,7 @@ AUDITED = textwrap.dedent("""
             writes = arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             if not writes or (arguments[0].startswith(os.path.join(folder, ".out.pth.")) and allowed):
                 return
-        if allowed and event in ("os.rename", "os.remove", "os.link", "os.chmod", "os.truncate"):
+        if allowed and event in ("os.rename", "os.remove", "os.link", "os.chmod", "os.truncate", "os.scandir", "fcntl.flock"):
             return
         if event.startswith(("object.__", "builtins.id", "gc.")):
             return
