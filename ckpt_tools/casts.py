@@ -12,7 +12,7 @@ from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
 from ckpt_tools.numeric import CastCount, cast, swapped
-from ckpt_tools.plan import Checksum, Computed, Content, Piece, Range, chunks
+from ckpt_tools.plan import Checksum, Computed, Content, Joined, Piece, Range, chunks
 from ckpt_tools.transforms import dotted, map_storages
 from ckpt_tools.tree import Dict, Entry, Node, Storage, reachable, walk
 
@@ -164,6 +164,8 @@ def _sources(root: Node) -> list[RecordRange]:
         content = pending.pop()
         if isinstance(content, Computed) and content.of is not None:
             pending += content.of if isinstance(content.of, tuple) else (content.of,)
+        elif isinstance(content, Joined):
+            pending += content.parts
         elif isinstance(content, RecordRange):
             found[id(content)] = content
     return list(found.values())

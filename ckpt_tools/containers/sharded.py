@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -298,14 +299,12 @@ def parse_size(text: str | int) -> int:
     Raises:
         ValueError: it is none, or not positive.
     """
+    size: float = math.nan
     if isinstance(text, int):
-        size: float = text
-    else:
-        units = {"": 1} | {f"{prefix}{i}B": (1024 if i else 1000) ** power
-                           for power, prefix in enumerate("KMGT", 1) for i in ("I", "")}  # fmt: skip
-        digits = text.strip().upper().rstrip("KMGTIB ")
-        unit = text.strip().upper()[len(digits) :].strip().removeprefix("B")
-        size = float(digits) * units[unit] if unit in units and digits.replace(".", "", 1).isdecimal() else math.nan
+        size = text
+    elif found := re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *(?:([KMGT])(I?))?B?", text.strip().upper(), re.ASCII):
+        number, prefix, binary = found.groups()
+        size = float(number) * (1024 if binary else 1000) ** (" KMGT".index(prefix or " "))
     if not 1 <= size < 1 << 63:
         raise ValueError(text)
     return int(size)

@@ -12,7 +12,7 @@ from ckpt_tools.checking.digests import shape_text
 from ckpt_tools.checking.report import Checked
 from ckpt_tools.findings import Finding
 from ckpt_tools.names import printable
-from ckpt_tools.render.text import label_grid, path_text, print_finding, size_text
+from ckpt_tools.render.text import counted, label_grid, path_text, print_finding, size_text
 
 _COLOURS = {"healthy": "green", "findings": "yellow", "unreadable": "red"}
 _SPEED_FROM = 100 << 20
@@ -57,7 +57,7 @@ def _by_code(report: Checked) -> dict[str, list[Finding]]:
 
 def _facts(report: Checked) -> Table:
     grid = label_grid()
-    grid.add_row("container", f"{report.container}, {size_text(report.file_bytes)}, {report.tensors} tensors")
+    grid.add_row("container", f"{report.container}, {size_text(report.file_bytes)}, {counted(report.tensors, 'tensor')}")
     sums = f", {report.records} records match their CRC-32" if report.records else ", no checksums in the file"
     damaged = sum(finding.code == "damaged-record" for finding in report.findings)
     if damaged:
