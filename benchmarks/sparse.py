@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_tools.containers.torch_zip import lay_out
+from ckpt_tools.containers.torch_zip_layout import lay_out
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.plan import Computed, Late, Literal, Piece
 from ckpt_tools.tree import Dict, Entry, Storage

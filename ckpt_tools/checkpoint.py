@@ -12,9 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ckpt_tools.containers import archives, numpy_files, plain_pickle, safetensors, torch_legacy, torch_tar, torch_zip
-from ckpt_tools.containers.base import Decoded, Warned
-from ckpt_tools.containers.foreign import recognise, unknown
+from ckpt_tools.containers.base import Decoded, Warned, is_zip
 from ckpt_tools.errors import CkptError, LimitError, ZipError
 from ckpt_tools.files import Source, is_address
 from ckpt_tools.modules import is_module, module_state_dict, named_tensors
@@ -26,6 +24,8 @@ from ckpt_tools.tree import CONTAINERS, Dict, Entry, List, Node, Object, Where, 
 
 def _decode_zip(source: Source) -> Decoded:
     """One archive, or several one after another."""
+    from ckpt_tools.containers import archives
+
     try:
         return archives.decode(source)
     except ZipError:
@@ -38,15 +38,6 @@ def _decode_zip(source: Source) -> Decoded:
 
 
 HEAD = 4096
-# One file each: whether it is one by its first bytes, and how it is read.
-_CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[Source], Decoded]], ...] = (
-    (torch_zip.sniff, _decode_zip),
-    (safetensors.sniff, safetensors.decode),
-    (torch_legacy.sniff, torch_legacy.decode),
-    (torch_tar.sniff, torch_tar.decode),
-    (plain_pickle.sniff, plain_pickle.decode),
-    (numpy_files.sniff, numpy_files.decode_npy),
-)
 # How many tensors may be listed: each costs 16 and the length of its path, every 4 bytes of the file pay for 1. A tensor
 # takes 66 bytes in a pickle at least, and 300 with its record; only names for one tensor take less.
 _SPARE_LISTED, _BYTES_PER_LISTED, _LISTED_COST = 1_000_000, 4, 16
@@ -229,14 +220,34 @@ def decode_file(source: Source) -> Decoded:
     """Decode one file that stands for itself."""
     with naming(source):
         head = source.read(0, min(HEAD, source.size))
-        for sniff, decode in _CONTAINERS:
+        for sniff, decode in _containers():
             if sniff(head):
                 return decode(source)
+        from ckpt_tools.containers import safetensors
+        from ckpt_tools.containers.foreign import recognise, unknown
+
         if error := recognise(source, head):
             raise error
         if source.path.suffix == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header
             return safetensors.decode(source)
         raise unknown(source, head)
+
+
+_Container = tuple[Callable[[bytes], bool], Callable[[Source], Decoded]]
+
+
+def _containers() -> Iterator[_Container]:
+    """Of one file each: whether it is one by its first bytes, and its reader. Imported one by one, as far as is needed."""
+    yield is_zip, _decode_zip
+    from ckpt_tools.containers import safetensors
+
+    yield safetensors.sniff, safetensors.decode
+    from ckpt_tools.containers import numpy_files, plain_pickle, torch_legacy, torch_tar
+
+    yield torch_legacy.sniff, torch_legacy.decode
+    yield torch_tar.sniff, torch_tar.decode
+    yield plain_pickle.sniff, plain_pickle.decode
+    yield numpy_files.sniff, numpy_files.decode_npy
 
 
 @contextlib.contextmanager

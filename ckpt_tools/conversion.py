@@ -19,7 +19,7 @@ from ckpt_tools.checkpoint import (
     open_checkpoint,
 )
 from ckpt_tools.cloning import Clone
-from ckpt_tools.containers import safetensors, torch_legacy, torch_zip
+from ckpt_tools.containers import safetensors, torch_zip_layout
 from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
 from ckpt_tools.files import Output, free_bytes, no_space
@@ -445,8 +445,10 @@ def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted
         report.dropped += [(key, "text beside the tensors; a .pth has no place for it") for key in lost]
     verify = verify and decoded.has_checksums
     if edits.kind == "pth-legacy":
+        from ckpt_tools.containers import torch_legacy
+
         pieces = torch_legacy.lay_out(root)
     else:
         folder, trust_crc = decoded.root_folder, decoded.has_checksums
-        pieces = torch_zip.lay_out(root, folder=folder, trust_crc=trust_crc, verify=verify, compact=edits.compact)
+        pieces = torch_zip_layout.lay_out(root, folder=folder, trust_crc=trust_crc, verify=verify, compact=edits.compact)
     return casts.checked(pieces, root) if verify else pieces

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckpt_tools.checkpoint import is_tensor
-from ckpt_tools.containers import torch_zip
+from ckpt_tools.containers import torch_zip_layout
 from ckpt_tools.errors import CollisionError, ContainerLimitError
 from ckpt_tools.numeric import row_major, view_of
 from ckpt_tools.plan import Content, to_bytes
@@ -85,7 +85,7 @@ def _item(name: str, path: Path, node: Node) -> Item:
             f"{name!r} is a sparse, quantised, nested or meta tensor, which a distributed checkpoint cannot hold.",
             fix=f"Leave it out: --drop '{name}'.",
         )
-    return Item(name, path, None, None, to_bytes(torch_zip.lay_out(node, trust_crc=False)))
+    return Item(name, path, None, None, to_bytes(torch_zip_layout.lay_out(node, trust_crc=False)))
 
 
 def _leaves(root: Dict, found: Items) -> Iterator[tuple[Path, Node]]:

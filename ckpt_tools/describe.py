@@ -11,7 +11,7 @@ from itertools import chain, islice
 from typing import Any, TypeAlias
 
 from ckpt_tools.checkpoint import Checkpoint, Tensor, collector_paused, is_optimizer, is_tensor, open_checkpoint
-from ckpt_tools.containers.torchscript import PROGRAM
+from ckpt_tools.containers.base import PROGRAM
 from ckpt_tools.errors import LimitError
 from ckpt_tools.findings import Finding, mending
 from ckpt_tools.modules import is_module, settings

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools import flatten, journal
 from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
-from ckpt_tools.containers import safetensors, torch_zip
+from ckpt_tools.containers import safetensors, torch_zip_layout
 from ckpt_tools.conversion import Converted, Edits, Names, Note
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.files import Source
@@ -75,7 +75,7 @@ def edit_in_place(
 def _lay_out(root: Node, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
     decoded = checkpoint.decoded
     if checkpoint.container == "torch-zip":
-        return torch_zip.lay_out_in_place(root, folder=decoded.root_folder, byteorder=decoded.byteorder)
+        return torch_zip_layout.lay_out_in_place(root, folder=decoded.root_folder, byteorder=decoded.byteorder)
     flat = flatten.flatten(root, metadata=decoded.metadata)
     report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
     return safetensors.lay_out_in_place(flat.tensors, flat.metadata, decoded.source)

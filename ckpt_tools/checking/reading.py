@@ -10,8 +10,8 @@ from ckpt_tools.casts import to_little_endian
 from ckpt_tools.checking import digests, values
 from ckpt_tools.checking.passes import Advance, Crc, Span, read_through
 from ckpt_tools.checkpoint import Checkpoint
-from ckpt_tools.containers import concatenated, torch_zip
-from ckpt_tools.containers.base import Decoded
+from ckpt_tools.containers import concatenated
+from ckpt_tools.containers.base import Decoded, is_zip
 from ckpt_tools.containers.zip_directory import Record, RecordRange, read_directory
 from ckpt_tools.counting import ValueCount
 from ckpt_tools.dtypes import DType
@@ -156,7 +156,7 @@ def _records(decoded: Decoded, contents: Sequence[Range | Deflated]) -> list[tup
 
 def _archived(source: Source) -> Iterator[tuple[Source, Record]]:
     """The records of the archives in a part of a dcp checkpoint, one archive a tensor."""
-    if not torch_zip.sniff(source.read(0, min(4, source.size))):
+    if not is_zip(source.read(0, min(4, source.size))):
         return
     for start, size in concatenated.split(source) or [(0, source.size)]:
         archive = Window(source, start, size)

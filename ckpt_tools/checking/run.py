@@ -15,7 +15,7 @@ from ckpt_tools.checking.passes import Advance
 from ckpt_tools.checking.reading import Read, read_checkpoint
 from ckpt_tools.checking.report import Checked, Verdict
 from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, open_checkpoint
-from ckpt_tools.containers import torch_zip
+from ckpt_tools.containers.base import is_zip
 from ckpt_tools.containers.zip_directory import has_end
 from ckpt_tools.describe import find_findings
 from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, DigestError, ZipError
@@ -206,7 +206,7 @@ def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
 def _torch_says(source: Source, error: CkptError) -> str:
     """PyTorch's own error for a file that we refuse; it sees no checksums and no disorder inside a pickle."""
     head = source.read(0, min(HEAD, source.size))
-    if torch_zip.sniff(head):
+    if is_zip(head):
         damaged = isinstance(error, ZipError) and not isinstance(error, ChecksumError)
         return torch_errors.of_zip(cut=not has_end(source)) if damaged else ""
     return torch_errors.of_bytes(source.path, head, source.size)

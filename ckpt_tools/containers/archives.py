@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.containers import numpy_files, torch_zip, torchscript, zip_bundle
+from ckpt_tools.containers import torch_zip
 from ckpt_tools.containers.base import Decoded
-from ckpt_tools.containers.zip_directory import MissingDirectoryError, Record, read_directory
-from ckpt_tools.containers.zip_truncated import describe_cut
+from ckpt_tools.containers.zip_directory import Directory, MissingDirectoryError, Record, read_directory
 from ckpt_tools.errors import UnsupportedContainerError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.names import some
@@ -22,19 +21,28 @@ def decode(source: Source) -> Decoded:
     try:
         directory = read_directory(source)
     except MissingDirectoryError:
+        from ckpt_tools.containers.zip_truncated import describe_cut
+
         raise describe_cut(source) from None
     names = {record.name for record in directory.records}
+    folder = single_folder(directory.records)
+    if f"{folder}/data.pkl" in names and f"{folder}/constants.pkl" not in names:
+        return torch_zip.decode(source, directory, folder or "")
+    return _decode_rarer(source, directory, folder, names)
+
+
+def _decode_rarer(source: Source, directory: Directory, folder: str | None, names: set[str]) -> Decoded:
+    """Anything but what torch.save wrote; read by modules that are imported only then."""
+    from ckpt_tools.containers import numpy_files, torchscript, zip_bundle
+
     if numpy_files.is_npz(names):
         return numpy_files.decode_npz(source, directory)
-    folder = single_folder(directory.records)
     if folder is None:
         if zip_bundle.sniff(source, directory):
             return zip_bundle.decode(source, directory)
         raise _unknown(directory.records)
     if torchscript.sniff(names, folder):
         return torchscript.decode(source, directory, folder)
-    if f"{folder}/data.pkl" in names:
-        return torch_zip.decode(source, directory, folder)
     raise _unknown(directory.records)
 
 

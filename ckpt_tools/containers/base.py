@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from ckpt_tools.containers.zip_directory import Record
 
 
+PROGRAM = "torchscript-program"  # the code of the warning that a file is a program
+
+
+def is_zip(head: bytes) -> bool:
+    """Whether a file that starts with these bytes may be a zip: what torch.save writes, or another."""
+    return head.startswith((b"PK\x03\x04", b"PK\x05\x06"))
+
+
 @dataclass(frozen=True, slots=True)
 class Warned:
     """Something odd in a file that does not keep it from being read.

@@ -24,8 +24,8 @@ from typing import Any
 
 from ckpt_tools import tree
 from ckpt_tools.assembly import Chunk, Sizes, assemble, extent
-from ckpt_tools.containers import archives, safetensors, torch_zip
-from ckpt_tools.containers.base import Decoded
+from ckpt_tools.containers import archives, safetensors
+from ckpt_tools.containers.base import Decoded, is_zip
 from ckpt_tools.containers.sharded import Keys, joined
 from ckpt_tools.dtypes import DTYPES, DType
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, TensorError, UnsupportedContainerError
@@ -255,7 +255,7 @@ class _Reader:
         source = self.files.open(place.file)
         if not prod(sizes):
             return Range(source, 0, 0)
-        if not torch_zip.sniff(source.read(place.offset, min(4, max(0, source.size - place.offset)))):
+        if not is_zip(source.read(place.offset, min(4, max(0, source.size - place.offset)))):
             return self._safetensors(name, dtype, sizes, place)
         decoded = self._archive(name, place)
         entry = decoded.root

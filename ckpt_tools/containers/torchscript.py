@@ -20,14 +20,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.containers import torch_zip
-from ckpt_tools.containers.base import Decoded, Warned
+from ckpt_tools.containers.base import PROGRAM, Decoded, Warned
 from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import CkptError, LimitError, TensorError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.tree import Dict, Entry, Global, Node, Object, Storage, check, contiguous_stride, reachable
 
-PROGRAM = "torchscript-program"
 _CLASS = re.compile(r"^class (\w+)\(Module\):\n((?:  __(?:parameters|buffers)__ = \[.*\]\n)*)", re.MULTILINE)
 _DECLARED = re.compile(r"__(parameters|buffers)__ = \[(.*)\]")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')

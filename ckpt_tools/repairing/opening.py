@@ -11,7 +11,8 @@ from pathlib import Path
 from ckpt_tools import temporaries
 from ckpt_tools.checking.reading import Mismatch, read_checkpoint
 from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, naming, open_checkpoint
-from ckpt_tools.containers import safetensors, torch_zip
+from ckpt_tools.containers import safetensors
+from ckpt_tools.containers.base import is_zip
 from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.errors import CkptError, LimitError, NotACheckpointError, RepairError, UnsupportedContainerError
 from ckpt_tools.files import Source
@@ -147,7 +148,7 @@ def _salvage(source: Source, error: CkptError, keep_damaged: bool) -> Salvaged:
 def _by_kind(source: Source, keep_damaged: bool) -> Salvaged:
     """What is whole in the container that begins first in the file; in a zip where no other does."""
     head = source.read(0, min(HEAD, source.size))
-    if torch_zip.sniff(head):
+    if is_zip(head):
         return salvage_zip(source, keep_damaged=keep_damaged)
     if (start := 0 if safetensors.sniff(head) else find_safetensors(source)) is not None:
         return salvage_safetensors(source, start)

@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt_tools import casts, flatten
 from ckpt_tools.checking.reading import read_checkpoint
 from ckpt_tools.checkpoint import Checkpoint, find_tensors
-from ckpt_tools.containers import safetensors, torch_zip
+from ckpt_tools.containers import safetensors, torch_zip_layout
 from ckpt_tools.errors import RepairError, UsageError
 from ckpt_tools.files import free_bytes, no_space, output_target, replacing
 from ckpt_tools.plan import Piece, total
@@ -166,4 +166,4 @@ def _lay_out(root: Node, salvaged: Salvaged, kind: str, report: Repaired) -> lis
         flat = flatten.flatten(root, metadata=decoded.metadata)
         report.notes += flat.notes
         return safetensors.lay_out(flat.tensors, flat.metadata)
-    return torch_zip.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
+    return torch_zip_layout.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
