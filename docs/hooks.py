@@ -1,14 +1,22 @@
-"""For mkdocs: pages from files outside docs/, and links that work on GitHub as they work here."""
+"""For mkdocs: pages from click and from files outside docs/, and links that work on GitHub as they work here."""
 
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+import click
 from mkdocs.structure.files import File, Files
 
+from ckpt_tools.cli import main
+
 ROOT = Path(__file__).parents[1]
-ROOT_PAGES = {"SECURITY.md": "security.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
+ROOT_PAGES = {
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "README.md": "index.md",
+}
 _LINK = re.compile(r"\[([^\[\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 _SETUP = re.compile(r"<!-- setup\n.*?\n-->\n*", re.DOTALL)
 
@@ -19,6 +27,21 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
         if files.get_file_from_path(page) is None:
             files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     return files
+
+
+def commands() -> str:
+    """What each `--help` says, from click itself, on a terminal of 100 columns."""
+    top = click.Context(main, info_name="ckpt", terminal_width=100)
+    parts = [_help("ckpt", main, top)]
+    for name in main.list_commands(top):
+        command = main.get_command(top, name)
+        assert command is not None
+        parts.append(_help(f"ckpt {name}", command, click.Context(command, top, name, terminal_width=100)))
+    return "\n\n".join(parts)
+
+
+def _help(title: str, command: click.Command, context: click.Context) -> str:
+    return f"## {title}\n\n```text\n{command.get_help(context)}\n```"
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
@@ -36,4 +59,5 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
         outside = not path.startswith("docs/") and (ROOT / path).exists()
         return text if outside else found[0]  # a file that is nowhere stays a link, which the strict build refuses
 
-    return _LINK.sub(link, _SETUP.sub("", markdown))
+    text = _LINK.sub(link, _SETUP.sub("", markdown))
+    return text.replace("<!-- commands -->", commands()) if "<!-- commands -->" in text else text
