@@ -1,13 +1,14 @@
-# make demo | test | check | matrix | fuzz | faults | bench | clean; everything installs itself into .venv first.
+# make demo | test | check | matrix | fuzz | faults | bench | docs | clean; everything installs itself into .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 # One thread a process: the networks here are tiny, and on busy cores more threads only wait for each other.
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo test check matrix fuzz faults format bench fixtures clean
+.PHONY: install demo test check matrix fuzz faults format bench fixtures docs clean
 
 install: $(STAMP)
 
@@ -50,5 +51,13 @@ bench: install
 fixtures: install
 	$(BIN)/python fixtures/make.py
 
+# The site goes to site/; a broken link or a page outside the nav is an error.
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $(DOCS_STAMP)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

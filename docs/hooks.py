@@ -1,0 +1,63 @@
+"""For mkdocs: pages from click and from files outside docs/, and links that work on GitHub as they work here."""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+from mkdocs.structure.files import File, Files
+
+from ckpt_tools.cli import main
+
+ROOT = Path(__file__).parents[1]
+ROOT_PAGES = {
+    "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "README.md": "index.md",
+}
+_LINK = re.compile(r"\[([^\[\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
+_SETUP = re.compile(r"<!-- setup\n.*?\n-->\n*", re.DOTALL)
+
+
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    """SECURITY.md and its like become pages; README's place is taken by index.md."""
+    for source, page in ROOT_PAGES.items():
+        if files.get_file_from_path(page) is None:
+            files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    return files
+
+
+def commands() -> str:
+    """What each `--help` says, from click itself, on a terminal of 100 columns."""
+    top = click.Context(main, info_name="ckpt", terminal_width=100)
+    parts = [_help("ckpt", main, top)]
+    for name in main.list_commands(top):
+        command = main.get_command(top, name)
+        assert command is not None
+        parts.append(_help(f"ckpt {name}", command, click.Context(command, top, name, terminal_width=100)))
+    return "\n\n".join(parts)
+
+
+def _help(title: str, command: click.Command, context: click.Context) -> str:
+    return f"## {title}\n\n```text\n{command.get_help(context)}\n```"
+
+
+def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
+    """What a test makes beforehand is not shown; a link to a file of the repository becomes one to its page, or text."""
+    here = page.file.src_uri
+    origins = {made: source for source, made in ROOT_PAGES.items() if made != "index.md"}
+    origin = origins.get(here, f"docs/{here}")  # in the repository
+
+    def link(found: re.Match[str]) -> str:
+        text, target, anchor = found[1], found[2], found[3] or ""
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))
+        made = ROOT_PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if made is not None and files.get_file_from_path(made) is not None:
+            return f"[{text}]({posixpath.relpath(made, posixpath.dirname(here) or '.')}{anchor})"
+        outside = not path.startswith("docs/") and (ROOT / path).exists()
+        return text if outside else found[0]  # a file that is nowhere stays a link, which the strict build refuses
+
+    text = _LINK.sub(link, _SETUP.sub("", markdown))
+    return text.replace("<!-- commands -->", commands()) if "<!-- commands -->" in text else text
