@@ -67,7 +67,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
 def _in_this_dialect(markdown: str) -> str:
     """Where this dialect is not GitHub's: `__main__` in a title is no emphasis, bars in a table's code need no backslash."""
-    text = _TITLE.sub(lambda found: "# " + re.sub(r"([_*<])", r"\\\1", found[1]), markdown)
+    text = _TITLE.sub(lambda found: "# " + re.sub(r"([_*])", r"\\\1", found[1]).replace("<", "&lt;"), markdown)
     rows = (
         _CODE.sub(lambda code: code[0].replace("\\|", "|"), row) if row.startswith("|") else row for row in text.split("\n")
     )
