@@ -18,6 +18,8 @@ ROOT_PAGES = {
     "README.md": "index.md",
 }
 _LINK = re.compile(r"\[([^\[\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
+_TITLE = re.compile(r"\A# ([^`\n]*)$", re.MULTILINE)
+_CODE = re.compile(r"`[^`\n]*`")
 _SETUP = re.compile(r"<!-- setup\n.*?\n-->\n*", re.DOTALL)
 
 
@@ -30,13 +32,13 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def commands() -> str:
-    """What each `--help` says, from click itself, on a terminal of 100 columns."""
-    top = click.Context(main, info_name="ckpt", terminal_width=100)
+    """What each `--help` says, from click itself, on a terminal of 90 columns."""
+    top = click.Context(main, info_name="ckpt", terminal_width=90, **main.context_settings)
     parts = [_help("ckpt", main, top)]
     for name in main.list_commands(top):
         command = main.get_command(top, name)
         assert command is not None
-        parts.append(_help(f"ckpt {name}", command, click.Context(command, top, name, terminal_width=100)))
+        parts.append(_help(f"ckpt {name}", command, click.Context(command, top, name, terminal_width=90)))
     return "\n\n".join(parts)
 
 
@@ -59,5 +61,14 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
         outside = not path.startswith("docs/") and (ROOT / path).exists()
         return text if outside else found[0]  # a file that is nowhere stays a link, which the strict build refuses
 
-    text = _LINK.sub(link, _SETUP.sub("", markdown))
+    text = _in_this_dialect(_LINK.sub(link, _SETUP.sub("", markdown)))
     return text.replace("<!-- commands -->", commands()) if "<!-- commands -->" in text else text
+
+
+def _in_this_dialect(markdown: str) -> str:
+    """Where this dialect is not GitHub's: `__main__` in a title is no emphasis, bars in a table's code need no backslash."""
+    text = _TITLE.sub(lambda found: "# " + re.sub(r"([_*])", r"\\\1", found[1]).replace("<", "&lt;"), markdown)
+    rows = (
+        _CODE.sub(lambda code: code[0].replace("\\|", "|"), row) if row.startswith("|") else row for row in text.split("\n")
+    )
+    return "\n".join(rows)

@@ -6,10 +6,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+
+import ckpt_tools.torch
+from tests.test_howto import run_command, run_python
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -62,10 +67,64 @@ def test_python_prints_what_is_shown(code: str, shown: str, folder: Path) -> Non
 
 
 def test_links_lead_somewhere() -> None:
-    """Every relative link of the README and the docs names a file that is there."""
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    """Every relative link of the README, its companions and the docs names a file that is there."""
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_list_of_messages_has_every_page_by_its_title() -> None:
+    """docs/howto/index.md links every page of docs/howto, in the words of its heading, and the nav of the site has it."""
+    listed = (ROOT / "docs" / "howto" / "index.md").read_text()
+    nav = (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs" / "howto").glob("*.md"):
+        if page.stem != "index":
+            title = page.read_text().splitlines()[0].removeprefix("# ")
+            assert f"[{title}]({page.name})" in listed.replace("`", "")
+            assert f": howto/{page.name}\n" in nav
+
+
+@pytest.mark.parametrize("package", [ckpt_tools, ckpt_tools.torch], ids=["ckpt_tools", "ckpt_tools.torch"])
+def test_the_library_reference_has_every_public_name(package: ModuleType) -> None:
+    """Each public name has its entry, taken from the place where the name is defined."""
+    page = (ROOT / "docs" / "reference" / "library.md").read_text()
+    homes = {
+        heading: place for place, heading in re.findall(r"^::: (\S+)\n    options:\n      heading: (\S+)$", page, re.MULTILINE)
+    }
+    for name in package.__all__:
+        if name != "__version__":
+            module, _, attribute = homes[f"{package.__name__}.{name}"].rpartition(".")
+            assert getattr(import_module(module), attribute) == getattr(package, name)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="torchrun with gloo")
+def test_the_tutorial_goes_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands, one after another in one folder, train on two processes and print what is shown; `...` is anything."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "tutorial.md").read_text().partition("## Train\n")[2]
+    scripts = {}
+    for kind, body, shown in re.findall(r"```(sh|py)\n(.*?)```(?:\n\n```text\n(.*?)```)?", page, re.DOTALL):
+        if kind == "py" and not shown:
+            scripts["load.py"] = body
+            continue
+        program, *arguments = shlex.split(body) if kind == "sh" else ("python", "-c")
+        if program == "torchrun":
+            launch(arguments)
+        elif program == "ckpt":
+            printed = re.sub(r"^time +.*\n", "", run_command(body), flags=re.MULTILINE)
+        else:
+            monkeypatch.setattr(sys, "argv", arguments)
+            printed = run_python(scripts.get(arguments[0], body), {})
+        expected = ".*".join(map(re.escape, shown.strip().split("...\n\n")))
+        assert not shown or re.fullmatch(expected, printed.strip(), re.DOTALL), f"{body}\n{printed}"
+
+
+def launch(arguments: list[str]) -> None:
+    """torchrun, on a port that is free."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not shutil.which("git") or os.name == "nt", reason="git and a shell are needed")
