@@ -6,6 +6,7 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
+import ckpt_tools
 from benchmarks.rivals import CKPT, Job, Rival, ckpt, cp, script
 
 INSPECT = """
@@ -163,8 +164,7 @@ def on_checkpoint(source: Path) -> list[Job]:
 def _loading(source: Path) -> list[Job]:
     if not source.stem.isdecimal():
         return []
-    tensors = int(source.stem)
-    rows = str((source.stat().st_size - 400 * tensors) // (1024 * tensors))
+    rows = str(ckpt_tools.inspect(source).tensors[0]["shape"][0])
     ours, theirs = script("ckpt", LOAD_INTO, source), script("torch mmap + load_state_dict", LOAD_TORCH, source)
     for rival in (ours, theirs):
         rival.command.extend([source.stem, rows])
