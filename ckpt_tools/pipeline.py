@@ -39,13 +39,14 @@ class Pipeline:
     Args:
         write: writes all of a buffer's bytes.
         size: how many bytes will come; one buffer's worth is worked on without threads.
+        threaded: whether there is work on the bytes that threads can share; a mere copy is faster without.
     """
 
-    def __init__(self, write: Callable[[memoryview], None], size: int) -> None:
+    def __init__(self, write: Callable[[memoryview], None], size: int, *, threaded: bool = True) -> None:
         self._write = write
         self._room = min(_SIZE, max(size, 1))
         self.buffer = Buffer(self._room)
-        self._threaded = size > _SIZE
+        self._threaded = threaded and size > _SIZE
         self._threads: list[threading.Thread] = []
         self._free: SimpleQueue[Buffer] = SimpleQueue()
         self._filled: SimpleQueue[Buffer | None] = SimpleQueue()

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from ckpt_tools.cloning import Clone
 from ckpt_tools.files import Output, no_space, output_error
 from ckpt_tools.pipeline import Pipeline
-from ckpt_tools.plan import CHUNK, Checksum, Joined, Late, Piece, Range, chunks, total
+from ckpt_tools.plan import CHUNK, Checksum, Computed, Joined, Late, Piece, Range, chunks, total
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -34,7 +34,8 @@ def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = N
     Raises:
         OutputError: the disk is full or fails. ChecksumError: a piece does not match. ChangedFileError: a source shrank.
     """
-    loop = _Loop(output, total(pieces), progress, clone)
+    works = any(piece.checksum is not None or isinstance(piece.content, Computed) for piece in pieces)
+    loop = _Loop(output, total(pieces), progress, clone, works=works)
     try:
         _wait_for(clone, progress, loop.size)
         for piece in pieces:
@@ -64,9 +65,9 @@ def _wait_for(clone: Clone | None, progress: Progress | None, size: int) -> None
 class _Loop:
     """The pieces one after another; `position` is where the next byte goes."""
 
-    def __init__(self, output: Output, size: int, progress: Progress | None, clone: Clone | None) -> None:
+    def __init__(self, output: Output, size: int, progress: Progress | None, clone: Clone | None, *, works: bool) -> None:
         self.output, self.size, self.progress, self.clone = output, size, progress, clone
-        self.pipeline = Pipeline(self.write, size)
+        self.pipeline = Pipeline(self.write, size, threaded=works)
         self.position = 0
         self.kernel_copy = hasattr(os, "copy_file_range")
 
