@@ -100,7 +100,7 @@ def _terminable() -> Iterator[None]:
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(ckpt_tools.__version__, prog_name="ckpt")
 def main() -> None:
-    """Inspect and convert PyTorch checkpoints. Nothing in a file is ever executed.
+    """Inspect, convert, fit, check, repair and compare PyTorch checkpoints. Nothing in a file is ever executed.
 
     \b
     ckpt inspect model.pth
