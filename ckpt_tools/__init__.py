@@ -1,4 +1,4 @@
-"""Inspect, convert, check and repair PyTorch checkpoints without executing anything in them. Importing this imports no torch."""
+"""Inspect, convert, check and repair PyTorch checkpoints, executing nothing in them. Importing this imports no torch."""
 
 from __future__ import annotations
 
