@@ -24,7 +24,7 @@ from ckpt_tools.conversion import CONTAINERS, Converted, Edits, Names, Note
 from ckpt_tools.convert import Format, ObjectsPolicy, output_format
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, UsageError
-from ckpt_tools.files import Output, free_bytes, no_space, output_target, replacing
+from ckpt_tools.files import check_space, output_target, replacing
 from ckpt_tools.names import unwrap as unwrap_name
 from ckpt_tools.numeric import has_numbers, largest, row_major, weighted_sum
 from ckpt_tools.plan import Content, total
@@ -119,17 +119,11 @@ def average(
         pieces = edits.plan(checkpoints[0], report.output)
         report.output.bytes = total(pieces)
         if output is not None:
-            _check_space(output, report.output.bytes)
+            check_space(output.target.parent, output.target, report.output.bytes)
             write(pieces, output, progress)
         for checkpoint in checkpoints:
             checkpoint.decoded.source.check_unchanged()
     return report
-
-
-def _check_space(output: Output, size: int) -> None:
-    free = free_bytes(output.target.parent)
-    if free is not None and free < size:
-        raise no_space(output.target, size)
 
 
 def _weights(given: Sequence[float] | None, count: int) -> list[float]:

@@ -22,7 +22,7 @@ from ckpt_tools.cloning import Clone
 from ckpt_tools.containers import safetensors, torch_zip_layout
 from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.errors import NothingMatchedError, ObjectsError, UsageError
-from ckpt_tools.files import Output, free_bytes, no_space
+from ckpt_tools.files import Output, check_space
 from ckpt_tools.modules import is_module
 from ckpt_tools.names import strip_inner, strip_leading, strip_module, uneven, unwrap
 from ckpt_tools.plan import Piece, total
@@ -122,18 +122,12 @@ def run(
             pieces = edits.plan(checkpoint, report)
         report.bytes = total(pieces)
         if output is not None:
-            _check_space(output, report.bytes, clone)
+            check_space(output.target.parent, output.target, report.bytes, written=clone.done if clone is not None else 0)
             write(pieces, output, progress, clone)
             checkpoint.decoded.source.check_unchanged()
             if edits.casting is not None:
                 report.overflowed, report.underflowed = edits.casting.overflowed(), edits.casting.underflowed()
     return report
-
-
-def _check_space(output: Output, size: int, clone: Clone | None) -> None:
-    free = free_bytes(output.target.parent)
-    if free is not None and free + (clone.done if clone else 0) < size:
-        raise no_space(output.target, size)
 
 
 class Edits:

@@ -32,11 +32,12 @@ class Source:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._fd = open_regular(self.path)
-        if _has_journal(self.path):
-            os.close(self._fd)
-            journal.recover(Path(os.path.realpath(self.path)))
-            self._fd = open_regular(self.path)
-        status = self.status()
+        try:
+            journal.recover(Path(os.path.realpath(self.path)))  # into this very file: the descriptor stays good
+            status = self.status()
+        except BaseException:
+            self.close()
+            raise
         self.size = status.st_size
         self._identity: object = identity_of(status)
 
@@ -121,11 +122,6 @@ class Source:
         )
 
 
-def _has_journal(path: Path) -> bool:
-    """Whether an edit in place was killed, or is under way."""
-    return os.path.lexists(journal.journal_path(Path(os.path.realpath(path))))
-
-
 def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
     """What tells a file in one state from others, and from itself after a change."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -189,27 +185,27 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
         OutputExistsError: `path` exists and `overwrite` is false, also when it appears while the block runs.
         OutputError: a directory, a device, a missing or read-only folder, a full disk.
     """
-    with _output_errors(Path(path)):
+    with output_errors(Path(path)):
         temporaries.remove_orphans(Path(os.path.realpath(path)))
     target = output_target(path, overwrite=overwrite)
-    temporary, fd, lock = temporaries.name(target), -1, -1
+    temporary, fd, lock = temporaries.name(target.parent, temporaries.prefix_of(target)), -1, -1
     try:
         try:
-            with _output_errors(target):
+            with output_errors(target):
                 replaces = target.exists()
                 fd = temporaries.create(temporary)
             if replaces:
                 _copy_mode(target, fd)
             yield Output(fd, target)
-            with _output_errors(target):
+            with output_errors(target):
                 if durable or replaces:
                     os.fsync(fd)
                 lock = os.dup(fd)  # until the temporary has its name, nobody may take it for an orphan
         finally:
-            with _output_errors(target):
+            with output_errors(target):
                 if fd >= 0:
                     os.close(fd)
-        with _output_errors(target):
+        with output_errors(target):
             _commit(temporary, target, overwrite=overwrite)
             if durable or replaces:
                 journal.sync_folder(target.parent)
@@ -223,7 +219,7 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
 
 def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     """Where an output really goes (links followed), after every check that can be made before work starts."""
-    with _output_errors(Path(path)):
+    with output_errors(Path(path)):
         return _checked_target(path, overwrite=overwrite)
 
 
@@ -249,7 +245,8 @@ def exists_error(target: Path) -> OutputExistsError:
 
 
 @contextlib.contextmanager
-def _output_errors(target: Path) -> Iterator[None]:
+def output_errors(target: Path) -> Iterator[None]:
+    """What the system says against writing a target, as our error."""
     try:
         yield
     except OSError as error:
@@ -271,6 +268,13 @@ def no_space(target: Path, needed: int) -> OutputError:
     needs = f"It needs {needed} bytes." if needed else ""
     has = "" if free is None else f"The disk has {free} bytes left."
     return OutputError(f"{target} cannot be written: no space.", why=f"{needs} {has}".strip())
+
+
+def check_space(folder: Path, target: Path, size: int, *, written: int = 0) -> None:
+    """Raise the error for a full disk when it is known that `folder` has no room for `size` bytes, `written` of them there."""
+    free = free_bytes(folder)
+    if free is not None and free + written < size:
+        raise no_space(target, size)
 
 
 def free_bytes(folder: Path) -> int | None:

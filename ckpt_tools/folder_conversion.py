@@ -14,7 +14,7 @@ from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.conversion import Converted, Edits, Note, report_flat
 from ckpt_tools.dcp_items import Items, collect
 from ckpt_tools.errors import ChangedFileError, CkptError, OutputError, UsageError
-from ckpt_tools.files import free_bytes, no_space, output_error, replacing
+from ckpt_tools.files import check_space, output_error, replacing
 from ckpt_tools.plan import total
 from ckpt_tools.ranks import Ranks
 from ckpt_tools.sharding import Shards
@@ -152,9 +152,7 @@ def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report
 
 def _write_own(shards: Shards, staging: Staging, size: int, ranks: Ranks, progress: Progress | None) -> None:
     """The shards of this process, each by the one loop."""
-    free = free_bytes(staging.path)
-    if free is not None and free < size // ranks.world:
-        raise no_space(staging.target, size)
+    check_space(staging.path, staging.target, size // ranks.world)
     own = shards.files[ranks.rank :: ranks.world]
     whole, before = sum(total(pieces) for _, pieces in own), 0
     for name, pieces in own:
@@ -200,9 +198,7 @@ def _run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report:
         return
     with ExitStack() as stack:
         staging = target.staged(stack, ".metadata")
-        free = free_bytes(staging.path)
-        if free is not None and free < report.bytes:
-            raise no_space(staging.target, report.bytes)
+        check_space(staging.path, staging.target, report.bytes)
         _save(found, staging, progress)
         checkpoint.decoded.source.check_unchanged()
         _merge_counts(edits, report, target.ranks)

@@ -109,12 +109,14 @@ def _remove(place: Path, journal: int) -> None:
 
 
 def recover(path: Path) -> None:
-    """Roll back an edit of `path` that was killed, if there is a journal of one.
+    """Roll back an edit of `path` that was killed, if there is a journal of one. The file stays the same, by inode.
 
     Raises:
         OutputError: an edit is under way, or the old bytes cannot be put back.
     """
     place = journal_path(path)
+    if not os.path.lexists(place):
+        return
     try:
         journal = os.open(place, os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0))
     except FileNotFoundError:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckpt_tools import temporaries
 from ckpt_tools.errors import OutputError, OutputExistsError
-from ckpt_tools.files import output_error
+from ckpt_tools.files import output_errors
 from ckpt_tools.journal import sync_folder
 
 
@@ -67,14 +67,14 @@ def replacing_folder(
     """
     target = check_folder(path, overwrite=overwrite)
     existing = target.is_dir() and any(target.iterdir())
-    holder, prefix = (target, ".") if existing else (target.parent, f".{target.name[:40]}.")
+    holder, prefix = (target, ".") if existing else (target.parent, temporaries.prefix_of(target))
     temporaries.remove_orphan_folders(holder, prefix)
-    temporary, lock = holder / f"{prefix}{os.urandom(6).hex()}.ckpt-tmp", -1
+    temporary, lock = temporaries.name(holder, prefix), -1
     try:
-        with _output_errors(target):
+        with output_errors(target):
             lock = temporaries.create_folder(temporary)
         yield Staging(temporary, target, existing)
-        with _output_errors(target):
+        with output_errors(target):
             names = sorted(os.listdir(temporary), key=lambda name: (name == last, name))
             if durable or existing:
                 _sync_files(temporary, names)
@@ -89,14 +89,6 @@ def replacing_folder(
         shutil.rmtree(temporary, ignore_errors=True)
         if lock >= 0:
             os.close(lock)
-
-
-@contextlib.contextmanager
-def _output_errors(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise output_error(target, error) from None
 
 
 def _sync_files(folder: Path, names: Sequence[str]) -> None:

@@ -19,9 +19,14 @@ _CLOEXEC: int = getattr(os, "O_CLOEXEC", 0)
 _ENDING = re.compile(r"[0-9a-f]{12}\.ckpt-tmp")
 
 
-def name(target: Path) -> Path:
-    """A name for a temporary of this target, which nothing has yet."""
-    return target.with_name(f"{_prefix(target)}{os.urandom(6).hex()}.ckpt-tmp")
+def name(folder: Path, prefix: str) -> Path:
+    """A path for a temporary, which nothing has yet."""
+    return folder / f"{prefix}{os.urandom(6).hex()}.ckpt-tmp"
+
+
+def prefix_of(target: Path) -> str:
+    """How its temporaries begin. 40 characters are 160 bytes at most: the name stays under the 255 that a name may have."""
+    return f".{target.name[:40]}."
 
 
 def create(path: Path) -> int:
@@ -49,7 +54,7 @@ def scratch(target: Path) -> Iterator[Path]:
     Raises:
         OSError: the folder takes no new file.
     """
-    path, fd = name(target), -1
+    path, fd = name(target.parent, prefix_of(target)), -1
     try:
         fd = create(path)
         yield path
@@ -80,10 +85,8 @@ def create_folder(path: Path) -> int:
 
 def remove_orphan_folders(folder: Path, prefix: str) -> None:
     """Remove the temporary folders in `folder` whose names begin so and whose writers are dead; where locks tell."""
-    with contextlib.suppress(OSError), os.scandir(folder) as rows:
-        for row in rows if os.name != "nt" else ():
-            if row.name.startswith(prefix) and _ENDING.fullmatch(row.name, len(prefix)) and row.is_dir(follow_symlinks=False):
-                _remove_orphan_folder(row.path)
+    for row in _left_over(folder, prefix, folders=True) if os.name != "nt" else ():
+        _remove_orphan_folder(row.path)
 
 
 def _remove_orphan_folder(path: str) -> None:
@@ -98,16 +101,17 @@ def _remove_orphan_folder(path: str) -> None:
 
 def remove_orphans(target: Path) -> None:
     """Remove the temporaries of this target whose writers are dead. Whatever cannot be looked at stays."""
-    prefix = _prefix(target)
-    with contextlib.suppress(OSError), os.scandir(target.parent) as rows:
+    for row in _left_over(target.parent, prefix_of(target), folders=False):
+        _remove_orphan(row.path)
+
+
+def _left_over(folder: Path, prefix: str, *, folders: bool) -> Iterator[os.DirEntry[str]]:
+    """The files, or the folders, that lie in a folder under the name of a temporary."""
+    with contextlib.suppress(OSError), os.scandir(folder) as rows:
         for row in rows:
-            if row.name.startswith(prefix) and _ENDING.fullmatch(row.name, len(prefix)) and row.is_file(follow_symlinks=False):
-                _remove_orphan(row.path)
-
-
-def _prefix(target: Path) -> str:
-    """How its temporaries begin. 40 characters are 160 bytes at most: the name stays under the 255 that a name may have."""
-    return f".{target.name[:40]}."
+            wanted = row.name.startswith(prefix) and _ENDING.fullmatch(row.name, len(prefix))
+            if wanted and (row.is_dir if folders else row.is_file)(follow_symlinks=False):
+                yield row
 
 
 def _remove_orphan(path: str) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ckpt_tools import casts, flatten
 from ckpt_tools.checking.reading import read_checkpoint
-from ckpt_tools.checkpoint import Checkpoint, find_tensors
+from ckpt_tools.checkpoint import Checkpoint, count_tensors
 from ckpt_tools.containers import safetensors, torch_zip_layout
 from ckpt_tools.errors import RepairError, UsageError
-from ckpt_tools.files import free_bytes, no_space, output_target, replacing
+from ckpt_tools.files import check_space, output_target, replacing
 from ckpt_tools.plan import Piece, total
 from ckpt_tools.repairing.holes import Holes
 from ckpt_tools.repairing.mends import Mended, mend, tie
@@ -80,7 +80,7 @@ def repair(
         with ExitStack() as stack:
             if not dry_run:
                 output = stack.enter_context(replacing(target, overwrite=overwrite))
-                _check_space(output.target.parent, output.target, report.bytes)
+                check_space(output.target.parent, output.target, report.bytes)
                 write(pieces, output, progress)
                 salvaged.decoded.source.check_unchanged()
     report.seconds = time.perf_counter() - started
@@ -92,12 +92,6 @@ def _is_one_file(one: Path, two: Path) -> bool:
         return os.path.samefile(one, two)
     except OSError:  # one is not there, or cannot be looked at; whoever opens it says so
         return False
-
-
-def _check_space(folder: Path, target: Path, size: int) -> None:
-    free = free_bytes(folder)
-    if free is not None and free < size:
-        raise no_space(target, size)
 
 
 def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> list[Piece]:
@@ -129,7 +123,7 @@ def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
     root = salvaged.decoded.root
     lost = find_lost(root, salvaged.lost)
     report.missing = [Missing(list(row.where), row.bytes, row.why, keep_damaged) for row in lost]
-    report.tensors = sum(1 for _ in find_tensors(root))
+    report.tensors = count_tensors(root)
     report.saved = report.tensors - len(lost)
     sizes = {id(node): node.nbytes for node in reachable(root) if type(node) is Storage}
     report.tensor_bytes = sum(sizes.values())
