@@ -86,7 +86,7 @@ def test_ddp_and_the_reverse(tmp_path: Path) -> None:
 
 
 RANK = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from torch import nn
 from ckpt_tools.torch import load_into
 from fixtures.make import Network
@@ -99,8 +99,9 @@ total = torch.stack([value.double().sum() for value in model.state_dict().values
 other = total.clone()
 dist.all_reduce(other)
 assert other == 2 * total
-print(float(total))
+print(float(total), flush=True)
 dist.destroy_process_group()
+os._exit(0)  # threads of gloo that still run abort an interpreter that winds down
 """
 
 
