@@ -26,9 +26,9 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.files import check_space, output_target, replacing
 from ckpt_tools.names import unwrap as unwrap_name
-from ckpt_tools.numeric import has_numbers, largest, row_major, weighted_sum
+from ckpt_tools.numeric import has_numbers, largest, row_major, view_of, weighted_sum
 from ckpt_tools.plan import Content, total
-from ckpt_tools.sides import check_effort, view_of
+from ckpt_tools.sides import check_effort
 from ckpt_tools.transforms import dotted, restore_named_ties
 from ckpt_tools.transforms import select as select_node
 from ckpt_tools.tree import Entry, Node, Object, Storage, Where, contiguous_stride

@@ -99,8 +99,7 @@ def _span(entry: Entry) -> tuple[int, int]:
     if not entry.nbytes:
         return 0, 0
     item = entry.dtype.itemsize
-    last = sum((size - 1) * step for size, step in zip(entry.shape, entry.stride, strict=True))
-    return entry.offset * item, (entry.offset + last + 1) * item
+    return entry.offset * item, (entry.offset + entry.span) * item
 
 
 def _pieces(entries: list[Entry]) -> list[_Piece]:

@@ -22,12 +22,8 @@ def same_bytes(left: Entry, right: Entry) -> bool:
 
 def _span(entry: Entry) -> Content:
     """The part of its storage from an entry's first element to its last."""
-    if entry.is_contiguous:  # by bytes: an element may be less than one
-        length = entry.nbytes
-    else:
-        length = (
-            1 + sum((size - 1) * step for size, step in zip(entry.shape, entry.stride, strict=True))
-        ) * entry.dtype.itemsize
+    # a contiguous one by bytes: an element may be less than one
+    length = entry.nbytes if entry.is_contiguous else entry.span * entry.dtype.itemsize
     return part(entry.storage.content, entry.offset * entry.dtype.itemsize if length else 0, length)
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_tools.dcp_items import Item, Items
 from ckpt_tools.numeric import torch_dtype
-from ckpt_tools.plan import chunks
+from ckpt_tools.plan import read_into
 from ckpt_tools.tree import Entry
 from ckpt_tools.writer import Progress
 
@@ -127,8 +127,6 @@ def _tensor(item: Item) -> torch.Tensor:
     dtype = torch_dtype(item.entry.dtype)
     if not item.content.length:
         return torch.empty(shape, dtype=dtype)
-    data, at = bytearray(item.content.length), 0
-    for chunk in chunks(item.content):
-        data[at : at + len(chunk)] = chunk
-        at += len(chunk)
+    data = bytearray(item.content.length)
+    read_into(item.content, memoryview(data))
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)

@@ -14,7 +14,7 @@ from ckpt_tools.containers import safetensors, torch_zip_layout
 from ckpt_tools.conversion import Converted, Edits, Names, Note
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.files import Source
-from ckpt_tools.plan import CHUNK, Late, Piece, Range, chunks, total
+from ckpt_tools.plan import CHUNK, Piece, Range, to_bytes, total
 from ckpt_tools.tree import Node
 
 if TYPE_CHECKING:
@@ -96,10 +96,7 @@ def _patches(pieces: Sequence[Piece], source: Source) -> dict[int, bytearray]:
                 raise ContainerLimitError(
                     f"The edit would rewrite more than {_LIMIT >> 20} MiB of the file.", fix="Convert to another file."
                 )
-            data = content.make() if isinstance(content, Late) else b"".join(chunks(content))
-            if piece.checksum is not None:
-                piece.checksum.update(data)
-            patches.setdefault(start, bytearray()).extend(data)
+            patches.setdefault(start, bytearray()).extend(to_bytes([piece]))
         at += content.length
     return patches
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.dtypes import DType
-from ckpt_tools.plan import CHUNK, Computed, Content, Literal, Range, chunks, equal_chunks, read
+from ckpt_tools.plan import CHUNK, Computed, Content, Literal, Range, chunks, equal_chunks, read_into
 from ckpt_tools.tree import Entry
 
 if TYPE_CHECKING:
@@ -149,21 +149,18 @@ def row_major(entry: Entry) -> Content:
     item = entry.dtype.itemsize
     if entry.is_contiguous and not lazy_bits(entry):
         return part(entry.storage.content, entry.offset * item if entry.nbytes else 0, entry.nbytes)
-    span = 1 + sum((size - 1) * step for size, step in zip(entry.shape, entry.stride, strict=True))
 
     def work() -> Iterator[memoryview]:
         import torch
 
-        data = bytearray(read(part(entry.storage.content, entry.offset * item, span * item)))
+        data = bytearray(entry.span * item)
+        read_into(part(entry.storage.content, entry.offset * item, len(data)), memoryview(data))
         values = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).as_strided(entry.shape, entry.stride)
         if "conj" in lazy_bits(entry):
             values = values.conj()
         if "neg" in lazy_bits(entry):
             values = -values
-        for block in blocks(values):
-            out = bytearray(block.numel() * item)
-            torch.frombuffer(out, dtype=values.dtype).copy_(block.resolve_conj().reshape(-1))
-            yield memoryview(out)
+        yield from _row_major_bytes(values)
 
     return Computed(entry.nbytes, work)
 
@@ -171,17 +168,17 @@ def row_major(entry: Entry) -> Content:
 def live_content(tensor: torch.Tensor) -> Computed:
     """The bytes of a live tensor on any device, row-major."""
     values = tensor.detach()
+    return Computed(values.nbytes, lambda: _row_major_bytes(values))
 
-    def work() -> Iterator[memoryview]:
-        import torch
 
-        for block in blocks(values):
-            out = bytearray(block.nbytes)
-            if out:
-                torch.frombuffer(out, dtype=values.dtype).copy_(block.resolve_conj().reshape(-1))
-            yield memoryview(out)
+def _row_major_bytes(values: torch.Tensor) -> Iterator[memoryview]:
+    import torch
 
-    return Computed(values.nbytes, work)
+    for block in blocks(values):
+        out = bytearray(block.nbytes)
+        if out:
+            torch.frombuffer(out, dtype=values.dtype).copy_(block.resolve_conj().reshape(-1))
+        yield memoryview(out)
 
 
 def blocks(values: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -131,6 +131,21 @@ def read(content: Content) -> bytes:
     return b"".join(chunks(content))
 
 
+def read_into(content: Content, buffer: memoryview) -> None:
+    """Read a content into a buffer of its size."""
+    at = 0
+    if isinstance(content, Range):
+        content.source.read_into(content.offset, buffer)
+    elif isinstance(content, Joined):
+        for part in content.parts:
+            read_into(part, buffer[at : at + part.length])
+            at += part.length
+    else:
+        for chunk in chunks(content):
+            buffer[at : at + len(chunk)] = chunk
+            at += len(chunk)
+
+
 def to_bytes(pieces: Iterable[Piece]) -> bytes:
     """What the pieces make, in memory."""
     made = []

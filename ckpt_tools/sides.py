@@ -11,6 +11,7 @@ from ckpt_tools.casts import to_little_endian
 from ckpt_tools.checkpoint import Checkpoint, StateDict, Tensor, find_state_dicts, is_tensor
 from ckpt_tools.containers.safetensors import ALIASES, STATE_DICT_METADATA
 from ckpt_tools.errors import LimitError, NothingMatchedError
+from ckpt_tools.numeric import view_of
 from ckpt_tools.plain import as_value
 from ckpt_tools.plan import Literal, Range
 from ckpt_tools.transforms import dotted, restore_named_ties, select
@@ -150,16 +151,3 @@ def check_effort(entries: Iterable[Entry]) -> None:
             "The tensors claim far more bytes than the file holds.",
             why=f"Views of {claimed} bytes on storages of {there} bytes: a stride of 0 repeats a value any number of times.",
         )
-
-
-def view_of(entry: Entry) -> tuple[Any, ...]:
-    """What makes two entries the same bytes: tied tensors are read once."""
-    # Text, since Python's hash of text cannot be foreseen: a file could choose strides of one hash value.
-    return id(entry.storage), str((entry.dtype.name, entry.shape, entry.stride, entry.offset, lazy_text(entry)))
-
-
-def lazy_text(entry: Entry) -> str:
-    """The conj and neg bits of an entry."""
-    from ckpt_tools.numeric import lazy_bits
-
-    return ",".join(sorted(lazy_bits(entry)))

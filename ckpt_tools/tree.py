@@ -86,6 +86,11 @@ class Entry:
         return self.numel * self.dtype.bits // 8
 
     @property
+    def span(self) -> int:
+        """Elements of its storage from the first to the last, those between them included; 0 for an empty tensor."""
+        return _span(self.shape, self.stride) or 0
+
+    @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie row-major without gaps (strides of dimensions of size 1 do not matter)."""
         return is_contiguous(self.shape, self.stride)

@@ -14,10 +14,9 @@ from ckpt_tools.containers import concatenated
 from ckpt_tools.containers.base import Decoded, is_zip
 from ckpt_tools.containers.zip_directory import Record, RecordRange, read_directory
 from ckpt_tools.counting import ValueCount
-from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import DamagedFileError
 from ckpt_tools.files import Source
-from ckpt_tools.numeric import lazy_bits, row_major
+from ckpt_tools.numeric import lazy_bits, row_major, view_of
 from ckpt_tools.plan import Deflated, Range, chunks
 from ckpt_tools.sources import Files, Window
 from ckpt_tools.tree import Entry, Storage, Where, reachable
@@ -190,30 +189,25 @@ def _inflated_crc(source: Source, record: Record) -> int | None:
 
 def _views(checkpoint: Checkpoint, read: Read, digest: bool, count: bool, heads: frozenset[Where]) -> list[_View]:
     """Every view once; tied tensors are hashed and counted once."""
-    views: dict[str, _View] = {}
+    views: dict[tuple[int, str], _View] = {}
     left = _SPARE_WORK + _WORK_A_BYTE * checkpoint.file_bytes
     for tensor in checkpoint.tensors:
         entry = tensor.node
         if type(entry) is not Entry or not entry.dtype.in_torch:
             read.skipped.append(tensor.where)
             continue
-        # Text, since Python's hash of text cannot be foreseen: a file could choose strides of one hash value.
-        key = str((id(entry.storage), entry.dtype.name, entry.shape, entry.stride, entry.offset, *sorted(lazy_bits(entry))))
+        key = view_of(entry)
         if key not in views:
             left -= entry.nbytes
             if left < 0:
                 read.skipped.append(tensor.where)
                 left += entry.nbytes
                 continue
-            views[key] = _View(entry, [], digests.begin(entry) if digest else None, _counter(entry.dtype, count))
+            views[key] = _View(entry, [], digests.begin(entry) if digest else None, ValueCount(entry.dtype) if count else None)
         views[key].wheres.append(tensor.where)
         if tensor.where in heads and (counter := views[key].count) is not None:
             counter.moments = True
     return list(views.values())
-
-
-def _counter(dtype: DType, wanted: bool) -> ValueCount | None:
-    return ValueCount(dtype) if wanted else None
 
 
 def _streams(view: _View, byteorder: str, spans: dict[Source, list[Span]]) -> bool:

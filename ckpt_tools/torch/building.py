@@ -15,7 +15,7 @@ from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.files import Source
 from ckpt_tools.numeric import lazy_bits, torch_dtype
-from ckpt_tools.plan import Content, Joined, Range, chunks
+from ckpt_tools.plan import Range, read_into
 from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage
 
 MapLocation = str | torch.device | Mapping[str, str] | None
@@ -143,7 +143,7 @@ def _check_map_location(map_location: MapLocation) -> None:
 
 def _read(storage: Storage) -> torch.UntypedStorage:
     data = bytearray(storage.nbytes)
-    fill(storage.content, memoryview(data))
+    read_into(storage.content, memoryview(data))
     tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
     return tensor.untyped_storage()
 
@@ -190,19 +190,3 @@ _OBJECTS: dict[str, Callable[..., Any]] = {
     "torch.Size": lambda sizes: torch.Size(sizes),
     "torch.device": lambda *args: torch.device(*args),
 }
-
-
-def fill(content: Content, buffer: memoryview) -> None:
-    """Read a content into a buffer of its size."""
-    if isinstance(content, Range):
-        content.source.read_into(content.offset, buffer)
-        return
-    at = 0
-    if isinstance(content, Joined):
-        for part in content.parts:
-            fill(part, buffer[at : at + part.length])
-            at += part.length
-        return
-    for chunk in chunks(content):
-        buffer[at : at + len(chunk)] = chunk
-        at += len(chunk)

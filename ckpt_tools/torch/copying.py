@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from ckpt_tools.numeric import blocks, row_major, torch_dtype
-from ckpt_tools.plan import Content, Range, chunks
-from ckpt_tools.torch.building import fill
+from ckpt_tools.plan import Content, Range, chunks, read_into
 from ckpt_tools.tree import Entry
 
 
@@ -24,7 +23,7 @@ def copy_into(entry: Entry, tensor: torch.Tensor) -> None:
     content, dtype = row_major(entry), torch_dtype(entry.dtype)
     plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     if plain and tensor.dtype == dtype:
-        fill(content, memory_of(tensor))
+        read_into(content, memory_of(tensor))
         return
     elements = _Elements(content, dtype)
     for block in blocks(tensor.detach()):
