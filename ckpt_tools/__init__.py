@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckpt_tools.checking.report import Checked
     from ckpt_tools.checking.run import check
     from ckpt_tools.checkpoint import Checkpoint, open_checkpoint
-    from ckpt_tools.conversion import Converted
+    from ckpt_tools.converted import Converted
     from ckpt_tools.describe import Description, inspect
     from ckpt_tools.difference_report import Difference
     from ckpt_tools.differences import diff
@@ -48,7 +48,7 @@ _HOMES = {
     "Averaged": "averaging",
     "Checked": "checking.report",
     "Checkpoint": "checkpoint",
-    "Converted": "conversion",
+    "Converted": "converted",
     "Description": "describe",
     "Difference": "difference_report",
     "Repaired": "repairing.report",

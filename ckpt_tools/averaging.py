@@ -17,14 +17,17 @@ from ckpt_tools.checkpoint import (
     find_state_dicts,
     find_tensors,
     is_tensor,
+    naming,
     open_checkpoint,
 )
 from ckpt_tools.contents import same_bytes, same_unusual
-from ckpt_tools.conversion import CONTAINERS, Converted, Edits, Names, Note
-from ckpt_tools.convert import Format, ObjectsPolicy, output_format
+from ckpt_tools.conversion import CONTAINERS, Edits
+from ckpt_tools.convert import Format, ObjectsPolicy, open_output, output_format
+from ckpt_tools.converted import Converted, Note
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, UsageError
-from ckpt_tools.files import check_space, output_target, replacing
+from ckpt_tools.files import check_space
+from ckpt_tools.name_edits import Names
 from ckpt_tools.names import unwrap as unwrap_name
 from ckpt_tools.numeric import has_numbers, largest, row_major, view_of, weighted_sum
 from ckpt_tools.plan import Content, total
@@ -101,18 +104,11 @@ def average(
     if integers not in (None, "first", "max"):
         raise UsageError(f"--integers {integers!r} is neither first nor max.")
     kind = output_format(target, format)
-    edits = Edits(
-        Names(strip=False, add=False, unwrapping=unwrap, strip_prefix=None, add_prefix=None, rename=()), keep=(), drop=(),
-        select=select, map_location=None, dtype=None, dtype_only=(), objects=objects, kind=kind, verify=False,
-    )  # fmt: skip
+    edits = Edits(Names(unwrap=unwrap), kind, select=select, objects=objects)
     report = Averaged(list(map(str, sources)), parts)
     report.output = Converted(str(sources[0]), str(target), CONTAINERS[kind], dry_run)
     with ExitStack() as stack:
-        output = None
-        if dry_run:
-            output_target(target, overwrite=True)
-        else:
-            output = stack.enter_context(replacing(target, overwrite=overwrite, durable=fsync))
+        output = open_output(stack, target, overwrite=overwrite, durable=fsync, dry_run=dry_run)
         stack.enter_context(collector_paused())
         checkpoints = [stack.enter_context(open_checkpoint(path)) for path in sources]
         _Mean(checkpoints, parts, select, integers, report, unwrapped=unwrap).apply()
@@ -163,7 +159,8 @@ class _Mean:
             checkpoint.decoded.metadata = {k: text for k, text in checkpoint.decoded.metadata.items() if k not in ties}
             checkpoint.root = to_little_endian(checkpoint.root, checkpoint.decoded.byteorder)
             checkpoint.decoded.byteorder = "little"
-            self.roots.append(checkpoint.root if select is None else _selected(checkpoint, select))
+            with naming(checkpoint.decoded.source):
+                self.roots.append(checkpoint.root if select is None else select_node(checkpoint.root, select))
             check_effort(tensor.node for tensor in find_tensors(checkpoint.root) if type(tensor.node) is Entry)
         self.paths = [str(checkpoint.path) for checkpoint in checkpoints]
         self.made: dict[Any, Entry] = {}
@@ -264,14 +261,6 @@ def _has_mean(dtype: DType) -> bool:
 
 def _has_largest(dtype: DType) -> bool:
     return dtype.family in ("int", "bool") and has_numbers(dtype) and dtype.name != "uint64"  # compared as int64
-
-
-def _selected(checkpoint: Checkpoint, where: str) -> Node:
-    try:
-        return select_node(checkpoint.root, where)
-    except ConvertError as error:
-        error.what = f"{checkpoint.path}: {error.what}"
-        raise
 
 
 def _check_names(first: _Names, other: _Names) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ from ckpt_tools.files import Output, is_address, output_target, replacing
 
 if TYPE_CHECKING:
     from ckpt_tools.choices import OnMismatch, RowChoice
-    from ckpt_tools.conversion import Converted
+    from ckpt_tools.converted import Converted
     from ckpt_tools.match import Stages
     from ckpt_tools.ranks import Ranks
     from ckpt_tools.retarget import Retargeting
@@ -120,31 +120,28 @@ def convert(
     if to_folder and is_address(target):
         raise OutputError(f"{target} cannot be written.", why="Folders are written to local disks only.", fix="Copy it then.")
     with ExitStack() as stack:
-        output = clone = None
-        if to_folder:
-            pass  # looked at by whoever writes it
-        elif is_address(target):
-            output = stack.enter_context(remote_output(os.fspath(target), overwrite=overwrite)) if not dry_run else None
-        elif dry_run:
-            output_target(target, overwrite=True)
-        else:
-            output = stack.enter_context(replacing(target, overwrite=overwrite, durable=fsync))
+        output = None
+        if not to_folder:  # which is looked at by whoever writes it
+            output = open_output(stack, target, overwrite=overwrite, durable=fsync, dry_run=dry_run)
         targeted = like is not None or plan is not None
         moving = keep or drop or select or dtype or verify or compact or targeted or slim or ema
+        clone = None
         if output is not None and kind == "pth" and not moving and not is_address(target):
             clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
-        from ckpt_tools.conversion import Edits, Names, run
+        from ckpt_tools.conversion import Edits, run
+        from ckpt_tools.name_edits import Names
 
-        retargeting = _retargeting(
-            like, like_args, match, plan, allow_reshape, reinit, on_mismatch, rows, adapt, seed, like_select
-        )
-        names = Names(strip_module, add_module, unwrap, strip_prefix, add_prefix, _several(rename))
-        only = _several(dtype_only)
+        names = Names(
+            strip_module=strip_module, add_module=add_module, unwrap=unwrap, strip_prefix=strip_prefix,
+            add_prefix=add_prefix, rename=rename,
+        )  # fmt: skip
         edits = Edits(
-            names, _several(keep), _several(drop), select, map_location, dtype, only, objects, kind, verify, reserve, compact
-        )
-        edits.narrow(slim=slim, ema=ema)
-        edits.fit_to(retargeting)
+            names, kind, keep=keep, drop=drop, select=select, map_location=map_location, dtype=dtype, dtype_only=dtype_only,
+            objects=objects, slim=slim, ema=ema, verify=verify, reserve=reserve, compact=compact,
+            retargeting=_retargeting(
+                like, like_args, match, plan, allow_reshape, reinit, on_mismatch, rows, adapt, seed, like_select
+            ),
+        )  # fmt: skip
         stack.enter_context(edits.stack)
         if to_folder:
             from ckpt_tools.folder_conversion import FolderTarget, run_folder
@@ -169,16 +166,24 @@ def _retargeting(like: Any, like_args: Any, *options: Any) -> Retargeting | None
     return Retargeting(like, like_args, *options) or None
 
 
-def remote_output(url: str, *, overwrite: bool) -> AbstractContextManager[Output]:
-    """An output at an address; what writes there is imported for it only."""
-    from ckpt_tools.remote import uploading
+def open_output(
+    stack: ExitStack, target: str | os.PathLike[str], *, overwrite: bool, durable: bool, dry_run: bool
+) -> Output | None:
+    """The file to write, until the stack ends, which gives it its name; None in a dry run. What writes to an address is
+    imported for it only.
 
-    return uploading(url, overwrite=overwrite)
+    Raises:
+        OutputError: it cannot be written, or is there already.
+    """
+    if not is_address(target):
+        if not dry_run:
+            return stack.enter_context(replacing(target, overwrite=overwrite, durable=durable))
+        output_target(target, overwrite=True)
+    elif not dry_run:
+        from ckpt_tools.remote import uploading
 
-
-def _several(values: str | Sequence[str]) -> Sequence[str]:
-    """A single text where several may be given: one of them."""
-    return (values,) if isinstance(values, str) else values
+        return stack.enter_context(uploading(os.fspath(target), overwrite=overwrite))
+    return None
 
 
 def shard_limit(target: str | os.PathLike[str], shard_size: str | int, format: Format | None) -> int:

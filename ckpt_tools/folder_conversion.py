@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools import sharding
 from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
-from ckpt_tools.conversion import Converted, Edits, Note, report_flat
+from ckpt_tools.conversion import Edits, report_flat
+from ckpt_tools.converted import Converted, Note
 from ckpt_tools.dcp_items import Items, collect
 from ckpt_tools.errors import ChangedFileError, CkptError, OutputError, UsageError
 from ckpt_tools.files import check_space, output_error, replacing

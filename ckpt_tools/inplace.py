@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from ckpt_tools import flatten, journal
 from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.containers import safetensors, torch_zip_layout
-from ckpt_tools.conversion import Converted, Edits, Names, Note
+from ckpt_tools.conversion import Edits, report_flat
+from ckpt_tools.converted import Converted, Note
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.files import Source
+from ckpt_tools.name_edits import Names
 from ckpt_tools.plan import CHUNK, Piece, Range, to_bytes, total
 from ckpt_tools.tree import Node
 
@@ -52,14 +54,17 @@ def edit_in_place(
         CkptError: see `ckpt_tools.errors`; the file is as it was then.
     """
     started = time.perf_counter()
-    names = Names(strip_module, add_module, unwrap, strip_prefix, add_prefix, (rename,) if isinstance(rename, str) else rename)
+    names = Names(
+        strip_module=strip_module, add_module=add_module, unwrap=unwrap, strip_prefix=strip_prefix, add_prefix=add_prefix,
+        rename=rename,
+    )  # fmt: skip
     with open_checkpoint(path) as checkpoint, collector_paused():
         source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)
         if kind is None or type(source) is not Source:  # a local file, whole
             raise ContainerLimitError(
                 f"{path} is a {checkpoint.container} file, which cannot be edited in place.", fix="Convert it to another file."
             )
-        edits = Edits(names, (), (), None, map_location, None, (), objects, kind, False)
+        edits = Edits(names, kind, map_location=map_location, objects=objects)
         report = Converted(str(path), str(path), checkpoint.container, dry_run)
         pieces = _lay_out(edits.edit(checkpoint, report), checkpoint, report)
         report.bytes = total(pieces)
@@ -77,7 +82,7 @@ def _lay_out(root: Node, checkpoint: Checkpoint, report: Converted) -> list[Piec
     if checkpoint.container == "torch-zip":
         return torch_zip_layout.lay_out_in_place(root, folder=decoded.root_folder, byteorder=decoded.byteorder)
     flat = flatten.flatten(root, metadata=decoded.metadata)
-    report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
+    report_flat(flat, report)
     return safetensors.lay_out_in_place(flat.tensors, flat.metadata, decoded.source)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools import transforms
 from ckpt_tools.checkpoint import open_checkpoint
 from ckpt_tools.match import Matching, Stages, match
 from ckpt_tools.targets import choose_state_dict, params_of, read_target
@@ -50,7 +49,6 @@ def match_checkpoint(
     target = read_target(like, args=like_args, select=like_select)
     with open_checkpoint(source) as checkpoint:
         state_dict = choose_state_dict(checkpoint, select, "--select WHERE")
-        transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
         params = params_of(state_dict.node)
     matching = match(params, target.params, stages=stages, rename=rename, allow_reshape=allow_reshape)
     return MatchReport(str(source), target.label, matching)

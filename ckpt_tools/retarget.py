@@ -207,7 +207,6 @@ class _OwnValues:
             return self.target.tensors
         checkpoint = self.stack.enter_context(open_checkpoint(self.target.label))
         state_dict = choose_state_dict(checkpoint, self.select)
-        transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
         root = to_little_endian(state_dict.node, checkpoint.decoded.byteorder)
         return {key: value for key, value in root.items if type(key) is str and is_tensor(value)}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.casts import to_little_endian
-from ckpt_tools.checkpoint import Checkpoint, StateDict, Tensor, find_state_dicts, is_tensor
+from ckpt_tools.checkpoint import Checkpoint, StateDict, Tensor, find_state_dicts, is_tensor, naming
 from ckpt_tools.containers.safetensors import ALIASES, STATE_DICT_METADATA
 from ckpt_tools.errors import LimitError, NothingMatchedError
 from ckpt_tools.numeric import view_of
@@ -71,9 +71,9 @@ def open_side(checkpoint: Checkpoint, where: str | None = None) -> Side:
 
 def _select(checkpoint: Checkpoint, where: str) -> Node:
     try:
-        return select(checkpoint.root, where)
+        with naming(checkpoint.decoded.source):
+            return select(checkpoint.root, where)
     except NothingMatchedError as error:
-        error.what = f"{checkpoint.path}: {error.what}"
         error.fix = "ckpt inspect shows the paths that there are; '.' is the whole file, and ckpt diff takes A_PATH=B_PATH."
         raise
 

@@ -102,16 +102,21 @@ def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, selec
 def _from_checkpoint(path: str | os.PathLike[str], select: str | None) -> Target:
     with open_checkpoint(path) as checkpoint:
         state_dict = choose_state_dict(checkpoint, select, "--like-select")
-        transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
         return Target(str(path), params_of(state_dict.node))
 
 
 def choose_state_dict(checkpoint: Checkpoint, select: str | None, option: str = "select=...") -> StateDict:
-    """The selected state dict of a checkpoint, or its only one. A pickled module gives its state dict.
+    """The selected state dict of a checkpoint, or its only one, with its tied names. A pickled module gives its state dict.
 
     Raises:
         NothingMatchedError: there is none, or several and none is selected.
     """
+    chosen = _chosen(checkpoint, select, option)
+    transforms.restore_named_ties(chosen.node, checkpoint.decoded.metadata)
+    return chosen
+
+
+def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDict:
     found, root = checkpoint.state_dicts, checkpoint.root
     if not found:
         root, _ = plain.make_plain(root)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
-from ckpt_tools.conversion import Converted
+from ckpt_tools.converted import Converted
 from ckpt_tools.errors import (
     ChecksumError,
     CkptError,

@@ -35,6 +35,8 @@ LAYERS = [
     ["adaptation", "choices"],
     ["fit"],
     ["retarget"],
+    ["converted"],
+    ["name_edits", "object_policy"],
     ["describe", "conversion", "difference_report", "differences", "tensor_stats", "sharding", "dcp_items", "matching"],
     ["dcp_saving"],
     ["folder_conversion"],

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.conversion import Converted
+from ckpt_tools.converted import Converted
 from ckpt_tools.errors import CkptError, ContainerLimitError, LimitError, NothingMatchedError, ObjectsError
 from ckpt_tools.pickling.weights_only import ALLOWED_2_4
 from ckpt_tools.tree import Global

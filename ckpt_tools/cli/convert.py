@@ -12,7 +12,7 @@ from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress, 
 from ckpt_tools.convert import convert as convert_checkpoint
 
 if TYPE_CHECKING:
-    from ckpt_tools.conversion import Converted
+    from ckpt_tools.converted import Converted
 
 
 @click.command()

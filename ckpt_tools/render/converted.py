@@ -10,7 +10,7 @@ from ckpt_tools.render.rows import Row, show_rows, up_to_ten
 from ckpt_tools.render.text import counted, path_text, size_text
 
 if TYPE_CHECKING:
-    from ckpt_tools.conversion import Converted, RenamedNames
+    from ckpt_tools.converted import Converted, RenamedNames
     from ckpt_tools.retarget import FittedTo
 
 _SPEED_FROM = 100 << 20

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckpt_tools import casts, transforms
+from ckpt_tools import casts
 from ckpt_tools.checkpoint import Checkpoint, StateDict, collector_paused, is_tensor, open_checkpoint
 from ckpt_tools.choices import Choices, OnMismatch, RowChoice, Rows
 from ckpt_tools.dtypes import DTYPES
@@ -107,7 +107,6 @@ class _Loading:
     """One `load_into` under way: `plan` reads and checks, `run` changes the model."""
 
     def __init__(self, checkpoint: Checkpoint, state_dict: StateDict, slots: Slots, choices: Choices, assign: bool) -> None:
-        transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
         self.checkpoint, self.slots, self.choices, self.assign = checkpoint, slots, choices, assign
         self.node = casts.to_little_endian(loadable(state_dict.node), checkpoint.decoded.byteorder)
         self.source: dict[str, Node] = {key: value for key, value in self.node.items if is_tensor(value)}

@@ -76,7 +76,6 @@ def load_state_dict(
     target = None if dtype is None else _cast_target(dtype)
     with open_checkpoint(path) as checkpoint:
         state_dict = choose(checkpoint, select)
-        transforms.restore_named_ties(state_dict.node, checkpoint.decoded.metadata)
         if unwrap:
             transforms.rename_state_dict(state_dict, names.unwrap)
         root = casts.to_little_endian(loadable(state_dict.node), checkpoint.decoded.byteorder)

@@ -1,0 +1,83 @@
+"""The report of a conversion."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt_tools.retarget import FittedTo
+
+
+@dataclass(frozen=True, slots=True)
+class RenamedNames:
+    """What happened to the names of one state dict."""
+
+    where: list[str | int]
+    tensors: int
+    renamed: int
+    examples: list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFate:
+    """What became of one object."""
+
+    where: list[str | int]
+    name: str
+    became: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something the user should know: `code` is stable, `text` a sentence."""
+
+    code: str
+    text: str
+
+
+@dataclass(slots=True)
+class Converted:
+    """The report of a conversion.
+
+    Attributes:
+        source, target: the two paths. container: the output's. dry_run: whether nothing was written.
+        state_dicts: what happened to the names, per state dict.
+        dropped: paths of the tensors and values that were left out, with the reason.
+        objects: every object that was exchanged or dropped.
+        devices: "from -> to": number of storages.
+        casts: number of tensors cast, by "from -> to". overflowed, underflowed: path -> finite values that
+            became infinite, values that became zero.
+        optimizer_names: how many `param_names` changed.
+        aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
+        compacted: storages that were cut down to what their tensors use; saved: the bytes that this saves.
+        fitted: what was done to fit a target; None without one.
+        notes: what else the user should know.
+        tensors, files, bytes: tensors and files in the output, and its size. seconds: how long it took.
+    """
+
+    source: str
+    target: str
+    container: str = ""
+    dry_run: bool = False
+    state_dicts: list[RenamedNames] = field(default_factory=list)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    objects: list[ObjectFate] = field(default_factory=list)
+    devices: dict[str, int] = field(default_factory=dict)
+    casts: dict[str, int] = field(default_factory=dict)
+    overflowed: dict[str, int] = field(default_factory=dict)
+    underflowed: dict[str, int] = field(default_factory=dict)
+    optimizer_names: int = 0
+    aliases: dict[str, str] = field(default_factory=dict)
+    compacted: int = 0
+    saved: int = 0
+    fitted: FittedTo | None = None
+    notes: list[Note] = field(default_factory=list)
+    tensors: int = 0
+    files: int = 1
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)

@@ -1,0 +1,93 @@
+"""The name options of `convert`: checked, put together into one function of a name, applied to every state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt_tools import names, transforms
+from ckpt_tools.checkpoint import StateDict, find_state_dicts
+from ckpt_tools.converted import Converted, Note, RenamedNames
+from ckpt_tools.errors import NothingMatchedError, UsageError
+from ckpt_tools.transforms import Rename
+from ckpt_tools.tree import Node
+
+
+class Names:
+    """The name options, checked and put together into one function of a name."""
+
+    def __init__(
+        self, *, strip_module: bool = False, add_module: bool = False, unwrap: bool = False, strip_prefix: str | None = None,
+        add_prefix: str | None = None, rename: str | Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        if strip_module and add_module:
+            raise UsageError("--strip-module and --add-module contradict each other.")
+        if strip_prefix == "" or add_prefix == "":
+            raise UsageError("A prefix cannot be empty.")
+        self.steps: list[tuple[str, Rename]] = []
+        self.known: dict[str, str] = {}  # names that have been renamed already, each asked for several times
+        if strip_module:
+            self.steps.append(("--strip-module", names.strip_module))
+        if unwrap:
+            self.steps.append(("--unwrap", names.unwrap))
+        if strip_prefix is not None:
+            self.steps.append((f"--strip-prefix {strip_prefix}", lambda name: names.strip_leading(name, strip_prefix)))
+        for text in several(rename):
+            pattern, replacement = transforms.parse_rename(text)
+            self.steps.append((f"--rename {text!r}", lambda name, p=pattern, r=replacement: p.sub(r, name)))  # type: ignore[misc]
+        for prefix in (add_prefix, "module." if add_module else None):
+            if prefix is not None:
+                self.steps.append(("--add-prefix", lambda name, prefix=prefix: prefix + name))  # type: ignore[misc]
+
+    def apply(self, root: Node, report: Converted) -> None:
+        """Rename in every state dict and every optimizer, and report it."""
+        found = find_state_dicts(root)
+        if self.steps:
+            self._check_matches(found, report)
+            self._note_uneven(found, report)
+        for state_dict in found:
+            renamed = transforms.rename_state_dict(state_dict, self.rename)
+            examples = list(renamed.changes.items())[:3]
+            report.state_dicts.append(RenamedNames(list(renamed.where), renamed.tensors, len(renamed.changes), examples))
+        if self.steps:
+            report.optimizer_names = transforms.rename_optimizers(root, self.rename)
+
+    def rename(self, name: str) -> str:
+        """The new name."""
+        new = self.known.get(name)
+        if new is None:
+            new = name
+            for _, step in self.steps:
+                new = step(new)
+            self.known[name] = new
+        return new
+
+    def _check_matches(self, found: list[StateDict], report: Converted) -> None:
+        """A --rename that changes nothing is refused; another option that changes nothing is noted."""
+        if not found:
+            raise NothingMatchedError("There is no state dict to rename in.", why="No mapping of names to tensors was found.")
+        old = current = [name for state_dict in found for name in state_dict.names]
+        for option, step in self.steps:
+            new = [step(name) for name in current]
+            if new == current and option.startswith("--rename"):
+                raise NothingMatchedError(f"{option} changes no name.", fix="ckpt inspect --all FILE lists the names.")
+            if new == current:
+                report.notes.append(Note("no-prefix", f"{option}: no name has the prefix; the names stay as they are."))
+            current = new
+        self.known = dict(zip(old, current, strict=True))
+
+    def _note_uneven(self, found: list[StateDict], report: Converted) -> None:
+        """Say so where some names of a state dict lose more than one `module.`, and others one."""
+        options = [option for option, _ in self.steps if option in ("--strip-module", "--unwrap")]
+        for state_dict in found if options else ():
+            pair = names.uneven(map(names.strip_inner, state_dict.names) if "--unwrap" in options else state_dict.names)
+            if pair is not None:
+                text = (
+                    f"{options[0]}: {pair[0]!r} loses one 'module.', {pair[1]!r} more. Where the model itself has a sub-module "
+                )
+                fix = r"of that name, remove one only: --rename '^module\.='."
+                report.notes.append(Note("uneven-prefix", text + fix))
+
+
+def several(values: str | Sequence[str]) -> Sequence[str]:
+    """A single text where several may be given: one of them."""
+    return (values,) if isinstance(values, str) else values
