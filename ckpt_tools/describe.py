@@ -15,7 +15,7 @@ from ckpt_tools.containers.base import PROGRAM
 from ckpt_tools.errors import LimitError
 from ckpt_tools.findings import Finding, mending
 from ckpt_tools.modules import is_module, settings
-from ckpt_tools.names import MODULE, wrappers_in
+from ckpt_tools.names import MODULE, listed, wrappers_in
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plain import as_value, is_known
 from ckpt_tools.transforms import dotted
@@ -275,8 +275,7 @@ def _findings(
         yield Finding("dead-bytes", "info", [], found, "a file without gaps", _convert(path, "--compact"))
     if refused or reasons:
         options["--objects plain"] = None
-        found = f"torch.load(weights_only=True) refuses it: {', '.join((refused or reasons)[:5])}"
-        found += f" and {len(refused or reasons) - 5} more" if len(refused or reasons) > 5 else ""
+        found = f"torch.load(weights_only=True) refuses it: {listed(refused or reasons)}"
         fix = _convert(path, "--objects plain")
         yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", fix)
     for warned in checkpoint.warnings:

@@ -14,7 +14,7 @@ from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.choices import Choices
 from ckpt_tools.errors import ConvertError, MatchError
 from ckpt_tools.initialisers import Blank, Scheme, content, settle
-from ckpt_tools.names import module_paths
+from ckpt_tools.names import listed, module_paths
 from ckpt_tools.plan import Content
 from ckpt_tools.plans import Plan
 from ckpt_tools.tree import Dict, Entry, Node, Storage, contiguous_stride
@@ -276,8 +276,8 @@ class _Problems:
     def error(self, label: str, *, in_code: bool) -> MatchError:
         """The error that lists all of it, with the choices that there are."""
         shapes = [f"{new} ({_text(before)}, wanted {_text(after)})" for _, new, before, after in self.mismatched]
-        listed = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": shapes, "ambiguous": self.ambiguous}
-        why = " ".join(f"{len(rows)} {word}: {_some(rows)}." for word, rows in listed.items() if rows)
+        groups = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": shapes, "ambiguous": self.ambiguous}
+        why = " ".join(f"{len(rows)} {word}: {listed(rows, 6)}." for word, rows in groups.items() if rows)
         advice = []
         if self.missing:
             advice.append(_advice(in_code, "initialise missing ones with --reinit SCHEME", "reinit=... or allow_missing=[...]"))
@@ -297,10 +297,6 @@ class _Problems:
 
 def _advice(in_code: bool, option: str, argument: str) -> str:
     return argument if in_code else option
-
-
-def _some(rows: Sequence[str]) -> str:
-    return ", ".join(rows[:6]) + (f" and {len(rows) - 6} more" if len(rows) > 6 else "")
 
 
 def _glob(names: Sequence[str]) -> str:

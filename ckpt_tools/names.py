@@ -214,8 +214,22 @@ def some(names: Sequence[str]) -> str:
     >>> some(["a", "b"])
     "'a', 'b'"
     """
-    shown = ", ".join(repr(name) for name in names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown
+    return listed([repr(name) for name in names[:5]], rest=len(names) - 5)
+
+
+def listed(texts: Sequence[object], limit: int = 5, *, rest: int = 0) -> str:
+    """The first few of many texts with commas between, and how many more there are; `rest` were left out before.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    more = max(rest, 0) + max(len(texts) - limit, 0)
+    return ", ".join(map(str, texts[:limit])) + (f" and {more} more" if more else "")
+
+
+def shortened(text: str, limit: int) -> str:
+    """A text of at most so many characters, cut at its end."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def printable(text: str) -> str:

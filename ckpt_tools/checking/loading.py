@@ -16,11 +16,10 @@ from importlib.util import find_spec
 from ckpt_tools.checking import torch_errors
 from ckpt_tools.checkpoint import Checkpoint
 from ckpt_tools.findings import Finding, mending
-from ckpt_tools.names import unwrap
+from ckpt_tools.names import listed, unwrap
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree import Global
 
-_SHOWN = 5
 _OBJECTS = "--objects plain"
 
 
@@ -55,7 +54,7 @@ def _devices(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     says = torch_errors.NO_CUDA if not present else _no_such_device(beyond[0], present)
     here = "this machine has no cuda device" if not present else f"this machine has {present} cuda devices"
-    found = f"storages tagged {', '.join(beyond[:_SHOWN])}: {here}"
+    found = f"storages tagged {listed(beyond)}: {here}"
     fix = mending("convert", str(checkpoint.path), "--map-location cpu")
     yield Finding("no-such-device", "warning", [], found, "cpu, or map_location='cpu' in torch.load", fix, says)
 
@@ -92,11 +91,11 @@ def _classes(path: str, names: Sequence[Global]) -> Iterator[Finding]:
     missing = [name for name in names if not _importable(name.module)]
     if missing:
         package = missing[0].module.partition(".")[0]
-        found = f"{_some(missing)}: not importable here, so torch.load(weights_only=False) fails"
+        found = f"{listed(missing)}: not importable here, so torch.load(weights_only=False) fails"
         yield Finding("not-importable", "warning", [], found, f"the package {package!r}", fix, torch_errors.no_module(package))
     scripts = [name for name in names if name.module == "__main__"]
     if scripts:
-        found = f"{_some(scripts)}: defined in the script that saved the file; no other program has it"
+        found = f"{listed(scripts)}: defined in the script that saved the file; no other program has it"
         yield Finding("script-class", "warning", [], found, "data, or a class in a module", fix,
                       torch_errors.no_attribute(scripts[0].name))  # fmt: skip
 
@@ -121,10 +120,10 @@ def _numpy(path: str, names: Sequence[Global]) -> Iterator[Finding]:
     present = _major("numpy") if new or old else None
     fix = mending("convert", path, _OBJECTS)
     if new and present == 1:
-        found = f"{_some(new)}: written with NumPy 2, and NumPy 1 is installed"
+        found = f"{listed(new)}: written with NumPy 2, and NumPy 1 is installed"
         yield Finding("numpy-2", "warning", [], found, "NumPy 2", fix, torch_errors.no_module("numpy._core"))
     if old and present is not None and present > 1:
-        found = f"{_some(old)}: written with NumPy 1; NumPy 2 finds it under its old name and warns"
+        found = f"{listed(old)}: written with NumPy 1; NumPy 2 finds it under its old name and warns"
         yield Finding("numpy-1", "info", [], found, "", fix, "DeprecationWarning: numpy.core is deprecated")
 
 
@@ -146,13 +145,8 @@ def _paths(path: str, names: Sequence[Global]) -> Iterator[Finding]:
     if foreign:
         kind = "UnsupportedOperation" if sys.version_info >= (3, 13) else "NotImplementedError"
         says = f"{kind}: cannot instantiate {other!r} on your system"
-        yield Finding("foreign-path", "warning", [], f"{_some(foreign)}: a path of another system", "text", fix, says)
+        yield Finding("foreign-path", "warning", [], f"{listed(foreign)}: a path of another system", "text", fix, says)
     local = [name for name in names if name.module == "pathlib._local"]
     if local and sys.version_info < (3, 13):
         says = "ModuleNotFoundError: No module named 'pathlib._local'; 'pathlib' is not a package"
-        yield Finding("newer-path", "warning", [], f"{_some(local)}: written by Python 3.13", "text", fix, says)
-
-
-def _some(names: Sequence[Global]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(str(name) for name in names[:_SHOWN]) + more
+        yield Finding("newer-path", "warning", [], f"{listed(local)}: written by Python 3.13", "text", fix, says)

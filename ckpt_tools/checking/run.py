@@ -21,13 +21,13 @@ from ckpt_tools.describe import find_findings
 from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, DigestError, ZipError
 from ckpt_tools.files import Source, replacing
 from ckpt_tools.findings import Finding, mending
+from ckpt_tools.names import listed
 from ckpt_tools.plan import Literal, Piece
 from ckpt_tools.processes import in_processes
 from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Entry, Where
 from ckpt_tools.writer import Progress, write
 
-_SHOWN = 5
 _EQUAL_FROM = 1024
 _ORDER = ("problem", "warning", "info")
 
@@ -148,7 +148,7 @@ def _findings(checkpoint: Checkpoint, read: Read, report: Checked, heads: frozen
         yield from _differences(report.against)
     yield from _equal(checkpoint, read)
     if read.skipped:
-        text = f"{len(read.skipped)} tensors have no digest and were not counted: {_some(read.skipped)}"
+        text = f"{len(read.skipped)} tensors have no digest and were not counted: {_paths(read.skipped)}"
         yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
     loads = list(loading.findings(checkpoint))
     for finding in find_findings(checkpoint):
@@ -169,7 +169,7 @@ def _equal(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
                 groups.setdefault(digest.sha256, {}).setdefault(id(entry.storage), digest.where)
         several = [list(group.values()) for group in groups.values() if len(group) > 1]
         if several:
-            shown = ", ".join(str(where[-1]) for where in several[0][:_SHOWN])
+            shown = listed([where[-1] for where in several[0]])
             text = f"{len(several)} groups of equal matrices, each with bytes of its own: {shown}"
             fix = mending("repair", str(checkpoint.path), "--tie-equal")
             yield Finding("equal-tensors", "info", list(found.where), text, "one storage, if they were tied", fix)
@@ -181,12 +181,11 @@ def _differences(compared: digests.Compared) -> Iterator[Finding]:
     rows = (("missing", compared.missing, "only in"), ("unexpected", compared.unexpected, "not in"))
     for code, wheres, what in rows:
         if wheres:
-            yield Finding(code, "problem", [], f"{len(wheres)} tensors are {what} {compared.against}: {_some(wheres)}")
+            yield Finding(code, "problem", [], f"{len(wheres)} tensors are {what} {compared.against}: {_paths(wheres)}")
 
 
-def _some(wheres: list[Where]) -> str:
-    more = f" and {len(wheres) - _SHOWN} more" if len(wheres) > _SHOWN else ""
-    return ", ".join(dotted(where) or "(root)" for where in wheres[:_SHOWN]) + more
+def _paths(wheres: Sequence[Where]) -> str:
+    return listed([dotted(where) or "(root)" for where in wheres])
 
 
 def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:

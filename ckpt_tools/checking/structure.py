@@ -12,13 +12,13 @@ from ckpt_tools.checkpoint import Checkpoint
 from ckpt_tools.containers.base import Decoded
 from ckpt_tools.containers.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record
 from ckpt_tools.findings import Finding, mending
+from ckpt_tools.names import listed
 from ckpt_tools.plan import Deflated, Range
 from ckpt_tools.sources import Files, Window
 from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Storage, reachable
 
 _SHARD = re.compile(r"(?:-\d{5}-of-\d{5}\.(?:safetensors|bin)|\.distcp)$")
-_SHOWN = 5
 _GAP_FROM = 1 << 20
 
 
@@ -39,7 +39,7 @@ def _mismatches(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
     written_twice = [row for row in read.mismatches if row.other_writer]
     for row in read.mismatches:
         record, names = row.record, users.get(id(row.record), [])
-        on = f" holds {_some(names)}, and" if names else ""
+        on = f" holds {listed(names)}, and" if names else ""
         given = "they cannot be inflated" if row.found is None else f"the bytes give {row.found:08x}"
         of = f" of {row.source.path.name}" if row.source is not checkpoint.decoded.source else ""
         text = f"the record {record.name!r}{of}{on} does not match its CRC-32: the file says {record.crc:08x}, {given}"
@@ -82,7 +82,7 @@ def _zip(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
         unused = _unused(decoded, every, unused)
     if unused:
         size = sum(record.compressed for record in unused)
-        text = f"{len(unused)} storages ({size} bytes) that no tensor uses: {_some([record.name for record in unused])}"
+        text = f"{len(unused)} storages ({size} bytes) that no tensor uses: {listed([record.name for record in unused])}"
         yield Finding("unused-storage", "info", [], text, "", mending("convert", path))
     gaps = sum(max(0, record.following - record.end - DESCRIPTOR_64 - ALIGNMENT) for record in decoded.records)
     if gaps >= _GAP_FROM:
@@ -119,10 +119,5 @@ def _sharded(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     stray = [name for name in sorted(os.listdir(files.folder)) if _SHARD.search(name) and name not in files.members]
     if stray:
-        text = f"{len(stray)} shards that the index does not name: {_some(stray)}"
+        text = f"{len(stray)} shards that the index does not name: {listed(stray)}"
         yield Finding("stray-shard", "warning", [], text, "the shards of one checkpoint", "Remove what an earlier save left.")
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown

@@ -59,9 +59,9 @@ def average(paths: tuple[Path, ...], weights: str | None, quiet: bool, as_json: 
     with show_progress(quiet=quiet) as progress:
         report = average_checkpoints(sources, target, weights=_numbers(weights), progress=progress, **options)
     if as_json:
-        from ckpt_tools.render.json import line
+        from ckpt_tools.render.json import print_document
 
-        click.echo(line(report.to_json()))
+        print_document(report.to_json())
     elif not quiet:
         from ckpt_tools.render.averaged import print_averaged
         from ckpt_tools.render.text import show

@@ -53,10 +53,10 @@ def check(
 
         save_digests(reports[0], output, overwrite=overwrite)
     if as_json:
-        from ckpt_tools.render.json import line
+        from ckpt_tools.render.json import print_document
 
         for report in reports:
-            click.echo(line(report.to_json()))
+            print_document(report.to_json())
     else:
         from ckpt_tools.render.checked import print_checked
         from ckpt_tools.render.text import show

@@ -54,7 +54,11 @@ if TYPE_CHECKING:
     shell_complete=complete_names,
     help="Cast only tensors whose name matches. Repeatable.",
 )
-@target_options
+@target_options(
+    stages=["exact+wrappers", "names", "structure", "position"],
+    finding="How partners are found: by name without wrappers (the default); also by a common prefix or suffix; also by "
+    "shape, order and names of layers; or zipped in order.",
+)
 @click.option("--plan", cls=Once, metavar="PLAN.toml", help="Who is who, as ckpt match wrote it and a person edited it.")
 @click.option(
     "--reinit",
@@ -151,9 +155,9 @@ def convert(
 
 def _report(report: Converted, *, quiet: bool, as_json: bool) -> None:
     if as_json:
-        from ckpt_tools.render.json import line
+        from ckpt_tools.render.json import print_document
 
-        click.echo(line(report.to_json()))
+        print_document(report.to_json())
     elif not quiet:
         from ckpt_tools.render.converted import show_converted
 

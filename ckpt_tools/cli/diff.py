@@ -49,9 +49,9 @@ def diff(
     with show_progress(quiet=quiet) as progress:
         report = compare(left, right, values=values, contents=contents, select=select, progress=progress)
     if as_json:
-        from ckpt_tools.render.json import line
+        from ckpt_tools.render.json import print_document
 
-        click.echo(line(report.to_json()))
+        print_document(report.to_json())
     elif not quiet:
         from ckpt_tools.render.difference import print_difference
         from ckpt_tools.render.text import show

@@ -10,23 +10,15 @@ from typing import Any, cast
 import click
 
 from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import Once
+from ckpt_tools.cli.options import Once, target_options
 
 
 @click.command()
 @click.argument("source", metavar="IN", type=click.Path(path_type=Path))
-@click.option(
-    "--like", cls=Once, required=True, metavar="TARGET", help="A checkpoint, or package.module:callable (is imported)."
-)
-@click.option("--like-args", cls=Once, metavar="JSON", help="Keyword arguments of the callable, as a JSON object.")
-@click.option("--like-select", cls=Once, metavar="WHERE", help="Which state dict of a TARGET that holds several.")
-@click.option(
-    "--match",
-    "stages",
-    cls=Once,
-    type=click.Choice(["structure", "position"]),
-    help="What names leave: align modules by shape, names and order, or zip in order.",
-)
+@target_options(
+    stages=["structure", "position"], required=True,
+    finding="What names leave: align modules by shape, names and order, or zip in order.",
+)  # fmt: skip
 @click.option(
     "--rename", multiple=True, metavar="REGEX=REPLACEMENT", help="Rename tensors of IN first, as in convert. Repeatable."
 )
@@ -37,7 +29,6 @@ from ckpt_tools.cli.options import Once
     shell_complete=complete_places,
     help="Which state dict of IN, where it holds several.",
 )
-@click.option("--allow-reshape", is_flag=True, help="Match shapes that differ by sizes of 1 only.")
 @click.option(
     "-o", "--output", cls=Once, metavar="PLAN", type=click.Path(path_type=Path), help="Write a plan (TOML) for convert."
 )
@@ -45,7 +36,7 @@ from ckpt_tools.cli.options import Once
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor; nothing folded or cut.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/matching.md.")
 def match(
-    source: Path, output: Path | None, stages: str | None, overwrite: bool, show_all: bool, as_json: bool, **options: Any
+    source: Path, output: Path | None, match: str | None, overwrite: bool, show_all: bool, as_json: bool, **options: Any
 ) -> None:
     """Show which tensor of IN is which tensor of TARGET, and why; what is left over, and what is ambiguous.
 
@@ -63,16 +54,16 @@ def match(
 
     if overwrite and output is None:
         raise UsageError("--overwrite is about a plan; -o PLAN is missing.")
-    report = match_checkpoint(source, options.pop("like"), stages=cast("Any", stages or "names"), **options)
+    report = match_checkpoint(source, options.pop("like"), stages=cast("Any", match or "names"), **options)
     if output is not None:
         from ckpt_tools.plan_files import write_plan
         from ckpt_tools.plans import plan_of
 
         write_plan(plan_of(report.matching), output, overwrite=overwrite)
     if as_json:
-        from ckpt_tools.render.json import line
+        from ckpt_tools.render.json import print_document
 
-        click.echo(line(report.to_json()))
+        print_document(report.to_json())
     else:
         from ckpt_tools.render.matched import print_matched
         from ckpt_tools.render.text import show

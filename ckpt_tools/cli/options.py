@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,9 +61,9 @@ def _below(top: Path) -> Iterator[Path]:
 def print_failure(path: Path, error: CkptError, *, as_json: bool) -> None:
     """One file of several cannot be read: say so, and as a JSON line too."""
     if as_json:
-        from ckpt_tools.render.json import error_document, line
+        from ckpt_tools.render.json import error_document, print_document
 
-        click.echo(line(error_document(str(path), error)))
+        print_document(error_document(str(path), error))
     from ckpt_tools.render.text import print_error
 
     print_error(error)
@@ -100,22 +100,25 @@ class Once(click.Option):
 quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 
 
-def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that name a target and how its tensors find their partners."""
+def target_options(*, stages: Sequence[str], finding: str, required: bool = False) -> Callable[..., Any]:
+    """The options that name a target and how its tensors find their partners: as `stages`, of which `finding` tells."""
     options = (
-        click.option("--like", cls=Once, metavar="TARGET", help="Fit to this: a checkpoint, or package.module:callable."),
+        click.option(
+            "--like", cls=Once, required=required, metavar="TARGET",
+            help="Fit to this: a checkpoint, or package.module:callable (which is imported).",
+        ),
         click.option("--like-args", cls=Once, metavar="JSON", help="""Its arguments: '{"num_classes": 200}'."""),
         click.option("--like-select", cls=Once, metavar="WHERE", help="Which state dict of a TARGET that holds several."),
-        click.option(
-            "--match", cls=Once, type=click.Choice(["exact+wrappers", "names", "structure", "position"]),
-            help="How partners are found: by name without wrappers (the default); also by a common prefix or suffix; also by "
-            "shape, order and names of layers; or zipped in order.",
-        ),
+        click.option("--match", cls=Once, type=click.Choice(stages), help=finding),
         click.option("--allow-reshape", is_flag=True, help="Take partners whose shapes differ by sizes of 1."),
     )  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 @contextlib.contextmanager

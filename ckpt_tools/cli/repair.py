@@ -43,9 +43,9 @@ def repair(
             overwrite=overwrite, dry_run=dry_run, progress=progress,
         )  # fmt: skip
     if as_json:
-        from ckpt_tools.render.json import line
+        from ckpt_tools.render.json import print_document
 
-        click.echo(line(report.to_json()))
+        print_document(report.to_json())
     else:
         from ckpt_tools.render.repaired import print_repaired
         from ckpt_tools.render.text import show

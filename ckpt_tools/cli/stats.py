@@ -56,9 +56,9 @@ def stats(
     with show_progress() as progress:
         report = measure(path, select=select, filter=pattern, depth=depth, progress=progress)
     if as_json:
-        from ckpt_tools.render.json import line
+        from ckpt_tools.render.json import print_document
 
-        click.echo(line(report.to_json()))
+        print_document(report.to_json())
     else:
         from ckpt_tools.render.stats import StatsSort, StatsView, print_stats
         from ckpt_tools.render.text import show

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.names import did_you_mean, printable
+from ckpt_tools.names import did_you_mean, listed, printable, shortened
 from ckpt_tools.render.text import counted, label_grid, name_table, path_text, print_finding, size_text, wrapped
 
 if TYPE_CHECKING:
@@ -219,17 +219,17 @@ def _print_rest(description: Description, view: View, out: Console) -> None:
     grid = label_grid()
     limit = None if view.all else 12
     for group in description.tied[:limit]:
-        grid.add_row("tied", printable(", ".join(group[:6]) + (f" and {len(group) - 6} more" if len(group) > 6 else "")))
+        grid.add_row("tied", printable(listed(group, 6)))
     _more(grid, "tied", len(description.tied), limit)
     values = sorted(description.values.items(), key=lambda item: item[0].count("."))  # epoch before config.data.workers
     for name, value in values[:limit]:
-        grid.add_row("value", printable(f"{name} = {_short(value)}"))
+        grid.add_row("value", printable(f"{name} = {shortened(str(value), 120)}"))
     _more(grid, "value", len(description.values), limit)
     for row in description.objects[:limit]:
         grid.add_row("object", f"{path_text(row['where'])}: {printable(row['global'])}")
     _more(grid, "object", len(description.objects), limit)
     for key, text in list(description.metadata.items())[:limit]:
-        grid.add_row("metadata", printable(f"{key} = {_short(text)}"))
+        grid.add_row("metadata", printable(f"{key} = {shortened(str(text), 120)}"))
     _more(grid, "metadata", len(description.metadata), limit)
     if grid.row_count:
         out.print()
@@ -239,11 +239,6 @@ def _print_rest(description: Description, view: View, out: Console) -> None:
 def _more(grid: Table, what: str, count: int, limit: int | None) -> None:
     if limit is not None and count > limit:
         grid.add_row(what, f"... {count - limit} more (--all)")
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 def _print_findings(description: Description, out: Console) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.names import printable
+from ckpt_tools.names import printable, shortened
 from ckpt_tools.render.text import add_lines, counted, label_grid, name_table, path_text, size_text
 
 if TYPE_CHECKING:
@@ -89,13 +89,8 @@ def _moves(rows: Sequence[Change], *, all_: bool) -> list[str]:
 def _value(row: ValueChange) -> str:
     sign = _SIGNS[row.kind]
     if row.kind == "changed":
-        return f"{sign} {row.where}: {_short(row.left)} -> {_short(row.right)}"
-    return f"{sign} {row.where} = {_short(row.right if row.kind == 'added' else row.left)}"
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+        return f"{sign} {row.where}: {shortened(str(row.left), 60)} -> {shortened(str(row.right), 60)}"
+    return f"{sign} {row.where} = {shortened(str(row.right if row.kind == 'added' else row.left), 60)}"
 
 
 def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Console, *, measured: bool) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from ckpt_tools.errors import CkptError
@@ -11,6 +12,12 @@ from ckpt_tools.errors import CkptError
 def line(document: dict[str, Any]) -> str:
     """A document as one line. ASCII, so that lone surrogates and control characters in names survive any pipe."""
     return json.dumps(document, allow_nan=False, separators=(",", ":"))
+
+
+def print_document(document: dict[str, Any]) -> None:
+    """A document as one line of standard output."""
+    sys.stdout.write(line(document) + "\n")
+    sys.stdout.flush()
 
 
 def error_document(path: str, error: CkptError) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.names import printable
+from ckpt_tools.names import listed, printable
 from ckpt_tools.render.text import can_print, counted, name_table
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def print_stats(report: Stats, view: StatsView, out: Console) -> None:
     bad = [row for row in report.tensors if row.numbers and (row.numbers["nan"] or row.numbers["inf"])]
     if bad:
         out.print()
-        names = ", ".join(row.name for row in bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        names = listed([row.name for row in bad])
         text = Text("warning: ", style="yellow") + Text(printable(f"not finite: {names}"), style="default")
         out.print(text, soft_wrap=True)
 
