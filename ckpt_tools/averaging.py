@@ -27,14 +27,16 @@ from ckpt_tools.converted import Converted, Note
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.files import check_space
+from ckpt_tools.modules import is_module
 from ckpt_tools.name_edits import Names
 from ckpt_tools.names import unwrap as unwrap_name
 from ckpt_tools.numeric import has_numbers, largest, row_major, view_of, weighted_sum
+from ckpt_tools.object_policy import modules_first
 from ckpt_tools.plan import Content, total
 from ckpt_tools.sides import check_effort
 from ckpt_tools.transforms import dotted, restore_named_ties
 from ckpt_tools.transforms import select as select_node
-from ckpt_tools.tree import Entry, Node, Object, Storage, Where, contiguous_stride
+from ckpt_tools.tree import Entry, Node, Object, Storage, Where, contiguous_stride, walk
 from ckpt_tools.writer import write
 
 if TYPE_CHECKING:
@@ -95,7 +97,8 @@ def average(
         unwrap: compare names without their wrappers, and write them so.
         integers: what is taken of other integer tensors that differ: "first" or "max"; else they are refused.
         select: the dotted path of a state dict or subtree, in every source, that becomes the whole output.
-        objects, format, overwrite, dry_run, fsync, progress: as in `convert`.
+        objects: as in `convert`; "plain" takes the state dicts of pickled models and TorchScript programs, which have a mean.
+        format, overwrite, dry_run, fsync, progress: as in `convert`.
 
     Raises:
         UsageError: weights that do not fit. ConvertError: names, shapes or integers that disagree. CkptError: see `convert`.
@@ -111,6 +114,8 @@ def average(
         output = open_output(stack, target, overwrite=overwrite, durable=fsync, dry_run=dry_run)
         stack.enter_context(collector_paused())
         checkpoints = [stack.enter_context(open_checkpoint(path)) for path in sources]
+        if objects == "plain":
+            _take_state_dicts(checkpoints, report.output)
         _Mean(checkpoints, parts, select, integers, report, unwrapped=unwrap).apply()
         pieces = edits.plan(checkpoints[0], report.output)
         report.output.bytes = total(pieces)
@@ -133,6 +138,13 @@ def _weights(given: Sequence[float] | None, count: int) -> list[float]:
     if not all(map(math.isfinite, weights)) or not math.isfinite(whole) or whole == 0:
         raise UsageError("--weights must be finite numbers that do not sum to zero.")
     return [weight / whole for weight in weights]
+
+
+def _take_state_dicts(checkpoints: Sequence[Checkpoint], report: Converted) -> None:
+    """Pickled modules and programs become their state dicts, which have a mean."""
+    for number, checkpoint in enumerate(checkpoints):
+        told = report if number == 0 else Converted("", "")  # what is not averaged comes from the first
+        checkpoint.root = modules_first(checkpoint.locate(), told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +180,9 @@ class _Mean:
     def apply(self) -> None:
         """Exchange every tensor of every state dict of the first tree."""
         found = [find_state_dicts(root) for root in self.roots]
-        if not found[0]:
-            raise ConvertError(f"{self.paths[0]} holds no state dict.", why="Only the tensors of state dicts are averaged.")
+        for state_dicts, path, root in zip(found, self.paths, self.roots, strict=True):
+            if not state_dicts:
+                raise _no_state_dict(path, root)
         for base in found[0]:
             others = [self.counterpart(base, state_dicts, path) for state_dicts, path in zip(found, self.paths, strict=True)]
             sides = [self.named(state_dict, path) for state_dict, path in zip(others, self.paths, strict=True)]
@@ -253,6 +266,13 @@ class _Mean:
         if rest:
             text = f"{rest} tensors outside of state dicts (optimizer state) are those of {self.paths[0]}; --select drops them."
             self.report.output.notes.append(Note("rest-from-first", text))
+
+
+def _no_state_dict(path: str, root: Node) -> ConvertError:
+    fix = f"ckpt inspect {path} shows what it holds."
+    if any(is_module(node) for _, node in walk(root, plain=False)):
+        fix = "The state dict of a pickled model is taken out with --objects plain."
+    return ConvertError(f"{path} holds no state dict.", why="Only the tensors of state dicts are averaged.", fix=fix)
 
 
 def _has_mean(dtype: DType) -> bool:

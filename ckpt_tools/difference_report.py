@@ -148,6 +148,11 @@ def _only_difference(kind: str, report: Difference, names: Sequence[Pair], sides
     if kind == "moved":
         (row,) = (row for row in report.state_dicts if row["moved"])  # there is at most one
         return f"the path of the state dict: {dotted(row['left']) or '(root)'} -> {dotted(row['right']) or '(root)'}"
+    if kind in ("value", "object") and len(changes := report.values or report.objects) == 1:
+        (change,) = changes
+        if change.kind == "changed":
+            return f"{change.where}: {change.left} -> {change.right}"
+        return f"{change.where}, which only the {'left' if change.kind == 'removed' else 'right'} one has"
     rows = {"dtype": report.dtypes, "device": report.devices}.get(kind)
     moves = {(row.left, row.right) for row in rows} if rows else set()
     if rows and len(moves) == 1:

@@ -14,7 +14,7 @@ from ckpt_tools.describe import value_text
 from ckpt_tools.difference_report import Change, Difference, Only, Renaming, TensorChange, ValueChange, conclude
 from ckpt_tools.numeric import has_numbers, numbers, row_major, view_of
 from ckpt_tools.renames import MOST_FOR_STRUCTURE, Pair, is_large, pair_names
-from ckpt_tools.sides import Side, as_texts, check_effort, open_side
+from ckpt_tools.sides import Array, Side, as_texts, check_effort, open_side
 from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Entry
 
@@ -54,6 +54,7 @@ def diff(
         report = Difference(_file(one), _file(other))
         pairs = _pair_tensors(*sides, report)
         _compare_facts(pairs, report)
+        _join_modules(*sides)
         report.values = list(_compare_values(*_values(*sides)))
         report.objects = list(_compare_values(sides[0].objects, sides[1].objects))
         if contents:
@@ -181,6 +182,15 @@ def _devices(left: Tensor, right: Tensor) -> tuple[str | None, str | None]:
     return (None, None) if None in tags else (tags[0], tags[1])
 
 
+def _join_modules(left: Side, right: Side) -> None:
+    """What is in a pickled module counts where the other side has one too; else the module is one difference."""
+    for where in left.modules.keys() & right.modules.keys():
+        for side in (left, right):
+            module, prefix = side.modules[where], f"{where}." if where else ""
+            side.values |= {f"{prefix}{below}": value for below, value in module.values.items()}
+            side.objects |= {f"{prefix}{below}": name for below, name in module.objects.items()}
+
+
 def _values(left: Side, right: Side) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values of both, as text where one of the containers knows nothing else."""
     if left.texts == right.texts:
@@ -191,12 +201,16 @@ def _values(left: Side, right: Side) -> tuple[dict[str, Any], dict[str, Any]]:
 def _compare_values(left: dict[str, Any], right: dict[str, Any]) -> Iterator[ValueChange]:
     for where, old in left.items():
         if where not in right:
-            yield ValueChange(where, "removed", left=value_text(old))
+            yield ValueChange(where or "(root)", "removed", left=_text(old))
         elif type(old) is not type(right[where]) or (old != right[where] and repr(old) != repr(right[where])):
-            yield ValueChange(where, "changed", value_text(old), value_text(right[where]))
+            yield ValueChange(where or "(root)", "changed", _text(old), _text(right[where]))
     for where, new in right.items():
         if where not in left:
-            yield ValueChange(where, "added", right=value_text(new))
+            yield ValueChange(where or "(root)", "added", right=_text(new))
+
+
+def _text(value: Any) -> Any:
+    return str(value) if type(value) is Array else value_text(value)
 
 
 def _compare_contents(pairs: Sequence[_Paired], report: Difference, progress: Progress | None, *, measure: bool) -> None:

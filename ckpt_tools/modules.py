@@ -41,7 +41,7 @@ def is_module(node: Node) -> bool:
     return state is not None and all(type(state.get(table)) in (Dict, Object) for table in _TABLES)
 
 
-def submodules(module: Object) -> Iterator[tuple[str, Dict]]:
+def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
     """Every module with the prefix of its names ("", "conv1.") and its attributes, in the order of `state_dict()`.
 
     Raises:
@@ -58,14 +58,14 @@ def submodules(module: Object) -> Iterator[tuple[str, Dict]]:
         spare -= (len(prefix) + 16) * (own + 1)
         if spare < 0 or depth > _MAX_DEPTH:
             raise LimitError("A pickled module has more sub-modules than a model can have: they may hold one another.")
-        yield prefix, state
+        yield prefix, node, state
         children = mapping(state.get("_modules"))
         todo.extend((f"{prefix}{name}.", depth + 1, child) for name, child in reversed(children) if child is not None)
 
 
 def named_tensors(module: Object) -> Iterator[tuple[str, Node]]:
     """Names and values in the order of `state_dict()`, Parameters as they are."""
-    for prefix, state in submodules(module):
+    for prefix, _, state in submodules(module):
         hidden = _set_items(state.get("_non_persistent_buffers_set"))
         buffers = [pair for pair in mapping(state.get("_buffers")) if pair[0] not in hidden]
         for name, value in (*mapping(state.get("_parameters")), *buffers):
@@ -80,11 +80,17 @@ def module_state_dict(module: Object) -> Dict:
 
 def settings(module: Object) -> Iterator[tuple[Where, Node]]:
     """The attributes of a module and of its sub-modules that its author set: no tables, hooks and other private things."""
-    for prefix, state in submodules(module):
+    for prefix, _, state in submodules(module):
         path = tuple(prefix.split(".")[:-1])
         for name, value in state.items:
             if type(name) is str and name != "training" and not name.startswith("_"):
                 yield (*path, name), value
+
+
+def classes(module: Object) -> Iterator[tuple[Where, str]]:
+    """The class of a module and of its sub-modules, by their paths in it."""
+    for prefix, node, _ in submodules(module):
+        yield tuple(prefix.split(".")[:-1]), node.name
 
 
 def _detached(node: Node) -> Node:

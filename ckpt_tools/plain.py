@@ -245,6 +245,20 @@ def as_value(node: Node) -> Node:
     return made if type(made) in (str, int, float, bool) else None
 
 
+_ARRAYS = frozenset((
+    "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.core.numeric._frombuffer",
+    "numpy._core.numeric._frombuffer",
+))  # fmt: skip
+
+
+def as_array(node: Node) -> Entry | None:
+    """The tensor that a pickled NumPy array of numbers stands for; None for anything else."""
+    if type(node) is not Object or type(node.function) is not Global or str(node.function) not in _ARRAYS:
+        return None
+    made = plain_object(node, node.function, lambda: "0")
+    return made if type(made) is Entry else None
+
+
 def _is_small(node: Object) -> bool:
     """Whether an object can be shown as a value at the cost of a value, however often it is referred to."""
     if node.steps or type(node.args) is not tuple or len(node.args) > 64:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.casts import to_little_endian
-from ckpt_tools.checkpoint import Checkpoint, StateDict, Tensor, find_state_dicts, is_tensor, naming
+from ckpt_tools.checkpoint import Checkpoint, StateDict, Tensor, is_tensor, naming
 from ckpt_tools.containers.safetensors import ALIASES, STATE_DICT_METADATA
 from ckpt_tools.errors import LimitError, NothingMatchedError
+from ckpt_tools.modules import classes, is_module, settings
 from ckpt_tools.numeric import view_of
-from ckpt_tools.plain import as_value
+from ckpt_tools.plain import as_array, as_value
 from ckpt_tools.plan import Literal, Range
 from ckpt_tools.transforms import dotted, restore_named_ties, select
 from ckpt_tools.tree import ByteString, Entry, Global, List, Node, Object, Storage, Where, is_hollow, walk
@@ -21,7 +23,29 @@ WHOLE = "."
 # How many bytes the tensors may come to for each byte of storage before reading them all is refused: a stride of 0 makes
 # a tensor of any size out of one number.
 _MOST_READ, _SPARE_READ = 64, 1 << 30
-_OWN_METADATA = frozenset((ALIASES, STATE_DICT_METADATA, "format"))
+# Not the user's: what the format or the files need. total_size and total_parameters are Hugging Face's, of shards.
+_OWN_METADATA = frozenset((ALIASES, STATE_DICT_METADATA, "format", "total_size", "total_parameters"))
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """A pickled NumPy array, which is a plain value."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    data: bytes
+
+    def __str__(self) -> str:
+        return f"array {'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}"
+
+
+@dataclass(slots=True)
+class Module:
+    """What a pickled module holds beside its tensors: the settings and the classes, by their dotted paths in it."""
+
+    values: dict[str, Node] = field(default_factory=dict)
+    objects: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -31,7 +55,7 @@ class Side:
     Attributes:
         path, container: of the file. root: its tree, or the part of it that was selected.
         tensors: by path. state_dicts: as found. values: plain values by dotted path; `texts` says that they are all text.
-        objects: the globals of Python objects, by dotted path.
+        objects: the globals of Python objects, by dotted path. modules: pickled modules by dotted path, each where it is first.
     """
 
     path: str
@@ -41,6 +65,7 @@ class Side:
     state_dicts: list[StateDict]
     values: dict[str, Node] = field(default_factory=dict)
     objects: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, Module] = field(default_factory=dict)
     texts: bool = False
 
 
@@ -60,9 +85,9 @@ def open_side(checkpoint: Checkpoint, where: str | None = None) -> Side:
     whole = Checkpoint(checkpoint.decoded)
     whole.root = root
     tensors = {tensor.where: tensor for tensor in whole.tensors}
-    side = Side(str(checkpoint.path), checkpoint.container, root, tensors, find_state_dicts(root))
+    side = Side(str(checkpoint.path), checkpoint.container, root, tensors, whole.state_dicts)
     _collect(side)
-    if checkpoint.container == "safetensors":
+    if checkpoint.container in ("safetensors", "sharded"):
         side.texts = True
         own = _OWN_METADATA | ties.keys()
         side.values |= {key: text for key, text in checkpoint.decoded.metadata.items() if key not in own}
@@ -79,25 +104,53 @@ def _select(checkpoint: Checkpoint, where: str) -> Node:
 
 
 def _collect(side: Side) -> None:
-    """Plain values and objects by their dotted paths; short rows of plain values are one value."""
+    """Plain values and objects by their dotted paths; what is in pickled modules apart."""
+    seen: set[int] = set()
     for where, node in walk(side.root, stop=_is_closed):
-        value = as_value(node) if type(node) is Object else node
-        if is_tensor(node) or type(node) is Storage or not where:
-            continue
-        if type(node) is Global:
-            side.objects[dotted(where)] = str(node)
-        elif type(node) is Object and value is None:
-            side.objects[dotted(where)] = node.name
-        elif type(value) in (List, tuple) and is_hollow(value):
-            side.values[dotted(where)] = tuple(value.items if type(value) is List else value)
-        elif value is None or type(value) in (bool, int, float, str, bytes, ByteString):
-            side.values[dotted(where)] = value.data if type(value) is ByteString else value
+        if is_module(node) and id(node) not in seen:
+            seen.add(id(node))
+            side.modules[dotted(where)] = _module(node)
+        if where or is_module(node):
+            _add(where, node, side.values, side.objects)
+
+
+def _module(node: Object) -> Module:
+    found = Module()
+    with contextlib.suppress(LimitError):  # modules that hold one another: the first ones are compared
+        found.objects = {dotted(where): name for where, name in classes(node) if where}
+        for where, setting in settings(node):
+            for below, inner in walk(setting, stop=_is_closed):
+                _add((*where, *below), inner, found.values, found.objects)
+    return found
+
+
+def _add(where: Where, node: Node, values: dict[str, Node], objects: dict[str, str]) -> None:
+    """Add what a node is, if it is a value or an object; short rows of plain values are one value."""
+    value = _value(node) if type(node) is Object else node
+    if is_tensor(node) or type(node) is Storage:
+        return
+    if type(node) is Global:
+        objects[dotted(where)] = str(node)
+    elif type(node) is Object and value is None:
+        objects[dotted(where)] = node.name
+    elif type(value) in (List, tuple) and is_hollow(value):
+        values[dotted(where)] = tuple(value.items if type(value) is List else value)
+    elif value is None or type(value) in (bool, int, float, str, bytes, ByteString, Array):
+        values[dotted(where)] = value.data if type(value) is ByteString else value
 
 
 def _is_closed(node: Node) -> bool:
     if type(node) in (List, tuple):
         return is_hollow(node)
-    return is_tensor(node) or (type(node) is Object and as_value(node) is not None)
+    return is_tensor(node) or (type(node) is Object and (_value(node) is not None or is_module(node)))
+
+
+def _value(node: Object) -> Node:
+    """The plain value that an object stands for, an array among them; None for anything else."""
+    entry = as_array(node)
+    if entry is None or not isinstance(entry.storage.content, Literal):
+        return as_value(node)
+    return Array(entry.dtype.name, entry.shape, entry.stride, entry.storage.content.data)
 
 
 def as_texts(values: dict[str, Node]) -> dict[str, str]:
@@ -129,8 +182,8 @@ def _leaves(path: str, text: str) -> Iterator[tuple[str, str]]:
 def _text(value: Node) -> str:
     try:
         return json.dumps(value)
-    except (TypeError, ValueError):  # bytes, or an int of more digits than Python writes out
-        return repr(value) if type(value) is bytes else type(value).__name__
+    except (TypeError, ValueError):  # bytes, an array, or an int of more digits than Python writes out
+        return repr(value) if type(value) in (bytes, Array) else type(value).__name__
 
 
 def check_effort(entries: Iterable[Entry]) -> None:

@@ -9,14 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch import nn
 
+from ckpt_tools import convert
 from ckpt_tools.cli import main
+from ckpt_tools.difference_report import ValueChange
 from ckpt_tools.differences import diff
 from ckpt_tools.errors import CkptError, LimitError, NothingMatchedError
 from ckpt_tools.measures import Gap, Moments, histogram
@@ -93,8 +97,6 @@ def test_every_kind_of_difference(tmp_path: Path) -> None:
 
 def test_values_and_metadata_agree(tmp_path: Path) -> None:
     """Text in a safetensors header equals the plain value that convert made it from; another text does not."""
-    from ckpt_tools import convert
-
     torch.save({"model": {"a.w": torch.ones(2)}, "epoch": 3, "cfg": {"lr": 0.1, "name": "x"}}, tmp_path / "a.pth")
     convert(tmp_path / "a.pth", tmp_path / "a.safetensors")
     report = diff(tmp_path / "a.pth", tmp_path / "a.safetensors")
@@ -127,6 +129,48 @@ def test_select_on_each_side(tmp_path: Path) -> None:
     assert not report.tensors
     with pytest.raises(NothingMatchedError, match=r"training\.pth"):
         diff(FIXTURES / "training.pth", FIXTURES / "single.pth", select="modle")
+
+
+def test_pickled_models(tmp_path: Path) -> None:
+    """Wrappers, classes and settings of whole models are seen; what every module has by itself is none of it."""
+    for name, model in (("a", nn.Linear(2, 2)), ("b", nn.Linear(2, 2, bias=False).eval()), ("c", nn.Bilinear(2, 2, 2))):
+        model.weight.data.fill_(1)
+        torch.save({"net": nn.Sequential(model), "lr": 1}, tmp_path / f"{name}.pth")
+    report = diff(tmp_path / "a.pth", tmp_path / "b.pth")
+    assert [row.where for row in report.removed] == ["net.0.bias"]
+    assert not report.values
+    assert not report.objects
+    report = diff(tmp_path / "a.pth", tmp_path / "c.pth")
+    assert {(row.where, row.kind) for row in report.values} == {
+        ("net.0.in_features", "removed"), ("net.0.in1_features", "added"), ("net.0.in2_features", "added"),
+    }  # fmt: skip
+    assert report.objects == [
+        ValueChange("net.0", "changed", "torch.nn.modules.linear.Linear", "torch.nn.modules.linear.Bilinear")
+    ]
+    torch.save({"net": nn.DataParallel(nn.Sequential(nn.Linear(2, 2))).state_dict(), "lr": 1}, tmp_path / "d.pth")
+    report = diff(tmp_path / "a.pth", tmp_path / "d.pth")
+    assert [row.reason for row in report.renamed] == ["wrapper"] * 2
+    assert report.objects == [ValueChange("net", "removed", "torch.nn.modules.container.Sequential")]
+
+
+def test_pickled_arrays(tmp_path: Path) -> None:
+    """A NumPy array among the values is one value: its dtype, shape and bytes."""
+    for name, array in (("a", [1.0, 2.0]), ("b", [1.0, 3.0]), ("c", [[1.0, 2.0]])):
+        torch.save({"a.w": torch.ones(1), "mean": np.array(array)}, tmp_path / f"{name}.pth")
+    assert diff(tmp_path / "a.pth", tmp_path / "a.pth").same
+    for other in ("b", "c"):
+        report = diff(tmp_path / "a.pth", tmp_path / f"{other}.pth")
+        assert [row.where for row in report.values] == ["mean"]
+    assert report.summary == "The only difference is mean: array 2 float64 -> array 1x2 float64."
+
+
+def test_text_in_an_index(tmp_path: Path) -> None:
+    """What the index of shards says beside the sizes is compared as a safetensors header is."""
+    torch.save({"a.w": torch.ones(2), "epoch": 3}, tmp_path / "a.pth")
+    convert(tmp_path / "a.pth", tmp_path / "shards", format="safetensors", shard_size="1KB")
+    assert diff(tmp_path / "a.pth", tmp_path / "shards").same
+    torch.save({"a.w": torch.ones(2), "epoch": 4}, tmp_path / "b.pth")
+    assert diff(tmp_path / "b.pth", tmp_path / "shards").summary == "The only difference is epoch: 4 -> 3."
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ckpt_tools.names import printable
+from ckpt_tools.render.converted import object_rows
 from ckpt_tools.render.text import add_lines, counted, label_grid, size_text
 
 if TYPE_CHECKING:
@@ -28,5 +29,7 @@ def print_averaged(report: Averaged, out: Console) -> None:
         grid.add_row("kept", f"{counted(report.kept, 'tensor')} without a mean, equal in all files")
     add_lines(grid, "largest", report.largest)
     add_lines(grid, "first", report.first)
+    for row in object_rows(output):
+        grid.add_row(*row)
     add_lines(grid, "note", [note.text for note in output.notes])
     out.print(grid)

@@ -43,15 +43,21 @@ def _rows(report: Converted) -> list[Row]:
     )
     rows += up_to_ten("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
     rows += up_to_ten("dropped", [f"{path} ({why})" for path, why in report.dropped])
-    outer = [fate for fate in report.objects if fate.became != WITH_OUTER]
-    rows += up_to_ten("object", [f"{path_text(fate.where)}: {fate.name} -> {fate.became}" for fate in outer])
-    if len(outer) < len(report.objects):
-        rows.append(("object", f"{len(report.objects) - len(outer)} more went with these (--json shows them)"))
+    rows += object_rows(report)
     rows += up_to_ten("note", [note.text for note in report.notes])
     if not report.dry_run:
         copied = all(note.code != "in-place" for note in report.notes)
         speed = f", {size_text(int(report.bytes / report.seconds))}/s" if copied and report.bytes >= _SPEED_FROM else ""
         rows.append(("time", f"{report.seconds:.2f} s{speed}"))
+    return rows
+
+
+def object_rows(report: Converted) -> list[Row]:
+    """What became of objects; those inside of others are counted."""
+    outer = [fate for fate in report.objects if fate.became != WITH_OUTER]
+    rows = up_to_ten("object", [f"{path_text(fate.where)}: {fate.name} -> {fate.became}" for fate in outer])
+    if len(outer) < len(report.objects):
+        rows.append(("object", f"{len(report.objects) - len(outer)} more went with these (--json shows them)"))
     return rows
 
 

@@ -42,6 +42,9 @@ def print_stats(report: Stats, view: StatsView, out: Console) -> None:
     """One line a tensor or module, then all together, then what is not finite."""
     out.print(Text(printable(report.path), style="bold"), soft_wrap=True)
     out.print()
+    if not report.tensors:
+        out.print("no tensors; ckpt inspect shows what it holds")
+        return
     if view.modules:
         rows = [_Row(row.path, row.numbers, (), counted(row.tensors, "tensor")) for row in report.modules]
     else:
