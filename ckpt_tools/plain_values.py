@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_tools import tree
-from ckpt_tools.dtypes import DTYPES, DType
+from ckpt_tools.dtypes import BY_NUMPY, DTYPES, UINT8
 from ckpt_tools.errors import CkptError
 from ckpt_tools.modules import attributes, is_module, mapping, module_state_dict
 from ckpt_tools.pickling.torch_objects import unusual_tensor
@@ -119,7 +119,7 @@ def _buffer(args: Node) -> bytes | None:
 
 
 def _bytes_tensor(data: bytes, key: Key) -> Entry:
-    dtype = DTYPES["uint8"]
+    dtype = UINT8
     return Entry(Storage(key(), dtype, len(data), "cpu", Literal(data)), dtype, (len(data),), (1,), 0)
 
 
@@ -231,10 +231,6 @@ def _numpy_scalar(node: Object, key: Key) -> Node:
 _STRUCT = {
     "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q", "f2": "e", "f4": "f", "f8": "d",
 }  # fmt: skip
-_TORCH = {
-    "b1": "bool", "i1": "int8", "i2": "int16", "i4": "int32", "i8": "int64", "u1": "uint8", "u2": "uint16", "u4": "uint32",
-    "u8": "uint64", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128",
-}  # fmt: skip
 
 
 def _numpy_type(node: Node) -> tuple[str, str]:
@@ -247,7 +243,7 @@ def _numpy_type(node: Node) -> tuple[str, str]:
 
 def _numpy_dtype(node: Object, key: Key) -> Node:
     code, _ = _numpy_type(node)
-    return _TORCH.get(code, code)
+    return BY_NUMPY[code].name if code in BY_NUMPY else code
 
 
 def _numpy_array(node: Object, key: Key) -> Node:
@@ -264,9 +260,9 @@ def _numpy_frombuffer(node: Object, key: Key) -> Node:
 
 def _array(shape: Any, kind: Node, fortran: Any, data: Any, key: Key) -> Node:
     code, order = _numpy_type(kind)
-    if code not in _TORCH:
+    if code not in BY_NUMPY:
         return _object_array(shape, code, data)
-    dtype: DType = DTYPES[_TORCH[code]]
+    dtype = BY_NUMPY[code]
     if type(data) is not bytes or any(type(size) is not int or size < 0 for size in shape):
         raise ValueError("not plain numbers")
     if order == ">" and dtype.swap_width > 1:
