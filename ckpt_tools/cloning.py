@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +17,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.files import Output, Source, free_bytes
 
 _FROM = 32 << 20  # below this a copy takes less time than a thread is worth
-_STEP = 64 << 20
+_STEP, _STEP_SECONDS = 64 << 20, 0.1  # a step grows while it takes less: after each the thread waits for Python's lock
 _ZIP = b"PK\x03\x04"
 
 
@@ -51,14 +52,18 @@ class Clone:
             self.source.close()
 
     def _copy(self, source: Source) -> None:
+        step = _STEP
         while self.done < source.size and not self._stop.is_set():
+            started = time.monotonic()
             try:
-                count = os.copy_file_range(source.fd, self.output.fd, min(_STEP, source.size - self.done), self.done, self.done)
+                count = os.copy_file_range(source.fd, self.output.fd, min(step, source.size - self.done), self.done, self.done)
             except OSError:  # the kernel cannot, or the disk is full: the writer meets it again and says so
                 return
             if not count:
                 return
             self.done += count
+            if time.monotonic() - started < _STEP_SECONDS:
+                step *= 2
 
     def under_way(self, seconds: float) -> bool:
         """Whether the copy still runs after waiting for so long."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from ckpt_tools.errors import ChecksumError, ZipError
 from ckpt_tools.files import Source
@@ -46,13 +46,13 @@ class Literal:
         return len(self.data)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Range:
     """A range of a source file, as it is."""
 
-    source: Source
-    offset: int
-    length: int
+    source: Final[Source]
+    offset: Final[int]
+    length: Final[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import LimitError, TensorError
@@ -23,7 +23,7 @@ Node: TypeAlias = Any
 Where: TypeAlias = tuple["str | int", ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Storage:
     """One run of bytes that entries view. Two entries on one storage are tied.
 
@@ -35,11 +35,11 @@ class Storage:
         content: where the bytes are.
     """
 
-    key: str
-    dtype: DType | None
-    nbytes: int
-    device: str | None
-    content: Content
+    key: Final[str]
+    dtype: Final[DType | None]
+    nbytes: Final[int]
+    device: Final[str | None]
+    content: Final[Content]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,18 +59,18 @@ class Extras:
     state: Node = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Entry:
     """One tensor: a view on a storage. Stride and offset count elements, as in torch."""
 
-    storage: Storage
-    dtype: DType
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    requires_grad: bool = False
-    kind: Literal["tensor", "parameter"] = "tensor"
-    extras: Extras | None = None
+    storage: Final[Storage]
+    dtype: Final[DType]
+    shape: Final[tuple[int, ...]]
+    stride: Final[tuple[int, ...]]
+    offset: Final[int]
+    requires_grad: Final[bool] = False
+    kind: Final[Literal["tensor", "parameter"]] = "tensor"
+    extras: Final[Extras | None] = None
 
     @property
     def numel(self) -> int:

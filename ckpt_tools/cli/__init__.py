@@ -5,7 +5,9 @@ A module a command, imported when that command is called.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -20,6 +22,8 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.names import did_you_mean
 
 COMMANDS = ("inspect", "convert", "match", "check", "repair", "diff", "stats", "average", "report")  # in the order of --help
+
+atexit.register(gc.freeze)  # the process ends: looking for cycles among all that it made would only take time
 
 
 class _Group(click.Group):

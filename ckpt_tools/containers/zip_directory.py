@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct
+from typing import Final
 
 from ckpt_tools.errors import LimitError, ZipError
 from ckpt_tools.files import Source
@@ -62,11 +63,11 @@ class Record:
         return gap if gap >= ALIGNMENT else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class RecordRange(Range):
     """The bytes of a stored record, which may be copied together with the zip header before them."""
 
-    record: Record
+    record: Final[Record]
 
 
 @dataclass(frozen=True, slots=True)
