@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
@@ -120,6 +121,37 @@ def test_did_you_mean(arguments: list[Any], near: str, tmp_path: Path) -> None:
     given = [str(tmp_path / "out.pth") if argument == "OUT" else str(argument) for argument in arguments]
     output = CliRunner().invoke(main, given).output
     assert re.search(f"[Dd]id you mean.*{re.escape(near)}", output), output
+
+
+QUIET: dict[str, list[tuple[int, list[str]]]] = {
+    "convert": [(0, ["ddp.pth", "OUT"]), (3, ["none.pth", "OUT"])],
+    "match": [
+        (0, ["ddp.pth", "--like", "single.pth"]),
+        (1, ["ddp.pth", "--like", "tied.pth"]),
+        (3, ["none.pth", "--like", "single.pth"]),
+    ],
+    "check": [(0, ["single.pth"]), (1, ["ddp.pth"]), (3, ["none.pth", "single.pth"])],
+    "repair": [(0, ["single.pth", "OUT"]), (3, ["none.pth", "OUT"])],
+    "diff": [(0, ["single.pth", "single.pth"]), (1, ["ddp.pth", "single.pth"]), (3, ["none.pth", "single.pth"])],
+    "average": [(0, ["single.pth", "single.pth", "OUT"]), (3, ["none.pth", "single.pth", "OUT"])],
+    "report": [(0, ["single.pth", "-o", "OUT"]), (3, ["none.pth", "-o", "OUT"])],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_quiet_means_one_thing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but errors, on standard error, with the exit code that there is without it; commands that only show lack it."""
+    monkeypatch.chdir(FIXTURES)
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    assert ("--quiet" in [option for parameter in command.params for option in parameter.opts]) == (name in QUIET)
+    for code, arguments in QUIET.get(name, []):
+        for number, quiet in enumerate(([], ["--quiet"])):
+            given = [str(tmp_path / f"{number}{code}") if argument == "OUT" else argument for argument in arguments]
+            result = CliRunner().invoke(main, [name, *given, *quiet])
+            assert result.exit_code == code, result.output
+        assert result.stdout == ""
+        assert ("none.pth" in result.stderr) == (code == 3)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

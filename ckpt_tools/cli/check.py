@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import Once, expand, show_progress
+from ckpt_tools.cli.options import Once, expand, quiet_option, show_progress
 
 _JOBS = 4
 
@@ -23,10 +23,11 @@ _JOBS = 4
 @click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings with this code. Repeatable.")
 @click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes for several files; else up to 4.")
 @click.option("--overwrite", is_flag=True, help="Replace the FILE of --output if it exists.")
+@quiet_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON document a line; see docs/json.md.")
 def check(
     paths: tuple[Path, ...], values: bool, digest: bool, output: Path | None, against: str | None, ignore: tuple[str, ...],
-    jobs: int | None, overwrite: bool, as_json: bool,
+    jobs: int | None, overwrite: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Read every byte once: is it whole, and what keeps it from loading? A folder stands for the checkpoints in it.
 
@@ -46,7 +47,7 @@ def check(
     if output is not None and len(files) != 1:
         raise click.UsageError(f"--output holds the digests of one checkpoint; here are {len(files)}.")
     wanted = Wanted(values, digest, None if against is None else load_digests(against), frozenset(ignore))
-    with show_progress() as progress:
+    with show_progress(quiet=quiet) as progress:
         reports = list(check_many(files, wanted, jobs=jobs or min(_JOBS, os.cpu_count() or 1), progress=progress))
     if output is not None:
         from ckpt_tools.checking.run import save_digests
@@ -57,6 +58,10 @@ def check(
 
         for report in reports:
             print_document(report.to_json())
+    elif quiet:
+        from ckpt_tools.render.checked import print_unreadable
+
+        print_unreadable(reports)
     else:
         from ckpt_tools.render.checked import print_checked
         from ckpt_tools.render.text import show

@@ -10,7 +10,7 @@ from typing import Any, cast
 import click
 
 from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import Once, target_options
+from ckpt_tools.cli.options import Once, quiet_option, target_options
 
 
 @click.command()
@@ -34,9 +34,17 @@ from ckpt_tools.cli.options import Once, target_options
 )
 @click.option("--overwrite", is_flag=True, help="Replace PLAN if it exists.")
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor; nothing folded or cut.")
+@quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/matching.md.")
 def match(
-    source: Path, output: Path | None, match: str | None, overwrite: bool, show_all: bool, as_json: bool, **options: Any
+    source: Path,
+    output: Path | None,
+    match: str | None,
+    overwrite: bool,
+    show_all: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Show which tensor of IN is which tensor of TARGET, and why; what is left over, and what is ambiguous.
 
@@ -64,7 +72,7 @@ def match(
         from ckpt_tools.render.json import print_document
 
         print_document(report.to_json())
-    else:
+    elif not quiet:
         from ckpt_tools.render.matched import print_matched
         from ckpt_tools.render.text import show
 

@@ -97,7 +97,7 @@ class Once(click.Option):
         return given[0] if given else None
 
 
-quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors: the exit code tells.")
 
 
 def target_options(*, stages: Sequence[str], finding: str, required: bool = False) -> Callable[..., Any]:

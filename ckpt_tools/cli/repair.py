@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import Once, show_progress
+from ckpt_tools.cli.options import Once, quiet_option, show_progress
 
 
 @click.command()
@@ -21,10 +21,11 @@ from ckpt_tools.cli.options import Once, show_progress
 @click.option("--tie-equal", is_flag=True, help="Tie matrices that are equal byte for byte.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would be saved, write nothing.")
+@quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def repair(
     source: Path, target: Path, keep_damaged: bool, like: str | None, reinit: tuple[str, ...], seed: int | None,
-    tie_equal: bool, overwrite: bool, dry_run: bool, as_json: bool,
+    tie_equal: bool, overwrite: bool, dry_run: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Save what is whole in a damaged checkpoint, and mend what hurts in a whole one. IN is never touched.
 
@@ -37,7 +38,7 @@ def repair(
     """
     from ckpt_tools.repairing.run import repair as repair_checkpoint
 
-    with show_progress() as progress:
+    with show_progress(quiet=quiet) as progress:
         report = repair_checkpoint(
             source, target, keep_damaged=keep_damaged, tie_equal=tie_equal, like=like, reinit=reinit, seed=seed or 0,
             overwrite=overwrite, dry_run=dry_run, progress=progress,
@@ -46,7 +47,7 @@ def repair(
         from ckpt_tools.render.json import print_document
 
         print_document(report.to_json())
-    else:
+    elif not quiet:
         from ckpt_tools.render.repaired import print_repaired
         from ckpt_tools.render.text import show
 

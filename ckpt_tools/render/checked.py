@@ -12,7 +12,7 @@ from ckpt_tools.checking.digests import shape_text
 from ckpt_tools.checking.report import Checked
 from ckpt_tools.findings import Finding
 from ckpt_tools.names import printable
-from ckpt_tools.render.text import counted, label_grid, path_text, print_finding, size_text
+from ckpt_tools.render.text import console, counted, label_grid, path_text, print_finding, size_text
 
 _COLOURS = {"healthy": "green", "findings": "yellow", "unreadable": "red"}
 _SPEED_FROM = 100 << 20
@@ -28,6 +28,13 @@ def print_checked(reports: Sequence[Checked], out: Console, *, digests: bool = F
     if len(reports) > 1:
         out.print()
         out.print(_summary(reports))
+
+
+def print_unreadable(reports: Sequence[Checked]) -> None:
+    """What keeps checkpoints from being read, on standard error: all that --quiet leaves."""
+    for report in reports:
+        for finding in report.findings if report.verdict == "unreadable" else ():
+            print_finding(finding, console(stderr=True))
 
 
 def _print_one(report: Checked, out: Console, *, digests: bool) -> None:
