@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.cloning import Clone
-from ckpt_tools.errors import OutputError, UsageError
+from ckpt_tools.errors import UsageError
 from ckpt_tools.files import Output, is_address, output_target, replacing
 
 if TYPE_CHECKING:
@@ -117,8 +117,6 @@ def convert(
     limit = None if shard_size is None else shard_limit(target, shard_size, format)
     kind = format or "safetensors" if limit is not None else output_format(target, format)
     to_folder = limit is not None or kind == "dcp"
-    if to_folder and is_address(target):
-        raise OutputError(f"{target} cannot be written.", why="Folders are written to local disks only.", fix="Copy it then.")
     with ExitStack() as stack:
         output = None
         if not to_folder:  # which is looked at by whoever writes it
@@ -179,10 +177,12 @@ def open_output(
         if not dry_run:
             return stack.enter_context(replacing(target, overwrite=overwrite, durable=durable))
         output_target(target, overwrite=True)
-    elif not dry_run:
-        from ckpt_tools.remote import uploading
+    else:
+        from ckpt_tools.uploads import check_upload, uploading
 
-        return stack.enter_context(uploading(os.fspath(target), overwrite=overwrite))
+        if not dry_run:
+            return stack.enter_context(uploading(os.fspath(target), overwrite=overwrite))
+        check_upload(os.fspath(target), overwrite=True)
     return None
 
 

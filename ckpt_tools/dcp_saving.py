@@ -6,14 +6,15 @@ Source: torch/distributed/checkpoint/planner.py, whose docstrings say which call
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import warnings
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,21 +28,38 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_torc
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_tools.dcp_items import Item, Items
+from ckpt_tools.files import Output
 from ckpt_tools.numeric import torch_dtype
 from ckpt_tools.plan import read_into
+from ckpt_tools.ranks import Ranks
+from ckpt_tools.staging import Staging
 from ckpt_tools.tree import Entry
 from ckpt_tools.writer import Progress
 
+_BUFFER = 1 << 20  # torch writes an archive in small pieces
 
-def save(found: Items, folder: Path, progress: Progress | None) -> None:
-    """Write the items into a folder. Memory: the largest tensor.
 
-    Ties cost nothing: a tied name's place is that of the name that it is tied to, which torch's reader simply reads.
+def save(found: Items, staging: Staging, ranks: Ranks, progress: Progress | None) -> None:
+    """Write the items into the files of a folder, each process its share; the first writes `.metadata` last.
+
+    Memory: the largest tensor. Ties cost nothing: a tied name's place is that of the name that it is tied to, which torch's
+    reader simply reads.
     """
-    planner = _Planner(found, progress)
+    planner = _Planner(found, ranks, progress)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is what is wanted
-        save_with_torch({}, storage_writer=_Writer(folder, found.aliases), planner=planner, no_dist=True)
+        save_with_torch({}, storage_writer=_Writer(staging, found.aliases), planner=planner, no_dist=ranks.world == 1)
+
+
+def shares(found: Items, world: int) -> list[list[Item]]:
+    """The items that each process writes: none that is tied to another, each to whoever has the fewest bytes, largest first."""
+    written = [item for item in found.items if item.name not in found.aliases]
+    loads = [0] * world
+    owner: dict[str, int] = {}
+    for item in sorted(written, key=lambda item: -item.nbytes):
+        owner[item.name] = least = loads.index(min(loads))
+        loads[least] += item.nbytes
+    return [[item for item in written if owner[item.name] == rank] for rank in range(world)]
 
 
 def _index(item: Item) -> MetadataIndex:
@@ -56,11 +74,74 @@ def _chunk(entry: Entry) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([0] * len(entry.shape)), torch.Size(entry.shape))
 
 
+class _Files(FileSystemBase):
+    """The door through which torch's writer reaches the files of a folder that is being written."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """A file that is written; torch writes `.metadata` under another name, and the folder's own commit is what counts."""
+        name = os.fspath(path).removesuffix(".tmp")
+        with self.staging.output(name) as output, io.BufferedWriter(_Stream(output), _BUFFER) as stream:
+            yield stream
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        """The name alone: there is one folder."""
+        return suffix
+
+    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        """As it is."""
+        return path
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Nothing: see `create_stream`."""
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Nothing: the folder is there."""
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Nothing is there before it is written, and nothing is written twice."""
+        return False
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Nothing: what exists is never asked for."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any."""
+        return True
+
+
+class _Stream(io.RawIOBase):
+    """An output as a file object; `tell` counts, since a pipe has no position."""
+
+    def __init__(self, output: Output) -> None:
+        self.output, self.position = output, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while len(left):
+            left = left[os.write(self.output.fd, left) :]
+        self.position += size
+        return size
+
+    def tell(self) -> int:
+        return self.position
+
+
 class _Writer(FileSystemWriter):
     """torch's writer, which also enters the places of tied names."""
 
-    def __init__(self, folder: Path, aliases: Mapping[str, str]) -> None:
-        super().__init__(folder, sync_files=False)
+    def __init__(self, staging: Staging, aliases: Mapping[str, str]) -> None:
+        super().__init__(str(staging.target), sync_files=False)
+        self.fs = _Files(staging)  # type: ignore[assignment]  # as torch's own FsspecWriter does
+        self.path = str(staging.target)  # what .metadata says of its place
         self.aliases = aliases
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -75,18 +156,18 @@ class _Writer(FileSystemWriter):
 class _Planner(SavePlanner):
     """Plans from items in place of a state dict of tensors."""
 
-    def __init__(self, found: Items, progress: Progress | None) -> None:
+    def __init__(self, found: Items, ranks: Ranks, progress: Progress | None) -> None:
         self.found, self.progress = found, progress
-        self.by_name = {item.name: item for item in found.items}
-        self.done, self.total = 0, sum(item.nbytes for item in found.items if item.name not in found.aliases)
+        self.own = shares(found, ranks.world)[ranks.rank]
+        self.by_name = {item.name: item for item in self.own}
+        self.done, self.total = 0, sum(item.nbytes for item in self.own)
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Nothing: the items are known."""
 
     def create_local_plan(self) -> SavePlan:
-        """One item for every value and for every tensor that is no other's twin."""
-        written = [item for item in self.found.items if item.name not in self.found.aliases]
-        return SavePlan([_write_item(item) for item in written])
+        """One item for every value and for every tensor of this process's share."""
+        return SavePlan([_write_item(item) for item in self.own])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The metadata of all names, tied ones too, with their paths in the nested dicts."""

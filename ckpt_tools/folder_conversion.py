@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 from ckpt_tools import sharding
@@ -14,9 +13,9 @@ from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.conversion import Edits, report_flat
 from ckpt_tools.converted import Converted, Note
 from ckpt_tools.dcp_items import Items, collect
-from ckpt_tools.errors import ChangedFileError, CkptError, OutputError, UsageError
-from ckpt_tools.files import check_space, output_error, replacing
-from ckpt_tools.plan import total
+from ckpt_tools.errors import CkptError, OutputError
+from ckpt_tools.files import is_address, output_error
+from ckpt_tools.plan import Literal, Piece, total
 from ckpt_tools.ranks import Ranks
 from ckpt_tools.sharding import Shards
 from ckpt_tools.staging import Staging, check_folder, replacing_folder
@@ -48,34 +47,42 @@ class FolderTarget:
         Raises:
             OutputError: the folder cannot be written, or holds a checkpoint of another kind.
         """
-        target = check_folder(self.path, overwrite=self.overwrite or self.dry_run)
         others = "|".join(rule for kind, rule in _STALE.items() if kind != self.kind)
-        found = sorted(name for name in os.listdir(target) if re.fullmatch(others, name)) if target.is_dir() else []
+        found = sorted(name for name in self._names() if re.fullmatch(others, name))
         if found:
             raise OutputError(
                 f"{self.path} holds a checkpoint of another kind ({found[0]}).",
                 why="A folder with two checkpoints is read as either.", fix="Name another folder, or remove those files first.",
             )  # fmt: skip
 
+    def _names(self) -> list[str]:
+        """What is in the folder already."""
+        overwrite = self.overwrite or self.dry_run
+        if is_address(self.path):
+            from ckpt_tools import uploads
+
+            return uploads.check_folder(os.fspath(self.path), overwrite=overwrite)
+        target = check_folder(self.path, overwrite=overwrite)
+        return os.listdir(target) if target.is_dir() else []
+
     def staged(self, stack: ExitStack, last: str) -> Staging:
-        """The temporary folder, made by the first process and known to all."""
+        """Where the files go until all are there, made by the first process and known to all."""
 
         def enter() -> Staging | None:
-            if self.ranks.rank:
-                return None
-            rule = re.compile(_STALE[self.kind])
-            return stack.enter_context(
-                replacing_folder(self.path, last=last, stale=rule, overwrite=self.overwrite, durable=self.durable)
-            )
+            return None if self.ranks.rank else stack.enter_context(self._staging(last))
 
         staging = self.ranks.agree(enter)[0]
         assert staging is not None
-        if not staging.path.is_dir():
-            raise OutputError(
-                f"Process {self.ranks.rank} of the job does not see {staging.path}.",
-                why="All processes write into one folder: it must be on a file system that all machines share.",
-            )
+        self.ranks.agree(lambda: staging.check_seen(self.ranks.rank))
         return staging
+
+    def _staging(self, last: str) -> AbstractContextManager[Staging]:
+        rule = re.compile(_STALE[self.kind])
+        if is_address(self.path):
+            from ckpt_tools import uploads
+
+            return uploads.uploading_folder(os.fspath(self.path), last=last, stale=rule, overwrite=self.overwrite)
+        return replacing_folder(self.path, last=last, stale=rule, overwrite=self.overwrite, durable=self.durable)
 
 
 def run_folder(
@@ -106,9 +113,7 @@ def _run_shards(
             return _shards(edits.edit(checkpoint, report), checkpoint, edits, limit, report)
 
     made: list[Shards] = []
-    digests = ranks.agree(lambda: _keep(made, plan()))
-    if len(set(digests)) > 1:
-        raise ChangedFileError("The processes of the job read different inputs.", why="The input changed, or is not shared.")
+    ranks.check_same(lambda: _keep(made, plan()))
     shards = made[0]
     report.files = len(shards.files)
     report.bytes = sum(total(pieces) for _, pieces in shards.files) + len(shards.index)
@@ -120,8 +125,9 @@ def _run_shards(
         ranks.agree(checkpoint.decoded.source.check_unchanged)
         _merge_counts(edits, report, ranks)
         if ranks.rank == 0:
-            _check_there(shards, staging.path)
-            (staging.path / shards.index_name).write_bytes(shards.index)
+            _check_there(shards, staging)
+            with staging.output(shards.index_name) as output:
+                write([Piece(Literal(shards.index))], output)
     ranks.agree(lambda: None)  # the folder is in its place before any process says that it is done
 
 
@@ -153,11 +159,11 @@ def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report
 
 def _write_own(shards: Shards, staging: Staging, size: int, ranks: Ranks, progress: Progress | None) -> None:
     """The shards of this process, each by the one loop."""
-    check_space(staging.path, staging.target, size // ranks.world)
+    staging.check_space(size // ranks.world)
     own = shards.files[ranks.rank :: ranks.world]
     whole, before = sum(total(pieces) for _, pieces in own), 0
     for name, pieces in own:
-        with replacing(staging.path / name) as output:
+        with staging.output(name) as output:
             before += write(pieces, output, _shifted(progress, before, whole))
 
 
@@ -165,12 +171,14 @@ def _shifted(progress: Progress | None, before: int, whole: int) -> Progress | N
     return None if progress is None else lambda done, _: progress(before + done, whole)
 
 
-def _check_there(shards: Shards, folder: Path) -> None:
+def _check_there(shards: Shards, staging: Staging) -> None:
     """Every shard is there and whole, as the first process sees it, before the index says so."""
+    sizes = staging.sizes()
     for name, pieces in shards.files:
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != total(pieces):
-            raise OutputError(f"The shard {name} is not whole in {folder}.", why="The file system lost what a process wrote.")
+        if sizes.get(name) != total(pieces):
+            raise OutputError(
+                f"The shard {name} is not whole in {staging.target}.", why="The file system lost what a process wrote."
+            )
 
 
 def _merge_counts(edits: Edits, report: Converted, ranks: Ranks) -> None:
@@ -185,10 +193,15 @@ def _merge_counts(edits: Edits, report: Converted, ranks: Ranks) -> None:
 
 
 def _run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: Converted, progress: Progress | None) -> None:
-    if target.ranks.world > 1:
-        raise UsageError("--format dcp is written by one process.", fix="Run it without torchrun; any job can load the result.")
-    with collector_paused():
-        found = collect(edits.edit(checkpoint, report))
+    ranks, made = target.ranks, []
+
+    def plan() -> int:
+        with collector_paused():
+            made.append(collect(edits.edit(checkpoint, report)))
+        return zlib.crc32(repr([(item.name, item.nbytes) for item in made[0].items]).encode())
+
+    ranks.check_same(plan)
+    found: Items = made[0]
     if edits.verify:
         report.notes.append(Note("not-verified", "--verify: not for --format dcp, whose tensors torch writes anew."))
     _note_dcp(found.text_keys, found.attributes, report)
@@ -199,13 +212,14 @@ def _run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report:
         return
     with ExitStack() as stack:
         staging = target.staged(stack, ".metadata")
-        check_space(staging.path, staging.target, report.bytes)
-        _save(found, staging, progress)
-        checkpoint.decoded.source.check_unchanged()
-        _merge_counts(edits, report, target.ranks)
-        names = os.listdir(staging.path)
-        report.files = sum(name != ".metadata" for name in names)
-        report.bytes = sum((staging.path / name).stat().st_size for name in names)
+        ranks.agree(lambda: staging.check_space(report.bytes // ranks.world))
+        _save(found, staging, ranks, progress)
+        ranks.agree(checkpoint.decoded.source.check_unchanged)
+        _merge_counts(edits, report, ranks)
+        sizes = ranks.agree(staging.sizes)[0]
+        report.files = sum(name != ".metadata" for name in sizes)
+        report.bytes = sum(sizes.values())
+    ranks.agree(lambda: None)  # the folder is in its place before any process says that it is done
 
 
 def _note_dcp(text_keys: int, attributes: bool, report: Converted) -> None:
@@ -217,25 +231,25 @@ def _note_dcp(text_keys: int, attributes: bool, report: Converted) -> None:
         report.notes.append(Note("state-dict-metadata", text))
 
 
-def _save(found: Items, staging: Staging, progress: Progress | None) -> None:
+def _save(found: Items, staging: Staging, ranks: Ranks, progress: Progress | None) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     from ckpt_tools.dcp_saving import save
 
     try:
-        save(found, staging.path, progress)
+        with ranks.connected():
+            save(found, staging, ranks, progress)
     except OSError as error:
         raise output_error(staging.target, error) from None
     except CheckpointException as error:
-        raise _own_error(error, staging) from None
+        raise _own_error(error, staging, ranks) from None
 
 
-def _own_error(error: CheckpointException, staging: Staging) -> CkptError:
-    """What failed inside torch's writer: our own error where it was ours, else what it says."""
-    failures = [failure[0] for failure in error.failures.values()]
-    for failure in failures:
-        if isinstance(failure, CkptError):
-            return failure
-        if isinstance(failure, OSError):
-            return output_error(staging.target, failure)
-    return OutputError(f"{staging.target} cannot be written.", why=f"torch.distributed.checkpoint: {failures[0]}")
+def _own_error(error: CheckpointException, staging: Staging, ranks: Ranks) -> CkptError:
+    """What failed inside torch's writer, in this process or another: our own error where it was ours, else what it says."""
+    rank, (failure, _) = min(error.failures.items())
+    if isinstance(failure, OSError):
+        failure = output_error(staging.target, failure)
+    elif not isinstance(failure, CkptError):
+        failure = OutputError(f"{staging.target} cannot be written.", why=f"torch.distributed.checkpoint: {failure}")
+    return ranks.blamed(rank, failure)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from ckpt_tools.errors import CkptError, OutputError
+from ckpt_tools.errors import ChangedFileError, CkptError, OutputError
 
 _MINUTES = 60  # how long one process may take longer than another before the job is given up
 T = TypeVar("T")
@@ -38,21 +38,44 @@ class Ranks:
         results = self._gather(made)
         for rank, (_, failure) in enumerate(results):
             if failure is not None:
-                if rank != self.rank:
-                    failure.what = f"Process {rank} of the job failed: {failure.what}"
-                raise failure
+                raise self.blamed(rank, failure)
         return [value for value, _ in results]
+
+    def check_same(self, work: Callable[[], object]) -> None:
+        """Do `work` in every process; refuse when what it made is not the same in all.
+
+        Raises:
+            CkptError: as for `agree`. ChangedFileError: the processes worked on different inputs.
+        """
+        if len(set(self.agree(work))) > 1:
+            raise ChangedFileError(
+                "The processes of the job read different inputs.", why="The input changed, or is not shared."
+            )
+
+    def blamed(self, rank: int, failure: CkptError) -> CkptError:
+        """An error, which says whose it is where it is another process's."""
+        if rank != self.rank:
+            failure.what = f"Process {rank} of the job failed: {failure.what}"
+        return failure
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """What the processes say to one another inside the block; a connection that breaks is told as an error of ours."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.world == 1:
+                raise
+            raise OutputError(
+                "Another process of the job ended before the work was done; nothing has been written.", why=f"{error}"[:300]
+            ) from None
 
     def _gather(self, value: Any) -> list[Any]:
         import torch.distributed as dist
 
         results: list[Any] = [None] * self.world
-        try:
+        with self.connected():
             dist.all_gather_object(results, value)
-        except RuntimeError as error:
-            raise OutputError(
-                "Another process of the job ended before the work was done; nothing has been written.", why=f"{error}"[:300]
-            ) from None
         return results
 
 

@@ -1,4 +1,4 @@
-"""Remote checkpoints: https:// through Python's own urllib, everything else that has a scheme through fsspec.
+"""Remote inputs: https:// through Python's own urllib, everything else that has a scheme through fsspec.
 
 Read by ranges: the directory, the pickle or the header, and then the tensors that are wanted. fsspec and its drivers are
 imported for such paths only.
@@ -7,33 +7,29 @@ imported for such paths only.
 from __future__ import annotations
 
 import bisect
-import contextlib
-import os
 import queue
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar, cast
 
 from ckpt_tools._version import __version__
-from ckpt_tools.errors import CkptError, OutputError, RemoteError
-from ckpt_tools.files import Output, Source, exists_error
+from ckpt_tools.errors import CkptError, RemoteError
+from ckpt_tools.files import Source
 from ckpt_tools.sources import Files
 
 NEAR, FAR, MOST = 64 << 10, 4 << 10, 8 << 20  # bytes fetched at least: at the ends, elsewhere, and at most when read in order
 _KEPT = 16  # blocks
 _GAP = 4 << 10  # ranges nearer than this are fetched in one
 _AT_ONCE = 16
-_SECONDS, _TRIES = 60, 3
+SECONDS, _TRIES = 60, 3
 _TAKEN_WHOLE = 16 << 20  # from a server without ranges
-# Object stores where an upload becomes an object when it is completed, and a rename would be a second copy.
-_WHOLE_ON_COMMIT = {"s3", "s3a", "gs", "gcs"}
 T = TypeVar("T")
 
 
@@ -51,6 +47,9 @@ class Address(PurePosixPath):
 
     def __fspath__(self) -> str:
         return str(self)
+
+    def __reduce__(self) -> tuple[type[Address], tuple[str]]:
+        return Address, (str(self),)  # a path would be put together from its parts
 
     def beside(self, name: str) -> str:
         """The address of another file in its folder."""
@@ -219,7 +218,7 @@ class _HttpObject:
             "Accept-Encoding": "identity",
         }
         request = urllib.request.Request(self.place, headers=headers)  # noqa: S310  http and https only, see open_remote
-        with urllib.request.urlopen(request, timeout=_SECONDS) as response:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=SECONDS) as response:  # noqa: S310
             if response.status != 206:
                 return self._take_whole(response, start, end)
             self.place = response.geturl()
@@ -268,7 +267,7 @@ class _FsspecObject:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.fs, self.name = _file_system(url)
+        self.fs, self.name = file_system(url)
         self.info = self._ask(lambda: self.fs.info(self.name))
         self.size = int(self.info.get("size") or 0)
 
@@ -292,10 +291,10 @@ class _FsspecObject:
         return info.get("size"), str(info.get("ETag") or info.get("etag") or info.get("mtime") or info.get("created"))
 
     def _ask(self, call: Callable[[], T]) -> T:
-        return _bounded(self.url, call)
+        return bounded(self.url, call)
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system for an address, and the path in it."""
     scheme = url.partition("://")[0]
     try:
@@ -303,8 +302,8 @@ def _file_system(url: str) -> tuple[Any, str]:
     except ImportError:
         raise RemoteError(f"{url} needs fsspec.", fix="Run: pip install fsspec") from None
     try:
-        fs, name = _bounded(url, lambda: url_to_fs(url))
-    except _ForeignError as error:
+        fs, name = bounded(url, lambda: url_to_fs(url))
+    except ForeignError as error:
         if isinstance(error.error, ImportError):
             raise RemoteError(f"{url} needs a driver that is not installed.", why=f"{error.error}") from None
         if isinstance(error.error, ValueError):
@@ -313,7 +312,7 @@ def _file_system(url: str) -> tuple[Any, str]:
     return fs, str(name)
 
 
-class _ForeignError(RemoteError):
+class ForeignError(RemoteError):
     """An error of a driver, kept."""
 
     def __init__(self, url: str, error: BaseException) -> None:
@@ -323,9 +322,13 @@ class _ForeignError(RemoteError):
         super().__init__(f"{url} cannot be reached.", why=text)
         self.error = error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process: without what the driver raised, which need not be known there."""
+        return RemoteError, (self.what,), {"what": self.what, "why": self.why, "fix": self.fix}
 
-def _bounded(url: str, call: Callable[[], T]) -> T:
-    """What a call of a driver gives, its errors as ours, and not waited for longer than a minute."""
+
+def bounded(url: str, call: Callable[[], T], seconds: float = SECONDS) -> T:
+    """What a call of a driver gives, its errors as ours, and not waited for longer than a minute, or than is said."""
     done: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
     def work() -> None:
@@ -336,107 +339,13 @@ def _bounded(url: str, call: Callable[[], T]) -> T:
 
     threading.Thread(target=work, daemon=True).start()
     try:
-        good, value = done.get(timeout=_SECONDS)
+        good, value = done.get(timeout=seconds)
     except queue.Empty:
-        raise _unreachable(url, f"No answer for {_SECONDS} seconds.") from None
+        raise _unreachable(url, f"No answer for {seconds} seconds.") from None
     if not good:
-        raise value if isinstance(value, CkptError) else _ForeignError(url, value) from None
+        raise value if isinstance(value, CkptError) else ForeignError(url, value) from None
     return cast("T", value)
 
 
 def _unreachable(url: str, why: str) -> RemoteError:
     return RemoteError(f"{url} cannot be read.", why=why)
-
-
-# --- writing
-
-
-@contextlib.contextmanager
-def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
-    """An output whose bytes go to a remote file as they are written; it appears whole when the block ends well.
-
-    The bytes go through a pipe to a thread that hands them to the driver. Where a rename is cheap they go to another name
-    first; on S3 and Google's storage, where an object appears when its upload is completed and a rename is a second copy, to
-    the object itself. A failed upload leaves no object.
-
-    Raises:
-        OutputExistsError: there is something, and `overwrite` is false. OutputError, RemoteError: it cannot be written.
-    """
-    fs, name = check_upload(url, overwrite=overwrite)
-    scheme = url.partition("://")[0]
-    upload = _Upload(url, fs, name, direct=scheme in _WHOLE_ON_COMMIT)
-    reader, writer = os.pipe()
-    thread = threading.Thread(target=upload.take, args=(reader,), daemon=True)
-    thread.start()
-    open_end = True
-    try:
-        yield Output(writer, cast("Path", Address(url)))
-        os.close(writer)
-        open_end = False
-        thread.join()
-        upload.commit()
-    except BaseException:
-        if open_end:
-            os.close(writer)
-        thread.join(_SECONDS)
-        upload.discard()
-        if upload.failure is not None:
-            raise _ForeignError(url, upload.failure) from None
-        raise
-
-
-def check_upload(url: str, *, overwrite: bool) -> tuple[Any, str]:
-    """The file system and the path of an output, after what can be checked before work starts."""
-    if url.startswith(("http://", "https://")):
-        raise OutputError(
-            f"{url} cannot be written.", why="HTTP has no upload that all servers share.", fix="Write a local file."
-        )
-    fs, name = _file_system(url)
-    if _bounded(url, lambda: fs.isdir(name)):
-        raise OutputError(f"{url} is a directory.", fix="Name a file in it.")
-    if not overwrite and _bounded(url, lambda: fs.exists(name)):
-        raise exists_error(cast("Path", Address(url)))
-    return fs, name
-
-
-class _Upload:
-    """One file on its way to a file system."""
-
-    def __init__(self, url: str, fs: Any, name: str, *, direct: bool) -> None:
-        self.url, self.fs, self.name, self.direct = url, fs, name, direct
-        folder, slash, last = name.rpartition("/")
-        self.place = name if direct else f"{folder}{slash}.{last[:40]}.{os.urandom(6).hex()}.ckpt-tmp"
-        self.failure: Exception | None = None
-        self.file = _bounded(url, lambda: fs.open(self.place, "wb", **({"autocommit": False} if direct else {})))
-
-    def take(self, reader: int) -> None:
-        """Hand on what comes through the pipe; a failure closes it, so that the writer stops."""
-        try:
-            with os.fdopen(reader, "rb", buffering=0) as stream:
-                while data := stream.read(MOST):
-                    self.file.write(data)
-                if not self.direct:
-                    self.file.close()
-        except Exception as error:  # drivers raise what their libraries do
-            self.failure = error
-
-    def commit(self) -> None:
-        """Make the object appear under its name."""
-        if self.failure is not None:
-            raise self.failure
-        if self.direct:
-            self.file.close()
-            self.file.commit()
-        else:
-            _bounded(self.url, lambda: self.fs.mv(self.place, self.name))
-
-    def discard(self) -> None:
-        """Leave nothing behind."""
-        with contextlib.suppress(Exception):
-            if self.direct:
-                self.file.discard()
-            else:
-                self.file.close()
-        if not self.direct:
-            with contextlib.suppress(Exception):
-                self.fs.rm_file(self.place)

@@ -7,29 +7,68 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ckpt_tools import temporaries
 from ckpt_tools.errors import OutputError, OutputExistsError
-from ckpt_tools.files import output_errors
+from ckpt_tools.files import Output, check_space, output_errors, replacing
 from ckpt_tools.journal import sync_folder
 
 
-@dataclass(frozen=True, slots=True)
-class Staging:
-    """The temporary folder of `replacing_folder`: write files into `path`.
+class Staging(Protocol):
+    """Where the files of a folder go until all are there. Each process of a job has one for the same folder."""
 
-    `target` is the folder that they will be in; `existing` whether it is there already, with other files in it.
-    """
+    @property
+    def target(self) -> Path:
+        """The folder that they will be in."""
+
+    def output(self, name: str) -> AbstractContextManager[Output]:
+        """A new file, which is written in the block."""
+
+    def sizes(self) -> dict[str, int]:
+        """The files written so far, by any process, and their bytes."""
+
+    def check_space(self, size: int) -> None:
+        """Raise OutputError when it is known that there is no room for so many bytes."""
+
+    def check_seen(self, rank: int) -> None:
+        """Raise OutputError when this process does not see what the first one made."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStaging:
+    """The temporary folder of `replacing_folder`: write files into `path`."""
 
     path: Path
     target: Path
-    existing: bool
+
+    def output(self, name: str) -> AbstractContextManager[Output]:
+        """A new file, written beside its place."""
+        return replacing(self.path / name)
+
+    def sizes(self) -> dict[str, int]:
+        """The files written so far, and their bytes."""
+        with output_errors(self.target), os.scandir(self.path) as rows:
+            return {row.name: row.stat().st_size for row in rows if row.is_file()}
+
+    def check_space(self, size: int) -> None:
+        """Raise OutputError when the disk has no room for so many bytes."""
+        check_space(self.path, self.target, size)
+
+    def check_seen(self, rank: int) -> None:
+        """Raise OutputError when this process does not see the folder that the first one made."""
+        if not self.path.is_dir():
+            raise OutputError(
+                f"Process {rank} of the job does not see {self.path}.",
+                why="All processes write into one folder: it must be on a file system that all machines share.",
+            )
 
 
 def check_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
-    """Where an output folder really goes (links followed), after every check that can be made before work starts.
+    """Where a local output folder really goes (links followed), after every check that can be made before work starts.
 
     Raises:
         OutputExistsError: it holds something, and `overwrite` is false. OutputError: a file, or no place for a folder.
@@ -53,7 +92,7 @@ def check_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
 @contextlib.contextmanager
 def replacing_folder(
     path: str | os.PathLike[str], *, last: str, stale: re.Pattern[str], overwrite: bool = False, durable: bool = False
-) -> Iterator[Staging]:
+) -> Iterator[LocalStaging]:
     """A temporary folder whose files take their places when the block ends well, and which vanishes when it does not.
 
     A new folder appears whole, by one rename. In a folder that is there already, the temporary one is inside it: first the
@@ -73,7 +112,7 @@ def replacing_folder(
     try:
         with output_errors(target):
             lock = temporaries.create_folder(temporary)
-        yield Staging(temporary, target, existing)
+        yield LocalStaging(temporary, target)
         with output_errors(target):
             names = sorted(os.listdir(temporary), key=lambda name: (name == last, name))
             if durable or existing:

@@ -21,12 +21,22 @@ _ENDING = re.compile(r"[0-9a-f]{12}\.ckpt-tmp")
 
 def name(folder: Path, prefix: str) -> Path:
     """A path for a temporary, which nothing has yet."""
-    return folder / f"{prefix}{os.urandom(6).hex()}.ckpt-tmp"
+    return folder / new_name(prefix)
+
+
+def new_name(prefix: str) -> str:
+    """A name for a temporary, which nothing has yet."""
+    return f"{prefix}{os.urandom(6).hex()}.ckpt-tmp"
 
 
 def prefix_of(target: Path) -> str:
     """How its temporaries begin. 40 characters are 160 bytes at most: the name stays under the 255 that a name may have."""
-    return f".{target.name[:40]}."
+    return prefix_for(target.name)
+
+
+def prefix_for(name: str) -> str:
+    """How the temporaries of a target of this name begin."""
+    return f".{name[:40]}."
 
 
 def create(path: Path) -> int:

@@ -16,7 +16,7 @@ LAYERS = [
     ["errors", "dtypes", "_version"],
     ["names", "processes", "ranks", "temporaries", "journal", "findings"],
     ["files"],
-    ["sources", "staging", "remote"],
+    ["sources", "staging", "remote", "uploads"],
     ["plan", "cloning"],
     ["tree", "pipeline"],
     ["writer", "numeric", "counting"],

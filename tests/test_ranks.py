@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_tools import convert
 from ckpt_tools.errors import OutputError
@@ -59,6 +60,39 @@ def test_a_process_that_is_killed(source: Path, tmp_path: Path) -> None:
     done = launch(2, "convert", str(source), str(tmp_path / "out"), "--shard-size", "2500", before=dies)
     assert done.returncode != 0
     assert os.listdir(tmp_path) == ["in.pth"]
+
+
+def test_a_distributed_checkpoint_by_two(source: Path, tmp_path: Path) -> None:
+    """Two processes write a file each and one .metadata; what torch loads of it is what one process wrote."""
+    done = launch(2, "convert", str(source), str(tmp_path / "two"), "--format", "dcp", "--dtype", "fp16")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote") == 1
+    assert "2 files" in done.stdout
+    assert sorted(os.listdir(tmp_path / "two")) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    report = convert(source, tmp_path / "one", format="dcp", dtype="fp16")
+    assert report.aliases == {"tied": "layers.0.weight"}
+    found = {}
+    for name in ("one", "two"):
+        dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pth")
+        found[name] = torch.load(tmp_path / f"{name}.pth", weights_only=True)
+    assert list(found["one"]) == list(found["two"])
+    assert all(torch.equal(found["one"][name], tensor) for name, tensor in found["two"].items())
+    sizes = [(tmp_path / "two" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
+    assert min(sizes) > 0.4 * sum(sizes)
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+def test_a_distributed_checkpoint_that_fails(source: Path, tmp_path: Path, how: str) -> None:
+    """When one of two processes fails or is killed while it writes, the job fails and no .metadata is left."""
+    act = "os.kill(os.getpid(), 9)" if how == "killed" else "(_ for _ in ()).throw(f.OutputError('The disk has gone.'))"
+    dies = "import ckpt_tools.folder_conversion as f, ckpt_tools.dcp_saving as d; make = d._tensor; "
+    dies += f"d._tensor = lambda item: {act} if os.environ['RANK'] == '1' else make(item)"
+    done = launch(2, "convert", str(source), str(tmp_path / "out"), "--format", "dcp", before=dies)
+    assert done.returncode != 0
+    assert os.listdir(tmp_path) == ["in.pth"]
+    if how == "raises":
+        assert "Process 1 of the job failed: The disk has gone." in done.stderr
+        assert "Traceback" not in done.stderr.partition("elastic")[0]
 
 
 def test_agreement(monkeypatch: pytest.MonkeyPatch) -> None:

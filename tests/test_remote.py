@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,13 +14,16 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch._subclasses import FakeTensorMode
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from ckpt_tools import CkptError, convert, inspect, open_checkpoint
 from ckpt_tools.cli import main
 from ckpt_tools.errors import ChangedFileError, OutputError, OutputExistsError, RemoteError
+from ckpt_tools.torch import load_state_dict
 
 
 class Server(ThreadingHTTPServer):
@@ -93,8 +97,10 @@ def memory() -> Iterator[Any]:
     """fsspec's file system in memory, empty before and after."""
     found = fsspec.filesystem("memory")
     found.store.clear()
+    found.pseudo_dirs[:] = [""]
     yield found
     found.store.clear()
+    found.pseudo_dirs[:] = [""]
 
 
 def small(path: Path) -> dict[str, torch.Tensor]:
@@ -205,8 +211,146 @@ def test_a_remote_folder(memory: Any, tmp_path: Path) -> None:
     convert(tmp_path / "in.pth", tmp_path / "folder", shard_size=1000)
     memory.put(str(tmp_path / "folder"), "/folder", recursive=True)
     assert len(inspect("memory://folder").tensors) == 2
-    with pytest.raises(OutputError, match="local disks"):
-        convert(tmp_path / "in.pth", "memory://other", shard_size=1000)
+
+
+def content(memory: Any, folder: str) -> dict[str, bytes]:
+    """The files of a folder in memory."""
+    return {name.removeprefix(folder + "/"): memory.cat(name) for name in memory.find(folder)}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["renamed", "whole on commit"])
+@pytest.mark.parametrize("format", ["safetensors", "pth"])
+def test_a_remote_folder_of_shards(
+    memory: Any, tmp_path: Path, format: Any, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards go to an address as they go to a disk: the same names and bytes, whether or not the store knows whole objects."""
+    if whole:
+        monkeypatch.setattr("ckpt_tools.uploads._WHOLE_ON_COMMIT", {"memory"})
+    state = {f"t{i}.w": torch.randn(30, 30) for i in range(5)}
+    torch.save(state | {"tied": state["t0.w"]}, tmp_path / "in.pth")
+    report = convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, format=format)
+    convert(tmp_path / "in.pth", tmp_path / "near", shard_size=4000, format=format)
+    assert content(memory, "/runs/new") == {path.name: path.read_bytes() for path in (tmp_path / "near").iterdir()}
+    assert report.files == 5
+    with pytest.raises(OutputExistsError, match="not empty"):
+        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, format=format)
+    memory.pipe("/runs/new/config.json", b"{}")
+    convert(tmp_path / "in.pth", "memory://runs/new/", shard_size=8000, format=format, overwrite=True)
+    convert(tmp_path / "in.pth", tmp_path / "larger", shard_size=8000, format=format)
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "larger").iterdir()}
+    assert content(memory, "/runs/new") == expected | {"config.json": b"{}"}
+    convert("memory://runs/new", tmp_path / "back.pth")
+    back = torch.load(tmp_path / "back.pth", weights_only=True)
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+    assert back["tied"].data_ptr() == back["t0.w"].data_ptr()
+    other: Any = "pth" if format == "safetensors" else "safetensors"
+    with pytest.raises(OutputError, match="checkpoint of another kind"):
+        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=8000, format=other, overwrite=True)
+    with pytest.raises(OutputError, match="is a file"):
+        convert(tmp_path / "in.pth", "memory://runs/new/config.json", shard_size=8000, overwrite=True)
+    with pytest.raises(OutputError, match="HTTP has no upload"):
+        convert(tmp_path / "in.pth", "https://example.org/folder", shard_size=8000)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_at_an_address(memory: Any, tmp_path: Path) -> None:
+    """torch's writer writes it there, and torch's own reader of such places loads it; ours too."""
+    state = {"model": {"a.w": torch.randn(20, 5), "b": torch.arange(3)}, "epoch": 4}
+    torch.save(state, tmp_path / "in.pth")
+    for _ in range(2):
+        convert(tmp_path / "in.pth", "memory://runs/dcp", format="dcp", overwrite=True)
+        assert sorted(content(memory, "/runs/dcp")) == [".metadata", "__0_0.distcp"]
+    target = {"model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()}, "epoch": 0}
+    dcp.load(target, storage_reader=FsspecReader("memory://runs/dcp"), no_dist=True)
+    assert torch.equal(target["model"]["a.w"], state["model"]["a.w"])
+    assert target["epoch"] == 4
+    convert("memory://runs/dcp", tmp_path / "back.pth")
+    assert torch.equal(torch.load(tmp_path / "back.pth", weights_only=True)["model"]["b"], torch.arange(3))
+    with pytest.raises(OutputExistsError):
+        convert(tmp_path / "in.pth", "memory://runs/dcp", format="dcp")
+
+
+def test_an_index_comes_last(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a driver is asked for: all shards come before the index, and an old index goes before the first shard is put."""
+    torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
+    asked: list[str] = []
+    for name in ("open", "mv", "rm_file"):
+        call = getattr(type(memory), name)
+
+        def counted(self: Any, *arguments: Any, call: Any = call, name: str = name, **options: Any) -> Any:
+            if name != "open" or arguments[1:] == ("wb",):
+                asked.append(f"{name} {arguments[-1] if name == 'mv' else arguments[0]}")
+            return call(self, *arguments, **options)
+
+        monkeypatch.setattr(type(memory), name, counted)
+    convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000)
+    assert [row for row in asked if ".ckpt-tmp" not in row] == [
+        *(f"open /runs/new/model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)),
+        "mv /runs/new/model.safetensors.index.json",
+    ]
+    asked.clear()
+    convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, overwrite=True)
+    moves = [row for row in asked if ".ckpt-tmp" not in row]
+    assert moves[0] == "rm_file /runs/new/model.safetensors.index.json"
+    assert moves[-1] == "mv /runs/new/model.safetensors.index.json"
+    assert len(moves) == 5
+
+
+@pytest.mark.parametrize("options", [{"shard_size": 4000}, {"format": "dcp"}], ids=["shards", "dcp"])
+def test_a_failed_folder_leaves_nothing(
+    memory: Any, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that fails at any file leaves no new folder, and an old one as it was."""
+    torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
+    opened = type(memory).open
+    left = [0]
+
+    def broken(self: Any, path: str, mode: str = "rb", **rest: Any) -> Any:
+        left[0] -= mode == "wb"
+        if mode == "wb" and left[0] == 0:
+            raise PermissionError("no")
+        return opened(self, path, mode, **rest)
+
+    files = 4 if "shard_size" in options else 2
+    monkeypatch.setattr(type(memory), "open", broken)
+    for number in range(1, files + 1):
+        left[0] = number
+        with pytest.raises(RemoteError, match="cannot be reached"):
+            convert(tmp_path / "in.pth", "memory://runs/new", **options)
+        assert not memory.store
+        assert not memory.exists("/runs/new")
+    left[0] = 0
+    convert(tmp_path / "in.pth", "memory://runs/new", **options)
+    before = content(memory, "/runs/new")
+    assert len(before) == files
+    for number in range(1, files + 1):
+        left[0] = number
+        with pytest.raises(RemoteError, match="cannot be reached"):
+            convert(tmp_path / "in.pth", "memory://runs/new", overwrite=True, **options)
+        assert content(memory, "/runs/new") == before
+
+
+def test_a_rename_that_fails_is_told(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the file system fails while files take their places, the message says that the folder has no index."""
+    torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(type(memory), "mv", broken)
+    with pytest.raises(RemoteError) as caught:
+        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, overwrite=True)
+    assert "has lost its index" in caught.value.fix
+    assert not any("index.json" in name or "ckpt-tmp" in name for name in memory.store)
+
+
+def test_a_file_address(tmp_path: Path) -> None:
+    """file:// goes through fsspec's file system of the disk, folders too."""
+    state = small(tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", f"file://{tmp_path}/deep/new", shard_size=1000)
+    assert len(os.listdir(tmp_path / "deep" / "new")) == 3
+    assert torch.equal(load_state_dict(tmp_path / "deep" / "new")["a.w"], state["a.w"])
 
 
 def test_a_failed_upload_leaves_nothing(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from ckpt_tools.cli.completion import complete_names, complete_places
-from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress, target_options, work_shared
+from ckpt_tools.cli.options import LOCATION, Once, end_process, quiet_option, show_progress, target_options, work_shared
 from ckpt_tools.convert import convert as convert_checkpoint
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ def convert(
     --unwrap, --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan, --map-location,
     --dtype.
 
-    IN may be a folder: of shards with their index, or of torch.distributed.checkpoint. With --shard-size the processes of
-    torchrun --nproc-per-node N -m ckpt_tools convert ... share the shards among them.
+    IN may be a folder: of shards with their index, or of torch.distributed.checkpoint. With --shard-size or --format dcp the
+    processes of torchrun --nproc-per-node N -m ckpt_tools convert ... share the work.
 
     Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
     """
@@ -144,13 +144,16 @@ def convert(
     if target is None:
         raise click.UsageError("Missing argument 'OUT'; --in-place does without.")
     preload = None if as_json or quiet else "ckpt_tools.render.converted"
-    with work_shared(options["shard_size"]) as ranks, show_progress(quiet=quiet, preload=preload) as progress:
+    folder = options["shard_size"] is not None or format_ == "dcp"
+    with work_shared(folder=folder) as ranks, show_progress(quiet=quiet, preload=preload) as progress:
         report = convert_checkpoint(
             source, target, format=cast("Any", format_), on_mismatch=cast("Any", on_mismatch or "error"), seed=seed or 0,
             progress=progress, ranks=ranks, **options,
         )  # fmt: skip
     if ranks is None or not ranks.rank:  # the first process reports for all
         _report(report, quiet=quiet, as_json=as_json)
+    if ranks is not None and ranks.world > 1:
+        end_process()
 
 
 def _report(report: Converted, *, quiet: bool, as_json: bool) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -122,15 +122,22 @@ def target_options(*, stages: Sequence[str], finding: str, required: bool = Fals
 
 
 @contextlib.contextmanager
-def work_shared(shard_size: str | None) -> Iterator[Ranks | None]:
-    """The processes that torchrun started for this command; None where one works alone."""
-    if shard_size is None or os.environ.get("WORLD_SIZE", "1") == "1":
+def work_shared(*, folder: bool) -> Iterator[Ranks | None]:
+    """The processes that torchrun started for a command whose output is a folder; None where one works alone."""
+    if not folder or os.environ.get("WORLD_SIZE", "1") == "1":
         yield None
         return
     from ckpt_tools.ranks import launched
 
     with launched() as ranks:
         yield ranks
+
+
+def end_process() -> NoReturn:
+    """End a process of a job whose work is done, now: threads of gloo that still run abort an interpreter that winds down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextlib.contextmanager
