@@ -1,6 +1,8 @@
 """Every fast path gives what the slow one gives: fused tensors, the clone, the kernel's copy."""
 
 import os
+import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,35 @@ def test_the_clone_changes_nothing(
     assert any(passed)
     loaded = torch.load(tmp_path / "fast.pth", map_location="cpu")["model"]
     assert all(torch.equal(tensor, torch.full((40, 50), float(index))) for index, tensor in enumerate(loaded.values()))
+
+
+@pytest.mark.parametrize("kind", ["btrfs", "xfs"])
+def test_blocks_are_shared_where_the_file_system_can(
+    wrapped: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On btrfs and xfs the tensors of the output take no room: their blocks are those of the input."""
+    if shutil.which(f"mkfs.{kind}") is None or os.geteuid():
+        pytest.skip(f"needs mkfs.{kind} and the right to mount")
+    image, folder = tmp_path / "image", tmp_path / "mounted"
+    folder.mkdir()
+    with image.open("wb") as file:
+        file.truncate(512 << 20)
+    subprocess.run([f"mkfs.{kind}", "-q", image], check=True, capture_output=True)
+    if subprocess.run(["mount", "-o", "loop", image, folder], check=False, capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        torch.save({"model": {"module.x": torch.rand(5_000_000)}}, folder / "in.pth")
+        monkeypatch.setattr(cloning, "_FROM", 0)
+        os.sync()
+        before = os.statvfs(folder)
+        ckpt_tools.convert(folder / "in.pth", folder / "out.pth", strip_module=True)
+        os.sync()
+        after = os.statvfs(folder)
+        assert (before.f_bfree - after.f_bfree) * before.f_frsize < 2_000_000
+        ckpt_tools.convert(folder / "in.pth", tmp_path / "out.pth", strip_module=True)
+        assert (folder / "out.pth").read_bytes() == (tmp_path / "out.pth").read_bytes()
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def test_a_clone_of_another_file_is_not_trusted(wrapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
