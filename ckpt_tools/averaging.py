@@ -29,6 +29,7 @@ from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.files import check_space
 from ckpt_tools.modules import is_module
 from ckpt_tools.name_edits import Names
+from ckpt_tools.names import listed
 from ckpt_tools.names import unwrap as unwrap_name
 from ckpt_tools.numeric import has_numbers, largest, row_major, view_of, weighted_sum
 from ckpt_tools.object_policy import modules_first
@@ -288,11 +289,14 @@ def _check_names(first: _Names, other: _Names) -> None:
     extra = [name for name in other.nodes if name not in first.nodes]
     if not missing and not extra:
         return
-    both = [f"only {side.path} has {', '.join(map(repr, names[:3]))}{' ...' if len(names) > 3 else ''}"
-            for side, names in ((first, missing), (other, extra)) if names]  # fmt: skip
+    both = [
+        f"Only {side.path} has {listed(list(map(repr, names)), 3)}."
+        for side, names in ((first, missing), (other, extra))
+        if names
+    ]
     alike = {unwrap_name(name) for name in first.nodes} == {unwrap_name(name) for name in other.nodes}
     fix = "They agree without wrappers: --unwrap." if alike else f"ckpt diff {first.path} {other.path} shows all of it."
-    raise ConvertError(f"{first.path} and {other.path} have other names.", why=f"{'; '.join(both)}.", fix=fix)
+    raise ConvertError(f"{first.path} and {other.path} have other names.", why=" ".join(both), fix=fix)
 
 
 def _check_agree(name: str, entries: Sequence[Entry], sides: Sequence[_Names]) -> None:

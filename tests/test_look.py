@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,6 +102,19 @@ def test_plain_environments() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
     assert "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("terminal", [{}, {"FORCE_COLOR": "1", "COLUMNS": "80"}], ids=["pipe", "terminal"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "report"])
+def test_names_that_the_terminal_cannot_show(name: str, terminal: dict[str, str], tmp_path: Path) -> None:
+    """Where the encoding lacks a letter, in a file's name or a tensor's, it is escaped, and nothing fails."""
+    path, out = tmp_path / "caf\u00e9.pth", tmp_path / "\u00fc.pth"
+    torch.save({"\u5c64.weight": torch.ones(2), "na\u00efve": "\u65e5"}, path)
+    more = {"convert": [out], "repair": [out], "average": [path, out], "diff": [path], "match": ["--like", path]}
+    done = ckpt(name, path, *more.get(name, []), PYTHONIOENCODING="ascii", LANG="C", **terminal)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert ("\\xe9" in done.stdout) or ("\\xfc" in done.stdout)
 
 
 @pytest.mark.parametrize(

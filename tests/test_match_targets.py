@@ -123,7 +123,7 @@ def test_match_folds_what_repeats(files: tuple[Path, Path]) -> None:
         "structure",
         "0.98",
     ] in lines
-    assert "4 split (by a plan)" in result.output
+    assert "4 by a plan (split)" in result.output
 
 
 def test_what_is_left_over_is_listed_and_exits_with_1(files: tuple[Path, Path]) -> None:

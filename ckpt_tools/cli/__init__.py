@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import io
 import os
 import signal
 import sys
@@ -38,6 +39,11 @@ class _Group(click.Group):
         command = getattr(import_module(f"ckpt_tools.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is escaped
+        return super().main(*args, **extra)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -59,4 +60,4 @@ def report(
         from ckpt_tools.names import printable
         from ckpt_tools.render.text import size_text
 
-        click.echo(f"wrote {printable(str(output))}, {size_text(size)}")
+        sys.stdout.write(f"wrote {printable(str(output))}, {size_text(size)}\n")

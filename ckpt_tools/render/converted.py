@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.names import printable
 from ckpt_tools.plain import WITH_OUTER
 from ckpt_tools.render.rows import Row, show_rows, up_to_ten
-from ckpt_tools.render.text import counted, path_text, size_text
+from ckpt_tools.render.text import by_reason, counted, path_text, size_text
 
 if TYPE_CHECKING:
     from ckpt_tools.converted import Converted, RenamedNames
@@ -71,7 +71,7 @@ def _names(state_dict: RenamedNames) -> list[Row]:
 
 def _fitted(fitted: FittedTo) -> list[Row]:
     """What was done to fit a target."""
-    reasons = ", ".join(f"{count} by {reason}" for reason, count in fitted.reasons.items())
+    reasons = ", ".join(by_reason(fitted.reasons))
     rows = [("fitted to", printable(f"{fitted.target}: {reasons or 'nothing matched'}"))]
     rows += [("", printable(f"{old} -> {new} ({reason})")) for old, new, reason in fitted.renamed[:3]]
     rows += up_to_ten("initialised", [f"{row.name}: {row.scheme} (seed {row.seed})" for row in fitted.initialised])

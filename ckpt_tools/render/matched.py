@@ -16,7 +16,7 @@ from rich.text import Text
 from ckpt_tools.match.records import Ambiguous, Matching, Shape
 from ckpt_tools.matching import MatchReport
 from ckpt_tools.names import printable
-from ckpt_tools.render.text import counted, label_grid
+from ckpt_tools.render.text import by_reason, counted, label_grid, wrapped
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN_ROWS, _SHOWN_CANDIDATES = 60, 4
@@ -41,10 +41,9 @@ def print_matched(report: MatchReport, out: Console, *, show_all: bool, plan: Pa
 
 
 def _reasons(matching: Matching) -> str:
-    counts = Counter(row.reason for row in matching.matched)
-    parts = [f"{count} {reason}" for reason, count in counts.items()]
+    parts = by_reason(Counter(row.reason for row in matching.matched))
     steps = Counter(offer.step for offer in matching.offers)
-    parts += [f"{count} {step} (by a plan)" for step, count in steps.items()]
+    parts += [f"{count} by a plan ({step})" for step, count in steps.items()]
     return ", ".join(parts) or "none"
 
 
@@ -118,27 +117,44 @@ def _shape(shape: Shape) -> str:
 def _print_pairs(matching: Matching, out: Console, *, show_all: bool) -> None:
     """Pairs with other names or by another reason than the exact name; all with `show_all`."""
     items = [
-        ((row.old, row.new), f"{row.reason} {row.confidence:g}" + (" reshape" if row.step == "reshape" else ""))
+        ((row.old, row.new), _reason(row.reason, row.confidence) + (", reshape" if row.step == "reshape" else ""))
         for row in matching.matched
         if show_all or row.reason != "exact"
     ]
     for offer in matching.offers:
-        items.append(((" + ".join(offer.old), " + ".join(offer.new)), f"{offer.step} {offer.confidence:g}"))
+        items.append(((" + ".join(offer.old), " + ".join(offer.new)), _reason(offer.step, offer.confidence)))
     lines = [[*names, note] for names, note in items] if show_all else [[*row.names(), row.note] for row in _rows(items)]
     if lines:
         out.print()
-        out.print(_table(("checkpoint", "target", "reason"), lines, show_all=show_all))
+        out.print(_table(("checkpoint", "target", "reason"), lines, out, show_all=show_all))
 
 
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], *, show_all: bool) -> Table:
+def _reason(reason: str, confidence: float) -> str:
+    """Why, and how sure that is where it is not certain."""
+    return reason if confidence == 1 else f"{reason} {confidence:g}"
+
+
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], out: Console, *, show_all: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for head in heads:
         table.add_column(head, overflow="fold")
-    for line in lines if show_all else lines[:_SHOWN_ROWS]:
-        table.add_row(*(Text(printable(cell)) for cell in line))
+    shown = [[printable(cell) for cell in line] for line in (lines if show_all else lines[:_SHOWN_ROWS])]
+    rooms = _rooms([[head, *(line[index] for line in shown)] for index, head in enumerate(heads)], out.width)
+    for line in shown:
+        table.add_row(*(Text(wrapped(cell, room)) for cell, room in zip(line, rooms, strict=True)))
     if not show_all and len(lines) > _SHOWN_ROWS:
         table.add_row(f"... {len(lines) - _SHOWN_ROWS} more (--all)")
     return table
+
+
+def _rooms(columns: Sequence[Sequence[str]], width: int) -> list[int]:
+    """The widths of columns: narrow ones as they are, the others share what is left of the line."""
+    rooms = [max(map(len, cells)) for cells in columns]
+    left = width - 2 * len(rooms)
+    for place, index in enumerate(sorted(range(len(rooms)), key=rooms.__getitem__)):
+        rooms[index] = min(rooms[index], left // (len(rooms) - place))
+        left -= rooms[index]
+    return rooms
 
 
 def _print_left_over(matching: Matching, out: Console, *, show_all: bool) -> None:
@@ -149,14 +165,14 @@ def _print_left_over(matching: Matching, out: Console, *, show_all: bool) -> Non
         lines = [[name] for name in names] if show_all else [row.names() for row in _rows(((n,), "") for n in names)]
         if lines:
             out.print()
-            out.print(_table((label,), lines, show_all=show_all))
+            out.print(_table((label,), lines, out, show_all=show_all))
     if matching.mismatched:
         lines = [[row.old, row.new, _shape(row.source_shape), _shape(row.target_shape)] for row in matching.mismatched]
         out.print()
-        out.print(_table(("mismatched", "target", "shape", "target's"), lines, show_all=show_all))
+        out.print(_table(("mismatched", "target", "shape", "target's"), lines, out, show_all=show_all))
     if matching.ambiguous:
         out.print()
-        out.print(_table(("ambiguous", "candidates", "why"), _ambiguous(matching), show_all=show_all))
+        out.print(_table(("ambiguous", "candidates", "why"), _ambiguous(matching), out, show_all=show_all))
 
 
 def _ambiguous(matching: Matching) -> list[list[str]]:

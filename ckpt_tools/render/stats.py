@@ -11,13 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt_tools.names import listed, printable
-from ckpt_tools.render.text import can_print, counted, name_table
+from ckpt_tools.render.text import can_print, counted, name_table, room_for_names
 
 if TYPE_CHECKING:
     from ckpt_tools.tensor_stats import Stats
 
 StatsSort = Literal["file", "name", "size", "mean", "std", "max", "zeros"]
 _SHOWN = 40
+_NAME_WIDTH = 24  # what names should have of a line
+_NUMBERS = ("mean", "std", "min", "max", "zeros", "NaN", "inf")
 _BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 
 
@@ -78,20 +80,33 @@ def _share(numbers: dict[str, Any] | None) -> float:
 
 
 def _table(rows: Sequence[_Row], total: _Row, out: Console, *, modules: bool) -> Table:
-    """Columns that a narrow terminal has no room for are left out, histograms first."""
+    """On a narrow terminal histograms are drawn with half as many bars, then what there is no room for is left out."""
     everything = [*rows, total]
-    odd = any(map(_is_odd, everything))
-    columns = ["mean", "std", "min", "max", "zeros", *(["NaN", "inf"] if odd else [])]
-    drawn = not modules and out.width >= 75 + 10 * odd
-    columns = columns if out.width >= 66 + 10 * odd else [name for name in columns if name not in ("mean", "min")]
-    bars = _BLOCKS if can_print(_BLOCKS, out) else _ASCII
-    cells = {name: [_cell(row.numbers, name) for row in everything] for name in columns}
-    cells["min to max" if drawn else ""] = [
-        draw(row.histogram, bars) if drawn and row.histogram else printable(row.note) for row in everything
-    ]
     names = [printable(row.name) for row in everything]
+    cells = _cells(everything, out, wanted=min(_NAME_WIDTH, max(map(len, names))), modules=modules)
+    right = [name for name in cells if name in _NUMBERS]
     styles = ["bold" if row is total else "red" if _is_odd(row) else "" for row in everything]
-    return name_table("module" if modules else "tensor", names, cells, out, right=columns, styles=styles)
+    return name_table("module" if modules else "tensor", names, cells, out, right=right, styles=styles)
+
+
+def _cells(rows: Sequence[_Row], out: Console, *, wanted: int, modules: bool) -> dict[str, list[str]]:
+    """The columns: the first choice that leaves the names the room that is wanted."""
+    odd = any(map(_is_odd, rows))
+    numbers = {name: [_cell(row.numbers, name) for row in rows] for name in _NUMBERS if odd or name not in ("NaN", "inf")}
+    few = {name: numbers[name] for name in numbers if name not in ("mean", "min")}
+    notes = {"": [printable(row.note) for row in rows]}
+    bars = _BLOCKS if can_print(_BLOCKS, out) else _ASCII
+    choices = [numbers | notes, few | notes]
+    if not modules:
+        drawn = ({"min to max": [_drawing(row, bars, every) for row in rows]} for every in (1, 2))
+        choices = [*(numbers | histograms for histograms in drawn), *choices]
+    return next((cells for cells in choices if room_for_names(cells, out) >= wanted), choices[-1])
+
+
+def _drawing(row: _Row, bars: str, every: int) -> str:
+    """The histogram with that many parts to a bar, or why there is none."""
+    counts = [sum(row.histogram[start : start + every]) for start in range(0, len(row.histogram), every)]
+    return draw(counts, bars) if counts else printable(row.note)
 
 
 def _is_odd(row: _Row) -> bool:

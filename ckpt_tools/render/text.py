@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
 from ckpt_tools.errors import CkptError
@@ -102,6 +102,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def by_reason(counts: Mapping[str, int]) -> list[str]:
+    """How many have found their partner by which reason: `3 exact`, `8 by wrapper`."""
+    return [f"{count:,} exact" if reason == "exact" else f"{count:,} by {reason}" for reason, count in counts.items()]
+
+
 _SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
 
 
@@ -157,9 +162,9 @@ def name_table(
 
     columns = dict(columns)
     for name in optional:
-        if _room(columns, out) < min(_NAME_WIDTH, max(map(len, names), default=0)) and len(set(columns[name])) <= 1:
+        if room_for_names(columns, out) < min(_NAME_WIDTH, max(map(len, names), default=0)) and len(set(columns[name])) <= 1:
             del columns[name]
-    room = max(_room(columns, out), _NAME_WIDTH // 2)
+    room = max(room_for_names(columns, out), _NAME_WIDTH // 2)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     table.add_column(heading, overflow="fold")
     for name in columns:
@@ -170,7 +175,7 @@ def name_table(
     return table
 
 
-def _room(columns: dict[str, list[str]], out: Console) -> int:
+def room_for_names(columns: dict[str, list[str]], out: Console) -> int:
     """What the columns leave of the width, each taking its longest line and two blanks."""
     taken = sum(2 + max(map(len, (name, *"\n".join(cells).split("\n")))) for name, cells in columns.items())
     return out.width - taken - 2

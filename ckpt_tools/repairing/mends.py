@@ -111,7 +111,7 @@ def _mend_metadata(state_dict: StateDict) -> Iterator[Mended]:
         rows.append((target, row))
     if moved:
         metadata.items[:] = rows
-        text = f"{moved} rows of _metadata were about names that are no longer there; they follow the names"
+        text = f"rows of _metadata that were about names no longer there now follow the names: {moved}"
         yield Mended("stale-metadata", list(state_dict.where), text)
 
 
