@@ -40,6 +40,7 @@ def check(
     Exit code: 0 healthy, 1 findings (warnings or problems), 3 when one cannot be read.
     """
     from ckpt_tools.checking.run import Wanted, check_many, load_digests
+    from ckpt_tools.render.json import print_document
 
     if output is not None and not digest:
         raise click.UsageError("--output holds digests: give --digest too.")
@@ -47,24 +48,25 @@ def check(
     if output is not None and len(files) != 1:
         raise click.UsageError(f"--output holds the digests of one checkpoint; here are {len(files)}.")
     wanted = Wanted(values, digest, None if against is None else load_digests(against), frozenset(ignore))
-    with show_progress(quiet=quiet) as progress:
-        reports = list(check_many(files, wanted, jobs=jobs or min(_JOBS, os.cpu_count() or 1), progress=progress))
+    code, reports = 0, []
+    with show_progress(quiet=quiet or (as_json and sys.stdout.isatty())) as progress:
+        for report in check_many(files, wanted, jobs=jobs or min(_JOBS, os.cpu_count() or 1), progress=progress):
+            code = max(code, report.exit_code)
+            if as_json:  # as it comes: of thousands of files nothing is kept
+                print_document(report.to_json())
+            if output is not None or not as_json:
+                reports.append(report)
     if output is not None:
         from ckpt_tools.checking.run import save_digests
 
         save_digests(reports[0], output, overwrite=overwrite)
-    if as_json:
-        from ckpt_tools.render.json import print_document
-
-        for report in reports:
-            print_document(report.to_json())
-    elif quiet:
+    if quiet and not as_json:
         from ckpt_tools.render.checked import print_unreadable
 
         print_unreadable(reports)
-    else:
+    elif not as_json:
         from ckpt_tools.render.checked import print_checked
         from ckpt_tools.render.text import show
 
         show(partial(print_checked, reports, digests=digest and output is None))
-    sys.exit(max(report.exit_code for report in reports))
+    sys.exit(code)

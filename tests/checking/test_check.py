@@ -4,6 +4,7 @@ import json
 import pathlib
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
@@ -15,6 +16,7 @@ from torch import nn
 
 from ckpt_tools import check
 from ckpt_tools.checking.passes import Crc, Span, read_through
+from ckpt_tools.checking.report import Checked
 from ckpt_tools.checking.run import Wanted, check_many, load_digests
 from ckpt_tools.cli import main
 from ckpt_tools.errors import DigestError, OutputExistsError
@@ -408,6 +410,21 @@ def test_json_follows_its_schema(tmp_path: Path, wrapped_file: Path, training_fi
     for line in lines:
         jsonschema.validate(json.loads(line), SCHEMA)
     assert [json.loads(line)["verdict"] for line in lines[:3]] == ["findings", "findings", "unreadable"]
+
+
+def test_json_lines_come_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line of a file is printed before the next file is checked: of thousands none waits for the last."""
+    path, printed = saved(tmp_path / "one.pth"), list[str]()
+    monkeypatch.setattr("ckpt_tools.render.json.print_document", lambda document: printed.append(document["path"]))
+
+    def one_by_one(*_: object, **__: object) -> Iterator[Checked]:
+        for count in range(3):
+            assert len(printed) == count
+            yield check(path)
+
+    monkeypatch.setattr("ckpt_tools.checking.run.check_many", one_by_one)
+    ckpt("check", path, path, path, "--json")
+    assert printed == [str(path)] * 3
 
 
 def test_processes_give_the_same_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
