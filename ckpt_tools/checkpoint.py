@@ -149,7 +149,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         NotACheckpointError: the file is missing, or something else. UnsupportedContainerError: a container that this
         version does not read. DamagedFileError, LimitError: the file breaks a promise of its format.
     """
-    source = _open(path)
+    source = open_source(path)
     try:
         with collector_paused(), naming(source):
             return Checkpoint(_decode_folder(source) if isinstance(source, Files) else _decode(source))
@@ -158,8 +158,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise
 
 
-def _open(path: str | os.PathLike[str]) -> Source:
-    """The source for a path: a file, the files of a folder, or something remote."""
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """The source for a path: a file, the files of a folder, or something remote.
+
+    Raises:
+        NotACheckpointError, RemoteError: it cannot be read.
+    """
     if is_address(path):
         from ckpt_tools.remote import open_remote
 

@@ -219,6 +219,11 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
 
 def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     """Where an output really goes (links followed), after every check that can be made before work starts."""
+    if is_address(path):
+        raise OutputError(
+            f"{path} cannot be written.", why="Only what ckpt convert and average write goes to addresses.",
+            fix="Write a local file, and copy it.",
+        )  # fmt: skip
     with output_errors(Path(path)):
         return _checked_target(path, overwrite=overwrite)
 

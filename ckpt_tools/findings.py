@@ -41,6 +41,7 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
         suffix: the extension of the output where it is not the input's; never one of a format that nobody writes here.
     """
     stem, own = os.path.splitext(path)
+    stem = stem.rpartition("/")[2] if "://" in path else stem  # the output of what has an address is written here
     own = ".pth" if own in _READ_ONLY else own
     target = f"{stem}.fixed{own if suffix is None else suffix}"
     return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))

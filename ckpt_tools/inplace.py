@@ -13,8 +13,8 @@ from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.containers import safetensors, torch_zip_layout
 from ckpt_tools.conversion import Edits, report_flat
 from ckpt_tools.converted import Converted, Note
-from ckpt_tools.errors import ContainerLimitError
-from ckpt_tools.files import Source
+from ckpt_tools.errors import ContainerLimitError, OutputError
+from ckpt_tools.files import Source, is_address
 from ckpt_tools.name_edits import Names
 from ckpt_tools.plan import CHUNK, Piece, Range, to_bytes, total
 from ckpt_tools.tree import Node
@@ -54,6 +54,8 @@ def edit_in_place(
         CkptError: see `ckpt_tools.errors`; the file is as it was then.
     """
     started = time.perf_counter()
+    if is_address(path):
+        raise OutputError(f"{path} is not on this machine.", why="Only local files are edited in place.", fix="Name an OUT.")
     names = Names(
         strip_module=strip_module, add_module=add_module, unwrap=unwrap, strip_prefix=strip_prefix, add_prefix=add_prefix,
         rename=rename,

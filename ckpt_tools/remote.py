@@ -88,6 +88,8 @@ class RemoteSource(Source):
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly `length` bytes from `offset`."""
+        if not length:  # beyond the end there are that many too
+            return b""
         if offset + length > self.size:
             raise self.changed()
         found = self._kept(offset, length)
@@ -171,7 +173,12 @@ def open_remote(url: str) -> Source:
 def files_beside(source: RemoteSource) -> Files:
     """The files in the folder of a remote index."""
     address = cast("Address", source.path)
-    return Files(source.path, source.path, lambda name: RemoteSource(address.beside(name)))
+
+    def names() -> list[str]:
+        folder = address.beside("")
+        return [] if folder.startswith(("http://", "https://")) else _FsspecObject(folder).names()  # HTTP has no listing
+
+    return Files(source.path, source.path, lambda name: RemoteSource(address.beside(name)), names)
 
 
 def _open_remote(url: str) -> Remote:

@@ -155,5 +155,5 @@ class Window(Source):
         """Nothing: the source belongs to others too."""
 
     def _check(self, offset: int, length: int) -> None:
-        if offset < 0 or offset + length > self.size:
+        if length and (offset < 0 or offset + length > self.size):
             raise self.changed()

@@ -1,10 +1,16 @@
 """What several test files share: small checkpoints, made by torch itself."""
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 import torch
 from torch import nn
+
+from tests.servers import Server
 
 
 def small_model() -> nn.Module:
@@ -31,3 +37,26 @@ def training_file(tmp_path: Path) -> Path:
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "best_acc": 0.5}, path)
     return path
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server on the test's folder."""
+    served = Server(tmp_path)
+    thread = threading.Thread(target=served.serve_forever, daemon=True)
+    thread.start()
+    yield served
+    served.shutdown()
+    served.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """fsspec's file system in memory, empty before and after."""
+    found = fsspec.filesystem("memory")
+    found.store.clear()
+    found.pseudo_dirs[:] = [""]
+    yield found
+    found.store.clear()
+    found.pseudo_dirs[:] = [""]

@@ -14,16 +14,17 @@ from ckpt_tools.checking import digests, loading, structure, torch_errors, value
 from ckpt_tools.checking.passes import Advance
 from ckpt_tools.checking.reading import Read, read_checkpoint
 from ckpt_tools.checking.report import Checked, Verdict
-from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, open_checkpoint, open_source
 from ckpt_tools.containers.base import is_zip
 from ckpt_tools.containers.zip_directory import has_end
 from ckpt_tools.describe import find_findings
-from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, DigestError, ZipError
-from ckpt_tools.files import Source, replacing
+from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, DigestError, RemoteError, ZipError
+from ckpt_tools.files import Source, is_address, replacing
 from ckpt_tools.findings import Finding, mending
 from ckpt_tools.names import listed
 from ckpt_tools.plan import Literal, Piece
 from ckpt_tools.processes import in_processes
+from ckpt_tools.sources import Files
 from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Entry, Where
 from ckpt_tools.writer import Progress, write
@@ -77,7 +78,7 @@ def load_digests(path: str | os.PathLike[str]) -> tuple[str, list[digests.Digest
     Raises:
         CkptError: it is neither, or damaged.
     """
-    if digests.is_digest_file(Path(path)):
+    if not is_address(path) and digests.is_digest_file(Path(path)):
         return str(path), digests.read(Path(path))
     with collector_paused(), open_checkpoint(path) as checkpoint:
         return str(path), read_checkpoint(checkpoint, digest=True).digests
@@ -192,10 +193,11 @@ def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
     """The report of a file that cannot be read: our error, and what PyTorch says in its place."""
     says, size = "", 0
     with contextlib.suppress(CkptError):
-        source = Source(path)
-        size = source.size
-        with contextlib.closing(source):
-            says = _torch_says(source, error)
+        if isinstance(error, RemoteError):
+            raise error  # it has been waited for once
+        with contextlib.closing(open_source(path)) as source:
+            size = source.size
+            says = _torch_says(source, error) if not isinstance(source, Files) else ""
     found = error.what + (f" {error.why}" if error.why else "")
     fix = error.fix or (mending("repair", str(path)) if isinstance(error, DamagedFileError) else "")
     finding = Finding("unreadable", "problem", [], found, "", fix, says)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -117,7 +116,7 @@ def _sharded(checkpoint: Checkpoint) -> Iterator[Finding]:
     files = checkpoint.decoded.source
     if not isinstance(files, Files):
         return
-    stray = [name for name in sorted(os.listdir(files.folder)) if _SHARD.search(name) and name not in files.members]
+    stray = [name for name in sorted(files.names()) if _SHARD.search(name) and name not in files.members]
     if stray:
         text = f"{len(stray)} shards that the index does not name: {listed(stray)}"
         yield Finding("stray-shard", "warning", [], text, "the shards of one checkpoint", "Remove what an earlier save left.")

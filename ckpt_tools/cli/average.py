@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import Once, quiet_option, show_progress
+from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress
 from ckpt_tools.errors import UsageError
 
 
 @click.command(short_help="Write the mean of several checkpoints.")
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="IN IN... OUT")
+@click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="IN IN... OUT")
 @click.option(
     "--weights", cls=Once, metavar="W,W,...", help="What each IN counts for, divided by their sum; else all the same."
 )

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import Once, expand, quiet_option, show_progress
+from ckpt_tools.cli.options import LOCATION, Once, expand, quiet_option, show_progress
 
 _JOBS = 4
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
+@click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="PATH...")
 @click.option("--values", is_flag=True, help="Count NaN and infinite values; find zeros, garbage, heads never trained.")
 @click.option("--digest", is_flag=True, help="A SHA-256 of every tensor, the same in .pth and .safetensors.")
-@click.option("--output", "-o", cls=Once, type=click.Path(path_type=Path), metavar="FILE", help="Write the digests to FILE.")
+@click.option("--output", "-o", cls=Once, type=LOCATION, metavar="FILE", help="Write the digests to FILE.")
 @click.option("--against", cls=Once, metavar="FILE", help="Compare with a digest file or another checkpoint.")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings with this code. Repeatable.")
 @click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes for several files; else up to 4.")

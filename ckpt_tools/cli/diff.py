@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 
 from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import Once, quiet_option, show_progress
+from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress
 
 
 @click.command(short_help="Show what differs between two checkpoints.")
-@click.argument("left", metavar="A", type=click.Path(path_type=Path))
-@click.argument("right", metavar="B", type=click.Path(path_type=Path))
+@click.argument("left", metavar="A", type=LOCATION)
+@click.argument("right", metavar="B", type=LOCATION)
 @click.option("--values", is_flag=True, help="Measure how far the tensors are apart (largest difference, cosine ...).")
 @click.option("--contents/--no-contents", default=True, help="Compare the tensors' bytes, or names, shapes and dtypes only.")
 @click.option(

@@ -10,11 +10,11 @@ from typing import Any, cast
 import click
 
 from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import Once, quiet_option, target_options
+from ckpt_tools.cli.options import LOCATION, Once, quiet_option, target_options
 
 
 @click.command()
-@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
+@click.argument("source", metavar="IN", type=LOCATION)
 @target_options(
     stages=["structure", "position"], required=True,
     finding="What names leave: align modules by shape, names and order, or zip in order.",
@@ -29,9 +29,7 @@ from ckpt_tools.cli.options import Once, quiet_option, target_options
     shell_complete=complete_places,
     help="Which state dict of IN, where it holds several.",
 )
-@click.option(
-    "-o", "--output", cls=Once, metavar="PLAN", type=click.Path(path_type=Path), help="Write a plan (TOML) for convert."
-)
+@click.option("-o", "--output", cls=Once, metavar="PLAN", type=LOCATION, help="Write a plan (TOML) for convert.")
 @click.option("--overwrite", is_flag=True, help="Replace PLAN if it exists.")
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor; nothing folded or cut.")
 @quiet_option

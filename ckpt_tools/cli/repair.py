@@ -8,12 +8,12 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import Once, quiet_option, show_progress
+from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress
 
 
 @click.command()
-@click.argument("source", metavar="IN", type=click.Path(path_type=Path))
-@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("source", metavar="IN", type=LOCATION)
+@click.argument("target", metavar="OUT", type=LOCATION)
 @click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors as they are, with zeros for what is missing of them.")
 @click.option("--like", cls=Once, metavar="TARGET", help="A checkpoint or package.module:callable that OUT shall fit.")
 @click.option("--reinit", multiple=True, metavar="[GLOB=]SCHEME", help="Initial values for what --like has and IN lost.")

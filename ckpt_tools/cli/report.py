@@ -8,15 +8,13 @@ from pathlib import Path
 import click
 
 from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import Once, quiet_option, show_progress
+from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress
 
 
 @click.command(short_help="Write an HTML page about a checkpoint.")
-@click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
-@click.argument("other", metavar="[OTHER]", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--output", "-o", cls=Once, required=True, type=click.Path(path_type=Path), metavar="FILE", help="The page to write."
-)
+@click.argument("path", metavar="PATH", type=LOCATION)
+@click.argument("other", metavar="[OTHER]", required=False, type=LOCATION)
+@click.option("--output", "-o", cls=Once, required=True, type=LOCATION, metavar="FILE", help="The page to write.")
 @click.option("--histograms", is_flag=True, help="Read every tensor: mean, spread, extremes and a histogram of each.")
 @click.option(
     "--select", cls=Once, metavar="WHERE", shell_complete=complete_places, help="What is compared with OTHER, as in ckpt diff."

@@ -9,11 +9,11 @@ from typing import cast
 import click
 
 from ckpt_tools.cli.completion import complete_names, complete_places
-from ckpt_tools.cli.options import Once, show_progress
+from ckpt_tools.cli.options import LOCATION, Once, show_progress
 
 
 @click.command(short_help="Show what the numbers look like.")
-@click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
+@click.argument("path", metavar="PATH", type=LOCATION)
 @click.option(
     "--select",
     cls=Once,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from ckpt_tools import temporaries
 from ckpt_tools.checking.reading import Mismatch, read_checkpoint
-from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, naming, open_checkpoint
+from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, naming, open_checkpoint, open_source
 from ckpt_tools.containers import safetensors
 from ckpt_tools.containers.base import is_zip
 from ckpt_tools.containers.zip_directory import RecordRange
@@ -20,7 +21,7 @@ from ckpt_tools.findings import counted_bytes
 from ckpt_tools.plan import Content, Deflated, Range
 from ckpt_tools.repairing.garbage import find_legacy, find_safetensors, is_text_mode, salvage_safetensors, undo_text_mode
 from ckpt_tools.repairing.salvage import Salvaged, filled, salvage_legacy, salvage_zip
-from ckpt_tools.sources import Window
+from ckpt_tools.sources import Files, Window
 from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree import Storage
 
@@ -28,7 +29,7 @@ _REPAIRED = ("torch-zip", "torch-legacy", "torch-tar", "safetensors")
 
 
 @contextlib.contextmanager
-def opened(path: Path, *, keep_damaged: bool, scratch: Path) -> Iterator[tuple[Salvaged, str]]:
+def opened(path: str | os.PathLike[str], *, keep_damaged: bool, scratch: Path) -> Iterator[tuple[Salvaged, str]]:
     """What can be had of a file, and what was wrong with it as a whole ("" where it opens).
 
     Args:
@@ -43,15 +44,17 @@ def opened(path: Path, *, keep_damaged: bool, scratch: Path) -> Iterator[tuple[S
         yield _open(path, keep_damaged, scratch, stack)
 
 
-def _open(path: Path, keep_damaged: bool, scratch: Path, stack: contextlib.ExitStack) -> tuple[Salvaged, str]:
+def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack: contextlib.ExitStack) -> tuple[Salvaged, str]:
     try:
         checkpoint = stack.enter_context(open_checkpoint(path))
     except (UnsupportedContainerError, LimitError):
         raise
     except CkptError as error:
         error.__traceback__ = None  # which holds everything that was read so far
-        source = Source(path)
+        source = open_source(path)
         stack.callback(source.close)
+        if isinstance(source, Files):
+            raise
         return _salvaged(source, error, keep_damaged, scratch, stack)
     if checkpoint.container not in _REPAIRED:
         raise UnsupportedContainerError(

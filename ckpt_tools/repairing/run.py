@@ -49,7 +49,8 @@ def repair(
     """Write what is whole in `source` to `target`. Runs nothing in the file, and never touches it.
 
     Args:
-        source: a torch-zip or safetensors file, damaged or not. target: the file to write; `.safetensors` makes one.
+        source: a torch-zip or safetensors file, damaged or not, or the address of one. target: the file to write;
+            `.safetensors` makes one.
         keep_damaged: keep damaged tensors as they are, what is missing of them as zeros; take a damaged pickle.
         tie_equal: tie matrices of one state dict that are equal byte for byte.
         like: a target (a checkpoint, or "package.module:callable", which is imported) whose tensors the output shall have;
@@ -70,10 +71,10 @@ def repair(
     kind = "safetensors" if os.fspath(target).endswith(".safetensors") else "pth"
     report = Repaired(str(source), str(target), "safetensors" if kind == "safetensors" else "torch-zip", dry_run)
     where = output_target(target, overwrite=overwrite or dry_run)
-    if _is_one_file(where, Path(source)):
+    if _is_one_file(where, source):
         raise UsageError("OUT is IN: repair never touches its input.", fix="Give OUT another name.")
     choices = _Choices(keep_damaged, tie_equal, holes, kind)
-    with opened(Path(source), keep_damaged=keep_damaged, scratch=scratch_place(where, dry_run=dry_run)) as (salvaged, was):
+    with opened(source, keep_damaged=keep_damaged, scratch=scratch_place(where, dry_run=dry_run)) as (salvaged, was):
         report.was = was
         pieces = _plan(salvaged, choices, report)
         report.bytes = total(pieces)
@@ -87,7 +88,7 @@ def repair(
     return report
 
 
-def _is_one_file(one: Path, two: Path) -> bool:
+def _is_one_file(one: Path, two: str | os.PathLike[str]) -> bool:
     try:
         return os.path.samefile(one, two)
     except OSError:  # one is not there, or cannot be looked at; whoever opens it says so
