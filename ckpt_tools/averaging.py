@@ -29,13 +29,13 @@ from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.files import check_space
 from ckpt_tools.modules import is_module
 from ckpt_tools.name_edits import Names
-from ckpt_tools.names import listed
+from ckpt_tools.names import dotted, listed
 from ckpt_tools.names import unwrap as unwrap_name
 from ckpt_tools.numeric import has_numbers, largest, row_major, view_of, weighted_sum
 from ckpt_tools.object_policy import modules_first
 from ckpt_tools.plan import Content, total
 from ckpt_tools.sides import check_effort
-from ckpt_tools.transforms import dotted, restore_named_ties
+from ckpt_tools.transforms import restore_named_ties
 from ckpt_tools.transforms import select as select_node
 from ckpt_tools.tree import Entry, Node, Object, Storage, Where, contiguous_stride, walk
 from ckpt_tools.writer import write

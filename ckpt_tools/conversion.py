@@ -23,8 +23,8 @@ from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.files import Output, check_space
 from ckpt_tools.name_edits import Names, several
+from ckpt_tools.names import dotted
 from ckpt_tools.plan import Piece, total
-from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Node
 from ckpt_tools.writer import Progress, write
 

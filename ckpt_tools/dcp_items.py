@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.containers import torch_zip_layout
 from ckpt_tools.errors import CollisionError, ContainerLimitError
+from ckpt_tools.names import dotted
 from ckpt_tools.numeric import row_major, view_of
 from ckpt_tools.plan import Content, to_bytes
-from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Dict, Entry, List, Node
 
 Path = tuple[str | int, ...]

@@ -15,10 +15,9 @@ from ckpt_tools.containers.base import PROGRAM
 from ckpt_tools.errors import LimitError
 from ckpt_tools.findings import Finding, mending
 from ckpt_tools.modules import is_module, settings
-from ckpt_tools.names import MODULE, listed, wrappers_in
+from ckpt_tools.names import MODULE, dotted, listed, wrappers_in
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plain import as_value, is_known
-from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import PLAIN, Dict, Entry, Global, List, Node, Object, Storage, Where, reachable, walk
 
 MAX_VALUES = 1000

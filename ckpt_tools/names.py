@@ -208,6 +208,11 @@ def did_you_mean(text: str, candidates: Iterable[str]) -> str:
     return f"Did you mean {', '.join(map(repr, found))}?" if found else ""
 
 
+def dotted(where: Sequence[str | int]) -> str:
+    """A path in a tree as text: `model.ema`, `nets.0`; the root is the empty text."""
+    return ".".join(map(str, where))
+
+
 def some(names: Sequence[str]) -> str:
     """The first few of many names, quoted, for a message.
 

@@ -9,7 +9,7 @@ from ckpt_tools.checkpoint import Checkpoint, find_tensors
 from ckpt_tools.converted import Converted, Note, ObjectFate
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.modules import is_module
-from ckpt_tools.transforms import dotted
+from ckpt_tools.names import dotted
 from ckpt_tools.tree import DROP, Entry, Node, Where
 
 

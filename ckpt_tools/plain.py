@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ckpt_tools import tree
-from ckpt_tools.containers.legacy_stream import LOAD_FROM_BYTES
 from ckpt_tools.pickling.old_tensors import VARIABLE
-from ckpt_tools.pickling.torch_objects import unusual_tensor
+from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_2_4
 from ckpt_tools.plain_keys import plain_keys
 from ckpt_tools.plain_values import (

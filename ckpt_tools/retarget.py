@@ -18,12 +18,12 @@ from ckpt_tools.errors import ConvertError, MatchPlanError, NothingMatchedError,
 from ckpt_tools.fit import Fitted, Initialised, Wanted, fit
 from ckpt_tools.initialisers import Blank, Rules, blank_in, check_finite
 from ckpt_tools.match import Stages, match
+from ckpt_tools.names import dotted
 from ckpt_tools.numeric import live_content, row_major
 from ckpt_tools.plan import Content
 from ckpt_tools.plan_files import read_plan
 from ckpt_tools.plans import Plan, plan_of
 from ckpt_tools.targets import Param, Target, choose_state_dict, params_of, read_target
-from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Dict, Entry, Node, walk
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from ckpt_tools import tree
 from ckpt_tools.checkpoint import StateDict, find_state_dicts, find_tensors, is_optimizer, is_tensor
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.modules import is_module, module_state_dict
-from ckpt_tools.transforms import dotted
+from ckpt_tools.names import dotted
 from ckpt_tools.tree import Dict, List, Node, Object, Where, walk
 
 # --- --slim

@@ -11,15 +11,10 @@ from fnmatch import translate
 from ckpt_tools import tree
 from ckpt_tools.checkpoint import StateDict, find_state_dicts, find_tensors, is_optimizer, is_tensor
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
-from ckpt_tools.names import check_unique, did_you_mean, move_metadata
+from ckpt_tools.names import check_unique, did_you_mean, dotted, move_metadata
 from ckpt_tools.tree import Dict, Entry, List, Node, Storage, Where, walk
 
 Rename = Callable[[str], str]
-
-
-def dotted(where: Where) -> str:
-    """A path as text: `model.ema`, `nets.0`; the root is the empty text."""
-    return ".".join(map(str, where))
 
 
 # --- names

@@ -21,11 +21,10 @@ from ckpt_tools.describe import find_findings
 from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, DigestError, RemoteError, ZipError
 from ckpt_tools.files import Source, is_address, replacing
 from ckpt_tools.findings import Finding, mending
-from ckpt_tools.names import listed
+from ckpt_tools.names import dotted, listed
 from ckpt_tools.plan import Literal, Piece
 from ckpt_tools.processes import in_processes
 from ckpt_tools.sources import Files
-from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Entry, Where
 from ckpt_tools.writer import Progress, write
 

@@ -20,13 +20,12 @@ from ckpt_tools.pickling.limits import BYTES_PER_NODE
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine, Maker
 from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles
-from ckpt_tools.pickling.torch_objects import MAKERS, Storages, storage_dtype
+from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, Storages, storage_dtype
 from ckpt_tools.plan import Content, Literal, Range
 from ckpt_tools.tree import Dict, Entry, Global, List, Node, Storage
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
-LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 _MAX_BLOBS_IN_BLOBS = 8
 _KEY = re.compile(r"[0-9]{1,40}")
 _NOWHERE = Literal(b"")

@@ -17,6 +17,7 @@ from ckpt_tools.plan import Content, Literal
 from ckpt_tools.tree import MAX_DIMENSIONS, Dict, Entry, Extras, Global, List, Node, Object, Storage, check
 
 ORDERED_DICT = Global("collections", "OrderedDict")
+LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 Locate = Callable[[str, int], Content | None]
 _NOT_THERE = Literal(b"")
 

@@ -11,10 +11,9 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.fit import Wanted, fit
 from ckpt_tools.initialisers import Blank, Rules, blank_in
 from ckpt_tools.match import match
-from ckpt_tools.names import unwrap
+from ckpt_tools.names import dotted, unwrap
 from ckpt_tools.plans import plan_of
 from ckpt_tools.targets import Param, Target, params_of, read_target
-from ckpt_tools.transforms import dotted
 from ckpt_tools.tree import Node
 
 
