@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from ckpt_tools.errors import MatchPlanError
-from ckpt_tools.files import replacing
+from ckpt_tools.errors import MatchPlanError, NotACheckpointError
+from ckpt_tools.files import open_regular, replacing
 from ckpt_tools.match.records import Shape
 from ckpt_tools.names import printable
 from ckpt_tools.plan import Literal, Piece
@@ -106,13 +106,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         MatchPlanError: it cannot be read, is no TOML, has unknown or wrong fields, or steps that cannot be done.
     """
     try:
-        if (size := Path(path).stat().st_size) > MAX_BYTES:
-            raise MatchPlanError(f"{path} has {size} bytes; no plan is so large.")
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise MatchPlanError(f"The plan {path} cannot be read.", why=f"{error}.") from None
-    try:
-        document = tomllib.loads(text)
+        document = tomllib.loads(_text(Path(path)))
     except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
         raise MatchPlanError(f"The plan {path} is no TOML.", why=f"{error}.") from None
     try:
@@ -122,6 +116,21 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         error.what = f"{path}: {error.what}"
         raise
     return plan
+
+
+def _text(path: Path) -> str:
+    try:
+        fd = open_regular(path)
+    except NotACheckpointError as error:  # missing, a folder, a pipe
+        raise MatchPlanError(f"The plan {path} cannot be read.", why=error.why, fix=error.fix) from None
+    with open(fd, "rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise MatchPlanError(f"{path} has more than {MAX_BYTES} bytes; no plan is so large.")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise MatchPlanError(f"The plan {path} is no TOML.", why="It is no text in UTF-8.") from None
 
 
 def _plan(document: dict[str, Any]) -> Plan:

@@ -100,7 +100,7 @@ def _select(checkpoint: Checkpoint, where: str) -> Node:
         with naming(checkpoint.decoded.source):
             return select(checkpoint.root, where)
     except NothingMatchedError as error:
-        error.fix = "ckpt inspect shows the paths that there are; '.' is the whole file, and ckpt diff takes A_PATH=B_PATH."
+        error.fix = "ckpt inspect shows the paths that there are; '.' is the whole file."
         raise
 
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 from ckpt_tools import plain, transforms
 from ckpt_tools.checkpoint import Checkpoint, StateDict, find_state_dicts, is_tensor, open_checkpoint
 from ckpt_tools.errors import NothingMatchedError, TargetError, UsageError
-from ckpt_tools.names import dotted
+from ckpt_tools.names import did_you_mean, dotted
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.tree import Dict, Entry, Node
 
@@ -125,7 +125,11 @@ def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDic
     if len(chosen) == 1:
         return chosen[0]
     if select is not None:
-        node = transforms.select(root, select)
+        try:
+            node = transforms.select(root, select)
+        except NothingMatchedError as error:
+            error.what = error.what.replace("--select", option.partition(" ")[0].removesuffix("=..."), 1)
+            raise
         if type(node) is not Dict or not StateDict((), node).names:
             raise NothingMatchedError(f"{checkpoint.path}: {select!r} is no state dict.")
         return StateDict((), node)
@@ -203,10 +207,14 @@ def _imported(spec: str) -> Callable[..., Any]:
         try:
             found: Any = importlib.import_module(module_name)
         except Exception as error:
-            raise TargetError(f"The target {spec} cannot be imported.", why=f"{type(error).__name__}: {error}") from error
+            fix = "The current folder and what is installed here can be imported." if isinstance(error, ImportError) else ""
+            raise TargetError(
+                f"The target {spec} cannot be imported.", why=f"{type(error).__name__}: {error}", fix=fix
+            ) from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise TargetError(f"The target {spec} is not there: {module_name} has no {attribute!r}.")
+            near = did_you_mean(part, (name for name in dir(found) if not name.startswith("_")))
+            raise TargetError(f"The target {spec} is not there: {module_name} has no {attribute!r}.", fix=near)
         found = getattr(found, part)
     if not callable(found):
         raise TargetError(f"The target {spec} cannot be called; it is a {type(found).__name__}.")

@@ -125,6 +125,10 @@ def test_names_that_the_terminal_cannot_show(name: str, terminal: dict[str, str]
         (["inspect", FIXTURES / "sngle.pth"], "single.pth"),
         (["convert", FIXTURES / "ddp.pth", "OUT", "--drop", "module.fc3.weight"], "module.fc2.weight"),
         (["convert", FIXTURES / "training.pth", "OUT", "--select", "modle"], "model"),
+        (["convert", FIXTURES / "ddp.pth", "OUT", "--like", FIXTURES / "training.pth", "--like-select", "modle"], "model"),
+        (["convert", FIXTURES / "ddp.pth", "OUT", "--plan", FIXTURES / "sngle.pth"], "single.pth"),
+        (["match", FIXTURES / "ddp.pth", "--like", "fixtures.make:netwrk"], "network"),
+        (["diff", FIXTURES / "training.pth", FIXTURES / "single.pth", "--select", "modle=."], "model"),
         (["stats", FIXTURES / "single.pth", "--filter", "fc1.wieght"], "fc1.weight"),
         (["inspect", FIXTURES / "single.pth", "--filter", "fc1.wieght"], "fc1.weight"),
     ],
@@ -135,6 +139,9 @@ def test_did_you_mean(arguments: list[Any], near: str, tmp_path: Path) -> None:
     given = [str(tmp_path / "out.pth") if argument == "OUT" else str(argument) for argument in arguments]
     output = CliRunner().invoke(main, given).output
     assert re.search(f"[Dd]id you mean.*{re.escape(near)}", output), output
+    assert "Errno" not in output
+    if "--like-select" in given:
+        assert "--like-select 'modle' matches nothing." in output
 
 
 QUIET: dict[str, list[tuple[int, list[str]]]] = {

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("source", metavar="IN", type=LOCATION)
-@click.argument("target", metavar="OUT", type=LOCATION, required=False)
+@click.argument("target", metavar="[OUT]", type=LOCATION, required=False)
 @click.option("--strip-module", is_flag=True, help="Remove leading 'module.', repeated ones too, in every state dict.")
 @click.option("--add-module", is_flag=True, help="Put 'module.' before every name.")
 @click.option("--unwrap", is_flag=True, help="Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.")
