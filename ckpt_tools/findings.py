@@ -31,7 +31,7 @@ class Finding:
     says: str = ""
 
 
-_READ_ONLY = (".npz", ".npy", ".pkl", ".pickle", ".tar")
+_READ_ONLY = (".npz", ".npy", ".pkl", ".pickle", ".tar", ".zip")
 
 
 def mending(command: str, path: str, options: str = "", *, suffix: str | None = None) -> str:

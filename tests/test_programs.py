@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import io
 import json
+import pickle
+import tempfile
 import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save as safetensors_bytes
 from torch import nn
 
 import ckpt_tools
+from ckpt_tools import open_checkpoint
 from ckpt_tools.errors import (
     CkptError,
     ContainerLimitError,
+    DamagedFileError,
     LimitError,
     ObjectsError,
     TensorError,
@@ -25,6 +33,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.torch import load_state_dict
 from tests.graphs import assert_same, element_bytes
+from tests.legacy import legacy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
 
@@ -270,6 +279,7 @@ def bundle(path: Path, members: dict[str, bytes], compression: int = zipfile.ZIP
     return path
 
 
+LEGACY = legacy(POLICY)
 AGENT = {
     "data": json.dumps({"gamma": 0.99, "policy_class": {":serialized:": "gAWV"}, "shape": [1, 2]}).encode(),
     "policy.pth": saved(POLICY),
@@ -320,13 +330,103 @@ def test_damage_inside_a_member_is_found(tmp_path: Path) -> None:
     ("members", "error", "message"),
     [
         ({"a.zip": b"PK\x03\x04 cut"}, ZipError, "directory at the end"),
-        ({"policy.pth": AGENT["policy.pth"], "big": bytes(17 << 20)}, LimitError, "big"),
+        ({"policy.pth": AGENT["policy.pth"], "net.pth": LEGACY[:-3]}, DamagedFileError, r"The member 'net\.pth': .*cut off"),
     ],
 )
 def test_bundles_that_are_refused(tmp_path: Path, members: dict[str, bytes], error: type[CkptError], message: str) -> None:
-    """A damaged member, and one too large to be a value."""
+    """Damaged members, which are named."""
     with pytest.raises(error, match=message):
         ckpt_tools.inspect(bundle(tmp_path / "agent.zip", members))
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
+def test_members_of_every_kind(tmp_path: Path, compression: int) -> None:
+    """Checkpoints of every container in an archive are found, packed or not, in folders or not, with the same bits."""
+    arrays = io.BytesIO()
+    np.savez(arrays, w=np.arange(6.0).reshape(2, 3))
+    members = {
+        "new.pth": saved(POLICY), "old/old.pth": LEGACY, "old/m.safetensors": safetensors_bytes(POLICY),
+        "a.npz": arrays.getvalue(), "p.pkl": pickle.dumps({"x": torch.ones(2)}),
+        "config.json": b'{"a": [1]}', "odd.pkl": b"\x80\x04odd",
+    }  # fmt: skip
+    path = bundle(tmp_path / "all.zip", members, compression)
+    found = ckpt_tools.inspect(path)
+    assert found.container == "zip-bundle"
+    assert [row["where"] for row in found.state_dicts] == [[name] for name in members][:5]
+    assert any("odd.pkl" in finding.found for finding in found.findings)
+    report = ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain", verify=True)
+    assert not any(note.code == "no-checksums" for note in report.notes)
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert list(loaded) == list(members)
+    for name in ("new.pth", "old/old.pth", "old/m.safetensors"):
+        assert {key: element_bytes(tensor) for key, tensor in loaded[name].items()} == {
+            key: element_bytes(tensor) for key, tensor in POLICY.items()
+        }
+    assert torch.equal(loaded["a.npz"]["w"], torch.arange(6.0, dtype=torch.float64).view(2, 3))
+    assert loaded["config.json"] == {"a": [1]}
+    assert ckpt_tools.check(path).records >= len(members)
+
+
+def test_a_packed_folder_of_weights(tmp_path: Path) -> None:
+    """One checkpoint in one folder of a deflated archive is fitted into a model, and becomes one safetensors file."""
+    path = bundle(tmp_path / "weights.zip", {"w/model.pth": saved(POLICY), "w/readme.txt": b"hello"}, zipfile.ZIP_DEFLATED)
+    assert_same(load_state_dict(path), POLICY)
+    ckpt_tools.convert(path, tmp_path / "out.safetensors")
+    assert [row["name"] for row in ckpt_tools.inspect(tmp_path / "out.safetensors").tensors] == list(POLICY)
+    assert ckpt_tools.inspect(path).findings[0].fix.endswith("weights.fixed.pth --objects plain")
+
+
+def test_what_is_no_checkpoint_and_large_is_left_out(tmp_path: Path) -> None:
+    """A member that is too large to be a value is not kept, and that is said; so is what comes after too many of them."""
+    members = {"policy.pth": AGENT["policy.pth"], "big": bytes(17 << 20)} | {f"{i}": bytes(15 << 20) for i in range(5)}
+    found = ckpt_tools.inspect(bundle(tmp_path / "agent.zip", members, zipfile.ZIP_DEFLATED))
+    left = [finding.found for finding in found.findings if finding.code == "left-out"]
+    assert ["'big', 17825792 bytes" in text for text in left] == [True, False]
+    assert "'4'" in left[1]
+
+
+def test_a_json_of_many_nodes_stays_text(tmp_path: Path) -> None:
+    """A JSON member that would make more nodes than its text is worth is kept as the text that it is."""
+    text = "[" + "[]," * (1 << 20) + "[]]"
+    path = bundle(tmp_path / "agent.zip", {"policy.pth": AGENT["policy.pth"], "data": text.encode()}, zipfile.ZIP_DEFLATED)
+    with open_checkpoint(path) as checkpoint:
+        assert checkpoint.root.get("data") == text
+
+
+def test_a_bomb_of_a_member_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deflated member is inflated up to a multiple of the file and no further; a disk that is full is one sentence."""
+    path = bundle(tmp_path / "bomb.zip", {"a.pth": saved({"w.w": torch.zeros(30 << 20)})}, zipfile.ZIP_DEFLATED)
+    with pytest.raises(LimitError, match=r"deflated member 'a\.pth' has 1258\d+ bytes"):
+        ckpt_tools.inspect(path)
+    path = bundle(tmp_path / "fine.zip", {"a.pth": saved({"w.w": torch.zeros(1 << 20)})}, zipfile.ZIP_DEFLATED)
+    assert len(ckpt_tools.inspect(path).tensors) == 1
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ckpt_tools.containers.zip_bundle.tempfile.TemporaryFile", full)
+    with pytest.raises(LimitError, match="temporary file") as caught:
+        ckpt_tools.inspect(path)
+    assert "TMPDIR" in caught.value.fix
+
+
+def test_the_temporary_file_goes_with_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members of an archive share one file, which is closed when nothing refers to the checkpoint any more."""
+    made: list[Any] = []
+    make = tempfile.TemporaryFile
+
+    def kept(**options: Any) -> Any:
+        made.append(make(**options))
+        return made[-1]
+
+    monkeypatch.setattr("ckpt_tools.containers.zip_bundle.tempfile.TemporaryFile", kept)
+    path = bundle(tmp_path / "a.zip", {"a.pth": saved(POLICY), "b.pth": LEGACY}, zipfile.ZIP_DEFLATED)
+    checkpoint = open_checkpoint(path)
+    assert [file.closed for file in made] == [False]
+    checkpoint.close()
+    del checkpoint
+    gc.collect()
+    assert made[0].closed
 
 
 def test_a_zip_of_other_zips_is_refused(tmp_path: Path) -> None:

@@ -37,12 +37,10 @@ def _decode_rarer(source: Source, directory: Directory, folder: str | None, name
 
     if numpy_files.is_npz(names):
         return numpy_files.decode_npz(source, directory)
-    if folder is None:
-        if zip_bundle.sniff(source, directory):
-            return zip_bundle.decode(source, directory)
-        raise _unknown(directory.records)
-    if torchscript.sniff(names, folder):
+    if folder is not None and torchscript.sniff(names, folder):
         return torchscript.decode(source, directory, folder)
+    if zip_bundle.sniff(source, directory):
+        return zip_bundle.decode(source, directory)
     raise _unknown(directory.records)
 
 

@@ -14,14 +14,13 @@ Source: numpy/lib/_format_impl.py (its docstring is the specification), numpy/li
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from ckpt_tools import tree
 from ckpt_tools.containers.base import Decoded, Warned, settled, trailing
 from ckpt_tools.containers.legacy_stream import Blobs
-from ckpt_tools.containers.torch_zip import record_content
+from ckpt_tools.containers.torch_zip import record_content, record_head
 from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.dtypes import BY_NUMPY
 from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError, UnsupportedContainerError
@@ -89,7 +88,7 @@ def decode_npz(source: Source, directory: Directory) -> Decoded:
     items: list[tuple[Node, Node]] = []
     for record in directory.records:
         name = record.name.removesuffix(".npy")
-        header = parse_header(_head(source, record), name)
+        header = parse_header(record_head(source, record, _MAX_HEADER + 12), name)
         node = arrays.node(header, record_content(source, record), _part(source, record, header), f"the array {name!r}")
         if arrays.left:
             raise TensorError(f"The array {name!r} has {arrays.left} bytes more than its shape.")
@@ -98,17 +97,6 @@ def decode_npz(source: Source, directory: Directory) -> Decoded:
     decoded.warnings += trailing(directory.trailing, "the archive")
     decoded.records = directory.records
     return decoded
-
-
-def _head(source: Source, record: Record) -> bytes:
-    """The first bytes of a record: all of its header, if that is no longer than it may be."""
-    packed = source.read(record.data, min(record.compressed, _MAX_HEADER + 12))
-    if not record.deflated:
-        return packed
-    try:
-        return zlib.decompressobj(-15).decompress(packed, _MAX_HEADER + 12)
-    except zlib.error as error:
-        raise DamagedFileError(f"The zip record {record.name!r} cannot be inflated.", why=f"{error}.") from None
 
 
 def _part(source: Source, record: Record, header: Header) -> Part:

@@ -117,6 +117,21 @@ def record_content(source: Source, record: Record) -> Content:
     return RecordRange(source, record.data, record.size, record)
 
 
+def record_head(source: Source, record: Record, length: int) -> bytes:
+    """The first bytes of a record, `length` of them at most, inflated where it is deflated.
+
+    Raises:
+        ZipError: they cannot be inflated.
+    """
+    packed = source.read(record.data, min(record.compressed, length))
+    if not record.deflated:
+        return packed
+    try:
+        return zlib.decompressobj(-15).decompress(packed, length)
+    except zlib.error as error:
+        raise ZipError(f"The zip record {record.name!r} cannot be inflated.", why=f"{error}.") from None
+
+
 def read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
     """The pickle. A deflated one may be as long as the file: the records that it lists take more than their names in it."""
     limit = max(source.size, _INFLATED) if record.deflated else _PICKLE_LIMIT

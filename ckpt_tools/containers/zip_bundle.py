@@ -1,104 +1,194 @@
-"""zip-bundle: a zip whose members are torch files, as stable-baselines3 and others save an agent.
+"""zip-bundle: a zip whose members are checkpoints, as stable-baselines3 saves an agent, or as people pack a folder.
 
-    policy.pth, policy.optimizer.pth, pytorch_variables.pth   stored torch-zips: subtrees under their member names
-    data                                                      JSON: plain values (pickles in it stay text)
-    system_info.txt, _stable_baselines3_version               text
+    policy.pth, policy.optimizer.pth, model.safetensors   what starts as a checkpoint: subtrees under their member names
+    data, config.json                                     JSON: plain values (pickles in it stay text)
+    system_info.txt, _stable_baselines3_version           text
 
-Anything else is kept as bytes. Source: stable_baselines3/common/save_util.py, `save_to_zip_file`.
+Anything else is kept as bytes, up to a limit. A stored member is read where it lies; a deflated one that is a checkpoint is
+inflated into a temporary file without a name first. Source: stable_baselines3/common/save_util.py, `save_to_zip_file`.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
-from ckpt_tools.containers import torch_zip, torchscript
+from ckpt_tools.containers import numpy_files, plain_pickle, safetensors, torch_legacy, torch_tar, torch_zip, torchscript
 from ckpt_tools.containers.base import Decoded, Warned
+from ckpt_tools.containers.sharded import Keys
 from ckpt_tools.containers.zip_directory import Directory, Record, read_directory
-from ckpt_tools.errors import LimitError, UnsupportedContainerError, ZipError
+from ckpt_tools.errors import CkptError, LimitError, UnsupportedContainerError, ZipError
 from ckpt_tools.files import Source
-from ckpt_tools.plan import read
+from ckpt_tools.plan import chunks, read
 from ckpt_tools.sources import Window
 from ckpt_tools.tree import Dict, List, Node
 
 _ZIP = b"PK\x03\x04"
-_MAX_MEMBERS, _MAX_INLINE, _MAX_JSON_DEPTH = 1000, 16 << 20, 100
+_HEAD = 512  # bytes of a member that tell what it is
+_MAX_MEMBERS = 1000
+_MAX_INLINE, _MAX_ALL_INLINE = 16 << 20, 64 << 20  # bytes of a member that is no checkpoint, and of all such
+_MAX_JSON_DEPTH, _MAX_JSON_NODES = 100, 1_000_000
+_INFLATION, _SPARE = 16, 64 << 20  # how many times the file's size the inflated members may have, and what is always allowed
+
+_Decode = Callable[[Source], Decoded]
+# Beside zips: whether a member is one by its first bytes, and its reader.
+_KINDS: tuple[tuple[Callable[[bytes], bool], _Decode], ...] = (
+    (torch_legacy.sniff, torch_legacy.decode),
+    (torch_tar.sniff, torch_tar.decode),
+    (safetensors.sniff, safetensors.decode),
+    (numpy_files.sniff, numpy_files.decode_npy),
+)
 
 
 def sniff(source: Source, directory: Directory) -> bool:
-    """Whether some member is a zip of its own, stored as it is."""
-    return len(directory.records) <= _MAX_MEMBERS and any(_is_archive(source, record) for record in directory.records)
+    """Whether some member starts as a checkpoint does: a zip of its own, or another container than a plain pickle."""
+    records = directory.records
+    if len(records) > _MAX_MEMBERS:
+        return False
+    source.prefetch([(record.data, min(record.compressed, _HEAD)) for record in records])
+    heads = (torch_zip.record_head(source, record, _HEAD) for record in records)
+    return any(head.startswith(_ZIP) or _kind(head) is not None for head in heads)
 
 
-def _is_archive(source: Source, record: Record) -> bool:
-    return not record.deflated and record.size >= len(_ZIP) and source.read(record.data, len(_ZIP)) == _ZIP
+def _kind(head: bytes) -> _Decode | None:
+    return next((decode for starts, decode in _KINDS if starts(head)), None)
 
 
 def decode(source: Source, directory: Directory) -> Decoded:
-    """Every member as a part of one tree; no tensor bytes.
+    """Every member as a part of one tree; no tensor bytes, but of deflated members, which are inflated whole.
 
     Raises:
-        ZipError, PickleError, TensorError: a member breaks a promise. LimitError: a member that is no checkpoint and too large.
+        ZipError, PickleError, TensorError: a member breaks a promise. LimitError: a deflated member is too large.
+        UnsupportedContainerError: a member is a zip, and no checkpoint.
     """
     unusual = ["an archive around checkpoints"]
-    bundle = Decoded("zip-bundle", Dict(), source, unusual=unusual, has_checksums=True, records=directory.records)
+    decoded = Decoded("zip-bundle", Dict(), source, unusual=unusual, has_checksums=True, records=directory.records)
     if directory.trailing:
-        bundle.warnings.append(Warned("trailing-bytes", f"{directory.trailing} bytes after the archive", "nothing; not kept"))
-    seen: set[str] = set()
-    for number, record in enumerate(directory.records):
-        if _is_archive(source, record):
-            part = _part(source, record, f"{number}_" if seen else "")
-            seen.add(part.byteorder)
-            _merge(bundle, record.name, part)
-        else:
-            bundle.root.items.append((record.name, _value(source, record)))
-    if len(seen) > 1:
+        decoded.warnings.append(Warned("trailing-bytes", f"{directory.trailing} bytes after the archive", "nothing; not kept"))
+    bundle = _Bundle(source, decoded)
+    for record in directory.records:
+        bundle.add(record)
+    if len(bundle.byteorders) > 1:
         raise ZipError("The members of the archive are of both byte orders.", fix="Unpack it and convert them one by one.")
-    return bundle
+    return decoded
 
 
-def _part(source: Source, record: Record, keys: str) -> Decoded:
-    """A member as a checkpoint of its own, its records placed where they are in the whole file."""
-    window = Window(source, record.data, record.size)
-    inner = read_directory(window)
+class _Bundle:
+    """The members of one archive, on their way into one tree."""
+
+    def __init__(self, source: Source, decoded: Decoded) -> None:
+        self.source, self.decoded = source, decoded
+        self.inflated = Inflated(source)
+        self.keys = Keys()
+        self.byteorders: set[str] = set()
+        self.inline = 0
+
+    def add(self, record: Record) -> None:
+        """Read a member as what it is."""
+        head = torch_zip.record_head(self.source, record, _HEAD)
+        decode = _kind(head)
+        if head.startswith(_ZIP):
+            self._merge(record.name, _archive(*self._placed(record), record))
+        elif decode is not None:
+            self._merge(record.name, _named(record, decode, Window(*self._placed(record), record.size)))
+        elif plain_pickle.sniff(head) and (part := self._pickle(record)) is not None:
+            self._merge(record.name, part)
+        else:
+            self._keep(record)
+
+    def _placed(self, record: Record) -> tuple[Source, int]:
+        """The source that a member can be read from by position, and where it starts there."""
+        if not record.deflated:
+            return self.source, record.data
+        return self.inflated, self.inflated.add(record)
+
+    def _pickle(self, record: Record) -> Decoded | None:
+        """A member that looks like a pickle; None when it is none of those that can be read, and is kept as bytes."""
+        try:
+            return plain_pickle.decode(Window(*self._placed(record), record.size))
+        except LimitError:
+            raise
+        except CkptError as error:
+            why = error.what.removesuffix(".")
+            self._warn("unread-member", f"the member {record.name!r}, a pickle that is kept as bytes: {why}")
+            return None
+
+    def _keep(self, record: Record) -> None:
+        """A member that is no checkpoint: a value; one that is too large to be one is left out."""
+        self.inline += record.size
+        if record.size > _MAX_INLINE or self.inline > _MAX_ALL_INLINE:
+            self.inline -= record.size
+            self._warn("left-out", f"the member {record.name!r}, {record.size} bytes that are no checkpoint: they are not kept")
+            return
+        self.decoded.root.items.append((record.name, _value(read(torch_zip.record_content(self.source, record)))))
+
+    def _warn(self, code: str, found: str) -> None:
+        self.decoded.warnings.append(Warned(code, found))
+
+    def _merge(self, name: str, part: Decoded) -> None:
+        bundle = self.decoded
+        bundle.root.items.append((name, self.keys.renew(part.root)))
+        bundle.globals = list(dict.fromkeys((*bundle.globals, *part.globals)))
+        bundle.unusual = list(dict.fromkeys((*bundle.unusual, *part.unusual)))
+        bundle.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]
+        if part.source is self.source:
+            bundle.records = [*bundle.records, *part.records]
+        bundle.storage_bytes += part.storage_bytes
+        bundle.byteorder = part.byteorder
+        bundle.has_checksums &= part.has_checksums or part.container != "torch-zip"  # others have none to be trusted
+        self.byteorders.add(part.byteorder)
+
+
+def _named(record: Record, decode: _Decode, member: Source) -> Decoded:
+    """Decode a member; errors say which it is."""
+    try:
+        return decode(member)
+    except CkptError as error:
+        error.what = f"The member {record.name!r}: {error.what}"
+        raise
+
+
+def _archive(source: Source, start: int, record: Record) -> Decoded:
+    """A member that is a zip, as a checkpoint of its own; its records are placed where they are in the source."""
+    window = Window(source, start, record.size)
+    inner = _named_directory(record, window)
     member = f"{record.name}!"
     placed = [
-        replace(row, name=member + row.name, header=row.header + record.data, data=row.data + record.data,
-                following=row.following + record.data) for row in inner.records
+        replace(row, name=member + row.name, header=row.header + start, data=row.data + start,
+                following=row.following + start) for row in inner.records
     ]  # fmt: skip
     names = {row.name for row in inner.records}
     folder = next((name.partition("/")[0] for name in names), "")
+    if numpy_files.is_npz(names):
+        return numpy_files.decode_npz(window, inner)
     if f"{folder}/data.pkl" not in names or torchscript.sniff(names, folder):
         raise UnsupportedContainerError(
             f"The member {record.name!r} is a zip, but not one that torch.save wrote.",
             fix="Unpack the archive and convert its members one by one.",
         )
-    return torch_zip.decode(source, Directory(placed, inner.start + record.data, inner.trailing), folder, member, keys)
+    return torch_zip.decode(source, Directory(placed, inner.start + start, inner.trailing), folder, member)
 
 
-def _merge(bundle: Decoded, name: str, part: Decoded) -> None:
-    bundle.root.items.append((name, part.root))
-    bundle.globals = list(dict.fromkeys((*bundle.globals, *part.globals)))
-    bundle.unusual = list(dict.fromkeys((*bundle.unusual, *part.unusual)))
-    bundle.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]
-    bundle.records = [*bundle.records, *part.records]
-    bundle.storage_bytes += part.storage_bytes
-    bundle.byteorder = part.byteorder
-    bundle.has_checksums &= part.has_checksums
+def _named_directory(record: Record, window: Window) -> Directory:
+    try:
+        return read_directory(window)
+    except CkptError as error:
+        error.what = f"The member {record.name!r}: {error.what}"
+        raise
 
 
-def _value(source: Source, record: Record) -> Node:
+def _value(data: bytes) -> Node:
     """A member that is no checkpoint: JSON as plain values, text as text, anything else as bytes."""
-    if record.size > _MAX_INLINE:
-        raise LimitError(
-            f"The member {record.name!r} is no checkpoint and has {record.size} bytes; {_MAX_INLINE} is the limit.",
-            fix="Unpack the archive and convert its members one by one.",
-        )
-    data = read(torch_zip.record_content(source, record))
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         return data
+    if sum(map(text.count, ",[{")) > _MAX_JSON_NODES:
+        return text
     try:
         return _node(json.loads(text), 0)
     except (ValueError, RecursionError):
@@ -111,3 +201,51 @@ def _node(value: object, depth: int) -> Node:
     if isinstance(value, dict):
         return Dict([(key, _node(item, depth + 1)) for key, item in value.items()])
     return List([_node(item, depth + 1) for item in value]) if isinstance(value, list) else value
+
+
+class Inflated(Source):
+    """Deflated members of an archive, inflated one behind the other into a temporary file that has no name.
+
+    It goes with the process, or when nothing refers to it any more. It is made when the first member is added.
+    """
+
+    def __init__(self, archive: Source) -> None:
+        self.archive, self.path, self.size = archive, archive.path, 0
+        self._fd, self._identity = -1, object()
+
+    def add(self, record: Record) -> int:
+        """Inflate a record; returns where its bytes start.
+
+        Raises:
+            LimitError: it is too large, or there is no room for it. ZipError: it cannot be inflated.
+        """
+        limit = _INFLATION * self.archive.size + _SPARE
+        if self.size + record.size > limit:
+            raise LimitError(
+                f"The deflated member {record.name!r} has {record.size} bytes; {limit} in all is the limit for this file.",
+                fix="Unpack the archive and convert its members one by one.",
+            )
+        start = self.size
+        try:
+            if self._fd < 0:
+                file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed with this source
+                weakref.finalize(self, file.close)
+                self._fd = file.fileno()
+            for chunk in chunks(torch_zip.record_content(self.archive, record)):
+                left = memoryview(chunk)
+                while len(left):
+                    left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            raise LimitError(
+                f"The deflated member {record.name!r} cannot be inflated into a temporary file of {record.size} bytes.",
+                why=f"{error.strerror or error}.", fix="Unpack the archive, or set TMPDIR to a folder with room.",
+            ) from None  # fmt: skip
+        self.size += record.size
+        return start
+
+    def check_unchanged(self) -> None:
+        """As the archive that it was made from."""
+        self.archive.check_unchanged()
+
+    def close(self) -> None:
+        """Nothing: it ends when nothing refers to it."""
