@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpt_tools.pickling.reader import Machine
 
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
-_ORDERED_DICT = Global("collections", "OrderedDict")
+ORDERED_DICT = Global("collections", "OrderedDict")
 _INT = rb"(?:K.|M..|J...[\0-\x7f])"
 _SIZES = rb"(\)|(?:%b){1,3}[\x85-\x87]|\((?:%b){4,8}t)" % (_INT, _INT)
 _PUT = rb"r(....)"
@@ -62,13 +62,13 @@ def _tensor(machine: Machine, found: re.Match[bytes], put_name: bytes, name: str
     """Put the tensor that was matched in the place of its rebuild function; False when it is not as it looked."""
     (_, _, word, kind, length, key, put_key, device, numel, put_pid, offset, size, put_size, stride, put_stride, grad, hooks,
      put_hooks, put_args, put_tensor) = found.groups(b"")  # fmt: skip
-    memo = machine.memo
+    memo, sizes = machine.memo, machine.sizes
     puts = put_name + put_key + put_pid + put_size + put_stride + put_hooks + put_args + put_tensor
-    count = len(puts) // 4
-    if puts != _indices(len(memo), count):
+    if puts != _indices(len(memo), len(puts) // 4):
         return False
-    shape, strides = _sizes(machine, size), _sizes(machine, stride)
-    if length[0] != len(key) or memo[hooks[0]] != _ORDERED_DICT or shape is None or strides is None:
+    shape = sizes[size] if size in sizes else _sizes(machine, size)
+    strides = sizes[stride] if stride in sizes else _sizes(machine, stride)
+    if length[0] != len(key) or memo[hooks[0]] is not machine.ordered_dict or shape is None or strides is None:
         return False
     if bool(put_size) != bool(shape) or bool(put_stride) != bool(strides):
         return False
@@ -107,15 +107,13 @@ def _indices(first: int, count: int) -> bytes:
 
 
 def _sizes(machine: Machine, code: bytes) -> tuple[int, ...] | None:
-    """The tuple that these opcodes make; models repeat few shapes, so each is decoded once."""
-    known = machine.sizes.get(code)
-    if known is None:
-        items, at, end = [], int(code[0] == 0x28), len(code) - 1
-        while at < end:
-            width = {0x4B: 1, 0x4D: 2, 0x4A: 4}[code[at]]
-            items.append(int.from_bytes(code[at + 1 : at + 1 + width], "little"))
-            at += 1 + width
-        if len(items) != _TUPLE_OPCODES.get(code[-1], len(items)):
-            return None
-        known = machine.sizes[code] = tuple(items)
+    """The tuple that these opcodes make, kept: models repeat few shapes."""
+    items, at, end = [], int(code[0] == 0x28), len(code) - 1
+    while at < end:
+        width = {0x4B: 1, 0x4D: 2, 0x4A: 4}[code[at]]
+        items.append(int.from_bytes(code[at + 1 : at + 1 + width], "little"))
+        at += 1 + width
+    if len(items) != _TUPLE_OPCODES.get(code[-1], len(items)):
+        return None
+    known = machine.sizes[code] = tuple(items)
     return known

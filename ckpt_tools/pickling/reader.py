@@ -63,7 +63,8 @@ class Machine:
         self.sizes: dict[bytes, tuple[int, ...]] = {}
         self.far_memo: dict[int, Node] = {}
         self.sets: dict[int, Node] = {}  # what EMPTY_SET made, by id, kept so that the id stays its own
-        self.rebuild: Node = _MISSING
+        self.rebuild: Node = _MISSING  # the records of two globals that every tensor names, as the fused path knows them again
+        self.ordered_dict: Node = _MISSING
         self.protocol = 0
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
@@ -201,6 +202,8 @@ class Machine:
         found = Global(module, name)
         if found == fused.REBUILD and found in self.makers:
             self.rebuild = found
+        elif found == fused.ORDERED_DICT:
+            self.ordered_dict = found
         self.globals[found] = None
         if len(self.globals) > MAX_GLOBALS:
             raise LimitError(f"The pickle names more than {MAX_GLOBALS} different globals.")
