@@ -2,7 +2,7 @@
 
 Source: torch/nn/modules/module.py, `Module.state_dict` and `_save_to_state_dict`: parameters, then persistent buffers, then
 the children, in order. What a class adds by code (`get_extra_state`, hooks, `_save_to_state_dict` of its own) is not there:
-nothing is run.
+nothing is run. But the names that torch's own wrappers make are known.
 """
 
 from __future__ import annotations
@@ -11,19 +11,37 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_tools.errors import LimitError
-from ckpt_tools.tree import Dict, Entry, List, Node, Object, Where
+from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Where
 
 # In one state dict: modules that hold themselves, or one another twice, would have endless names.
 _MAX_DEPTH, _MAX_CHARACTERS = 900, 100_000_000
 _TABLES = ("_parameters", "_buffers", "_modules")
+_COMPILED = (Global("torch._dynamo.eval_frame", "OptimizedModule"),)
+_ORIGINAL = "_orig_mod"
+_TRACED = Global("torch.fx.graph_module", "reduce_graph_module")
+# torch.distributed's CheckpointWrapper takes this name out of state dicts, by a hook.
+_TRANSPARENT = "_checkpoint_wrapped_module"
 
 
 def attributes(node: Node) -> Dict | None:
-    """The attributes of an instance, from the state that its pickle sets: a dict, or a pair of dict and slots."""
-    state = node.state if type(node) is Object else None
+    """The attributes of an instance, from the state that its pickle sets: a dict, or a pair of dict and slots.
+
+    Two modules of torch's are pickled as calls of what makes them instead: those that torch.compile and torch.fx gave.
+    """
+    if type(node) is not Object:
+        return None
+    state = node.state
+    if state is None and type(node.args) is tuple and type(node.function) is Global and node.args:
+        return _made_attributes(node.function, node.args)
     if type(state) is tuple and len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)}:
         return Dict([pair for part in state if part is not None for pair in part.items])
     return state if type(state) is Dict else None
+
+
+def _made_attributes(function: Global, args: tuple[Node, ...]) -> Dict | None:
+    if function in _COMPILED and is_module(args[0]):
+        return Dict([("_parameters", Dict()), ("_buffers", Dict()), ("_modules", Dict([(_ORIGINAL, args[0])]))])
+    return args[0] if function == _TRACED and type(args[0]) is Dict else None
 
 
 def mapping(node: Node) -> list[tuple[Node, Node]]:
@@ -60,7 +78,8 @@ def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
             raise LimitError("A pickled module has more sub-modules than a model can have: they may hold one another.")
         yield prefix, node, state
         children = mapping(state.get("_modules"))
-        todo.extend((f"{prefix}{name}.", depth + 1, child) for name, child in reversed(children) if child is not None)
+        inside = ((prefix if name == _TRANSPARENT else f"{prefix}{name}.", child) for name, child in reversed(children))
+        todo.extend((path, depth + 1, child) for path, child in inside if child is not None)
 
 
 def named_tensors(module: Object) -> Iterator[tuple[str, Node]]:

@@ -12,7 +12,7 @@ import types
 import uuid
 import warnings
 import zipfile
-from collections.abc import Set
+from collections.abc import Callable, Set
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -20,6 +20,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
 from ckpt_tools.converted import Converted
@@ -415,6 +418,77 @@ def test_a_pickled_module_becomes_its_state_dict(tmp_path: Path, wrap: Any) -> N
     told = {fate.name: fate.became for fate in report.objects}
     assert told["torch.nn.modules.container.Sequential"] in ("dict", "part of the object around it")
     assert told["torch.nn.modules.linear.Linear"] == "part of the object around it"
+
+
+class Odd(nn.Module):
+    """Tables with empty places, a hidden buffer, a module in a list, a name that is no identifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(2, 2)
+        self.first = nn.Parameter(torch.ones(2))
+        self.register_parameter("absent", None)
+        self.register_buffer("none", None)
+        self.register_buffer("hidden", torch.ones(3), persistent=False)
+        self.register_module("nothing", None)
+        self.unregistered = [nn.Linear(1, 1)]
+        self.add_module("odd name-0", nn.LayerNorm(2))
+
+
+def pruned() -> nn.Module:
+    """A layer whose weight is a mask and an original."""
+    layer = nn.Linear(3, 4)
+    prune.l1_unstructured(layer, "weight", 0.5)
+    return layer
+
+
+def strided() -> nn.Module:
+    """A weight that is a view on another order."""
+    layer = nn.Linear(4, 3)
+    layer.weight = nn.Parameter(torch.randn(4, 3).t())
+    return layer
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "nested": lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))),
+    "odd": Odd,
+    "dict of lists": lambda: nn.ModuleDict({"x": nn.ModuleList([nn.Linear(1, 2)]), "y": nn.ModuleDict({"q": nn.PReLU()})}),
+    "parameter list": lambda: nn.ParameterList([nn.Parameter(torch.ones(2)), torch.zeros(3)]),
+    "parameter dict": lambda: nn.ParameterDict({"b": nn.Parameter(torch.ones(2)), "a": torch.ones(1)}),
+    "lstm": lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=2),
+    "weight norm": lambda: nn.utils.weight_norm(nn.Linear(3, 4)),
+    "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 4)),
+    "pruned": pruned,
+    "strided": strided,
+    "channels last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+    "transformer": lambda: nn.Transformer(8, 2, 1, 1, 16),
+    "attention": lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=5, add_bias_kv=True),
+    "averaged": lambda: AveragedModel(nn.Linear(2, 2)),
+    "frozen half": lambda: nn.Sequential(nn.Linear(2, 2)).half().requires_grad_(False),
+    "instance norm": lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+    "compiled": lambda: torch.compile(nn.Linear(2, 2)),
+    "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Sequential(nn.Linear(2, 3)), nn.BatchNorm1d(3))),
+    "checkpointed": lambda: nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2))),
+    "with buffers": lambda: nn.BatchNorm2d(2, affine=False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*", "ignore:.*torch.jit.*", "ignore:enable_nested_tensor")
+@pytest.mark.parametrize("container", ["torch-zip", "torch-legacy"])
+@pytest.mark.parametrize("name", MODULES)
+def test_the_names_of_every_kind_of_module(tmp_path: Path, name: str, container: str) -> None:
+    """What is listed, loaded and written of a pickled module is what state_dict() gives: names, order, bits, ties."""
+    torch.manual_seed(0)
+    path = tmp_path / "in.pth"
+    torch.save(MODULES[name](), path, _use_new_zipfile_serialization=container == "torch-zip")
+    expected = torch.load(path, weights_only=False).state_dict()
+    with ckpt_tools.open_checkpoint(path) as checkpoint:
+        assert checkpoint.container == container
+        assert [found.names for found in checkpoint.state_dicts] == [list(expected)]
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert list(loaded) == list(expected)
+    assert_same(dict(loaded), dict(expected))
 
 
 def test_a_pickled_module_is_stripped_too(tmp_path: Path) -> None:
