@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools import flatten, journal
 from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
-from ckpt_tools.containers import safetensors, torch_zip_layout
+from ckpt_tools.containers import safetensors, torch_legacy, torch_zip_layout
 from ckpt_tools.conversion import Edits, report_flat
 from ckpt_tools.converted import Converted, Note
 from ckpt_tools.errors import ContainerLimitError, OutputError
@@ -22,7 +22,7 @@ from ckpt_tools.tree import Node
 if TYPE_CHECKING:
     from ckpt_tools.convert import ObjectsPolicy
 
-_FORMATS = {"torch-zip": "pth", "safetensors": "safetensors"}
+_FORMATS = {"torch-zip": "pth", "torch-legacy": "pth-legacy", "safetensors": "safetensors"}
 _LIMIT = 256 << 20  # bytes to rewrite; more than this is work for a copy
 
 
@@ -42,7 +42,7 @@ def edit_in_place(
     """Change names and device tags of a checkpoint in its own file. Durable; a kill leaves the old file or the new one.
 
     Args:
-        path: a torch-zip or safetensors file.
+        path: a torch-zip, torch-legacy or safetensors file.
         strip_module, add_module, unwrap, strip_prefix, add_prefix, rename, map_location, objects: as for `convert`.
         dry_run: only report.
 
@@ -50,7 +50,7 @@ def edit_in_place(
         The report of `convert`; its `bytes` are the file's new size.
 
     Raises:
-        ContainerLimitError: the edit would move tensor bytes, or the safetensors header has no room for it.
+        ContainerLimitError: the edit would move tensor bytes, or there is no room for it before them.
         CkptError: see `ckpt_tools.errors`; the file is as it was then.
     """
     started = time.perf_counter()
@@ -83,6 +83,8 @@ def _lay_out(root: Node, checkpoint: Checkpoint, report: Converted) -> list[Piec
     decoded = checkpoint.decoded
     if checkpoint.container == "torch-zip":
         return torch_zip_layout.lay_out_in_place(root, folder=decoded.root_folder, byteorder=decoded.byteorder)
+    if checkpoint.container == "torch-legacy":
+        return torch_legacy.lay_out_in_place(root, decoded)
     flat = flatten.flatten(root, metadata=decoded.metadata)
     report_flat(flat, report)
     return safetensors.lay_out_in_place(flat.tensors, flat.metadata, decoded.source)

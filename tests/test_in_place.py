@@ -107,6 +107,75 @@ def test_safetensors_in_the_room_that_the_header_has(tmp_path: Path) -> None:
         assert checkpoint.decoded.metadata["note"] == "kept"
 
 
+@pytest.mark.parametrize("length", range(9))
+def test_legacy_in_the_room_of_its_pickle(tmp_path: Path, length: int) -> None:
+    """torch-legacy: names of any length that fit leave every storage where it was, and torch loads what a copy gives."""
+    path = tmp_path / "legacy.pth"
+    torch.save({"model": weights(), "epoch": 3}, path, _use_new_zipfile_serialization=False)
+    ckpt_tools.convert(path, tmp_path / "copy.pth", rename=rf"^module\.={'x' * length}", map_location="cuda:1")
+    before, size = places(path), path.stat().st_size
+    ckpt_tools.edit_in_place(path, rename=rf"^module\.={'x' * length}", map_location="cuda:1")
+    assert (places(path), path.stat().st_size) == (before, size)
+    ours, other = (torch.load(file, map_location="cpu", weights_only=True) for file in (path, tmp_path / "copy.pth"))
+    assert list(ours["model"]) == list(other["model"])
+    assert all(torch.equal(ours["model"][name], tensor) for name, tensor in other["model"].items())
+    assert ours["model"][f"{'x' * length}head.weight"].data_ptr() == ours["model"][f"{'x' * length}layer.0.weight"].data_ptr()
+    assert ckpt_tools.inspect(path).totals["devices"] == {"cuda:1": 14}
+
+
+def places(path: Path) -> list[tuple[int, int]]:
+    """Where the storages lie; in torch-legacy an edit gives them other keys."""
+    return sorted(storage_bytes(path).values())
+
+
+def test_legacy_back_and_forth(tmp_path: Path) -> None:
+    """The room stays: what was stripped can be added again, and again."""
+    path = tmp_path / "legacy.pth"
+    torch.save(weights(), path, _use_new_zipfile_serialization=False)
+    for _ in range(2):
+        ckpt_tools.edit_in_place(path, strip_module=True)
+        assert "layer.3.weight" in torch.load(path, weights_only=True)
+        ckpt_tools.edit_in_place(path, add_module=True)
+        assert list(torch.load(path, weights_only=True)) == list(weights())
+
+
+def test_legacy_without_room(tmp_path: Path) -> None:
+    """Names that do not fit, and edits that leave storages out, are refused; the file is left alone."""
+    path = tmp_path / "legacy.pth"
+    torch.save({"model": weights(2), "odd": Odd()}, path, _use_new_zipfile_serialization=False)
+    old = path.read_bytes()
+    with pytest.raises(ContainerLimitError, match=r"would grow \d+ bytes beyond its room"):
+        ckpt_tools.edit_in_place(path, add_prefix="a.very.long.prefix." * 40, objects="keep")
+    with pytest.raises(ContainerLimitError, match="changes tensor bytes"):
+        ckpt_tools.edit_in_place(path, strip_module=True, objects="drop")
+    assert path.read_bytes() == old
+
+
+def test_legacy_to_the_last_byte(tmp_path: Path) -> None:
+    """Room for one name of exactly so many characters: it fits, and so do those that are a few bytes shorter."""
+    path = tmp_path / "legacy.pth"
+    torch.save(weights(2), path, _use_new_zipfile_serialization=False)
+    old = path.read_bytes()
+    with pytest.raises(ContainerLimitError) as error:
+        ckpt_tools.edit_in_place(path, rename=rf"view={'v' * 5000}")
+    fits = 5000 - int(error.value.what.split()[4])
+    for length in range(fits - 8, fits + 1):
+        path.write_bytes(old)
+        ckpt_tools.edit_in_place(path, rename=rf"view={'v' * length}")
+        assert torch.equal(
+            torch.load(path, weights_only=True)[f"module.{'v' * length}.weight"], weights()["module.view.weight"]
+        )
+    with pytest.raises(ContainerLimitError, match="grow 1 bytes"):
+        ckpt_tools.edit_in_place(path, rename=rf"{'v' * length}={'v' * (length + 1)}")
+
+
+class Odd:
+    """An object that holds a tensor of its own."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(3)
+
+
 def load_file_names(data: bytes, folder: Path) -> list[str]:
     """The names that safetensors reads from these bytes."""
     (folder / "old.safetensors").write_bytes(data)

@@ -18,6 +18,7 @@ import struct
 from ckpt_tools.containers.base import Decoded, Warned, settled, trailing
 from ckpt_tools.containers.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, is_stream, read_stream
 from ckpt_tools.dtypes import UINT8
+from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.stream import FilePart
 from ckpt_tools.pickling.writer import Survey, write_pickle
@@ -66,10 +67,67 @@ def lay_out(root: Node) -> list[Piece]:
     """The pieces of a torch-legacy file with this tree. Storages get new keys, and lie in the order of the source file."""
     survey = Survey(root)
     storages = sorted(survey.storages, key=_source_order)
+    return [Piece(Literal(b"".join(_pickles(root, survey, storages)))), *_bodies(storages)]
+
+
+def lay_out_in_place(root: Node, decoded: Decoded) -> list[Piece]:
+    """The pieces of the file that was decoded, with this tree and every storage where it is: only the pickles change.
+
+    torch memoizes whatever it pickles and ckpt what is used twice, so that there is room for longer names. What is left of it
+    is filled with memo entries that nothing reads.
+
+    Raises:
+        ContainerLimitError: a storage that is not in the file as it is to be, or pickles that do not fit.
+    """
+    survey = Survey(root)
+    storages = sorted(survey.storages, key=_source_order)
+    room = _room(storages, decoded)
+    head, pickle, listed = _pickles(root, survey, storages)
+    spare = room - len(head) - len(pickle) - len(listed)
+    if spare < 0:
+        raise ContainerLimitError(
+            f"The pickle would grow {-spare} bytes beyond its room.", why="The tensors come right behind it in torch-legacy.",
+            fix="Convert to another file.",
+        )  # fmt: skip
+    if spare in (1, 3):  # no memo entries are so short
+        head, spare = head.replace(_SHORT, _LONGER), spare - 1
+    return [Piece(Literal(head + pickle[:-1] + _padding(spare) + pickle[-1:] + listed)), *_bodies(storages)]
+
+
+def _room(storages: list[Storage], decoded: Decoded) -> int:
+    """Where the first storage begins, if each lies behind the one before and none is left out."""
+    contents = [storage.content for storage in storages]
+    ranges = [content for content in contents if isinstance(content, Range) and content.source is decoded.source]
+    starts = [found.offset - _COUNT for found in ranges]
+    ends = [found.offset + found.length for found in ranges]
+    whole = len(ranges) == len(storages) > 0 and sum(found.length for found in ranges) == decoded.storage_bytes
+    if not whole or starts[1:] != ends[:-1]:
+        raise ContainerLimitError(
+            "This edit changes tensor bytes, so it cannot be done in place.", fix="Convert to another file."
+        )
+    return starts[0]
+
+
+_COUNT = 8  # bytes of the number of elements before each storage
+_SHORT, _LONGER = b"shortK\x02", b"shortM\x02\0"  # the same number in two and in three bytes
+_PUT, _LONG_PUT = b"q\0", b"r\0\0\0\0"
+
+
+def _padding(length: int) -> bytes:
+    """Opcodes of this length, not 1 or 3, that put the top of the stack into the memo."""
+    short = (length % 5) * 3 % 5  # 2 a + 5 b == length
+    return _PUT * short + _LONG_PUT * ((length - 2 * short) // 5)
+
+
+def _pickles(root: Node, survey: Survey, storages: list[Storage]) -> tuple[bytes, bytes, bytes]:
+    """What stands before the storages: the frame, the tree, the keys."""
     keys = {id(storage): str(index) for index, storage in enumerate(storages)}
-    listed = write_pickle(List(list(keys.values())))
-    head = [write_pickle(node) for node in (MAGIC_NUMBER, PROTOCOL_VERSION, _SYS_INFO)]
-    pieces = [Piece(Literal(b"".join([*head, write_pickle(root, survey, keys=keys), listed])))]
+    head = b"".join(write_pickle(node) for node in (MAGIC_NUMBER, PROTOCOL_VERSION, _SYS_INFO))
+    return head, write_pickle(root, survey, keys=keys), write_pickle(List(list(keys.values())))
+
+
+def _bodies(storages: list[Storage]) -> list[Piece]:
+    pieces = []
     for storage in storages:
         typed = storage.dtype if storage.dtype is not None and storage.dtype.storage is not None else UINT8
         pieces.append(Piece(Literal(struct.pack("<q", storage.nbytes // typed.itemsize))))
