@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
 
-from ckpt_tools.errors import LimitError, TensorError
+from ckpt_tools import limits
+from ckpt_tools.errors import TensorError
 from ckpt_tools.numeric import part
 from ckpt_tools.plan import CHUNK, Computed, Content, Joined, Literal, read
 from ckpt_tools.tree import contiguous_stride
 
-_MAX_BOXES = 4096  # of one tensor, where each has to be compared with the others
 Sizes = tuple[int, ...]
 
 
@@ -65,8 +65,7 @@ def _is_run(sizes: Sizes, shape: Sizes) -> bool:
 
 def _check_apart(name: str, parts: Sequence[Chunk]) -> None:
     """No two boxes overlap. With the right number of elements in all they cover the tensor then."""
-    if len(parts) > _MAX_BOXES:
-        raise LimitError(f"The tensor {name!r} is in {len(parts)} chunks that are no whole rows; {_MAX_BOXES} is the limit.")
+    limits.CHUNKS.check(len(parts), f"The tensor {name!r} is in {len(parts)} chunks that are no whole rows.")
     for number, one in enumerate(parts):
         for other in parts[number + 1 :]:
             if other.offsets[0] >= one.offsets[0] + one.sizes[0]:

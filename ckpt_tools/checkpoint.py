@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from ckpt_tools import limits
 from ckpt_tools.containers.base import Decoded, Warned, is_zip
 from ckpt_tools.errors import CkptError, LimitError, ZipError
 from ckpt_tools.files import Source, is_address
@@ -40,7 +41,7 @@ def _decode_zip(source: Source) -> Decoded:
 HEAD = 4096
 # How many tensors may be listed: each costs 16 and the length of its path, every 4 bytes of the file pay for 1. A tensor
 # takes 66 bytes in a pickle at least, and 300 with its record; only names for one tensor take less.
-_SPARE_LISTED, _BYTES_PER_LISTED, _LISTED_COST = 1_000_000, 4, 16
+_BYTES_PER_LISTED, _LISTED_COST = 4, 16
 
 
 class Checkpoint:
@@ -96,21 +97,29 @@ class Checkpoint:
         Raises:
             LimitError: many more than a file of this size can hold: one tensor under millions of names.
         """
-        found, left = [], _SPARE_LISTED + self.file_bytes // _BYTES_PER_LISTED
+        found, left = [], self._listed
         for tensor in list_tensors(self.root):
             found.append(tensor)
             left -= _LISTED_COST + len(tensor.where)
             if left < 0:
-                raise LimitError(f"{self.path} refers to its tensors too often: {len(found)} times in {self.file_bytes} bytes.")
+                raise self._too_often("tensors", len(found))
         return found
 
     @cached_property
     def state_dicts(self) -> list[StateDict]:
         """Every state dict with its path, in order; a pickled module counts as the one that it would give."""
         found = list_state_dicts(self.root)
-        if sum(len(state_dict.node.items) for state_dict in found) > _SPARE_LISTED + self.file_bytes // _BYTES_PER_LISTED:
-            raise LimitError(f"{self.path} refers to its modules too often: {len(found)} times in {self.file_bytes} bytes.")
+        if sum(len(state_dict.node.items) for state_dict in found) > self._listed:
+            raise self._too_often("modules", len(found))
         return found
+
+    @property
+    def _listed(self) -> int:
+        """What all tensors that are listed may cost."""
+        return limits.TENSORS.value * _LISTED_COST + self.file_bytes // _BYTES_PER_LISTED
+
+    def _too_often(self, what: str, count: int) -> LimitError:
+        return limits.TENSORS.error(f"{self.path} refers to its {what} too often: {count} times in {self.file_bytes} bytes.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,7 +231,7 @@ def _decode_folder(files: Files) -> Decoded:
 
 def decode_file(source: Source) -> Decoded:
     """Decode one file that stands for itself."""
-    with naming(source):
+    with naming(source), limits.of_file(source.size):
         head = source.read(0, min(HEAD, source.size))
         for sniff, decode in _containers():
             if sniff(head):

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any, TypeAlias
 
+from ckpt_tools import limits
 from ckpt_tools.checkpoint import Checkpoint, Tensor, collector_paused, is_optimizer, is_tensor, open_checkpoint
 from ckpt_tools.containers.base import PROGRAM
 from ckpt_tools.errors import LimitError
@@ -22,7 +23,7 @@ from ckpt_tools.tree import PLAIN, Dict, Entry, Global, List, Node, Object, Stor
 
 MAX_VALUES = 1000
 MAX_TEXT = 4096
-_SPARE_OBJECTS, _BYTES_PER_OBJECT = 50_000, 64  # places where objects are listed
+_BYTES_PER_OBJECT = 64  # for each of which one more place of an object is listed
 _DEAD_FROM = 1 << 20
 _SHOWN_ITEMS = 32
 _ROW = frozenset((type(None), bool, int, float, str))
@@ -239,13 +240,13 @@ def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:
         LimitError: many more places than a file of this size has objects for: one object under millions of names.
     """
     found: list[dict[str, Any]] = []
-    left = _SPARE_OBJECTS + checkpoint.file_bytes // _BYTES_PER_OBJECT
+    left = limits.OBJECTS.value + checkpoint.file_bytes // _BYTES_PER_OBJECT
     for where, node in walk(checkpoint.root, stop=lambda node: is_tensor(node) or as_value(node) is not None, plain=False):
         name = node.function if type(node) is Object else node
         if type(name) is Global and name not in ALLOWED:
             found.append({"where": list(where), "global": str(name)})
             if len(found) > left:
-                raise LimitError(f"{checkpoint.path} refers to its objects too often: {len(found)} times.")
+                raise limits.OBJECTS.error(f"{checkpoint.path} refers to its objects too often: {len(found)} times.")
     return found
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckpt_tools.errors import LimitError
+from ckpt_tools import limits
 from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Where
 
 # In one state dict: modules that hold themselves, or one another twice, would have endless names.
-_MAX_DEPTH, _MAX_CHARACTERS = 900, 100_000_000
+_MAX_DEPTH = 900
 _TABLES = ("_parameters", "_buffers", "_modules")
 _COMPILED = (Global("torch._dynamo.eval_frame", "OptimizedModule"),)
 _ORIGINAL = "_orig_mod"
@@ -66,7 +66,7 @@ def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
         LimitError: modules that hold one another, or millions of names.
     """
     todo: list[tuple[str, int, Node]] = [("", 0, module)]
-    spare = _MAX_CHARACTERS
+    spare = limits.SUBMODULES.value
     while todo:
         prefix, depth, node = todo.pop()
         state = attributes(node)
@@ -75,7 +75,7 @@ def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
         own = sum(len(mapping(state.get(table))) for table in _TABLES)
         spare -= (len(prefix) + 16) * (own + 1)
         if spare < 0 or depth > _MAX_DEPTH:
-            raise LimitError("A pickled module has more sub-modules than a model can have: they may hold one another.")
+            raise limits.SUBMODULES.error("A pickled module has more sub-modules than a model has: they may hold one another.")
         yield prefix, node, state
         children = mapping(state.get("_modules"))
         inside = ((prefix if name == _TRANSPARENT else f"{prefix}{name}.", child) for name, child in reversed(children))

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from ckpt_tools.errors import CollisionError, LimitError
+from ckpt_tools import limits
+from ckpt_tools.errors import CollisionError
 
 MODULE = "module."
 # Names that no user gives an attribute: safe to remove at any depth. "module" is not one of them: real models have a
@@ -21,7 +22,6 @@ INNER_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_mo
 WRAPPERS = (MODULE, *INNER_WRAPPERS)
 _LEAD = re.compile(f"(?:{'|'.join(map(re.escape, WRAPPERS))})+(?=.)")
 MAX_SHOWN = 5000
-MAX_PARTS = 1000  # of a name whose module paths are worked out
 Row = TypeVar("Row")
 _INNER_PARTS = frozenset(wrapper[:-1] for wrapper in INNER_WRAPPERS)
 
@@ -134,8 +134,7 @@ def module_paths(renamed: Mapping[str, str], paths: Iterable[str]) -> dict[str, 
     """
     moves: dict[str, set[str | None]] = {}
     for old, new in renamed.items():
-        if old.count(".") > MAX_PARTS:
-            raise LimitError(f"A tensor's name has {old.count('.')} dots; {MAX_PARTS} is the limit.")
+        limits.NAME_PARTS.check(old.count("."), f"A tensor's name has {old.count('.')} dots.")
         path, rest = "", old
         while True:
             moves.setdefault(path, set()).add(_moved(new, rest))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from ckpt_tools import limits
 from ckpt_tools.errors import MatchPlanError, NotACheckpointError
 from ckpt_tools.files import open_regular, replacing
 from ckpt_tools.match.records import Shape
@@ -19,7 +20,6 @@ from ckpt_tools.tree import MAX_DIMENSIONS, MAX_ELEMENTS
 from ckpt_tools.writer import write
 
 FORMAT = "ckpt-plan-1"
-MAX_BYTES = 256 << 20
 _HEAD = f"""\
 # What becomes of every tensor of a checkpoint. Edit it, then: ckpt convert IN OUT --plan THIS-FILE
 # Steps: copy, reshape, transpose (two dimensions), split and concat (along the first dimension, in the order of the names).
@@ -124,9 +124,8 @@ def _text(path: Path) -> str:
     except NotACheckpointError as error:  # missing, a folder, a pipe
         raise MatchPlanError(f"The plan {path} cannot be read.", why=error.why, fix=error.fix) from None
     with open(fd, "rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise MatchPlanError(f"{path} has more than {MAX_BYTES} bytes; no plan is so large.")
+        data = file.read(limits.PLAN_BYTES.value + 1)
+    limits.PLAN_BYTES.check(len(data), f"{path} is larger than any plan.")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from ckpt_tools import limits
 from ckpt_tools.errors import LimitError
 
 _Item = TypeVar("_Item")
@@ -28,7 +29,7 @@ def in_processes(
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import active_children, get_context
 
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _die_at_interrupt)
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (limits.changed(),))
     try:
         yield from pool.map(function, items, chunksize=batch)
     except BrokenProcessPool:
@@ -45,6 +46,7 @@ def in_processes(
     pool.shutdown()
 
 
-def _die_at_interrupt() -> None:
-    """In a worker: Ctrl-C ends it without a word; the parent says it."""
+def _begin(raised: list[tuple[str, int]]) -> None:
+    """In a worker: Ctrl-C ends it without a word, the parent says it; and the parent's limits hold."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    limits.set_limits(raised)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
+from ckpt_tools import limits
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import LimitError, TensorError
 
@@ -279,12 +280,14 @@ def _object_children(node: Object) -> Iterator[tuple[str | int, Node]]:
 
 CONTAINERS = (Dict, List, Object, tuple)
 PLAIN = frozenset((type(None), bool, int, float, str, bytes))
-_SPARE_VISITS, _SPARE_WIDTH, _KEPT_HOLLOW = 10_000, 100_000, 100_000
-_SPARE_EFFORT, _EFFORT_A_NODE = 4_000_000, 16  # in path components, or eight characters of a path
+_SPARE_VISITS, _SPARE_WIDTH = 10_000, 100_000
+_EFFORT_A_NODE = 16  # in path components, or eight characters of a path
 _LONG_KEY = 1024
 
 
-def walk(root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool = True) -> Iterator[tuple[Where, Node]]:
+def walk(
+    root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool = True, values: frozenset[type] = frozenset()
+) -> Iterator[tuple[Where, Node]]:
     """Every node with its path, depth first in order, the root included.
 
     A container that is reached again by another path is walked again, as `torch.load` would show it twice, but never
@@ -294,24 +297,24 @@ def walk(root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool 
         root: where to start.
         stop: do not go below nodes for which this is true.
         plain: whether plain values (None, numbers, text, bytes) are wanted too. Without, a container that holds nothing
-            else may be left out as well.
+            else may be left out as well. values: the types of plain values that are wanted nevertheless.
 
     Raises:
         LimitError: paths so deep or long, in so many places, that writing them down would take more than the file itself.
     """
     yield (), root
-    visits = _Visits(stop, plain=plain)
+    visits = _Visits(stop, plain=plain, values=values)
     path: list[str | int] = []
     costs = [0]  # what one path in each open container costs
     stack = [visits.below(root)] if type(root) in CONTAINERS and visits.enter(root) else []
-    effort = 0
+    effort, most = 0, limits.PATHS.value
     while stack:
         for key, node in stack[-1]:
             effort += costs[-1] - _EFFORT_A_NODE
             if type(key) is str and len(key) > _LONG_KEY:
                 effort += len(key) >> 4
-            if effort > _SPARE_EFFORT:
-                raise LimitError("The checkpoint is nested deeper, or under longer keys, than any real one.")
+            if effort > most:
+                raise limits.PATHS.error("The checkpoint is nested deeper, or under longer keys, than any real one.")
             yield (*path, key), node
             if type(node) in CONTAINERS and visits.enter(node):
                 path.append(key)
@@ -329,21 +332,17 @@ def walk(root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool 
 class _Visits:
     """Which containers a walk may enter, and what it sees there."""
 
-    def __init__(self, stop: Callable[[Node], bool] | None, *, plain: bool) -> None:
-        self.stop, self.plain = stop, plain
+    def __init__(self, stop: Callable[[Node], bool] | None, *, plain: bool, values: frozenset[type]) -> None:
+        self.stop, self.plain, self.unwanted = stop, plain, PLAIN - values
         self.visits, self.width = _SPARE_VISITS, _SPARE_WIDTH
         self.seen: set[int] = set()
-        self.hollow: set[int] = set()
+        self.wide_and_hollow: set[int] = set()
         self.open: dict[int, None] = {}
 
     def enter(self, node: Node) -> bool:
         """Whether to go below a container; it is open until `leave`."""
         known = id(node) in self.seen
         if known and (id(node) in self.open or not self.visits or _width(node) > self.width):
-            return False
-        if not (self.plain or known) and is_hollow(node):
-            if len(self.hollow) < _KEPT_HOLLOW:
-                self.hollow.add(id(node))
             return False
         if self.stop is not None and self.stop(node):
             return False
@@ -364,15 +363,44 @@ class _Visits:
         """The children to look at."""
         if self.plain:
             return children(node)
-        hollow = self.hollow
-        return ((key, item) for key, item in children(node) if type(item) not in PLAIN and id(item) not in hollow)
+        unwanted = self.unwanted
+        if type(node) is Dict:
+            return iter([(component(key), item) for key, item in node.items if type(item) not in unwanted and self.holds(item)])
+        pairs = enumerate(node.items if type(node) is List else node) if type(node) is not Object else _object_children(node)
+        return iter([(key, item) for key, item in pairs if type(item) not in unwanted and self.holds(item)])
+
+    def holds(self, node: Node) -> bool:
+        """Whether something is no container of plain values only. A wide one is looked through once, wherever it is."""
+        kind = type(node)
+        if kind is not List and kind is not tuple and kind is not Dict:
+            return True
+        items = node if kind is tuple else node.items
+        if not items:
+            return False
+        if len(items) <= _NARROW:
+            return not (is_hollow(node, self.unwanted) if kind is Dict else self.unwanted.issuperset(map(type, items)))
+        if id(node) in self.seen or id(node) in self.wide_and_hollow:
+            return id(node) in self.seen
+        hollow = is_hollow(node, self.unwanted)
+        if hollow:
+            self.wide_and_hollow.add(id(node))
+        return not hollow
 
 
-def is_hollow(node: Node) -> bool:
-    """Whether a dict, list or tuple holds plain values only."""
+_NARROW = 8
+
+
+def is_short_row(node: Node) -> bool:
+    """Whether a node is a short list or tuple of plain values: to see that is quicker than to remember it."""
+    items = node.items if type(node) is List else node
+    return type(node) in (List, tuple) and len(items) <= _NARROW and PLAIN.issuperset(map(type, items))
+
+
+def is_hollow(node: Node, values: frozenset[type] = PLAIN) -> bool:
+    """Whether a dict, list or tuple holds values of these types only; as keys too, in a dict."""
     if type(node) is Dict:
-        return all(type(value) in PLAIN for _, value in node.items)
-    return type(node) is not Object and PLAIN.issuperset(map(type, node.items if type(node) is List else node))
+        return all(type(value) in values and type(key) in values for key, value in node.items)
+    return type(node) is not Object and values.issuperset(map(type, node.items if type(node) is List else node))
 
 
 def _width(node: Node) -> int:
@@ -388,7 +416,7 @@ def _width(node: Node) -> int:
 def reachable(root: Node) -> Iterator[Node]:
     """Every container and record once, by identity, keys, functions and `__dict__` attributes included; in no promised order.
 
-    Plain values are left out.
+    Plain values are left out, and so may be lists and tuples of nothing else.
     """
     seen: set[int] = set()
     stack: list[Node] = [root]
@@ -400,7 +428,7 @@ def reachable(root: Node) -> Iterator[Node]:
             seen.add(id(node))
             below = parts(node)
             if not PLAIN.issuperset(map(type, below)):
-                stack.extend([part for part in below if type(part) not in PLAIN])
+                stack.extend([part for part in below if type(part) not in PLAIN and not is_short_row(part)])
         yield node
 
 

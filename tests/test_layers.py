@@ -14,7 +14,7 @@ PACKAGE = Path(ckpt_tools.__file__).parent
 # From the bottom up: a module may import from its own layer's packages and from those below.
 LAYERS = [
     ["errors", "dtypes", "_version"],
-    ["names", "processes", "ranks", "temporaries", "journal", "findings"],
+    ["limits", "names", "processes", "ranks", "temporaries", "journal", "findings"],
     ["files"],
     ["sources", "staging", "remote", "uploads"],
     ["plan", "cloning"],

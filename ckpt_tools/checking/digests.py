@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckpt_tools import limits
 from ckpt_tools.errors import DigestError
 from ckpt_tools.names import unwrap
 from ckpt_tools.tree import Entry, Where
 
 HEAD = '# ckpt digest 1: SHA-256 of "DTYPE [SHAPE]\\n" and the elements row-major, little-endian'
-_MAX_FILE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,7 @@ def read(path: Path) -> list[Digest]:
         DigestError: it cannot be read, or a line is malformed.
     """
     try:
-        if path.stat().st_size > _MAX_FILE:
-            raise DigestError(f"{path} is too large for a digest file.")
+        limits.DIGEST_BYTES.check(path.stat().st_size, f"{path} is too large for a digest file.")
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DigestError(f"{path} cannot be read.", why=f"{error}.") from None

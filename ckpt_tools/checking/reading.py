@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ckpt_tools import limits
 from ckpt_tools.casts import to_little_endian
 from ckpt_tools.checking import digests, values
 from ckpt_tools.checking.passes import Advance, Crc, Span, read_through
@@ -22,7 +23,7 @@ from ckpt_tools.sources import Files, Window
 from ckpt_tools.tree import Entry, Storage, Where, reachable
 
 # Tensors may overlap and be expanded: together they may be hashed and counted for this many bytes, and no more.
-_SPARE_WORK, _WORK_A_BYTE = 1 << 28, 8
+_WORK_A_BYTE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ def _inflated_crc(source: Source, record: Record) -> int | None:
 def _views(checkpoint: Checkpoint, read: Read, digest: bool, count: bool, heads: frozenset[Where]) -> list[_View]:
     """Every view once; tied tensors are hashed and counted once."""
     views: dict[tuple[int, str], _View] = {}
-    left = _SPARE_WORK + _WORK_A_BYTE * checkpoint.file_bytes
+    left = limits.WORK_BYTES.value + _WORK_A_BYTE * checkpoint.file_bytes
     for tensor in checkpoint.tensors:
         entry = tensor.node
         if type(entry) is not Entry or not entry.dtype.in_torch:

@@ -19,12 +19,24 @@ from typing import Any
 import click
 
 import ckpt_tools
+from ckpt_tools import limits
 from ckpt_tools.errors import CkptError
 from ckpt_tools.names import did_you_mean
 
 COMMANDS = ("inspect", "convert", "match", "check", "repair", "diff", "stats", "average", "report")  # in the order of --help
 
 atexit.register(gc.freeze)  # the process ends: looking for cycles among all that it made would only take time
+
+
+def _raise_limits(_ctx: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> None:
+    limits.set_limits(map(limits.parse, given))
+
+
+_LIMIT = click.Option(
+    ["--limit"], multiple=True, metavar="NAME=VALUE", envvar="CKPT_LIMITS", expose_value=False, is_eager=True,
+    callback=_raise_limits,
+    help="Raise what a file may ask for, for one that is to be trusted: --limit records=2000000 (docs/limits.md).",
+)  # fmt: skip
 
 
 class _Group(click.Group):
@@ -38,6 +50,8 @@ class _Group(click.Group):
             return None
         command = getattr(import_module(f"ckpt_tools.cli.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
+        if _LIMIT not in command.params:  # every command reads files
+            command.params.append(_LIMIT)
         return command
 
     def main(self, *args: Any, **extra: Any) -> Any:
@@ -59,7 +73,7 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _terminable():
+            with _terminable(), limits.kept():
                 try:
                     return super().invoke(ctx)
                 finally:

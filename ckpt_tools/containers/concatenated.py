@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckpt_tools import limits
 from ckpt_tools.containers import archives
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.sharded import Keys
 from ckpt_tools.containers.zip_directory import END, END64, LOCATOR64
-from ckpt_tools.errors import LimitError, UnsupportedContainerError
+from ckpt_tools.errors import UnsupportedContainerError
 from ckpt_tools.files import Source
 from ckpt_tools.sources import Window
 from ckpt_tools.tree import List
 
-MAX_ARCHIVES = 1_000_000
 _ENDS = END64.size + LOCATOR64.size + END.size  # as torch ends every archive, without a comment
 
 
@@ -28,7 +28,7 @@ def split(source: Source) -> list[tuple[int, int]]:
 
 def _backwards(source: Source) -> Iterator[tuple[int, int]]:
     end = source.size
-    for _ in range(MAX_ARCHIVES):
+    for _ in range(limits.ARCHIVES.value):
         if end < _ENDS:
             return
         ends = source.read(end - _ENDS, _ENDS)
@@ -38,7 +38,7 @@ def _backwards(source: Source) -> Iterator[tuple[int, int]]:
             return
         yield begin, end - begin
         end = begin
-    raise LimitError(f"{source.path} holds more than {MAX_ARCHIVES} archives.")
+    raise limits.ARCHIVES.error(f"{source.path} holds more archives than any checkpoint.")
 
 
 def decode(source: Source, spans: list[tuple[int, int]]) -> Decoded:

@@ -22,13 +22,13 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from ckpt_tools import tree
+from ckpt_tools import limits, tree
 from ckpt_tools.assembly import Chunk, Sizes, assemble, extent
 from ckpt_tools.containers import archives, safetensors
 from ckpt_tools.containers.base import Decoded, is_zip
 from ckpt_tools.containers.sharded import Keys, joined
 from ckpt_tools.dtypes import DTYPES, DType
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, TensorError, UnsupportedContainerError
+from ckpt_tools.errors import CkptError, DamagedFileError, TensorError, UnsupportedContainerError
 from ckpt_tools.files import Source
 from ckpt_tools.numeric import row_major, swapped
 from ckpt_tools.pickling.checks import settle
@@ -38,7 +38,6 @@ from ckpt_tools.plan import Computed, Content, Range, chunks
 from ckpt_tools.sources import Files, Window
 from ckpt_tools.tree import MAX_ELEMENTS, Dict, Entry, Global, List, Node, Object, Storage, contiguous_stride
 
-MAX_METADATA = 1 << 30
 _MODULE = "torch.distributed.checkpoint."
 _EXPECTED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.Path",
              "pathlib._local.PosixPath", "pathlib._local.WindowsPath", "pathlib._local.Path")  # fmt: skip
@@ -62,8 +61,7 @@ def decode(source: Source, files: Files) -> Decoded:
     Raises:
         DamagedFileError: malformed, or a chunk is missing. UnsupportedContainerError: transformed (compressed) chunks.
     """
-    if source.size > MAX_METADATA:
-        raise LimitError(f"{source.path} has {source.size} bytes; {MAX_METADATA} is the limit.")
+    limits.METADATA_BYTES.check(source.size, f"{source.path} has {source.size} bytes.")
     machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
     record = machine.load()
     settle(record)
@@ -144,13 +142,11 @@ def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
     found: dict[str, tuple[str | int, ...]] = {}
     for name, path in node.items if type(node) is Dict else ():
         good = type(path) is tuple and path and all(type(part) in (str, int) for part in path) and type(path[0]) is str
-        if type(name) is not str or not good or any(type(part) is int and not 0 <= part <= _MAX_INDEX for part in path):
+        inside = good and all(type(part) is str or 0 <= part <= limits.LIST_ITEMS.value for part in path)
+        if type(name) is not str or not inside:
             raise DamagedFileError("The metadata has a path that cannot be read.")
         found[name] = path
     return found
-
-
-_MAX_INDEX = 1_000_000
 
 
 class _Nested:
@@ -180,8 +176,7 @@ class _Nested:
         assert type(key) is int
         missing = max(0, key + 1 - len(holder.items))
         self.filler += missing
-        if self.filler > _MAX_INDEX:
-            raise LimitError("The metadata describes lists with more gaps than any real checkpoint has.")
+        limits.LIST_ITEMS.check(self.filler, "The metadata describes lists with more gaps than any real checkpoint has.")
         holder.items += [None] * missing
         holder.items[key] = value
 

@@ -16,7 +16,7 @@ from ckpt_tools import tree
 from ckpt_tools.dtypes import UINT8
 from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError
 from ckpt_tools.findings import GET_AGAIN
-from ckpt_tools.pickling.limits import BYTES_PER_NODE
+from ckpt_tools.limits import BYTES_PER_NODE
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine, Maker
 from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles

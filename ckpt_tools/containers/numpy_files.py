@@ -17,16 +17,15 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ckpt_tools import tree
+from ckpt_tools import limits, tree
 from ckpt_tools.containers.base import Decoded, Warned, settled, trailing
 from ckpt_tools.containers.legacy_stream import Blobs
 from ckpt_tools.containers.torch_zip import record_content, record_head
 from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.dtypes import BY_NUMPY
-from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError, UnsupportedContainerError
+from ckpt_tools.errors import DamagedFileError, PickleError, TensorError, UnsupportedContainerError
 from ckpt_tools.files import Source
 from ckpt_tools.numeric import part, swapped
-from ckpt_tools.pickling.limits import MAX_PICKLE
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles
@@ -35,7 +34,6 @@ from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage, ch
 
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER = 10_000  # numpy's own limit for what it evaluates
-_MAX_TEXT = 16 << 20
 _DESCR = re.compile(r"([<>=|]?)([a-zA-Z])([0-9]{0,9})")
 _RECONSTRUCT = (
     Global("numpy.core.multiarray", "_reconstruct"),
@@ -105,8 +103,8 @@ def _part(source: Source, record: Record, header: Header) -> Part:
         return FilePart(source, record.data + header.length, record.end)
     if header.code != "O":
         return BytesPart(b"")
-    if record.size > min(MAX_PICKLE, max(source.size, 1 << 20) * 16):
-        raise LimitError(f"The zip record {record.name!r} claims a pickle of {record.size} bytes.")
+    if record.size > min(limits.PICKLE_BYTES.value, max(source.size, 1 << 20) * 16):
+        raise limits.PICKLE_BYTES.error(f"The zip record {record.name!r} claims a pickle of {record.size} bytes.")
     return BytesPart(read(record_content(source, record))[header.length :])
 
 
@@ -227,7 +225,8 @@ class _Arrays:
         """Text, or nested lists of it."""
         width = int(header.code[1:] or 0) * (4 if header.code[0] == "U" else 1)
         count = _elements(header.shape)
-        if count * width > _MAX_TEXT or count > _MAX_TEXT // 8 or header.fortran or not width:
+        most = limits.TEXT_BYTES.value
+        if count * width > most or count > most // 8 or header.fortran or not width:
             raise UnsupportedContainerError(f"{what.capitalize()} holds text in a size or order that no checkpoint has.")
         self._take(header, count * width, content.length, what)
         data = read(part(content, header.length, count * width))

@@ -16,16 +16,16 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from ckpt_tools import limits
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.dtypes import BY_SAFETENSORS, DType
-from ckpt_tools.errors import ContainerLimitError, LimitError, SafetensorsError
+from ckpt_tools.errors import ContainerLimitError, SafetensorsError
 from ckpt_tools.files import Source
 from ckpt_tools.findings import GET_AGAIN
 from ckpt_tools.plan import Content, Literal, Piece, Range
 from ckpt_tools.tree import MAX_ELEMENTS, Dict, Entry, Storage, check, contiguous_stride
 
-MAX_HEADER = 100_000_000
-MAX_DEPTH = 128
+MAX_HEADER = limits.HEADER_BYTES.default  # what safetensors itself reads
 MAX_WARNINGS = 20  # as many unknown fields are told; the first ones say what there is to say
 ALIASES = "ckpt_tools.aliases"
 STATE_DICT_METADATA = "ckpt_tools.state_dict_metadata"
@@ -71,10 +71,9 @@ def _read_header(source: Source) -> tuple[dict[str, Any], int]:
     if source.size < 8:
         raise SafetensorsError(f"The file has {source.size} bytes; a safetensors file starts with a length of 8 bytes.")
     length = int.from_bytes(source.read(0, 8), "little")
-    if length > MAX_HEADER:
-        raise SafetensorsError(f"The safetensors header claims {length} bytes; {MAX_HEADER} is the limit.")
     if length < 2 or 8 + length > source.size:
         raise SafetensorsError(f"The safetensors header claims {length} bytes; {source.size - 8} follow.")
+    limits.HEADER_BYTES.check(length, f"The safetensors header has {length} bytes.")
     raw = source.read(8, length)
     if not raw.startswith(b"{"):
         raise SafetensorsError("The safetensors header does not begin with '{'.", why=f"It begins with {raw[:8]!r}.")
@@ -139,8 +138,7 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
     if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
         raise SafetensorsError(f"Tensor {name!r} in the safetensors header lacks dtype, shape or data_offsets.")
     for extra in info.keys() - {"dtype", "shape", "data_offsets"}:
-        if _depth(info[extra]) > MAX_DEPTH:
-            raise LimitError(f"The safetensors header is nested more than {MAX_DEPTH} deep at tensor {name!r}.")
+        limits.JSON_DEPTH.check(_depth(info[extra]), f"The safetensors header is nested too deep at tensor {name!r}.")
         if len(warnings) < MAX_WARNINGS:
             warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
     dtype = BY_SAFETENSORS.get(info["dtype"]) if isinstance(info["dtype"], str) else None

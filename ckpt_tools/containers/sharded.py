@@ -18,24 +18,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tools import tree
+from ckpt_tools import limits, tree
 from ckpt_tools.containers import safetensors
 from ckpt_tools.containers.base import Decoded, Warned
-from ckpt_tools.errors import ContainerLimitError, DamagedFileError, LimitError, NotACheckpointError, UnsupportedContainerError
+from ckpt_tools.errors import ContainerLimitError, DamagedFileError, NotACheckpointError, UnsupportedContainerError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.plan import Content
 from ckpt_tools.sources import Files
 from ckpt_tools.tree import Dict, Entry, Node, Object, Storage, reachable
 
-MAX_INDEX = 100_000_000
 ORDER = "ckpt_tools.order"  # in the index's metadata: weight_map is in the state dict's order
 DecodeFile = Callable[[Source], Decoded]
 
 
 def sniff(head: bytes, source: Source) -> bool:
     """Whether a file is the index of a sharded checkpoint: a JSON object that has a weight_map."""
-    if not head.lstrip().startswith(b"{") or b"\0" in head or source.size > MAX_INDEX:
+    if not head.lstrip().startswith(b"{") or b"\0" in head or source.size > limits.INDEX_BYTES.value:
         return False
     return b'"weight_map"' in head or b'"weight_map"' in source.read(0, source.size)
 
@@ -91,8 +90,7 @@ def _warnings(parts: Sequence[Decoded]) -> list[Warned]:
 
 def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
     """weight_map, and the metadata as text."""
-    if index.size > MAX_INDEX:
-        raise LimitError(f"The index has {index.size} bytes; {MAX_INDEX} is the limit.")
+    limits.INDEX_BYTES.check(index.size, f"The index has {index.size} bytes.")
     try:
         content = json.loads(index.read(0, index.size).decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -260,8 +258,8 @@ def index_text(weight_map: Mapping[str, str], total_size: int, metadata: Mapping
         text = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
     except UnicodeEncodeError:
         raise ContainerLimitError("A tensor's name holds a lone surrogate, which an index cannot.") from None
-    if len(text) > MAX_INDEX:
-        raise ContainerLimitError(f"The index would take {len(text)} bytes; {MAX_INDEX} is the limit.")
+    if len(text) > limits.INDEX_BYTES.value:
+        raise ContainerLimitError(f"The index would take {len(text)} bytes; {limits.INDEX_BYTES.value} is the limit.")
     return text
 
 

@@ -15,16 +15,15 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ckpt_tools import limits
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.zip_directory import Directory, Record, RecordRange
-from ckpt_tools.errors import ChecksumError, LimitError, TensorError, ZipError
+from ckpt_tools.errors import ChecksumError, TensorError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.plan import Content, Deflated, read
-
-_PICKLE_LIMIT, _INFLATED = 1 << 30, 1 << 20
 
 
 def decode(source: Source, directory: Directory, folder: str, member: str = "", keys: str = "") -> Decoded:
@@ -134,9 +133,9 @@ def record_head(source: Source, record: Record, length: int) -> bytes:
 
 def read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
     """The pickle. A deflated one may be as long as the file: the records that it lists take more than their names in it."""
-    limit = max(source.size, _INFLATED) if record.deflated else _PICKLE_LIMIT
-    if record.size > limit:
-        raise LimitError(f"The pickle claims {record.size} bytes; {limit} is the limit for this file.")
+    limits.PICKLE_BYTES.check(record.size, f"The pickle claims {record.size} bytes.")
+    if record.deflated and record.size > max(source.size, limits.INFLATED_PICKLE.value):
+        raise limits.INFLATED_PICKLE.error(f"The pickle claims {record.size} bytes, deflated; the file has fewer.", record.size)
     return read_record(source, record, check=check)
 
 

@@ -19,18 +19,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_tools import limits
 from ckpt_tools.containers import torch_zip
 from ckpt_tools.containers.base import PROGRAM, Decoded, Warned
 from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.dtypes import DTYPES
-from ckpt_tools.errors import CkptError, LimitError, TensorError, ZipError
+from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.tree import Dict, Entry, Global, Node, Object, Storage, check, contiguous_stride, reachable
 
 _CLASS = re.compile(r"^class (\w+)\(Module\):\n((?:  __(?:parameters|buffers)__ = \[.*\]\n)*)", re.MULTILINE)
 _DECLARED = re.compile(r"__(parameters|buffers)__ = \[(.*)\]")
 _QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
-_MAX_CODE, _MAX_JSON, _MAX_MODULE_DEPTH = 64 << 20, 64 << 20, 500
 _Declared = Mapping[str, tuple[frozenset[str], frozenset[str]]]
 
 
@@ -77,13 +77,12 @@ def _program(records: Mapping[str, Record], folder: str) -> Warned:
 
 def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _Declared:
     """For each module class that the code declares, the names of its parameters and of its buffers."""
-    found, spare = {}, _MAX_CODE
+    found, size = {}, 0
     for name, record in records.items():
         if not name.startswith(f"{folder}/code/") or not name.endswith(".py"):
             continue
-        spare -= record.size
-        if spare < 0:
-            raise LimitError(f"The program's code is longer than {_MAX_CODE} bytes.")
+        size += record.size
+        limits.CODE_BYTES.check(size, "The program's code is longer than that of any model.")
         text = torch_zip.read_record(source, record, check=False).decode("utf-8", "replace")
         module = name.removeprefix(f"{folder}/code/").removesuffix(".py").replace("/", ".")
         for match in _CLASS.finditer(text):
@@ -119,8 +118,7 @@ _DATA_TYPES = {
 
 def _decode_json(source: Source, directory: Directory, folder: str, records: Mapping[str, Record]) -> Decoded:
     record = records[f"{folder}/model.json"]
-    if record.size > _MAX_JSON:
-        raise LimitError(f"The program's model.json claims {record.size} bytes; {_MAX_JSON} is the limit.")
+    limits.PROGRAM_BYTES.check(record.size, f"The program's model.json claims {record.size} bytes.")
     try:
         model = json.loads(torch_zip.read_record(source, record, check=False))
         tensors = _JsonTensors(source, records, folder, model.get("tensors", []))
@@ -177,8 +175,7 @@ class _JsonTensors:
 
 
 def _json_module(row: dict[str, Any], tensors: _JsonTensors, depth: int) -> Object:
-    if depth > _MAX_MODULE_DEPTH:
-        raise LimitError(f"The program nests more than {_MAX_MODULE_DEPTH} modules.")
+    limits.MODULE_DEPTH.check(depth, "The program nests its modules too deep.")
     parameters, buffers = Dict(), Dict()
     for parameter in row.get("parameters", []):
         is_buffer = bool(parameter.get("isBuffer", False))

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
+from ckpt_tools import limits
 from ckpt_tools.containers import numpy_files, plain_pickle, safetensors, torch_legacy, torch_tar, torch_zip, torchscript
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.sharded import Keys
@@ -30,9 +31,7 @@ from ckpt_tools.tree import Dict, List, Node
 _ZIP = b"PK\x03\x04"
 _HEAD = 512  # bytes of a member that tell what it is
 _MAX_MEMBERS = 1000
-_MAX_INLINE, _MAX_ALL_INLINE = 16 << 20, 64 << 20  # bytes of a member that is no checkpoint, and of all such
-_MAX_JSON_DEPTH, _MAX_JSON_NODES = 100, 1_000_000
-_INFLATION, _SPARE = 16, 64 << 20  # how many times the file's size the inflated members may have, and what is always allowed
+_MAX_JSON_DEPTH, _MAX_JSON_VALUES = 100, 1_000_000
 
 _Decode = Callable[[Source], Decoded]
 # Beside zips: whether a member is one by its first bytes, and its reader.
@@ -120,7 +119,7 @@ class _Bundle:
     def _keep(self, record: Record) -> None:
         """A member that is no checkpoint: a value; one that is too large to be one is left out."""
         self.inline += record.size
-        if record.size > _MAX_INLINE or self.inline > _MAX_ALL_INLINE:
+        if record.size > limits.TEXT_BYTES.value or self.inline > 4 * limits.TEXT_BYTES.value:
             self.inline -= record.size
             self._warn("left-out", f"the member {record.name!r}, {record.size} bytes that are no checkpoint: they are not kept")
             return
@@ -187,8 +186,10 @@ def _value(data: bytes) -> Node:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         return data
-    if sum(map(text.count, ",[{")) > _MAX_JSON_NODES:
+    containers, allowance = sum(map(text.count, "[{")), limits.allowance(len(data))
+    if containers > allowance.left or text.count(",") > _MAX_JSON_VALUES:
         return text
+    allowance.left -= containers
     try:
         return _node(json.loads(text), 0)
     except (ValueError, RecursionError):
@@ -219,12 +220,7 @@ class Inflated(Source):
         Raises:
             LimitError: it is too large, or there is no room for it. ZipError: it cannot be inflated.
         """
-        limit = _INFLATION * self.archive.size + _SPARE
-        if self.size + record.size > limit:
-            raise LimitError(
-                f"The deflated member {record.name!r} has {record.size} bytes; {limit} in all is the limit for this file.",
-                fix="Unpack the archive and convert its members one by one.",
-            )
+        limits.check_inflated(self.size + record.size, self.archive.size)
         start = self.size
         try:
             if self._fd < 0:

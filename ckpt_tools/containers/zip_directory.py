@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import Final
 
-from ckpt_tools.errors import LimitError, ZipError
+from ckpt_tools import limits
+from ckpt_tools.errors import ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.findings import mending
 from ckpt_tools.plan import Range
@@ -23,7 +24,6 @@ END = Struct("<4s4H2IH")
 END64 = Struct("<4sQ2H2I4Q")
 LOCATOR64 = Struct("<4sIQI")
 DESCRIPTOR, DESCRIPTOR_64, ALIGNMENT = 16, 24, 64
-MAX_RECORDS = 1_000_000
 _MAX_COMMENT = 65535
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _PATCHED, _STRONG, _MASKED = 1, 1 << 5, 1 << 6, 1 << 13
@@ -88,7 +88,7 @@ def read_directory(source: Source) -> Directory:
 
     Raises:
         MissingDirectoryError: there is none. ZipError: anything that torch would refuse, or that two readers could read
-        differently. LimitError: more than a million records.
+        differently. LimitError: more records than any checkpoint has.
     """
     try:
         return _read_directory(source)
@@ -111,8 +111,7 @@ def _read_directory(source: Source) -> Directory:
         disk, first_disk, on_disk, count, size, start = wide_fields
     if disk or first_disk or on_disk != count:
         raise ZipError("The zip is one part of several.", why="torch writes single archives.")
-    if count > MAX_RECORDS:
-        raise LimitError(f"The zip directory lists {count} records; {MAX_RECORDS} is the limit.")
+    limits.RECORDS.check(count, f"The zip directory lists {count} records.")
     _check_place(start, size, directory_end)
     records = _read_central(source, source.read(start, size), count, start)
     _check_names(records)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt_tools.errors import LimitError, PickleError
-from ckpt_tools.pickling.limits import MAX_DEPTH, MAX_KEY_DEPTH, MAX_KEY_PARTS
-from ckpt_tools.tree import PLAIN, Dict, Entry, Extras, List, Node, Object
+from ckpt_tools import limits
+from ckpt_tools.errors import PickleError
+from ckpt_tools.tree import PLAIN, Dict, Entry, Extras, List, Node, Object, is_short_row
 
 UNHASHABLE = ("builtins.bytearray", "builtins.set", "collections.OrderedDict", "collections.Counter", "collections.defaultdict")
 
@@ -19,19 +19,19 @@ def settle(root: Node) -> list[str]:
         The keys that were set twice, as text.
 
     Raises:
-        LimitError: nested deeper than MAX_DEPTH. PickleError: a key that Python cannot hash.
+        LimitError: nested too deep. PickleError: a key that Python cannot hash.
     """
     keys = _Keys()
     seen: set[int] = set()
     level: Sequence[Node] = [root]
-    depth = 0
+    depth, deepest = 0, limits.DEPTH.value
     while level:
         depth += 1
-        if depth > MAX_DEPTH:
-            raise LimitError(f"The pickle is nested more than {MAX_DEPTH} deep.")
+        if depth > deepest:
+            raise limits.DEPTH.error("The pickle is nested too deep.")
         below: list[Node] = []
         for node in level:
-            if type(node) in PLAIN or (type(node) is Entry and node.extras is None) or id(node) in seen or _is_short_row(node):
+            if type(node) in PLAIN or (type(node) is Entry and node.extras is None) or id(node) in seen or is_short_row(node):
                 continue
             seen.add(id(node))
             parts = _settle_one(node, keys)
@@ -39,12 +39,6 @@ def settle(root: Node) -> list[str]:
                 below.extend(parts)
         level = below
     return keys.repeated
-
-
-def _is_short_row(node: Node) -> bool:
-    """Whether a node is a list or tuple with nothing to check, and to see that is quicker than to remember it."""
-    items = node.items if type(node) is List else node
-    return type(node) in (List, tuple) and len(items) < 8 and PLAIN.issuperset(map(type, items))
 
 
 def _settle_one(node: Node, keys: _Keys) -> Sequence[Node]:
@@ -131,8 +125,7 @@ class _Keys:
 
     def _spend(self, parts: int) -> None:
         self.parts += parts
-        if self.parts > MAX_KEY_PARTS:
-            raise LimitError(f"The pickle has dict keys of more than {MAX_KEY_PARTS} parts in all.")
+        limits.KEY_PARTS.check(self.parts, "The pickle has dict keys of more parts than any checkpoint.")
 
     def _tuple(self, root: tuple[Node, ...]) -> _Tuple:
         """What is known of a tuple, worked out for parts before wholes. A deep one is refused: it crashes C pickle."""
@@ -151,8 +144,7 @@ class _Keys:
             return
         inner = [self.tuples[id(part)] for part in node if type(part) is tuple]
         depth = 1 + max((part.depth for part in inner), default=0)
-        if depth > MAX_KEY_DEPTH:
-            raise PickleError(f"The pickle uses a tuple nested more than {MAX_KEY_DEPTH} deep as a dict key.")
+        limits.KEY_DEPTH.check(depth, "The pickle uses tuples nested too deep as a dict key.")
         parts = tuple(self.tuples[id(part)].stand_in if type(part) is tuple else self.identity(part) for part in node)
         count = len(node) + sum(part.parts for part in inner)
         self.tuples[id(node)] = _Tuple(node, ("t", self.numbers.setdefault(parts, len(self.numbers))), depth, count)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping
 from struct import Struct
 from typing import Any, NoReturn, TypeAlias
 
-from ckpt_tools.errors import DamagedFileError, LimitError, PickleError
+from ckpt_tools import limits
+from ckpt_tools.errors import DamagedFileError, PickleError
+from ckpt_tools.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, LONG_TEXT
 from ckpt_tools.pickling import fused
-from ckpt_tools.pickling.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, LONG_TEXT, MAX_DEPTH, MAX_GLOBALS, node_budget
 from ckpt_tools.pickling.weights_only import BUILT
 from ckpt_tools.tree import ByteString, Dict, Entry, Global, List, Node, Object
 
@@ -70,7 +71,9 @@ class Machine:
         self.unusual: dict[str, None] = {}
         self.places: dict[int, tuple[int, bytes]] = {}
         self.cut, self.needed = False, 0
-        self.budget = node_budget(self.end - offset)
+        self.most_marks = 2 * limits.DEPTH.value
+        self.allowance = limits.allowance(self.end - offset)
+        self.budget = self.allowance.left
 
     def load(self) -> Node:
         """Run to STOP and return the object.
@@ -81,6 +84,7 @@ class Machine:
         try:
             return self._run()
         except _Stop as stop:
+            self.allowance.left = min(self.allowance.left, self.budget)
             return stop.value
         except IndexError:
             self.cut = self.position >= self.end
@@ -119,7 +123,7 @@ class Machine:
         """Count containers against the budget."""
         self.budget -= count
         if self.budget < 0:
-            raise LimitError("The pickle makes more objects than a checkpoint of its size can hold.")
+            raise limits.CONTAINERS.error("The pickle makes more objects than a checkpoint of its size can hold.")
 
     def take(self, length: int) -> bytes:
         """The next `length` bytes of the stream."""
@@ -205,8 +209,8 @@ class Machine:
         elif found == fused.ORDERED_DICT:
             self.ordered_dict = found
         self.globals[found] = None
-        if len(self.globals) > MAX_GLOBALS:
-            raise LimitError(f"The pickle names more than {MAX_GLOBALS} different globals.")
+        if len(self.globals) > limits.GLOBALS.value:
+            raise limits.GLOBALS.error("The pickle names more globals than any checkpoint.")
         self.stack.append(found)
 
     def make(self, function: Node, args: Node) -> None:
@@ -299,12 +303,13 @@ def _stop(machine: Machine) -> None:
 def _mark(machine: Machine) -> None:
     machine.marks.append(machine.stack)
     machine.stack = []
-    if len(machine.marks) > 2 * MAX_DEPTH:
-        raise LimitError(f"The pickle is nested more than {MAX_DEPTH} deep.")
+    if len(machine.marks) > machine.most_marks:
+        raise limits.DEPTH.error("The pickle is nested too deep.")
 
 
 @_opcode(b"0", unusual="POP")
 def _pop(machine: Machine) -> None:
+    machine.spend()
     if machine.stack:
         machine.stack.pop()
     else:
@@ -313,12 +318,14 @@ def _pop(machine: Machine) -> None:
 
 @_opcode(b"1", unusual="POP_MARK")
 def _pop_mark(machine: Machine) -> None:
+    machine.spend()
     machine.pop_mark()
 
 
 @_opcode(b"2", unusual="DUP")
 def _dup(machine: Machine) -> None:
     top = machine.stack[-1]
+    machine.spend()
     if type(top) is str or type(top) is Global:
         machine.spend_on_sharing(top)
     machine.stack.append(top)
@@ -369,12 +376,23 @@ def _get(machine: Machine) -> None:
 # --- plain values
 
 
-def _constant(code: bytes, value: Node) -> None:
-    OPCODES[code[0]] = lambda machine: machine.stack.append(value)
+_CONSTANTS: dict[int, Node] = {ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()}
+_MANY_CONSTANTS = re.compile(rb"[N\x88\x89)]{16,}")
 
 
-for _code, _value in ((b"N", None), (b"\x88", True), (b"\x89", False), (b")", ())):
-    _constant(_code, _value)
+def _constant(machine: Machine) -> None:
+    """None, True, False or an empty tuple; a row of them at once: a byte each, nothing is cheaper for a file."""
+    start = machine.position - 1
+    row = _MANY_CONSTANTS.match(machine.data, start, machine.limit)
+    if row is None:
+        machine.stack.append(_CONSTANTS[machine.data[start]])
+    else:
+        machine.stack.extend(map(_CONSTANTS.__getitem__, row[0]))
+        machine.position = row.end()
+
+
+for _constant_code in _CONSTANTS:
+    OPCODES[_constant_code] = _constant
 
 
 @_opcode(b"K")
@@ -619,11 +637,13 @@ def _tuple3(machine: Machine) -> None:
 @_opcode(b"a")
 def _append(machine: Machine) -> None:
     item = machine.stack.pop()
+    machine.spend()
     _extend(machine, [item])
 
 
 @_opcode(b"e")
 def _appends(machine: Machine) -> None:
+    machine.spend()
     _extend(machine, machine.pop_mark())
 
 
@@ -636,13 +656,14 @@ def _setitem(machine: Machine) -> None:
 
 @_opcode(b"u")
 def _setitems(machine: Machine) -> None:
+    machine.spend()
     _set(machine, _pairs(machine, machine.pop_mark()))
 
 
 def _pairs(machine: Machine, items: list[Node]) -> list[tuple[Node, Node]]:
     if len(items) % 2:
         raise machine.error("takes pairs, and finds an odd number of values")
-    machine.spend(len(items) * 3 // 8)  # a pair takes less than a container; three quarters let every dict of pickle pass
+    machine.spend(len(items) // 4)  # a pair takes less than a container
     values = iter(items)
     return list(zip(values, values, strict=True))
 

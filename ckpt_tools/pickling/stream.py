@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckpt_tools.errors import CkptError, LimitError, PickleError
+from ckpt_tools import limits
+from ckpt_tools.errors import CkptError, PickleError
 from ckpt_tools.files import Source
-from ckpt_tools.pickling.limits import MAX_PICKLE, node_budget
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.plan import Content, Literal, Range
 from ckpt_tools.tree import Node
@@ -95,7 +95,6 @@ class Pickles:
             self._fill(self.window)
         while True:
             machine = make(self.data, self.position - self.anchor)
-            machine.budget = node_budget(min(self.left, MAX_PICKLE))
             try:
                 root = machine.load()
             except CkptError:
@@ -103,8 +102,8 @@ class Pickles:
                 self.cut = machine.cut and (len(self.data) == room or machine.needed > room)
                 if self.cut or not machine.cut:
                     raise
-                if len(self.data) >= MAX_PICKLE:
-                    raise LimitError(f"The pickle takes more than {MAX_PICKLE} bytes.") from None
+                if len(self.data) >= limits.PICKLE_BYTES.value:
+                    raise limits.PICKLE_BYTES.error("The pickle is longer than any real one.") from None
                 self._fill(max(self.window, _GROWTH * self._ready))
             else:
                 self.position = self.anchor + machine.position

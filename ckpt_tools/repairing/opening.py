@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_tools import temporaries
+from ckpt_tools import limits, temporaries
 from ckpt_tools.checking.reading import Mismatch, read_checkpoint
 from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, naming, open_checkpoint, open_source
 from ckpt_tools.containers import safetensors
@@ -137,7 +137,7 @@ def _undone(source: Source, scratch: Path, stack: contextlib.ExitStack) -> Sourc
 def _salvage(source: Source, error: CkptError, keep_damaged: bool) -> Salvaged:
     """The containers that may be in the file, each tried."""
     try:
-        with naming(source):
+        with naming(source), limits.of_file(source.size):
             return _by_kind(source, keep_damaged)
     except NotACheckpointError:  # the disk failed
         raise

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ckpt_tools import limits
 from ckpt_tools.checkpoint import find_tensors
 from ckpt_tools.containers import torch_legacy
 from ckpt_tools.containers.base import Decoded
@@ -18,8 +19,6 @@ from ckpt_tools.plan import CHUNK, Computed, Content, Range, chunks, read
 from ckpt_tools.repairing.zip_walk import Found, Walked, by_name, names_of_pickles, walk_zip
 from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree import DROP, Entry, Node, Object, Storage, Where, reachable, replace
-
-_PICKLE_LIMIT = 1 << 30
 
 
 @dataclass(slots=True)
@@ -63,7 +62,7 @@ def salvage_zip(source: Source, *, keep_damaged: bool = False) -> Salvaged:
         ZipError: no record is a pickle that lists tensors. ChecksumError: the pickle is damaged. PickleError: it is malformed.
     """
     walked = walk_zip(source)
-    pickle = _pickle(walked, keep_damaged)
+    pickle = _pickle(source, walked, keep_damaged)
     folder = pickle.name.removesuffix("/data.pkl")
     locator = _Locator(source, by_name(walked.records), folder)
     storages = Storages(locator.locate)
@@ -80,7 +79,7 @@ def salvage_zip(source: Source, *, keep_damaged: bool = False) -> Salvaged:
     return Salvaged(decoded, lost, notes)
 
 
-def _pickle(walked: Walked, keep_damaged: bool) -> Found:
+def _pickle(source: Source, walked: Walked, keep_damaged: bool) -> Found:
     """The pickle that lists the tensors: the last that is proved."""
     pickles = list(by_name(list(names_of_pickles(walked.records))).values())
     proved = [found for found in pickles if found.proof]
@@ -95,8 +94,10 @@ def _pickle(walked: Walked, keep_damaged: bool) -> Found:
             "The pickle that lists the tensors is damaged or cut.", why="Names and shapes could be wrong.",
             fix="Take it as it is: --keep-damaged.",
         )  # fmt: skip
-    if (chosen.size or 0) > _PICKLE_LIMIT:
-        raise ZipError(f"The pickle claims {chosen.size} bytes.")
+    size = chosen.size or 0
+    limits.PICKLE_BYTES.check(size, f"The pickle claims {size} bytes.")
+    if chosen.deflated and size > max(source.size, limits.INFLATED_PICKLE.value):
+        raise limits.INFLATED_PICKLE.error(f"The pickle claims {size} bytes, deflated; the file has fewer.", size)
     return chosen
 
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ckpt_tools.containers.zip_directory import ALIGNMENT, CENTRAL, LOCAL, MAX_RECORDS
+from ckpt_tools import limits
+from ckpt_tools.containers.zip_directory import ALIGNMENT, CENTRAL, LOCAL
 from ckpt_tools.errors import DamagedFileError, LimitError
 from ckpt_tools.files import Source
 from ckpt_tools.plan import CHUNK, Content, Deflated, Range, chunks
@@ -97,8 +98,7 @@ def _signatures(source: Source) -> dict[bytes, list[int]]:
             while 0 <= at < CHUNK:
                 places.append(start + at)
                 at = block.find(signature, at + 1)
-            if len(places) > MAX_RECORDS:
-                raise LimitError(f"The file holds more than {MAX_RECORDS} zip signatures.")
+            limits.RECORDS.check(len(places), "The file holds more zip signatures than any checkpoint.")
     return found
 
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 import ckpt_tools
 from ckpt_tools.errors import LimitError, NotACheckpointError, SafetensorsError
+from ckpt_tools.limits import raised
 from tests.hostile.headers import info, safetensors
 from tests.hostile.refusals import refused, warned, write
 
@@ -63,7 +64,16 @@ def test_81_length_past_the_end(length: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [100_000_001, 2**32, 2**63, 2**64 - 1])
 def test_81_length_over_the_limit(length: int, tmp_path: Path) -> None:
     """A header over 100 MB, or of 2**64 - 1 bytes: nothing is allocated."""
-    bad(tmp_path, safetensors("{}", length=length), f"claims {length} bytes; 100000000 is the limit")
+    bad(tmp_path, safetensors("{}", length=length), f"claims {length} bytes; 2 follow")
+
+
+def test_81_header_over_the_limit(tmp_path: Path) -> None:
+    """A header that is there, and longer than safetensors reads, is refused before it is parsed; the limit can be raised."""
+    with open(write(tmp_path, safetensors("{}", length=100_000_001), "bad.safetensors"), "r+b") as file:
+        file.truncate(100_000_009)
+    refused(tmp_path / "bad.safetensors", LimitError, "has 100000001 bytes", "--limit header_bytes=200000000")
+    with raised(header_bytes=200_000_000):
+        refused(tmp_path / "bad.safetensors", SafetensorsError, "is not JSON")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +116,7 @@ def test_82_deep(tmp_path: Path) -> None:
     """Nested over 128 in a field that nobody reads, and over what Python's parser takes."""
     deep = "[" * 500 + "]" * 500
     raw = json.dumps({"a": info(x="DEEP")}).replace('"DEEP"', deep)
-    bad(tmp_path, safetensors(raw, BYTES), "nested more than 128 deep at tensor 'a'", error=LimitError)
+    bad(tmp_path, safetensors(raw, BYTES), "nested too deep at tensor 'a'", "--limit json_depth=500", error=LimitError)
     bad(tmp_path, safetensors(raw.replace(deep, "[" * 100_000 + "]" * 100_000), BYTES), "is not JSON")
 
 

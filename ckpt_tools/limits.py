@@ -1,0 +1,182 @@
+"""What a file may ask for: every limit, its value, and the one way to raise it. docs/limits.md lists them.
+
+They lie far above any real checkpoint, and hold a file under SMALL_FILE bytes to seconds and a few hundred megabytes. A file
+beyond one is refused by a LimitError that names it; who trusts the file raises it: `ckpt COMMAND --limit records=2000000`, the
+variable CKPT_LIMITS for all commands, or in a program
+
+    with ckpt_tools.limits.raised(records=2_000_000):
+        ckpt_tools.inspect("huge.pth")
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+
+from ckpt_tools.errors import LimitError, UsageError
+
+SMALL_FILE = 10_000_000
+
+
+class Limit:
+    """One limit. `default` is what it is, `value` what it has been raised to; `counts` says what is counted."""
+
+    __slots__ = ("counts", "default", "name", "value")
+
+    def __init__(self, name: str, default: int, counts: str) -> None:
+        self.name, self.default, self.value, self.counts = name, default, default, counts
+        LIMITS[name] = self
+
+    def check(self, count: int, what: str) -> None:
+        """Raise the error of `what` where the count is over the limit."""
+        if count > self.value:
+            raise self.error(what, count)
+
+    def error(self, what: str, needed: int = 0, *, fix: str = "") -> LimitError:
+        """The error for a file beyond this limit.
+
+        Args:
+            what: the sentence that says so. needed: the value that would do, where it is known.
+            fix: what else can be done about it.
+        """
+        value = max(2 * self.value, needed)
+        raising = f"Where the file is to be trusted, raise the limit: --limit {self.name}={value}"
+        return LimitError(what, why=f"The limit is {self.value} {self.counts}.", fix=f"{fix} {raising}".strip())
+
+
+LIMITS: dict[str, Limit] = {}
+
+# pickles
+CONTAINERS = Limit("containers", 300_000, "dicts, lists, tuples and objects, and one more for every 32 bytes of the file")
+DEPTH = Limit("depth", 10_000, "levels of nesting")  # C pickle itself cannot write deeper
+GLOBALS = Limit("globals", 100_000, "different globals")  # a checkpoint names a few dozen
+KEY_DEPTH = Limit("key_depth", 100, "tuples in one another as a dict key")  # hashing a deep one crashes C pickle and torch
+KEY_PARTS = Limit("key_parts", 4_000_000, "parts of all dict keys, shared ones counted each time")  # as Python hashes them
+PICKLE_BYTES = Limit("pickle_bytes", 1 << 30, "bytes of one pickle")  # a state dict of a million tensors takes 300 MB
+INFLATED_PICKLE = Limit("inflated_pickle", 1 << 20, "bytes of a deflated pickle, or as many as the file has")
+# other parts of files
+INFLATED = Limit("inflated", 512 << 20, "bytes of all deflated records, and 16 more for every byte of the file")
+RECORDS = Limit("records", 1_000_000, "records of a zip")
+ARCHIVES = Limit("archives", 1_000_000, "archives one after another in one file")
+HEADER_BYTES = Limit("header_bytes", 100_000_000, "bytes of a safetensors header")  # safetensors refuses more
+JSON_DEPTH = Limit("json_depth", 128, "levels of nesting in a safetensors header")  # serde_json's limit
+INDEX_BYTES = Limit("index_bytes", 100_000_000, "bytes of an index of shards")
+METADATA_BYTES = Limit("metadata_bytes", 1 << 30, "bytes of a .metadata file")
+LIST_ITEMS = Limit("list_items", 1_000_000, "places of lists that a .metadata file describes")
+CHUNKS = Limit("chunks", 4096, "chunks of one tensor that are no whole rows")  # each is compared with the others
+CODE_BYTES = Limit("code_bytes", 64 << 20, "bytes of the code of a TorchScript program")
+PROGRAM_BYTES = Limit("program_bytes", 64 << 20, "bytes of the model.json of a TorchScript program")
+MODULE_DEPTH = Limit("module_depth", 500, "modules in one another in a TorchScript program of version 1.0")
+TEXT_BYTES = Limit("text_bytes", 16 << 20, "bytes of an array of text, or of a file beside checkpoints in an archive")
+DIGEST_BYTES = Limit("digest_bytes", 1 << 30, "bytes of a digest file")
+PLAN_BYTES = Limit("plan_bytes", 256 << 20, "bytes of a match plan")
+# what is made of them
+TENSORS = Limit("tensors", 62_500, "tensors, and one more for every 64 bytes of the file")  # 300 bytes are the least for one
+OBJECTS = Limit("objects", 50_000, "places of objects, and one more for every 64 bytes of the file")
+PATHS = Limit("paths", 4_000_000, "parts of all paths, beyond 16 for every place")
+NAME_PARTS = Limit("name_parts", 1000, "dots in the name of a tensor that is renamed")
+SUBMODULES = Limit("submodules", 100_000_000, "characters of the names in one pickled module")
+WORK_BYTES = Limit("work_bytes", 1 << 28, "bytes to be hashed and counted, beyond 8 times the file")
+
+
+# --- raising them
+
+
+def parse(text: str) -> tuple[str, int]:
+    """`NAME=VALUE`.
+
+    Raises:
+        UsageError: there is no such limit, or the value is no number above 0.
+    """
+    name, _, number = text.partition("=")
+    if name not in LIMITS:
+        raise UsageError(f"--limit {text!r}: there is no limit {name!r}.", why=f"There are {', '.join(sorted(LIMITS))}.")
+    if not (number.isascii() and number.isdecimal() and 0 < len(number) < 19 and int(number)):
+        raise UsageError(f"--limit {text!r}: the value is no whole number above 0.", fix=f"For example: --limit {name}=1000000")
+    return name, int(number)
+
+
+def set_limits(values: Iterable[tuple[str, int]]) -> None:
+    """Set limits for this process, by name."""
+    for name, value in values:
+        LIMITS[name].value = value
+
+
+def changed() -> list[tuple[str, int]]:
+    """The limits that have been set, for a process that shall have the same."""
+    return [(limit.name, limit.value) for limit in LIMITS.values() if limit.value != limit.default]
+
+
+@contextlib.contextmanager
+def raised(**values: int) -> Iterator[None]:
+    """Other limits inside the block, for all of this process: `raised(records=2_000_000)`.
+
+    Raises:
+        UsageError: there is no limit of such a name.
+    """
+    pairs = [parse(f"{name}={value}") for name, value in values.items()]
+    with kept():
+        set_limits(pairs)
+        yield
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Afterwards the limits are what they were before."""
+    before = [(limit.name, limit.value) for limit in LIMITS.values()]
+    try:
+        yield
+    finally:
+        set_limits(before)
+
+
+# --- how many containers the pickles of one file may make
+
+_BYTES_PER_CONTAINER = 32  # in a small file; a tensor makes 7, and takes 300 bytes with its record
+BYTES_PER_NODE = 6  # beyond: tensors that share a storage take 66 bytes in a pickle
+LONG_TEXT = 1024  # characters; using a longer one again costs a container for every BYTES_OF_SHARED_TEXT of them
+BYTES_OF_SHARED_TEXT = 16
+
+
+class Allowance:
+    """How many containers the pickles of a file may still make, all of them together."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, file_bytes: int) -> None:
+        small = min(file_bytes, SMALL_FILE)
+        self.left = CONTAINERS.value + small // _BYTES_PER_CONTAINER + (file_bytes - small) // BYTES_PER_NODE
+
+
+_allowance: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
+
+
+@contextlib.contextmanager
+def of_file(file_bytes: int) -> Iterator[None]:
+    """All pickles that are read inside the block are of one file of this size, and share its allowance."""
+    before = _allowance.set(Allowance(file_bytes))
+    try:
+        yield
+    finally:
+        _allowance.reset(before)
+
+
+def allowance(file_bytes: int) -> Allowance:
+    """The allowance of the file that is being read; outside of `of_file` one for this size."""
+    return _allowance.get() or Allowance(file_bytes)
+
+
+# --- deflated records
+
+_INFLATION = 16  # times the file's size: weights hardly shrink, a model of zeros a thousandfold
+
+
+def check_inflated(total: int, file_bytes: int) -> None:
+    """Refuse a file whose deflated records come to far more bytes than it has.
+
+    Raises:
+        LimitError: they do.
+    """
+    if total > INFLATED.value + _INFLATION * file_bytes:
+        raise INFLATED.error(f"The file's deflated records come to {total} bytes, and the file has {file_bytes}.", total)

@@ -1,0 +1,109 @@
+"""Limits: one table, documented, named by the errors, and raised in one way."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools import limits
+from ckpt_tools.errors import LimitError, UsageError
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def many_globals(tmp_path: Path) -> Path:
+    """A checkpoint with some dtypes in it, each a global of its own."""
+    torch.save({"a.w": torch.ones(2), "types": [torch.float32, torch.int8, torch.bool]}, tmp_path / "in.pth")
+    return tmp_path / "in.pth"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`ckpt` with these arguments."""
+    command = [sys.executable, "-m", "ckpt_tools", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, env={**os.environ, **environment})
+
+
+def test_every_limit_is_documented_with_its_value() -> None:
+    """docs/limits.md lists the limits in the order of the module, with their true values."""
+    page = (ROOT / "docs" / "limits.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([0-9,]+) \|", page, re.MULTILINE)
+    assert rows == [(limit.name, f"{limit.default:,}") for limit in limits.LIMITS.values()]
+
+
+def test_no_limit_lies_elsewhere() -> None:
+    """A LimitError comes from the table, so that it names the limit and how to raise it; but for what no number would help."""
+    others = {
+        str(path.relative_to(ROOT / "ckpt_tools")): path.read_text().count("raise LimitError(")
+        for path in (ROOT / "ckpt_tools").rglob("*.py")
+    }
+    # a worker that was killed; what overlaps or lies in itself without end, which no real file has
+    fixed = {"processes.py": 1, "sides.py": 1, "tree.py": 1, "containers/legacy_stream.py": 1, "repairing/zip_walk.py": 1}
+    assert {name: count for name, count in others.items() if count} == fixed
+
+
+def test_the_error_names_the_limit(many_globals: Path) -> None:
+    """What was too much, what the limit is, and the option that raises it."""
+    with limits.raised(globals=3), pytest.raises(LimitError, match="more globals") as caught:
+        ckpt_tools.inspect(many_globals)
+    assert "The limit is 3 different globals." in str(caught.value)
+    assert caught.value.fix == "Where the file is to be trusted, raise the limit: --limit globals=6"
+
+
+def test_raised_ends_with_its_block(many_globals: Path) -> None:
+    """Inside the block one value holds, outside the other, also after an error."""
+    with pytest.raises(LimitError), limits.raised(globals=3):
+        ckpt_tools.inspect(many_globals)
+    assert limits.GLOBALS.value == limits.GLOBALS.default
+    assert ckpt_tools.inspect(many_globals).totals["tensors"] == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["nothing=1", "globals", "globals=", "globals=0", "globals=-1", "globals=1.5", "globals=" + "9" * 30]
+)
+def test_what_is_no_limit(text: str) -> None:
+    """Unknown names and values that are no number above 0 are refused as usage errors."""
+    with pytest.raises(UsageError, match="--limit"):
+        limits.parse(text)
+    assert run("inspect", "fixtures/ddp.pth", "--limit", text).returncode == 2
+
+
+def test_the_option_and_the_variable(many_globals: Path) -> None:
+    """--limit for one command, CKPT_LIMITS for all, the option before the variable."""
+    path = str(many_globals)
+    assert run("inspect", path, "--limit", "globals=3").returncode == 3
+    refused = run("check", path, CKPT_LIMITS="globals=3 depth=50")
+    assert (refused.returncode, "--limit globals=6" in refused.stdout) == (3, True), refused
+    assert run("inspect", path, "--limit", "globals=30", CKPT_LIMITS="globals=3").returncode == 0
+
+
+def test_processes_have_the_same_limits(many_globals: Path) -> None:
+    """Files that are read in other processes are held to the limits of this one."""
+    refused = run("inspect", "--jobs", "2", str(many_globals), str(many_globals), "--limit", "globals=3")
+    assert (refused.returncode, refused.stderr.count("--limit globals=6")) == (3, 2), refused
+
+
+def test_a_command_leaves_the_limits_as_they_were(many_globals: Path) -> None:
+    """A program that calls the command line again gets the defaults again."""
+    from ckpt_tools.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["inspect", str(many_globals), "--limit", "globals=30"], prog_name="ckpt")
+    assert limits.changed() == []
+
+
+def test_pickles_of_one_file_share_their_allowance() -> None:
+    """Many pickles in one file may not make more than one of its size; another file has its own allowance."""
+    with limits.of_file(3200):
+        limits.allowance(100).left -= limits.CONTAINERS.value
+        assert limits.allowance(100).left == 100
+        with limits.of_file(64):
+            assert limits.allowance(100).left == limits.CONTAINERS.value + 2
+    assert limits.allowance(320).left == limits.CONTAINERS.value + 10
