@@ -74,14 +74,17 @@ class Fate:
     became: str
 
 
-def find_unknown(root: Node) -> list[tuple[Where, str]]:
-    """Every object and global below `root` that is not known plain data, with its path and its global's name."""
-    places = _places(root)
-    found = []
-    for node in tree.reachable(root):
-        name = _unknown_name(node)
-        if name is not None:
-            found.append((places.get(id(node), _INSIDE), name))
+def find_unknown(root: Node, places: dict[int, Where] | None = None) -> list[tuple[Where, str]]:
+    """Every object and global below `root` that is not known plain data, with its path and its global's name.
+
+    Args:
+        root: the tree. places: where its records are, if that is known.
+    """
+    nodes = [(node, name) for node in tree.reachable(root) if (name := _unknown_name(node)) is not None]
+    if not nodes:
+        return []
+    places = _places(root) if places is None else places
+    found = [(places.get(id(node), _INSIDE), name) for node, name in nodes]
     named = {name for where, name in found if where is not _INSIDE}
     found = [(where, name) for where, name in found if where is not _INSIDE or name not in named]
     return sorted(set(found), key=lambda item: (tuple(map(str, item[0])), item[1]))
@@ -98,7 +101,7 @@ def _unknown_name(node: Node) -> str | None:
 def _places(root: Node, *, values: bool = False) -> dict[int, Where]:
     """Where each container and record is met first; with `values`, bytes too."""
     places: dict[int, Where] = {}
-    for where, node in tree.walk(root, plain=values):
+    for where, node in tree.walk(root, plain=False, values=_BYTES if values else frozenset()):
         if type(node) in tree.PLAIN and type(node) is not bytes:
             continue
         places.setdefault(id(node), where)
@@ -153,7 +156,7 @@ def make_plain(root: Node, *, oldest: bool = False) -> tuple[Node, list[Fate]]:
     """
     numbers = iter(range(1 << 62))
     places = _places(root, values=oldest)
-    unknown = find_unknown(root)
+    unknown = find_unknown(root, places)
 
     def key() -> str:
         return f"plain{next(numbers)}"

@@ -9,17 +9,18 @@ No recursion: a stack of things still to write.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from ckpt_tools.errors import ContainerLimitError, PickleError
 from ckpt_tools.pickling.fused import ORDERED_DICT
 from ckpt_tools.pickling.reader import python3_name
-from ckpt_tools.tree import CONTAINERS, ByteString, Dict, Entry, Extras, Global, List, Node, Object, Storage, parts
+from ckpt_tools.tree import CONTAINERS, PLAIN, ByteString, Dict, Entry, Extras, Global, List, Node, Object, Storage, parts
 
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
-_LONG = 64
-_CAN_BE_LONG = frozenset((str, bytes, int, ByteString))
+_LONG, _ROW = 64, 256
+_SHORT = frozenset((type(None), bool, float))
 _U32 = struct.Struct("<I").pack
 _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
@@ -77,8 +78,10 @@ class Survey:
                 if kind is Entry and node.extras is None:  # the many
                     found[id(node.storage)] = node.storage
                 else:
-                    todo += [part for part in parts(node) if type(part) is not str or len(part) > _LONG]
-            elif kind in _CAN_BE_LONG and _is_long(node):
+                    below = parts(node)
+                    if not _SHORT.issuperset(map(type, below)):
+                        todo += [part for part in below if type(part) not in PLAIN or _is_long(part)]
+            elif _is_long(node):
                 (shared if id(node) in seen else seen).add(id(node))
         self.storages = list(found.values())
 
@@ -98,6 +101,15 @@ class _Done:
 
     def __init__(self, opcodes: bytes, node: Node = None) -> None:
         self.opcodes, self.node = opcodes, node
+
+
+class _Values:
+    """Plain values in a row, written without asking for each what it is."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: list[Node]) -> None:
+        self.items = items
 
 
 class _Writer:
@@ -129,6 +141,8 @@ class _Writer:
                 self.finish(node)
             elif kind in CONTAINERS:
                 todo.extend(reversed(self.open(node)))
+            elif kind is _Values:
+                self.values(node.items)
             elif kind is Entry:
                 todo.extend(reversed(self.entry(node)))
             else:
@@ -189,7 +203,7 @@ class _Writer:
             if len(node) < 4:
                 return [*node, _Done(_TUPLES[len(node)], node)]
             self.out += b"("
-            return [*node, _Done(b"t", node)]
+            return [*_in_rows(node), _Done(b"t", node)]
         return self.object(node)
 
     def dict(self, node: Dict) -> list[Node]:
@@ -203,7 +217,7 @@ class _Writer:
             return attributes
         self.out += b"("
         rest = node.items[self.names_and_entries(node.items) :]
-        return [*(part for pair in rest for part in pair), _Done(b"u"), *attributes]
+        return [*_in_rows([part for pair in rest for part in pair]), _Done(b"u"), *attributes]
 
     def names_and_entries(self, pairs: list[tuple[Node, Node]]) -> int:
         """Write the first pairs at once, as long as they are names and plain entries; how many they are."""
@@ -326,16 +340,20 @@ class _Writer:
             self.value(node)
             self.remember(id(node))
 
+    def values(self, items: Sequence[Node]) -> None:
+        """Plain values one after another."""
+        for start in range(0, len(items), _ROW):
+            row = items[start : start + _ROW]
+            if not _SHORT.issuperset(map(type, row)) and any(type(item) is bytes or _is_long(item) for item in row):
+                for item in row:
+                    self.leaf(item)
+            else:
+                self.out += b"".join([_ENCODERS[type(item)](item) for item in row])
+
     def value(self, node: Node) -> None:
         kind = type(node)
-        if kind is str:
-            self.text(node)
-        elif kind is int:
-            self.out += _integer(node)
-        elif node is None or kind is bool:
-            self.out += {None: b"N", True: b"\x88", False: b"\x89"}[node]
-        elif kind is float:
-            self.out += b"G" + struct.pack(">d", node)
+        if kind in _ENCODERS:
+            self.out += _ENCODERS[kind](node)
         elif kind is Global:
             self.global_(node)
         elif kind is Storage:
@@ -348,8 +366,7 @@ class _Writer:
             raise PickleError(f"A value of type {kind.__name__} cannot be written.")
 
     def text(self, text: str) -> None:
-        data = text.encode("utf-8", "surrogatepass")
-        self.out += b"X%b%b" % (_U32(len(data)), data)
+        self.out += _text(text)
 
     def constant(self, text: str) -> None:
         """A text that is written many times: once in full, then from the memo."""
@@ -400,7 +417,18 @@ class _Writer:
 
 
 def _elements(items: list[Node]) -> list[Node]:
-    return [_Done(b"("), *items, _Done(b"e")] if items else []
+    return [_Done(b"("), *_in_rows(items), _Done(b"e")] if items else []
+
+
+def _in_rows(items: Sequence[Node]) -> list[Node]:
+    """The same, with plain values that follow one another put together where there are many."""
+    if len(items) < _ROW:
+        return list(items)
+    rows: list[Node] = []
+    for plain, run in groupby(items, lambda item: type(item) in PLAIN):
+        members = list(run)
+        rows += [_Values(members)] if plain else members
+    return rows
 
 
 def _is_one_list(args: Node) -> bool:
@@ -409,7 +437,7 @@ def _is_one_list(args: Node) -> bool:
 
 
 def _items(pairs: list[tuple[Node, Node]]) -> list[Node]:
-    return [_Done(b"("), *(part for pair in pairs for part in pair), _Done(b"u")] if pairs else []
+    return [_Done(b"("), *_in_rows([part for pair in pairs for part in pair]), _Done(b"u")] if pairs else []
 
 
 def _integer(value: int) -> bytes:
@@ -421,6 +449,20 @@ def _integer(value: int) -> bytes:
         return b"J" + struct.pack("<i", value)
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return (b"\x8a" + bytes((len(data),)) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
+
+
+def _text(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogatepass")
+    return b"X%b%b" % (_U32(len(data)), data)
+
+
+_ENCODERS: dict[type, Callable[[Any], bytes]] = {
+    str: _text,
+    int: _integer,
+    float: lambda number: b"G" + struct.pack(">d", number),
+    bool: lambda value: b"\x88" if value else b"\x89",
+    type(None): lambda _: b"N",
+}
 
 
 def _is_long(node: Node) -> bool:
