@@ -61,7 +61,7 @@ def decode(source: Source, directory: Directory) -> Decoded:
     """Every member as a part of one tree; no tensor bytes, but of deflated members, which are inflated whole.
 
     Raises:
-        ZipError, PickleError, TensorError: a member breaks a promise. LimitError: a deflated member is too large.
+        ZipError, PickleError, TensorError: a member breaks a promise. LimitError: there is no room to inflate a member.
         UnsupportedContainerError: a member is a zip, and no checkpoint.
     """
     unusual = ["an archive around checkpoints"]
@@ -218,9 +218,8 @@ class Inflated(Source):
         """Inflate a record; returns where its bytes start.
 
         Raises:
-            LimitError: it is too large, or there is no room for it. ZipError: it cannot be inflated.
+            LimitError: there is no room for it. ZipError: it cannot be inflated.
         """
-        limits.check_inflated(self.size + record.size, self.archive.size)
         start = self.size
         try:
             if self._fd < 0:

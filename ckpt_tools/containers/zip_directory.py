@@ -115,6 +115,7 @@ def _read_directory(source: Source) -> Directory:
     _check_place(start, size, directory_end)
     records = _read_central(source, source.read(start, size), count, start)
     _check_names(records)
+    limits.check_inflated(sum(record.size for record in records if record.deflated), source.size)
     return Directory(_in_file_order(records, start), start, trailing)
 
 
