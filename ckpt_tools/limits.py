@@ -71,6 +71,7 @@ MODULE_DEPTH = Limit("module_depth", 500, "modules in one another in a TorchScri
 TEXT_BYTES = Limit("text_bytes", 16 << 20, "bytes of an array of text, or of a file beside checkpoints in an archive")
 DIGEST_BYTES = Limit("digest_bytes", 1 << 30, "bytes of a digest file")
 PLAN_BYTES = Limit("plan_bytes", 256 << 20, "bytes of a match plan")
+FILLED = Limit("filled", 512 << 20, "bytes of zeros for what is lost, and 16 more for every byte of the file")
 # what is made of them
 TENSORS = Limit("tensors", 62_500, "tensors, and one more for every 64 bytes of the file")  # 300 bytes are the least for one
 OBJECTS = Limit("objects", 50_000, "places of objects, and one more for every 64 bytes of the file")
@@ -167,9 +168,19 @@ def allowance(file_bytes: int) -> Allowance:
     return _allowance.get() or Allowance(file_bytes)
 
 
-# --- deflated records
+# --- what is written beyond the file's own bytes
 
 _INFLATION = 16  # times the file's size: weights hardly shrink, a model of zeros a thousandfold
+
+
+def check_filled(total: int, file_bytes: int) -> None:
+    """Refuse to fill up tensors that claim far more bytes than the file ever had.
+
+    Raises:
+        LimitError: they do.
+    """
+    if total > FILLED.value + _INFLATION * file_bytes:
+        raise FILLED.error(f"What is lost comes to {total} bytes, and the file has {file_bytes}.", total)
 
 
 def check_inflated(total: int, file_bytes: int) -> None:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import re
 
+from ckpt_tools.containers import torch_legacy
 from ckpt_tools.containers.base import Decoded, settled, trailing
-from ckpt_tools.containers.legacy_stream import PROTOCOL_VERSION, Blobs
+from ckpt_tools.containers.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
 from ckpt_tools.errors import CkptError, PickleError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.old_tensors import modernise
@@ -53,6 +54,8 @@ def decode(source: Source) -> Decoded:
 
     machine, root = pickles.load(make)
     left = pickles.left
+    if type(root) is int and root == MAGIC_NUMBER:  # torch-legacy, in opcodes that torch does not write and reads
+        return torch_legacy.decode(source)
     if type(root) is Object and left:
         _refuse_computed_magic(pickles)
     root = modernise(root, machine.globals)

@@ -113,6 +113,7 @@ class ZipLayout:
             verify: whether to check the bytes against `crc`.
         """
         size, path = content.length, f"{self.folder}/{name}".encode()
+        crc = crc if size else 0  # whatever the source says of nothing
         wide = struct.pack("<2H2Q", 1, 16, 0, 0) if size >= _FULL32 else b""
         start = self.position + LOCAL.size + len(path) + len(wide) + 4
         padding = -start % ALIGNMENT if align else 0

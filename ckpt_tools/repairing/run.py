@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_tools import casts, flatten
+from ckpt_tools import casts, flatten, limits
 from ckpt_tools.checking.reading import read_checkpoint
 from ckpt_tools.checkpoint import Checkpoint, count_tensors
 from ckpt_tools.containers import safetensors, torch_zip_layout
@@ -129,6 +129,8 @@ def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
     sizes = {id(node): node.nbytes for node in reachable(root) if type(node) is Storage}
     report.tensor_bytes = sum(sizes.values())
     report.saved_bytes = sum(size for key, size in sizes.items() if key not in salvaged.lost)
+    if keep_damaged:
+        limits.check_filled(report.tensor_bytes - report.saved_bytes, salvaged.decoded.source.size)
 
 
 def _header_mends(salvaged: Salvaged, container: str) -> list[Mended]:

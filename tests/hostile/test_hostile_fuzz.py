@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import ContainerLimitError, TensorError, ZipError
+from ckpt_tools.errors import ContainerLimitError, LimitError, TensorError, ZipError
 from fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
@@ -111,3 +111,34 @@ def test_text_mode_damage_leaves_no_copy(tmp_path: Path) -> None:
     ckpt_tools.repair(path, tmp_path / "out.pth")
     assert sorted(row.name for row in tmp_path.iterdir()) == ["bad.pth", "good.pth", "out.pth"]
     assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.arange(600.0))
+
+
+def test_an_empty_record_has_the_checksum_of_nothing(tmp_path: Path) -> None:
+    """Found by the fuzzer (--seed 601 --first 117360): the wrong CRC-32 of an empty record went into the directory alone."""
+    body = p.pickle(p.dict_of(**{"a.w": p.tensor(), "b.w": p.tensor(p.sizes(0), p.sizes(1), on=p.storage("1", 0))}))
+    records = torch_records(body, {"0": bytes(24), "1": b""})
+    records[3].crc = 3
+    path = write(tmp_path, build(records))
+    ckpt_tools.convert(path, tmp_path / "out.pth", dtype="fp16")
+    assert [row["shape"] for row in ckpt_tools.inspect(tmp_path / "out.pth").tensors] == [[2, 3], [0]]
+
+
+def test_the_magic_number_in_other_opcodes(tmp_path: Path) -> None:
+    """Found by the fuzzer (--seed 601 --first 60624): torch-legacy with one opcode more was shown as the pickle of a number."""
+    torch.save({"a.w": torch.ones(3)}, tmp_path / "in.pth", _use_new_zipfile_serialization=False)
+    data = (tmp_path / "in.pth").read_bytes()
+    path = write(tmp_path, data.replace(b"\x19.\x80\x02", b"\x19\x80\x02.\x80\x02", 1))
+    assert torch.load(path)["a.w"].tolist() == [1, 1, 1]
+    found = ckpt_tools.inspect(path)
+    assert (found.container, [row["name"] for row in found.tensors]) == ("torch-legacy", ["a.w"])
+
+
+def test_a_damaged_size_is_not_filled_up(tmp_path: Path) -> None:
+    """Found by the fuzzer (--seed 21 --first 269904): one flipped bit in a size, and repair wrote 16 GiB of zeros."""
+    large = p.tensor(p.sizes(1 << 32), p.sizes(1), on=p.storage("1", 1 << 32))
+    body = p.pickle(p.dict_of(**{"a.w": p.tensor(), "b.w": large}))
+    path = write(tmp_path, torch_zip(body, {"0": bytes(24), "1": bytes(8)}))
+    with pytest.raises(LimitError, match="comes to 17179869184 bytes") as caught:
+        ckpt_tools.repair(path, tmp_path / "out.pth", keep_damaged=True)
+    assert "--limit filled=17179869184" in caught.value.fix
+    assert ckpt_tools.repair(path, tmp_path / "out.pth").saved == 1
