@@ -43,6 +43,11 @@ checkpoint = torch.load(sys.argv[1], mmap=True)
 checkpoint["model"] = {name: tensor.to(torch.bfloat16) for name, tensor in checkpoint["model"].items()}
 torch.save(checkpoint, sys.argv[2])
 """
+AVERAGE = """
+import sys, torch
+one, two = (torch.load(sys.argv[1], mmap=True)["model"] for _ in range(2))
+torch.save({"model": {name: (tensor + two[name]) / 2 for name, tensor in one.items()}}, sys.argv[2])
+"""
 CRC = """
 import sys, zlib
 with open(sys.argv[1], "rb", buffering=0) as file:
@@ -148,6 +153,10 @@ def on_checkpoint(source: Path) -> list[Job]:
         ckpt("convert", source, pth, "--dtype", "bf16", output=pth),
         script("torch mmap + cast + save", TO_BF16, source, other),
     ]
+    average = [
+        ckpt("average", source, source, pth, output=pth),
+        script("torch mmap + mean + save", AVERAGE, source, other),
+    ]
     scan = _installed("picklescan", script("picklescan", SCAN, source))
     return [
         Job("inspect", [ckpt("inspect", source), script("torch mmap + print", INSPECT, source), *scan]),
@@ -155,6 +164,7 @@ def on_checkpoint(source: Path) -> list[Job]:
         Job("pth to safetensors", to_safetensors, IS_SAFETENSORS),
         Job("safetensors to pth", from_safetensors),
         Job("convert --dtype bf16", cast, IS_BF16),
+        Job("average of two", average),
         Job("check", [ckpt("check", source), script("zlib.crc32 of the file", CRC, source)]),
         *_loading(source),
         Job("convert --in-place", [_in_place(source), _torch_in_place(source)]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,9 @@ from ckpt_tools.tree import Entry
 if TYPE_CHECKING:
     import torch
 
-# Elements that are cast at once: fewer than torch shares among threads (at::internal::GRAIN_SIZE, 32768). They fit a cache, and
-# threads that wait for each other on a busy machine take a hundred times as long.
-_GRAIN = 32_704
+# Elements that are worked on at once: fewer than torch shares among threads (at::internal::GRAIN_SIZE, 32768). They fit a
+# cache, and threads that wait for each other on a busy machine take a hundred times as long.
+ELEMENTS = 32_704
 _ARRAY_TYPES = {2: "H", 4: "I", 8: "Q"}
 
 
@@ -42,7 +43,7 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
         before, after = torch_dtype(source), torch_dtype(target)
         may_overflow = torch.finfo(before).max > torch.finfo(after).max  # bf16 -> fp16 too, of the same size
         may_underflow = torch.finfo(before).smallest_normal < torch.finfo(after).smallest_normal
-        room = min(_GRAIN * source.itemsize, content.length)
+        room = min(ELEMENTS * source.itemsize, content.length)
         if not room:  # frombuffer takes no empty buffer
             return
         buffer, out = bytearray(room), bytearray(room // source.itemsize * target.itemsize)
@@ -211,7 +212,6 @@ def lazy_bits(entry: Entry) -> set[str]:
 # --- values
 
 
-ELEMENTS = 1 << 18  # elements that are looked at together: 2 MiB as float64, which stays in the cache
 _HALVES = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 # The values of float4_e2m1fn: 1 bit of sign, 2 of exponent, 1 of mantissa (OCP Microscaling Formats, section 5.3.3).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -234,6 +234,19 @@ def numbers(content: Content, dtype: DType) -> Iterator[torch.Tensor]:
     """
     for block in equal_chunks(content, ELEMENTS * dtype.itemsize // dtype.packed):
         yield _numbers(bytearray(block), dtype)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch works with one thread inside: it shares histograms among threads however small they are (see `ELEMENTS`)."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ckpt_tools.checkpoint import Tensor, collector_paused, open_checkpoint
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.measures import Moments, histogram
 from ckpt_tools.names import did_you_mean, dotted
-from ckpt_tools.numeric import ELEMENTS, has_numbers, numbers, row_major, view_of
+from ckpt_tools.numeric import ELEMENTS, has_numbers, numbers, one_thread, row_major, view_of
 from ckpt_tools.sides import check_effort, open_side
 from ckpt_tools.tree import Entry
 
@@ -72,7 +72,7 @@ def stats(
 ) -> Stats:
     """Measure the tensors of a checkpoint, in constant memory. Values are float64; std divides by n - 1, as `torch.std`.
 
-    Tensors of more than 2**18 elements are read twice: the histogram's ends are the extremes. Tied tensors are read once, and
+    Tensors of more than 32,704 elements are read twice: the histogram's ends are the extremes. Tied tensors are read once, and
     count under every name. NaN and infinite values are counted and left out of the rest; of complex values the modulus counts.
 
     Args:
@@ -91,11 +91,12 @@ def stats(
         report = Stats(str(path), checkpoint.container)
         measured = _Measured(sum(entry.nbytes for entry in entries), progress)
         modules: dict[str, list[Moments]] = {}
-        for tensor in tensors:
-            row, moments = measured.row(tensor)
-            report.tensors.append(row)
-            if moments is not None:
-                modules.setdefault(module_path(row.where, depth), []).append(moments)
+        with one_thread():
+            for tensor in tensors:
+                row, moments = measured.row(tensor)
+                report.tensors.append(row)
+                if moments is not None:
+                    modules.setdefault(module_path(row.where, depth), []).append(moments)
         checkpoint.decoded.source.check_unchanged()
     report.modules = [ModuleStats(name, len(found), _merged(found).to_json()) for name, found in modules.items()]
     report.total = _merged(moments for found in modules.values() for moments in found).to_json()

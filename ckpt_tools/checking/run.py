@@ -22,6 +22,7 @@ from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, Digest
 from ckpt_tools.files import Source, is_address, replacing
 from ckpt_tools.findings import Finding, mending
 from ckpt_tools.names import dotted, listed
+from ckpt_tools.numeric import one_thread
 from ckpt_tools.plan import Literal, Piece
 from ckpt_tools.processes import in_processes
 from ckpt_tools.sources import Files
@@ -119,7 +120,8 @@ def _verdict(report: Checked) -> Verdict:
 def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None) -> Checked:
     heads = _heads(checkpoint) if wanted.values else frozenset()
     with_digests = wanted.digest or wanted.against is not None
-    read = read_checkpoint(checkpoint, digest=with_digests, count_values=wanted.values, heads=heads, advance=advance)
+    with one_thread() if wanted.values else contextlib.nullcontext():
+        read = read_checkpoint(checkpoint, digest=with_digests, count_values=wanted.values, heads=heads, advance=advance)
     report = Checked(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, "healthy", len(checkpoint.tensors), read.bytes,
         read.records,
