@@ -232,7 +232,7 @@ def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise OutputError(f"{path} is a directory.", fix="Name a file in it.")
-    if target.exists() and not target.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout leads to a pipe, which has no path to follow
         raise OutputError(f"{path} is no regular file.", why="An output is written beside its place and then renamed.")
     if target.exists() and not overwrite:
         temporaries.remove_orphans(target)  # nobody gets as far as `replacing`

@@ -1,0 +1,191 @@
+"""Real processes: two that write one output, outputs that are no files, Ctrl-C in the middle of long work. Rows 90, 91, 94."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_tools
+from tests.hostile import pickles as p
+from tests.hostile.headers import info, safetensors
+from tests.hostile.refusals import write
+from tests.hostile.zips import torch_zip
+
+ROOT = Path(ckpt_tools.__file__).parent.parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ONE_SECOND = 10  # a machine that is busy with other tests takes longer
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="pipes, process groups and /proc of POSIX systems")
+
+
+def start(folder: Path, *arguments: str, slow: bool = False) -> subprocess.Popen[bytes]:
+    """`ckpt`, in a process group of its own, as a shell starts it; `slow` waits before it puts the output in its place."""
+    code = "from ckpt_tools.cli import main\n"
+    if slow:
+        code += "import os, time\nfrom ckpt_tools import files, staging\n"
+        for place in ("files._commit", "staging._take_place"):
+            code += f"{place} = lambda *a, real={place}, **k: (time.sleep(1), real(*a, **k))[1]\n"
+    command = [sys.executable, "-c", f"{code}main(prog_name='ckpt')", *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=ENVIRONMENT, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    """Exit code and standard error, which has no traceback."""
+    _, told = process.communicate(timeout=60)
+    assert b"Traceback" not in told, told.decode()
+    return process.returncode, told.decode()
+
+
+def wait_for(there: Callable[[], bool]) -> None:
+    """Until something is so."""
+    end = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.01)
+
+
+def hidden(folder: Path) -> list[str]:
+    """What is left of temporaries."""
+    return sorted(path.name for path in folder.rglob(".*"))
+
+
+# --- two at once
+
+
+@pytest.mark.parametrize("name", ["out.pth", "out.safetensors"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_90_two_converts_to_one_file(overwrite: bool, name: str, tmp_path: Path) -> None:
+    """Both are about to put their result in place: it is one of the two, whole; without --overwrite the other is refused."""
+    expected = [["a.w"], ["b.w"]]
+    for key, (tensor,) in zip("ab", expected, strict=True):
+        torch.save({f"module.{tensor}": torch.full((300_000,), float(ord(key)))}, tmp_path / f"{key}.pth")
+    options = [name, "--strip-module", *(["--overwrite"] if overwrite else [])]
+    both = [start(tmp_path, "convert", f"{key}.pth", *options, slow=True) for key in "ab"]
+    results = [ended(process) for process in both]
+    assert sorted(code for code, _ in results) == ([0, 0] if overwrite else [0, 3]), results
+    assert overwrite or any("already exists" in told for _, told in results)
+    with ckpt_tools.open_checkpoint(tmp_path / name) as checkpoint:
+        assert [key for key, _ in checkpoint.root.items] in expected
+    assert ckpt_tools.check(tmp_path / name).verdict == "healthy"
+    assert hidden(tmp_path) == []
+
+
+def test_90_two_converts_to_one_folder(tmp_path: Path) -> None:
+    """The folder of one of the two, whole; the other is refused."""
+    for key in "ab":
+        torch.save({f"{key}.{index}": torch.full((1000,), float(ord(key))) for index in range(4)}, tmp_path / f"{key}.pth")
+    both = [start(tmp_path, "convert", f"{key}.pth", "out", "--shard-size", "8KB", slow=True) for key in "ab"]
+    results = [ended(process) for process in both]
+    assert sorted(code for code, _ in results) == [0, 3], results
+    winner = "ab"[[code for code, _ in results].index(0)]
+    assert [row["name"] for row in ckpt_tools.inspect(tmp_path / "out").tensors] == [f"{winner}.{index}" for index in range(4)]
+    assert ckpt_tools.check(tmp_path / "out").verdict == "healthy"
+    assert hidden(tmp_path) == []
+
+
+# --- outputs that are no files
+
+
+@pytest.mark.parametrize("command", ["convert", "repair"])
+@pytest.mark.parametrize("target", ["pipe", "/dev/stdout"])
+def test_91_a_pipe_as_output(target: str, command: str, tmp_path: Path) -> None:
+    """Refused at once, also with --overwrite: nobody waits for a reader, nothing is written, the pipe stays."""
+    torch.save({"module.a.w": torch.ones(100)}, tmp_path / "in.pth")
+    os.mkfifo(tmp_path / "pipe")
+    process = start(tmp_path, command, "in.pth", target, "--overwrite")
+    printed, told = process.communicate(timeout=60)
+    assert (process.returncode, printed) == (3, b""), told
+    assert b"no regular file" in told
+    assert (tmp_path / "pipe").is_fifo()
+    assert hidden(tmp_path) == []
+
+
+# --- Ctrl-C
+
+
+def interrupted(process: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C as a terminal sends it, to every process of the group: all of them end within a second, with exit code 130."""
+    os.killpg(process.pid, signal.SIGINT)
+    at = time.monotonic()
+    code, told = ended(process)
+    assert (code, told.strip()) == (130, "Interrupted."), told
+    wait_for(lambda: not alive(process.pid))
+    assert time.monotonic() - at < ONE_SECOND
+
+
+def alive(group: int) -> bool:
+    """Whether any process of a group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def working(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether a process has taken so much CPU time."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") > seconds
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc how far a process is")
+
+
+def sparse(path: Path, nbytes: int) -> None:
+    """A safetensors file with one tensor of so many zeros, which take no room on the disk."""
+    path.write_bytes(safetensors({"a": info("U8", [nbytes], [0, nbytes])}))
+    os.truncate(path, path.stat().st_size + nbytes)
+
+
+@needs_proc
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_94_interrupt_while_checking(jobs: str, tmp_path: Path) -> None:
+    """In one process and in several, while each reads a file of a terabyte."""
+    for name in ("one", "two"):
+        sparse(tmp_path / f"{name}.safetensors", 1 << 40)
+    process = start(tmp_path, "check", "--jobs", jobs, "one.safetensors", "two.safetensors")
+    time.sleep(2 if jobs == "2" else 0)  # whose workers work, not the process itself
+    wait_for(lambda: working(process, 0.2 if jobs == "2" else 0.8))
+    interrupted(process)
+
+
+@needs_proc
+@pytest.mark.parametrize("command", [["inspect", "in.pth"], ["check", "in.pth"], ["convert", "in.pth", "out.pth"]])
+def test_94_interrupt_in_a_long_pickle(command: list[str], tmp_path: Path) -> None:
+    """While a pickle of forty megabytes is read."""
+    pickle = p.pickle(p.dict_of(w=p.tensor(), x=p.list_of(b"J\1\2\3\4" * 8_000_000)))
+    write(tmp_path, torch_zip(pickle, {"0": bytes(24)}), "in.pth")
+    process = start(tmp_path, *command)
+    wait_for(lambda: working(process, 0.8))
+    interrupted(process)
+    assert sorted(os.listdir(tmp_path)) == ["in.pth"]
+
+
+@needs_proc
+@pytest.mark.parametrize("options", [["--dtype", "fp16"], ["--shard-size", "100MB"]])
+def test_94_interrupt_while_writing(options: list[str], tmp_path: Path) -> None:
+    """In a cast, which computes in threads, and in a folder of shards: neither leaves a temporary."""
+    nbytes = 4 << 30
+    path = tmp_path / "in.safetensors"
+    rows = {str(index): info("F32", [nbytes >> 5], [nbytes // 8 * index, nbytes // 8 * (index + 1)]) for index in range(8)}
+    path.write_bytes(safetensors(rows))
+    os.truncate(path, path.stat().st_size + nbytes)
+    target = "out" if "--shard-size" in options else "out.safetensors"
+    process = start(tmp_path, "convert", "in.safetensors", target, *options)
+    wait_for(
+        lambda: any(
+            row.is_file() and row.stat().st_size > 1 << 20 for row in tmp_path.rglob(".*/*" if target == "out" else ".*")
+        )
+    )
+    interrupted(process)
+    assert os.listdir(tmp_path) == ["in.safetensors"]
