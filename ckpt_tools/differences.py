@@ -13,7 +13,7 @@ from ckpt_tools.contents import same_bytes, same_unusual
 from ckpt_tools.describe import value_text
 from ckpt_tools.difference_report import Change, Difference, Only, Renaming, TensorChange, ValueChange, conclude
 from ckpt_tools.names import dotted
-from ckpt_tools.numeric import has_numbers, numbers, row_major, view_of
+from ckpt_tools.numeric import has_numbers, numbers, one_thread, row_major, view_of
 from ckpt_tools.renames import MOST_FOR_STRUCTURE, Pair, is_large, pair_names
 from ckpt_tools.sides import Array, Side, as_texts, check_effort, open_side
 from ckpt_tools.tree import Entry
@@ -268,6 +268,7 @@ def _gap(left: Entry, right: Entry) -> Gap:
     from ckpt_tools.measures import Gap
 
     gap = Gap()
-    for one, other in zip(numbers(row_major(left), left.dtype), numbers(row_major(right), right.dtype), strict=True):
-        gap.add(one, other)
+    with one_thread():
+        for one, other in zip(numbers(row_major(left), left.dtype), numbers(row_major(right), right.dtype), strict=True):
+            gap.add(one, other)
     return gap

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import lru_cache
@@ -311,12 +312,15 @@ def content(scheme: Scheme, blank: Blank, seed: int) -> Computed:
     count = math.prod(blank.shape)
 
     def work() -> Iterator[memoryview]:
-        from ckpt_tools.numeric import torch_dtype
+        from ckpt_tools.numeric import one_thread, torch_dtype
 
-        step = count if scheme.kind == "orthogonal" else 4 * draws.BLOCK
+        whole = scheme.kind == "orthogonal"
+        step = count if whole else draws.BLOCK
         for start in range(0, count, step or 1):
-            values = numbers(scheme, blank, seed, start, min(step, count - start))
-            yield as_bytes(values, torch_dtype(blank.dtype), blank.name)
+            with nullcontext() if whole else one_thread():
+                values = numbers(scheme, blank, seed, start, min(step, count - start))
+                data = as_bytes(values, torch_dtype(blank.dtype), blank.name)
+            yield data
 
     return Computed(count * blank.dtype.itemsize, work)
 

@@ -316,6 +316,27 @@ def test_a_gap_is_symmetric_and_bounded(left: list[float], right: list[float]) -
     assert 0 <= gap.max_rel <= 2
 
 
+def test_values_are_measured_on_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for each other cost more than they give; afterwards torch has as many as before."""
+    path, seen = tmp_path / "model.pth", set[int]()
+    torch.save({"w": torch.rand(100_000)}, path)
+    original = Moments.add
+
+    def add(moments: Moments, values: torch.Tensor) -> None:
+        seen.add(torch.get_num_threads())
+        original(moments, values)
+
+    monkeypatch.setattr(Moments, "add", add)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        stats(path)
+        assert seen == {1}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_stats_of_many_blocks(tmp_path: Path) -> None:
     """A tensor of several blocks, strided, gives torch's mean, std and histogram."""
     torch.manual_seed(1)
