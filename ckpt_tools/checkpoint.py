@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -355,8 +356,8 @@ def find_state_dicts(root: Node) -> list[StateDict]:
     """Every state dict below `root`, wherever it is.
 
     A dict is one when it maps text to tensors, and either a name has a dot in it, or at least half of its values are
-    tensors and none of the others holds tensors. Optimizer state (`state` and `param_groups`) is none, nor is anything in
-    it, nor what lies inside an object.
+    tensors and none of the others holds tensors; scores, which are single numbers, are none. Optimizer state (`state` and
+    `param_groups`) is none, nor is anything in it, nor what lies inside an object.
     """
     found = []
     holders = _Holders(root)
@@ -377,12 +378,27 @@ def is_optimizer(node: Node) -> bool:
 
 def _is_state_dict(node: Dict, holders: _Holders) -> bool:
     tensors = [key for key, value in node.items if type(key) is str and is_tensor(value)]
-    if not tensors:
+    if not tensors or _are_scores(node, tensors):
         return False
     if any("." in name for name in tensors):
         return True
     others = [value for key, value in node.items if not is_tensor(value)]
     return len(others) <= len(tensors) and not any(id(value) in holders.ids for value in others)
+
+
+_NAME = re.compile(r"[\w.-]+")
+
+
+def _are_scores(node: Dict, names: list[str]) -> bool:
+    """Whether these are single numbers, under what is no name of a parameter, or among other values.
+
+    Lightning's best_k_models has them by the paths of files, fairseq's meters beside counts.
+    """
+    values = [value for _, value in node.items if is_tensor(value)]
+    if not all(type(value) is Entry and not value.shape for value in values):
+        return False
+    beside_others = len(values) < len(node.items) and not any("." in name for name in names)
+    return beside_others or not all(map(_NAME.fullmatch, names))
 
 
 class _Holders:

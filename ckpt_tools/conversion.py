@@ -24,6 +24,7 @@ from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.files import Output, check_space
 from ckpt_tools.name_edits import Names, several
 from ckpt_tools.names import dotted
+from ckpt_tools.partitions import partition
 from ckpt_tools.plan import Piece, total
 from ckpt_tools.tree import Node
 from ckpt_tools.writer import Progress, write
@@ -93,14 +94,12 @@ class Edits:
 
     def edit(self, checkpoint: Checkpoint, report: Converted) -> Node:
         """Edit the tree and fill in the report; returns the root."""
-        checkpoint.locate()
-        report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
-        self.ties = transforms.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
-        if self.ties:
-            names = ", ".join(f"{name} = {kept}" for name, kept in self.ties.items())
-            report.notes.append(Note("ties-restored", f"Tied names put back from the metadata: {names}."))
+        self._begin(checkpoint, report)
         root = checkpoint.root if self.select is None else transforms.select(checkpoint.root, self.select)
         root = self._narrow(root, checkpoint, report)
+        if self.kind == "safetensors":  # which holds nothing else of a NumPy array
+            root, fates = plain.arrays_as_tensors(root)
+            report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
         if self.keep or self.drop:
             gone = transforms.filter_tensors(root, self.keep, self.drop)
             report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
@@ -124,6 +123,17 @@ class Edits:
         if not report.tensors and checkpoint.tensors:
             raise NothingMatchedError("No tensor would be left.")
         return root
+
+    def _begin(self, checkpoint: Checkpoint, report: Converted) -> None:
+        """Find the bytes, tell what is odd about the input, tie what its metadata says is tied."""
+        checkpoint.locate()
+        report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
+        if part := partition(checkpoint.root):
+            report.notes.append(Note("partition", f"The input is a part: {part[0]}. {part[1]}"))
+        self.ties = transforms.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+        if self.ties:
+            names = ", ".join(f"{name} = {kept}" for name, kept in self.ties.items())
+            report.notes.append(Note("ties-restored", f"Tied names put back from the metadata: {names}."))
 
     def _fit(self, root: Node, report: Converted) -> None:
         """Fit the state dict to the target."""
@@ -156,7 +166,8 @@ class Edits:
     def _slimmed(self, root: Node, report: Converted) -> Node:
         from ckpt_tools import compaction, slimming
 
-        report.dropped += [(dotted(where), what) for where, what in slimming.slim(root)]
+        root, gone = slimming.slim(root)
+        report.dropped += [(dotted(where), what) for where, what in gone]
         root, done = compaction.compact(root, verify=self.verify)
         report.compacted, report.saved = done.storages, done.saved
         return root

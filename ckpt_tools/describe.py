@@ -17,6 +17,7 @@ from ckpt_tools.errors import LimitError
 from ckpt_tools.findings import Finding, mending
 from ckpt_tools.modules import is_module, settings
 from ckpt_tools.names import MODULE, dotted, listed, wrappers_in
+from ckpt_tools.partitions import partition
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plain import as_value, is_known
 from ckpt_tools.tree import PLAIN, Dict, Entry, Global, List, Node, Object, Storage, Where, reachable, walk
@@ -267,6 +268,8 @@ def _findings(
         yield Finding("device-tags", "info", [], found, expected, _convert(path, "--map-location cpu" + needed))
     if checkpoint.decoded.byteorder == "big":
         yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", _convert(path, needed))
+    if part := partition(checkpoint.root):
+        yield Finding("partition", "warning", [], part[0], "whole tensors under their names", part[1])
     yield from _oversized(checkpoint, totals)
     dead = checkpoint.decoded.dead_bytes
     if dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > checkpoint.file_bytes):

@@ -66,9 +66,10 @@ def one_state_dict(
         raise ContainerLimitError(
             f"{holder} holds no Python objects, so it cannot keep them.", fix="Use --objects plain or drop."
         )
+    root, fates = plain.arrays_as_tensors(root)
     state_dict = _only_state_dict(root, holder)
     own = (ALIASES, STATE_DICT_METADATA)
-    flat = Flat(metadata={key: text for key, text in (metadata or {}).items() if key not in own})
+    flat = Flat(metadata={key: text for key, text in (metadata or {}).items() if key not in own}, fates=fates)
     _values(root, state_dict, flat)
     if (paths := _state_dict_metadata(state_dict.node)) is not None:
         flat.metadata[STATE_DICT_METADATA] = paths
@@ -93,6 +94,7 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
         fixes = [f"take the state dict alone: --select {wheres[0]}"] if wheres and wheres[0] else []
         drops = " ".join(f"--drop {part}" for part in ([path for path in optimizers if path] or parts)[:4] if found)
         fixes += [f"leave them out: {drops}"] if drops else []
+        fixes = fixes or ["write a .pth, which holds anything"]
         places = f", in {', '.join(map(repr, parts[:4]))}" if parts else ""
         raise ContainerLimitError(
             f"{holder} holds one flat state dict; here are tensors outside of one{places}.",

@@ -261,6 +261,21 @@ def as_array(node: Node) -> Entry | None:
     return made if type(made) is Entry else None
 
 
+def arrays_as_tensors(root: Node) -> tuple[Node, list[Fate]]:
+    """Exchange pickled NumPy arrays of numbers for tensors, and nothing else."""
+    if not any(as_array(node) for _, node in tree.walk(root, plain=False)):
+        return root, []
+    numbers = iter(range(1 << 62))
+
+    def swap(node: Node) -> Node:
+        if type(node) is not Object or type(node.function) is not Global or str(node.function) not in _ARRAYS:
+            return node
+        made = plain_object(node, node.function, lambda: f"array{next(numbers)}")
+        return made if type(made) is Entry else node
+
+    return _exchange(root, swap, _places(root), [])
+
+
 def _is_small(node: Object) -> bool:
     """Whether an object can be shown as a value at the cost of a value, however often it is referred to."""
     if node.steps or type(node.args) is not tuple or len(node.args) > 64:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from ckpt_tools import tree
-from ckpt_tools.checkpoint import StateDict, find_state_dicts, find_tensors, is_optimizer, is_tensor
+from ckpt_tools.checkpoint import StateDict, find_state_dicts, is_optimizer, is_tensor
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.modules import is_module, module_state_dict
 from ckpt_tools.names import dotted
@@ -20,11 +20,13 @@ def modules_as_state_dicts(root: Node) -> Node:
     return tree.replace(root, lambda node: module_state_dict(node) if type(node) is Object and is_module(node) else node)
 
 
-def slim(root: Node) -> list[tuple[Where, str]]:
-    """Leave out optimizers, schedulers, scalers, random states and tensors that are in no state dict, in place.
+def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
+    """Leave out optimizers, schedulers, scalers, random states and tensors that are in no state dict.
+
+    Dicts and lists are edited in place; in a tuple None takes the place of what goes.
 
     Returns:
-        The paths that went, each with what it was.
+        The root, and the paths that went, each with what it was.
 
     Raises:
         NothingMatchedError: there is no state dict.
@@ -34,29 +36,47 @@ def slim(root: Node) -> list[tuple[Where, str]]:
         raise NothingMatchedError("There is no state dict to keep.", why="--slim keeps mappings of names to tensors.")
     kept = {id(state_dict.node) for state_dict in found}
     gone: list[tuple[Where, str]] = []
+    root = _in_tuple((), root, kept, gone)
     for where, node in list(walk(root, stop=lambda node: is_tensor(node) or _training_state((), node) is not None)):
         if type(node) is Dict:
+            pairs = [(key, _in_tuple((*where, tree.component(key)), value, kept, gone)) for key, value in node.items]
             node.items[:] = [
-                pair for pair in node.items if not _unwanted((*where, tree.component(pair[0])), pair[1], node, kept, gone)
+                pair for pair in pairs if not _unwanted((*where, tree.component(pair[0])), pair[1], node, kept, gone)
             ]
         elif type(node) is List:
-            node.items[:] = [
-                row for index, row in enumerate(node.items) if not _unwanted((*where, index), row, node, kept, gone)
-            ]
+            rows = [_in_tuple((*where, index), row, kept, gone) for index, row in enumerate(node.items)]
+            node.items[:] = [row for index, row in enumerate(rows) if not _unwanted((*where, index), row, node, kept, gone)]
     if type(root) is not Dict or id(root) not in kept:
         _prune(root)
-    return gone
+    return root, gone
+
+
+def _in_tuple(where: Where, node: Node, kept: set[int], gone: list[tuple[Where, str]]) -> Node:
+    """A tuple that holds state dicts, or dicts and lists with some, without the training state in it; else as it is."""
+    if type(node) is not tuple or not any(type(part) in (Dict, List, tuple) for part in node):
+        return node
+    if not any(id(below) in kept for _, below in walk(node, stop=lambda below: id(below) in kept, plain=False)):
+        return node
+    parts = (_in_tuple((*where, index), part, kept, gone) for index, part in enumerate(node))
+    return tuple(None if _unwanted((*where, index), part, node, kept, gone) else part for index, part in enumerate(parts))
 
 
 def _unwanted(where: Where, value: Node, holder: Node, kept: set[int], gone: list[tuple[Where, str]]) -> bool:
     kind = _training_state(where, value)
     if kind is None and is_tensor(value) and id(holder) not in kept:
         kind = "a tensor outside of state dicts"
-    if kind is None and type(value) is tuple and next(find_tensors(value), None) is not None:
+    if kind is None and type(value) is tuple and _has_loose_tensors(value, kept):
         kind = "tensors outside of state dicts"
     if kind is not None:
         gone.append((where, kind))
     return kind is not None
+
+
+def _has_loose_tensors(value: Node, kept: set[int]) -> bool:
+    """Whether a tuple holds tensors, and no state dict that is kept."""
+    inside = walk(value, stop=lambda node: id(node) in kept or is_tensor(node), plain=False)
+    found = {"kept" if id(node) in kept else "tensor" for _, node in inside if id(node) in kept or is_tensor(node)}
+    return found == {"tensor"}
 
 
 _RNG = re.compile(r"(^|_)(rng|random)(_|$)|^(np|numpy|cuda|torch|python)_?(rng|random)", re.IGNORECASE)
@@ -135,14 +155,13 @@ def averaged(root: Node) -> tuple[Node, Where]:
 def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
     """Every state dict of averaged weights; one inside another counts once."""
     taken: list[Where] = []
-    lightning = type(root) is Dict and "averaging_state" in root and "current_model_state" in root
+    swapped = _is_swapped(root)
     for state_dict in find_state_dicts(root):
         where = state_dict.where
         if any(where[: len(outer)] == outer for outer in taken):
             continue
-        # Lightning's WeightAveraging puts the averaged weights into `state_dict` and the trained ones beside it.
-        named = any(isinstance(step, str) and step.lower() in _EMA_KEYS for step in where) or (
-            lightning and where == ("state_dict",)
+        named = (
+            where == ("state_dict",) if swapped else any(isinstance(step, str) and step.lower() in _EMA_KEYS for step in where)
         )
         if named:
             taken.append(where)
@@ -150,6 +169,21 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
         elif any(name.startswith(_LIT_EMA) for name in state_dict.names):
             taken.append(where)
             yield where, _without_lit_ema(state_dict)
+
+
+def _is_named_average(where: Where) -> bool:
+    return any(isinstance(step, str) and step.lower() in _EMA_KEYS for step in where)
+
+
+def _is_swapped(root: Node) -> bool:
+    """Whether the averaged weights are in `state_dict`, and the trained ones beside it.
+
+    Lightning's WeightAveraging puts those into `current_model_state`; MMEngine's EMAHook into `ema_state_dict`, of all names,
+    since it exchanges the two before it saves (mmengine/hooks/ema_hook.py, `before_save_checkpoint`).
+    """
+    if type(root) is not Dict or "state_dict" not in root:
+        return False
+    return ("averaging_state" in root and "current_model_state" in root) or ("message_hub" in root and "ema_state_dict" in root)
 
 
 def _without_lit_ema(state_dict: StateDict) -> Dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -134,17 +135,30 @@ def test_blobs_in_a_torch_zip(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out.pth", weights_only=True)["carried"].tolist() == [0, 1, 2, 3]
 
 
-def test_numpy_arrays_are_objects(tmp_path: Path) -> None:
-    """NumPy arrays in a dict are kept as they are, and become tensors with objects='plain'."""
-    path, value = tmp_path / "in.pkl", OrderedDict(w=np.arange(6, dtype=">f4").reshape(2, 3), b=np.ones(3, np.int64))
-    path.write_bytes(pickle.dumps(value, 4))
-    assert described(path)["container"] == "pickle"
-    ckpt_tools.convert(path, tmp_path / "plain.pth", objects="plain")
-    after = torch.load(tmp_path / "plain.pth", weights_only=True)
-    assert after["w"].tolist() == value["w"].tolist()
-    assert after["b"].dtype == torch.int64
-    ckpt_tools.convert(path, tmp_path / "kept.pth")
-    assert_same(pickle.loads(path.read_bytes()), torch.load(tmp_path / "kept.pth", weights_only=False))
+@pytest.mark.parametrize("protocol", range(6))
+def test_numpy_arrays_are_tensors(tmp_path: Path, protocol: int) -> None:
+    """Arrays of numbers in dicts and lists are tensors in every protocol; shared ones are tied; text and objects stay."""
+    shared = np.ones((2, 2), np.float16)
+    value = {
+        "model": OrderedDict(w=np.arange(6, dtype=">f4").reshape(2, 3), b=np.ones(3, np.int64), z=np.array(2.0)),
+        "more": [np.asfortranarray(np.arange(6.0).reshape(2, 3)), shared, shared, np.zeros((0, 2)), np.ones(2, np.complex64)],
+        "names": np.array(["a", "b"]), "held": SimpleNamespace(array=np.ones(2)),
+    }  # fmt: skip
+    path = tmp_path / "in.pkl"
+    path.write_bytes(pickle.dumps(value, protocol))
+    found = ckpt_tools.inspect(path)
+    assert (found.container, len(found.tensors), found.tied) == ("pickle", 8, [["more.1", "more.2"]])
+    assert found.state_dicts[0]["where"] == ["model"]
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="keep")
+    after = torch.load(tmp_path / "out.pth", weights_only=False)
+    assert_same(after["names"], value["names"])
+    assert_same(after["held"], value["held"])
+    arrays = [*value["model"].values(), *value["more"]]
+    for array, tensor in zip(arrays, [*after["model"].values(), *after["more"]], strict=True):
+        native = array.astype(array.dtype.newbyteorder("="))
+        assert tensor.dtype == torch.from_numpy(native).dtype
+        assert tensor.tolist() == array.tolist()
+        assert list(tensor.shape) == list(array.shape)
 
 
 def test_whole_model(tmp_path: Path) -> None:

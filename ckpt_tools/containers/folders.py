@@ -13,6 +13,7 @@ from ckpt_tools.errors import NotACheckpointError
 INDEX_SUFFIX = ".index.json"
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
 DCP_METADATA = ".metadata"
+_CHECKPOINTS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".th", ".tar")
 # torch.distributed.checkpoint's HuggingFaceStorageWriter with save_distributed=True (torch/distributed/checkpoint/_hf_utils.py)
 _DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
 
@@ -67,9 +68,10 @@ def layout(folder: Path, names: list[str]) -> Layout:
     """
     found = layout_of(folder, sorted(names))
     if found is None:
+        files = [name for name in sorted(names) if name.endswith(_CHECKPOINTS)]
         raise NotACheckpointError(
             f"{folder} is a directory, and not a checkpoint.",
             why="It has no index of shards (*.index.json) and no distributed checkpoint (.metadata).",
-            fix="Name a file in it.",
+            fix=": ".join(["Name a file in it", *([", ".join(files[:4])] if files else [])]) + ".",
         )
     return found

@@ -39,6 +39,7 @@ _RECONSTRUCT = (
     Global("numpy.core.multiarray", "_reconstruct"),
     Global("numpy._core.multiarray", "_reconstruct"),
 )
+_FROMBUFFER = (Global("numpy.core.numeric", "_frombuffer"), Global("numpy._core.numeric", "_frombuffer"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def decode_npy(source: Source) -> Decoded:
     Raises:
         DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: elements that torch has not.
     """
-    arrays = _Arrays()
+    arrays = Arrays()
     header = parse_header(source.read(0, min(source.size, _MAX_HEADER + 12)))
     root = arrays.node(header, Range(source, 0, source.size), FilePart(source, header.length, source.size), "the array")
     decoded = arrays.decoded("npy", root, source)
@@ -82,7 +83,7 @@ def decode_npz(source: Source, directory: Directory) -> Decoded:
     Raises:
         DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: elements that torch has not.
     """
-    arrays = _Arrays()
+    arrays = Arrays()
     items: list[tuple[Node, Node]] = []
     for record in directory.records:
         name = record.name.removesuffix(".npy")
@@ -171,8 +172,8 @@ def _value(found: re.Match[str]) -> object:
     return _Structure(found[7]) if found[7] is not None else tuple(map(int, re.findall(r"-?\d+", found[6])))
 
 
-class _Arrays:
-    """The arrays of one file, as they become nodes.
+class Arrays:
+    """The arrays of one file, as they become nodes: of .npy and .npz, and in a pickle.
 
     Attributes:
         left: bytes behind the last one.
@@ -254,14 +255,19 @@ class _Arrays:
         if type(items) is not List or len(items.items) != _elements(header.shape):
             raise PickleError("An array of objects is not pickled as NumPy pickles it.")
         held = items.items[0] if header.shape == () else _nested(items.items, header.shape)
-        return modernise(tree.replace(held, lambda node: self._array(node, blobs)), machine.globals)
+        return modernise(self.as_tensors(held, blobs), machine.globals)
+
+    def as_tensors(self, root: Node, blobs: Blobs) -> Node:
+        """A tree from a pickle, with tensors in the places of arrays of numbers; what objects hold stays as it is."""
+        loose = {id(node) for _, node in tree.walk(root, stop=lambda node: type(node) is Object, plain=False)}
+        return tree.replace(root, lambda node: self._array(node, blobs) if id(node) in loose else node)
 
     def _array(self, node: Node, blobs: Blobs) -> Node:
         """A pickled array of numbers as a tensor; anything else as it is."""
-        state = node.state if type(node) is Object and node.function in _RECONSTRUCT and len(node.steps) == 1 else None
-        if type(state) is not tuple or len(state) != 5 or type(state[1]) is not tuple or type(state[4]) is not bytes:
+        state = _array_state(node) if type(node) is Object else None
+        if state is None or type(state[0]) is not tuple or type(state[3]) is not bytes:
             return node
-        _, shape, kind, fortran, data = state
+        shape, kind, fortran, data = state
         code = kind.args[0] if type(kind) is Object and str(kind.function) == "numpy.dtype" and kind.args else None
         dtype = BY_NUMPY.get(code) if type(code) is str else None
         if dtype is None or any(type(size) is not int or size < 0 for size in shape):
@@ -280,6 +286,24 @@ class _Arrays:
         unusual = ["a file of NumPy's", *self.unusual]
         warned: list[Warned] = settled(root)
         return Decoded(container, root, source, list(self.globals), unusual, warnings=warned, storage_bytes=self.storage_bytes)
+
+
+def _array_state(node: Object) -> tuple[Node, Node, Node, Node] | None:
+    """Shape, dtype, whether in Fortran order, and bytes of a pickled array: from its state; in protocol 5 from arguments."""
+    if node.function in _RECONSTRUCT and len(node.steps) == 1:
+        state = node.state
+        return state[1:] if type(state) is tuple and len(state) == 5 else None
+    if node.function in _FROMBUFFER and type(node.args) is tuple and len(node.args) == 4 and not node.steps:
+        buffer, kind, shape, order = node.args
+        if (
+            type(buffer) is Object
+            and str(buffer.function) == "builtins.bytearray"
+            and type(buffer.args) is tuple
+            and buffer.args
+        ):
+            buffer = buffer.args[0]
+        return shape, kind, order == "F", buffer
+    return None
 
 
 def _refuse(pid: Node) -> Node:

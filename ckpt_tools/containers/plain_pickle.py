@@ -2,7 +2,7 @@
 
     pickle   MUST   protocol 2 to 5, or an older one that begins with a dict, a list or a global of Python, NumPy or torch
                     tensors are calls of `_rebuild_tensor_v2` and the like on `torch.storage._load_from_bytes(bytes)`, whose
-                    bytes are a torch-legacy stream; NumPy arrays are objects like any other
+                    bytes are a torch-legacy stream; NumPy arrays of numbers are tensors too
     more     MAY    bytes behind it: not kept
 
 From protocol 3 on the bytes of a storage lie in the file as they are, and are copied from there; before, they are encoded as
@@ -18,6 +18,7 @@ import re
 from ckpt_tools.containers import torch_legacy
 from ckpt_tools.containers.base import Decoded, settled, trailing
 from ckpt_tools.containers.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
+from ckpt_tools.containers.numpy_files import Arrays
 from ckpt_tools.errors import CkptError, PickleError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.old_tensors import modernise
@@ -58,10 +59,11 @@ def decode(source: Source) -> Decoded:
         return torch_legacy.decode(source)
     if type(root) is Object and left:
         _refuse_computed_magic(pickles)
-    root = modernise(root, machine.globals)
+    arrays = Arrays()
+    root = modernise(arrays.as_tensors(root, blobs), machine.globals)
     return Decoded(
         "pickle", root, source, list(machine.globals), ["a pickle that torch.save did not write", *machine.unusual],
-        warnings=[*settled(root), *trailing(left, "the pickle")], storage_bytes=blobs.storage_bytes,
+        warnings=[*settled(root), *trailing(left, "the pickle")], storage_bytes=blobs.storage_bytes + arrays.storage_bytes,
     )  # fmt: skip
 
 
