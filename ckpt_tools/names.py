@@ -60,6 +60,8 @@ def strip_inner(name: str) -> str:
     >>> strip_inner("_orig_mod.layer1._fsdp_wrapped_module.weight")
     'layer1.weight'
     """
+    if "._" not in name and not name.startswith("_"):  # as most names; each of these wrappers begins with an underscore
+        return name
     *modules, leaf = name.split(".")
     return ".".join([part for part in modules if part not in _INNER_PARTS] + [leaf])
 

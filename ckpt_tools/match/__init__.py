@@ -56,7 +56,10 @@ def match(
     if stages == "structure" and pairing.sources_left() and pairing.targets_left():
         alone = Pairing(source, target, allow_reshape=allow_reshape)
         alone.known = pairing.known
-        match_structure(alone)
+        by_name = bool(pairing.used or pairing.doubts or pairing.offers)  # else both would find the same
+        if by_name:
+            match_structure(alone)
         match_structure(pairing)
-        pairing.doubt_where_not(alone)
+        if by_name:
+            pairing.doubt_where_not(alone)
     return pairing.result()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ckpt_tools.match.blocks import Family, families_of
-from ckpt_tools.match.resolve import FamilyPair, UnitPair, comes_before, meaning
+from ckpt_tools.match.resolve import Counted, UnitPair, comes_before, meaning
 from ckpt_tools.match.units import Unit
 
 
@@ -53,6 +54,17 @@ class Anchors:
             return None
         return self.pairs[id(one)].new is other
 
-    def rests_on(self, old: Unit) -> frozenset[FamilyPair]:
+    def agreeing(self, olds: Sequence[Unit], news: Sequence[Unit]) -> Iterator[tuple[Unit, Unit]]:
+        """All pairs of batch norms that are known to follow partners."""
+        behind: dict[int, list[Unit]] = defaultdict(list)
+        for new in news:
+            if (layer := self.before[1].get(id(new))) is not None:
+                behind[id(layer)].append(new)
+        for old in olds:
+            layer = self.before[0].get(id(old))
+            if layer is not None and id(layer) in self.pairs:
+                yield from ((old, new) for new in behind.get(id(self.pairs[id(layer)].new), ()))
+
+    def rests_on(self, old: Unit) -> frozenset[Counted]:
         """The counted families that the pair of the layer before rests on."""
         return self.pairs[id(self.before[0][id(old)])].counted

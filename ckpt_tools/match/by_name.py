@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.match.pairing import Pairing
@@ -12,6 +13,7 @@ from ckpt_tools.names import MODULE, check_unique, strip_inner, unwrap
 from ckpt_tools.transforms import parse_rename
 
 MAX_PREFIX_PARTS = 4
+_Affixed: TypeAlias = tuple[str, str]  # what was taken from a name, and the name
 _ROLES = {".weight", ".bias"}  # no suffix: a matrix that is a parameter of its own may be kept as [in, out]
 
 
@@ -92,28 +94,35 @@ def _match_affix(pairing: Pairing, ends: Callable[[str], Iterator[tuple[str, str
     targets = _by_rest(((param.name, unwrap(param.name)) for param in pairing.targets_left()), ends)
     found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for rest in sources.keys() & targets.keys():
-        for before, old in sources[rest]:
-            for after, new in targets[rest]:
-                told = not (before and after) and not {before, after} & _ROLES
-                if told and pairing.source[old].shape == pairing.target[new].shape:
-                    found[before, after].append((old, new))
+        for (before, old), (after, new) in _one_bare(sources[rest], targets[rest]):
+            if not {before, after} & _ROLES and pairing.source[old].shape == pairing.target[new].shape:
+                found[before, after].append((old, new))
     if not found:
         return
     most = max(map(len, found.values()))
     best = [pairs for pairs in found.values() if len(pairs) == most]
     olds, news = (Counter(pair[side] for pairs in best for pair in set(pairs)) for side in (0, 1))
+    candidates: dict[str, list[str]] = defaultdict(list)
+    for old, new in (pair for pairs in best for pair in pairs):
+        candidates[new].append(old)
     for old, new in dict.fromkeys(pair for pairs in best for pair in pairs):
         if olds[old] == news[new] == 1:
             pairing.pair(old, new, _said(pairing, old, "prefix"))
         elif not pairing.is_settled(new):
-            pairing.doubt(new, [o for pairs in best for o, n in pairs if n == new], "several prefixes fit equally well")
+            pairing.doubt(new, candidates[new], "several prefixes fit equally well")
 
 
-def _by_rest(
-    names: Iterable[tuple[str, str]], ends: Callable[[str], Iterator[tuple[str, str]]]
-) -> dict[str, list[tuple[str, str]]]:
+def _one_bare(sources: list[_Affixed], targets: list[_Affixed]) -> Iterator[tuple[_Affixed, _Affixed]]:
+    """Pairs of which one is the whole name; all that end in `weight` with all others would be too many to look at."""
+    bare = [row for row in targets if not row[0]]
+    for row in sources:
+        for other in bare if row[0] else targets:
+            yield row, other
+
+
+def _by_rest(names: Iterable[tuple[str, str]], ends: Callable[[str], Iterator[tuple[str, str]]]) -> dict[str, list[_Affixed]]:
     """What remains of a name -> (affix, the name) for each of its affixes."""
-    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    found: dict[str, list[_Affixed]] = defaultdict(list)
     for own, name in names:
         for affix, rest in ends(name):
             found[rest].append((affix, own))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from ckpt_tools.match.fused import split_fused
@@ -37,8 +37,9 @@ def match_structure(pairing: Pairing) -> None:
     for parts in fused.values():
         _offer(pairing, parts)
     for candidates, undecided in alignment.undecided:
+        whole_candidates = list(map(_whole, candidates))
         for unit in undecided:
-            _doubt(pairing, _whole(unit), [_whole(other) for other in candidates], _why(candidates))
+            _doubt(pairing, _whole(unit), whole_candidates, _why(candidates))
     _pair_heads(pairing, left, right)
 
 
@@ -92,10 +93,18 @@ def _whole(unit: Unit) -> Unit:
 
 def _doubt(pairing: Pairing, unit: Unit, candidates: Sequence[Unit], why: str) -> None:
     for role, name in unit.roles.items():
-        found = [partner for other in candidates if (partner := other.partner_of(role, unit)) is not None]
-        pairing.doubt(name, dict.fromkeys(found), why)
+        partners = (other.partner_of(role, unit) for other in candidates)
+        pairing.doubt(name, _each_once(partners), why)
     if unit.counter is not None:
-        pairing.doubt(unit.counter, [other.counter for other in candidates if other.counter is not None], why)
+        pairing.doubt(unit.counter, _each_once(other.counter for other in candidates), why)
+
+
+def _each_once(names: Iterable[str | None]) -> Iterator[str]:
+    seen: set[str] = set()
+    for name in names:
+        if name is not None and name not in seen:
+            seen.add(name)
+            yield name
 
 
 def _why(candidates: Sequence[Unit]) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from ckpt_tools.match.records import Ambiguous, Match, Matching, Mismatch, Offer, Reason, Shape, Step
 from ckpt_tools.match.transposed import orientation
 from ckpt_tools.targets import Param
 
 TRANSPOSED = 0.95
+MOST_CANDIDATES = 100  # of one name: thousands of layers of one shape would each have thousands
 
 
 def squeezed(shape: Shape) -> Shape:
@@ -80,8 +82,8 @@ class Pairing:
         self.offered.update(offer.new)
 
     def doubt(self, new: str, candidates: Iterable[str], why: str) -> None:
-        """A name of the target that cannot be decided."""
-        self.doubts[new] = Ambiguous(new, tuple(candidates), why)
+        """A name of the target that cannot be decided; of many candidates the first are kept."""
+        self.doubts[new] = Ambiguous(new, tuple(islice(candidates, MOST_CANDIDATES)), why)
 
     def doubt_where_not(self, other: Pairing) -> None:
         """Doubt what another matching of the same two sides pairs otherwise.

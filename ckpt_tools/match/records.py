@@ -44,7 +44,11 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """A name of the target that several tensors of the checkpoint fit equally well, or one fits doubtfully."""
+    """A name of the target that several tensors of the checkpoint fit equally well, or one fits doubtfully.
+
+    Attributes:
+        new: the name. candidates: the tensors of the checkpoint, the first 100 of them. why: what keeps it from being decided.
+    """
 
     new: str
     candidates: tuple[str, ...]

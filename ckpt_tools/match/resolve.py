@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from ckpt_tools.match.blocks import Block, Family
@@ -18,9 +18,13 @@ Feature: TypeAlias = frozenset[tuple[str, str]]
 
 _EXCLUSIVE = ("attention part", "token", "gated", "embedding", "sublayer", "end")
 _CONCEPT, _CONFLICT = 4, 6
+# Pairs of groups of items of one kind. No model has names that mean so many things; all would be compared with all again and
+# again.
+_MOST_SCORES = 10_000
 
 
-FamilyPair: TypeAlias = tuple[Family, Family]
+# Families of the two sides, each of which was counted beside each of the other: their product can be too large to write down.
+Counted: TypeAlias = tuple[frozenset[Family], frozenset[Family]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class Pair:
     old: Item
     new: Item
     how: How
-    counted: frozenset[FamilyPair] = frozenset()
+    counted: frozenset[Counted] = frozenset()
     open: frozenset[int] = frozenset()
 
 
@@ -45,7 +49,7 @@ class UnitPair:
     new: Unit
     how: How
     depth: int
-    counted: frozenset[FamilyPair]
+    counted: frozenset[Counted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class Context:
     depths: tuple[int, int]
     families: tuple[dict[Family, bool], dict[Family, bool]]
     whole: tuple[set[Path], set[Path]]
-    counted: frozenset[FamilyPair] = frozenset()
+    counted: frozenset[Counted] = frozenset()
     level: int = 0
     open: frozenset[int] = frozenset()
 
@@ -97,6 +101,8 @@ def resolve(olds: Sequence[Item], news: Sequence[Item], context: Context) -> lis
     1. One on each side: partners, unless their names contradict each other.
     2. Names: groups of items whose names mean the same, when each prefers the other to all else.
     3. Order: within a group, where both sides number or name the places in the order of registration.
+
+    Items whose names mean more different things than those of any model stay undecided.
     """
     depth_old, depth_new = context.depths
     if not olds or not news:
@@ -105,6 +111,9 @@ def resolve(olds: Sequence[Item], news: Sequence[Item], context: Context) -> lis
         clash = conflicts(meaning(olds[0].path[depth_old:]), meaning(news[0].path[depth_new:]))
         return [] if clash else [Pair(olds[0], news[0], "unique")]
     groups = _Groups(olds, news, context)
+    if len(groups.old) * len(groups.new) > _MOST_SCORES:
+        return []
+    groups.compare()
     pairs: list[Pair] = []
     while step := groups.mutual() or (groups.tied() if len(olds) == len(news) else None):
         own, others = step
@@ -123,10 +132,14 @@ class _Groups:
         features = [
             [meaning(item.path[depth:]) for item in items] for items, depth in zip((olds, news), context.depths, strict=True)
         ]
-        telling = frozenset.intersection(*map(_telling, features))
-        self.old = _grouped(olds, features[0], telling)
-        self.new = _grouped(news, features[1], telling)
-        self.scores = {(a, b): _score(a, b, telling) for a in self.old for b in self.new}
+        self.telling = frozenset.intersection(*map(_telling, features))
+        self.old = _grouped(olds, features[0], self.telling)
+        self.new = _grouped(news, features[1], self.telling)
+        self.scores: dict[tuple[Feature, Feature], int] = {}
+
+    def compare(self) -> None:
+        """Work out how well each group goes with each of the other side."""
+        self.scores = {(a, b): _score(a, b, self.telling) for a in self.old for b in self.new}
 
     def take(self, olds: set[Feature], news: set[Feature]) -> tuple[list[Item], list[Item]]:
         """Remove groups; their items in order of registration."""
@@ -206,17 +219,17 @@ def in_order(olds: Sequence[Item], news: Sequence[Item], context: Context) -> li
         _is_ordered(items, depth, families)
         for items, depth, families in zip((olds, news), context.depths, context.families, strict=True)
     )
-    counted = frozenset(product(_families(olds, depth_old), _families(news, depth_new)))
+    counted = frozenset([(_families(olds, depth_old), _families(news, depth_new))])
     return [Pair(old, new, "order", counted) for old, new in zip(olds, news, strict=True)] if supported else []
 
 
-def _families(items: Sequence[Item], depth: int) -> set[Family]:
+def _families(items: Sequence[Item], depth: int) -> frozenset[Family]:
     """The numbered families that the order of the items rests on."""
-    return {
+    return frozenset(
         (one.path[:at], stem(one.path[at]))
         for one, other in pairwise(items)
         if (at := _split(one.path, other.path, depth)) is not None and stem(one.path[at]) == stem(other.path[at])
-    }
+    )
 
 
 def _split(one: Path, other: Path, depth: int) -> int | None:

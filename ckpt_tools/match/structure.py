@@ -18,6 +18,8 @@ from ckpt_tools.match.resolve import Context, Pair, UnitPair, resolve
 from ckpt_tools.match.units import Signature, Unit
 from ckpt_tools.match.verify import doubtful
 
+_MOST_ROUNDS, _MOST_UNITS = 100, 2_000_000
+
 
 @dataclass(slots=True)
 class Alignment:
@@ -75,7 +77,7 @@ def _follow(alignment: Alignment, anchors: Anchors) -> None:
     undecided, alignment.undecided = alignment.undecided, []
     _take_back(alignment, [pair for pair in alignment.pairs if anchors.agree(pair.old, pair.new) is False])
     for olds, news in undecided:
-        found = [(old, new) for old in olds for new in news if anchors.agree(old, new)]
+        found = list(anchors.agreeing(olds, news))
         alignment.pairs += [UnitPair(old, new, "names", 1, anchors.rests_on(old)) for old, new in found]
         gone = {id(unit) for pair in found for unit in pair}
         rest = tuple([unit for unit in units if id(unit) not in gone] for units in (olds, news))
@@ -94,9 +96,15 @@ def _take_back(alignment: Alignment, pairs: list[UnitPair]) -> None:
 
 
 def _pair_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[Pair]:
-    """Blocks that are partners, the largest first; their units are taken out of the two lists."""
+    """Blocks that are partners, the largest first; their units are taken out of the two lists.
+
+    Each round looks at all units for blocks of one kind. A network of thousands of kinds of blocks is not looked at for ever:
+    what is left then is compared unit by unit.
+    """
     found: list[Pair] = []
-    while pairs := _next_blocks(left, right, context):
+    effort = max(_MOST_UNITS, _MOST_ROUNDS * (len(left) + len(right)))
+    while effort > 0 and (pairs := _next_blocks(left, right, context)):
+        effort -= len(left) + len(right)
         gone = {id(unit) for pair in pairs for block in (pair.old, pair.new) for unit in block.units}  # type: ignore[union-attr]
         left[:] = [unit for unit in left if id(unit) not in gone]
         right[:] = [unit for unit in right if id(unit) not in gone]

@@ -68,14 +68,12 @@ class Unit:
 
 def units_of(params: Iterable[Param], known: Callable[[str], str]) -> list[Unit]:
     """The leaf modules of one side, in order of registration. `known` gives the name to read a tensor's place from."""
-    params = [param for param in params if param.kind == "tensor"]
+    rows = [(param, *unwrap(known(param.name)).rpartition(".")) for param in params if param.kind == "tensor"]
     leaves: dict[str, set[str]] = defaultdict(set)
-    for param in params:
-        parent, _, leaf = unwrap(known(param.name)).rpartition(".")
+    for _, parent, _, leaf in rows:
         leaves[parent].add(leaf)
     units: dict[Path, Unit] = {}
-    for param in params:
-        parent, _, leaf = unwrap(known(param.name)).rpartition(".")
+    for param, parent, _, leaf in rows:
         path, role = _place(parent, leaf, leaves[parent])
         unit = units.setdefault(path, Unit(len(units), path))
         if role == COUNTER:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from ckpt_tools.match.blocks import Family
 from ckpt_tools.match.lexicon import numbers, stem
-from ckpt_tools.match.resolve import FamilyPair, UnitPair, meaning
+from ckpt_tools.match.resolve import Counted, UnitPair, meaning
 from ckpt_tools.match.units import Path, Unit
 
 Count: TypeAlias = tuple[int, ...]
@@ -18,7 +18,7 @@ Count: TypeAlias = tuple[int, ...]
 
 def doubtful(pairs: Sequence[UnitPair], olds: Sequence[Unit], news: Sequence[Unit]) -> list[UnitPair]:
     """The pairs that do not stand: they rest on a counting order that others contradict, or on nothing but a shape."""
-    broken = set(_broken(pairs))
+    broken = _broken(pairs)
     found = [pair for pair in pairs if not broken.isdisjoint(pair.counted)]
     if len(pairs) == len(olds) == len(news):  # with nothing left over on either side, a shape that is there once is enough
         return found
@@ -29,19 +29,25 @@ def doubtful(pairs: Sequence[UnitPair], olds: Sequence[Unit], news: Sequence[Uni
 # --- counting
 
 
-def _broken(pairs: Sequence[UnitPair]) -> Iterator[FamilyPair]:
-    """Pairs of numbered families whose members do not come in one order on both sides."""
-    wanted = {families for pair in pairs for families in pair.counted}
-    seen: dict[FamilyPair, set[tuple[Count, Count]]] = defaultdict(set)
+def _broken(pairs: Sequence[UnitPair]) -> set[Counted]:
+    """What was counted that holds two numbered families whose members do not come in one order on both sides."""
+    wanted = {counted for pair in pairs for counted in pair.counted}
+    beside: dict[Family, list[frozenset[Family]]] = defaultdict(list)
+    for families, others in wanted:
+        for family in families:
+            beside[family].append(others)
+    seen: dict[tuple[Family, Family], set[tuple[Count, Count]]] = defaultdict(set)
     for pair in pairs if wanted else ():
         theirs = list(_members(pair.new.path))
         for family, count in _members(pair.old.path):
             for other, other_count in theirs:
-                if (family, other) in wanted:
+                if any(other in others for others in beside.get(family, ())):
                     seen[family, other].add((count, other_count))
-    for families, counts in seen.items():
+    crossed: dict[Family, list[Family]] = defaultdict(list)
+    for (family, other), counts in seen.items():
         if any(two[1] < one[1] for one, two in pairwise(sorted(counts))):
-            yield families
+            crossed[family].append(other)
+    return {each for each in wanted if any(other in each[1] for family in each[0] for other in crossed.get(family, ()))}
 
 
 def _members(path: Path) -> Iterator[tuple[Family, Count]]:
