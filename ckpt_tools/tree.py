@@ -365,9 +365,9 @@ class _Visits:
             return children(node)
         unwanted = self.unwanted
         if type(node) is Dict:
-            return iter([(component(key), item) for key, item in node.items if type(item) not in unwanted and self.holds(item)])
+            return ((component(key), item) for key, item in node.items if type(item) not in unwanted and self.holds(item))
         pairs = enumerate(node.items if type(node) is List else node) if type(node) is not Object else _object_children(node)
-        return iter([(key, item) for key, item in pairs if type(item) not in unwanted and self.holds(item)])
+        return ((key, item) for key, item in pairs if type(item) not in unwanted and self.holds(item))
 
     def holds(self, node: Node) -> bool:
         """Whether something is no container of plain values only. A wide one is looked through once, wherever it is."""
@@ -493,7 +493,9 @@ class _Exchange:
         return root
 
     def node(self, node: Node) -> Node:
-        return _exchange_tuple(node, self.leaf, self.done) if type(node) is tuple else self.leaf(node)
+        if type(node) is not tuple:
+            return self.leaf(node)
+        return node if self.kept.issuperset(map(type, node)) else _exchange_tuple(node, self.leaf, self.done)
 
     def leaf(self, node: Node) -> Node:
         if type(node) in self.swapped:

@@ -24,8 +24,10 @@ from ckpt_tools.tree import ByteString, Dict, Entry, Global, List, Node, Object
 Maker: TypeAlias = Callable[[Any], Node]
 PersistentLoad: TypeAlias = Callable[[Node], Node]
 
-_U16, _U32, _U64, _I32, _F64 = Struct("<H"), Struct("<I"), Struct("<Q"), Struct("<i"), Struct(">d")
+_U32, _U64, _I32 = Struct("<I"), Struct("<Q"), Struct("<i")
 _MISSING = object()
+_SHORT = frozenset((type(None), bool, int, float, bytes))  # what costs nothing when it is used again
+_PLACE_OF_A_TENSOR = 3  # containers that one more place of a tensor costs: it has a row in every report
 
 
 class Machine:
@@ -187,17 +189,19 @@ class Machine:
             value = self.far_memo.get(index, _MISSING)
             if value is _MISSING:
                 raise self.error(f"reads memo {index}, which was never written")
-        if type(value) is str or type(value) is Global:
+        if type(value) not in _SHORT:
             self.spend_on_sharing(value)
-        elif type(value) is Object:
-            self.spend()  # whoever looks for objects looks at every place
         self.stack.append(value)
 
-    def spend_on_sharing(self, value: str | Global) -> None:
-        """Count a text that is used again: whoever writes down where everything is writes it again and again."""
-        length = len(value) if isinstance(value, str) else len(value.name) + len(value.module)
-        if length > LONG_TEXT:
-            self.spend(length // BYTES_OF_SHARED_TEXT)
+    def spend_on_sharing(self, value: Node) -> None:
+        """Count what is used again: whoever looks for tensors and objects looks at every place, and writes it down."""
+        kind = type(value)
+        if kind is str or kind is Global:
+            length = len(value) if kind is str else len(value.name) + len(value.module)
+            if length > LONG_TEXT:
+                self.spend(length // BYTES_OF_SHARED_TEXT)
+        else:
+            self.spend(_PLACE_OF_A_TENSOR if kind is Entry else 1)
 
     def name_global(self, module: str, name: str) -> None:
         """Push the inert record of a global."""
@@ -326,8 +330,7 @@ def _pop_mark(machine: Machine) -> None:
 def _dup(machine: Machine) -> None:
     top = machine.stack[-1]
     machine.spend()
-    if type(top) is str or type(top) is Global:
-        machine.spend_on_sharing(top)
+    machine.spend_on_sharing(top)
     machine.stack.append(top)
 
 
@@ -395,20 +398,27 @@ for _constant_code in _CONSTANTS:
     OPCODES[_constant_code] = _constant
 
 
-@_opcode(b"K")
-def _binint1(machine: Machine) -> None:
-    machine.stack.append(machine.data[machine.position])
-    machine.position += 1
+def _numbers(code: str, form: str) -> None:
+    """An opcode with a number of a fixed width behind it; where many follow one another, all of them at once."""
+    single, many = Struct(form), Struct(f"{form[0]}x{form[1]}")
+    width, byte = single.size, ord(code)
+    row_of_them = re.compile(rb"(?:%b.{%d}){16,4096}" % (code.encode(), width), re.DOTALL)  # more would take memory
+
+    def push(machine: Machine) -> None:
+        start = machine.position
+        if machine.data[start + width : start + width + 1] == code.encode():
+            row = row_of_them.match(machine.data, start - 1, machine.limit)
+            if row is not None:
+                machine.stack.extend([number for (number,) in many.iter_unpack(row[0])])
+                machine.position = row.end()
+                return
+        machine.stack.append(machine.number(single))
+
+    OPCODES[byte] = push
 
 
-@_opcode(b"M")
-def _binint2(machine: Machine) -> None:
-    machine.stack.append(machine.number(_U16))
-
-
-@_opcode(b"J")
-def _binint(machine: Machine) -> None:
-    machine.stack.append(machine.number(_I32))
+for _code_and_form in (("K", "<B"), ("M", "<H"), ("J", "<i"), ("G", ">d")):
+    _numbers(*_code_and_form)
 
 
 @_opcode(b"\x8a")
@@ -438,11 +448,6 @@ def _float(machine: Machine) -> None:
         machine.stack.append(float(machine.line()))
     except ValueError:
         raise machine.error("holds a float that cannot be read") from None
-
-
-@_opcode(b"G")
-def _binfloat(machine: Machine) -> None:
-    machine.stack.append(machine.number(_F64))
 
 
 @_opcode(b"X")

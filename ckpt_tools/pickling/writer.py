@@ -79,7 +79,7 @@ class Survey:
                     found[id(node.storage)] = node.storage
                 else:
                     below = parts(node)
-                    if not _SHORT.issuperset(map(type, below)):
+                    if not _are_short(below):
                         todo += [part for part in below if type(part) not in PLAIN or _is_long(part)]
             elif _is_long(node):
                 (shared if id(node) in seen else seen).add(id(node))
@@ -108,7 +108,7 @@ class _Values:
 
     __slots__ = ("items",)
 
-    def __init__(self, items: list[Node]) -> None:
+    def __init__(self, items: Sequence[Node]) -> None:
         self.items = items
 
 
@@ -344,11 +344,11 @@ class _Writer:
         """Plain values one after another."""
         for start in range(0, len(items), _ROW):
             row = items[start : start + _ROW]
-            if not _SHORT.issuperset(map(type, row)) and any(type(item) is bytes or _is_long(item) for item in row):
+            if _are_short(row):
+                self.out += b"".join([_ENCODERS[type(item)](item) for item in row])
+            else:
                 for item in row:
                     self.leaf(item)
-            else:
-                self.out += b"".join([_ENCODERS[type(item)](item) for item in row])
 
     def value(self, node: Node) -> None:
         kind = type(node)
@@ -424,6 +424,8 @@ def _in_rows(items: Sequence[Node]) -> list[Node]:
     """The same, with plain values that follow one another put together where there are many."""
     if len(items) < _ROW:
         return list(items)
+    if PLAIN.issuperset(map(type, items)):
+        return [_Values(items)]
     rows: list[Node] = []
     for plain, run in groupby(items, lambda item: type(item) in PLAIN):
         members = list(run)
@@ -463,6 +465,15 @@ _ENCODERS: dict[type, Callable[[Any], bytes]] = {
     bool: lambda value: b"\x88" if value else b"\x89",
     type(None): lambda _: b"N",
 }
+
+
+def _are_short(items: Sequence[Node]) -> bool:
+    """Whether these are plain values that are written as they are, each time. Most rows are of one type: no loop in Python."""
+    kinds = set(map(type, items)) - _SHORT
+    if kinds == {int}:
+        numbers = [item for item in items if type(item) is int]
+        return max(max(numbers).bit_length(), min(numbers).bit_length()) <= 8 * _LONG
+    return not kinds or (kinds <= {int, str} and not any(map(_is_long, items)))
 
 
 def _is_long(node: Node) -> bool:
