@@ -119,7 +119,8 @@ def drop_unknown(root: Node) -> tuple[Node, list[Fate]]:
         if type(node) is Entry:
             return _known_tensor(node)
         if type(node) is Object and unusual_tensor(node) is not None and node.name == "torch._tensor._rebuild_from_type_v2":
-            node = plain_subclass(node)
+            made = plain_subclass(node)
+            node = made if type(made) is Object else node
         return DROP if _unknown_name(node) is not None or _needs_unknown(node) else node
 
     return _exchange(root, swap, _places(root), [])

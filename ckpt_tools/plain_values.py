@@ -19,6 +19,7 @@ Key = Callable[[], str]
 PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 _PRIMITIVES = frozenset((type(None), bool, int, float, str, bytes))
 _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
 def plain_object(node: Object, name: Global, key: Key) -> Node:
@@ -43,10 +44,19 @@ def plain_object(node: Object, name: Global, key: Key) -> Node:
         return DROP
 
 
-def plain_subclass(node: Object) -> Object:
-    """An unusual tensor without a class that torch does not know."""
-    _, python_type, inner, _ = node.args
-    return node if python_type in ALLOWED else Object("reduce", node.args[0], inner)
+def plain_subclass(node: Object) -> Node:
+    """An unusual tensor without a class that torch does not know.
+
+    Of one that cannot be made without its class (torchao's, jagged nested ones) its attributes are left: the tensors in it.
+    """
+    function, python_type, inner, state = node.args
+    if python_type in ALLOWED:
+        return node
+    if function in ALLOWED and function != _WRAPPER:
+        return Object("reduce", function, inner)
+    parts = state if type(state) is tuple else (state,)
+    pairs = [pair for part in parts if type(part) is Dict for pair in part.items]
+    return Dict(pairs) if pairs else DROP
 
 
 def plain_instance(node: Object) -> Node:

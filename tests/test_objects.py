@@ -528,6 +528,56 @@ def test_subclasses_and_attributes_of_tensors(tmp_path: Path) -> None:
     assert [element_bytes(value) for value in dropped.values()] == [element_bytes(value) for value in loaded.values()]
 
 
+class Wrapped(torch.Tensor):
+    """A tensor around another, with no storage of its own, as torchao's are."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        """A float32 tensor on the outside."""
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made.inner, made.scale = inner, 0.5  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Nothing can be done with it but to detach it."""
+        return args[0]
+
+
+def test_tensors_that_need_their_class(tmp_path: Path) -> None:
+    """Of a tensor around others the others are left with plain, nothing with drop; a jagged nested one likewise."""
+    inner = torch.arange(6, dtype=torch.int8).view(2, 3)
+    jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)], layout=torch.jagged)
+    data = {"a.w": Wrapped(inner), "b.w": nn.Parameter(Wrapped(inner), requires_grad=False), "j": jagged, "c.w": torch.ones(1)}
+    torch.save(data, tmp_path / "in.pth")
+    found = ckpt_tools.inspect(tmp_path / "in.pth").tensors
+    assert [(row["kind"], row["shape"], row["dtype"]) for row in found[:2]] == [("subclass", [2, 3], "float32")] * 2
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert list(loaded) == list(data)
+    assert torch.equal(loaded["a.w"]["inner"], inner)
+    assert loaded["a.w"]["scale"] == 0.5
+    assert torch.equal(loaded["j"]["_values"], jagged.values())
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "drop.pth", objects="drop")
+    assert list(torch.load(tmp_path / "drop.pth", weights_only=True)) == ["c.w"]
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "keep.pth", objects="keep")
+    assert torch.equal(torch.load(tmp_path / "keep.pth", weights_only=False)["b.w"].inner, inner)
+
+
+def test_nested_tensors_and_torch_legacy(tmp_path: Path) -> None:
+    """torch cannot load a nested tensor from torch-legacy, whoever wrote it: refused there, and said of its own files."""
+    data = {"n": torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)])}
+    torch.save(data, tmp_path / "in.pth")
+    with pytest.raises(ContainerLimitError, match="nested tensor, which torch saves in torch-legacy and cannot load"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", format="pth-legacy")
+    torch.save(data, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    assert not ckpt_tools.inspect(tmp_path / "old.pth").weights_only["loads"]
+    ckpt_tools.convert(tmp_path / "old.pth", tmp_path / "new.pth", objects="plain")
+    assert torch.load(tmp_path / "new.pth", weights_only=True)["n"].unbind()[1].tolist() == [1, 1, 1]
+
+
 def test_nothing_with_a_plain_form_is_left(tmp_path: Path) -> None:
     """An object alone, without any content, gives an error and no file."""
     torch.save(classes.Plain(), tmp_path / "in.pth")

@@ -49,6 +49,9 @@ class Stream:
     classes: list[str] = field(default_factory=list)
 
 
+NESTED = Global("torch._utils", "_rebuild_nested_tensor")
+
+
 class Blobs:
     """The maker of `torch.storage._load_from_bytes`: bytes that hold a stream of their own, often one storage.
 
@@ -140,6 +143,8 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", there: dict[int, i
         raise
     if any(storage.dtype is None for _, storage in storages.by_key.values()):
         machine.unusual["an UntypedStorage in torch-legacy, which torch saves and cannot load"] = None
+    if NESTED in machine.globals:
+        machine.unusual["a nested tensor in torch-legacy, which torch saves and cannot load"] = None
     keys = _read_keys(pickles, storages)
     _place(pickles, keys, storages, root, little=little, there=there)
     root = modernise(storages.without_views(root, part), machine.globals)

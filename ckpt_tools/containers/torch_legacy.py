@@ -16,14 +16,14 @@ from __future__ import annotations
 import struct
 
 from ckpt_tools.containers.base import Decoded, Warned, settled, trailing
-from ckpt_tools.containers.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, is_stream, read_stream
+from ckpt_tools.containers.legacy_stream import MAGIC_NUMBER, NESTED, PROTOCOL_VERSION, is_stream, read_stream
 from ckpt_tools.dtypes import UINT8
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.stream import FilePart
 from ckpt_tools.pickling.writer import Survey, write_pickle
 from ckpt_tools.plan import Literal, Piece, Range
-from ckpt_tools.tree import Dict, List, Node, Storage
+from ckpt_tools.tree import Dict, List, Node, Object, Storage, reachable
 
 _SYS_INFO = Dict(
     [
@@ -64,7 +64,16 @@ def decode(source: Source, there: dict[int, int] | None = None) -> Decoded:
 
 
 def lay_out(root: Node) -> list[Piece]:
-    """The pieces of a torch-legacy file with this tree. Storages get new keys, and lie in the order of the source file."""
+    """The pieces of a torch-legacy file with this tree. Storages get new keys, and lie in the order of the source file.
+
+    Raises:
+        ContainerLimitError: a nested tensor, whose sizes torch would read before they are there.
+    """
+    if any(type(node) is Object and node.function == NESTED for node in reachable(root)):
+        raise ContainerLimitError(
+            "The checkpoint holds a nested tensor, which torch saves in torch-legacy and cannot load.",
+            fix="Write another container, or leave it out: --drop NAME",
+        )
     survey = Survey(root)
     storages = sorted(survey.storages, key=_source_order)
     return [Piece(Literal(b"".join(_pickles(root, survey, storages)))), *_bodies(storages)]
