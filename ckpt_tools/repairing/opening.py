@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from ckpt_tools.containers.base import is_zip
 from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.errors import CkptError, LimitError, NotACheckpointError, RepairError, UnsupportedContainerError
 from ckpt_tools.files import Source
-from ckpt_tools.findings import counted_bytes
+from ckpt_tools.findings import counted_bytes, mending
 from ckpt_tools.plan import Content, Deflated, Range
 from ckpt_tools.repairing.garbage import find_legacy, find_safetensors, is_text_mode, salvage_safetensors, undo_text_mode
 from ckpt_tools.repairing.salvage import Salvaged, filled, salvage_legacy, salvage_zip
@@ -53,15 +54,29 @@ def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack
         error.__traceback__ = None  # which holds everything that was read so far
         source = open_source(path)
         stack.callback(source.close)
-        if isinstance(source, Files):
-            raise
+        if isinstance(source, Files) or source.path.suffix == ".json":
+            raise _of_several_files(path, f"{error.what} {error.why}") from None
         return _salvaged(source, error, keep_damaged, scratch, stack)
     if checkpoint.container not in _REPAIRED:
-        raise UnsupportedContainerError(
-            f"{path} opens, and ckpt repair does not write {checkpoint.container}.",
-            fix="ckpt check says what is wrong with it; of several files, repair the one that is damaged.",
-        )
+        raise _not_repaired(path, checkpoint.container)
     return proved(checkpoint), ""
+
+
+def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedContainerError:
+    """The error for what opens, in a container that repair does not mend; with the command that helps."""
+    if container in ("sharded", "dcp"):
+        return _of_several_files(path, "Its structure is whole.")
+    taken = "Its state dict can be taken out" if container == "torchscript" else "What it holds can be written anew"
+    fix = f"{taken}: {mending('convert', str(path), '--objects plain')}"
+    return UnsupportedContainerError(f"{path} opens, and ckpt repair does not mend {container}.", fix=fix)
+
+
+def _of_several_files(path: str | os.PathLike[str], why: str) -> UnsupportedContainerError:
+    check = f"ckpt check {shlex.quote(str(path))}"
+    return UnsupportedContainerError(
+        f"{path} is a checkpoint of several files, and ckpt repair mends one file.", why=why.strip(),
+        fix=f"Repair the damaged one ({check} names it) and put the result in its place, or get it again.",
+    )  # fmt: skip
 
 
 def proved(checkpoint: Checkpoint) -> Salvaged:

@@ -1,10 +1,15 @@
 """`ckpt repair`: what is whole comes back bit for bit, what is not is listed, and the input is never touched."""
 
 import json
+import pickle
+import shlex
+import shutil
 import struct
 import zipfile
 from pathlib import Path
 
+import jsonschema
+import numpy
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -15,7 +20,15 @@ from torch import nn
 
 from ckpt_tools import check, convert, repair
 from ckpt_tools.cli import main
-from ckpt_tools.errors import ChecksumError, CkptError, LimitError, OutputExistsError, RepairError, UsageError
+from ckpt_tools.errors import (
+    ChecksumError,
+    CkptError,
+    LimitError,
+    OutputExistsError,
+    RepairError,
+    UnsupportedContainerError,
+    UsageError,
+)
 from ckpt_tools.files import Source
 from ckpt_tools.repairing.report import Repaired
 from ckpt_tools.repairing.zip_walk import walk_zip
@@ -544,6 +557,64 @@ def test_the_json_is_documented(whole: tuple[bytes, Tensors], tmp_path: Path) ->
     page = (Path(__file__).parents[2] / "docs" / "json.md").read_text().partition("# `ckpt repair --json`")[2]
     for name in json.loads(result.output):
         assert f"`{name}`" in page or f"`{name}[]`" in page
+
+
+def test_json_follows_its_schema(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """Of a whole file, a cut one, one that is filled up, one with damaged bytes that are kept, one with wrapped names."""
+    schema = json.loads((Path(__file__).parents[2] / "docs" / "repair.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    data, tensors = whole
+    (tmp_path / "cut.pth").write_bytes(data[: len(data) // 2])
+    (tmp_path / "more.pth").write_bytes(b"something else" + data)
+    flip_byte(Path(shutil.copy(tmp_path / "model.pth", tmp_path / "flipped.pth")), tensors["layer3.weight"].numpy().tobytes())
+    torch.save({"module.module.a.w": torch.ones(2)}, tmp_path / "wrapped.pth")
+    seen = set()
+    for name, *options in (
+        ("model.pth",), ("cut.pth",), ("cut.pth", "--like", tmp_path / "model.pth", "--reinit", "zeros"),
+        ("flipped.pth", "--keep-damaged"), ("wrapped.pth",), ("wrapped.pth", "--dry-run"), ("more.pth",),
+    ):  # fmt: skip
+        result = ckpt("repair", tmp_path / name, tmp_path / "out.pth", "--json", "--overwrite", *options)
+        (document,) = map(json.loads, result.output.splitlines())
+        jsonschema.validate(document, schema)
+        seen |= {field for field, value in document.items() if value}
+    assert seen == set(schema["required"])
+
+
+def test_several_files(tmp_path: Path) -> None:
+    """A folder, its index, whole or damaged: refused, with the sentence that says what is damaged and what to do."""
+    torch.save({f"a.{index}": torch.ones(1000) for index in range(4)}, tmp_path / "model.pth")
+    convert(tmp_path / "model.pth", tmp_path / "shards", shard_size="8KB")
+    folder, index = tmp_path / "shards", tmp_path / "shards" / "model.safetensors.index.json"
+    for path in (folder, index):
+        with pytest.raises(UnsupportedContainerError, match="several files, and ckpt repair mends one file") as caught:
+            repair(path, tmp_path / "out.pth")
+        assert (caught.value.why, "ckpt check" in caught.value.fix) == ("Its structure is whole.", True)
+    damaged = folder / "model-00002-of-00002.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:6000])
+    for path in (folder, index):
+        with pytest.raises(UnsupportedContainerError, match="several files") as caught:
+            repair(path, tmp_path / "out.pth")
+        assert f"{damaged}: The file is cut off" in caught.value.why
+    assert repair(damaged, tmp_path / "fixed.safetensors").saved == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["torchscript", "npz", "pickle"])
+def test_containers_that_are_not_mended(kind: str, tmp_path: Path) -> None:
+    """What opens and is not written by repair: the command that takes its tensors out, which works."""
+    path = tmp_path / "in.bin"
+    if kind == "torchscript":
+        torch.jit.save(torch.jit.script(nn.Linear(2, 3)), path)
+    elif kind == "npz":
+        with path.open("wb") as file:
+            numpy.savez(file, **{"a.w": numpy.ones(3, "f4")})
+    else:
+        path.write_bytes(pickle.dumps({"a.w": torch.ones(3)}))
+    with pytest.raises(UnsupportedContainerError, match=f"does not mend {kind}") as caught:
+        repair(path, tmp_path / "out.pth")
+    _, _, command = caught.value.fix.partition(": ckpt ")
+    assert ckpt(*shlex.split(command)).exit_code == 0
+    assert not (tmp_path / "out.pth").exists()
 
 
 def test_names_reach_the_terminal_escaped(tmp_path: Path) -> None:
