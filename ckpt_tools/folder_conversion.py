@@ -245,9 +245,11 @@ def _save(found: Items, staging: Staging, ranks: Ranks, progress: Progress | Non
         raise _own_error(error, staging, ranks) from None
 
 
-def _own_error(error: CheckpointException, staging: Staging, ranks: Ranks) -> CkptError:
+def _own_error(error: CheckpointException, staging: Staging, ranks: Ranks) -> BaseException:
     """What failed inside torch's writer, in this process or another: our own error where it was ours, else what it says."""
     rank, (failure, _) = min(error.failures.items())
+    if isinstance(failure, KeyboardInterrupt | SystemExit):  # torch takes Ctrl-C and SIGTERM for failures of the writing
+        return failure
     if isinstance(failure, OSError):
         failure = output_error(staging.target, failure)
     elif not isinstance(failure, CkptError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ class Job:
         arguments: of `ckpt`, run in the folder; or `work`, a function that is called there.
         settle: arguments of a command to be run after a kill, before the files are looked at.
         code: how it exits when nothing fails.
+        index: of a job that replaces a folder: the file that goes first and comes last. Killed in between, the folder has none.
     """
 
     name: str
@@ -26,6 +28,7 @@ class Job:
     work: Callable[[], None] | None = None
     settle: tuple[str, ...] = ()
     code: int = 0
+    index: str = ""
 
 
 def _input(folder: Path, size: int = 3000) -> None:
@@ -77,6 +80,35 @@ def _damaged(folder: Path) -> None:
     (folder / "in.pth").write_bytes(data[: data.index(b"data/2")])
 
 
+def _old_folder(folder: Path) -> None:
+    """An older checkpoint in the folder, of another number of shards, and a file that is no part of it."""
+    from safetensors.torch import save_file
+
+    _input(folder)
+    out = folder / "out"
+    out.mkdir()
+    (out / "README").write_text("mine")
+    save_file({"old.w": torch.ones(100)}, out / _SHARD.format(1, 1))
+    names = {"metadata": {"total_size": 400}, "weight_map": {"old.w": _SHARD.format(1, 1)}}
+    (out / _INDEX).write_text(json.dumps(names))
+
+
+def _old_dcp(folder: Path) -> None:
+    from torch.distributed import checkpoint
+
+    _input(folder)
+    checkpoint.save({"old.w": torch.ones(100)}, checkpoint_id=folder / "out", no_dist=True)
+
+
+def _sharded(*more: str) -> tuple[str, ...]:
+    return ("convert", "in.pth", "out", "--strip-module", "--shard-size", "11KB", *more)
+
+
+def _dcp(*more: str) -> tuple[str, ...]:
+    return ("convert", "in.pth", "out", "--strip-module", "--format", "dcp", *more)
+
+
+_SHARD, _INDEX = "model-{:05}-of-{:05}.safetensors", "model.safetensors.index.json"
 _IN_PLACE = ("convert", "--in-place", "in.pth", "--strip-module")
 
 JOBS = (
@@ -92,6 +124,10 @@ JOBS = (
     Job("edit a header in place", _safetensors, ("convert", "--in-place", "in.safetensors", "--strip-module"),
         settle=("inspect", "in.safetensors")),
     Job("repair", _damaged, ("repair", "in.pth", "out.pth"), code=1),
+    Job("convert to a new folder", _input, _sharded()),
+    Job("convert over a folder", _old_folder, _sharded("--overwrite"), index=_INDEX),
+    Job("convert to a new dcp", _input, _dcp()),
+    Job("convert over a dcp", _old_dcp, _dcp("--overwrite"), index=".metadata"),
     Job("torch.save", _input_and_old, work=_save),
     Job("torch.save to safetensors", _input, work=_save_safetensors),
 )  # fmt: skip

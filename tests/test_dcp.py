@@ -322,3 +322,16 @@ def test_values_with_tensors_inside(tmp_path: Path) -> None:
     convert(tmp_path / "in", tmp_path / "out.pth")
     back = torch.load(tmp_path / "out.pth", weights_only=True)
     assert [part.tolist() for part in (*back["pair"], *back["other"])] == [[1, 1], [0, 0, 0], [5, 5]]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_ctrl_c_while_torch_writes(stop: type[BaseException], tmp_path: Path) -> None:
+    """torch's writer takes it for a failure of the writing; it comes out as what it was, and nothing is left."""
+    torch.save({"a.w": torch.ones(1000)}, tmp_path / "in.pth")
+
+    def progress(done: int, total: int) -> None:
+        raise stop
+
+    with pytest.raises(stop):
+        convert(tmp_path / "in.pth", tmp_path / "out", format="dcp", progress=progress)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pth"]
