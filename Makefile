@@ -8,7 +8,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # One thread a process: the networks here are tiny, and on busy cores more threads only wait for each other.
 export OMP_NUM_THREADS := 1
 
-.PHONY: install demo test check matrix fuzz faults format bench fixtures docs clean
+.PHONY: install demo test check matrix fuzz faults format bench fixtures pictures docs clean
 
 install: $(STAMP)
 
@@ -50,6 +50,9 @@ bench: install
 
 fixtures: install
 	$(BIN)/python fixtures/make.py
+
+pictures: install
+	$(BIN)/python -m docs.pictures
 
 # The site goes to site/; a broken link or a page outside the nav is an error.
 docs: $(DOCS_STAMP)

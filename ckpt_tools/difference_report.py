@@ -137,7 +137,7 @@ _WORDS = {
 
 
 def _counted(kind: str, count: int) -> str:
-    return f"{count} {_WORDS[kind][count != 1]}"
+    return f"{count:,} {_WORDS[kind][count != 1]}"
 
 
 def _only_difference(kind: str, report: Difference, names: Sequence[Pair], sides: tuple[Side, Side]) -> str | None:

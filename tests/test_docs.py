@@ -1,5 +1,6 @@
 """README and docs are executed: every command prints what the page says it prints, the README's Python runs."""
 
+import html
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import ckpt_tools.torch
+from docs import pictures
 from tests.test_howto import run_command, run_python
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +84,21 @@ def test_the_list_of_messages_has_every_page_by_its_title() -> None:
             title = page.read_text().splitlines()[0].removeprefix("# ")
             assert f"[{title}]({page.name})" in listed.replace("`", "")
             assert f": howto/{page.name}\n" in nav
+
+
+@pytest.mark.parametrize("name", pictures.COMMANDS)
+def test_pictures_show_what_commands_print(name: str) -> None:
+    """Each terminal of docs/images has the lines that its command prints now (else: make pictures), and is in some page."""
+    text = (pictures.IMAGES / f"{name}.svg").read_text("utf-8")
+    rows: dict[float, list[tuple[float, str]]] = {}
+    for x, y, words in re.findall(r'<text [^>]*x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>', text):
+        rows.setdefault(float(y), []).append((float(x), html.unescape(words).replace("\xa0", " ")))
+    found = "".join(words for _, row in sorted(rows.items()) for _, words in sorted(row))
+    command = pictures.COMMANDS[name]
+    expected = f"$ {command}\n" + re.sub(r"\x1b\[[\d;]*m", "", pictures.shown(command))
+    assert "".join(found.split()) == "".join(expected.split())  # rich leaves blanks between colours out, and wraps
+    assert set(re.findall(r"https?://[^\"' ]*", text)) == {"http://www.w3.org/2000/svg"}  # nothing is loaded from anywhere
+    assert any(f"(images/{name}.svg)" in page.read_text() for page in PAGES)
 
 
 @pytest.mark.parametrize("package", [ckpt_tools, ckpt_tools.torch], ids=["ckpt_tools", "ckpt_tools.torch"])
