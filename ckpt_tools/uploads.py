@@ -20,8 +20,8 @@ from ckpt_tools.errors import CkptError, OutputError, OutputExistsError
 from ckpt_tools.files import Output, exists_error
 from ckpt_tools.remote import MOST, SECONDS, Address, ForeignError, bounded, file_system
 
-# Object stores where an upload becomes an object when it is completed, and a rename would be a second copy.
-_WHOLE_ON_COMMIT = {"s3", "s3a", "gs", "gcs"}
+# Stores where an upload becomes an object when it is completed, and a rename would be a second copy, or two more commits.
+_WHOLE_ON_COMMIT = {"s3", "s3a", "gs", "gcs", "hf"}
 _HOUR = 3600  # how long a rename may take where it is a second copy
 
 
@@ -32,8 +32,8 @@ _HOUR = 3600  # how long a rename may take where it is a second copy
 def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
     """An output whose bytes go to a remote file as they are written; it appears whole when the block ends well.
 
-    Where a rename is cheap they go to another name first; on S3 and Google's storage, where an object appears when its upload
-    is completed and a rename is a second copy, to the object itself. A failed upload leaves no object.
+    Where a rename is cheap they go to another name first; on S3, Google's storage and Hugging Face's hub, where an object
+    appears when its upload is completed and a rename is a second copy, to the object itself. A failed upload leaves no object.
 
     Raises:
         OutputExistsError: there is something, and `overwrite` is false. OutputError, RemoteError: it cannot be written.
@@ -48,7 +48,7 @@ def uploading(url: str, *, overwrite: bool) -> Iterator[Output]:
     with _streaming(url, fs, place) as output:
         yield output
     try:
-        bounded(url, lambda: fs.mv(place, name))
+        bounded(url, lambda: fs.mv(place, name), _HOUR)
     except BaseException:
         _remove(fs, place)
         raise
@@ -132,6 +132,7 @@ class _Upload:
         with contextlib.suppress(Exception):
             if self.direct:
                 self.file.discard()
+                self.file.closed = True  # or else, with some drivers, what is there is uploaded when the file is let go
             else:
                 self.file.close()
         if not self.direct:

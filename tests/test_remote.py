@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gc
 import io
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
+from fsspec.spec import AbstractBufferedFile
 from safetensors.torch import save_file
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
@@ -248,6 +250,44 @@ def test_a_failed_folder_leaves_nothing(
         with pytest.raises(RemoteError, match="cannot be reached"):
             convert(tmp_path / "in.pth", "memory://runs/new", overwrite=True, **options)
         assert content(memory, "/runs/new") == before
+
+
+class Buffered(AbstractBufferedFile):
+    """A file that is uploaded when it is closed, as Hugging Face's driver does it, also by the collector."""
+
+    def _initiate_upload(self) -> None:
+        """Nothing to begin."""
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        """All of it, at the end."""
+        if final:
+            with self.fs._open(self.path, mode="wb") as file:
+                file.write(self.buffer.getvalue())
+        return final
+
+
+def test_a_given_up_upload_is_not_completed_by_the_collector(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a driver that uploads when a file is closed, what was given up does not appear when the file is let go."""
+    torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
+    monkeypatch.setattr("ckpt_tools.uploads._WHOLE_ON_COMMIT", {"memory"})
+    opened = type(memory).open
+
+    def buffered(self: Any, path: str, mode: str = "rb", **rest: Any) -> Any:
+        return Buffered(self, path, mode, **rest) if mode == "wb" else opened(self, path, mode, **rest)
+
+    monkeypatch.setattr(type(memory), "open", buffered)
+    monkeypatch.setattr("ckpt_tools.folder_conversion._check_there", lambda *_: (_ for _ in ()).throw(OutputError("no")))
+    monkeypatch.setattr("ckpt_tools.conversion.write", lambda *_: (_ for _ in ()).throw(OutputError("no")))
+    for options in ({}, {"shard_size": 4000}):
+        with pytest.raises(OutputError, match="no"):
+            convert(tmp_path / "in.pth", "memory://x/out", **options)
+        gc.collect()
+        assert not memory.store
+    monkeypatch.undo()
+    convert(tmp_path / "in.pth", "memory://x/out")
+    assert len(memory.store) == 1
 
 
 def test_a_rename_that_fails_is_told(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
