@@ -86,6 +86,34 @@ def test_the_list_of_messages_has_every_page_by_its_title() -> None:
             assert f": howto/{page.name}\n" in nav
 
 
+MENDED = {  # what the README's table names -> a file that PyTorch says such a thing about
+    "ckpt convert IN OUT --unwrap": "compiled_parallel.pth", "ckpt convert IN OUT --map-location cpu": "cuda.pth",
+    "ckpt convert IN OUT --objects plain": "whole_module.pth", "ckpt repair IN OUT": "cut.pth", "ckpt check IN": "ddp.pth",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", re.findall(r"^\|.*\| `(ckpt [^`]*)`", PAGES[0].read_text(), re.MULTILINE))
+def test_what_mends_it_does(command: str, tmp_path: Path) -> None:
+    """Each command of the README's table makes of a file with that problem one that loads on the CPU."""
+    source, target = tmp_path / "in.pth", tmp_path / "out.pth"
+    name = MENDED[command]
+    whole = (ROOT / "fixtures" / name.replace("cut", "single")).read_bytes()
+    source.write_bytes(whole[:-2000] if name == "cut.pth" else whole)
+    done = run(command.replace("IN", str(source)).replace("OUT", str(target)), tmp_path)
+    if "OUT" not in command:
+        assert "  ckpt convert " in done
+        return
+    names = list(torch.load(target, weights_only=True))
+    assert names
+    assert "--unwrap" not in command or not any(name.startswith(("module.", "_orig_mod.")) for name in names)
+
+
+def test_the_number_of_messages_is_true() -> None:
+    """As many pages as the README says."""
+    count = len(list((ROOT / "docs" / "howto").glob("*.md"))) - 1
+    assert f"[{count} messages](docs/howto/index.md)" in PAGES[0].read_text()
+
+
 @pytest.mark.parametrize("name", pictures.COMMANDS)
 def test_pictures_show_what_commands_print(name: str) -> None:
     """Each terminal of docs/images has the lines that its command prints now (else: make pictures), and is in some page."""
