@@ -102,7 +102,7 @@ def _measure(checkpoint: Checkpoint) -> tuple[dict[Where, frozenset[str]], _Rows
         "parameters": sum(row["parameters"] for row in state_dicts) if state_dicts else _numbers(rows),
         "bytes": sum(row["bytes"] for row in rows),
         "storage_bytes": checkpoint.decoded.storage_bytes,
-        "dtypes": dict(Counter(row["dtype"] for row in rows)),
+        "dtypes": dict(Counter(row["dtype"] or "unknown" for row in rows)),
         "devices": dict(Counter(row["device"] for row in rows if row["device"] is not None)),
     }
     return names, rows, state_dicts, totals

@@ -552,8 +552,9 @@ def test_tensors_that_need_their_class(tmp_path: Path) -> None:
     jagged = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)], layout=torch.jagged)
     data = {"a.w": Wrapped(inner), "b.w": nn.Parameter(Wrapped(inner), requires_grad=False), "j": jagged, "c.w": torch.ones(1)}
     torch.save(data, tmp_path / "in.pth")
-    found = ckpt_tools.inspect(tmp_path / "in.pth").tensors
-    assert [(row["kind"], row["shape"], row["dtype"]) for row in found[:2]] == [("subclass", [2, 3], "float32")] * 2
+    found = ckpt_tools.inspect(tmp_path / "in.pth")
+    assert [(row["kind"], row["shape"], row["dtype"]) for row in found.tensors[:2]] == [("subclass", [2, 3], "float32")] * 2
+    assert found.totals["dtypes"] == {"float32": 3, "unknown": 1}  # only its class knows what a jagged one is
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain")
     loaded = torch.load(tmp_path / "out.pth", weights_only=True)
     assert list(loaded) == list(data)
