@@ -40,9 +40,7 @@ def _decode_zip(source: Source) -> Decoded:
 
 
 HEAD = 4096
-# How many tensors may be listed: each costs 16 and the length of its path, every 4 bytes of the file pay for 1. A tensor
-# takes 66 bytes in a pickle at least, and 300 with its record; only names for one tensor take less.
-_BYTES_PER_LISTED, _LISTED_COST = 4, 16
+_LISTED_COST = 16  # of a tensor that is listed, beside the length of its path
 
 
 class Checkpoint:
@@ -117,7 +115,7 @@ class Checkpoint:
     @property
     def _listed(self) -> int:
         """What all tensors that are listed may cost."""
-        return limits.TENSORS.value * _LISTED_COST + self.file_bytes // _BYTES_PER_LISTED
+        return _LISTED_COST * (limits.TENSORS.value + self.file_bytes // limits.BYTES_PER_TENSOR)
 
     def _too_often(self, what: str, count: int) -> LimitError:
         return limits.TENSORS.error(f"{self.path} refers to its {what} too often: {count} times in {self.file_bytes} bytes.")

@@ -73,7 +73,7 @@ DIGEST_BYTES = Limit("digest_bytes", 1 << 30, "bytes of a digest file")
 PLAN_BYTES = Limit("plan_bytes", 256 << 20, "bytes of a match plan")
 FILLED = Limit("filled", 512 << 20, "bytes of zeros for what is lost, and 16 more for every byte of the file")
 # what is made of them
-TENSORS = Limit("tensors", 62_500, "tensors, and one more for every 64 bytes of the file")  # 300 bytes are the least for one
+TENSORS = Limit("tensors", 40_000, "tensors, and one more for every 192 bytes of the file")  # torch writes 300 for one
 OBJECTS = Limit("objects", 50_000, "places of objects, and one more for every 64 bytes of the file")
 PATHS = Limit("paths", 4_000_000, "parts of all paths, beyond 16 for every place")
 NAME_PARTS = Limit("name_parts", 1000, "dots in the name of a tensor that is renamed")
@@ -166,6 +166,21 @@ def of_file(file_bytes: int) -> Iterator[None]:
 def allowance(file_bytes: int) -> Allowance:
     """The allowance of the file that is being read; outside of `of_file` one for this size."""
     return _allowance.get() or Allowance(file_bytes)
+
+
+# --- tensors
+
+BYTES_PER_TENSOR = 192
+
+
+def check_tensors(count: int, file_bytes: int) -> None:
+    """Refuse a header that lists more tensors than a file of this size has.
+
+    Raises:
+        LimitError: it does.
+    """
+    if count > TENSORS.value + file_bytes // BYTES_PER_TENSOR:
+        raise TENSORS.error(f"The file lists {count} tensors in {file_bytes} bytes.", count)
 
 
 # --- what is written beyond the file's own bytes

@@ -52,6 +52,7 @@ def decode(source: Source) -> Decoded:
     warnings: list[Warned] = []
     metadata = _metadata(header.pop("__metadata__", None) if "__metadata__" in header else {}, warnings)
     size = source.size - data_start
+    limits.check_tensors(len(header), source.size)
     spans: list[tuple[int, int, str]] = []
     items: list[tuple[Any, Any]] = []
     for index, (name, info) in enumerate(header.items()):

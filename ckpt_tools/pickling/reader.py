@@ -234,7 +234,7 @@ class Machine:
 def _cost(made: Node) -> int:
     """What a maker's result costs beyond one container. The same arguments, memoized, can be given again and again."""
     if type(made) is Entry:
-        return len(made.shape) if len(made.shape) > 16 else 0
+        return len(made.shape) if len(made.shape) > 16 else _PLACE_OF_A_TENSOR
     if type(made) is Dict:
         return len(made.items) // 2
     return len(made) // BYTES_PER_NODE if type(made) is bytes else 0
