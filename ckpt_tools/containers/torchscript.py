@@ -174,8 +174,15 @@ class _JsonTensors:
         return known
 
 
+_CONTAINERS_OF_A_MODULE = 16  # its tables, the objects in them, and their rows in every report
+
+
 def _json_module(row: dict[str, Any], tensors: _JsonTensors, depth: int) -> Object:
     limits.MODULE_DEPTH.check(depth, "The program nests its modules too deep.")
+    allowance = limits.allowance(0)
+    allowance.left -= _CONTAINERS_OF_A_MODULE
+    if allowance.left < 0:
+        raise limits.CONTAINERS.error("The program has more modules than one of its size can hold.")
     parameters, buffers = Dict(), Dict()
     for parameter in row.get("parameters", []):
         is_buffer = bool(parameter.get("isBuffer", False))
