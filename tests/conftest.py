@@ -8,9 +8,13 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 
 from tests.servers import Server
+
+settings.register_profile("untimed", deadline=None)  # no test is about time: the machine may be busy
+settings.load_profile("untimed")
 
 
 def small_model() -> nn.Module:

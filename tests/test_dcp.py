@@ -202,7 +202,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...
     return shape, draw(st.permutations(boxes))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tiling=tilings(), chunk=st.sampled_from([1, 8, 30, 1 << 20]), data=st.data())
 def test_any_grid_of_chunks(tiling: Any, chunk: int, data: st.DataObject) -> None:
     """Whatever the grid and the block size, the tensor comes out; with a box missing, twice or moved it is refused."""

@@ -65,7 +65,7 @@ def test_threads_change_nothing() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 3 * draws.BLOCK), st.integers(0, draws.BLOCK + 9))
 def test_any_range_is_a_part_of_the_whole(start: int, count: int) -> None:
     """Numbers can be drawn from anywhere in a stream: a tensor may be made row by row."""

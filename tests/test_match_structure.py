@@ -283,7 +283,7 @@ def wrong(found: Matching, places: dict[str, object]) -> list[str]:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), TREES)
 def test_what_is_matched_is_never_wrong(data: st.DataObject, tree: Tree) -> None:
     """Whatever was renamed, nested, reordered, dropped or added: a pair that is reported is one module on both sides.
@@ -306,7 +306,7 @@ def test_what_is_matched_is_never_wrong(data: st.DataObject, tree: Tree) -> None
     assert not wrong(found, places), (sides, found.matched)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_equal_shapes_that_change_places_are_never_swapped(data: st.DataObject) -> None:
     """Blocks of layers of one shape, with and without telling names, registered in any order inside the block."""
@@ -322,7 +322,7 @@ def test_equal_shapes_that_change_places_are_never_swapped(data: st.DataObject) 
         assert not wrong(found, places), found.matched
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data())
 def test_every_tensor_has_one_fate(data: st.DataObject) -> None:
     """Any names and shapes: each target name in one list, each source name matched once at most."""

@@ -344,7 +344,7 @@ def state_dicts(draw: st.DrawFn) -> Tensors:
     return found
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(source=state_dicts())
 def test_round_trip_through_every_container(source: Tensors, tmp_path_factory: pytest.TempPathFactory) -> None:
     """pth -> legacy -> safetensors -> sharded -> torch shards -> dcp -> pth gives back names, order, bits and ties."""

@@ -120,7 +120,7 @@ def test_a_column_is_gathered(tmp_path: Path) -> None:
     assert report.saved == (600 - 20) * 4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 6), st.integers(1, 3), st.integers(1, 4)), min_size=1, max_size=5),
        st.sampled_from([torch.float32, torch.int64, torch.bool, torch.bfloat16]))  # fmt: skip
 def test_compaction_changes_no_value_and_no_overlap(

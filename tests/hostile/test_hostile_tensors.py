@@ -230,8 +230,8 @@ def test_76_parameters_in_parameters(tmp_path: Path) -> None:
     meta = p.call(
         "torch._utils", "_rebuild_meta_tensor_no_storage", p.glob("torch", "float32"), p.sizes(1), p.sizes(1), p.FALSE
     )
-    head = p.MARK.join([p.glob("torch._utils", "_rebuild_parameter")] * 3000)
-    body = head + p.MARK + meta + (p.FALSE + p.NONE + p.TUPLE + p.REDUCE) * 3000
+    head = p.MARK.join([p.glob("torch._utils", "_rebuild_parameter")] * 2000)
+    body = head + p.MARK + meta + (p.FALSE + p.NONE + p.TUPLE + p.REDUCE) * 2000
     refused(write(tmp_path, one(body)), TensorError, "malformed arguments")
 
 

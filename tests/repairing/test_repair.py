@@ -95,7 +95,7 @@ def test_without_a_directory_all_is_saved(whole: tuple[bytes, Tensors], tmp_path
     assert equal(found, tensors)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0, 1))
 def test_cut_anywhere(whole: tuple[bytes, Tensors], tmp_path: Path, share: float) -> None:
     """Wherever the cut is: what comes back is right, in order, and is every tensor whose bytes and checksum are there."""
