@@ -48,7 +48,7 @@ class Limit:
 LIMITS: dict[str, Limit] = {}
 
 # pickles
-CONTAINERS = Limit("containers", 300_000, "dicts, lists, tuples and objects, and one more for every 32 bytes of the file")
+CONTAINERS = Limit("containers", 400_000, "dicts, lists, tuples and objects, and one more for every 32 bytes of the file")
 DEPTH = Limit("depth", 10_000, "levels of nesting")  # C pickle itself cannot write deeper
 GLOBALS = Limit("globals", 100_000, "different globals")  # a checkpoint names a few dozen
 KEY_DEPTH = Limit("key_depth", 100, "tuples in one another as a dict key")  # hashing a deep one crashes C pickle and torch
@@ -73,7 +73,7 @@ DIGEST_BYTES = Limit("digest_bytes", 1 << 30, "bytes of a digest file")
 PLAN_BYTES = Limit("plan_bytes", 256 << 20, "bytes of a match plan")
 FILLED = Limit("filled", 512 << 20, "bytes of zeros for what is lost, and 16 more for every byte of the file")
 # what is made of them
-TENSORS = Limit("tensors", 40_000, "tensors, and one more for every 192 bytes of the file")  # torch writes 300 for one
+TENSORS = Limit("tensors", 60_000, "tensors, and one more for every 192 bytes of the file")  # torch writes 300 for one
 OBJECTS = Limit("objects", 50_000, "places of objects, and one more for every 64 bytes of the file")
 PATHS = Limit("paths", 4_000_000, "parts of all paths, beyond 16 for every place")
 NAME_PARTS = Limit("name_parts", 1000, "dots in the name of a tensor that is renamed")

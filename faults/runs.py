@@ -108,9 +108,13 @@ class Rig:
         _expect(orphans or rest == found, f"left behind: {sorted(_temporaries(found))}")
 
     def _without_index(self, files: Snapshot) -> bool:
-        """Whether these are files of a folder on its way from the old to the new: no index says that it is a checkpoint."""
-        index, known = f"out/{self.job.index}", (self.before.items(), self.after.items())
-        return bool(self.job.index) and index not in files and all(any(row in rows for rows in known) for row in files.items())
+        """Whether these are files of a folder on its way from the old to the new: no index says that it is a checkpoint.
+
+        Or they are the new ones, the index included, and some old ones that are to be removed last.
+        """
+        known = [*self.before.items(), *self.after.items()]
+        on_its_way = f"out/{self.job.index}" not in files or self.after.items() <= files.items()
+        return bool(self.job.index) and on_its_way and all(row in known for row in files.items())
 
     def _settle(self) -> None:
         if self.job.settle:

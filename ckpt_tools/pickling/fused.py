@@ -79,7 +79,7 @@ def _tensor(machine: Machine, found: re.Match[bytes], put_name: bytes, name: str
         return False
     no_hooks = Dict(ordered=True)
     args = (storage, int.from_bytes(offset[1:], "little"), shape, strides, grad == b"\x88", no_hooks)
-    machine.spend(7 + bool(put_size) + bool(put_stride))
+    machine.spend(5 + bool(put_size) + bool(put_stride))  # as the opcodes would, one by one
     made = Entry(storage, storage.dtype or UINT8, shape, strides, args[1], args[4])
     check(made)
     if put_name:

@@ -196,12 +196,13 @@ class Machine:
     def spend_on_sharing(self, value: Node) -> None:
         """Count what is used again: whoever looks for tensors and objects looks at every place, and writes it down."""
         kind = type(value)
-        if kind is str or kind is Global:
-            length = len(value) if kind is str else len(value.name) + len(value.module)
-            if length > LONG_TEXT:
-                self.spend(length // BYTES_OF_SHARED_TEXT)
-        else:
+        if kind is Global and value not in self.makers and not value.name.endswith("Storage"):  # not for a tensor
+            self.spend(2)
+        elif kind is not str and kind is not Global:
             self.spend(_PLACE_OF_A_TENSOR if kind is Entry else 1)
+        length = len(value) if kind is str else len(value.name) + len(value.module) if kind is Global else 0
+        if length > LONG_TEXT:
+            self.spend(length // BYTES_OF_SHARED_TEXT)
 
     def name_global(self, module: str, name: str) -> None:
         """Push the inert record of a global."""
@@ -234,7 +235,7 @@ class Machine:
 def _cost(made: Node) -> int:
     """What a maker's result costs beyond one container. The same arguments, memoized, can be given again and again."""
     if type(made) is Entry:
-        return len(made.shape) if len(made.shape) > 16 else _PLACE_OF_A_TENSOR
+        return len(made.shape) if len(made.shape) > 16 else 1
     if type(made) is Dict:
         return len(made.items) // 2
     return len(made) // BYTES_PER_NODE if type(made) is bytes else 0
