@@ -61,6 +61,7 @@ class Checkpoint:
         self.file_bytes: int = decoded.source.size
         self.container: str = decoded.container
         self.root: Node = decoded.root
+        self._modules = _Modules()
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +98,7 @@ class Checkpoint:
             LimitError: many more than a file of this size can hold: one tensor under millions of names.
         """
         found, left = [], self._listed
-        for tensor in list_tensors(self.root):
+        for tensor in list_tensors(self.root, self._modules):
             found.append(tensor)
             left -= _LISTED_COST + len(tensor.where)
             if left < 0:
@@ -107,10 +108,16 @@ class Checkpoint:
     @cached_property
     def state_dicts(self) -> list[StateDict]:
         """Every state dict with its path, in order; a pickled module counts as the one that it would give."""
-        found = list_state_dicts(self.root)
+        found = list_state_dicts(self.root) if self.has_modules else find_state_dicts(self.root)
         if sum(len(state_dict.node.items) for state_dict in found) > self._listed:
             raise self._too_often("modules", len(found))
         return found
+
+    @property
+    def has_modules(self) -> bool:
+        """Whether it holds pickled modules."""
+        _ = self.tensors  # whoever lists them meets every module
+        return bool(self._modules.known)
 
     @property
     def _listed(self) -> int:
@@ -315,9 +322,11 @@ class _Modules:
         return is_tensor(node) or self.state_dict(node) is not None
 
 
-def list_tensors(root: Node) -> Iterator[Tensor]:
-    """Every tensor; those of modules by name, then what else the module holds (hidden buffers, attributes) by its path."""
-    modules = _Modules()
+def list_tensors(root: Node, modules: _Modules) -> Iterator[Tensor]:
+    """Every tensor; those of modules by name, then what else the module holds (hidden buffers, attributes) by its path.
+
+    Afterwards `modules` knows every module that there is.
+    """
     for where, node in walk(root, stop=modules.stop, plain=False):
         state_dict = modules.state_dict(node)
         if state_dict is not None:

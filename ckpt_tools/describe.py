@@ -67,7 +67,8 @@ def describe(checkpoint: Checkpoint) -> Description:
     """Describe an open checkpoint."""
     names, rows, state_dicts, totals = _measure(checkpoint)
     refused, reasons = _refusals(checkpoint)
-    values = dict(islice(chain(_values(checkpoint.root), _module_values(checkpoint.root)), MAX_VALUES))
+    settings_too = _module_values(checkpoint.root) if checkpoint.has_modules else ()
+    values = dict(islice(chain(_values(checkpoint.root), settings_too), MAX_VALUES))
     return Description(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals, _tied(checkpoint, names),
         values, _objects(checkpoint), [str(name) for name in checkpoint.decoded.globals],
@@ -240,6 +241,8 @@ def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     Raises:
         LimitError: many more places than a file of this size has objects for: one object under millions of names.
     """
+    if checkpoint.container in ("torch-zip", "torch-legacy") and not checkpoint.refused_globals:
+        return []  # what their pickles do not name they do not hold
     found: list[dict[str, Any]] = []
     left = limits.OBJECTS.value + checkpoint.file_bytes // _BYTES_PER_OBJECT
     for where, node in walk(checkpoint.root, stop=lambda node: is_tensor(node) or as_value(node) is not None, plain=False):

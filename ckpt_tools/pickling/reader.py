@@ -199,7 +199,7 @@ class Machine:
         if kind is Global and value not in self.makers and not value.name.endswith("Storage"):  # not for a tensor
             self.spend(2)
         elif kind is not str and kind is not Global:
-            self.spend(_PLACE_OF_A_TENSOR if kind is Entry else 1)
+            self.spend(_PLACE_OF_A_TENSOR if kind is Entry else 2 if kind is Object else 1)
         length = len(value) if kind is str else len(value.name) + len(value.module) if kind is Global else 0
         if length > LONG_TEXT:
             self.spend(length // BYTES_OF_SHARED_TEXT)
