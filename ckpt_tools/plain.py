@@ -94,7 +94,8 @@ def _unknown_name(node: Node) -> str | None:
     if type(node) is Object:
         if type(node.function) is not Global:
             return "<a computed function>"
-        return None if is_known(node.function) else str(node.function)
+        on_itself = node.call == "none"  # what happens to a class itself has no plain form
+        return None if is_known(node.function) and not on_itself else str(node.function)
     return str(node) if type(node) is Global and not is_known(node) else None
 
 

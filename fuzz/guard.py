@@ -95,7 +95,8 @@ class Guard:
         if event == "open":
             path, _, flags = arguments
             writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            return bool(writes) and not (self.writing and str(path).startswith(self.folder))
+            nameless = isinstance(flags, int) and flags & os.O_TMPFILE == os.O_TMPFILE  # for inflated members of an archive
+            return bool(writes) and not nameless and not (self.writing and str(path).startswith(self.folder))
         if event in _CHANGES:
             return not (self.writing and str(arguments[0]).startswith((self.folder, *map(str, range(10)))))
         return event.startswith(_FORBIDDEN)

@@ -601,6 +601,15 @@ def test_52_state_that_is_dropped(tmp_path: Path) -> None:
     assert "os.system" not in ckpt_tools.inspect(tmp_path / "out.pth").globals
 
 
+def test_52_items_of_a_class(tmp_path: Path) -> None:
+    """A state and items set on a known class itself: no plain data, so `drop` leaves all of it out."""
+    steps = SYSTEM + COMMAND + p.REDUCE + p.BUILD + p.text("k") + p.integer(1) + p.SETITEM
+    path = write(tmp_path, beside(p.glob("collections", "OrderedDict") + steps))
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="drop")
+    with ckpt_tools.open_checkpoint(tmp_path / "out.pth") as checkpoint:
+        assert [key for key, _ in checkpoint.root.items] == ["a.w"]
+
+
 @pytest.mark.parametrize("inner", [p.NONE, p.integer(5), p.call("my", "f")])
 def test_46_subclass_with_odd_arguments(inner: bytes, tmp_path: Path) -> None:
     """A tensor subclass whose inner arguments are no tuple is no tensor."""
