@@ -39,18 +39,19 @@ class Pipeline:
     Args:
         write: writes all of a buffer's bytes.
         size: how many bytes will come; one buffer's worth is worked on without threads.
-        threaded: whether there is work on the bytes that threads can share; a mere copy is faster without.
+        works: whether there is work on the bytes; a mere copy does without the thread for it.
     """
 
-    def __init__(self, write: Callable[[memoryview], None], size: int, *, threaded: bool = True) -> None:
+    def __init__(self, write: Callable[[memoryview], None], size: int, *, works: bool = True) -> None:
         self._write = write
         self._room = min(_SIZE, max(size, 1))
         self.buffer = Buffer(self._room)
-        self._threaded = threaded and size > _SIZE
+        self._works, self._threaded = works, size > _SIZE
         self._threads: list[threading.Thread] = []
         self._free: SimpleQueue[Buffer] = SimpleQueue()
         self._filled: SimpleQueue[Buffer | None] = SimpleQueue()
         self._summed: SimpleQueue[Buffer | None] = SimpleQueue()
+        self._first = self._filled if works else self._summed
         self._failure: BaseException | None = None
 
     @property
@@ -72,7 +73,7 @@ class Pipeline:
         else:
             if not self._threads:
                 self._start()
-            self._filled.put(self.buffer)
+            self._first.put(self.buffer)
             self.buffer = self._free.get()
         self._raise()
 
@@ -88,7 +89,7 @@ class Pipeline:
     def close(self) -> None:
         """Let the threads end; what is still on its way is not written when something has failed."""
         if self._threads:
-            self._filled.put(None)
+            self._first.put(None)
         for thread in self._threads:
             thread.join()
         self._threads = []
@@ -100,7 +101,7 @@ class Pipeline:
     def _start(self) -> None:
         for _ in range(_BUFFERS - 1):
             self._free.put(Buffer(self._room))
-        for stage in (self._sums, self._writes):
+        for stage in (self._sums, self._writes) if self._works else (self._writes,):
             thread = threading.Thread(target=stage, daemon=True)
             thread.start()
             self._threads.append(thread)

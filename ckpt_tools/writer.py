@@ -67,7 +67,7 @@ class _Loop:
 
     def __init__(self, output: Output, size: int, progress: Progress | None, clone: Clone | None, *, works: bool) -> None:
         self.output, self.size, self.progress, self.clone = output, size, progress, clone
-        self.pipeline = Pipeline(self.write, size, threaded=works)
+        self.pipeline = Pipeline(self.write, size, works=works)
         self.position = 0
         self.kernel_copy = hasattr(os, "copy_file_range")
 
