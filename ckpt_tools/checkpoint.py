@@ -122,7 +122,7 @@ class Checkpoint:
     @property
     def _listed(self) -> int:
         """What all tensors that are listed may cost."""
-        return _LISTED_COST * (limits.TENSORS.value + self.file_bytes // limits.BYTES_PER_TENSOR)
+        return _LISTED_COST * limits.TENSORS.most(self.file_bytes)
 
     def _too_often(self, what: str, count: int) -> LimitError:
         return limits.TENSORS.error(f"{self.path} refers to its {what} too often: {count} times in {self.file_bytes} bytes.")

@@ -24,7 +24,6 @@ from ckpt_tools.tree import PLAIN, Dict, Entry, Global, List, Node, Object, Stor
 
 MAX_VALUES = 1000
 MAX_TEXT = 4096
-_BYTES_PER_OBJECT = 64  # for each of which one more place of an object is listed
 _DEAD_FROM = 1 << 20
 _SHOWN_ITEMS = 32
 _ROW = frozenset((type(None), bool, int, float, str))
@@ -244,7 +243,7 @@ def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     if checkpoint.container in ("torch-zip", "torch-legacy") and not checkpoint.refused_globals:
         return []  # what their pickles do not name they do not hold
     found: list[dict[str, Any]] = []
-    left = limits.OBJECTS.value + checkpoint.file_bytes // _BYTES_PER_OBJECT
+    left = limits.OBJECTS.most(checkpoint.file_bytes)
     for where, node in walk(checkpoint.root, stop=lambda node: is_tensor(node) or as_value(node) is not None, plain=False):
         name = node.function if type(node) is Object else node
         if type(name) is Global and name not in ALLOWED:

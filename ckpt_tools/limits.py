@@ -20,17 +20,25 @@ SMALL_FILE = 10_000_000
 
 
 class Limit:
-    """One limit. `default` is what it is, `value` what it has been raised to; `counts` says what is counted."""
+    """One limit. `default` is what it is, `value` what it has been raised to; `counts` says what is counted.
 
-    __slots__ = ("counts", "default", "name", "value")
+    A larger file may ask for more: `times` more for each of its bytes, or one more for every `per` bytes.
+    """
 
-    def __init__(self, name: str, default: int, counts: str) -> None:
+    __slots__ = ("counts", "default", "name", "per", "times", "value")
+
+    def __init__(self, name: str, default: int, counts: str, *, times: int = 0, per: int = 0) -> None:
         self.name, self.default, self.value, self.counts = name, default, default, counts
+        self.times, self.per = times, per
         LIMITS[name] = self
 
-    def check(self, count: int, what: str) -> None:
-        """Raise the error of `what` where the count is over the limit."""
-        if count > self.value:
+    def most(self, file_bytes: int) -> int:
+        """The limit for a file of this size."""
+        return self.value + self.times * file_bytes + (file_bytes // self.per if self.per else 0)
+
+    def check(self, count: int, what: str, file_bytes: int = 0) -> None:
+        """Raise the error of `what` where the count is over the limit, for a file of this size where that matters."""
+        if count > self.most(file_bytes):
             raise self.error(what, count)
 
     def error(self, what: str, needed: int = 0, *, fix: str = "") -> LimitError:
@@ -56,7 +64,7 @@ KEY_PARTS = Limit("key_parts", 4_000_000, "parts of all dict keys, shared ones c
 PICKLE_BYTES = Limit("pickle_bytes", 1 << 30, "bytes of one pickle")  # a state dict of a million tensors takes 300 MB
 INFLATED_PICKLE = Limit("inflated_pickle", 1 << 20, "bytes of a deflated pickle, or as many as the file has")
 # other parts of files
-INFLATED = Limit("inflated", 512 << 20, "bytes of all deflated records, and 16 more for every byte of the file")
+INFLATED = Limit("inflated", 512 << 20, "bytes of all deflated records, and 16 more for every byte of the file", times=16)
 RECORDS = Limit("records", 1_000_000, "records of a zip")
 ARCHIVES = Limit("archives", 1_000_000, "archives one after another in one file")
 HEADER_BYTES = Limit("header_bytes", 100_000_000, "bytes of a safetensors header")  # safetensors refuses more
@@ -71,14 +79,14 @@ MODULE_DEPTH = Limit("module_depth", 500, "modules in one another in a TorchScri
 TEXT_BYTES = Limit("text_bytes", 16 << 20, "bytes of an array of text, or of a file beside checkpoints in an archive")
 DIGEST_BYTES = Limit("digest_bytes", 1 << 30, "bytes of a digest file")
 PLAN_BYTES = Limit("plan_bytes", 256 << 20, "bytes of a match plan")
-FILLED = Limit("filled", 512 << 20, "bytes of zeros for what is lost, and 16 more for every byte of the file")
+FILLED = Limit("filled", 512 << 20, "bytes of zeros for what is lost, and 16 more for every byte of the file", times=16)
 # what is made of them
-TENSORS = Limit("tensors", 60_000, "tensors, and one more for every 192 bytes of the file")  # torch writes 300 for one
-OBJECTS = Limit("objects", 50_000, "places of objects, and one more for every 64 bytes of the file")
+TENSORS = Limit("tensors", 60_000, "tensors, and one more for every 192 bytes of the file", per=192)  # torch: 300
+OBJECTS = Limit("objects", 50_000, "places of objects, and one more for every 64 bytes of the file", per=64)
 PATHS = Limit("paths", 4_000_000, "parts of all paths, beyond 16 for every place")
 NAME_PARTS = Limit("name_parts", 1000, "dots in the name of a tensor that is renamed")
 SUBMODULES = Limit("submodules", 100_000_000, "characters of the names in one pickled module")
-WORK_BYTES = Limit("work_bytes", 1 << 28, "bytes to be hashed and counted, beyond 8 times the file")
+WORK_BYTES = Limit("work_bytes", 1 << 28, "bytes to be hashed and counted, beyond 8 times the file", times=8)
 
 
 # --- raising them
@@ -166,43 +174,3 @@ def of_file(file_bytes: int) -> Iterator[None]:
 def allowance(file_bytes: int) -> Allowance:
     """The allowance of the file that is being read; outside of `of_file` one for this size."""
     return _allowance.get() or Allowance(file_bytes)
-
-
-# --- tensors
-
-BYTES_PER_TENSOR = 192
-
-
-def check_tensors(count: int, file_bytes: int) -> None:
-    """Refuse a header that lists more tensors than a file of this size has.
-
-    Raises:
-        LimitError: it does.
-    """
-    if count > TENSORS.value + file_bytes // BYTES_PER_TENSOR:
-        raise TENSORS.error(f"The file lists {count} tensors in {file_bytes} bytes.", count)
-
-
-# --- what is written beyond the file's own bytes
-
-_INFLATION = 16  # times the file's size: weights hardly shrink, a model of zeros a thousandfold
-
-
-def check_filled(total: int, file_bytes: int) -> None:
-    """Refuse to fill up tensors that claim far more bytes than the file ever had.
-
-    Raises:
-        LimitError: they do.
-    """
-    if total > FILLED.value + _INFLATION * file_bytes:
-        raise FILLED.error(f"What is lost comes to {total} bytes, and the file has {file_bytes}.", total)
-
-
-def check_inflated(total: int, file_bytes: int) -> None:
-    """Refuse a file whose deflated records come to far more bytes than it has.
-
-    Raises:
-        LimitError: they do.
-    """
-    if total > INFLATED.value + _INFLATION * file_bytes:
-        raise INFLATED.error(f"The file's deflated records come to {total} bytes, and the file has {file_bytes}.", total)

@@ -23,7 +23,6 @@ from ckpt_tools.sources import Files, Window
 from ckpt_tools.tree import Entry, Storage, Where, reachable
 
 # Tensors may overlap and be expanded: together they may be hashed and counted for this many bytes, and no more.
-_WORK_A_BYTE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +190,7 @@ def _inflated_crc(source: Source, record: Record) -> int | None:
 def _views(checkpoint: Checkpoint, read: Read, digest: bool, count: bool, heads: frozenset[Where]) -> list[_View]:
     """Every view once; tied tensors are hashed and counted once."""
     views: dict[tuple[int, str], _View] = {}
-    left = limits.WORK_BYTES.value + _WORK_A_BYTE * checkpoint.file_bytes
+    left = limits.WORK_BYTES.most(checkpoint.file_bytes)
     for tensor in checkpoint.tensors:
         entry = tensor.node
         if type(entry) is not Entry or not entry.dtype.in_torch:

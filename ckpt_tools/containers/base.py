@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.tree import Global, Node
@@ -80,3 +81,8 @@ class Decoded:
     records: Sequence[Record] = ()
     dead_bytes: int = 0
     locate: Callable[[Node], Node] | None = None
+
+
+def moves_tensors() -> ContainerLimitError:
+    """The error for an edit in place that would not leave every storage where it is."""
+    return ContainerLimitError("This edit changes tensor bytes, so it cannot be done in place.", fix="Convert to another file.")

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ckpt_tools import limits
-from ckpt_tools.containers.base import Decoded, Warned
+from ckpt_tools.containers.base import Decoded, Warned, moves_tensors
 from ckpt_tools.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.errors import ContainerLimitError, SafetensorsError
 from ckpt_tools.files import Source
@@ -52,7 +52,7 @@ def decode(source: Source) -> Decoded:
     warnings: list[Warned] = []
     metadata = _metadata(header.pop("__metadata__", None) if "__metadata__" in header else {}, warnings)
     size = source.size - data_start
-    limits.check_tensors(len(header), source.size)
+    limits.TENSORS.check(len(header), f"The file lists {len(header)} tensors in {source.size} bytes.", source.size)
     spans: list[tuple[int, int, str]] = []
     items: list[tuple[Any, Any]] = []
     for index, (name, info) in enumerate(header.items()):
@@ -301,9 +301,7 @@ def lay_out_in_place(tensors: Mapping[str, tuple[Entry, Content]], metadata: Map
     offsets: dict[str, list[int]] = {}
     for name, (_, content) in tensors.items():
         if not isinstance(content, Range) or content.source is not source:
-            raise ContainerLimitError(
-                "This edit changes tensor bytes, so it cannot be done in place.", fix="Convert to another file."
-            )
+            raise moves_tensors()
         begin = content.offset - room - 8
         offsets[name] = [begin, begin + content.length]
     raw = _header(tensors, metadata, offsets)

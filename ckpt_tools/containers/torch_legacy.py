@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 
-from ckpt_tools.containers.base import Decoded, Warned, settled, trailing
+from ckpt_tools.containers.base import Decoded, Warned, moves_tensors, settled, trailing
 from ckpt_tools.containers.legacy_stream import MAGIC_NUMBER, NESTED, PROTOCOL_VERSION, is_stream, read_stream
 from ckpt_tools.dtypes import UINT8
 from ckpt_tools.errors import ContainerLimitError
@@ -111,9 +111,7 @@ def _room(storages: list[Storage], decoded: Decoded) -> int:
     ends = [found.offset + found.length for found in ranges]
     whole = len(ranges) == len(storages) > 0 and sum(found.length for found in ranges) == decoded.storage_bytes
     if not whole or starts[1:] != ends[:-1]:
-        raise ContainerLimitError(
-            "This edit changes tensor bytes, so it cannot be done in place.", fix="Convert to another file."
-        )
+        raise moves_tensors()
     return starts[0]
 
 

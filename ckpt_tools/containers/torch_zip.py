@@ -133,10 +133,15 @@ def record_head(source: Source, record: Record, length: int) -> bytes:
 
 def read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
     """The pickle. A deflated one may be as long as the file: the records that it lists take more than their names in it."""
-    limits.PICKLE_BYTES.check(record.size, f"The pickle claims {record.size} bytes.")
-    if record.deflated and record.size > max(source.size, limits.INFLATED_PICKLE.value):
-        raise limits.INFLATED_PICKLE.error(f"The pickle claims {record.size} bytes, deflated; the file has fewer.", record.size)
+    check_pickle(source, record.size, deflated=record.deflated)
     return read_record(source, record, check=check)
+
+
+def check_pickle(source: Source, size: int, *, deflated: bool) -> None:
+    """Raise LimitError where a record claims a longer pickle than it may."""
+    limits.PICKLE_BYTES.check(size, f"The pickle claims {size} bytes.")
+    if deflated and size > max(source.size, limits.INFLATED_PICKLE.value):
+        raise limits.INFLATED_PICKLE.error(f"The pickle claims {size} bytes, deflated; the file has fewer.", size)
 
 
 def read_record(source: Source, record: Record, *, check: bool) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from ckpt_tools.containers.base import moves_tensors
 from ckpt_tools.containers.zip_directory import ALIGNMENT, Record, RecordRange, is_record_name
 from ckpt_tools.containers.zip_layout import ZipLayout
 from ckpt_tools.errors import ContainerLimitError, TensorError
@@ -66,9 +67,7 @@ def lay_out_in_place(root: Node, *, folder: str, byteorder: str = "little") -> l
     records = [content.record for content in contents if type(content) is RecordRange]
     names = [record.name for record in records]
     if len(records) != len(storages) or names != [f"{folder}/data/{storage.key}" for storage in storages]:
-        raise ContainerLimitError(
-            "This edit changes tensor bytes, so it cannot be done in place.", fix="Convert to another file."
-        )
+        raise moves_tensors()
     head, tail = _small_records(root, survey, byteorder)
     layout = ZipLayout(folder, in_place=True)
     anchor = records[0].header if records else 0

@@ -115,7 +115,9 @@ def _read_directory(source: Source) -> Directory:
     _check_place(start, size, directory_end)
     records = _read_central(source, source.read(start, size), count, start)
     _check_names(records)
-    limits.check_inflated(sum(record.size for record in records if record.deflated), source.size)
+    inflated = sum(record.size for record in records if record.deflated)
+    what = f"The file's deflated records come to {inflated} bytes, and the file has {source.size}."
+    limits.INFLATED.check(inflated, what, source.size)
     return Directory(_in_file_order(records, start), start, trailing)
 
 

@@ -130,7 +130,8 @@ def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
     report.tensor_bytes = sum(sizes.values())
     report.saved_bytes = sum(size for key, size in sizes.items() if key not in salvaged.lost)
     if keep_damaged:
-        limits.check_filled(report.tensor_bytes - report.saved_bytes, salvaged.decoded.source.size)
+        zeros, size = report.tensor_bytes - report.saved_bytes, salvaged.decoded.source.size
+        limits.FILLED.check(zeros, f"What is lost comes to {zeros} bytes, and the file has {size}.", size)
 
 
 def _header_mends(salvaged: Salvaged, container: str) -> list[Mended]:

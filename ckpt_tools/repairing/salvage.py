@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckpt_tools import limits
 from ckpt_tools.checkpoint import find_tensors
 from ckpt_tools.containers import torch_legacy
 from ckpt_tools.containers.base import Decoded
+from ckpt_tools.containers.torch_zip import check_pickle
 from ckpt_tools.errors import ChecksumError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.checks import settle
@@ -94,10 +94,7 @@ def _pickle(source: Source, walked: Walked, keep_damaged: bool) -> Found:
             "The pickle that lists the tensors is damaged or cut.", why="Names and shapes could be wrong.",
             fix="Take it as it is: --keep-damaged.",
         )  # fmt: skip
-    size = chosen.size or 0
-    limits.PICKLE_BYTES.check(size, f"The pickle claims {size} bytes.")
-    if chosen.deflated and size > max(source.size, limits.INFLATED_PICKLE.value):
-        raise limits.INFLATED_PICKLE.error(f"The pickle claims {size} bytes, deflated; the file has fewer.", size)
+    check_pickle(source, chosen.size or 0, deflated=chosen.deflated)
     return chosen
 
 
