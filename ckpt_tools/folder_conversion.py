@@ -112,9 +112,7 @@ def _run_shards(
         with collector_paused():
             return _shards(edits.edit(checkpoint, report), checkpoint, edits, limit, report)
 
-    made: list[Shards] = []
-    ranks.check_same(lambda: _keep(made, plan()))
-    shards = made[0]
+    shards = ranks.make_same(plan, lambda shards: zlib.crc32(shards.index))
     report.files = len(shards.files)
     report.bytes = sum(total(pieces) for _, pieces in shards.files) + len(shards.index)
     if target.dry_run:
@@ -129,12 +127,6 @@ def _run_shards(
             with staging.output(shards.index_name) as output:
                 write([Piece(Literal(shards.index))], output)
     ranks.agree(lambda: None)  # the folder is in its place before any process says that it is done
-
-
-def _keep(made: list[Shards], shards: Shards) -> int:
-    """Keep a plan in this process; what the others compare it by."""
-    made.append(shards)
-    return zlib.crc32(shards.index)
 
 
 def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> Shards:
@@ -193,15 +185,13 @@ def _merge_counts(edits: Edits, report: Converted, ranks: Ranks) -> None:
 
 
 def _run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: Converted, progress: Progress | None) -> None:
-    ranks, made = target.ranks, []
+    ranks = target.ranks
 
-    def plan() -> int:
+    def plan() -> Items:
         with collector_paused():
-            made.append(collect(edits.edit(checkpoint, report)))
-        return zlib.crc32(repr([(item.name, item.nbytes) for item in made[0].items]).encode())
+            return collect(edits.edit(checkpoint, report))
 
-    ranks.check_same(plan)
-    found: Items = made[0]
+    found = ranks.make_same(plan, lambda made: zlib.crc32(repr([(item.name, item.nbytes) for item in made.items]).encode()))
     if edits.verify:
         report.notes.append(Note("not-verified", "--verify: not for --format dcp, whose tensors torch writes anew."))
     _note_dcp(found.text_keys, found.attributes, report)

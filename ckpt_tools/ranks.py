@@ -41,16 +41,23 @@ class Ranks:
                 raise self.blamed(rank, failure)
         return [value for value, _ in results]
 
-    def check_same(self, work: Callable[[], object]) -> None:
-        """Do `work` in every process; refuse when what it made is not the same in all.
+    def make_same(self, make: Callable[[], T], digest: Callable[[T], object]) -> T:
+        """Make a thing in every process; refuse when its digest is not the same in all.
 
         Raises:
             CkptError: as for `agree`. ChangedFileError: the processes worked on different inputs.
         """
+        made: list[T] = []
+
+        def work() -> object:
+            made.append(make())
+            return digest(made[0])
+
         if len(set(self.agree(work))) > 1:
             raise ChangedFileError(
                 "The processes of the job read different inputs.", why="The input changed, or is not shared."
             )
+        return made[0]
 
     def blamed(self, rank: int, failure: CkptError) -> CkptError:
         """An error, which says whose it is where it is another process's."""
