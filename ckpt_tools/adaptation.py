@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.initialisers import Blank, Scheme, check_finite, numbers
-from ckpt_tools.numeric import one_thread, part, row_major, torch_dtype
+from ckpt_tools.initialisers import Blank, Scheme, check_finite, numbers, threads_for
+from ckpt_tools.numeric import part, row_major, torch_dtype
 from ckpt_tools.plan import CHUNK, Computed, Content, Literal, Range, read
 from ckpt_tools.tree import Entry
 
@@ -94,13 +93,12 @@ class _Overlap:
         source = row_major(self.entry)
         if not isinstance(source, Range | Literal):  # rows are picked: what must be worked out is worked out once
             source = Literal(read(source))
-        whole = self.scheme.kind == "orthogonal"
-        step = rows if whole else max(1, CHUNK // max(1, width * dtype.itemsize))
+        step = max(1, CHUNK // max(1, width * dtype.itemsize)) if self.scheme.kind != "orthogonal" else rows
         for start in range(0, rows if width else 0, step):
             count = min(step, rows - start)
             block = torch.empty((count, *below), dtype=dtype, device="cpu")
             if self.kept != self.blank.shape:
-                with nullcontext() if whole else one_thread():
+                with threads_for(self.scheme):
                     values = numbers(self.scheme, self.blank, self.seed, start * width, count * width)
                 block.copy_(values.reshape(block.shape))
                 check_finite(block, self.blank.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import lru_cache
@@ -307,17 +307,23 @@ def _truncated(std: float, u: torch.Tensor) -> torch.Tensor:
     return draws.quantile(u.mul_(1.0 - 2.0 * below).add_(below)).mul_(std).clamp_(-_CUT, _CUT)
 
 
+def threads_for(scheme: Scheme) -> AbstractContextManager[None]:
+    """One thread while values are drawn block by block; all of them for a scheme that works on a whole matrix."""
+    from ckpt_tools.numeric import one_thread
+
+    return nullcontext() if scheme.kind == "orthogonal" else one_thread()
+
+
 def content(scheme: Scheme, blank: Blank, seed: int) -> Computed:
     """The bytes of an initialised tensor; worked out in chunks while they are written. `scheme` is settled."""
     count = math.prod(blank.shape)
 
     def work() -> Iterator[memoryview]:
-        from ckpt_tools.numeric import one_thread, torch_dtype
+        from ckpt_tools.numeric import torch_dtype
 
-        whole = scheme.kind == "orthogonal"
-        step = count if whole else draws.BLOCK
+        step = count if scheme.kind == "orthogonal" else draws.BLOCK
         for start in range(0, count, step or 1):
-            with nullcontext() if whole else one_thread():
+            with threads_for(scheme):
                 values = numbers(scheme, blank, seed, start, min(step, count - start))
                 data = as_bytes(values, torch_dtype(blank.dtype), blank.name)
             yield data
