@@ -25,6 +25,7 @@ from ckpt_tools.files import Output, check_space
 from ckpt_tools.name_edits import Names, several
 from ckpt_tools.names import dotted
 from ckpt_tools.partitions import partition
+from ckpt_tools.plain_values import is_array
 from ckpt_tools.plan import Piece, total
 from ckpt_tools.tree import Node
 from ckpt_tools.writer import Progress, write
@@ -97,7 +98,7 @@ class Edits:
         self._begin(checkpoint, report)
         root = checkpoint.root if self.select is None else transforms.select(checkpoint.root, self.select)
         root = self._narrow(root, checkpoint, report)
-        if self.kind == "safetensors":  # which holds nothing else of a NumPy array
+        if self.kind == "safetensors" and any(map(is_array, checkpoint.decoded.globals)):  # it holds nothing else of them
             root, fates = plain.arrays_as_tensors(root)
             report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
         if self.keep or self.drop:

@@ -13,6 +13,7 @@ from ckpt_tools.plain_keys import plain_keys
 from ckpt_tools.plain_values import (
     PATHS,
     Key,
+    is_array,
     key_for_2_4,
     plain_for_2_4,
     plain_instance,
@@ -249,33 +250,18 @@ def as_value(node: Node) -> Node:
     return made if type(made) in (str, int, float, bool) else None
 
 
-_ARRAYS = frozenset((
-    "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.core.numeric._frombuffer",
-    "numpy._core.numeric._frombuffer",
-))  # fmt: skip
-
-
-def as_array(node: Node) -> Entry | None:
+def as_array(node: Node, key: Key = lambda: "0") -> Entry | None:
     """The tensor that a pickled NumPy array of numbers stands for; None for anything else."""
-    if type(node) is not Object or type(node.function) is not Global or str(node.function) not in _ARRAYS:
+    if type(node) is not Object or type(node.function) is not Global or not is_array(node.function):
         return None
-    made = plain_object(node, node.function, lambda: "0")
+    made = plain_object(node, node.function, key)
     return made if type(made) is Entry else None
 
 
 def arrays_as_tensors(root: Node) -> tuple[Node, list[Fate]]:
     """Exchange pickled NumPy arrays of numbers for tensors, and nothing else."""
-    if not any(as_array(node) for _, node in tree.walk(root, plain=False)):
-        return root, []
     numbers = iter(range(1 << 62))
-
-    def swap(node: Node) -> Node:
-        if type(node) is not Object or type(node.function) is not Global or str(node.function) not in _ARRAYS:
-            return node
-        made = plain_object(node, node.function, lambda: f"array{next(numbers)}")
-        return made if type(made) is Entry else node
-
-    return _exchange(root, swap, _places(root), [])
+    return _exchange(root, lambda node: as_array(node, lambda: f"array{next(numbers)}") or node, _places(root), [])
 
 
 def _is_small(node: Object) -> bool:

@@ -35,13 +35,22 @@ def plain_object(node: Object, name: Global, key: Key) -> Node:
         return node
     if unusual_tensor(node) is not None:
         return DROP
-    convert = _CONVERSIONS.get(str(name).replace("numpy._core.", "numpy.core.").replace("pathlib._local.", "pathlib."))
+    convert = _conversion(name)
     if convert is None:
         return plain_instance(node)
     try:
         return convert(node, key)
     except (ValueError, TypeError, IndexError, AttributeError, KeyError, struct.error, OverflowError, CkptError):
         return DROP
+
+
+def is_array(name: Global) -> bool:
+    """Whether a global makes a pickled NumPy array."""
+    return _conversion(name) in (_numpy_array, _numpy_frombuffer)
+
+
+def _conversion(name: Global) -> Callable[[Object, Key], Node] | None:
+    return _CONVERSIONS.get(str(name).replace("numpy._core.", "numpy.core.").replace("pathlib._local.", "pathlib."))
 
 
 def plain_subclass(node: Object) -> Node:
