@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_tools.dcp_items import Item, Items
 from ckpt_tools.files import Output
+from ckpt_tools.journal import write_all
 from ckpt_tools.numeric import torch_dtype
 from ckpt_tools.plan import read_into
 from ckpt_tools.ranks import Ranks
@@ -124,12 +125,10 @@ class _Stream(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        size = len(left)
-        while len(left):
-            left = left[os.write(self.output.fd, left) :]
-        self.position += size
-        return size
+        view = memoryview(data).cast("B")
+        write_all(self.output.fd, view)
+        self.position += len(view)
+        return len(view)
 
     def tell(self) -> int:
         return self.position

@@ -214,7 +214,11 @@ def _read(fd: int, offset: int, length: int) -> bytes:
 
 def _write(fd: int, offset: int, data: bytes) -> None:
     os.lseek(fd, offset, os.SEEK_SET)
-    left = memoryview(data)
+    write_all(fd, memoryview(data))
+
+
+def write_all(fd: int, left: memoryview) -> None:
+    """Write all of the bytes, in as many calls as the system takes for them."""
     while len(left):
         left = left[os.write(fd, left) :]
 

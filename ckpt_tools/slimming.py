@@ -160,10 +160,7 @@ def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
         where = state_dict.where
         if any(where[: len(outer)] == outer for outer in taken):
             continue
-        named = (
-            where == ("state_dict",) if swapped else any(isinstance(step, str) and step.lower() in _EMA_KEYS for step in where)
-        )
-        if named:
+        if where == ("state_dict",) if swapped else _is_named_average(where):
             taken.append(where)
             yield where, state_dict.node
         elif any(name.startswith(_LIT_EMA) for name in state_dict.names):

@@ -193,10 +193,8 @@ def _paths(wheres: Sequence[Where]) -> str:
 def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
     """The report of a file that cannot be read: our error, and what PyTorch says in its place."""
     says, size = "", 0
-    with contextlib.suppress(CkptError):
-        if isinstance(error, RemoteError):
-            raise error  # it has been waited for once
-        with contextlib.closing(open_source(path)) as source:
+    if not isinstance(error, RemoteError):  # which has been waited for once
+        with contextlib.suppress(CkptError), contextlib.closing(open_source(path)) as source:
             size = source.size
             says = _torch_says(source, error) if not isinstance(source, Files) else ""
     found = error.what + (f" {error.why}" if error.why else "")

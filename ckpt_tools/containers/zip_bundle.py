@@ -10,11 +10,11 @@ inflated into a temporary file without a name first. Source: stable_baselines3/c
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ckpt_tools import limits
@@ -24,6 +24,7 @@ from ckpt_tools.containers.sharded import Keys
 from ckpt_tools.containers.zip_directory import Directory, Record, read_directory
 from ckpt_tools.errors import CkptError, LimitError, UnsupportedContainerError, ZipError
 from ckpt_tools.files import Source
+from ckpt_tools.journal import write_all
 from ckpt_tools.plan import chunks, read
 from ckpt_tools.sources import Window
 from ckpt_tools.tree import Dict, List, Node
@@ -93,7 +94,10 @@ class _Bundle:
         if head.startswith(_ZIP):
             self._merge(record.name, _archive(*self._placed(record), record))
         elif decode is not None:
-            self._merge(record.name, _named(record, decode, Window(*self._placed(record), record.size)))
+            window = Window(*self._placed(record), record.size)
+            with _named(record):
+                member = decode(window)
+            self._merge(record.name, member)
         elif plain_pickle.sniff(head) and (part := self._pickle(record)) is not None:
             self._merge(record.name, part)
         else:
@@ -142,10 +146,11 @@ class _Bundle:
         self.byteorders.add(part.byteorder)
 
 
-def _named(record: Record, decode: _Decode, member: Source) -> Decoded:
-    """Decode a member; errors say which it is."""
+@contextlib.contextmanager
+def _named(record: Record) -> Iterator[None]:
+    """Errors inside the block say which member they are about."""
     try:
-        return decode(member)
+        yield
     except CkptError as error:
         error.what = f"The member {record.name!r}: {error.what}"
         raise
@@ -154,7 +159,8 @@ def _named(record: Record, decode: _Decode, member: Source) -> Decoded:
 def _archive(source: Source, start: int, record: Record) -> Decoded:
     """A member that is a zip, as a checkpoint of its own; its records are placed where they are in the source."""
     window = Window(source, start, record.size)
-    inner = _named_directory(record, window)
+    with _named(record):
+        inner = read_directory(window)
     member = f"{record.name}!"
     placed = [
         replace(row, name=member + row.name, header=row.header + start, data=row.data + start,
@@ -170,14 +176,6 @@ def _archive(source: Source, start: int, record: Record) -> Decoded:
             fix="Unpack the archive and convert its members one by one.",
         )
     return torch_zip.decode(source, Directory(placed, inner.start + start, inner.trailing), folder, member)
-
-
-def _named_directory(record: Record, window: Window) -> Directory:
-    try:
-        return read_directory(window)
-    except CkptError as error:
-        error.what = f"The member {record.name!r}: {error.what}"
-        raise
 
 
 def _value(data: bytes) -> Node:
@@ -227,9 +225,7 @@ class Inflated(Source):
                 weakref.finalize(self, file.close)
                 self._fd = file.fileno()
             for chunk in chunks(torch_zip.record_content(self.archive, record)):
-                left = memoryview(chunk)
-                while len(left):
-                    left = left[os.write(self._fd, left) :]
+                write_all(self._fd, memoryview(chunk))
         except OSError as error:
             raise LimitError(
                 f"The deflated member {record.name!r} cannot be inflated into a temporary file of {record.size} bytes.",
