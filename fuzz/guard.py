@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 
 CPU_SECONDS, MEGABYTES = 5, 300
@@ -39,6 +40,7 @@ class Guard:
 
     def __init__(self, folder: str) -> None:
         self.folder = os.path.join(folder, "")
+        self.temporaries = tempfile.gettempdir()  # asked for now: the first answer is found by writing a file there
         self.armed = self.active = self.writing = False
         self.broken: ForbiddenError | None = None
         sys.addaudithook(self._hook)
@@ -93,10 +95,20 @@ class Guard:
         if event == "import":
             return str(arguments[0]) not in sys.modules
         if event == "open":
-            path, _, flags = arguments
+            path, mode, flags = arguments
             writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-            nameless = isinstance(flags, int) and flags & os.O_TMPFILE == os.O_TMPFILE  # for inflated members of an archive
-            return bool(writes) and not nameless and not (self.writing and str(path).startswith(self.folder))
+            if not writes or self._is_nameless(path, mode, flags):
+                return False
+            return not (self.writing and str(path).startswith(self.folder))
         if event in _CHANGES:
             return not (self.writing and str(arguments[0]).startswith((self.folder, *map(str, range(10)))))
         return event.startswith(_FORBIDDEN)
+
+    def _is_nameless(self, path: object, mode: object, flags: object) -> bool:
+        """Whether what is opened is a temporary file that has no name and can get none: for inflated members of archives.
+
+        `tempfile.TemporaryFile` opens the folder itself, by `open` with an opener that calls `os.open`; each is an event.
+        """
+        never_named = os.O_TMPFILE | os.O_EXCL
+        by_open = mode is not None  # without the opener the kernel would refuse a folder
+        return path == self.temporaries and (by_open or (isinstance(flags, int) and flags & never_named == never_named))
