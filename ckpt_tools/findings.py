@@ -31,6 +31,19 @@ class Finding:
     says: str = ""
 
 
+# Every code that `ckpt check` may say; docs/check.md explains them.
+CODES = frozenset((
+    "unreadable", "damaged-record", "mixed-writers", "different", "missing", "unexpected",
+    "not-finite", "uninitialised", "all-zero", "fresh-head", "skipped", "equal-tensors",
+    "wrapper-prefix", "partition", "weights-only-refused", "no-such-device", "device-tags", "big-endian",
+    "not-importable", "script-class", "numpy-1", "numpy-2", "foreign-path", "newer-path",
+    "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums", "no-format", "unaligned", "stray-shard",
+    # oddities of the containers
+    "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
+    "other-members", "several-archives", "torchscript-program", "embedded-source", "null-metadata", "extra-field",
+    "left-out", "unread-member",
+))  # fmt: skip
+
 _READ_ONLY = (".npz", ".npy", ".pkl", ".pickle", ".tar", ".zip")
 
 

@@ -18,10 +18,10 @@ from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, open_check
 from ckpt_tools.containers.base import is_zip
 from ckpt_tools.containers.zip_directory import has_end
 from ckpt_tools.describe import find_findings
-from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, DigestError, RemoteError, ZipError
+from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, DigestError, RemoteError, UsageError, ZipError
 from ckpt_tools.files import Source, is_address, replacing
-from ckpt_tools.findings import Finding, mending
-from ckpt_tools.names import dotted, listed
+from ckpt_tools.findings import CODES, Finding, mending
+from ckpt_tools.names import did_you_mean, dotted, listed
 from ckpt_tools.numeric import one_thread
 from ckpt_tools.plan import Literal, Piece
 from ckpt_tools.processes import in_processes
@@ -41,12 +41,21 @@ class Wanted:
         values: count NaN, infinities and the like. digest: a SHA-256 of every tensor.
         against: digests to compare with, and the name of what they are of.
         ignore: codes of findings that are left out.
+
+    Raises:
+        UsageError: there is no such code.
     """
 
     values: bool = False
     digest: bool = False
     against: tuple[str, list[digests.Digest]] | None = None
     ignore: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        for code in self.ignore:
+            if code not in CODES:
+                fix = did_you_mean(code, sorted(CODES))
+                raise UsageError(f"--ignore {code!r}: no finding has this code.", fix=fix or "docs/check.md lists the codes.")
 
 
 def check(
@@ -67,7 +76,7 @@ def check(
         The report; a file that cannot be read is one with the verdict "unreadable".
 
     Raises:
-        CkptError: what `against` names cannot be read.
+        CkptError: what `against` names cannot be read. UsageError: no finding has a code that is to be ignored.
     """
     return check_one(path, Wanted(values, digest, None if against is None else load_digests(against), ignore), advance)
 

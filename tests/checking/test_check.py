@@ -1,7 +1,9 @@
 """`ckpt check`: what is whole is healthy, what is damaged is named, and nothing is read twice or imported."""
 
+import ast
 import json
 import pathlib
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,13 +21,15 @@ from ckpt_tools.checking.passes import Crc, Span, read_through
 from ckpt_tools.checking.report import Checked
 from ckpt_tools.checking.run import Wanted, check_many, load_digests
 from ckpt_tools.cli import main
-from ckpt_tools.errors import DigestError, OutputExistsError
+from ckpt_tools.errors import DigestError, OutputExistsError, UsageError
 from ckpt_tools.files import Source
+from ckpt_tools.findings import CODES
 from ckpt_tools.plan import CHUNK
 from tests.samples import PTH, SAFETENSORS, corpus
 from tests.zips import flip_byte, rewrite
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "check.schema.json").read_text())
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "docs" / "check.schema.json").read_text())
 
 
 def ckpt(*arguments: object) -> Result:
@@ -73,6 +77,30 @@ def test_exit_codes(tmp_path: Path, wrapped_file: Path) -> None:
     assert ckpt("check", healthy, text, wrapped_file).exit_code == 3
     assert ckpt("check", wrapped_file, "--ignore", "wrapper-prefix").exit_code == 0
     assert ckpt("check").exit_code == 2
+
+
+def test_an_unknown_code_is_refused(wrapped_file: Path) -> None:
+    """A code that no finding has would be ignored in silence: a usage error that names the near ones."""
+    done = ckpt("check", wrapped_file, "--ignore", "wrapper-prefixes")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--ignore 'wrapper-prefixes': no finding has this code." in done.stderr
+    assert "Did you mean 'wrapper-prefix'?" in done.stderr
+    with pytest.raises(UsageError, match="'w': no finding") as caught:
+        check(wrapped_file, ignore="wrapper-prefix")  # as text, not a list of codes
+    assert "docs/check.md" in caught.value.fix
+
+
+def test_every_code_can_be_ignored() -> None:
+    """The codes that may be ignored are those in the source and those in docs/check.md, no more and no less."""
+    said = {"missing", "unexpected", "odd-version", "odd-format-version", "odd-storage-alignment", "torchscript-program"}
+    for path in (ROOT / "ckpt_tools").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("Finding", "Warned", "_warn"):
+                said |= {code.value for code in node.args[:1] if isinstance(code, ast.Constant)}
+    assert said - {"together"} == CODES  # which only inspect says
+    table = (ROOT / "docs" / "check.md").read_text().partition("## Findings")[2]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    assert {code for row in rows for code in re.findall(r"`(.*?)`", row)} == CODES
 
 
 def test_a_flipped_bit_names_its_tensor(tmp_path: Path) -> None:
