@@ -37,7 +37,8 @@ CODES = frozenset((
     "not-finite", "uninitialised", "all-zero", "fresh-head", "skipped", "equal-tensors",
     "wrapper-prefix", "partition", "weights-only-refused", "no-such-device", "device-tags", "big-endian",
     "not-importable", "script-class", "numpy-1", "numpy-2", "foreign-path", "newer-path",
-    "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums", "no-format", "unaligned", "stray-shard",
+    "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums",
+    "no-format", "unaligned", "stray-shard",
     # oddities of the containers
     "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
     "other-members", "several-archives", "torchscript-program", "embedded-source", "null-metadata", "extra-field",

@@ -80,6 +80,7 @@ TEXT_BYTES = Limit("text_bytes", 16 << 20, "bytes of an array of text, or of a f
 DIGEST_BYTES = Limit("digest_bytes", 1 << 30, "bytes of a digest file")
 PLAN_BYTES = Limit("plan_bytes", 256 << 20, "bytes of a match plan")
 FILLED = Limit("filled", 512 << 20, "bytes of zeros for what is lost, and 16 more for every byte of the file", times=16)
+PROVED = Limit("proved", 64 << 20, "bytes read to prove the records of a damaged zip, beyond 4 times the file", times=4)
 # what is made of them
 TENSORS = Limit("tensors", 60_000, "tensors, and one more for every 192 bytes of the file", per=192)  # torch: 300
 OBJECTS = Limit("objects", 50_000, "places of objects, and one more for every 64 bytes of the file", per=64)

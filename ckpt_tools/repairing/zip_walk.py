@@ -17,7 +17,7 @@ from typing import Literal
 
 from ckpt_tools import limits
 from ckpt_tools.containers.zip_directory import ALIGNMENT, CENTRAL, LOCAL
-from ckpt_tools.errors import DamagedFileError, LimitError
+from ckpt_tools.errors import DamagedFileError
 from ckpt_tools.files import Source
 from ckpt_tools.plan import CHUNK, Content, Deflated, Range, chunks
 
@@ -25,8 +25,6 @@ _LOCAL, _DESCRIPTOR, _CENTRAL = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
 _HAS_DESCRIPTOR, _DEFLATED = 8, 8
 _DESCRIPTOR_32 = 16
 _LONGEST_NAME, _FULL32 = 4096, 0xFFFFFFFF
-# Proving reads bytes; a file of nothing but headers could ask for each byte many times.
-_WORK_A_BYTE, _SPARE_WORK = 4, 1 << 26
 Proof = Literal["directory", "descriptor", "header", "size", ""]
 
 
@@ -154,7 +152,7 @@ class _Walk:
         self.has_checksums = has_checksums
         self.records: list[Found] = []
         self.end = 0
-        self.work = _SPARE_WORK + _WORK_A_BYTE * source.size
+        self.read = 0  # a file of nothing but headers could ask for each byte many times
 
     def add(self, at: int, following: int) -> None:
         """The record of the local header at an offset; `following` is the next header's."""
@@ -211,9 +209,9 @@ class _Walk:
 
     def crc(self, found: Found) -> int | None:
         """The CRC-32 of a record's bytes; None when they cannot be inflated."""
-        self.work -= found.compressed + (found.size or 0 if found.deflated else 0)
-        if self.work < 0:
-            raise LimitError("The zip's records overlap so often that proving them would take many times the file.")
+        self.read += found.compressed + (found.size or 0 if found.deflated else 0)
+        what = "The zip's records overlap so often that proving them would take many times the file."
+        limits.PROVED.check(self.read, what, self.source.size)
         value = 0
         try:
             for chunk in chunks(found.content(self.source)):

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import struct
 import zipfile
+from contextlib import closing
 from pathlib import Path
 
 import jsonschema
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpt_tools import check, convert, repair
+from ckpt_tools import check, convert, limits, repair
 from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     ChecksumError,
@@ -630,18 +631,29 @@ def test_names_reach_the_terminal_escaped(tmp_path: Path) -> None:
 # --- hostile
 
 
-def test_headers_that_overlap_cannot_take_for_ever(tmp_path: Path) -> None:
-    """Thousands of headers, each claiming all that follows: proving stops at a few times the file."""
-    size = 3_000_000
+def headers_that_overlap(path: Path, size: int) -> Source:
+    """A file of nothing but local headers, each claiming all that follows."""
     header = struct.pack("<4s5H3I2H", b"PK\x03\x04", 20, 0, 0, 0, 0, 1, 0, 0, 5, 0) + b"a/b/c"
     data = bytearray(header * (size // len(header)))
     for at in range(0, len(data) - len(header) + 1, len(header)):
         struct.pack_into("<2I", data, at + 18, *(len(data) - at - len(header),) * 2)
-    (tmp_path / "in.pth").write_bytes(data)
-    source = Source(tmp_path / "in.pth")
-    with pytest.raises(LimitError):
+    path.write_bytes(data)
+    return Source(path)
+
+
+def test_headers_that_overlap_cannot_take_for_ever(tmp_path: Path) -> None:
+    """Thousands of headers, each claiming all that follows: proving stops at a few times the file."""
+    with closing(headers_that_overlap(tmp_path / "in.pth", 3_000_000)) as source, pytest.raises(LimitError, match="overlap"):
         walk_zip(source)
-    source.close()
+
+
+def test_the_limit_of_proving_can_be_raised(tmp_path: Path) -> None:
+    """The error names the limit; with another value the same file is walked to its end."""
+    with closing(headers_that_overlap(tmp_path / "in.pth", 60_000)) as source:
+        with limits.raised(proved=1_000_000), pytest.raises(LimitError, match="overlap") as caught:
+            walk_zip(source)
+        assert "--limit proved=2000000" in caught.value.fix
+        assert len(walk_zip(source).records) == 60_000 // 35
 
 
 def test_signatures_have_a_limit(tmp_path: Path) -> None:
