@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 
-from ckpt_tools.checkpoint import find_state_dicts, find_tensors, is_optimizer, is_tensor
+from ckpt_tools.checkpoint import find_optimizers, find_state_dicts, find_tensors
 from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
@@ -15,7 +15,7 @@ from ckpt_tools.names import dotted
 from ckpt_tools.numeric import CastCount, cast, swapped
 from ckpt_tools.plan import Checksum, Computed, Content, Joined, Piece, Range, chunks
 from ckpt_tools.transforms import map_storages
-from ckpt_tools.tree import Dict, Entry, Node, Storage, reachable, walk
+from ckpt_tools.tree import Dict, Entry, Node, Storage, reachable
 
 
 @dataclass(slots=True)
@@ -76,8 +76,8 @@ def cast_floats(root: Node, target: DType, only: Sequence[str] = ()) -> tuple[No
 def _steps(root: Node) -> set[int]:
     """The storages of the step counters of every optimizer."""
     found = set()
-    for _, node in walk(root, stop=is_tensor, plain=False):
-        for _, state in node.get("state").items if is_optimizer(node) else ():
+    for _, node in find_optimizers(root):
+        for _, state in node.get("state").items:
             step = state.get("step") if type(state) is Dict else None
             if type(step) is Entry and step.dtype.family == "float":
                 found.add(id(step.storage))

@@ -368,7 +368,7 @@ def find_state_dicts(root: Node) -> list[StateDict]:
     """
     found = []
     holders = _Holders(root)
-    for where, node in walk(root, stop=_closed, plain=False):
+    for where, node in walk(root, stop=_closed, plain=False, entries=False):
         if type(node) is Dict and not is_optimizer(node) and _is_state_dict(node, holders):
             found.append(StateDict(where, node))
     return found
@@ -376,6 +376,13 @@ def find_state_dicts(root: Node) -> list[StateDict]:
 
 def _closed(node: Node) -> bool:
     return type(node) is Object or (type(node) is Dict and is_optimizer(node))
+
+
+def find_optimizers(root: Node) -> Iterator[tuple[Where, Dict]]:
+    """What every optimizer's `state_dict()` gave, with its path."""
+    for where, node in walk(root, stop=is_tensor, plain=False, entries=False):
+        if is_optimizer(node):
+            yield where, node
 
 
 def is_optimizer(node: Node) -> bool:

@@ -273,7 +273,7 @@ def _findings(
     if part := partition(checkpoint.root):
         yield Finding("partition", "warning", [], part[0], "whole tensors under their names", part[1])
     yield from _oversized(checkpoint, totals)
-    dead = checkpoint.decoded.dead_bytes
+    dead = checkpoint.decoded.dead_bytes()
     if dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > checkpoint.file_bytes):
         options["--compact"] = None
         found = f"{dead} of {checkpoint.file_bytes} bytes belong to nothing"

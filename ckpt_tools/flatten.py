@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 from ckpt_tools import plain
-from ckpt_tools.checkpoint import StateDict, find_state_dicts, find_tensors, is_optimizer, is_tensor
+from ckpt_tools.checkpoint import StateDict, find_optimizers, find_state_dicts, find_tensors, is_tensor
 from ckpt_tools.containers.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.names import dotted
@@ -86,9 +87,8 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
             f"{holder} holds one flat state dict; this checkpoint has {len(found)}: {', '.join(map(repr, wheres))}.",
             fix=f"Choose one: --select {wheres[0] or wheres[1]}",
         )
-    wrong = (tensor.where for tensor in find_tensors(root) if not found or tensor.where[:-1] != found[0].where)
-    outside = list(islice(wrong, 1000))
-    optimizers = [dotted(where) for where, node in walk(root, stop=is_tensor, plain=False) if is_optimizer(node)]
+    outside = list(islice(_outside(root, found[0] if found else StateDict((), Dict())), 1000))
+    optimizers = [dotted(where) for where, _ in find_optimizers(root)]
     if outside or not found:
         parts = list(dict.fromkeys(str(where[0]) for where in outside if where))
         fixes = [f"take the state dict alone: --select {wheres[0]}"] if wheres and wheres[0] else []
@@ -103,25 +103,34 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
     return found[0]
 
 
+def _outside(root: Node, state_dict: StateDict) -> Iterator[Where]:
+    """Where there are tensors that are no direct part of the state dict."""
+    for where, node in walk(root, stop=lambda node: is_tensor(node) or node is state_dict.node, plain=False):
+        if is_tensor(node):
+            yield where
+    for key, value in state_dict.node.items:
+        if not is_tensor(value):
+            yield from ((*state_dict.where, component(key), *tensor.where) for tensor in find_tensors(value))
+
+
 def _collect(state_dict: StateDict, flat: Flat) -> None:
     """The tensors: ties become aliases, views that merely overlap are written in full."""
+    named = [(name, node) for name, node in state_dict.node.items if type(name) is str and is_tensor(node)]
+    users = Counter(id(node.storage) for _, node in named if type(node) is Entry)
     first: dict[tuple[int, str], str] = {}
     storages: dict[int, list[str]] = {}
-    index = 0
-    for name, node in state_dict.node.items:
-        if type(name) is not str or not is_tensor(node):
-            continue
+    for index, (name, node) in enumerate(named):
         if type(node) is Object:
             raise ContainerLimitError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
                                       fix=f"Leave it out: --drop '{name}'.")  # fmt: skip
-        view = view_of(node)
-        if node.nbytes and view in first:
-            flat.aliases[name] = {"of": first[view], "index": index}
-        else:
+        if users[id(node.storage)] > 1:
+            view = view_of(node)
+            if node.nbytes and view in first:
+                flat.aliases[name] = {"of": first[view], "index": index}
+                continue
             first[view] = name
             storages.setdefault(id(node.storage), []).append(name)
-            flat.tensors[name] = (node, row_major(node))
-        index += 1
+        flat.tensors[name] = (node, row_major(node))
     shared = [names for names in storages.values() if len(names) > 1]
     if shared:
         count = sum(map(len, shared))

@@ -45,6 +45,9 @@ class Names:
             self._check_matches(found, report)
             self._note_uneven(found, report)
         for state_dict in found:
+            if not self.steps:
+                report.state_dicts.append(RenamedNames(list(state_dict.where), len(state_dict.names), 0, []))
+                continue
             renamed = transforms.rename_state_dict(state_dict, self.rename)
             examples = list(renamed.changes.items())[:3]
             report.state_dicts.append(RenamedNames(list(renamed.where), renamed.tensors, len(renamed.changes), examples))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -147,9 +147,9 @@ def row_major(entry: Entry) -> Content:
 
     A gather holds the part of the storage that the entry spans in memory.
     """
-    item = entry.dtype.itemsize
+    item, nbytes = entry.dtype.itemsize, entry.nbytes
     if entry.is_contiguous and not lazy_bits(entry):
-        return part(entry.storage.content, entry.offset * item if entry.nbytes else 0, entry.nbytes)
+        return part(entry.storage.content, entry.offset * item if nbytes else 0, nbytes)
 
     def work() -> Iterator[memoryview]:
         import torch
@@ -203,10 +203,14 @@ def view_of(entry: Entry) -> tuple[int, str]:
     return id(entry.storage), str((entry.dtype.name, entry.shape, entry.stride, entry.offset, *sorted(lazy_bits(entry))))
 
 
-def lazy_bits(entry: Entry) -> set[str]:
+def lazy_bits(entry: Entry) -> Set[str]:
     """The math bits that torch applies on reading: "conj", "neg"."""
-    metadata = entry.extras.metadata if entry.extras is not None else None
-    return {key for key, value in metadata.items if value is True and type(key) is str} if metadata is not None else set()
+    if entry.extras is None or entry.extras.metadata is None:
+        return _NO_BITS
+    return {key for key, value in entry.extras.metadata.items if value is True and type(key) is str}
+
+
+_NO_BITS: Set[str] = frozenset()
 
 
 # --- values

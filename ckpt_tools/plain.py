@@ -252,14 +252,20 @@ def as_value(node: Node) -> Node:
 
 def as_array(node: Node, key: Key = lambda: "0") -> Entry | None:
     """The tensor that a pickled NumPy array of numbers stands for; None for anything else."""
-    if type(node) is not Object or type(node.function) is not Global or not is_array(node.function):
+    if not _makes_array(node):
         return None
     made = plain_object(node, node.function, key)
     return made if type(made) is Entry else None
 
 
+def _makes_array(node: Node) -> bool:
+    return type(node) is Object and type(node.function) is Global and is_array(node.function)
+
+
 def arrays_as_tensors(root: Node) -> tuple[Node, list[Fate]]:
     """Exchange pickled NumPy arrays of numbers for tensors, and nothing else."""
+    if not any(map(_makes_array, (node for _, node in tree.walk(root, plain=False, entries=False)))):
+        return root, []
     numbers = iter(range(1 << 62))
     return _exchange(root, lambda node: as_array(node, lambda: f"array{next(numbers)}") or node, _places(root), [])
 

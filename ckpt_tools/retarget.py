@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import transforms
 from ckpt_tools.casts import to_little_endian
-from ckpt_tools.checkpoint import find_state_dicts, is_optimizer, is_tensor, open_checkpoint
+from ckpt_tools.checkpoint import find_optimizers, find_state_dicts, is_tensor, open_checkpoint
 from ckpt_tools.choices import Choices, OnMismatch, RowChoice, Rows
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ConvertError, MatchPlanError, NothingMatchedError, UsageError
@@ -24,7 +24,7 @@ from ckpt_tools.plan import Content
 from ckpt_tools.plan_files import read_plan
 from ckpt_tools.plans import Plan, plan_of
 from ckpt_tools.targets import Param, Target, choose_state_dict, params_of, read_target
-from ckpt_tools.tree import Dict, Entry, Node, walk
+from ckpt_tools.tree import Dict, Entry, Node
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +145,7 @@ def note_optimizer(root: Node, fitted: FittedTo) -> str:
     """The sentence for optimizer state that belongs to tensors which are no longer what they were; or the empty text."""
     if not (fitted.initialised or fitted.adapted or fitted.skipped):
         return ""
-    found = next((where for where, node in walk(root, stop=is_tensor, plain=False) if is_optimizer(node)), None)
+    found = next((where for where, _ in find_optimizers(root)), None)
     return "" if found is None else f"The state in {dotted(found)} is of the old tensors; leave it out: --drop {dotted(found)}"
 
 

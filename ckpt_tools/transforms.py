@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import translate
 
 from ckpt_tools import tree
-from ckpt_tools.checkpoint import StateDict, find_state_dicts, find_tensors, is_optimizer, is_tensor
+from ckpt_tools.checkpoint import StateDict, find_optimizers, find_state_dicts, find_tensors, is_tensor
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.names import check_unique, did_you_mean, dotted, move_metadata
 from ckpt_tools.tree import Dict, Entry, List, Node, Storage, Where, walk
@@ -71,9 +71,7 @@ def rename_optimizers(root: Node, rename: Rename) -> int:
         CollisionError: two states would get one name.
     """
     changed = 0
-    for _, node in walk(root, stop=is_tensor, plain=False):
-        if not is_optimizer(node):
-            continue
+    for _, node in find_optimizers(root):
         state = node.get("state")
         renamed = {key: rename(key) for key, _ in state.items if type(key) is str}
         check_unique(renamed)
@@ -128,15 +126,9 @@ def select(root: Node, path: str) -> Node:
     Raises:
         NothingMatchedError: there is none; the message names what is near. ConvertError: the dotted path fits several.
     """
-    exact = _json_path(path)
-    places: list[str] = []
     found: dict[int, tuple[Where, Node]] = {}
-    for where, node in walk(root, stop=is_tensor):
-        text = dotted(where)
-        if where == exact or (exact is None and text == path):
-            found.setdefault(id(node), (where, node))
-        if where and type(node) in (Dict, List):
-            places.append(text)
+    for where, node in _at(root, path):
+        found.setdefault(id(node), (where, node))
     if len(found) > 1:
         wheres = [json.dumps(list(where)) for where, _ in found.values()]
         raise ConvertError(
@@ -145,9 +137,26 @@ def select(root: Node, path: str) -> Node:
         )  # fmt: skip
     if found:
         return next(iter(found.values()))[1]
+    places = [dotted(where) for where, node in walk(root, stop=is_tensor) if where and type(node) in (Dict, List)]
     there = [dotted(state_dict.where) for state_dict in find_state_dicts(root) if state_dict.where][:5]
     why = did_you_mean(path, places) or (f"State dicts are at {', '.join(map(repr, there))}." if there else "")
     raise NothingMatchedError(f"--select {path!r} matches nothing.", why=why)
+
+
+def _at(root: Node, path: str) -> Iterator[tuple[Where, Node]]:
+    """Every node at a path: a dotted one may be cut at its dots in several ways."""
+    exact = _json_path(path)
+    pending: list[tuple[Where, Node]] = [((), root)]
+    while pending:
+        where, node = pending.pop()
+        if where == exact if exact is not None else dotted(where) == path:
+            yield where, node
+            if where:
+                continue
+        for key, child in () if is_tensor(node) else tree.children(node):
+            below = (*where, key)
+            if below == exact[: len(below)] if exact is not None else f"{path}.".startswith(f"{dotted(below)}."):
+                pending.append((below, child))
 
 
 def _json_path(text: str) -> Where | None:
@@ -247,8 +256,8 @@ def _check_optimizers(root: Node, dropped: Sequence[tuple[str, Node]]) -> None:
     Which parameter a place is, only the model knows; a tensor whose name the optimizer has not in its `param_names`, or whose
     shape none of its states has, is none of its parameters.
     """
-    for where, node in walk(root, stop=is_tensor, plain=False) if dropped else ():
-        if not is_optimizer(node) or not any(type(key) is int for key, _ in node.get("state").items):
+    for where, node in find_optimizers(root) if dropped else ():
+        if not any(type(key) is int for key, _ in node.get("state").items):
             continue
         names = {name for group in node.get("param_groups").items if type(group) is Dict
                  and type(group.get("param_names")) is List for name in group.get("param_names").items}  # fmt: skip

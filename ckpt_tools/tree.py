@@ -286,8 +286,9 @@ _LONG_KEY = 1024
 
 
 def walk(
-    root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool = True, values: frozenset[type] = frozenset()
-) -> Iterator[tuple[Where, Node]]:
+    root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool = True, values: frozenset[type] = frozenset(),
+    entries: bool = True,
+) -> Iterator[tuple[Where, Node]]:  # fmt: skip
     """Every node with its path, depth first in order, the root included.
 
     A container that is reached again by another path is walked again, as `torch.load` would show it twice, but never
@@ -298,12 +299,13 @@ def walk(
         stop: do not go below nodes for which this is true.
         plain: whether plain values (None, numbers, text, bytes) are wanted too. Without, a container that holds nothing
             else may be left out as well. values: the types of plain values that are wanted nevertheless.
+        entries: whether entries are wanted; without, and with `plain=False`, only containers, objects and their like come.
 
     Raises:
         LimitError: paths so deep or long, in so many places, that writing them down would take more than the file itself.
     """
     yield (), root
-    visits = _Visits(stop, plain=plain, values=values)
+    visits = _Visits(stop, plain=plain, values=values, entries=entries)
     path: list[str | int] = []
     costs = [0]  # what one path in each open container costs
     stack = [visits.below(root)] if type(root) in CONTAINERS and visits.enter(root) else []
@@ -332,8 +334,11 @@ def walk(
 class _Visits:
     """Which containers a walk may enter, and what it sees there."""
 
-    def __init__(self, stop: Callable[[Node], bool] | None, *, plain: bool, values: frozenset[type]) -> None:
-        self.stop, self.plain, self.unwanted = stop, plain, PLAIN - values
+    def __init__(
+        self, stop: Callable[[Node], bool] | None, *, plain: bool, values: frozenset[type], entries: bool
+    ) -> None:  # fmt: skip
+        self.stop, self.plain, self.hollow = stop, plain, PLAIN - values
+        self.unwanted = self.hollow if entries else self.hollow | {Entry}
         self.visits, self.width = _SPARE_VISITS, _SPARE_WIDTH
         self.seen: set[int] = set()
         self.wide_and_hollow: set[int] = set()
@@ -378,10 +383,10 @@ class _Visits:
         if not items:
             return False
         if len(items) <= _NARROW:
-            return not (is_hollow(node, self.unwanted) if kind is Dict else self.unwanted.issuperset(map(type, items)))
+            return not (is_hollow(node, self.hollow) if kind is Dict else self.hollow.issuperset(map(type, items)))
         if id(node) in self.seen or id(node) in self.wide_and_hollow:
             return id(node) in self.seen
-        hollow = is_hollow(node, self.unwanted)
+        hollow = is_hollow(node, self.hollow)
         if hollow:
             self.wide_and_hollow.add(id(node))
         return not hollow

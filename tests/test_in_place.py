@@ -75,7 +75,7 @@ def test_edits_follow_each_other(pth: Path, tmp_path: Path) -> None:
     assert loaded["head.weight"].data_ptr() == loaded["layer.0.weight"].data_ptr()
     ckpt_tools.convert(pth, tmp_path / "compact.pth", compact=True)
     assert (tmp_path / "compact.pth").stat().st_size <= pth.stat().st_size
-    assert ckpt_tools.open_checkpoint(tmp_path / "compact.pth").decoded.dead_bytes == 0
+    assert ckpt_tools.open_checkpoint(tmp_path / "compact.pth").decoded.dead_bytes() == 0
 
 
 def test_dead_bytes_are_reported_and_removed(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ class Decoded:
         has_checksums: whether the records carry a CRC-32.
         root_folder: the folder in the zip that everything lies in.
         records: the records of a zip, those too that the tree does not refer to.
-        dead_bytes: bytes that nothing refers to: gaps, and storages that no tensor is built on.
+        dead_bytes: counts the bytes that nothing refers to: gaps, and storages that no tensor is built on.
         locate: finds the bytes of the tree's tensors, for containers that put it off until they are wanted.
     """
 
@@ -79,7 +79,7 @@ class Decoded:
     has_checksums: bool = False
     root_folder: str = "archive"
     records: Sequence[Record] = ()
-    dead_bytes: int = 0
+    dead_bytes: Callable[[], int] = lambda: 0
     locate: Callable[[Node], Node] | None = None
 
 

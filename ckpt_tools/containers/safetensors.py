@@ -321,13 +321,17 @@ def _header(
 ) -> bytes:
     if "__metadata__" in tensors:
         raise ContainerLimitError("safetensors reserves the name '__metadata__'; a tensor has it.", fix="Use --rename.")
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    fields = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else []
     for name, (entry, _) in tensors.items():
-        header[name] = {"dtype": _code(name, entry), "shape": _safetensors_shape(entry), "data_offsets": offsets[name]}
+        shape, (begin, end) = ",".join(map(str, _safetensors_shape(entry))), offsets[name]
+        fields.append(f'{_json(name)}:{{"dtype":"{_code(name, entry)}","shape":[{shape}],"data_offsets":[{begin},{end}]}}')
     try:
-        return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+        return f"{{{','.join(fields)}}}".encode()
     except UnicodeEncodeError:
         raise ContainerLimitError("A tensor's name holds a lone surrogate, which a safetensors header cannot.") from None
+
+
+_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 def _code(name: str, entry: Entry) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ckpt_tools import limits
 from ckpt_tools.containers.base import Decoded, Warned
@@ -56,7 +57,8 @@ def decode(source: Source, directory: Directory, folder: str, member: str = "", 
     return Decoded(
         "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, warnings,
         sum(record.compressed for name, record in records.items() if name.startswith(f"{folder}/data/")),
-        byteorder, has_checksums, folder, directory.records, _dead_bytes(directory, records, storages, f"{folder}/data/"),
+        byteorder, has_checksums, folder, directory.records,
+        partial(_dead_bytes, directory, records, storages, f"{folder}/data/"),
     )  # fmt: skip
 
 
