@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ckpt_tools.retarget import Retargeting
 
 
+@collector_paused()
 def run(
     source: str | os.PathLike[str], target: str | os.PathLike[str], edits: Edits, output: Output | None, clone: Clone | None,
     progress: Progress | None,
@@ -44,8 +45,7 @@ def run(
     """Read, plan and, with an output, write; the input must still be what was read when the output takes its name."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
     with open_checkpoint(source) as checkpoint:
-        with collector_paused():
-            pieces = edits.plan(checkpoint, report)
+        pieces = edits.plan(checkpoint, report)
         report.bytes = total(pieces)
         if output is not None:
             check_space(output.target.parent, output.target, report.bytes, written=clone.done if clone is not None else 0)

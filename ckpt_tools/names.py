@@ -49,7 +49,10 @@ def uneven(names: Iterable[str]) -> tuple[str, str] | None:
     >>> uneven(["module.conv.weight", "module.module.weight", "epoch"])
     ('module.conv.weight', 'module.module.weight')
     """
-    depths = {(len(name) - len(strip_module(name))) // len(MODULE): name for name in names if name.startswith(MODULE)}
+    inside = [name for name in names if name.startswith(MODULE)]
+    if not any(name.startswith(MODULE * 2) for name in inside):
+        return None
+    depths = {(len(name) - len(strip_module(name))) // len(MODULE): name for name in inside}
     depths.pop(0, None)
     return (depths[min(depths)], depths[max(depths)]) if len(depths) > 1 else None
 

@@ -183,6 +183,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+@lru_cache(maxsize=4096)
 def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether this stride is row-major for this shape."""
     if 0 in shape:
@@ -202,17 +203,11 @@ MAX_DIMENSIONS = 1024
 
 def check(entry: Entry, name: str = "a tensor") -> None:
     """Raise TensorError unless the view lies inside its storage. Every reader's result and writer's input passes here."""
-    shape, stride, storage = entry.shape, entry.stride, entry.storage
-    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
-        raise TensorError(f"{name} has {len(shape)} sizes and {len(stride)} strides.")
-    if entry.offset < 0 or (shape and (min(shape) < 0 or min(stride) < 0)):
-        raise TensorError(f"{name} has a negative size, stride or offset.")
-    span = _span(shape, stride)
-    if span is None:
-        raise TensorError(f"{name} claims {len(shape)} dimensions with more than 2**59 elements, or a stride over 2**63.")
-    if entry.offset.bit_length() > 63:
-        raise TensorError(f"{name} claims an offset over 2**63.")
-    end = (entry.offset + span) * entry.dtype.bits
+    offset, storage = entry.offset, entry.storage
+    span = _span(entry.shape, entry.stride)
+    if span is None or not 0 <= offset < 1 << 63:
+        raise TensorError(f"{name} {_impossible(entry.shape, entry.stride, offset)}.")
+    end = (offset + span) * entry.dtype.bits
     if span and end > storage.nbytes * 8:
         raise TensorError(
             f"{name} reaches outside its storage.",
@@ -220,9 +215,22 @@ def check(entry: Entry, name: str = "a tensor") -> None:
         )
 
 
+def _impossible(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> str:
+    """Why no tensor has these."""
+    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
+        return f"has {len(shape)} sizes and {len(stride)} strides"
+    if offset < 0 or (shape and min(*shape, *stride) < 0):
+        return "has a negative size, stride or offset"
+    if offset >> 63:
+        return "claims an offset over 2**63"
+    return f"claims {len(shape)} dimensions with more than 2**59 elements, or a stride over 2**63"
+
+
 @lru_cache(maxsize=4096)
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Elements from the first to the last, 0 for none; None when there are impossibly many. Models repeat few shapes."""
+    """Elements from the first to the last, 0 for none; None for what no tensor has. Models repeat few shapes."""
+    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS or (shape and min(*shape, *stride) < 0):
+        return None
     last, numel = 0, 1
     for size, step in zip(shape, stride, strict=True):
         numel *= size

@@ -1,5 +1,7 @@
 """Every fast path gives what the slow one gives: fused tensors, the clone, the kernel's copy."""
 
+import dataclasses
+import json
 import os
 import shutil
 import subprocess
@@ -15,14 +17,18 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import cloning, writer
+from ckpt_tools.containers.safetensors import lay_out
+from ckpt_tools.dtypes import DTYPES as ALL_DTYPES
 from ckpt_tools.errors import CkptError
 from ckpt_tools.files import replacing
+from ckpt_tools.names import dotted
 from ckpt_tools.pickling import fused
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.pickling.writer import write_pickle
 from ckpt_tools.plan import Literal, Piece, Range
-from ckpt_tools.tree import Entry, walk
+from ckpt_tools.transforms import select
+from ckpt_tools.tree import Dict, Entry, List, Storage, walk
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2)
 
@@ -220,3 +226,61 @@ def test_without_kernel_copies_the_result_is_the_same(wrapped: Path, tmp_path: P
         monkeypatch.delattr(os, name, raising=False)
     ckpt_tools.convert(wrapped, tmp_path / "b.pth", strip_module=True)
     assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
+
+
+# --- walks that do less
+
+_keys = st.one_of(st.sampled_from(["a", "b", "a.b", "", "."]), st.sampled_from([0, 1, True, None]))
+
+
+def _entry() -> Entry:
+    return Entry(Storage("0", ALL_DTYPES["float32"], 4, "cpu", Literal(bytes(4))), ALL_DTYPES["float32"], (1,), (1,), 0)
+
+
+_trees = st.recursive(
+    st.one_of(st.builds(_entry), st.just(3), st.just("text")),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4).map(List),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(_keys, inner, max_size=4).map(lambda items: Dict(list(items.items()))),
+    ),
+    max_leaves=12,
+)
+
+
+@given(_trees, st.lists(st.sampled_from(["a", "b", "0", "1", "", "True"]), max_size=4).map(".".join))
+def test_a_selection_finds_what_a_walk_over_everything_finds(root: Any, path: str) -> None:
+    """`--select` goes along its path only, and gives the node, or the error, that looking at every path gives."""
+    found = {id(node): (where, node) for where, node in walk(root) if dotted(where) == path}
+    if len(found) == 1:
+        ((where, node),) = found.values()
+        assert select(root, path) is node
+        assert select(root, json.dumps(list(where))) is node
+    else:
+        with pytest.raises(CkptError, match="fits" if found else "matches nothing"):
+            select(root, path)
+
+
+@given(_trees)
+def test_a_walk_without_entries_only_leaves_them_out(root: Any) -> None:
+    """Who wants containers gets them in the same order under the same paths."""
+    every = [(where, node) for where, node in walk(root, plain=False) if type(node) is not Entry or not where]
+    assert [(where, id(node)) for where, node in walk(root, plain=False, entries=False)] == [(w, id(n)) for w, n in every]
+
+
+@given(st.dictionaries(st.text(st.characters(codec="utf-8")), st.lists(st.just(1), max_size=6), max_size=6))
+def test_a_header_is_the_text_that_json_writes(shapes: dict[str, list[int]]) -> None:
+    """The header of a safetensors file, written as text, is what json makes of the same fields."""
+    entry = _entry()
+    tensors = {
+        name: (dataclasses.replace(entry, shape=tuple(shape), stride=tuple(shape)), entry.storage.content)
+        for name, shape in shapes.items()
+        if name != "__metadata__"
+    }
+    (first, *_) = lay_out(tensors, {"a": 'b"\n\u2028'})
+    assert type(first.content) is Literal
+    raw = first.content.data[8:].rstrip(b" ").decode()
+    assert raw == json.dumps(json.loads(raw), separators=(",", ":"), ensure_ascii=False)
+    assert {name: row["shape"] for name, row in json.loads(raw).items() if name != "__metadata__"} == {
+        name: shape for name, shape in shapes.items() if name != "__metadata__"
+    }

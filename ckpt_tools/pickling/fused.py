@@ -10,9 +10,6 @@ path; a test compares the two.
 from __future__ import annotations
 
 import re
-import sys
-from array import array
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ckpt_tools.dtypes import UINT8
@@ -33,6 +30,8 @@ _TENSOR = re.compile(
     re.DOTALL,
 )  # fmt: skip
 _AFTER_KEY = re.compile(_TENSOR.pattern.replace(rb"()()", _PUT + rb"h(.)", 1), re.DOTALL)
+# Indices that count up, four bytes each and the lowest first, read as one number: the first index times ones, plus steps.
+_COUNTING = [(sum(1 << 32 * i for i in range(count)), sum(i << 32 * i for i in range(count))) for count in range(9)]
 _TUPLE_OPCODES = {0x85: 1, 0x86: 2, 0x87: 3}
 
 
@@ -64,7 +63,8 @@ def _tensor(machine: Machine, found: re.Match[bytes], put_name: bytes, name: str
      put_hooks, put_args, put_tensor) = found.groups(b"")  # fmt: skip
     memo, sizes = machine.memo, machine.sizes
     puts = put_name + put_key + put_pid + put_size + put_stride + put_hooks + put_args + put_tensor
-    if puts != _indices(len(memo), len(puts) // 4):
+    ones, steps = _COUNTING[len(puts) // 4]
+    if int.from_bytes(puts, "little") != len(memo) * ones + steps:
         return False
     shape = sizes[size] if size in sizes else _sizes(machine, size)
     strides = sizes[stride] if stride in sizes else _sizes(machine, stride)
@@ -89,21 +89,6 @@ def _tensor(machine: Machine, found: re.Match[bytes], put_name: bytes, name: str
     machine.stack[-1] = made
     machine.position = found.end()
     return True
-
-
-@lru_cache(maxsize=1)
-def _table(size: int) -> bytes:
-    """The numbers below `size`, each as four little-endian bytes."""
-    numbers = array("I", range(size))
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers.tobytes()
-
-
-def _indices(first: int, count: int) -> bytes:
-    """`count` memo indices from `first` on, as the stream holds them: cut from a table."""
-    size = 1 << (first + count).bit_length()
-    return _table(size)[4 * first : 4 * (first + count)]
 
 
 def _sizes(machine: Machine, code: bytes) -> tuple[int, ...] | None:
