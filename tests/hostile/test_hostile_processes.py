@@ -22,7 +22,7 @@ from tests.hostile.zips import torch_zip
 
 ROOT = Path(ckpt_tools.__file__).parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-ONE_SECOND = 10  # a machine that is busy with other tests takes longer
+TRIES = 3  # a machine that is busy with other tests may be late once
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="pipes, process groups and /proc of POSIX systems")
 
@@ -51,7 +51,7 @@ def nothing_goes_on() -> Iterator[None]:
     yield
     while STARTED:
         process = STARTED.pop()
-        if alive(process.pid):
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
@@ -130,32 +130,42 @@ def test_91_a_pipe_as_output(target: str, command: str, tmp_path: Path) -> None:
 # --- Ctrl-C
 
 
-def interrupted(process: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C as a terminal sends it, to every process of the group: all of them end within a second, with exit code 130."""
-    os.killpg(process.pid, signal.SIGINT)
-    at = time.monotonic()
-    code, told = ended(process)
-    assert (code, told.strip()) == (130, "Interrupted."), told
-    wait_for(lambda: not alive(process.pid))
-    assert time.monotonic() - at < ONE_SECOND
+def check_interrupt(started: Callable[[], subprocess.Popen[bytes]]) -> None:
+    """Ctrl-C as a terminal sends it, to every process of the group: all of them end within a second, with exit code 130.
+
+    Args:
+        started: starts a command and waits until it is in the middle of its work. It is called again where all was right but
+            the time, since that depends on what else the machine does: the best of the tries counts.
+    """
+    took = []
+    while len(took) < TRIES and min(took, default=60) >= 1:
+        process = started()
+        os.killpg(process.pid, signal.SIGINT)
+        at = time.monotonic()
+        code, told = ended(process)
+        assert (code, told.strip()) == (130, "Interrupted."), told
+        wait_for(lambda group=process.pid: not alive(group))  # type: ignore[misc]
+        took.append(time.monotonic() - at)
+    assert min(took) < 1, took
+
+
+def members(group: int) -> Iterator[list[str]]:
+    """What /proc tells of every process of a group that runs, from its state on; not of those that have ended."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                yield fields
 
 
 def alive(group: int) -> bool:
-    """Whether any process of a group is left."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    """Whether any process of a group still runs."""
+    return any(members(group))
 
 
 def working(process: subprocess.Popen[bytes], seconds: float) -> bool:
     """Whether a process and its workers have taken so much CPU time."""
-    spent = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            fields = path.read_text().rpartition(")")[2].split()
-            spent += (int(fields[11]) + int(fields[12])) * (int(fields[2]) == process.pid)
+    spent = sum(int(fields[11]) + int(fields[12]) for fields in members(process.pid))
     return spent / os.sysconf("SC_CLK_TCK") > seconds
 
 
@@ -174,9 +184,13 @@ def test_94_interrupt_while_checking(jobs: str, tmp_path: Path) -> None:
     """In one process and in several, while each reads a file of a terabyte."""
     for name in ("one", "two"):
         sparse(tmp_path / f"{name}.safetensors", 1 << 40)
-    process = start(tmp_path, "check", "--jobs", jobs, "one.safetensors", "two.safetensors")
-    wait_for(lambda: working(process, 2.5 if jobs == "2" else 0.8))
-    interrupted(process)
+
+    def started() -> subprocess.Popen[bytes]:
+        process = start(tmp_path, "check", "--jobs", jobs, "one.safetensors", "two.safetensors")
+        wait_for(lambda: working(process, 2.5 if jobs == "2" else 0.8))
+        return process
+
+    check_interrupt(started)
 
 
 @needs_proc
@@ -185,9 +199,13 @@ def test_94_interrupt_in_a_long_pickle(command: list[str], tmp_path: Path) -> No
     """While a pickle of forty megabytes is read."""
     pickle = p.pickle(p.dict_of(w=p.tensor(), x=p.list_of(b"J\1\2\3\4" * 8_000_000)))
     write(tmp_path, torch_zip(pickle, {"0": bytes(24)}), "in.pth")
-    process = start(tmp_path, *command)
-    wait_for(lambda: working(process, 0.8))
-    interrupted(process)
+
+    def started() -> subprocess.Popen[bytes]:
+        process = start(tmp_path, *command)
+        wait_for(lambda: working(process, 0.8))
+        return process
+
+    check_interrupt(started)
     assert sorted(os.listdir(tmp_path)) == ["in.pth"]
 
 
@@ -201,11 +219,12 @@ def test_94_interrupt_while_writing(options: list[str], tmp_path: Path) -> None:
     path.write_bytes(safetensors(rows))
     os.truncate(path, path.stat().st_size + nbytes)
     target = "out" if "--shard-size" in options else "out.safetensors"
-    process = start(tmp_path, "convert", "in.safetensors", target, *options)
-    wait_for(
-        lambda: any(
-            row.is_file() and row.stat().st_size > 1 << 20 for row in tmp_path.rglob(".*/*" if target == "out" else ".*")
-        )
-    )
-    interrupted(process)
+    temporaries = ".*/*" if target == "out" else ".*"
+
+    def started() -> subprocess.Popen[bytes]:
+        process = start(tmp_path, "convert", "in.safetensors", target, *options)
+        wait_for(lambda: any(row.is_file() and row.stat().st_size > 1 << 20 for row in tmp_path.rglob(temporaries)))
+        return process
+
+    check_interrupt(started)
     assert os.listdir(tmp_path) == ["in.safetensors"]
