@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,6 +107,8 @@ torch.save(clean_state_dict(torch.load(sys.argv[1], mmap=True)["model"]), sys.ar
 """
 SCAN = "import sys; from picklescan.scanner import scan_file_path; scan_file_path(sys.argv[1])"
 
+MERGE = "from mergekit.scripts.merge_raw_pytorch import main; main()"
+
 IS_STRIPPED = """
 import sys, torch
 checkpoint = torch.load(sys.argv[1], mmap=True)
@@ -157,6 +160,8 @@ def on_checkpoint(source: Path) -> list[Job]:
         ckpt("average", source, source, pth, output=pth),
         script("torch mmap + mean + save", AVERAGE, source, other),
     ]
+    twin = folder / "twin.safetensors"
+    os.link(back, twin)
     scan = _installed("picklescan", script("picklescan", SCAN, source))
     return [
         Job("inspect", [ckpt("inspect", source), script("torch mmap + print", INSPECT, source), *scan]),
@@ -165,6 +170,10 @@ def on_checkpoint(source: Path) -> list[Job]:
         Job("safetensors to pth", from_safetensors),
         Job("convert --dtype bf16", cast, IS_BF16),
         Job("average of two", average),
+        Job(
+            "average of two safetensors",
+            [ckpt("average", back, twin, tensors, output=tensors), *_installed("mergekit", _mergekit(back, twin))],
+        ),
         Job("check", [ckpt("check", source), script("zlib.crc32 of the file", CRC, source)]),
         *_loading(source),
         Job("convert --in-place", [_in_place(source), _torch_in_place(source)]),
@@ -182,6 +191,14 @@ def _loading(source: Path) -> list[Job]:
         Job("load_into", [Rival(row.name, row.command) for row in (ours, theirs)]),
         Job("load_state_dict", [script("ckpt", LOAD_OURS, source), script("torch mmap", LOAD_THEIRS, source)]),
     ]
+
+
+def _mergekit(one: Path, two: Path) -> Rival:
+    """mergekit's linear merge of raw files, with equal weights."""
+    config = one.parent / "merge.yml"
+    models = "".join(f"  - {{model: {path}, parameters: {{weight: 0.5}}}}\n" for path in (one, two))
+    config.write_text(f"merge_method: linear\nmodels:\n{models}")
+    return script("mergekit's linear merge", MERGE, config, one.parent / "merged")
 
 
 def _in_place(source: Path) -> Rival:
