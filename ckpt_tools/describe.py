@@ -183,6 +183,8 @@ def _tied(checkpoint: Checkpoint, names: dict[Where, frozenset[str]]) -> list[li
 def _values(root: Node) -> Iterator[tuple[str, Any]]:
     """Plain values with their dotted paths; short lists whole. Optimizers and objects of unknown classes are left out."""
     for where, node in walk(root, stop=_holds_no_values):
+        if type(node) is Dict:
+            continue
         value = as_value(node) if type(node) is Object else node
         plain_value = _is_row(node) or type(value) not in (Dict, List, tuple, Object, Global, Storage, Entry)
         if where and plain_value and not (type(node) is Object and value is None):
@@ -208,7 +210,9 @@ def _settings_of(where: Where, module: Object) -> Iterator[tuple[str, Any]]:
 def _holds_no_values(node: Node) -> bool:
     if type(node) is Object and type(node.function) is Global:
         return not is_known(node.function) or as_value(node) is not None or is_tensor(node) or "numpy" in node.function.module
-    return is_tensor(node) or is_optimizer(node) or _is_row(node)
+    if type(node) is Dict:
+        return not node.items or is_optimizer(node)
+    return is_tensor(node) or _is_row(node)
 
 
 def _is_row(node: Node) -> bool:

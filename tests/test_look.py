@@ -78,6 +78,18 @@ def test_a_tree_with_depth_has_sums() -> None:
     assert "running_mean" not in text
 
 
+def test_state_dicts_are_cut_too(tmp_path: Path) -> None:
+    """A file of thousands of state dicts has a page like any other; --all shows each."""
+    torch.save([{"a.w": torch.ones(1)} for _ in range(50)], tmp_path / "in.pth")
+    pages = []
+    for view in (View(), View(all=True)):
+        out = io.StringIO()
+        print_description(inspect(tmp_path / "in.pth"), view, Console(file=out, width=100))
+        pages.append(out.getvalue())
+    assert [len(re.findall(r"^state dict +\d+: 1 tensor", page, re.MULTILINE)) for page in pages] == [40, 50]
+    assert ["... 10 more (--all)" in page for page in pages] == [True, False]
+
+
 def test_one_is_no_plural() -> None:
     """`1 tensor`, `2 tensors`; a state dict of one tensor is described so."""
     assert [counted(number, "tensor") for number in (0, 1, 2, 1000)] == ["0 tensors", "1 tensor", "2 tensors", "1,000 tensors"]

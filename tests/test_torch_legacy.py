@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.files import Source
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.stream import FilePart, Pickles
 from tests.graphs import assert_same, element_bytes, live_tensors, load_with_tags
 from tests.hostile.pickles import BUILD, FALSE, ORDERED_DICT, call, dict_of, glob, put, sizes, tensor, tuple_of
 from tests.hostile.pickles import get as recall
@@ -135,6 +138,22 @@ def test_a_long_pickle_is_read_on(tmp_path: Path) -> None:
     path.write_bytes(legacy(state))
     assert path.stat().st_size > 1 << 18
     assert_lists(path, *load_with_tags(path))
+
+
+def test_a_long_pickle_is_not_read_many_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is read of a pickle before its length is known is read again: a small part of it, and not of the file either."""
+    size, tried = 5_000_000, []
+    data = python_pickle.dumps("x" * size, 2)
+    source = tmp_path / "in.pkl"
+    source.write_bytes(data + bytes(4 * size))
+
+    def make(seen: bytes, offset: int) -> Machine:
+        tried.append(len(seen))
+        return Machine(seen, {}, lambda pid: pid, offset)
+
+    with closing(Source(source)) as opened:
+        Pickles(FilePart(opened, 0, source.stat().st_size)).load(make)
+    assert (tried[-1] >= len(data), sum(tried[:-1]) < len(data) / 4, tried[-1] < 4 * len(data)) == (True, True, True), tried
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

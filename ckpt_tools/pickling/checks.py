@@ -43,6 +43,8 @@ def settle(root: Node) -> list[str]:
 
 def _settle_one(node: Node, keys: _Keys) -> Sequence[Node]:
     if type(node) is Dict:
+        if not node.items and node.attributes is None:
+            return ()
         node.items = keys.merge(node.items)
         values = [value for _, value in node.items]
         return [*values, node.attributes] if node.attributes is not None else values

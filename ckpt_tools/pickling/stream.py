@@ -14,7 +14,7 @@ from ckpt_tools.plan import Content, Literal, Range
 from ckpt_tools.tree import Node
 
 WINDOW = 1 << 16
-_GROWTH = 4
+_GROWTH, _SLOW_GROWTH = 16, 4  # up to SMALL_FILE bytes, beyond: what is read twice costs time, what is not needed memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,8 @@ class Pickles:
                     raise
                 if len(self.data) >= limits.PICKLE_BYTES.value:
                     raise limits.PICKLE_BYTES.error("The pickle is longer than any real one.") from None
-                self._fill(max(self.window, _GROWTH * self._ready))
+                growth = _GROWTH if self._ready < limits.SMALL_FILE else _SLOW_GROWTH
+                self._fill(max(self.window, growth * self._ready))
             else:
                 self.position = self.anchor + machine.position
                 return machine, root

@@ -36,7 +36,7 @@ class View:
 
 def print_description(description: Description, view: View, out: Console) -> None:
     """The whole page of `ckpt inspect`."""
-    _print_head(description, out)
+    _print_head(description, view, out)
     rows = _chosen(description.tensors, view)
     if rows:
         out.print()
@@ -48,7 +48,7 @@ def print_description(description: Description, view: View, out: Console) -> Non
     _print_findings(description, out)
 
 
-def _print_head(description: Description, out: Console) -> None:
+def _print_head(description: Description, view: View, out: Console) -> None:
     totals = description.totals
     out.print(Text(printable(description.path), style="bold"), soft_wrap=True)
     grid = label_grid()
@@ -60,12 +60,14 @@ def _print_head(description: Description, out: Console) -> None:
     grid.add_row("dtypes", _counts(totals["dtypes"]))
     if totals["devices"]:
         grid.add_row("devices", _counts(totals["devices"]))
-    for row in description.state_dicts:
+    limit = None if view.all else SHOWN_ROWS
+    for row in description.state_dicts[:limit]:
         wrapped = f", wrapped in {' '.join(row['wrappers'])}" if row["wrappers"] else ""
         text = (
             f"{path_text(row['where'])}: {counted(row['tensors'], 'tensor')}, {counted(row['parameters'], 'element')}{wrapped}"
         )
         grid.add_row("state dict", text)
+    _more(grid, "state dict", len(description.state_dicts), limit)
     if description.container != "safetensors":
         loads = description.weights_only["loads"]
         grid.add_row("weights_only", "loads" if loads else "refused by torch.load(weights_only=True)")
