@@ -8,24 +8,28 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # One thread a process: the networks here are tiny, and on busy cores more threads only wait for each other.
 export OMP_NUM_THREADS := 1
 
+# Tests run in so many processes, each file in one of them: its tests share what is made once.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 .PHONY: install demo test check matrix fuzz faults format bench fixtures pictures docs clean
 
 install: $(STAMP)
 
-# Installs once, and again only when the requirements change.
+# Installs once, and again only when the requirements change. Python compiles what is imported, a small part of all files.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,train]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev,train]'
 	touch $(STAMP)
 
 demo: install
 	$(BIN)/python -m train.demo
 
 test: install
-	$(BIN)/python -m pytest -m "not matrix"
+	$(PYTEST) -m "not matrix"
 
 matrix: install
-	$(BIN)/python -m pytest -m matrix
+	$(PYTEST) -m matrix
 
 # A minute of mutated files; more with FUZZ="--seconds 3600 --seed 1" (python -m fuzz --help).
 fuzz: install
@@ -59,7 +63,7 @@ docs: $(DOCS_STAMP)
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $(DOCS_STAMP)
 
 clean:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,10 @@ def corpus(*containers: str) -> list[Any]:
 def by_name(path: Path) -> str:
     """A test's id from a file."""
     return path.name
+
+
+def shown(value: object) -> str:
+    """A test's id from any value: one in all processes, which an address or the order of a set is not."""
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__}({', '.join(sorted(map(shown, value)))})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -38,7 +38,7 @@ def normal(text: str) -> str:
     text = re.sub(r"^(time +).*$", r"\1", text, flags=re.MULTILINE)
     text = re.sub(r"\{('[^}]*)\}", lambda found: ", ".join(sorted(found[1].split(", "))), text)
     text = text.replace("'pytest.__main__'", "'__main__'")
-    return re.sub(r" from '[^']*'>", ">", text).strip()
+    return re.sub(r" (from '[^']*'|\(built-in\))>", ">", text).strip()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])

@@ -32,6 +32,7 @@ from ckpt_tools.tree import Global
 from fixtures.make import network
 from tests import classes
 from tests.graphs import assert_same, element_bytes
+from tests.samples import shown
 
 UTC2 = datetime.timezone(datetime.timedelta(hours=2))
 
@@ -186,7 +187,7 @@ UNKNOWN: list[tuple[Any, Any, str]] = [
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-@pytest.mark.parametrize(("value", "expected", "became"), [*KNOWN, *UNKNOWN], ids=repr)
+@pytest.mark.parametrize(("value", "expected", "became"), [*KNOWN, *UNKNOWN], ids=shown)
 def test_plain_form(tmp_path: Path, value: Any, expected: Any, became: str, protocol: int) -> None:
     """Every kind of object has its plain form, which weights_only loads; the report says what became of it."""
     loaded, report = plain(tmp_path, value, protocol)
@@ -195,7 +196,7 @@ def test_plain_form(tmp_path: Path, value: Any, expected: Any, became: str, prot
         assert [fate.became for fate in report.objects if fate.where == ["value"]] == ([became] if became else [])
 
 
-@pytest.mark.parametrize("value", [row[0] for row in KNOWN], ids=repr)
+@pytest.mark.parametrize("value", [row[0] for row in KNOWN], ids=shown)
 def test_known_objects_are_kept_unasked(tmp_path: Path, value: Any) -> None:
     """Plain-data classes of Python and NumPy need no word: they come out as they are."""
     if value is len:
@@ -206,7 +207,7 @@ def test_known_objects_are_kept_unasked(tmp_path: Path, value: Any) -> None:
     assert loaded == value
 
 
-@pytest.mark.parametrize("value", [row[0] for row in UNKNOWN], ids=repr)
+@pytest.mark.parametrize("value", [row[0] for row in UNKNOWN], ids=shown)
 def test_unknown_objects_are_refused_unasked(tmp_path: Path, value: Any) -> None:
     """Without a word on it the file is refused, with the class and its place, and all three ways out."""
     with pytest.raises(ObjectsError) as caught:
@@ -218,7 +219,7 @@ def test_unknown_objects_are_refused_unasked(tmp_path: Path, value: Any) -> None
     assert not (tmp_path / "out.pth").exists()
 
 
-@pytest.mark.parametrize("value", [row[0] for row in UNKNOWN], ids=repr)
+@pytest.mark.parametrize("value", [row[0] for row in UNKNOWN], ids=shown)
 def test_unknown_objects_are_dropped(tmp_path: Path, value: Any) -> None:
     """With drop they are left out and reported; known objects stay."""
     torch.save({"value": value, "args": argparse.Namespace(a=1), "w": torch.ones(1)}, tmp_path / "in.pth")
@@ -283,7 +284,7 @@ def test_keep_keeps(tmp_path: Path) -> None:
         ({b"a": 1, "a": 2}, {"a 2": 1, "a": 2}),
         ({1 + 2j: 1}, {"(1+2j)": 1}),
     ],
-    ids=repr,
+    ids=shown,
 )
 def test_keys_stay_keys(tmp_path: Path, value: Any, expected: Any) -> None:
     """What a key becomes can be a key, and no two become one."""
@@ -358,7 +359,7 @@ def test_numpy_arrays(tmp_path: Path, code: str, order: str, layout: str, protoc
     assert [fate.became for fate in report.objects if fate.where == ["value"]] == ["tensor"]
 
 
-@pytest.mark.parametrize("value", [np.zeros((0, 3)), np.array(2.5), np.ones((2, 1, 1), dtype=np.float32)], ids=repr)
+@pytest.mark.parametrize("value", [np.zeros((0, 3)), np.array(2.5), np.ones((2, 1, 1), dtype=np.float32)], ids=shown)
 def test_numpy_shapes(tmp_path: Path, value: Any) -> None:
     """Empty, 0-d and thin arrays."""
     loaded, _ = plain(tmp_path, value)
@@ -376,7 +377,7 @@ def test_numpy_text(tmp_path: Path) -> None:
     assert [fate.became for fate in report.objects] == ["dropped"]
 
 
-@pytest.mark.parametrize("value", [np.float64(0.5), np.arange(3), np.array(["a"])], ids=repr)
+@pytest.mark.parametrize("value", [np.float64(0.5), np.arange(3), np.array(["a"])], ids=shown)
 def test_numpy_is_kept_unasked(tmp_path: Path, value: Any) -> None:
     """Without a word NumPy stays NumPy."""
     ckpt_tools.convert(saved(tmp_path, value), tmp_path / "out.pth")

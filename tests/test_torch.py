@@ -20,7 +20,7 @@ from ckpt_tools.errors import CollisionError, ContainerLimitError, NothingMatche
 from fixtures.make import TiedNetwork, Wrapped, network, training_state
 from tests import classes
 from tests.graphs import assert_same, element_bytes
-from tests.samples import FIXTURES, PTH, SAFETENSORS, by_name
+from tests.samples import FIXTURES, PTH, SAFETENSORS, by_name, shown
 from tests.zips import big_endian
 
 NETWORKS = [
@@ -70,7 +70,7 @@ def test_load_makes_known_objects_plain() -> None:
     assert loaded["grid"].tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize("value", [classes.Colour.RED, classes.Plain, [classes.Plain()]], ids=repr)
+@pytest.mark.parametrize("value", [classes.Colour.RED, classes.Plain, [classes.Plain()]], ids=shown)
 def test_load_refuses_unknown_objects(tmp_path: Path, value: Any) -> None:
     """What is no plain data is refused with its place, and with the command that helps."""
     torch.save({"a": value}, tmp_path / "in.pth")

@@ -16,6 +16,14 @@ from train.train import train
 
 ROOT = Path(package.__file__).parents[1]
 
+# What the matrix trains, each small enough for seconds.
+NETWORKS: dict[str, dict[str, Any]] = {
+    "mlp": {},
+    "lenet": {"lr": 0.01},
+    "cnn": {"width": 0.015, "batch_size": 128, "lr": 0.01},
+    "resnet18": {"width": 0.2, "batch_size": 128},
+}
+
 # Several runs in each process, since starting one takes longer than training. A run is [options, rank, step]: that rank
 # sends itself SIGTERM after so many steps; rank -1 is nobody.
 RANKS = """

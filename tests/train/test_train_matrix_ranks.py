@@ -1,0 +1,34 @@
+"""Every network in several processes: trained on digits, saved, resumed; close to a single process after unwrapping."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import NETWORKS, close, last, ranks, run, same
+
+pytestmark = pytest.mark.matrix
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What several ranks leave behind of every network: a run, and one that goes on from its first epoch."""
+    out = tmp_path_factory.mktemp("several")
+    runs = []
+    for model, more in NETWORKS.items():
+        options = {"model": model, **more, "batch_size": 96}
+        spelled = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+        runs.append([*spelled, "--epochs", "2", "--save", "wrapped", "--out", f"{out}/{model}/whole"])
+        runs.append(["--resume", f"{out}/{model}/whole/epoch_001.pth", "--out", f"{out}/{model}/resumed"])
+    ranks(request.param, *runs)
+    return out
+
+
+@pytest.mark.parametrize("model", NETWORKS)
+def test_several_ranks_train_resume_exactly_and_agree(model: str, several: Path, tmp_path: Path) -> None:
+    """Batch normalisation takes the statistics of a rank's own samples, so that weights differ from a single run's."""
+    whole = last(several / model / "whole")
+    assert same(whole, last(several / model / "resumed"))
+    if model != "resnet18":
+        single = run(tmp_path / "single", model=model, epochs=2, **NETWORKS[model] | {"batch_size": 96})
+        assert close(single, whole, tolerance=1e-3)
+    assert run(tmp_path / "one", resume=str(several / model / "whole" / "epoch_001.pth"))["epoch"] == 2
