@@ -76,8 +76,9 @@ def _settle_object(node: Object, keys: _Keys) -> list[Node]:
 class _Keys:
     """The keys of all dicts of one tree, as stand-ins that are equal when Python holds the keys equal.
 
-    They hash in linear time without collisions: numbers become bytes or text, since Python's own hash of a number lets a
-    file choose thousands of keys that collide. A tuple is looked at once, however many keys it is or is part of.
+    They hash in linear time without collisions: numbers of 32 bits and more become bytes or text, since Python's own hash of
+    such a number lets a file choose thousands of keys that collide. A tuple is looked at once, however many keys it is or is
+    part of.
 
     Attributes:
         repeated: the keys that were set twice, the first thousand.
@@ -91,9 +92,8 @@ class _Keys:
 
     def merge(self, pairs: list[tuple[Node, Node]]) -> list[tuple[Node, Node]]:
         """The pairs with each key once, at its first place with its last value."""
-        identities: list[Node] = [key for key, _ in pairs]
-        if not all(type(key) is str for key in identities):
-            identities = [self.identity(key) for key in identities]
+        only_text = all(type(key) is str for key, _ in pairs)
+        identities = [key if only_text else self.identity(key) for key, _ in pairs]
         if len(set(identities)) == len(pairs):
             return pairs
         last: dict[Node, tuple[Node, Node]] = {}
@@ -115,15 +115,20 @@ class _Keys:
             raise PickleError("The pickle uses a value as a dict key that Python cannot hash.")
         if type(key) is float:
             if key != key:
-                return id(key)
+                return "id", id(key)
             if not key.is_integer():
                 return "f", key.hex()
             key = int(key)
         if type(key) in (int, bool):
-            return "n", int(key).to_bytes(key.bit_length() // 8 + 1, "little", signed=True)
+            return int(key) if key.bit_length() < 32 else _long(int(key))
         if type(key) is Object:
             self._spend(_elements(key))
-        return id(key) if type(key) in (Object, Entry) else key
+        return ("id", id(key)) if type(key) in (Object, Entry) else key
+
+    def _part(self, key: Node) -> Node:
+        """The stand-in of a part of a tuple: never a number, since Python's hash of several lets a file choose collisions."""
+        found = self.identity(key)
+        return _long(found) if type(found) is int else found
 
     def _spend(self, parts: int) -> None:
         self.parts += parts
@@ -147,9 +152,13 @@ class _Keys:
         inner = [self.tuples[id(part)] for part in node if type(part) is tuple]
         depth = 1 + max((part.depth for part in inner), default=0)
         limits.KEY_DEPTH.check(depth, "The pickle uses tuples nested too deep as a dict key.")
-        parts = tuple(self.tuples[id(part)].stand_in if type(part) is tuple else self.identity(part) for part in node)
+        parts = tuple(self.tuples[id(part)].stand_in if type(part) is tuple else self._part(part) for part in node)
         count = len(node) + sum(part.parts for part in inner)
         self.tuples[id(node)] = _Tuple(node, ("t", self.numbers.setdefault(parts, len(self.numbers))), depth, count)
+
+
+def _long(number: int) -> Node:
+    return "n", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
 
 
 class _Tuple(NamedTuple):

@@ -206,6 +206,7 @@ class Machine:
 
     def name_global(self, module: str, name: str) -> None:
         """Push the inert record of a global."""
+        self.spend()
         if self.protocol < 3:
             module, name = python3_name(module, name)
         found = Global(module, name)
@@ -474,22 +475,23 @@ def _unicode(machine: Machine) -> None:
         raise machine.error("holds text that cannot be read") from None
 
 
-def _byte_string(data: bytes) -> Node:
-    """A Python 2 str: text when it is UTF-8 (torch.load's default encoding), else its bytes."""
+def _push_byte_string(machine: Machine, data: bytes) -> None:
+    """Push a Python 2 str: text when it is UTF-8 (torch.load's default encoding), else its bytes."""
     try:
-        return data.decode("utf-8")
+        machine.stack.append(data.decode("utf-8"))
     except UnicodeDecodeError:
-        return ByteString(data)
+        machine.spend()
+        machine.stack.append(ByteString(data))
 
 
 @_opcode(b"U")
 def _short_binstring(machine: Machine) -> None:
-    machine.stack.append(_byte_string(machine.take(machine.number(_U8))))
+    _push_byte_string(machine, machine.take(machine.number(_U8)))
 
 
 @_opcode(b"T", unusual="BINSTRING")
 def _binstring(machine: Machine) -> None:
-    machine.stack.append(_byte_string(machine.take(machine.number(_I32))))
+    _push_byte_string(machine, machine.take(machine.number(_I32)))
 
 
 @_opcode(b"S", unusual="STRING")
@@ -498,7 +500,7 @@ def _string(machine: Machine) -> None:
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
         raise machine.error("holds a string without its quotes")
     try:
-        machine.stack.append(_byte_string(_unescape(line[1:-1])))
+        _push_byte_string(machine, _unescape(line[1:-1]))
     except ValueError:
         raise machine.error("holds a string with a bad escape") from None
 
@@ -666,10 +668,14 @@ def _setitems(machine: Machine) -> None:
     _set(machine, _pairs(machine, machine.pop_mark()))
 
 
+_TEXT = frozenset((str,))
+
+
 def _pairs(machine: Machine, items: list[Node]) -> list[tuple[Node, Node]]:
     if len(items) % 2:
         raise machine.error("takes pairs, and finds an odd number of values")
-    machine.spend(len(items) // 4)  # a pair takes less than a container
+    # A pair takes less than a container; one whose key is no text takes more, until all keys have been compared.
+    machine.spend(len(items) // 4 if _TEXT.issuperset(map(type, items[::2])) else len(items) * 3 // 8)
     values = iter(items)
     return list(zip(values, values, strict=True))
 

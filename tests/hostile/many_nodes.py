@@ -82,7 +82,7 @@ def row_62_most_state_dicts() -> bytes:
 @bomb
 def row_62_most_pairs() -> bytes:
     """One dict with as many keys as it may have."""
-    count = (CONTAINERS.default + bombs.SIZE // 32 - 1000) * 2
+    count = (CONTAINERS.default + bombs.SIZE // 32 - 1000) * 4 // 3
     keys = b"".join(b"J" + index.to_bytes(4, "little") + p.NONE for index in range(min(count, (bombs.SIZE - 2000) // 6)))
     return crowd(keys, 10**9, p.EMPTY_DICT + p.MARK + keys, p.SETITEMS)
 

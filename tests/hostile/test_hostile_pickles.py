@@ -485,7 +485,7 @@ def test_64_cycle_through_a_tuple(tmp_path: Path) -> None:
     [
         (p.text("k"), p.text("k")), (b"K\x01", p.TRUE), (b"K\x01", b"G" + struct.pack(">d", 1.0)), (p.NONE, p.NONE),
         (p.sizes(1, 2), p.tuple_of(p.TRUE, b"G" + struct.pack(">d", 2.0))), (p.integer(2**80), p.integer(2**80)),
-        (b"C\x01k", b"C\x01k"),
+        (b"C\x01k", b"C\x01k"), (p.integer(2**40), b"G" + struct.pack(">d", 2.0**40)), (b"J\xfb\xff\xff\xff", p.integer(-5)),
     ],
 )  # fmt: skip
 def test_65_duplicate_keys(one: bytes, two: bytes, tmp_path: Path) -> None:
