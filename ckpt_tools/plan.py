@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from ckpt_tools.crc import crc32
 from ckpt_tools.errors import ChecksumError, ZipError
 from ckpt_tools.files import Source
 
@@ -24,7 +25,7 @@ class Checksum:
 
     def update(self, data: bytes | memoryview) -> None:
         """Take in the next bytes."""
-        self.value = zlib.crc32(data, self.value)
+        self.value = crc32(data, self.value)
         self.left -= len(data)
         if self.left == 0 and self.expected not in (None, self.value):
             raise ChecksumError(

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -284,3 +285,25 @@ def test_a_header_is_the_text_that_json_writes(shapes: dict[str, list[int]]) -> 
     assert {name: row["shape"] for name, row in json.loads(raw).items() if name != "__metadata__"} == {
         name: shape for name, shape in shapes.items() if name != "__metadata__"
     }
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_crcs_are_zlibs_with_isal_and_without(wrapped: Path, tmp_path: Path, installed: bool) -> None:
+    """The extra `fast` brings another CRC-32: used where it is installed, and the same number either way."""
+    counting = "import zlib\ncalls = 0\ndef crc32(*args):\n    global calls\n    calls += 1\n    return zlib.crc32(*args)\n"
+    (tmp_path / "isal").mkdir()
+    (tmp_path / "isal" / "__init__.py").write_text("")
+    (tmp_path / "isal" / "isal_zlib.py").write_text(counting if installed else "raise ImportError")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import ckpt_tools\n"
+        "ckpt_tools.convert(sys.argv[2], sys.argv[3], verify=True)\n"
+        "print(getattr(sys.modules.get('isal.isal_zlib'), 'calls', 0) > 0)"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(wrapped), str(tmp_path / "out.pth")],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert made.stdout == f"{installed}\n"
+    with zipfile.ZipFile(tmp_path / "out.pth") as archive:
+        assert archive.testzip() is None

@@ -13,7 +13,7 @@ PACKAGE = Path(ckpt_tools.__file__).parent
 
 # From the bottom up: a module may import from its own layer's packages and from those below.
 LAYERS = [
-    ["errors", "dtypes", "_version"],
+    ["errors", "dtypes", "crc", "_version"],
     ["limits", "names", "processes", "ranks", "temporaries", "journal", "findings"],
     ["files"],
     ["sources", "staging", "remote", "uploads"],

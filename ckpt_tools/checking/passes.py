@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ckpt_tools.crc import crc32
 from ckpt_tools.files import Source
 from ckpt_tools.plan import CHUNK
 
@@ -25,7 +25,7 @@ class Crc:
 
     def take(self, data: memoryview) -> None:
         """Take in the next bytes."""
-        self.value = zlib.crc32(data, self.value)
+        self.value = crc32(data, self.value)
 
 
 @dataclass(frozen=True, slots=True)

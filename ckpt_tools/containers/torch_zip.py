@@ -19,6 +19,7 @@ from functools import partial
 from ckpt_tools import limits
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.zip_directory import Directory, Record, RecordRange
+from ckpt_tools.crc import crc32
 from ckpt_tools.errors import ChecksumError, TensorError, ZipError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.checks import settle
@@ -148,7 +149,7 @@ def check_pickle(source: Source, size: int, *, deflated: bool) -> None:
 
 def read_record(source: Source, record: Record, *, check: bool) -> bytes:
     data = read(record_content(source, record))
-    if check and zlib.crc32(data) != record.crc:
+    if check and crc32(data) != record.crc:
         raise ChecksumError(
             f"The bytes of {record.name} do not match their CRC-32: the file is damaged.",
             fix="Get the file again; ckpt check and ckpt repair tell what is whole.",

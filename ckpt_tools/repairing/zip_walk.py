@@ -10,13 +10,13 @@ Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.9 (data desc
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckpt_tools import limits
 from ckpt_tools.containers.zip_directory import ALIGNMENT, CENTRAL, LOCAL
+from ckpt_tools.crc import crc32
 from ckpt_tools.errors import DamagedFileError
 from ckpt_tools.files import Source
 from ckpt_tools.plan import CHUNK, Content, Deflated, Range, chunks
@@ -215,7 +215,7 @@ class _Walk:
         value = 0
         try:
             for chunk in chunks(found.content(self.source)):
-                value = zlib.crc32(chunk, value)
+                value = crc32(chunk, value)
         except DamagedFileError:
             return None
         return value
