@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from torch import nn
 
 import ckpt_tools.torch as ckpt
 from ckpt_tools.errors import (
+    ChangedFileError,
     CkptError,
     ConvertError,
     DamagedFileError,
@@ -23,6 +26,8 @@ from ckpt_tools.errors import (
     TargetError,
     UsageError,
 )
+from ckpt_tools.files import Source
+from ckpt_tools.torch import copying
 from fixtures.make import Network, TiedNetwork, Wrapped, network
 from tests.graphs import element_bytes
 from tests.samples import FIXTURES
@@ -521,3 +526,32 @@ def test_select_is_text() -> None:
     """A number is no path."""
     with pytest.raises(UsageError, match="select=0"):
         ckpt.load_state_dict(FIXTURES / "single.pth", select=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_share_the_reads(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors longer than a step are read in steps, by as many threads as torch has; a damaged file's error comes through."""
+    monkeypatch.setattr(copying, "_STEP", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    readers: set[int] = set()
+    read_into = Source.read_into
+
+    def noting(source: Source, offset: int, buffer: memoryview) -> None:
+        readers.add(threading.get_ident())
+        time.sleep(0.001)
+        read_into(source, offset, buffer)
+
+    monkeypatch.setattr(Source, "read_into", noting)
+    path = tmp_path / "in.pth"
+    state = {"a": torch.randn(40, 5), "b": torch.randn(3), "c": torch.arange(999)}
+    torch.save(state, path)
+    model = nn.Module()
+    for name, value in state.items():
+        model.register_buffer(name, torch.zeros_like(value))
+    ckpt.load_into(model, path)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert len(readers) == threads
+
+    monkeypatch.setattr(Source, "read_into", lambda source, offset, buffer: (_ for _ in ()).throw(source.changed()))
+    with pytest.raises(ChangedFileError):
+        ckpt.load_into(model, path)

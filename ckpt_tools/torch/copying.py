@@ -3,31 +3,73 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from ckpt_tools.files import Source
 from ckpt_tools.numeric import blocks, row_major, torch_dtype
 from ckpt_tools.plan import Content, Range, chunks, read_into
 from ckpt_tools.tree import Entry
 
+_STEP = 16 << 20
+_Read = tuple[Source, int, memoryview]
 
-def copy_into(entry: Entry, tensor: torch.Tensor) -> None:
-    """Copy an entry into a tensor of its shape.
+
+def copy_all(copies: Iterable[tuple[Entry, torch.Tensor]]) -> None:
+    """Copy each entry into a tensor of its shape.
 
     Where the tensor's memory is the file's bytes in their order (on the CPU, contiguous, of the same dtype), the file is read
-    into it. Else it goes through a buffer of a few megabytes: to another device, dtype or memory format.
+    into it, by as many threads as torch itself works with. Else it goes through a buffer of a few megabytes: to another
+    device, dtype or memory format.
     """
-    if not entry.numel:
+    reads: list[_Read] = []
+    for entry, tensor in copies:
+        if not entry.numel:
+            continue
+        content, dtype = row_major(entry), torch_dtype(entry.dtype)
+        if not _is_plain_memory(tensor) or tensor.dtype != dtype:
+            elements = _Elements(content, dtype)
+            for block in blocks(tensor.detach()):
+                block.copy_(elements.take(block.numel()).reshape(block.shape))
+        elif isinstance(content, Range) and content.source.fd >= 0:
+            memory = memory_of(tensor)
+            steps = range(0, len(memory), _STEP)
+            reads += [(content.source, content.offset + start, memory[start : start + _STEP]) for start in steps]
+        else:
+            read_into(content, memory_of(tensor))
+    _read_all(reads)
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _read_all(reads: list[_Read]) -> None:
+    """Fresh memory is mapped as it is first written to, page by page: that takes longer than the copy, and threads share it."""
+    threads = min(torch.get_num_threads(), sum(len(memory) for *_, memory in reads) // _STEP)
+    reads.reverse()
+    if threads < 2 or not hasattr(os, "pread"):  # else threads would move one position in the file
+        _read_some(reads)
         return
-    content, dtype = row_major(entry), torch_dtype(entry.dtype)
-    plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    if plain and tensor.dtype == dtype:
-        read_into(content, memory_of(tensor))
-        return
-    elements = _Elements(content, dtype)
-    for block in blocks(tensor.detach()):
-        block.copy_(elements.take(block.numel()).reshape(block.shape))
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for done in [pool.submit(_read_some, reads) for _ in range(threads)]:
+                done.result()
+        finally:
+            reads.clear()  # after an error the other threads have nothing more to do
+
+
+def _read_some(reads: list[_Read]) -> None:
+    """Take reads from the end of the list until there are none."""
+    while True:
+        try:
+            source, offset, memory = reads.pop()
+        except IndexError:
+            return
+        source.read_into(offset, memory)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

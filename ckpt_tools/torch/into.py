@@ -25,7 +25,7 @@ from ckpt_tools.plan import Computed, Content, Deflated, Joined, chunks, read
 from ckpt_tools.plans import plan_of
 from ckpt_tools.targets import Param, params_of
 from ckpt_tools.torch.building import Builder
-from ckpt_tools.torch.copying import copy_into
+from ckpt_tools.torch.copying import copy_all
 from ckpt_tools.torch.loading import choose, loadable
 from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
@@ -217,17 +217,14 @@ class _Loading:
         """Give modules their extra state, copy, and put new tensors in place."""
         for module, state in self.extra_state:
             module.set_extra_state(state)
-        fresh: list[tuple[Slot, torch.Tensor]] = []
         with torch.no_grad():
-            for copy in self.copies:
-                into = copy.into
-                if into is None:
-                    into = _new_tensor(copy, self.assign)
-                    fresh.append((copy.slot, into))
-                copy_into(copy.entry, into)
-                torch.autograd.graph.increment_version(into)  # autograd has not seen what was read into its memory
-        for slot, tensor in fresh:
-            _put(slot, tensor)
+            tensors = [_new_tensor(copy, self.assign) if copy.into is None else copy.into for copy in self.copies]
+            copy_all((copy.entry, tensor) for copy, tensor in zip(self.copies, tensors, strict=True))
+            for tensor in tensors:
+                torch.autograd.graph.increment_version(tensor)  # autograd has not seen what was read into its memory
+        for copy, tensor in zip(self.copies, tensors, strict=True):
+            if copy.into is None:
+                _put(copy.slot, tensor)
 
 
 def _first_names(slots: Slots) -> dict[str, str]:
