@@ -98,6 +98,7 @@ from pathlib import Path
 model = {}
 for path in sorted(Path(sys.argv[1]).glob("*.safetensors")):
     model |= safetensors.torch.load_file(path)
+Path(sys.argv[2]).mkdir()
 huggingface_hub.save_torch_state_dict(model, sys.argv[2], max_shard_size="2.8GB")
 """
 CLEAN = """
