@@ -287,3 +287,11 @@ def test_jobs_change_nothing_but_the_time(tmp_path: Path) -> None:
     documents = [json.loads(line) for line in several.stdout.splitlines()]
     assert [document.get("error") for document in documents] == [None, None, None, "NotACheckpointError", None, None]
     assert shell("inspect", "--jobs", "2", tmp_path / "0.pth", tmp_path / "1.pth").stdout.count("torch-zip") == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_message_that_cannot_be_printed_leaves_the_exit_code(tmp_path: Path) -> None:
+    """Where standard error fails too, the exit code is that of the error, not of a traceback."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ckpt_tools", "inspect", str(tmp_path / "none.pth")]
+        assert subprocess.run(command, stderr=full, stdout=subprocess.PIPE, check=False).returncode == 3

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -81,26 +81,32 @@ class _Group(click.Group):
         except CkptError as error:
             from ckpt_tools.render.text import print_error
 
-            print_error(error)
+            try:
+                print_error(error)
+            except OSError:  # standard error fails too: the exit code still tells
+                _silence(sys.stderr)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             ctx.exit(130)
         except BrokenPipeError:
             # The reader of our output (head, less) has gone.
-            _silence()
+            _silence(sys.stdout)
             ctx.exit(1)
         except OSError as error:  # of files that we read or write it would be a CkptError
-            _silence()
+            _silence(sys.stdout)
             what = "The report cannot be printed" if error.filename is None else str(error.filename)
-            click.echo(f"Error: {what}: {error.strerror or error}.", err=True)
+            try:
+                click.echo(f"Error: {what}: {error.strerror or error}.", err=True)
+            except OSError:
+                _silence(sys.stderr)
             ctx.exit(3)
 
 
-def _silence() -> None:
-    """Standard output goes nowhere from now on, so that the exit does not fail on it."""
+def _silence(stream: TextIO) -> None:
+    """A standard stream goes nowhere from now on, so that the exit does not fail on it."""
     with contextlib.suppress(OSError, ValueError):  # in a test it may be no file
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @contextlib.contextmanager
