@@ -186,7 +186,7 @@ def _values(root: Node) -> Iterator[tuple[str, Any]]:
         if type(node) is Dict:
             continue
         value = as_value(node) if type(node) is Object else node
-        plain_value = _is_row(node) or type(value) not in (Dict, List, tuple, Object, Global, Storage, Entry)
+        plain_value = _is_row(node) or type(value) not in (List, tuple, Object, Global, Storage, Entry)
         if where and plain_value and not (type(node) is Object and value is None):
             yield dotted(where), value_text(value)
 

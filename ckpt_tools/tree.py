@@ -89,7 +89,8 @@ class Entry:
     @property
     def span(self) -> int:
         """Elements of its storage from the first to the last, those between them included; 0 for an empty tensor."""
-        return _span(self.shape, self.stride) or 0
+        span = _span(self.shape, self.stride)
+        return span if isinstance(span, int) else 0
 
     @property
     def is_contiguous(self) -> bool:
@@ -205,8 +206,10 @@ def check(entry: Entry, name: str = "a tensor") -> None:
     """Raise TensorError unless the view lies inside its storage. Every reader's result and writer's input passes here."""
     offset, storage = entry.offset, entry.storage
     span = _span(entry.shape, entry.stride)
-    if span is None or not 0 <= offset < 1 << 63:
-        raise TensorError(f"{name} {_impossible(entry.shape, entry.stride, offset)}.")
+    if isinstance(span, str):
+        raise TensorError(f"{name} {span}.")
+    if not 0 <= offset < 1 << 63:
+        raise TensorError(f"{name} {'claims an offset over 2**63' if offset > 0 else _NEGATIVE}.")
     end = (offset + span) * entry.dtype.bits
     if span and end > storage.nbytes * 8:
         raise TensorError(
@@ -215,28 +218,22 @@ def check(entry: Entry, name: str = "a tensor") -> None:
         )
 
 
-def _impossible(shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> str:
-    """Why no tensor has these."""
-    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
-        return f"has {len(shape)} sizes and {len(stride)} strides"
-    if offset < 0 or (shape and min(*shape, *stride) < 0):
-        return "has a negative size, stride or offset"
-    if offset >> 63:
-        return "claims an offset over 2**63"
-    return f"claims {len(shape)} dimensions with more than 2**59 elements, or a stride over 2**63"
+_NEGATIVE = "has a negative size, stride or offset"
 
 
 @lru_cache(maxsize=4096)
-def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Elements from the first to the last, 0 for none; None for what no tensor has. Models repeat few shapes."""
-    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS or (shape and min(*shape, *stride) < 0):
-        return None
+def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | str:
+    """Elements from the first to the last, 0 for none; as text, why no tensor has these. Models repeat few shapes."""
+    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
+        return f"has {len(shape)} sizes and {len(stride)} strides"
+    if shape and min(*shape, *stride) < 0:
+        return _NEGATIVE
     last, numel = 0, 1
     for size, step in zip(shape, stride, strict=True):
         numel *= size
         last += (size - 1) * step
         if numel > MAX_ELEMENTS or step.bit_length() > 63:
-            return None
+            return f"claims {len(shape)} dimensions with more than 2**59 elements, or a stride over 2**63"
     return last + 1 if numel else 0
 
 

@@ -22,8 +22,6 @@ from ckpt_tools.plan import Deflated, Range, chunks
 from ckpt_tools.sources import Files, Window
 from ckpt_tools.tree import Entry, Storage, Where, reachable
 
-# Tensors may overlap and be expanded: together they may be hashed and counted for this many bytes, and no more.
-
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
@@ -190,6 +188,7 @@ def _inflated_crc(source: Source, record: Record) -> int | None:
 def _views(checkpoint: Checkpoint, read: Read, digest: bool, count: bool, heads: frozenset[Where]) -> list[_View]:
     """Every view once; tied tensors are hashed and counted once."""
     views: dict[tuple[int, str], _View] = {}
+    # Tensors may overlap and be expanded: together they may be hashed and counted for so many bytes, and no more.
     left = limits.WORK_BYTES.most(checkpoint.file_bytes)
     for tensor in checkpoint.tensors:
         entry = tensor.node

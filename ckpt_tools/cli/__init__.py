@@ -81,13 +81,12 @@ class _Group(click.Group):
         except CkptError as error:
             from ckpt_tools.render.text import print_error
 
-            try:
+            with _telling():
                 print_error(error)
-            except OSError:  # standard error fails too: the exit code still tells
-                _silence(sys.stderr)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
-            click.echo("Interrupted.", err=True)
+            with _telling():
+                click.echo("Interrupted.", err=True)
             ctx.exit(130)
         except BrokenPipeError:
             # The reader of our output (head, less) has gone.
@@ -96,11 +95,18 @@ class _Group(click.Group):
         except OSError as error:  # of files that we read or write it would be a CkptError
             _silence(sys.stdout)
             what = "The report cannot be printed" if error.filename is None else str(error.filename)
-            try:
+            with _telling():
                 click.echo(f"Error: {what}: {error.strerror or error}.", err=True)
-            except OSError:
-                _silence(sys.stderr)
             ctx.exit(3)
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[None]:
+    """A message on standard error; where that cannot be written either, the exit code has to do."""
+    try:
+        yield
+    except OSError:
+        _silence(sys.stderr)
 
 
 def _silence(stream: TextIO) -> None:
