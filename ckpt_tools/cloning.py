@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.files import Output, Source, free_bytes
+from ckpt_tools.files import Output, Source, free_bytes, reserve
 
 _FROM = 32 << 20  # below this a copy takes less time than a thread is worth
 _STEP, _STEP_SECONDS = 64 << 20, 0.1  # a step grows while it takes less: after each the thread waits for Python's lock
@@ -55,6 +55,7 @@ class Clone:
             return self
         free = free_bytes(self.output.target.parent)
         if hasattr(os, "copy_file_range") and (free is None or free > self.source.size):
+            reserve(self.output.fd, self.source.size)
             self._thread = threading.Thread(target=self._copy, args=(self.source,), daemon=True)
             self._thread.start()
         return self

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import stat
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,10 @@ from ckpt_tools.errors import ChangedFileError, NotACheckpointError, OutputError
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 
+
+_RESERVE = 0x40305828  # FS_IOC_RESVSP of linux/falloc.h; where it is another number the call fails
+_SPACE = struct.Struct("hhqqiI4i")  # struct space_resv: type, whence, start, length, four fields that nobody reads
+_RESERVE_FROM = 4 << 20  # bytes
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
@@ -280,6 +285,19 @@ def check_space(folder: Path, target: Path, size: int, *, written: int = 0) -> N
     free = free_bytes(folder)
     if free is not None and free + written < size:
         raise no_space(target, size)
+
+
+def reserve(fd: int, size: int) -> None:
+    """Have the blocks of a file allocated before its bytes come, where the system can: they are written faster then.
+
+    Its length stays. A disk without room is no error here: whoever writes the bytes meets it.
+    """
+    if size < _RESERVE_FROM:
+        return
+    with contextlib.suppress(ImportError, OSError):
+        from fcntl import ioctl
+
+        ioctl(fd, _RESERVE, _SPACE.pack(0, os.SEEK_SET, 0, size, 0, 0, 0, 0, 0, 0))
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeAlias
 
 from ckpt_tools.cloning import Clone
-from ckpt_tools.files import Output, no_space, output_error
+from ckpt_tools.files import Output, no_space, output_error, reserve
 from ckpt_tools.pipeline import Pipeline
 from ckpt_tools.plan import CHUNK, Checksum, Computed, Joined, Late, Piece, Range, chunks, total
 
@@ -37,6 +37,8 @@ def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = N
     works = any(piece.checksum is not None or isinstance(piece.content, Computed) for piece in pieces)
     loop = _Loop(output, total(pieces), progress, clone, works=works)
     try:
+        if clone is None or not clone.done:
+            reserve(output.fd, loop.size)
         _wait_for(clone, progress, loop.size)
         for piece in pieces:
             loop.add(piece)

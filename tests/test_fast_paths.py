@@ -21,7 +21,7 @@ from ckpt_tools import cloning, writer
 from ckpt_tools.containers.safetensors import lay_out
 from ckpt_tools.dtypes import DTYPES as ALL_DTYPES
 from ckpt_tools.errors import CkptError
-from ckpt_tools.files import replacing
+from ckpt_tools.files import replacing, reserve
 from ckpt_tools.names import dotted
 from ckpt_tools.pickling import fused
 from ckpt_tools.pickling.reader import Machine
@@ -202,6 +202,43 @@ def test_a_clone_of_another_file_is_not_trusted(wrapped: Path, tmp_path: Path, m
             assert not clone.holds(content.source, 0, 10)
             writer.write([Piece(Range(content.source, 0, checkpoint.file_bytes))], output, None, clone)
     assert (tmp_path / "out.pth").read_bytes() == wrapped.read_bytes()
+
+
+def _blocks(path: Path) -> int:
+    """Bytes on the disk that a file takes."""
+    return path.stat().st_blocks * 512
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the blocks")
+def test_blocks_are_reserved_ahead_and_given_back(wrapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room for the bytes is there before them, the length is not; what an output does not need is free again."""
+    size = 40 << 20
+    with (tmp_path / "room").open("wb") as file:
+        reserve(file.fileno(), size)
+    if not _blocks(tmp_path / "room"):
+        pytest.skip("this file system allocates when bytes are written")
+    assert (tmp_path / "room").stat().st_size == 0
+    assert _blocks(tmp_path / "room") >= size
+
+    monkeypatch.setattr(cloning, "_FROM", 0)
+    large = tmp_path / "large.pth"
+    torch.save(torch.zeros(size // 4), large)
+    with replacing(tmp_path / "out.pth") as output, cloning.Clone(large, output) as clone:
+        while clone.under_way(1):
+            pass
+        writer.write([Piece(Literal(wrapped.read_bytes()))], output, None, clone)
+    assert (tmp_path / "out.pth").read_bytes() == wrapped.read_bytes()
+    assert _blocks(tmp_path / "out.pth") < 1 << 20
+
+
+def test_where_no_block_can_be_reserved_nothing_happens() -> None:
+    """A pipe has no blocks."""
+    reading, writing = os.pipe()
+    try:
+        reserve(writing, 40 << 20)
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
