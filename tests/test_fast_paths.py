@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,14 @@ def test_blocks_are_reserved_ahead_and_given_back(wrapped: Path, tmp_path: Path,
         writer.write([Piece(Literal(wrapped.read_bytes()))], output, None, clone)
     assert (tmp_path / "out.pth").read_bytes() == wrapped.read_bytes()
     assert _blocks(tmp_path / "out.pth") < 1 << 20
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="looks for a file system in memory")
+def test_a_file_system_in_memory_is_left_alone() -> None:
+    """There, blocks reserved are pages touched once more."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        reserve(file.fileno(), 40 << 20)
+        assert os.fstat(file.fileno()).st_blocks == 0
 
 
 def test_where_no_block_can_be_reserved_nothing_happens() -> None:
