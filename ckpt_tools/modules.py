@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_tools import limits
-from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Where
+from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Where, component
 
 # In one state dict: modules that hold themselves, or one another twice, would have endless names.
 _MAX_DEPTH = 900
@@ -78,8 +78,9 @@ def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
             raise limits.SUBMODULES.error("A pickled module has more sub-modules than a model has: they may hold one another.")
         yield prefix, node, state
         children = mapping(state.get("_modules"))
-        inside = ((prefix if name == _TRANSPARENT else f"{prefix}{name}.", child) for name, child in reversed(children))
-        todo.extend((path, depth + 1, child) for path, child in inside if child is not None)
+        inside = [(name, child) for name, child in reversed(children) if child is not None]
+        paths = (prefix if name == _TRANSPARENT else f"{prefix}{component(name)}." for name, _ in inside)
+        todo.extend((path, depth + 1, child) for path, (_, child) in zip(paths, inside, strict=True))
 
 
 def named_tensors(module: Object) -> Iterator[tuple[str, Node]]:
@@ -89,7 +90,7 @@ def named_tensors(module: Object) -> Iterator[tuple[str, Node]]:
         buffers = [pair for pair in mapping(state.get("_buffers")) if pair[0] not in hidden]
         for name, value in (*mapping(state.get("_parameters")), *buffers):
             if value is not None:
-                yield f"{prefix}{name}", value
+                yield f"{prefix}{component(name)}", value
 
 
 def module_state_dict(module: Object) -> Dict:

@@ -108,8 +108,9 @@ def plain_for_2_4(node: Node, key: Key) -> Node:
     name, args = node.name, node.args
     if name == "builtins.set":
         return List(list(args[0].items)) if args and type(args[0]) is List else List()
-    if name == "builtins.complex" and {type(part) for part in args} <= {float, int} and len(args) == 2:
-        return _number_tensor("complex128", struct.pack("<2d", *args), key)
+    if name == "builtins.complex":
+        number = _complex(args)
+        return DROP if number is None else _number_tensor("complex128", struct.pack("<2d", number.real, number.imag), key)
     if name == "builtins.bytearray":
         data = _buffer(args)
         return DROP if data is None else _bytes_tensor(data, key)
@@ -121,11 +122,22 @@ def key_for_2_4(plain: Callable[[Node], Node]) -> Callable[[Node], Node]:
 
     def convert(node: Node) -> Node:
         new = plain(node)
-        if type(new) is Object and new.name == "builtins.complex" and {type(part) for part in new.args} <= {float, int}:
-            return str(complex(*new.args))
+        if type(new) is Object and new.name == "builtins.complex":
+            number = _complex(new.args)
+            return DROP if number is None else str(number)
         return new
 
     return convert
+
+
+def _complex(args: Node) -> complex | None:
+    """The number that two parts make; None for anything else, and for whole numbers that no float holds."""
+    if type(args) is not tuple or len(args) != 2 or not {type(part) for part in args} <= {float, int}:
+        return None
+    try:
+        return complex(*args)
+    except OverflowError:
+        return None
 
 
 def _buffer(args: Node) -> bytes | None:
@@ -157,7 +169,7 @@ def _attributes_dict(node: Object, key: Key) -> Node:
 
 def _path(node: Object, key: Key) -> Node:
     parts = [part for part in node.args if type(part) is str]
-    windows = "Windows" in str(node.function)
+    windows = "Windows" in node.name
     separator = "\\" if windows else "/"
     head, *tail = parts or ["."]
     return head + (separator if tail and not head.endswith(separator) else "") + separator.join(tail)
@@ -191,7 +203,7 @@ def _zone(node: Object) -> Any:
     """The time zone of a pickled datetime.timezone; ValueError for another class's."""
     import datetime
 
-    if str(node.function) != "datetime.timezone":
+    if node.name != "datetime.timezone":
         raise ValueError("not a fixed time zone")
     return datetime.timezone(datetime.timedelta(*node.args[0].args))
 
@@ -254,7 +266,7 @@ _STRUCT = {
 
 def _numpy_type(node: Node) -> tuple[str, str]:
     """The code ("f8") and byte order ("<" or ">") of a pickled numpy.dtype."""
-    if type(node) is not Object or str(node.function) != "numpy.dtype" or type(node.args[0]) is not str:
+    if type(node) is not Object or node.name != "numpy.dtype" or type(node.args[0]) is not str:
         raise ValueError("not a numpy dtype")
     order = node.state[1] if type(node.state) is tuple else "<"
     return node.args[0], ">" if order == ">" else "<"

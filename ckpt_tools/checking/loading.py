@@ -21,6 +21,7 @@ from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree import Global
 
 _OBJECTS = "--objects plain"
+_LONGEST_TAG = 20  # "cuda:" and more digits than any machine has devices
 
 
 def explained(finding: Finding, checkpoint: Checkpoint) -> Finding:
@@ -60,7 +61,7 @@ def _devices(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _are_indices(tags: Sequence[str]) -> bool:
-    return all(tag.partition(":")[2].isdecimal() or tag == "cuda" for tag in tags)
+    return all(tag == "cuda" or (tag.partition(":")[2].isdecimal() and len(tag) < _LONGEST_TAG) for tag in tags)
 
 
 def _no_such_device(tag: str, present: int) -> str:

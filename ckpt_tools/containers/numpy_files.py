@@ -268,7 +268,7 @@ class Arrays:
         if state is None or type(state[0]) is not tuple or type(state[3]) is not bytes:
             return node
         shape, kind, fortran, data = state
-        code = kind.args[0] if type(kind) is Object and str(kind.function) == "numpy.dtype" and kind.args else None
+        code = kind.args[0] if type(kind) is Object and kind.name == "numpy.dtype" and kind.args else None
         dtype = BY_NUMPY.get(code) if type(code) is str else None
         if dtype is None or any(type(size) is not int or size < 0 for size in shape):
             return node
@@ -295,12 +295,7 @@ def _array_state(node: Object) -> tuple[Node, Node, Node, Node] | None:
         return state[1:] if type(state) is tuple and len(state) == 5 else None
     if node.function in _FROMBUFFER and type(node.args) is tuple and len(node.args) == 4 and not node.steps:
         buffer, kind, shape, order = node.args
-        if (
-            type(buffer) is Object
-            and str(buffer.function) == "builtins.bytearray"
-            and type(buffer.args) is tuple
-            and buffer.args
-        ):
+        if type(buffer) is Object and buffer.name == "builtins.bytearray" and type(buffer.args) is tuple and buffer.args:
             buffer = buffer.args[0]
         return shape, kind, order == "F", buffer
     return None

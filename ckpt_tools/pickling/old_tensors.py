@@ -75,7 +75,7 @@ def _variable(node: Object) -> Node:
         requires_grad, _, hooks = state or (grad, False, None)
     else:
         return node
-    if type(data) is Object and data.function in TENSOR_CLASSES:
+    if type(data) is Object and _is_old(data) and data.function in TENSOR_CLASSES:
         data = _modern(data)
     if type(data) is not Entry or data.extras is not None or type(requires_grad) is not bool:
         return node

@@ -88,9 +88,9 @@ class Builder:
 
     def object(self, node: Node) -> Any:
         """One of the few known objects that stay objects when made plain."""
-        make = _OBJECTS.get(str(node.function)) if type(node) is Object else None
+        make = _OBJECTS.get(node.name) if type(node) is Object else None
         if make is None or type(node.args) is not tuple or node.steps:
-            what = "a sparse, quantised, nested or meta tensor" if is_tensor(node) else f"{getattr(node, 'function', node)}"
+            what = "a sparse, quantised, nested or meta tensor" if is_tensor(node) else getattr(node, "name", "a global")
             raise ObjectsError(f"{self.path} holds {what}, which cannot be made without torch.load.")
         args = [part.items if type(part) is List else part for part in node.args]
         return make(*map(self.value, args)) if not any(type(arg) is list for arg in args) else make(*args)

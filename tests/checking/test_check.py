@@ -25,6 +25,9 @@ from ckpt_tools.errors import DigestError, OutputExistsError, UsageError
 from ckpt_tools.files import Source
 from ckpt_tools.findings import CODES
 from ckpt_tools.plan import CHUNK
+from tests.hostile import pickles as p
+from tests.hostile.refusals import write
+from tests.hostile.zips import torch_zip
 from tests.samples import PTH, SAFETENSORS, corpus
 from tests.zips import flip_byte, rewrite
 
@@ -353,6 +356,14 @@ def test_cuda_tags_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     mixed = Path(__file__).parents[2] / "fixtures" / "mixed_devices.pth"
     (finding,) = [finding for finding in check(mixed).findings if finding.code == "no-such-device"]
     assert "CUDA device 3 but torch.cuda.device_count() is 1" in finding.says
+
+
+def test_cuda_tags_of_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tag with a number of thousands of digits, or with none, is a device that is not here."""
+    monkeypatch.setattr("ckpt_tools.checking.loading._cuda_devices", lambda: 1)
+    for tag in (f"cuda:{'1' * 5000}", "cuda:x"):
+        path = write(tmp_path, torch_zip(p.pickle(p.dict_of(w=p.tensor(on=p.storage(device=tag)))), {"0": bytes(24)}))
+        assert "no-such-device" in codes(path)
 
 
 def renamed_global(path: Path, old: bytes, new: bytes) -> None:

@@ -142,6 +142,34 @@ def row_60_laughs() -> bytes:
     return torch_zip(p.pickle(p.dict_of(w=p.tensor(), x=p.EMPTY_LIST + p.put(0) + levels + p.TUPLE2 * 60)), FLOATS)
 
 
+def calls_of_laughs() -> bytes:
+    """What Python looks at by its class, as a call of a tuple of sixty levels, each holding the one below twice."""
+    levels = b"".join(p.get(level) * 2 + p.TUPLE2 + p.put(level + 1) for level in range(60))
+    made = p.EMPTY_TUPLE + p.put(0) + levels + p.EMPTY_TUPLE + p.REDUCE + p.put(100)
+    eight, again = b"C\x08" + bytes(8), p.get(100)
+    array = p.call("numpy.core.multiarray", "_reconstruct", p.glob("numpy", "ndarray"), p.sizes(0), b"C\x01b")
+    return p.list_of(
+        made,
+        p.call("numpy.core.multiarray", "scalar", again, eight),
+        array + p.tuple_of(b"K\x01", p.sizes(1), again, p.FALSE, eight) + p.BUILD,
+        p.call("numpy.core.numeric", "_frombuffer", again, again, p.sizes(1), p.text("C")),
+        p.call("torch.nn.parameter", "Parameter", again),
+        p.call("datetime", "datetime", b"C\x0a\x07\xe8" + b"\1" * 8, again),
+    )
+
+
+@bomb
+def row_60_calls_of_laughs() -> bytes:
+    """Objects whose class is looked at, made by a call of a tuple that would take 2**60 parts to write or to hash."""
+    return torch_zip(p.pickle(p.dict_of(w=p.tensor(), x=calls_of_laughs())), FLOATS)
+
+
+@bomb
+def row_60_calls_of_laughs_in_a_pickle() -> bytes:
+    """The same without torch around it, where arrays are tensors."""
+    return p.pickle(p.dict_of(x=calls_of_laughs()))
+
+
 @bomb
 def row_60_bytes_made_again_and_again() -> bytes:
     """A long text, encoded a million times by calls that share their arguments."""

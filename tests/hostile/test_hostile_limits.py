@@ -78,7 +78,10 @@ def test_what_is_small_in_a_pickle_counts(name: str, tmp_path: Path, monkeypatch
     assert (seconds < 3 * CPU_SECONDS, megabytes < MEGABYTES) == (True, True), (said, seconds, megabytes)
 
 
-CONVERTED = ["row_58_state_dicts_in_state_dicts", "row_60_laughs", "row_61_colliding_keys", "row_60_wide_list_shared"]
+CONVERTED = [
+    "row_58_state_dicts_in_state_dicts", "row_60_laughs", "row_61_colliding_keys", "row_60_wide_list_shared",
+    "row_60_calls_of_laughs", "row_60_calls_of_laughs_in_a_pickle",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])

@@ -416,6 +416,26 @@ def test_63_long_numbers(tmp_path: Path) -> None:
         assert ckpt_tools.convert(path, tmp_path / target).tensors == 1
 
 
+def test_63_long_numbers_in_objects(tmp_path: Path) -> None:
+    """Long numbers as the parts of a complex number, as value and as key, and as the names in a module: no text, no float."""
+    number = p.integer(1 << 100_000)
+    complex_ = p.call("builtins", "complex", number, b"K\x00")
+    path = write(tmp_path, beside(p.list_of(complex_, p.EMPTY_DICT + complex_ + b"K\x07" + p.SETITEM)))
+    report = ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
+    assert [row.became for row in report.objects if row.name == "builtins.complex"] == ["text", "dropped"]
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["x"] == [{"builtins.complex": 7}]
+    empty = p.EMPTY_DICT
+    inner = p.glob("my", "Net") + p.EMPTY_TUPLE + b"\x81" + p.dict_of(
+        _parameters=empty + number + p.tensor() + p.SETITEM, _buffers=empty, _modules=empty) + p.BUILD  # fmt: skip
+    outer = p.glob("my", "Net") + p.EMPTY_TUPLE + b"\x81" + p.dict_of(
+        _parameters=empty, _buffers=empty, _modules=empty + number + inner + p.SETITEM) + p.BUILD  # fmt: skip
+    path = write(tmp_path, raw(outer))
+    name = "<int of 100001 bits>.<int of 100001 bits>"
+    assert [row["name"] for row in ckpt_tools.inspect(path).tensors] == [name]
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain", overwrite=True)
+    assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == [name]
+
+
 HUGE = p.integer(-(1 << 100_000))
 HUGE_PLUS = p.integer(1 << 100_000)
 
