@@ -6,7 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
+from shlex import quote
 from typing import Any
 
 from ckpt_tools import plain
@@ -83,16 +84,18 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
         return StateDict((), root)
     wheres = [dotted(state_dict.where) for state_dict in found]
     if len(found) > 1:
+        others = _drops([where for where in wheres if where])
         raise ContainerLimitError(
             f"{holder} holds one flat state dict; this checkpoint has {len(found)}: {', '.join(map(repr, wheres))}.",
-            fix=f"Choose one: --select {wheres[0] or wheres[1]}",
+            fix=f"Choose one: --select {quote(wheres[0])}" if wheres[0] else f"Leave out what lies in another: {others}",
         )
-    outside = list(islice(_outside(root, found[0] if found else StateDict((), Dict())), 1000))
-    optimizers = [dotted(where) for where, _ in find_optimizers(root)]
+    own = found[0] if found else StateDict((), Dict())
+    outside = list(islice(_outside(root, own), 1000))
     if outside or not found:
-        parts = list(dict.fromkeys(str(where[0]) for where in outside if where))
-        fixes = [f"take the state dict alone: --select {wheres[0]}"] if wheres and wheres[0] else []
-        drops = " ".join(f"--drop {part}" for part in ([path for path in optimizers if path] or parts)[:4] if found)
+        parts = _parts(root, own, outside)
+        beside = any(where[: len(own.where)] != own.where for where in outside)
+        fixes = [f"take the state dict alone: --select {quote(wheres[0])}"] if found and beside else []
+        drops = _drops(parts) if found else ""
         fixes += [f"leave them out: {drops}"] if drops else []
         fixes = fixes or ["write a .pth, which holds anything"]
         places = f", in {', '.join(map(repr, parts[:4]))}" if parts else ""
@@ -103,13 +106,28 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
     return found[0]
 
 
+def _parts(root: Node, state_dict: StateDict, outside: Sequence[Where]) -> list[str]:
+    """What is to be left out for tensors outside of the state dict to go: whole optimizers, else all that is beside it."""
+    optimizers = [where for where, _ in find_optimizers(root) if where]
+    parts = []
+    for where in outside:
+        whole = [optimizer for optimizer in optimizers if where[: len(optimizer)] == optimizer]
+        shared = sum(1 for _ in takewhile(lambda steps: steps[0] == steps[1], zip(where, state_dict.where, strict=False)))
+        parts.append(dotted(whole[0] if whole else where[: shared + 1]))
+    return list(dict.fromkeys(part for part in parts if part))
+
+
+def _drops(paths: Sequence[str]) -> str:
+    return " ".join(f"--drop {quote(path)}" for path in paths[:4])
+
+
 def _outside(root: Node, state_dict: StateDict) -> Iterator[Where]:
-    """Where there are tensors that are no direct part of the state dict."""
+    """Where there are tensors that are no direct part of the state dict, or have no text as their name."""
     for where, node in walk(root, stop=lambda node: is_tensor(node) or node is state_dict.node, plain=False):
         if is_tensor(node):
             yield where
     for key, value in state_dict.node.items:
-        if not is_tensor(value):
+        if not (type(key) is str and is_tensor(value)):
             yield from ((*state_dict.where, component(key), *tensor.where) for tensor in find_tensors(value))
 
 

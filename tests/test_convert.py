@@ -447,6 +447,24 @@ def test_safetensors_needs_one_flat_state_dict(tmp_path: Path) -> None:
         assert set(load_file(tmp_path / "o.safetensors")) == set(state["model"])
 
 
+def test_safetensors_refuses_tensors_without_a_name(tmp_path: Path) -> None:
+    """A tensor under a key that is no text is never left behind as a value without text; the advice leads to a file."""
+    state = {"m": {0: torch.ones(2), (1,): torch.ones(1), "a": torch.ones(3)}, "rng": torch.ones(4)}
+    error = refused(tmp_path, state, ContainerLimitError, "in 'rng', 'm.0', 'm.<tuple key>'", name="o.safetensors")
+    assert error.fix.endswith("--drop rng --drop m.0 --drop 'm.<tuple key>'")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors", drop=["m.0", "m.<tuple key>", "rng"])
+    assert report.tensors == len(load_file(tmp_path / "o.safetensors")) == 1
+
+
+def test_safetensors_advice_for_extra_states(tmp_path: Path) -> None:
+    """Tensors in a module's extra state are to be left out, and not to be chosen in place of the model."""
+    state = {"l.w": torch.ones(2), "l._extra_state": {"t": torch.ones(1)}}
+    error = refused(tmp_path, state, ContainerLimitError, "has 2: '', 'l._extra_state'", name="o.safetensors")
+    assert error.fix == "Leave out what lies in another: --drop l._extra_state"
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors", drop="l._extra_state")
+    assert set(load_file(tmp_path / "o.safetensors")) == {"l.w"}
+
+
 def test_safetensors_metadata(tmp_path: Path) -> None:
     """Plain values stand in the metadata as text, nested ones as JSON, objects in their plain form."""
     from argparse import Namespace

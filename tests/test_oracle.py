@@ -167,6 +167,20 @@ def test_convert_changes_nothing_unasked(path: Path, tmp_path: Path) -> None:
         assert tags_before[one.untyped_storage()._cdata] == tags_after[two.untyped_storage()._cdata]
 
 
+def test_a_parameter_on_a_lazy_view(tmp_path: Path) -> None:
+    """A Parameter whose data is a conjugate or negative view is one as any other: listed, written back, and as safetensors."""
+    wave = torch.complex(torch.arange(3.0), torch.ones(3))
+    data = {"p.w": torch.nn.Parameter(wave.conj()), "n.w": torch.nn.Parameter(wave.clone().conj().imag, requires_grad=False)}
+    source, target, flattened = tmp_path / "in.pth", tmp_path / "out.pth", tmp_path / "out.safetensors"
+    torch.save(data, source)
+    assert_lists(source, *load_with_tags(source))
+    ckpt_tools.convert(source, target)
+    assert_same(torch.load(source), torch.load(target))
+    ckpt_tools.convert(source, flattened)
+    with safe_open(flattened, "pt") as file:
+        assert all(element_bytes(file.get_tensor(name)) == element_bytes(tensor) for name, tensor in data.items())
+
+
 @zip_corpus
 def test_convert_changes_nothing_in_real_files(row: dict[str, Any], tmp_path: Path) -> None:
     """A real torch-zip comes out as torch loads it; files that torch will not load must at least read back the same."""

@@ -178,8 +178,10 @@ def _parameter(data: Node, requires_grad: Node, extras: Extras | None) -> Node:
         return None  # a parameter around an unusual tensor stays an inert object
     if type(data) is not Entry or type(requires_grad) is not bool:
         raise TensorError("A parameter is built on something that is no tensor.")
-    if data.extras is not None:
-        return None
+    if (inner := data.extras) is not None:
+        if not (inner.hooks is None and inner.python_type is None and inner.state is None):
+            return None
+        extras = replace(extras or Extras(), metadata=inner.metadata)
     return replace(data, requires_grad=requires_grad, kind="parameter", extras=extras)
 
 
