@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.checkpoint import Checkpoint, Tensor, collector_paused, is_optimizer, is_tensor, open_checkpoint
-from ckpt_tools.containers.base import PROGRAM
+from ckpt_tools.containers.base import PROGRAMS
 from ckpt_tools.errors import LimitError
 from ckpt_tools.findings import Finding, mending
 from ckpt_tools.modules import is_module, settings
@@ -287,8 +287,9 @@ def _findings(
         found = f"torch.load(weights_only=True) refuses it: {listed(refused or reasons)}"
         fix = _convert(path, "--objects plain")
         yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", fix)
+    programs = {code for code, _ in PROGRAMS.values()}
     for warned in checkpoint.warnings:
-        fix = _convert(path, " --objects plain" if warned.code == PROGRAM else needed)
+        fix = _convert(path, " --objects plain" if warned.code in programs else needed)
         yield Finding(warned.code, "warning", [], warned.found, warned.expected, fix)
     if len(options) > 1:
         yield Finding("together", "info", [], "all of this can be mended at once", "", _convert(path, " ".join(options)))

@@ -41,8 +41,8 @@ CODES = frozenset((
     "no-format", "unaligned", "stray-shard",
     # oddities of the containers
     "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
-    "other-members", "several-archives", "torchscript-program", "embedded-source", "null-metadata", "extra-field",
-    "left-out", "unread-member",
+    "other-members", "several-archives", "torchscript-program", "exported-program", "embedded-source", "null-metadata",
+    "extra-field", "left-out", "unread-member",
 ))  # fmt: skip
 
 _READ_ONLY = (".npz", ".npy", ".pkl", ".pickle", ".tar", ".zip")

@@ -74,7 +74,9 @@ METADATA_BYTES = Limit("metadata_bytes", 1 << 30, "bytes of a .metadata file")
 LIST_ITEMS = Limit("list_items", 1_000_000, "places of lists that a .metadata file describes")
 CHUNKS = Limit("chunks", 4096, "chunks of one tensor that are no whole rows")  # each is compared with the others
 CODE_BYTES = Limit("code_bytes", 16 << 20, "bytes of the code of a TorchScript program")
-PROGRAM_BYTES = Limit("program_bytes", 64 << 20, "bytes of the model.json of a TorchScript program")
+PROGRAM_BYTES = Limit(
+    "program_bytes", 64 << 20, "bytes of the model.json of TorchScript 1.0, or of an exported program's table of weights"
+)
 MODULE_DEPTH = Limit("module_depth", 500, "modules in one another in a TorchScript program of version 1.0")
 TEXT_BYTES = Limit("text_bytes", 16 << 20, "bytes of an array of text, or of a file beside checkpoints in an archive")
 DIGEST_BYTES = Limit("digest_bytes", 1 << 30, "bytes of a digest file")

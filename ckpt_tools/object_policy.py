@@ -6,6 +6,7 @@ from typing import Any
 
 from ckpt_tools import plain, tree
 from ckpt_tools.checkpoint import Checkpoint, find_tensors
+from ckpt_tools.containers.base import PROGRAMS
 from ckpt_tools.converted import Converted, Note, ObjectFate
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.modules import is_module
@@ -38,7 +39,7 @@ def averaged_alone(root: Node, report: Converted) -> Node:
 
 def apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool) -> Node:
     decoded = checkpoint.decoded
-    if checkpoint.container == "torchscript":
+    if checkpoint.container in PROGRAMS:
         _check_program(checkpoint, policy, report)
     simple = all(map(plain.is_known, decoded.globals)) and not decoded.unusual  # then nothing can be unknown
     unknown = [] if simple else plain.find_unknown(root)
@@ -69,7 +70,7 @@ def _check_program(checkpoint: Checkpoint, policy: str | None, report: Converted
     """A program cannot be kept: its state dict can be taken out, when that is asked for."""
     if policy != "plain":
         raise ObjectsError(
-            f"{checkpoint.path} is a TorchScript program, not a plain checkpoint.", why="convert keeps no code.",
+            f"{checkpoint.path} is {PROGRAMS[checkpoint.container][1]}, not a plain checkpoint.", why="convert keeps no code.",
             fix="Take its state dict out: --objects plain",
         )  # fmt: skip
     report.dropped.append(("code", "a state dict holds no program"))

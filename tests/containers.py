@@ -74,6 +74,11 @@ def _program(folder: Path) -> Path:
     return folder / "program.pt"
 
 
+def _exported(folder: Path) -> Path:
+    torch.export.save(torch.export.export(Net(), (torch.ones(1, 3),)), folder / "program.pt2")
+    return folder / "program.pt2"
+
+
 def _arrays() -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in state().items()}
 
@@ -129,6 +134,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "torch-legacy": _written("legacy.pth", lambda: legacy(state())),
     "torch-tar": _written("old.tar", _torch_tar),
     "torchscript": _program,
+    "torch-export": _exported,
     "pickled model": _written("module.pth", lambda: legacy(Net())),
     "pickle": _written("state.pkl", lambda: pickle.dumps(state())),
     "npz": _npz,

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 every_container = pytest.mark.parametrize("name", MAKERS)
 # What holds more than the state dict, or holds it under no name.
 OBJECTS = {"torchscript", "pickled model"}
+PROGRAMS = {"torchscript", "torch-export"}
 UNNAMED = {"dcp-part"}
 
 
@@ -74,7 +75,7 @@ def test_numbers_are_those_of_torch(name: str, tmp_path: Path) -> None:
 def test_every_container_has_a_mean(name: str, tmp_path: Path, plain: Path) -> None:
     """`average` with a torch-zip gives what torch computes, whichever of the two comes first; unnamed tensors are refused."""
     path = MAKERS[name](tmp_path)
-    arguments = ["--integers", "max", *(["--objects", "plain"] if name in OBJECTS else [])]
+    arguments = ["--integers", "max", *(["--objects", "plain"] if name in OBJECTS | PROGRAMS else [])]
     select = ["--select", "policy.pth"] if name == "zip-bundle" else []
     code, output = run("average", path, path, tmp_path / "one.safetensors", *arguments, *select)
     if name in UNNAMED:

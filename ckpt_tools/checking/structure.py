@@ -74,7 +74,8 @@ def _users(checkpoint: Checkpoint, mismatches: Sequence[Mismatch]) -> dict[int, 
 
 def _zip(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
     decoded, path = checkpoint.decoded, str(checkpoint.path)
-    unused = _unused(decoded, (storage.key for storage in read.storages), decoded.records)
+    records = decoded.records if decoded.container in ("torch-zip", "torchscript") else ()  # others name storages otherwise
+    unused = _unused(decoded, (storage.key for storage in read.storages), records)
     if unused:  # by tensors; a storage may also stand in the tree by itself
         every = (node.key for node in reachable(checkpoint.root) if type(node) is Storage)
         unused = _unused(decoded, every, unused)

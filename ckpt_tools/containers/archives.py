@@ -33,12 +33,14 @@ def decode(source: Source) -> Decoded:
 
 def _decode_rarer(source: Source, directory: Directory, folder: str | None, names: set[str]) -> Decoded:
     """Anything but what torch.save wrote; read by modules that are imported only then."""
-    from ckpt_tools.containers import numpy_files, torchscript, zip_bundle
+    from ckpt_tools.containers import exported_program, numpy_files, torchscript, zip_bundle
 
     if numpy_files.is_npz(names):
         return numpy_files.decode_npz(source, directory)
     if folder is not None and torchscript.sniff(names, folder):
         return torchscript.decode(source, directory, folder)
+    if folder is not None and exported_program.sniff(names, folder):
+        return exported_program.decode(source, directory, folder)
     if zip_bundle.sniff(source, directory):
         return zip_bundle.decode(source, directory)
     raise _unknown(directory.records)

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from ckpt_tools.containers.zip_directory import Record
 
 
-PROGRAM = "torchscript-program"  # the code of the warning that a file is a program
+# The containers of programs: the code of the warning that a file is one, and what it is called.
+PROGRAMS = {
+    "torchscript": ("torchscript-program", "a TorchScript program"),
+    "torch-export": ("exported-program", "an exported program"),
+}
 
 
 def is_zip(head: bytes) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.containers import torch_zip
-from ckpt_tools.containers.base import PROGRAM, Decoded, Warned
+from ckpt_tools.containers.base import PROGRAMS, Decoded, Warned
 from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import CkptError, TensorError, ZipError
@@ -66,10 +66,11 @@ def _program(records: Mapping[str, Record], folder: str) -> Warned:
     """What a state dict of the program leaves behind."""
     files = [name for name in records if name.startswith(f"{folder}/code/") and name.endswith(".py")]
     constants = [row for name, row in records.items() if name.startswith(f"{folder}/constants/")]
-    found = f"a TorchScript program: {len(files)} code files"
+    code, name = PROGRAMS["torchscript"]
+    found = f"{name}: {len(files)} code files"
     if constants:
         found += f", {len(constants)} constants of {sum(row.size for row in constants)} bytes"
-    return Warned(PROGRAM, found, "a state dict, which a model's own code loads")
+    return Warned(code, found, "a state dict, which a model's own code loads")
 
 
 # --- since 1.2

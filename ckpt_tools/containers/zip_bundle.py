@@ -92,7 +92,7 @@ class _Bundle:
         head = torch_zip.record_head(self.source, record, _HEAD)
         decode = _kind(head)
         if head.startswith(_ZIP):
-            self._merge(record.name, _archive(*self._placed(record), record))
+            self._merge(record.name, decode_archive(*self._placed(record), record))
         elif decode is not None:
             window = Window(*self._placed(record), record.size)
             with _named(record):
@@ -156,8 +156,12 @@ def _named(record: Record) -> Iterator[None]:
         raise
 
 
-def _archive(source: Source, start: int, record: Record) -> Decoded:
-    """A member that is a zip, as a checkpoint of its own; its records are placed where they are in the source."""
+def decode_archive(source: Source, start: int, record: Record) -> Decoded:
+    """A member that is a zip, as a checkpoint of its own; its records are placed where they are in the source.
+
+    Raises:
+        ZipError, PickleError, TensorError: it breaks a promise. UnsupportedContainerError: it is another kind of zip.
+    """
     window = Window(source, start, record.size)
     with _named(record):
         inner = read_directory(window)

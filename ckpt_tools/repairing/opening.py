@@ -14,7 +14,7 @@ from ckpt_tools import limits, temporaries
 from ckpt_tools.checking.reading import Mismatch, read_checkpoint
 from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, naming, open_checkpoint, open_source
 from ckpt_tools.containers import safetensors
-from ckpt_tools.containers.base import is_zip
+from ckpt_tools.containers.base import PROGRAMS, is_zip
 from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.errors import CkptError, LimitError, NotACheckpointError, RepairError, UnsupportedContainerError
 from ckpt_tools.files import Source
@@ -66,7 +66,7 @@ def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedCo
     """The error for what opens, in a container that repair does not mend; with the command that helps."""
     if container in ("sharded", "dcp"):
         return _of_several_files(path, "Its structure is whole.")
-    taken = "Its state dict can be taken out" if container == "torchscript" else "What it holds can be written anew"
+    taken = "Its state dict can be taken out" if container in PROGRAMS else "What it holds can be written anew"
     fix = f"{taken}: {mending('convert', str(path), '--objects plain')}"
     return UnsupportedContainerError(f"{path} opens, and ckpt repair does not mend {container}.", fix=fix)
 

@@ -1,0 +1,129 @@
+"""torch-export: what `torch.export.save` writes since 2.9 (`.pt2`), a graph with its weights. The graph is never kept.
+
+    ROOT/archive_format                           "pt2"
+    ROOT/data/weights/MODEL_weights_config.json   name -> {"path_name", "is_param", "use_pickle", "tensor_meta"}
+    ROOT/data/weights/weight_N                    the bytes of a storage, or with "use_pickle" what torch.save made of a tensor
+    ROOT/data/constants/, models/, sample_inputs/, extra/   belong to the graph
+
+One model is a state dict, several are one state dict each under their names. What earlier versions wrote (MODEL.pt instead of
+the table) is an archive of checkpoints. Source: torch/export/pt2_archive/_package.py, torch/_export/serde/schema.py.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ckpt_tools import limits
+from ckpt_tools.containers import torch_zip
+from ckpt_tools.containers.base import PROGRAMS, Decoded, Warned
+from ckpt_tools.containers.sharded import Keys
+from ckpt_tools.containers.zip_bundle import decode_archive
+from ckpt_tools.containers.zip_directory import Directory
+from ckpt_tools.dtypes import DTYPES
+from ckpt_tools.errors import CkptError, TensorError, ZipError
+from ckpt_tools.files import Source
+from ckpt_tools.names import some
+from ckpt_tools.tree import Dict, Entry, Node, Storage, check
+
+_WEIGHTS, _CONFIG = "/data/weights/", "_weights_config.json"
+_STRIDED = 7  # of schema.Layout
+_SCALAR_TYPES = {  # of schema.ScalarType
+    1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64", 9: "complex32",
+    10: "complex64", 11: "complex128", 12: "bool", 13: "bfloat16", 28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2",
+    31: "float8_e4m3fnuz", 32: "float8_e5m2fnuz", 33: "float8_e8m0fnu", 34: "uint32", 35: "uint64",
+}  # fmt: skip
+
+
+def sniff(names: set[str], folder: str) -> bool:
+    """Whether a zip with these records is an exported program whose weights are described beside them."""
+    start = folder + _WEIGHTS
+    return f"{folder}/archive_format" in names and any(name.startswith(start) and name.endswith(_CONFIG) for name in names)
+
+
+def decode(source: Source, directory: Directory, folder: str) -> Decoded:
+    """Read the names and views of the weights; no tensor bytes.
+
+    Raises:
+        ZipError, PickleError, TensorError: the file breaks a promise. LimitError: a table longer than any model's.
+    """
+    records = torch_zip.by_name(directory)
+    start = folder + _WEIGHTS
+    program = Decoded(
+        "torch-export", Dict(), source, unusual=[PROGRAMS["torch-export"][1]], root_folder=folder, records=directory.records,
+        byteorder=torch_zip.read_byteorder(source, records.get(f"{folder}/byteorder")),
+        has_checksums=any(record.crc for record in directory.records),
+    )  # fmt: skip
+    weights = _Weights(program, start)
+    models = [name for name in records if name.startswith(start) and name.endswith(_CONFIG)]
+    state_dicts = [(name[len(start) : -len(_CONFIG)], weights.read(name)) for name in models]
+    program.root = state_dicts[0][1] if len(state_dicts) == 1 else Dict(list(state_dicts))
+    program.storage_bytes = sum(row.size for name, row in records.items() if name.startswith(start) and name not in models)
+    constants = [row for name, row in records.items() if name.startswith(f"{folder}/data/constants/") and ".json" not in name]
+    code, called = PROGRAMS["torch-export"]
+    found = f"{called}: the graph of {some([name for name, _ in state_dicts])}"
+    if constants:
+        found += f", {len(constants)} constants of {sum(row.size for row in constants)} bytes"
+    program.warnings.append(Warned(code, found, "a state dict, which a model's own code loads"))
+    return program
+
+
+class _Weights:
+    """The weights of an archive; those on one record are tied, across models too."""
+
+    def __init__(self, program: Decoded, start: str) -> None:
+        self.program, self.start = program, start
+        self.records = {record.name: record for record in program.records}
+        self.keys = Keys()
+        self.storages: dict[str, Storage] = {}
+
+    def read(self, name: str) -> Dict:
+        """The state dict that one model's table describes."""
+        record = self.records[name]
+        limits.PROGRAM_BYTES.check(record.size, f"{name} claims {record.size} bytes.")
+        data = torch_zip.read_record(self.program.source, record, check=self.program.has_checksums)
+        containers, allowance = sum(map(data.count, b"[{")), limits.allowance(len(data))
+        allowance.left -= containers
+        if allowance.left < 0:
+            raise limits.CONTAINERS.error(f"{name} describes more than a model of its size can hold.")
+        try:
+            config: dict[str, Any] = json.loads(data)["config"]
+            return Dict([(key, self._tensor(key, row)) for key, row in config.items()])
+        except CkptError:
+            raise
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+            raise ZipError(f"{name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
+
+    def _tensor(self, name: str, row: dict[str, Any]) -> Node:
+        record = self.records.get(self.start + str(row["path_name"]))
+        if record is None:
+            raise ZipError(f"The bytes of {name!r} are not in the file.", why=f"Its record would be {row['path_name']!r}.")
+        if row["use_pickle"]:
+            part = decode_archive(self.program.source, record.data, record)
+            self.program.globals = list(dict.fromkeys((*self.program.globals, *part.globals)))
+            return self.keys.renew(part.root)
+        meta = row["tensor_meta"]
+        dtype = DTYPES.get(_SCALAR_TYPES.get(meta["dtype"], ""))
+        if dtype is None or meta["layout"] != _STRIDED:
+            raise TensorError(f"{name!r} has the unknown dtype {meta['dtype']!r} or layout {meta['layout']!r}.")
+        storage = self.storages.get(record.name)
+        if storage is None:
+            device = meta["device"]["type"] + ("" if meta["device"]["index"] is None else f":{_whole(meta['device']['index'])}")
+            content = torch_zip.record_content(self.program.source, record)
+            storage = self.storages[record.name] = Storage(self.keys.next(), dtype, record.size, device, content)
+        if storage.dtype is not dtype:
+            raise TensorError(f"The bytes of {name!r} are used with two types.")
+        shape, stride = ([_whole(size["as_int"]) for size in meta[field]] for field in ("sizes", "strides"))
+        parameter = row["is_param"] is True
+        entry = Entry(
+            storage, dtype, tuple(shape), tuple(stride), _whole(meta["storage_offset"]["as_int"]),
+            parameter and meta["requires_grad"] is True, "parameter" if parameter else "tensor",
+        )  # fmt: skip
+        check(entry, repr(name))
+        return entry
+
+
+def _whole(number: object) -> int:
+    if type(number) is not int:
+        raise TypeError(f"{number!r} is no whole number")
+    return number
