@@ -23,7 +23,7 @@ from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.files import Output, check_space
 from ckpt_tools.name_edits import Names, several
-from ckpt_tools.names import dotted
+from ckpt_tools.names import dotted, listed
 from ckpt_tools.partitions import partition
 from ckpt_tools.plain_values import is_array
 from ckpt_tools.plan import Piece, total
@@ -178,7 +178,7 @@ class Edits:
         inside = {state_dict.where for state_dict in find_state_dicts(root)}
         outside = [dotted(tensor.where) for tensor in find_tensors(root) if tensor.where[:-1] not in inside]
         if self.keep and outside:
-            text = f"--keep: {len(outside)} tensors outside of state dicts stay ({outside[0]} ...); --drop takes them by path."
+            text = f"--keep: what lies outside of state dicts stays, {listed(outside, 1)}; --drop takes it by path."
             report.notes.append(Note("outside-kept", text))
 
 

@@ -182,22 +182,23 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str]) -> list
     globs = _Globs(keep, drop)
     names = {id(found.node): set(found.names) for found in find_state_dicts(root)}
     gone: list[Where] = []
-    tensors: list[tuple[str, Node]] = []  # the dropped ones of state dicts
+    tensors: list[tuple[str, Node]] = []  # the dropped ones of state dicts that keep others
     holders = [(where, node) for where, node in walk(root, stop=is_tensor) if type(node) in (Dict, List, tuple)]
     for where, node in holders:
         if type(node) is not Dict:
             _drop_elements(where, node, globs, gone)
             continue
-        own, kept = names.get(id(node), set()), []
+        own, kept, lost = names.get(id(node), set()), [], []
         for key, value in node.items:
             path = (*where, tree.component(key))
             texts = [dotted(path), key] if key in own else [dotted(path)]
             unwanted = key in own and bool(keep) and not globs.match(keep, texts)
             if globs.match(drop, texts) or unwanted:
                 gone.append(path)
-                tensors += [(key, value)] if key in own else []
+                lost += [(key, value)] if key in own else []
             else:
                 kept.append((key, value))
+        tensors += lost if any(key in own for key, _ in kept) else []  # a whole state dict does not go alone
         node.items[:] = kept
     globs.check_used(name for own in names.values() for name in sorted(own))
     if gone and next(find_tensors(root), None) is None:

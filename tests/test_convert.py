@@ -271,6 +271,12 @@ def test_keep_and_drop(tmp_path: Path) -> None:
     assert list(loaded["model"]) == ["module.features.0.weight", "module.features.1.weight", "module.fc1.weight"]
     assert ("optimizer", "--keep / --drop") in report.dropped
     assert ("model.module.fc2.weight", "--keep / --drop") in report.dropped
+    assert not report.notes
+    loaded, report = run(tmp_path, {**training_state(), "mean": torch.ones(2)}, keep=["*.weight"], drop=["optimizer"])
+    assert "mean" in loaded
+    assert [note.text for note in report.notes] == [
+        "--keep: what lies outside of state dicts stays, mean; --drop takes it by path."
+    ]
 
 
 # --- devices
@@ -663,6 +669,8 @@ def test_report_is_json(tmp_path: Path) -> None:
     assert data["dropped"] == [["scheduler", "--keep / --drop"]]
     assert data["tensors"] == 35
     assert data["seconds"] > 0
+    section = (FIXTURES.parent / "docs" / "json.md").read_text().partition("# `ckpt convert --json`")[2].partition("\n# ")[0]
+    assert [field for field in data if f"`{field}`" not in section.replace("[]`", "`")] == []
 
 
 def test_progress_reaches_the_end(tmp_path: Path) -> None:

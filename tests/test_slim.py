@@ -226,7 +226,10 @@ def test_states_keyed_by_name_follow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_tensor_with_optimizer_state_does_not_go_alone(tmp_path: Path, named: bool) -> None:
-    """State is kept by place: dropping a parameter would give it to another. With the optimizer it goes; buffers go alone."""
+    """State is kept by place: dropping a parameter would give it to another. With the optimizer it goes; buffers go alone.
+
+    So does a whole other state dict of the same names.
+    """
     model = small_model()
     optimizer = torch.optim.Adam(list(model.named_parameters()) if named else model.parameters())
     sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
@@ -239,6 +242,11 @@ def test_a_tensor_with_optimizer_state_does_not_go_alone(tmp_path: Path, named: 
     assert set(loaded) == {"model"}
     loaded, _ = converted(path, drop="*.num_batches_tracked")
     assert "optimizer" in loaded
+    path = saved(tmp_path, {"model": model.state_dict(), "ema": model.state_dict(), "optimizer": optimizer.state_dict()})
+    loaded, _ = converted(path, drop="ema.*")
+    assert (set(loaded), len(loaded["ema"])) == ({"model", "ema", "optimizer"}, 0)
+    with pytest.raises(ConvertError, match="belongs to it by its place"):
+        converted(path, drop=["ema.*", "model.3.*"])
 
 
 def test_elements_of_lists_go_by_their_path(tmp_path: Path) -> None:
