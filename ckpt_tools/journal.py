@@ -68,15 +68,7 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: object) -> 
 def _journal(path: Path, fd: int, patches: Sequence[Patch], size: int, identity: object) -> Iterator[None]:
     """Write the journal, let the block change the file, remove the journal; when the block fails, roll back."""
     place = journal_path(path)
-    try:
-        journal = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
-    except FileExistsError:
-        raise OutputError(f"{path} is being edited by another process.", why=f"Its journal {place} exists.") from None
-    try:
-        _lock(journal)
-    except BaseException:
-        _close(journal)
-        raise
+    journal = _create(path, place)
     try:
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) != identity:
@@ -86,25 +78,67 @@ def _journal(path: Path, fd: int, patches: Sequence[Patch], size: int, identity:
         _write(journal, 0, _packed(status, old))
         os.fsync(journal)
         sync_folder(path.parent)
-        try:
-            yield
-        except BaseException:
-            _put_back(fd, status.st_size, old)
-            raise
     except BaseException:
         _remove(place, journal)
         raise
-    _remove(place, journal)
+    try:
+        yield
+    except BaseException:
+        _undo(path, fd, status.st_size, old, journal)
+        _remove(place, journal)
+        raise
+    try:
+        _remove(place, journal)
+    except OSError as error:
+        raise OutputError(
+            f"{path} is edited, and the edit may be undone.",
+            why=f"Its journal {place} cannot be removed for good: {error.strerror or error}.",
+            fix="Whatever opens the file next puts the old bytes back where the journal is there. Then edit it again.",
+        ) from None
+
+
+def _create(path: Path, place: Path) -> int:
+    """A new journal, locked; its descriptor."""
+    while True:
+        try:
+            journal = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
+        except FileExistsError:
+            raise OutputError(f"{path} is being edited by another process.", why=f"Its journal {place} exists.") from None
+        try:
+            _lock(journal)
+            if os.fstat(journal).st_nlink:
+                return journal
+        except OutputError:  # a reader has it, and removes it
+            _close(journal)
+            raise
+        except BaseException:
+            _remove(place, journal)
+            raise
+        _close(journal)  # in the moment before it was locked, a reader took it for that of a dead editor
+
+
+def _undo(path: Path, fd: int, size: int, old: Sequence[Patch], journal: int) -> None:
+    """Put the old bytes back after an edit that failed. Where that fails too the journal stays: nothing else has them."""
+    try:
+        _put_back(fd, size, old)
+    except BaseException as error:
+        _close(journal)
+        if not isinstance(error, OSError):
+            raise
+        why = f"{error.strerror or error}, and the same for putting the old bytes back."
+        fix = f"{journal_path(path)} has them: leave it there, and whatever opens the file next puts them back."
+        raise OutputError(f"{path} is half edited.", why=why, fix=fix) from None
 
 
 def _remove(place: Path, journal: int) -> None:
     """Unlink before unlocking, so that nobody sees a journal that is no longer wanted; Windows unlinks closed files only."""
-    if os.name == "posix":
-        os.unlink(place)
+    if os.name != "posix":
         _close(journal)
-    else:
-        _close(journal)
+        journal = -1
+    try:
         os.unlink(place)
+    finally:
+        _close(journal)
     sync_folder(place.parent)
 
 

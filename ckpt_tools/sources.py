@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
+from ckpt_tools import journal
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError
 from ckpt_tools.files import Source, identity_of, open_regular
 
@@ -93,7 +94,9 @@ class Member(Source):
         self.path = files.folder / name
         self._files, self._name, self._fd = files, name, -1
         self._identity = None
-        status = os.fstat(self.fd)
+        fd = self.fd
+        journal.recover(Path(os.path.realpath(self.path)))  # as every source does that is opened
+        status = os.fstat(fd)
         self.size, self._identity = status.st_size, identity_of(status)
 
     @property

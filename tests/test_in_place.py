@@ -234,7 +234,10 @@ def counted(function):
                 if function is os.write and len(arguments[1]) > 1:
                     function(arguments[0], arguments[1][: len(arguments[1]) // 2])
                 os.kill(os.getpid(), 9)
-            raise OSError(int(sys.argv[3]), os.strerror(int(sys.argv[3])))
+            if sys.argv[3] != "broken":
+                raise OSError(int(sys.argv[3]), os.strerror(int(sys.argv[3])))
+        if sys.argv[3] == "broken" and calls >= int(sys.argv[2]) and function is not real["unlink"]:
+            raise OSError(5, os.strerror(5))
         return function(*arguments)
     return call
 real = {name: getattr(os, name) for name in ("write", "fsync", "ftruncate", "unlink", "lseek")}
@@ -248,13 +251,13 @@ finally:
 
 
 def cut(path: Path, at: int, how: str) -> subprocess.CompletedProcess[str]:
-    """Edit in a process that is killed, or whose system call fails, at call number `at`."""
+    """Edit in a process that is killed, or whose system call fails, at call number `at`; "broken": all from then on."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     return subprocess.run([sys.executable, "-c", CUT, str(path), str(at), how], capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("how", ["kill", "5", "28"])
+@pytest.mark.parametrize("how", ["kill", "5", "28", "broken"])
 def test_cut_at_every_call(pth: Path, how: str) -> None:
     """Killed or failing at any call, the file is the old one or the new one after the next open, and no journal is left."""
     old = pth.read_bytes()
@@ -306,6 +309,53 @@ def test_a_torn_journal_and_a_foreign_one(pth: Path) -> None:
     ckpt_tools.open_checkpoint(pth).close()
     assert pth.read_bytes() == old
     assert not place.exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_disk_that_breaks_is_told_as_it_is(pth: Path) -> None:
+    """Where the edit fails and putting the old bytes back too, the error names the journal that has them."""
+    old, said = pth.read_bytes(), []
+    for at in range(1, 30):
+        said.append(cut(pth, at, "broken").stderr)
+        ckpt_tools.open_checkpoint(pth).close()
+        assert pth.read_bytes() == old or not said[-1] or "is edited, and the edit may be undone" in said[-1]
+        pth.write_bytes(old)
+    assert any("half edited" in text and str(journal.journal_path(pth)) in text for text in said)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_shard_is_rolled_back_too(pth: Path, tmp_path: Path) -> None:
+    """Whoever reads a folder of shards puts the old bytes of one back whose edit was killed."""
+    folder = tmp_path / "shards"
+    ckpt_tools.convert(pth, folder, select="model", shard_size=20_000, format="pth")
+    shard = folder / "pytorch_model-00001-of-00003.bin"
+    old = interrupted(shard)
+    with ckpt_tools.open_checkpoint(folder) as checkpoint:
+        assert len(checkpoint.tensors) == 14
+    assert shard.read_bytes() == old
+    assert not journal.journal_path(shard).exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks")
+def test_a_journal_that_a_reader_took_away_is_made_again(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that comes between the making of a journal and its lock removes it: the edit has one all the same."""
+    lock, write, locked = journal._lock, journal._write, list[int]()
+
+    def late(fd: int) -> None:
+        if not locked:
+            journal.journal_path(pth).unlink()
+        locked.append(fd)
+        lock(fd)
+
+    def watched(fd: int, offset: int, data: bytes) -> None:
+        assert journal.journal_path(pth).exists()
+        write(fd, offset, data)
+
+    monkeypatch.setattr(journal, "_lock", late)
+    monkeypatch.setattr(journal, "_write", watched)
+    ckpt_tools.edit_in_place(pth, strip_module=True)
+    assert len(locked) == 2
+    assert "layer.0.weight" in torch.load(pth)["model"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="locks")
