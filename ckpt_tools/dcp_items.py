@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ckpt_tools import limits
 from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.containers import torch_zip_layout
 from ckpt_tools.errors import CollisionError, ContainerLimitError
 from ckpt_tools.names import dotted
 from ckpt_tools.numeric import row_major, view_of
 from ckpt_tools.plan import Content, to_bytes
-from ckpt_tools.tree import Dict, Entry, List, Node
+from ckpt_tools.tree import PLAIN, Dict, Entry, List, Node, component
 
 Path = tuple[str | int, ...]
 
@@ -45,12 +46,13 @@ class Items:
     attributes: bool = False
 
 
-def collect(root: Node) -> Items:
-    """The items of a tree.
+def collect(root: Node, file_bytes: int = 0) -> Items:
+    """The items of a tree that was read from a file of this size.
 
     Raises:
         ContainerLimitError: a root that is no dict, a sparse or quantised tensor, a tensor without a torch dtype.
-        CollisionError: two paths with one dotted name.
+        CollisionError: two paths with one dotted name. LimitError: dicts that are referred to so often that they would become
+            many more items than such a file holds.
     """
     if type(root) is not Dict:
         raise ContainerLimitError(
@@ -59,7 +61,7 @@ def collect(root: Node) -> Items:
     found = Items()
     names: dict[str, Path] = {}
     first: dict[tuple[int, str], str] = {}
-    for path, node in _leaves(root, found):
+    for path, node in _leaves(root, found, limits.TENSORS.most(file_bytes)):
         name = dotted(path)
         if name in names:
             raise CollisionError(
@@ -88,11 +90,14 @@ def _item(name: str, path: Path, node: Node) -> Item:
     return Item(name, path, None, None, to_bytes(torch_zip_layout.lay_out(node, trust_crc=False)))
 
 
-def _leaves(root: Dict, found: Items) -> Iterator[tuple[Path, Node]]:
-    """Tensors and values with their paths, depth first in order; a dict or list inside itself is refused."""
+def _leaves(root: Dict, found: Items, most: int) -> Iterator[tuple[Path, Node]]:
+    """Tensors and values with their paths, depth first in order; a dict or list inside itself is refused.
+
+    One that is referred to again is gone through again: what that makes may be `most` values.
+    """
     holders = _holders(root)
     stack: list[tuple[Path, Iterator[tuple[str | int, Node]], int]] = [((), _children(root, found), id(root))]
-    open_ids = {id(root)}
+    open_ids, seen = {id(root)}, {id(root)}
     while stack:
         path, children, holder = stack[-1]
         for key, node in children:
@@ -100,7 +105,11 @@ def _leaves(root: Dict, found: Items) -> Iterator[tuple[Path, Node]]:
             if type(node) in (Dict, List) and node.items and (type(node) is Dict or id(node) in holders):
                 if id(node) in open_ids:
                     raise ContainerLimitError(f"{dotted(where)!r} contains itself, which a distributed checkpoint cannot hold.")
+                if id(node) in seen and (most := most - len(node.items)) < 0:
+                    what = "The checkpoint refers to its dicts too often: a distributed one holds what is in them each time."
+                    raise limits.TENSORS.error(what, fix="Write a .pth, which keeps them as they are.")
                 open_ids.add(id(node))
+                seen.add(id(node))
                 stack.append((where, _children(node, found), id(node)))
                 break
             yield where, node
@@ -116,7 +125,14 @@ def _children(node: Node, found: Items) -> Iterator[tuple[str | int, Node]]:
     found.attributes |= node.attributes is not None
     for key, value in node.items:
         found.text_keys += type(key) is not str
-        yield key if type(key) is str else str(key), value
+        yield _key_text(key), value
+
+
+def _key_text(key: Node) -> str:
+    """A key as torch's `_traverse.py` writes it: as Python does, where that is a short text that tells it apart."""
+    if type(key) is tuple and all(type(part) in PLAIN and (type(part) is not int or part.bit_length() <= 128) for part in key):
+        return str(key)
+    return str(component(key))
 
 
 def _holders(root: Dict) -> set[int]:

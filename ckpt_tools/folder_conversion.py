@@ -90,7 +90,7 @@ def run_folder(
 ) -> Converted:
     """Read, plan and write a folder.
 
-    With several processes each writes every so-manieth shard; the first writes the index once all are done. When one fails,
+    With several processes each writes its share of the shards; the first writes the index once all are done. When one fails,
     all do, and nothing appears.
     """
     target.check()
@@ -189,7 +189,7 @@ def _run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report:
 
     def plan() -> Items:
         with collector_paused():
-            return collect(edits.edit(checkpoint, report))
+            return collect(edits.edit(checkpoint, report), checkpoint.file_bytes)
 
     found = ranks.make_same(plan, lambda made: zlib.crc32(repr([(item.name, item.nbytes) for item in made.items]).encode()))
     if edits.verify:

@@ -226,6 +226,29 @@ def test_any_grid_of_chunks(tiling: Any, chunk: int, data: st.DataObject) -> Non
             assemble("w", shape, 2, [chunks[1], *chunks[1:]])
 
 
+def test_keys_of_every_kind_become_text(tmp_path: Path) -> None:
+    """As torch's own writer names them; a number that no text should spell out is described."""
+    one = torch.ones(1)
+    torch.save({"a.w": one, (1, "b"): one + 1, 1 << 20_000: one + 2, 2.5: one + 3, None: one + 4}, tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", tmp_path / "out", format="dcp")
+    names = ["a.w", "(1, 'b')", "<int of 20001 bits>", "2.5", "None"]
+    assert sorted(row["name"] for row in inspect(tmp_path / "out").tensors) == sorted(names)
+
+
+def test_dicts_that_are_shared_again_and_again(tmp_path: Path) -> None:
+    """What a distributed checkpoint would hold 2**30 times is refused; two names for one state dict are not."""
+    state_dict = {f"{index}.w": torch.ones(1) for index in range(300)}
+    torch.save({"model": state_dict, "best": state_dict}, tmp_path / "in.pth")
+    assert convert(tmp_path / "in.pth", tmp_path / "out", format="dcp").tensors == 600
+    laughs: dict[str, Any] = {"w": torch.ones(1)}
+    for _ in range(30):
+        laughs = {"a": laughs, "b": laughs}
+    torch.save(laughs, tmp_path / "laughs.pth")
+    with pytest.raises(LimitError, match="refers to its dicts too often"):
+        convert(tmp_path / "laughs.pth", tmp_path / "no", format="dcp")
+    assert not (tmp_path / "no").exists()
+
+
 # --- damaged and hostile
 
 
