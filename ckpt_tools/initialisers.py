@@ -15,12 +15,14 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt_tools import draws
-from ckpt_tools.dtypes import DType
+from ckpt_tools.dtypes import DTYPES, DType
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.plan import Computed
 
 if TYPE_CHECKING:
     import torch
+
+    from ckpt_tools.targets import Param, Target
 
 _PLAIN = (
     "zeros", "ones", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "orthogonal", "target", "default",
@@ -194,6 +196,16 @@ def blank_in(module: torch.nn.Module, name: str, shape: tuple[int, ...], dtype: 
     """A blank for a tensor of a live module, whose type says how PyTorch initialises it."""
     siblings = {own: tuple(value.shape) for own, value in module.named_parameters(recurse=False)}
     return Blank(name, shape, dtype, _layer(cast("Any", type(module))), siblings, getattr(module, "padding_idx", None))
+
+
+def blank_for(target: Target, param: Param) -> Blank:
+    """A blank for a tensor of a target, whose layer tells where the target is a live module."""
+    dtype = DTYPES[param.dtype or "float32"]
+    try:
+        module = None if target.module is None else target.module.get_submodule(param.name.rpartition(".")[0])
+    except AttributeError:  # a state dict hook gave the tensor a name of its own
+        module = None
+    return Blank(param.name, param.shape, dtype) if module is None else blank_in(module, param.name, param.shape, dtype)
 
 
 @lru_cache(maxsize=1024)

@@ -13,17 +13,16 @@ from ckpt_tools import transforms
 from ckpt_tools.casts import to_little_endian
 from ckpt_tools.checkpoint import find_optimizers, find_state_dicts, is_tensor, open_checkpoint
 from ckpt_tools.choices import Choices, OnMismatch, RowChoice, Rows
-from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ConvertError, MatchPlanError, NothingMatchedError, UsageError
 from ckpt_tools.fit import Fitted, Initialised, Wanted, fit
-from ckpt_tools.initialisers import Blank, Rules, blank_in, check_finite
+from ckpt_tools.initialisers import Blank, Rules, blank_for, check_finite
 from ckpt_tools.match import Stages, match
 from ckpt_tools.names import dotted
 from ckpt_tools.numeric import live_content, row_major
 from ckpt_tools.plan import Content
 from ckpt_tools.plan_files import read_plan
 from ckpt_tools.plans import Plan, plan_of
-from ckpt_tools.targets import Param, Target, choose_state_dict, params_of, read_target
+from ckpt_tools.targets import Target, choose_state_dict, params_of, read_target
 from ckpt_tools.tree import Dict, Entry, Node
 
 if TYPE_CHECKING:
@@ -156,23 +155,12 @@ def _wanted(target: Target | None, label: str, seed: int, stack: ExitStack, sele
     if target is None:
         return Wanted((), _no_blank, None, {}, label)
     params = {param.name: param for param in target.params}
-    first: dict[object, str] = {}
-    ties = {name: name if param.tie is None else first.setdefault(param.tie, name) for name, param in params.items()}
     own = _OwnValues(target, seed, stack, select)
-    return Wanted(target.names, lambda name: _blank(target, params[name]), own.content, ties, label)
+    return Wanted(target.names, lambda name: blank_for(target, params[name]), own.content, target.ties, label)
 
 
 def _no_blank(name: str) -> Blank:
     raise KeyError(name)  # without a target nobody knows a name's shape, and nobody asks
-
-
-def _blank(target: Target, param: Param) -> Blank:
-    dtype = DTYPES[param.dtype or "float32"]
-    try:
-        module = None if target.module is None else target.module.get_submodule(param.name.rpartition(".")[0])
-    except AttributeError:  # a state dict hook gave the tensor a name of its own
-        module = None
-    return Blank(param.name, param.shape, dtype) if module is None else blank_in(module, param.name, param.shape, dtype)
 
 
 class _OwnValues:

@@ -67,6 +67,14 @@ class Target:
         """The names in order."""
         return tuple(param.name for param in self.params)
 
+    @property
+    def ties(self) -> dict[str, str]:
+        """Name -> the first of the names that are tied with it, itself included."""
+        first: dict[object, str] = {}
+        return {
+            param.name: param.name if param.tie is None else first.setdefault(param.tie, param.name) for param in self.params
+        }
+
 
 _CALLABLE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 

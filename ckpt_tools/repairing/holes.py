@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from ckpt_tools.checkpoint import StateDict, find_state_dicts
 from ckpt_tools.choices import Choices
-from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit import Wanted, fit
-from ckpt_tools.initialisers import Blank, Rules, blank_in
+from ckpt_tools.initialisers import Rules, blank_for
 from ckpt_tools.match import match
 from ckpt_tools.names import dotted, unwrap
 from ckpt_tools.plans import plan_of
-from ckpt_tools.targets import Param, Target, params_of, read_target
+from ckpt_tools.targets import params_of, read_target
 from ckpt_tools.tree import Node
 
 
@@ -51,7 +50,7 @@ class Holes:
             )
         node = found[0].node
         wanted = Wanted(
-            self.target.names, lambda name: _blank(self.target, params[name]), None, _first_names(self.target.params),
+            self.target.names, lambda name: blank_for(self.target, params[name]), None, self.target.ties,
             f"What was saved does not fit {self.target.label}",
         )  # fmt: skip
         fitted = fit(node, plan_of(match(params_of(node), self.target.params)), wanted, self.choices)
@@ -60,20 +59,3 @@ class Holes:
 
 def _listed(found: Sequence[StateDict]) -> str:
     return ", ".join(dotted(state_dict.where) or "(root)" for state_dict in found) or "none"
-
-
-def _first_names(params: Sequence[Param]) -> dict[str, str]:
-    """Name -> the first name on the same bytes."""
-    first: dict[object, str] = {}
-    return {param.name: first.setdefault(param.tie, param.name) if param.tie is not None else param.name for param in params}
-
-
-def _blank(target: Target, param: Param) -> Blank:
-    dtype = DTYPES[param.dtype or "float32"]
-    parent, _, _ = param.name.rpartition(".")
-    if target.module is not None:
-        return blank_in(target.module.get_submodule(parent), param.name, param.shape, dtype)
-    siblings = {
-        other.name.rpartition(".")[2]: other.shape for other in target.params if other.name.rpartition(".")[0] == parent
-    }
-    return Blank(param.name, param.shape, dtype, None, siblings)

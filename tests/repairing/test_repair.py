@@ -8,6 +8,7 @@ import struct
 import zipfile
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy
@@ -486,6 +487,30 @@ def test_holes_are_filled(tmp_path: Path, target: str) -> None:
     assert found["0.weight"].equal(network.state_dict()["0.weight"])
     assert found["2.weight"].unique().numel() > 1000
     assert report.exit_code == 1
+
+
+class Renaming(nn.Sequential):
+    """A model whose state dict has names that lead to no module of it."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Under other names."""
+        return {f"net.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+def renaming() -> nn.Module:
+    """One layer."""
+    return Renaming(nn.Linear(30, 40))
+
+
+def test_names_that_a_state_dict_makes_itself(tmp_path: Path) -> None:
+    """Where a name leads to no module, what is lost is filled by the tensor's own name."""
+    state_dict = renaming().state_dict()
+    torch.save(state_dict, tmp_path / "model.pth")
+    data = (tmp_path / "model.pth").read_bytes()
+    at = data.index(state_dict["net.0.bias"].detach().numpy().tobytes())
+    report, found = repaired(data[: at + 10], tmp_path, like=f"{__name__}:renaming", reinit="default")
+    assert report.filled == {"net.0.bias": "zeros"}
+    assert found["net.0.weight"].equal(state_dict["net.0.weight"])
 
 
 def test_like_and_reinit_belong_together(tmp_path: Path) -> None:
