@@ -34,9 +34,9 @@ class Names:
         for text in several(rename):
             pattern, replacement = transforms.parse_rename(text)
             self.steps.append((f"--rename {text!r}", lambda name, p=pattern, r=replacement: p.sub(r, name)))  # type: ignore[misc]
-        for prefix in (add_prefix, "module." if add_module else None):
+        for option, prefix in (("--add-prefix", add_prefix), ("--add-module", names.MODULE if add_module else None)):
             if prefix is not None:
-                self.steps.append(("--add-prefix", lambda name, prefix=prefix: prefix + name))  # type: ignore[misc]
+                self.steps.append((option, lambda name, prefix=prefix: prefix + name))  # type: ignore[misc]
 
     def apply(self, root: Node, report: Converted) -> None:
         """Rename in every state dict and every optimizer, and report it."""

@@ -29,7 +29,7 @@ _INNER_PARTS = frozenset(wrapper[:-1] for wrapper in INNER_WRAPPERS)
 def strip_leading(name: str, prefix: str) -> str:
     """Remove `prefix` from the front of `name`, repeated ones too; a name that is nothing else stays as it is."""
     at = 0
-    while name.startswith(prefix, at) and len(name) > at + len(prefix):
+    while prefix and name.startswith(prefix, at) and len(name) > at + len(prefix):
         at += len(prefix)
     return name[at:]
 

@@ -341,6 +341,7 @@ BAD: list[tuple[dict[str, Any], type[CkptError], str]] = [
     ({"like": "fixtures.make:network", "reinit": "head.*=zeros"}, NothingMatchedError, "matches no tensor that has to be"),
     ({"like": "fixtures.make:nowhere"}, TargetError, "nowhere"),
     ({"like": "fixtures.make:network", "plan": "p.toml", "match": "names"}, UsageError, "does not go with --plan"),
+    ({"plan": "p.toml", "add_module": True}, UsageError, "--add-module does not go with --plan"),
 ]
 
 

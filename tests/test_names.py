@@ -166,11 +166,18 @@ def test_collisions_name_both() -> None:
         names.check_unique({"module.w": "w", "w": "w"})
 
 
+def test_the_deeper_of_two_rows_keeps_the_place() -> None:
+    """Where a wrapper goes and something stays beside it, the row of the root is the wrapped model's."""
+    renamed = {"n_averaged": "n_averaged", "module.fc.weight": "fc.weight"}
+    assert names.module_paths(renamed, ["", "module", "module.fc"]) == {"module.fc": "fc", "module": ""}
+
+
 def test_uneven_prefixes() -> None:
     """A wrapper stands before all names: where some have two, the second may be the user's."""
     assert names.uneven(nn.DataParallel(UsersModule()).state_dict()) is not None
     assert names.uneven(nn.DataParallel(nn.DataParallel(network())).state_dict()) is None
     assert names.uneven(["n_averaged", "module.a", "module.b"]) is None
+    assert names.uneven(["module.", "module.module.a"]) is None
 
 
 def test_wrappers_found() -> None:

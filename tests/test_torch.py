@@ -224,6 +224,7 @@ def test_strip_prefix() -> None:
     assert_is_network(stripped)
     assert list(wrapped) == names
     assert stripped["fc1.weight"] is wrapped["module.module.fc1.weight"]
+    assert list(ckpt.strip_prefix(wrapped, "")) == names
 
 
 def test_add_prefix() -> None:

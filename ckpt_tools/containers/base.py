@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,16 @@ PROGRAMS = {
 def is_zip(head: bytes) -> bool:
     """Whether a file that starts with these bytes may be a zip: what torch.save writes, or another."""
     return head.startswith((b"PK\x03\x04", b"PK\x05\x06"))
+
+
+def repeated(pairs: Iterable[tuple[str, object]]) -> str | None:
+    """The first key that comes a second time, in one pass: a file may hold a million of them."""
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            return key
+        seen.add(key)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ckpt_tools import limits
-from ckpt_tools.containers.base import Decoded, Warned, moves_tensors
+from ckpt_tools.containers.base import Decoded, Warned, moves_tensors, repeated
 from ckpt_tools.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.errors import ContainerLimitError, SafetensorsError
 from ckpt_tools.files import Source
@@ -107,9 +107,7 @@ def _no_constant(text: str) -> NoReturn:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise SafetensorsError(f"The safetensors header has the key {twice!r} twice.")
+        raise SafetensorsError(f"The safetensors header has the key {repeated(pairs)!r} twice.")
     for key in found:
         no_surrogates(key)
     return found

@@ -20,7 +20,7 @@ from typing import Any
 
 from ckpt_tools import limits, tree
 from ckpt_tools.containers import safetensors
-from ckpt_tools.containers.base import Decoded, Warned
+from ckpt_tools.containers.base import Decoded, Warned, repeated
 from ckpt_tools.errors import ContainerLimitError, DamagedFileError, NotACheckpointError, UnsupportedContainerError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.torch_objects import unusual_tensor
@@ -111,9 +111,7 @@ def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise DamagedFileError(f"The index has {twice!r} twice.", why="Two programs would read two different files.")
+        raise DamagedFileError(f"The index has {repeated(pairs)!r} twice.", why="Two programs would read two different files.")
     return found
 
 

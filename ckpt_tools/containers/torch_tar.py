@@ -189,7 +189,7 @@ class _Objects:
 
 def _key(node: Node) -> int:
     """The key of a tensor or storage: a number, or the text of one."""
-    if type(node) is int and 0 <= node.bit_length() <= 64:
+    if type(node) is int and node.bit_length() <= 64:
         return node
     if type(node) is str and node.isascii() and node.isdecimal() and len(node) <= 20:
         return int(node)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckpt_tools.containers.base import moves_tensors
+from ckpt_tools.containers.base import moves_tensors, repeated
 from ckpt_tools.containers.zip_directory import ALIGNMENT, Record, RecordRange, is_record_name
 from ckpt_tools.containers.zip_layout import ZipLayout
 from ckpt_tools.errors import ContainerLimitError, TensorError
@@ -124,9 +124,7 @@ def _unique(storages: list[Storage]) -> list[Storage]:
     for storage in storages:
         if not storage.key.isalnum() and not is_record_name(f"data/{storage.key}"):
             raise TensorError(f"A storage has the key {storage.key!r}, which cannot name a record.")
-    keys = {storage.key for storage in storages}
-    if len(keys) != len(storages):
-        twice = next(key for key in keys if sum(storage.key == key for storage in storages) > 1)
+    if (twice := repeated((storage.key, storage) for storage in storages)) is not None:
         raise TensorError(f"Two storages have the key {twice!r}.")
     return storages
 

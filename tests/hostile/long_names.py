@@ -162,6 +162,13 @@ def row_87_long_key_twice() -> bytes:
 
 
 @bomb
+def row_87_key_of_an_index_twice() -> bytes:
+    """An index of many names, of which the last is there twice."""
+    names = [f'"{index:x}":"a"' for index in range(bombs.SIZE // 11)]
+    return f'{{"weight_map":{{{",".join([*names, names[-1]])}}}}}'.encode()
+
+
+@bomb
 def row_82_metadata_that_is_json() -> bytes:
     """Metadata of ours that is deep inside."""
     return safetensors({"__metadata__": {"ckpt_tools.state_dict_metadata": "[" * (bombs.SIZE // 2)}})
