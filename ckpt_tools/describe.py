@@ -260,7 +260,8 @@ def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 def _findings(
     checkpoint: Checkpoint, state_dicts: list[dict[str, Any]], totals: dict[str, Any], refused: list[str], reasons: list[str]
 ) -> Iterator[Finding]:
-    path, options = str(checkpoint.path), dict.fromkeys(_wrapper_option(row) for row in state_dicts if row["wrappers"])
+    wrapped = sorted(_wrapper_option(row) for row in state_dicts if row["wrappers"])
+    path, options = str(checkpoint.path), dict.fromkeys(wrapped[-1:])  # --unwrap does what --strip-module does
     # Without it convert refuses such a file, so every command that is shown has it.
     needed = "" if all(map(is_known, checkpoint.decoded.globals)) else " --objects plain"
     for row in state_dicts:
@@ -281,7 +282,7 @@ def _findings(
     if dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > checkpoint.file_bytes):
         options["--compact"] = None
         found = f"{dead} of {checkpoint.file_bytes} bytes belong to nothing"
-        yield Finding("dead-bytes", "info", [], found, "a file without gaps", _convert(path, "--compact"))
+        yield Finding("dead-bytes", "info", [], found, "a file without gaps", _convert(path, "--compact" + needed))
     if refused or reasons:
         options["--objects plain"] = None
         found = f"torch.load(weights_only=True) refuses it: {listed(refused or reasons)}"

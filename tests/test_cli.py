@@ -1,6 +1,7 @@
 """The command line as a user types it: what it prints, its exit codes, its answers to mistakes."""
 
 import argparse
+import ast
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+import ckpt_tools
 from ckpt_tools.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
@@ -112,6 +114,17 @@ def test_folders_and_several_paths(training_file: Path, wrapped_file: Path) -> N
     (training_file.parent / "notes.txt").write_text("no checkpoint")
     result = ckpt("inspect", "--json", training_file.parent)
     assert [json.loads(line)["path"] for line in result.output.splitlines()] == [str(training_file), str(wrapped_file)]
+
+
+def test_a_dangling_link_in_a_folder_is_told(training_file: Path) -> None:
+    """A link named like a checkpoint that leads nowhere is no silence; a named pipe is passed over, not waited for."""
+    (training_file.parent / "best.pth").symlink_to("gone.pth")
+    os.mkfifo(training_file.parent / "pipe.pth")
+    result = shell("inspect", training_file.parent)
+    assert result.returncode == 3
+    assert result.stderr.startswith(f"Error: {training_file.parent / 'best.pth'} cannot be read.")
+    assert result.stderr.count("cannot be read") == 1
+    assert "torch-zip" in result.stdout
 
 
 def test_empty_folder_is_refused(tmp_path: Path) -> None:
@@ -249,6 +262,20 @@ def test_an_option_given_twice_is_refused(training_file: Path, tmp_path: Path, o
     result = shell("convert", training_file, tmp_path / "out.pth", option, value, option, value)
     assert result.returncode == 2
     assert f"{option} is given 2 times" in result.stderr
+
+
+def test_every_command_of_a_finding_works(tmp_path: Path) -> None:
+    """Of several wrappers the stronger option alone is in the last command; a file of objects gets --objects with each."""
+    path = tmp_path / "file.pth"
+    networks = {"a": {"module.w.x": torch.ones(2)}, "b": {f"_orig_mod.module.{'y' * 30000}.x": torch.ones(2)}}
+    torch.save({**networks, "args": ast.Constant(1)}, path)
+    ckpt_tools.edit_in_place(path, rename="y+=z", objects="keep")
+    lines = [line for line in ckpt("inspect", path).output.splitlines() if line.startswith("  ckpt ")]
+    assert [line.partition(".fixed.pth ")[2] for line in lines] == [
+        "--strip-module --objects plain", "--unwrap --objects plain", "--compact --objects plain", "--objects plain",
+        "--unwrap --compact --objects plain",
+    ]  # fmt: skip
+    assert [ckpt(*line.split()[1:], "--overwrite").exit_code for line in lines] == [0] * 5
 
 
 def test_one_command_mends_everything(tmp_path: Path) -> None:

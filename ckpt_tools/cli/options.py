@@ -54,7 +54,8 @@ def _below(top: Path) -> Iterator[Path]:
             yield Path(folder)
         for name in names:
             path = Path(folder, name)
-            if path.suffix in _SUFFIXES and path.is_file() and not (layout and _SHARD.search(name)):
+            there = path.is_file() or not path.exists()  # a dangling link is told about; a socket is no checkpoint
+            if path.suffix in _SUFFIXES and there and not (layout and _SHARD.search(name)):
                 yield path
 
 
