@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 from torch.export.pt2_archive import _package
 
 import ckpt_tools
+from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, LimitError, ObjectsError, TensorError, ZipError
 from ckpt_tools.torch import load_state_dict
 from tests.graphs import assert_same
@@ -88,12 +90,14 @@ def test_the_state_dict_is_the_one_that_torch_loads(program: Path, tmp_path: Pat
 
 
 def test_what_stays_behind_is_said(program: Path, tmp_path: Path) -> None:
-    """The graph and its constants; `check` reads every record and finds nothing else, `--dry-run` says the same."""
+    """The graph and its constants; `check` reads every record and finds nothing else; a folder's programs are found."""
     finding = next(row for row in ckpt_tools.inspect(program).findings if row.code == "exported-program")
     assert finding.found == "an exported program: the graph of 'model', 2 constants of 20 bytes"
     report = ckpt_tools.convert(program, tmp_path / "out.pth", objects="plain", dry_run=True)
     assert ("code", "a state dict holds no program") in report.dropped
     assert [row.code for row in ckpt_tools.check(program).findings] == ["weights-only-refused", "exported-program"]
+    shown = CliRunner().invoke(main, ["inspect", "--json", str(tmp_path)])
+    assert [json.loads(line)["path"] for line in shown.stdout.splitlines()] == [str(program)]
 
 
 @pytest.mark.parametrize("objects", [None, "keep", "drop"])

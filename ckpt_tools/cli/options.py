@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _PROGRESS_AFTER = 1.0  # seconds
-_SUFFIXES = {".pth", ".pt", ".ckpt", ".bin", ".safetensors", ".th", ".t7", ".tar", ".model", ".pkl", ".dat"}
+_SUFFIXES = {".pth", ".pt", ".pt2", ".ckpt", ".bin", ".safetensors", ".th", ".t7", ".tar", ".model", ".pkl", ".dat"}
 
 
 def expand(paths: tuple[Path, ...]) -> list[Path]:
