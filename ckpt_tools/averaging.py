@@ -19,6 +19,7 @@ from ckpt_tools.checkpoint import (
     is_tensor,
     naming,
     open_checkpoint,
+    tensors_outside,
 )
 from ckpt_tools.contents import same_bytes, same_unusual
 from ckpt_tools.conversion import CONTAINERS, Edits
@@ -262,9 +263,7 @@ class _Mean:
 
     def note_rest(self, state_dicts: Sequence[StateDict]) -> None:
         """Say what was not averaged."""
-        inside = {state_dict.where for state_dict in state_dicts}
-        rest = sum(tensor.where[:-1] not in inside for tensor in find_tensors(self.roots[0]))
-        if rest:
+        if rest := len(tensors_outside(self.roots[0], state_dicts)):
             text = f"{rest} tensors outside of state dicts (optimizer state) are those of {self.paths[0]}; --select drops them."
             self.report.output.notes.append(Note("rest-from-first", text))
 

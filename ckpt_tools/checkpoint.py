@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -293,6 +293,12 @@ def find_tensors(root: Node) -> Iterator[Tensor]:
             yield Tensor(where, node)
         elif type(node) is Object and (unusual := unusual_tensor(node)) is not None:
             yield Tensor(where, node, unusual)
+
+
+def tensors_outside(root: Node, state_dicts: Sequence[StateDict]) -> list[Tensor]:
+    """The tensors below `root` that are no direct part of one of these state dicts, in order."""
+    inside = {state_dict.where for state_dict in state_dicts}
+    return [tensor for tensor in find_tensors(root) if tensor.where[:-1] not in inside]
 
 
 def count_tensors(root: Node) -> int:

@@ -13,8 +13,8 @@ from ckpt_tools.checkpoint import (
     collector_paused,
     count_tensors,
     find_state_dicts,
-    find_tensors,
     open_checkpoint,
+    tensors_outside,
 )
 from ckpt_tools.cloning import Clone
 from ckpt_tools.containers import safetensors, torch_zip_layout
@@ -104,7 +104,8 @@ class Edits:
         if self.keep or self.drop:
             gone = transforms.filter_tensors(root, self.keep, self.drop)
             report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
-            self._note_outside(root, report)
+            if self.keep:
+                _note_outside(root, report)
         self.names.apply(root, report)
         root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
         if self.retargeting is not None:
@@ -173,13 +174,13 @@ class Edits:
         report.compacted, report.saved = done.storages, done.saved
         return root
 
-    def _note_outside(self, root: Node, report: Converted) -> None:
-        """--keep is about the names of state dicts: say what stays because it has no such name."""
-        inside = {state_dict.where for state_dict in find_state_dicts(root)}
-        outside = [dotted(tensor.where) for tensor in find_tensors(root) if tensor.where[:-1] not in inside]
-        if self.keep and outside:
-            text = f"--keep: what lies outside of state dicts stays, {listed(outside, 1)}; --drop takes it by path."
-            report.notes.append(Note("outside-kept", text))
+
+def _note_outside(root: Node, report: Converted) -> None:
+    """--keep is about the names of state dicts: say what stays because it has no such name."""
+    if outside := tensors_outside(root, find_state_dicts(root)):
+        shown = listed([dotted(tensor.where) for tensor in outside], 1)
+        text = f"--keep: what lies outside of state dicts stays, {shown}; --drop takes it by path."
+        report.notes.append(Note("outside-kept", text))
 
 
 def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: str | None) -> None:

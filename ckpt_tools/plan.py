@@ -177,8 +177,10 @@ def _inflate(content: Deflated) -> Iterator[bytes]:
                 pending = inflater.unconsumed_tail
     except zlib.error as error:
         raise ZipError("A deflated record cannot be inflated.", why=str(error)) from None
-    if left or not inflater.eof:
+    if left:
         raise ZipError("A deflated record holds fewer bytes than the zip directory says.", why=f"{left} bytes are missing.")
+    if not inflater.eof:
+        raise ZipError("A deflated record is cut off.", why="All of its bytes came out, and the end of the stream did not.")
 
 
 def equal_chunks(content: Content, size: int = CHUNK) -> Iterator[bytes]:

@@ -358,6 +358,35 @@ def test_a_journal_that_a_reader_took_away_is_made_again(pth: Path, monkeypatch:
     assert "layer.0.weight" in torch.load(pth)["model"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="owners")
+def test_the_journal_of_another_user_is_refused(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may put a file into a folder must not be able to make somebody else write."""
+    old = interrupted(pth)
+    torn = pth.read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(OutputError, match="an edit by another user"):
+            ckpt_tools.open_checkpoint(pth)
+    assert pth.read_bytes() == torn
+    ckpt_tools.open_checkpoint(pth).close()
+    assert pth.read_bytes() == old
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks")
+def test_an_edit_that_ends_while_a_reader_looks(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal that is removed between a reader's look and its lock is of an edit that is done: the new bytes stay."""
+    old = interrupted(pth)
+    torn, lock = pth.read_bytes(), journal._lock
+
+    def late(fd: int) -> None:
+        journal.journal_path(pth).unlink()
+        lock(fd)
+
+    monkeypatch.setattr(journal, "_lock", late)
+    journal.recover(pth)
+    assert pth.read_bytes() == torn != old
+
+
 @pytest.mark.skipif(os.name != "posix", reason="locks")
 def test_an_edit_under_way_is_waited_for_by_nobody(pth: Path) -> None:
     """While the journal is locked, a reader says so and touches nothing."""

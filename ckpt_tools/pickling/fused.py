@@ -70,8 +70,6 @@ def _tensor(machine: Machine, found: re.Match[bytes], put_name: bytes, name: str
     strides = sizes[stride] if stride in sizes else _sizes(machine, stride)
     if length[0] != len(key) or memo[hooks[0]] is not machine.ordered_dict or shape is None or strides is None:
         return False
-    if bool(put_size) != bool(shape) or bool(put_stride) != bool(strides):
-        return False
     text = key.decode()
     pid = (memo[word[0]], memo[kind[0]], text, memo[device[0]], int.from_bytes(numel[1:], "little"))
     storage = machine.persistent_load(pid)
@@ -79,7 +77,7 @@ def _tensor(machine: Machine, found: re.Match[bytes], put_name: bytes, name: str
         return False
     no_hooks = Dict(ordered=True)
     args = (storage, int.from_bytes(offset[1:], "little"), shape, strides, grad == b"\x88", no_hooks)
-    machine.spend(5 + bool(put_size) + bool(put_stride))  # as the opcodes would, one by one
+    machine.spend(5 + bool(shape) + bool(strides))  # as the opcodes would, one by one
     made = Entry(storage, storage.dtype or UINT8, shape, strides, args[1], args[4])
     check(made)
     if put_name:

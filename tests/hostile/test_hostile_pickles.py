@@ -216,6 +216,14 @@ def test_56_memo_written_out_of_order(tmp_path: Path) -> None:
     assert found.values["x"] == list(expected)
 
 
+def test_56_memoize_counts_what_was_written_ahead(tmp_path: Path) -> None:
+    """MEMOIZE writes to the number of entries that there are, wherever they are."""
+    body = p.MARK + p.text("ahead") + p.put(5) + p.text("b") + b"\x94" + p.get(1) + p.get(5) + p.TUPLE
+    expected = pickle.loads(p.PROTO4 + body + p.STOP)
+    found = ckpt_tools.inspect(write(tmp_path, raw(p.dict_of(x=body), protocol=p.PROTO4)))
+    assert found.values["x"] == list(expected) == ["ahead", "b", "b", "ahead"]
+
+
 STREAMS = {
     "underflow_TUPLE2": b"N\x86",
     "underflow_TUPLE3": b"NN\x87",

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools import files, plan
+from ckpt_tools import files, plan, temporaries
 from ckpt_tools.containers import safetensors
 from ckpt_tools.errors import (
     ChangedFileError,
@@ -363,6 +363,49 @@ def test_93_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     failing(monkeypatch, "link", errno.EPERM)
     ckpt_tools.convert(source, tmp_path / "out.pth")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", "out.pth"]
+    with pytest.raises(OutputExistsError), files.replacing(tmp_path / "late.pth"):
+        (tmp_path / "late.pth").write_bytes(b"theirs")
+    assert (tmp_path / "late.pth").read_bytes() == b"theirs"
+
+
+def test_93_nobody_takes_an_output_on_its_way_for_an_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its last byte and its name a temporary is locked still: another writer of the same target leaves it alone."""
+    commit = files._commit
+
+    def watched(temporary: Path, target: Path, *, overwrite: bool) -> None:
+        temporaries.remove_orphans(target)
+        commit(temporary, target, overwrite=overwrite)
+
+    monkeypatch.setattr(files, "_commit", watched)
+    with files.replacing(tmp_path / "out.pth") as output:
+        os.write(output.fd, b"whole")
+    assert (tmp_path / "out.pth").read_bytes() == b"whole"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks")
+def test_93_a_temporary_that_was_taken_for_an_orphan_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the moment before its lock another writer may remove a temporary: the output is written all the same."""
+    lock, taken = temporaries._lock, list[int]()
+
+    def late(fd: int, *, wait: bool) -> bool:
+        if not taken:
+            (temporary,) = tmp_path.iterdir()
+            temporary.unlink()
+        taken.append(fd)
+        return lock(fd, wait=wait)
+
+    monkeypatch.setattr(temporaries, "_lock", late)
+    with files.replacing(tmp_path / "out.pth") as output:
+        os.write(output.fd, b"whole")
+    assert (tmp_path / "out.pth").read_bytes() == b"whole"
+
+
+def test_92_what_a_clone_has_written_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that is partly there only the rest has to fit."""
+    monkeypatch.setattr(files, "free_bytes", lambda folder: 100)
+    files.check_space(tmp_path, tmp_path / "out.pth", 1000, written=900)
+    with pytest.raises(OutputError, match="needs 1001 bytes"):
+        files.check_space(tmp_path, tmp_path / "out.pth", 1001, written=900)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError, ValueError, CkptError])

@@ -377,6 +377,15 @@ def test_35_bomb_stops_at_the_declared_size(tmp_path: Path) -> None:
     convert_refused(write(tmp_path, build(rows)), ZipError, "holds more bytes")
 
 
+def test_35_deflate_stream_without_an_end(tmp_path: Path) -> None:
+    """All bytes come out, and the stream is cut before it says that it ends."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
+    packed = packer.compress(FLOATS["0"]) + packer.flush(zlib.Z_SYNC_FLUSH)
+    rows = torch_records(PICKLE, FLOATS)
+    rows[2] = Rec(b"archive/data/0", packed, method=8, crc=zlib.crc32(FLOATS["0"]), size=24, compressed=len(packed))
+    convert_refused(write(tmp_path, build(rows)), ZipError, "A deflated record is cut off")
+
+
 def test_35_broken_deflate_stream(tmp_path: Path) -> None:
     """Bytes that do not inflate."""
     rows = torch_records(PICKLE, FLOATS)
