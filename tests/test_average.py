@@ -152,3 +152,24 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert load(Path(one))["a.w"].tolist() == [0.5, 0.5]
     assert runner.invoke(main, ["average", one, out]).exit_code == 2
     assert runner.invoke(main, ["average", one, other, out, "--weights", "a,b", "--overwrite"]).exit_code == 2
+
+
+def test_tied_names_keep_what_they_are(tmp_path: Path) -> None:
+    """A Parameter and a plain tensor on the same bytes are averaged once, stay tied, and stay a Parameter and a tensor."""
+    states = []
+    for value in (1.0, 3.0):
+        weight = torch.full((2, 3), value)
+        states.append({"a.w": torch.nn.Parameter(weight), "b.w": weight})
+    average(files(tmp_path, *states), tmp_path / "out.pth")
+    found = load(tmp_path / "out.pth")
+    assert [type(tensor) for tensor in found.values()] == [torch.nn.Parameter, torch.Tensor]
+    assert [tensor.requires_grad for tensor in found.values()] == [True, False]
+    assert found["a.w"].data_ptr() == found["b.w"].data_ptr()
+    assert torch.equal(found["b.w"], torch.full((2, 3), 2.0))
+
+
+def test_conjugate_views_have_a_mean(tmp_path: Path) -> None:
+    """The bit that torch applies on reading is worked into the mean, and not applied to it again."""
+    one, other = torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([3 + 4j, 1 + 5j])
+    average(files(tmp_path, {"a.w": one.conj()}, {"a.w": other}), tmp_path / "out.pth")
+    assert load(tmp_path / "out.pth")["a.w"].tolist() == ((one.conj() + other) / 2).tolist()

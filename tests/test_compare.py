@@ -440,3 +440,13 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(differences, "same_bytes", meanwhile)
     with pytest.raises(CkptError, match="changed"):
         diff(path, path)
+
+
+def test_conjugate_views_are_their_numbers(tmp_path: Path) -> None:
+    """A tensor that torch conjugates on reading equals one whose numbers are conjugated already."""
+    tensor = torch.randn(3, 4, dtype=torch.complex64)
+    torch.save({"a.w": tensor.conj()}, tmp_path / "lazy.pth")
+    torch.save({"a.w": tensor.conj().resolve_conj()}, tmp_path / "done.pth")
+    assert diff(tmp_path / "lazy.pth", tmp_path / "done.pth").same
+    torch.save({"a.w": tensor}, tmp_path / "other.pth")
+    assert not diff(tmp_path / "lazy.pth", tmp_path / "other.pth").same

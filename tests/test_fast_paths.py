@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ import ckpt_tools
 from ckpt_tools import cloning, writer
 from ckpt_tools.containers.safetensors import lay_out
 from ckpt_tools.dtypes import DTYPES as ALL_DTYPES
-from ckpt_tools.errors import CkptError
-from ckpt_tools.files import replacing, reserve
+from ckpt_tools.errors import ChecksumError, CkptError
+from ckpt_tools.files import Source, replacing, reserve
 from ckpt_tools.names import dotted
 from ckpt_tools.pickling import fused
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.pickling.writer import write_pickle
-from ckpt_tools.plan import Literal, Piece, Range
+from ckpt_tools.plan import Checksum, Literal, Piece, Range
 from ckpt_tools.transforms import select
 from ckpt_tools.tree import Dict, Entry, List, Storage, walk
 
@@ -353,3 +354,16 @@ def test_crcs_are_zlibs_with_isal_and_without(wrapped: Path, tmp_path: Path, ins
     assert made.stdout == f"{installed}\n"
     with zipfile.ZipFile(tmp_path / "out.pth") as archive:
         assert archive.testzip() is None
+
+
+def test_what_is_to_be_checked_is_read(tmp_path: Path) -> None:
+    """A range that a clone has put in its place already is read all the same where its CRC-32 is wanted."""
+    (tmp_path / "in").write_bytes(b"x" * 1000)
+    for checksum in (Checksum(1000, 1, "it"), None):
+        with closing(Source(tmp_path / "in")) as source, replacing(tmp_path / "out", overwrite=True) as output:
+            clone = cloning.Clone(tmp_path / "in", output)
+            clone.source, clone.done = source, 1000
+            os.pwrite(output.fd, b"x" * 1000, 0)
+            expected: Any = pytest.raises(ChecksumError) if checksum is not None else nullcontext()
+            with expected:
+                assert writer.write([Piece(Range(source, 0, 1000), checksum)], output, None, clone) == 1000

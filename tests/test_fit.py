@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -378,3 +379,21 @@ def test_the_command_says_what_it_did(tmp_path: Path) -> None:
         assert text in done.output
     done = CliRunner().invoke(main, [*arguments, "--json", "--overwrite"])
     assert json.loads(done.output)["fitted"]["initialised"][0]["name"] == "fc3.weight"
+
+
+def test_extra_state_goes_where_its_module_goes(tmp_path: Path) -> None:
+    """What a module keeps beside its tensors is renamed with them."""
+    torch.save({"module.fc.weight": torch.ones(2), "module.fc._extra_state": {"a": 1}, "epoch": 3}, tmp_path / "in.pth")
+    found = convert({"fc.weight": torch.zeros(2)}, tmp_path / "out.pth", tmp_path / "in.pth")
+    assert {**found, "fc.weight": None} == {"fc.weight": None, "fc._extra_state": {"a": 1}, "epoch": 3}
+
+
+def test_a_target_leaves_no_trace(tmp_path: Path) -> None:
+    """Neither the path that a target is imported from nor the seed of its own values stays behind."""
+    torch.save({"weight": torch.ones(2, 3)}, tmp_path / "part.pth")
+    path, state = list(sys.path), torch.get_rng_state()
+    options = {"like_args": {"in_features": 3, "out_features": 2}, "reinit": "target", "seed": 7}
+    found = convert("torch.nn:Linear", tmp_path / "out.pth", tmp_path / "part.pth", **options)
+    assert found["bias"].any()
+    assert sys.path == path
+    assert torch.equal(torch.get_rng_state(), state)

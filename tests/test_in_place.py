@@ -188,6 +188,10 @@ def test_reserve_is_for_safetensors(pth: Path, tmp_path: Path) -> None:
         ckpt_tools.convert(pth, tmp_path / f"{reserve}.safetensors", select="model", reserve=reserve)
     sizes = [(tmp_path / f"{reserve}.safetensors").stat().st_size for reserve in (0, 100_000)]
     assert sizes[1] - sizes[0] == 100_000
+    for reserve in range(8):  # whatever the room, the tensors begin at a multiple of eight bytes
+        path = tmp_path / "room.safetensors"
+        ckpt_tools.convert(pth, path, select="model", reserve=reserve, add_prefix="x" * (reserve + 1), overwrite=True)
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
     with pytest.raises(ckpt_tools.CkptError, match="--reserve"):
         ckpt_tools.convert(pth, tmp_path / "out.pth", reserve=10)
 

@@ -555,3 +555,23 @@ def test_threads_share_the_reads(threads: int, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Source, "read_into", lambda source, offset, buffer: (_ for _ in ()).throw(source.changed()))
     with pytest.raises(ChangedFileError):
         ckpt.load_into(model, path)
+
+
+def test_what_was_put_on_a_parameter_stays(tmp_path: Path) -> None:
+    """An exchanged parameter keeps the attributes of the old one: trainers mark parameters so."""
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "in.pth")
+    model = nn.Linear(3, 2)
+    model.weight.no_decay = True  # type: ignore[attr-defined]
+    model.bias.requires_grad_(requires_grad=False)
+    assert ckpt.load_into(model, tmp_path / "in.pth", assign=True)
+    assert model.weight.no_decay is True  # type: ignore[attr-defined]
+    assert [parameter.requires_grad for parameter in model.parameters()] == [True, False]
+
+
+def test_a_model_made_for_inference_is_refused(tmp_path: Path) -> None:
+    """Nothing may write into tensors that were made under inference_mode; said before anything changes."""
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "in.pth")
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+    with pytest.raises(TargetError, match=r"made under torch\.inference_mode"):
+        ckpt.load_into(model, tmp_path / "in.pth")

@@ -280,6 +280,17 @@ def test_folders_that_killed_processes_left_are_removed(folder: Path, tmp_path: 
     assert (dead.exists(), alive.exists()) == (False, True)
 
 
+def test_the_text_of_the_index_counts(folder: Path) -> None:
+    """Where the index and a shard say different things beside the tensors, the index is right; the rest of both is kept."""
+    save_file({"a.w": torch.ones(4, 3)}, folder / ONE, {"format": "pt", "note": "shard", "author": "shard"})
+    save_file({"b.w": torch.zeros(2), "b.b": torch.ones(1)}, folder / TWO, {"format": "pt", "note": "other"})
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["metadata"]["note"] = "index"
+    index.write_text(json.dumps(content))
+    assert inspect(folder).metadata == {"note": "index", "format": "pt", "author": "shard"}
+
+
 def test_overwriting_removes_what_the_new_one_lacks(folder: Path, tmp_path: Path) -> None:
     """--overwrite replaces the checkpoint, shards of the old one go, other files stay; also from the folder itself."""
     (folder / "config.json").write_text("{}")

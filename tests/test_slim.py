@@ -300,3 +300,21 @@ def test_what_became_of_modules_is_told(tmp_path: Path) -> None:
     assert told["tests.classes.Plain"] == (["trainer"], "dropped")
     assert_same(converted(path, ema=True)[0], EMA)
     assert_same(converted(path, ema=True, objects="plain")[0], EMA)
+
+
+def test_a_storage_that_stands_in_the_tree_stays_whole(tmp_path: Path) -> None:
+    """A tensor uses a part of a storage that is saved by itself too: cut down, the two would no longer be one."""
+    whole = torch.arange(1000.0)
+    torch.save({"model": {"a.w": whole[:10]}, "raw": whole._typed_storage()}, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", slim=True)
+    assert report.compacted == 0
+    found = torch.load(tmp_path / "out.pth", weights_only=False)
+    assert found["raw"]._size() == 1000
+    assert found["model"]["a.w"].data_ptr() == found["raw"]._data_ptr()
+
+
+def test_conjugate_views_with_gaps(tmp_path: Path) -> None:
+    """A column of a complex matrix, conjugated on reading, is the same numbers after its storage was cut down."""
+    matrix = torch.randn(50, 4, dtype=torch.complex64)
+    loaded, _ = converted(saved(tmp_path, {"a.w": matrix[:, 1].conj()}), slim=True)
+    assert loaded["a.w"].tolist() == matrix[:, 1].conj().tolist()

@@ -677,3 +677,14 @@ def test_every_finding_is_documented(tmp_path: Path) -> None:
     written = {code for file in package.glob("*.py") for code in re.findall(r'Finding\(\s*"([a-z0-9-]+)"', file.read_text())}
     assert len(written) > 15
     assert not [code for code in written if f"`{code}`" not in page]
+
+
+def test_one_large_weight_is_no_fresh_head(tmp_path: Path) -> None:
+    """Ten thousand normal numbers and one that no initialiser gives: the spread hardly tells, the largest does."""
+    torch.manual_seed(0)
+    state = {"classifier.weight": torch.randn(100, 100) * 0.02, "classifier.bias": torch.zeros(100)}
+    torch.save(state, tmp_path / "fresh.pth")
+    assert codes(tmp_path / "fresh.pth", values=True) == ["fresh-head"]
+    state["classifier.weight"][3, 4] = 0.3
+    torch.save(state, tmp_path / "trained.pth")
+    assert codes(tmp_path / "trained.pth", values=True) == []

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpt_tools import check, convert, limits, repair
+from ckpt_tools import check, convert, limits, open_checkpoint, repair
 from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     ChecksumError,
@@ -33,7 +33,9 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.files import Source
 from ckpt_tools.repairing.report import Repaired
-from ckpt_tools.repairing.zip_walk import walk_zip
+from ckpt_tools.repairing.zip_walk import Found, by_name, walk_zip
+from tests.hostile import pickles as p
+from tests.hostile.zips import torch_zip
 from tests.samples import PTH, SAFETENSORS
 from tests.zips import flip_byte, rewrite
 
@@ -445,6 +447,19 @@ def test_stale_metadata(tmp_path: Path, wrapped: bool) -> None:
     assert not repair(tmp_path / "out.pth", tmp_path / "again.pth").mended
 
 
+def test_stale_metadata_beside_the_right_one(tmp_path: Path) -> None:
+    """Where a row is there under both names, the one that fits the tensors is kept."""
+    state = nn.Linear(2, 2).state_dict(prefix="fc.")
+    state._metadata["module.fc"] = {"version": 9}
+    state._metadata["fc"] = {"version": 1}
+    torch.save(state, tmp_path / "model.pth")
+    assert [row.code for row in repair(tmp_path / "model.pth", tmp_path / "out.pth").mended] == ["stale-metadata"]
+    with open_checkpoint(tmp_path / "out.pth") as checkpoint:
+        rows = checkpoint.root.attributes.get("_metadata").items
+    assert [path for path, _ in rows].count("fc") == 1
+    assert torch.load(tmp_path / "out.pth")._metadata["fc"] == {"version": 1}
+
+
 def test_ties_only_when_asked(tmp_path: Path) -> None:
     """Equal matrices share their bytes only with --tie-equal; vectors and zeros never do."""
     table = torch.randn(40, 8)
@@ -461,6 +476,27 @@ def test_ties_only_when_asked(tmp_path: Path) -> None:
     assert after["a.bias"].data_ptr() != after["b.bias"].data_ptr()
     assert after["c.weight"].data_ptr() != after["d.weight"].data_ptr()
     assert equal(after, tensors)
+
+
+# --- records
+
+
+def test_the_record_of_the_directory_is_the_right_one() -> None:
+    """Of two whole records of one name that one counts which the directory has, wherever it lies."""
+    listed = Found("a/data.pkl", 0, 40, 5, 5, False, "directory")
+    for proof in ("descriptor", "header", "size", ""):
+        other = Found("a/data.pkl", 100, 140, 5, 5, False, proof)  # type: ignore[arg-type]
+        assert by_name([listed, other]) == by_name([other, listed]) == {"a/data.pkl": listed}
+
+
+def test_a_whole_record_of_another_size(tmp_path: Path) -> None:
+    """A record that matches its CRC-32 and is shorter than the pickle says is not taken for the tensor."""
+    floats = {"0": bytes(range(1, 25)), "1": bytes(20)}
+    tensors = {f"{key}.w": p.tensor(on=p.storage(key)) for key in floats}
+    data = torch_zip(p.pickle(p.dict_of(**tensors)), floats)
+    report, found = repaired(data[: data.index(b"PK\x01\x02") + 60], tmp_path)
+    assert [(row.where, row.why) for row in report.missing] == [(["1.w"], "its record has 20 bytes, and the pickle says 24")]
+    assert list(found) == ["0.w"]
 
 
 # --- holes
