@@ -50,6 +50,11 @@ def mutate(rng: Random, data: bytes, other: bytes) -> bytes:
     return size.to_bytes(8, "little") + header + body
 
 
+def mutate_json(rng: Random, data: bytes) -> bytes:
+    """A mutation of JSON, as a tree or as text."""
+    return _tree(rng, data) if rng.random() < 0.7 else _text(rng, data)
+
+
 def _tree(rng: Random, header: bytes) -> bytes:
     tree: dict[str, Any] = json.loads(header)
     for _ in range(rng.choice((1, 1, 2))):

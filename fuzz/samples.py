@@ -45,6 +45,7 @@ def _write(folder: Path) -> None:
     torch.save({"s": torch.eye(2).to_sparse(), "q": torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)}, folder / "odd.pth")
     torch.save({"m": torch.empty(2, device="meta"), "p": torch.nn.Parameter(tensor)}, folder / "meta.pth")
     torch.save(tensor, folder / "one.pth")
+    torch.export.save(torch.export.export(torch.nn.Linear(3, 2), (torch.ones(1, 3),)), folder / "program.pt2")
     torch.save({1: tensor, (1, 2): tensor, None: {True: tensor}}, folder / "keys.pth")
     save_file(
         {"a.w": tensor, "b": torch.zeros(3, dtype=torch.bfloat16), "e": torch.zeros(0)},

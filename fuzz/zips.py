@@ -11,7 +11,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
-from fuzz import pickles, raw
+from fuzz import headers, pickles, raw
 from fuzz.values import NUMBERS, number, some_bytes
 from tests.hostile.zips import Rec, build
 
@@ -59,6 +59,8 @@ def _mutate_pickle(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> Non
         if row.name.endswith(b".pkl"):
             other = next((record.data for record in others if record.name.endswith(b".pkl")), row.data)
             row.data = pickles.mutate(rng, row.data, other) if rng.random() < 0.95 else raw.mutate(rng, row.data, other)
+        elif row.name.endswith(b"_weights_config.json"):
+            row.data = headers.mutate_json(rng, row.data)
 
 
 def _field(rng: Random, data: bytes) -> bytes:

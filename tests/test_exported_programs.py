@@ -144,6 +144,7 @@ def _meta(name: str, **change: Any) -> Callable[[dict[str, Any]], object]:
     (_meta("view", sizes=[{"as_expr": "s0"}, {"as_int": 3}]), ZipError, "is malformed"),
     (_meta("view", storage_offset={"as_int": 1.5}), ZipError, "is malformed"),
     (_meta("second.weight", dtype=4), TensorError, "used with two types"),
+    (_meta("norm.num_batches_tracked", dtype=11), TensorError, "no whole number of elements"),
 ])  # fmt: skip
 def test_a_table_that_lies_is_refused(
     program: Path, change: Callable[[dict[str, Any]], object], error: type[CkptError], says: str
@@ -154,7 +155,15 @@ def test_a_table_that_lies_is_refused(
 
 
 @pytest.mark.parametrize(
-    "table", [b"[" * 3_000_000, b'{"config":[' + b"[]," * 1_000_000 + b"[]]}", b"{", b"[]", b'{"config":7}']
+    "table",
+    [
+        b"[" * 3_000_000,
+        b'{"config":[' + b"[]," * 1_000_000 + b"[]]}",
+        b"{",
+        b"[]",
+        b'{"config":7}',
+        '{"config":{}}'.encode("utf-16"),
+    ],
 )
 def test_a_table_that_is_none_is_refused(program: Path, table: bytes) -> None:
     """Nested, endless, cut off, of another kind: one sentence, before memory is spent."""

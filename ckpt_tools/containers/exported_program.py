@@ -87,7 +87,7 @@ class _Weights:
         if allowance.left < 0:
             raise limits.CONTAINERS.error(f"{name} describes more than a model of its size can hold.")
         try:
-            config: dict[str, Any] = json.loads(data)["config"]
+            config: dict[str, Any] = json.loads(data.decode())["config"]
             return Dict([(key, self._tensor(key, row)) for key, row in config.items()])
         except CkptError:
             raise
@@ -111,8 +111,8 @@ class _Weights:
             device = meta["device"]["type"] + ("" if meta["device"]["index"] is None else f":{_whole(meta['device']['index'])}")
             content = torch_zip.record_content(self.program.source, record)
             storage = self.storages[record.name] = Storage(self.keys.next(), dtype, record.size, device, content)
-        if storage.dtype is not dtype:
-            raise TensorError(f"The bytes of {name!r} are used with two types.")
+        if storage.dtype is not dtype or storage.nbytes % dtype.itemsize:
+            raise TensorError(f"The bytes of {name!r} are used with two types, or are no whole number of elements.")
         shape, stride = ([_whole(size["as_int"]) for size in meta[field]] for field in ("sizes", "strides"))
         parameter = row["is_param"] is True
         entry = Entry(

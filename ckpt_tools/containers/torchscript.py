@@ -121,7 +121,7 @@ def _decode_json(source: Source, directory: Directory, folder: str, records: Map
     record = records[f"{folder}/model.json"]
     limits.PROGRAM_BYTES.check(record.size, f"The program's model.json claims {record.size} bytes.")
     try:
-        model = json.loads(torch_zip.read_record(source, record, check=False))
+        model = json.loads(torch_zip.read_record(source, record, check=False).decode())
         tensors = _JsonTensors(source, records, folder, model.get("tensors", []))
         root = _json_module(model["mainModule"], tensors, 0)
     except CkptError:
