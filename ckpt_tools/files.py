@@ -243,10 +243,20 @@ def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
         temporaries.remove_orphans(target)  # nobody gets as far as `replacing`
         raise exists_error(target)
     if not target.parent.is_dir():
-        raise OutputError(f"{path} cannot be written.", why=f"There is no folder {target.parent}.")
+        raise no_folder(path, target.parent)
     if not os.access(target.parent, os.W_OK):
-        raise OutputError(f"{path} cannot be written.", why=f"The folder {target.parent} is read-only.")
+        raise read_only(path, target.parent)
     return target
+
+
+def no_folder(path: str | os.PathLike[str], folder: Path) -> OutputError:
+    """The error for an output in a folder that is not there."""
+    return OutputError(f"{path} cannot be written.", why=f"There is no folder {folder}.", fix="Make the folder first.")
+
+
+def read_only(path: str | os.PathLike[str], folder: Path) -> OutputError:
+    """The error for an output in a folder that takes none."""
+    return OutputError(f"{path} cannot be written.", why=f"The folder {folder} is read-only.", fix="Name another folder.")
 
 
 def exists_error(target: Path) -> OutputExistsError:
@@ -277,7 +287,8 @@ def no_space(target: Path, needed: int) -> OutputError:
     free = free_bytes(target.parent)
     needs = f"It needs {needed} bytes." if needed else ""
     has = "" if free is None else f"The disk has {free} bytes left."
-    return OutputError(f"{target} cannot be written: no space.", why=f"{needs} {has}".strip())
+    fix = "Make room, or write to another disk."
+    return OutputError(f"{target} cannot be written: no space.", why=f"{needs} {has}".strip(), fix=fix)
 
 
 def check_space(folder: Path, target: Path, size: int, *, written: int = 0) -> None:

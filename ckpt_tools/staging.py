@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ckpt_tools import temporaries
 from ckpt_tools.errors import OutputError, OutputExistsError
-from ckpt_tools.files import Output, check_space, output_errors, replacing
+from ckpt_tools.files import Output, check_space, no_folder, output_errors, read_only, replacing
 from ckpt_tools.journal import sync_folder
 
 
@@ -77,10 +77,10 @@ def check_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     if target.exists() and not target.is_dir():
         raise OutputError(f"{path} is a file.", why="Several files are written here: OUT must be a folder.")
     if not target.parent.is_dir():
-        raise OutputError(f"{path} cannot be written.", why=f"There is no folder {target.parent}.")
+        raise no_folder(path, target.parent)
     holder = target if target.is_dir() else target.parent
     if not os.access(holder, os.W_OK):
-        raise OutputError(f"{path} cannot be written.", why=f"The folder {holder} is read-only.")
+        raise read_only(path, holder)
     if target.is_dir() and not overwrite and any(target.iterdir()):
         raise OutputExistsError(
             f"{path} already exists and is not empty.",

@@ -246,6 +246,8 @@ def test_where_no_block_can_be_reserved_nothing_happens() -> None:
     reading, writing = os.pipe()
     try:
         reserve(writing, 40 << 20)
+        os.write(writing, b"as ever")
+        assert os.read(reading, 100) == b"as ever"
     finally:
         os.close(reading)
         os.close(writing)

@@ -299,6 +299,11 @@ def test_a_value_that_would_be_lost(tmp_path: Path) -> None:
     model.m.register_buffer("a", torch.zeros(2))
     model.m.register_buffer("b", torch.zeros(2, dtype=torch.int64))
     refused(model, tmp_path / "m.pth", ConvertError, "lose part of its values")
+    torch.save({"m.a": torch.ones(2, dtype=torch.complex64), "m.b": torch.ones(2, dtype=torch.int64)}, tmp_path / "m.pth")
+    refused(model, tmp_path / "m.pth", ConvertError, "lose part of its values")
+    torch.save({"m.a": torch.tensor([3, 4]), "m.b": torch.tensor([5, 6])}, tmp_path / "m.pth")
+    assert ckpt.load_into(model, tmp_path / "m.pth")
+    assert [buffer.tolist() for buffer in model.buffers()] == [[3.0, 4.0], [5, 6]]
 
 
 def test_tied_in_the_model_and_not_in_the_file(tmp_path: Path) -> None:

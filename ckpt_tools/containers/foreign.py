@@ -57,8 +57,9 @@ def _zip_behind(source: Source) -> CkptError | None:
     if b"PK\x05\x06" not in source.read(source.size - tail, tail):
         return None
     return NotACheckpointError(
-        f"{source.path} has other bytes in front of a zip archive.", why="torch reads archives from the first byte on only."
-    )
+        f"{source.path} has other bytes in front of a zip archive.", why="torch reads archives from the first byte on only.",
+        fix=f"Write it without them: {mending('repair', str(source.path))}",
+    )  # fmt: skip
 
 
 def _lfs_pointer(source: Source, head: bytes) -> CkptError:
