@@ -14,7 +14,7 @@ from ckpt_tools.conversion import Edits, report_flat
 from ckpt_tools.converted import Converted, Note
 from ckpt_tools.dcp_items import Items, collect
 from ckpt_tools.errors import CkptError, OutputError
-from ckpt_tools.files import is_address, output_error
+from ckpt_tools.files import is_address, output_error, output_errors
 from ckpt_tools.plan import Literal, Piece, total
 from ckpt_tools.ranks import Ranks
 from ckpt_tools.sharding import Shards
@@ -63,7 +63,8 @@ class FolderTarget:
 
             return uploads.check_folder(os.fspath(self.path), overwrite=overwrite)
         target = check_folder(self.path, overwrite=overwrite)
-        return os.listdir(target) if target.is_dir() else []
+        with output_errors(target):
+            return os.listdir(target) if target.is_dir() else []
 
     def staged(self, stack: ExitStack, last: str) -> Staging:
         """Where the files go until all are there, made by the first process and known to all."""

@@ -73,6 +73,11 @@ def check_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     Raises:
         OutputExistsError: it holds something, and `overwrite` is false. OutputError: a file, or no place for a folder.
     """
+    with output_errors(Path(path)):
+        return _checked_folder(path, overwrite=overwrite)
+
+
+def _checked_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_dir():
         raise OutputError(f"{path} is a file.", why="Several files are written here: OUT must be a folder.")

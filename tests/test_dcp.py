@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from ckpt_tools import CkptError, convert, inspect, open_checkpoint
 from ckpt_tools.assembly import Chunk, assemble
-from ckpt_tools.errors import CollisionError, ContainerLimitError, DamagedFileError, LimitError, TensorError
+from ckpt_tools.errors import CollisionError, ContainerLimitError, DamagedFileError, LimitError, OutputError, TensorError
 from ckpt_tools.plan import Joined, Literal, Range, read
 from ckpt_tools.tree import Entry
 
@@ -226,6 +226,24 @@ def test_any_grid_of_chunks(tiling: Any, chunk: int, data: st.DataObject) -> Non
             assemble("w", shape, 2, [chunks[1], *chunks[1:]])
 
 
+def test_tied_names_have_their_own_gradients(tmp_path: Path) -> None:
+    """Two names on one place, of which one requires a gradient: both are what they were, and tied."""
+    weight = torch.ones(3).requires_grad_()
+    torch.save({"a.w": weight, "b.w": weight.detach()}, tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", tmp_path / "out", format="dcp")
+    found = inspect(tmp_path / "out")
+    assert {row["name"]: row["requires_grad"] for row in found.tensors} == {"a.w": True, "b.w": False}
+    assert found.tied == [["a.w", "b.w"]]
+
+
+def test_an_impossible_folder_is_an_error_of_ours(tmp_path: Path) -> None:
+    """A name that no system takes is refused as for a file."""
+    torch.save({"a.w": torch.ones(3)}, tmp_path / "in.pth")
+    for options in ({"format": "dcp"}, {"shard_size": "1MB"}):
+        with pytest.raises(OutputError, match="cannot be written"):
+            convert(tmp_path / "in.pth", f"{tmp_path}/a\0b", **options)  # type: ignore[arg-type]
+
+
 def test_keys_of_every_kind_become_text(tmp_path: Path) -> None:
     """As torch's own writer names them; a number that no text should spell out is described."""
     one = torch.ones(1)
@@ -295,6 +313,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "no paths": (lambda m: m.planner_data.update({"epoch": 3}), "path that cannot be read"),
     "not metadata": (lambda m: {"a": 1}, "a Metadata is expected"),
     "list": (lambda m: [m], "a Metadata is expected"),
+    "sparse": (lambda m: setattr(_tensor_of(m, "model.a.w").properties, "layout", torch.sparse_coo), "a sparse tensor"),
     "no storage": (lambda m: setattr(m, "storage_data", None), "no storage_data"),
 }  # fmt: skip
 

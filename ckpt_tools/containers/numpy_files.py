@@ -131,7 +131,7 @@ def parse_header(head: bytes, name: str = "") -> Header:
         raise DamagedFileError(f"{what} has a malformed header.", why="Its shape or order is of the wrong type.")
     descr = fields["descr"]
     found = _DESCR.fullmatch(descr) if type(descr) is str else None
-    code = found[2] + found[3] if found else ""
+    code = "" if not found else "O" if found[2] == "O" else found[2] + found[3]  # NumPy wrote "|O8" before 1.7
     if not found or not (code in BY_NUMPY or found[2] in "OSU"):
         raise UnsupportedContainerError(f"{what} has the NumPy dtype {str(descr)[:100]!r}, which torch has not.")
     return Header(code, found[1] == ">", fortran, shape, start + length)
