@@ -45,8 +45,7 @@ def cast_floats(root: Node, target: DType, only: Sequence[str] = ()) -> tuple[No
         cast, or a type that torch cannot cast.
     """
     users: dict[int, list[tuple[str, str, Entry]]] = {}
-    names = {id(state_dict.node): state_dict for state_dict in find_state_dicts(root)}
-    prefixes = {state_dict.where for state_dict in names.values()}
+    prefixes = {state_dict.where for state_dict in find_state_dicts(root)}
     for tensor in find_tensors(root):
         if type(tensor.node) is Entry:
             name = str(tensor.where[-1]) if tensor.where[:-1] in prefixes else ""

@@ -44,13 +44,16 @@ class Names:
         if self.steps:
             self._check_matches(found, report)
             self._note_uneven(found, report)
+        done: dict[int, transforms.Renamed] = {}  # one dict may be there under several paths
         for state_dict in found:
             if not self.steps:
                 report.state_dicts.append(RenamedNames(list(state_dict.where), len(state_dict.names), 0, []))
                 continue
-            renamed = transforms.rename_state_dict(state_dict, self.rename)
+            if id(state_dict.node) not in done:
+                done[id(state_dict.node)] = transforms.rename_state_dict(state_dict, self.rename)
+            renamed = done[id(state_dict.node)]
             examples = list(renamed.changes.items())[:3]
-            report.state_dicts.append(RenamedNames(list(renamed.where), renamed.tensors, len(renamed.changes), examples))
+            report.state_dicts.append(RenamedNames(list(state_dict.where), renamed.tensors, len(renamed.changes), examples))
         if self.steps:
             report.optimizer_names = transforms.rename_optimizers(root, self.rename)
 

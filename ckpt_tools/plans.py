@@ -16,9 +16,9 @@ from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.errors import MatchPlanError
 from ckpt_tools.match import Matching
 from ckpt_tools.match.records import Shape
-from ckpt_tools.names import move_metadata
 from ckpt_tools.numeric import lazy_bits, part, row_major
 from ckpt_tools.plan import Computed, Content, chunks
+from ckpt_tools.transforms import rename_metadata
 from ckpt_tools.tree import Dict, Entry, Node, Storage, contiguous_stride
 
 StepName: TypeAlias = Literal["copy", "reshape", "transpose", "split", "concat"]
@@ -165,10 +165,7 @@ def apply(node: Dict, plan: Plan) -> None:
     if taken := [key for key, _ in others if type(key) is str and key in names]:
         raise MatchPlanError(f"The plan makes {taken[0]!r}, which the checkpoint has as a value that is no tensor.")
     node.items[:] = made + others
-    metadata = node.attributes.get("_metadata") if node.attributes is not None else None
-    if type(metadata) is Dict:
-        rows = [(path, row) for path, row in metadata.items if type(path) is str]
-        metadata.items[:] = move_metadata(plan.renames, rows, lambda: Dict([("version", 1)]))
+    rename_metadata(node, plan.renames)
 
 
 def _check_fits(entries: dict[str, Node], plan: Plan) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import translate
+from shlex import quote
 
 from ckpt_tools import tree
 from ckpt_tools.checkpoint import StateDict, find_optimizers, find_state_dicts, find_tensors, is_tensor
@@ -44,7 +45,7 @@ def rename_state_dict(state_dict: StateDict, rename: Rename) -> Renamed:
     changes = {old: new for old, new in renamed.items() if old != new}
     if changes:
         node.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in node.items]
-        _rename_metadata(node, renamed)
+        rename_metadata(node, renamed)
     return Renamed(state_dict.where, tensors, changes)
 
 
@@ -53,12 +54,17 @@ def _is_name(key: str, value: Node) -> bool:
     return is_tensor(value) or key.endswith("_extra_state") or "." in key
 
 
-def _rename_metadata(node: Dict, renamed: dict[str, str]) -> None:
-    metadata = node.attributes.get("_metadata") if node.attributes is not None else None
-    if type(metadata) is not Dict:
+def rename_metadata(node: Dict, renamed: Mapping[str, str]) -> None:
+    """Give the rows of a state dict's `_metadata` their new module paths. Another state dict may have the same: it is left."""
+    attributes = node.attributes
+    metadata = attributes.get("_metadata") if attributes is not None else None
+    if attributes is None or type(metadata) is not Dict:
         return
     rows = [(path, row) for path, row in metadata.items if type(path) is str]
-    metadata.items[:] = move_metadata(renamed, rows, lambda: Dict([("version", 1)]))
+    moved = Dict(list(move_metadata(renamed, rows, lambda: Dict([("version", 1)]))), ordered=metadata.ordered)
+    node.attributes = Dict(
+        [(name, moved if value is metadata else value) for name, value in attributes.items], ordered=attributes.ordered
+    )
 
 
 def rename_optimizers(root: Node, rename: Rename) -> int:
@@ -71,20 +77,31 @@ def rename_optimizers(root: Node, rename: Rename) -> int:
         CollisionError: two states would get one name.
     """
     changed = 0
+    done: set[int] = set()
     for _, node in find_optimizers(root):
         state = node.get("state")
-        renamed = {key: rename(key) for key, _ in state.items if type(key) is str}
-        check_unique(renamed)
-        changed += sum(old != new for old, new in renamed.items())
-        state.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in state.items]
+        changed += _rename_states(state, rename, done)
         for group in node.get("param_groups").items:
-            changed += sum(_rename_list(group.get(key), rename) for key in ("param_names", "params") if type(group) is Dict)
+            for key in ("param_names", "params") if type(group) is Dict else ():
+                changed += _rename_list(group.get(key), rename, done)
     return changed
 
 
-def _rename_list(names: Node, rename: Rename) -> int:
-    if type(names) is not List:
+def _rename_states(state: Node, rename: Rename, done: set[int]) -> int:
+    """States that are keyed by name; `done` has what was renamed before, under another path."""
+    if type(state) is not Dict or id(state) in done:
         return 0
+    done.add(id(state))
+    renamed = {key: rename(key) for key, _ in state.items if type(key) is str}
+    check_unique(renamed)
+    state.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in state.items]
+    return sum(old != new for old, new in renamed.items())
+
+
+def _rename_list(names: Node, rename: Rename, done: set[int]) -> int:
+    if type(names) is not List or id(names) in done:
+        return 0
+    done.add(id(names))
     new = [rename(name) if type(name) is str else name for name in names.items]
     changed = sum(1 for old, name in zip(names.items, new, strict=True) if old != name)
     names.items[:] = new
@@ -181,30 +198,55 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str]) -> list
     """
     globs = _Globs(keep, drop)
     names = {id(found.node): set(found.names) for found in find_state_dicts(root)}
-    gone: list[Where] = []
-    tensors: list[tuple[str, Node]] = []  # the dropped ones of state dicts that keep others
-    holders = [(where, node) for where, node in walk(root, stop=is_tensor) if type(node) in (Dict, List, tuple)]
-    for where, node in holders:
-        if type(node) is not Dict:
-            _drop_elements(where, node, globs, gone)
+    gone: dict[Where, None] = {}
+    lost: dict[int, tuple[Where, Dict | List, list[int]]] = {}  # what each dict or list loses, and where it was met first
+    for where, node in walk(root, stop=is_tensor):
+        if type(node) not in (Dict, List, tuple):
             continue
-        own, kept, lost = names.get(id(node), set()), [], []
-        for key, value in node.items:
-            path = (*where, tree.component(key))
-            texts = [dotted(path), key] if key in own else [dotted(path)]
-            unwanted = key in own and bool(keep) and not globs.match(keep, texts)
-            if globs.match(drop, texts) or unwanted:
-                gone.append(path)
-                lost += [(key, value)] if key in own else []
-            else:
-                kept.append((key, value))
-        tensors += lost if any(key in own for key, _ in kept) else []  # a whole state dict does not go alone
-        node.items[:] = kept
+        paths = globs.unwanted(where, node, names.get(id(node), set()))
+        if any(where[:depth] in gone for depth in range(1, len(where) + 1)):
+            continue
+        gone.update(dict.fromkeys(paths.values()))
+        if type(node) is tuple:
+            _refuse_elements(where, paths)
+        elif lost.setdefault(id(node), (where, node, list(paths)))[2] != list(paths):
+            raise _shared(where, lost[id(node)][0])
     globs.check_used(name for own in names.values() for name in sorted(own))
+    tensors: list[tuple[str, Node]] = []  # the dropped ones of state dicts that keep others
+    for _, node, indices in lost.values():
+        tensors += _without(node, set(indices), names.get(id(node), set()))
     if gone and next(find_tensors(root), None) is None:
-        raise NothingMatchedError("No tensor would be left.", why=f"--keep and --drop take away all {len(gone)}.")
+        raise NothingMatchedError("No tensor would be left.", why="--keep and --drop take away all there are.")
     _check_optimizers(root, tensors)
-    return gone
+    return list(gone)
+
+
+def _refuse_elements(where: Where, paths: Mapping[int, Where]) -> None:
+    for path in paths.values():
+        raise ConvertError(
+            f"--drop {dotted(path)!r} is an element of a tuple, whose length its reader counts on.",
+            fix=f"Drop the whole: --drop {dotted(where)}" if where else "Take what is wanted: --select WHERE",
+        )
+
+
+def _shared(where: Where, first: Where) -> ConvertError:
+    here, there = dotted(where), dotted(first)
+    return ConvertError(
+        f"{here!r} is one and the same dict or list as {there!r}, and would lose other parts of it.",
+        why="It is in the file once, under both paths.",
+        fix=f"Drop one of them whole (--drop {quote(here)}), or give globs that take the same from both.",
+    )
+
+
+def _without(node: Dict | List, indices: set[int], own: set[str]) -> list[tuple[str, Node]]:
+    """Take the items at these indices away; returns the tensors among them, where a state dict keeps others."""
+    if type(node) is List:
+        node.items[:] = [item for index, item in enumerate(node.items) if index not in indices]
+        return []
+    assert type(node) is Dict
+    tensors = [pair for index, pair in enumerate(node.items) if index in indices and pair[0] in own]
+    node.items[:] = [pair for index, pair in enumerate(node.items) if index not in indices]
+    return [(str(key), value) for key, value in tensors] if any(key in own for key, _ in node.items) else []
 
 
 class _Globs:
@@ -221,34 +263,34 @@ class _Globs:
             self.unused.pop(glob, None)
         return bool(hits)
 
-    def names(self, path: str) -> bool:
-        """Whether --drop has exactly this path."""
-        if path in self.drop:
-            self.unused.pop(path, None)
-        return path in self.drop
+    def unwanted(self, where: Where, node: Dict | List | tuple[Node, ...], own: set[str]) -> dict[int, Where]:
+        """The items of a dict that are to go, or the elements of a list or tuple: index -> path. `own`: names of tensors."""
+        if type(node) is not Dict:
+            return self._elements(where, node)
+        paths = {}
+        for index, (key, _) in enumerate(node.items):
+            path = (*where, tree.component(key))
+            texts = [dotted(path), key] if key in own else [dotted(path)]
+            unkept = key in own and bool(self.keep) and not self.match(self.keep, texts)
+            if self.match(self.drop, texts) or unkept:
+                paths[index] = path
+        return paths
+
+    def _elements(self, where: Where, node: Node) -> dict[int, Where]:
+        """The elements of a list or tuple that --drop names exactly, by their paths."""
+        prefix = dotted((*where, ""))
+        wanted = {path for path in self.drop if path.startswith(prefix)}
+        paths = {index: (*where, index) for index, _ in enumerate(tree.children(node))} if wanted else {}
+        paths = {index: path for index, path in paths.items() if dotted(path) in wanted}
+        for path in paths.values():
+            self.unused.pop(dotted(path), None)
+        return paths
 
     def check_used(self, names: Iterable[str]) -> None:
         for glob in self.unused:
             option = "--keep" if glob in self.keep else "--drop"
             why, fix = did_you_mean(glob, names), "ckpt inspect --all FILE lists the names."
             raise NothingMatchedError(f"{option} {glob!r} matches nothing.", why=why, fix=fix)
-
-
-def _drop_elements(where: Where, node: List | tuple[Node, ...], globs: _Globs, gone: list[Where]) -> None:
-    """Take the elements of a list that --drop names by their paths."""
-    prefix = dotted((*where, ""))
-    if not any(path.startswith(prefix) for path in globs.drop):
-        return
-    count = len(list(tree.children(node)))
-    wanted = [index for index in range(count) if globs.names(dotted((*where, index)))]
-    if wanted and type(node) is not List:
-        raise ConvertError(
-            f"--drop {dotted((*where, wanted[0]))!r} is an element of a tuple, whose length its reader counts on.",
-            fix=f"Drop the whole: --drop {dotted(where)}" if where else "Take what is wanted: --select WHERE",
-        )
-    if type(node) is List and wanted:
-        gone += [(*where, index) for index in wanted]
-        node.items[:] = [item for index, item in enumerate(node.items) if index not in set(wanted)]
 
 
 def _check_optimizers(root: Node, dropped: Sequence[tuple[str, Node]]) -> None:

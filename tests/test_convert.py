@@ -279,6 +279,49 @@ def test_keep_and_drop(tmp_path: Path) -> None:
     ]
 
 
+# --- one dict under several paths
+
+
+@pytest.mark.parametrize("options", [{"add_module": True}, {"rename": "m=mm"}, {"strip_module": True, "add_prefix": "p."}])
+def test_a_dict_under_two_paths_is_renamed_once(tmp_path: Path, options: dict[str, Any]) -> None:
+    """State dict, `_metadata` and optimizer that are saved under two keys get their new names once, and stay shared."""
+    state = training_state(named=True)
+    one, _ = run(tmp_path, state, **options)
+    filtered = OrderedDict(state["model"])
+    filtered._metadata = state["model"]._metadata  # type: ignore[attr-defined]
+    twice, report = run(tmp_path, {**state, "best": state["model"], "filtered": filtered, "old": state["optimizer"]}, **options)
+    assert list(twice["best"]) == list(twice["filtered"]) == list(one["model"])
+    assert twice["best"] is twice["model"]
+    assert twice["filtered"]._metadata == twice["model"]._metadata == one["model"]._metadata
+    names = [twice[key]["param_groups"][0]["param_names"] for key in ("optimizer", "old")]
+    assert names == [one["optimizer"]["param_groups"][0]["param_names"]] * 2
+    assert [(row.where, row.renamed) for row in report.state_dicts] == [(["model"], 11), (["best"], 11), (["filtered"], 11)]
+    assert report.state_dicts[0].examples == report.state_dicts[1].examples
+
+
+def test_globs_that_would_take_from_a_shared_dict(tmp_path: Path) -> None:
+    """What is dropped at one path never goes from another; a key may go whole, and names at all paths alike."""
+    weights = {"a.w": torch.ones(1), "b.w": torch.ones(2)}
+    data = {"model": weights, "model_best": weights, "nets": [weights]}
+    loaded, report = run(tmp_path, data, drop=["model_best*"])
+    assert list(loaded) == ["model", "nets"]
+    assert list(loaded["model"]) == ["a.w", "b.w"]
+    assert report.dropped == [("model_best", "--keep / --drop")]
+    loaded, report = run(tmp_path, data, drop=["a.*"])
+    assert [list(value) for value in (loaded["model"], loaded["model_best"], loaded["nets"][0])] == [["b.w"]] * 3
+    assert [path for path, _ in report.dropped] == ["model.a.w", "model_best.a.w", "nets.0.a.w"]
+    (tmp_path / "out.pth").unlink()
+    error = refused(tmp_path, data, ConvertError, "one and the same dict or list", drop=["model.a.w"])
+    assert "--drop model_best" in error.fix
+
+
+def test_dtype_only_by_name_in_a_shared_dict(tmp_path: Path) -> None:
+    """A name counts at every path of the dict."""
+    weights = {"a.w": torch.ones(1), "b.w": torch.ones(2)}
+    loaded, _ = run(tmp_path, {"model": weights, "best": weights}, dtype="bf16", dtype_only="a.*")
+    assert [tensor.dtype for tensor in loaded["best"].values()] == [torch.bfloat16, torch.float32]
+
+
 # --- devices
 
 
