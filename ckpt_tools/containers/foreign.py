@@ -24,6 +24,8 @@ _KINDS = (
     (b"GGUF", "a GGUF file", ""),
     (b"\x7fELF", "a program", ""),
 )  # fmt: skip
+_AT_FOUR = {b"TFL3": "a TensorFlow Lite model", b"ET12": "an ExecuTorch program"}  # behind a flatbuffer's first offset
+_ONNX = re.compile(rb"\x08[\x03-\x20]\x12[\x01-\x20][\w.-]{3}")  # ir_version, then the name of what produced it
 _READS = "ckpt reads what torch.save writes and wrote, safetensors files, pickles and NumPy's .npz and .npy."
 
 
@@ -35,6 +37,11 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
     for magic, kind, fix in _KINDS:
         if head.startswith(magic):
             return NotACheckpointError(f"{path} is {kind}, not a checkpoint.", fix=fix)
+    kind = "an ONNX model" if _ONNX.match(head) else _AT_FOUR.get(head[4:8], "")
+    if kind:
+        return NotACheckpointError(
+            f"{path} is {kind}, not a checkpoint.", fix="Ask for the PyTorch weights that it was made of."
+        )
     if head.startswith(b"version https://git-lfs.github.com/spec/"):
         return _lfs_pointer(source, head)
     if not any(head) and not any(any(source.read(at, min(1 << 20, source.size - at))) for at in range(0, source.size, 1 << 20)):
