@@ -247,7 +247,7 @@ def decode_file(source: Source) -> Decoded:
 
         if error := recognise(source, head):
             raise error
-        if source.path.suffix == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header
+        if source.path.suffix.lower() == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header
             return safetensors.decode(source)
         raise unknown(source, head)
 

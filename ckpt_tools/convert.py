@@ -196,7 +196,7 @@ def shard_limit(target: str | os.PathLike[str], shard_size: str | int, format: F
 
     if format in ("dcp", "pth-legacy"):
         raise UsageError(f"--shard-size is for safetensors and pth; {format} has no shards of that kind.")
-    if Path(target).suffix in (".safetensors", ".pth", ".pt", ".bin", ".ckpt"):
+    if Path(target).suffix.lower() in (".safetensors", ".pth", ".pt", ".bin", ".ckpt"):
         raise UsageError(f"--shard-size writes a folder; {target} looks like a file.", fix="Name a folder.")
     try:
         return parse_size(shard_size)
@@ -208,4 +208,4 @@ def output_format(target: str | os.PathLike[str], format: Format | None) -> Form
     """The container of an output: as said, else by extension; anything but `.safetensors` is a torch-zip."""
     if format not in (None, "pth", "pth-legacy", "safetensors", "dcp"):
         raise UsageError(f"--format {format!r} is none of pth, pth-legacy, safetensors, dcp.")
-    return format or _SUFFIXES.get(Path(target).suffix, "pth")
+    return format or _SUFFIXES.get(Path(target).suffix.lower(), "pth")

@@ -73,8 +73,7 @@ def one_state_dict(
     own = (ALIASES, STATE_DICT_METADATA)
     flat = Flat(metadata={key: text for key, text in (metadata or {}).items() if key not in own}, fates=fates)
     _values(root, state_dict, flat)
-    if (paths := _state_dict_metadata(state_dict.node)) is not None:
-        flat.metadata[STATE_DICT_METADATA] = paths
+    _state_dict_metadata(state_dict.node, flat)
     return state_dict, flat
 
 
@@ -222,7 +221,10 @@ class _Json:
         if depth > 50 or self.left < 0 or (type(node) is int and node.bit_length() > 4096):
             raise TypeError
         if type(node) is Dict:
-            return {self._key(key, depth): self._plain(value, depth + 1) for key, value in node.items}
+            found = {self._key(key, depth): self._plain(value, depth + 1) for key, value in node.items}
+            if len(found) < len(node.items):  # 1 and "1"
+                raise TypeError
+            return found
         if type(node) in (List, tuple):
             return [self._plain(item, depth + 1) for item in (node.items if type(node) is List else node)]
         if node is None or type(node) in (str, int, float, bool):
@@ -238,7 +240,21 @@ _JSON_LIMIT = MAX_HEADER // 4
 _JSON_NODE = 50  # characters that are charged for a value, so that time is bounded too
 
 
-def _state_dict_metadata(node: Dict) -> str | None:
-    """`_metadata` as JSON, where it is what torch writes: path -> {"version": number}."""
+_SCALARS = frozenset((type(None), bool, int, float, str))
+
+
+def _state_dict_metadata(node: Dict, flat: Flat) -> None:
+    """`_metadata` as JSON: of each module what torch writes, {"version": number} and the like; other rows are told about."""
     metadata = node.attributes.get("_metadata") if node.attributes is not None else None
-    return _Json().dump(metadata) if type(metadata) is Dict and metadata.items else None
+    rows = metadata.items if type(metadata) is Dict else []
+    kept = [(path, row) for path, row in rows if type(path) is str and _is_scalar_row(row)]
+    odd = [component(path) for path, row in rows if not (type(path) is str and _is_scalar_row(row))]
+    if odd:
+        text = f"_metadata: {len(odd)} of {len(rows)} rows hold more than numbers and text, and are left out: {odd[0]!r}."
+        flat.notes.append(("metadata-dropped", text))
+    if kept and (text_of := _Json().dump(Dict(list(kept)))) is not None:
+        flat.metadata[STATE_DICT_METADATA] = text_of
+
+
+def _is_scalar_row(row: Node) -> bool:
+    return type(row) is Dict and all(type(key) is str and type(value) in _SCALARS for key, value in row.items)

@@ -475,7 +475,7 @@ def test_format_by_extension_and_by_option(tmp_path: Path) -> None:
     source = FIXTURES / "single.pth"
     for name, format, container in (
         ("a.safetensors", None, "safetensors"), ("b.bin", None, "torch-zip"), ("c.bin", "safetensors", "safetensors"),
-        ("d.safetensors", "pth", "torch-zip"),
+        ("d.safetensors", "pth", "torch-zip"), ("E.SAFETENSORS", None, "safetensors"),
     ):  # fmt: skip
         report = ckpt_tools.convert(source, tmp_path / name, format=format)  # type: ignore[arg-type]
         assert report.container == container == ckpt_tools.inspect(tmp_path / name).container
@@ -527,6 +527,20 @@ def test_safetensors_metadata(tmp_path: Path) -> None:
     assert metadata == {"format": "pt", "epoch": "3", "name": "run", "cfg": '{"lr": [0.1, null]}', "note": "in",
                         "args": '{"seed": 1}'}  # fmt: skip
     assert [(fate.name, fate.became) for fate in report.objects] == [("argparse.Namespace", "dict")]
+
+
+def test_safetensors_tells_what_has_no_text(tmp_path: Path) -> None:
+    """Two keys that are one in JSON, and `_metadata` that holds more than versions, are told about; other rows come back."""
+    state = OrderedDict([("a.w", torch.ones(1)), ("b.w", torch.ones(2)), ("cfg", {1: "a", "1": "b"}), ("n", {1: 2})])
+    state._metadata = {"a": {"version": 1}, "b": {"sizes": [1, 2]}}  # type: ignore[attr-defined]
+    torch.save(state, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors")
+    assert codes(report) == ["value-dropped", "metadata-dropped"]
+    with safe_open(tmp_path / "o.safetensors", "pt") as file:
+        assert "cfg" not in file.metadata()
+        assert file.metadata()["n"] == '{"1": 2}'
+    ckpt_tools.convert(tmp_path / "o.safetensors", tmp_path / "back.pth")
+    assert torch.load(tmp_path / "back.pth")._metadata == {"a": {"version": 1}}
 
 
 def test_safetensors_ties(tmp_path: Path) -> None:

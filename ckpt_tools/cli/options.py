@@ -55,7 +55,7 @@ def _below(top: Path) -> Iterator[Path]:
         for name in names:
             path = Path(folder, name)
             there = path.is_file() or not path.exists()  # a dangling link is told about; a socket is no checkpoint
-            if path.suffix in _SUFFIXES and there and not (layout and _SHARD.search(name)):
+            if path.suffix.lower() in _SUFFIXES and there and not (layout and _SHARD.search(name)):
                 yield path
 
 
