@@ -35,6 +35,7 @@ from ckpt_tools.limits import raised
 from ckpt_tools.torch import load_state_dict
 from tests.graphs import assert_same, element_bytes
 from tests.legacy import legacy
+from tests.zips import big_endian
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
 
@@ -443,3 +444,15 @@ def test_an_agent_goes_to_safetensors_one_part_at_a_time(tmp_path: Path) -> None
     """Two state dicts are too many for safetensors; the error names them."""
     with pytest.raises(ContainerLimitError, match=r"policy\.pth"):
         ckpt_tools.convert(bundle(tmp_path / "agent.zip", AGENT), tmp_path / "out.safetensors")
+
+
+def test_members_of_both_byte_orders_are_refused(tmp_path: Path) -> None:
+    """Bytes of one member would have to be swapped and those of another not: said by name, not mixed."""
+    torch.save({"a.w": torch.arange(3.0)}, tmp_path / "little.pth")
+    big_endian(tmp_path / "little.pth", tmp_path / "big.pth", {"0": 4})
+    members = {name: (tmp_path / name).read_bytes() for name in ("little.pth", "big.pth")}
+    with pytest.raises(ZipError, match="of both byte orders"):
+        ckpt_tools.inspect(bundle(tmp_path / "both.zip", members))
+    found = ckpt_tools.convert(bundle(tmp_path / "one.zip", {"big.pth": members["big.pth"]}), tmp_path / "out.pth")
+    assert found.tensors == 1
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["big.pth"]["a.w"].tolist() == [0, 1, 2]

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from ckpt_tools import CkptError, convert, inspect, open_checkpoint
 from ckpt_tools.cli import main
 from ckpt_tools.errors import ChangedFileError, OutputError, OutputExistsError, RemoteError
+from ckpt_tools.findings import mending
 from ckpt_tools.torch import load_state_dict
 from tests.servers import Server
 
@@ -381,3 +382,9 @@ def test_the_command_line(memory: Any, tmp_path: Path) -> None:
     assert result.exit_code == 3
     assert result.stdout.startswith("memory://d/out.pth")
     assert "There is no such file." in result.stderr
+
+
+def test_what_mends_a_remote_file_is_written_here() -> None:
+    """The output of a command that is shown for an address is a local name: addresses are not all writable."""
+    assert mending("convert", "s3://bucket/runs/model.pth") == "ckpt convert s3://bucket/runs/model.pth model.fixed.pth"
+    assert mending("convert", "runs/model.pth") == "ckpt convert runs/model.pth runs/model.fixed.pth"

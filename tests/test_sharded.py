@@ -372,3 +372,13 @@ def test_round_trip_through_every_container(source: Tensors, tmp_path_factory: p
         for other, second in source.items():
             if first is second and first.numel():
                 assert back[one].data_ptr() == back[other].data_ptr()
+
+
+def test_a_tied_name_stands_in_the_shard_of_its_bytes(tmp_path: Path) -> None:
+    """Each shard says by itself which of its tensors are tied, so that one alone is read whole."""
+    shared = torch.ones(100)
+    torch.save({"a.w": torch.zeros(100), "b.w": shared, "c.w": shared}, tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", tmp_path / "out", shard_size=400)
+    assert inspect(tmp_path / "out" / ONE).tied == []
+    assert inspect(tmp_path / "out" / TWO).tied == [["b.w", "c.w"]]
+    assert inspect(tmp_path / "out").tied == [["b.w", "c.w"]]

@@ -422,3 +422,15 @@ def test_names_are_sorted() -> None:
     """`__all__` is sorted and true."""
     assert ckpt.__all__ == sorted(ckpt.__all__, key=str.lower) or ckpt.__all__ == sorted(ckpt.__all__)
     assert all(hasattr(ckpt, name) for name in ckpt.__all__)
+
+
+def test_a_file_is_mapped_only_where_it_is_aligned(tmp_path: Path) -> None:
+    """A header of an odd length puts every tensor at an odd address: those are read, not mapped."""
+    values = torch.arange(1 << 19, dtype=torch.float32)
+    header = b'{"a.w":{"dtype":"F32","shape":[524288],"data_offsets":[0,2097152]}}'
+    header += b" " * (1 - len(header) % 2)
+    (tmp_path / "odd.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + element_bytes(values))
+    loaded = ckpt.load_state_dict(tmp_path / "odd.safetensors")["a.w"]
+    assert len(header) % 2 == 1
+    assert loaded.data_ptr() % 4 == 0
+    assert torch.equal(loaded, values)

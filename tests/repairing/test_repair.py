@@ -32,6 +32,7 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.files import Source
+from ckpt_tools.repairing import garbage
 from ckpt_tools.repairing.report import Repaired
 from ckpt_tools.repairing.zip_walk import Found, by_name, walk_zip
 from tests.hostile import pickles as p
@@ -782,3 +783,14 @@ def test_a_legacy_file_cut_in_its_pickle(whole_legacy: tuple[bytes, Tensors], tm
     data, _ = whole_legacy
     with pytest.raises(RepairError):
         repaired(data[:300], tmp_path)
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_line_ends_at_the_ends_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Whether a transfer went over a file, and what it was before, is the same wherever the blocks end."""
+    monkeypatch.setattr(garbage, "CHUNK", size)
+    for data in (b"a\r\nb\r\n\r\nc", b"\r\n\r\n\r\n", b"a\r\nb\n", b"\n", b"a\r"):
+        (tmp_path / "file").write_bytes(data)
+        with closing(Source(tmp_path / "file")) as source:
+            assert garbage.is_text_mode(source) == (b"\r\n" in data and b"\n" not in data.replace(b"\r\n", b""))
+            assert b"".join(garbage.without_carriage_returns(source)) == data.replace(b"\r\n", b"\n")
