@@ -382,3 +382,13 @@ def test_a_tied_name_stands_in_the_shard_of_its_bytes(tmp_path: Path) -> None:
     assert inspect(tmp_path / "out" / ONE).tied == []
     assert inspect(tmp_path / "out" / TWO).tied == [["b.w", "c.w"]]
     assert inspect(tmp_path / "out").tied == [["b.w", "c.w"]]
+
+
+def test_a_value_that_the_index_has_otherwise(tmp_path: Path) -> None:
+    """A value in a shard and another text of that name in the index: neither overwrites the other."""
+    shard = {"a.w": torch.ones(2), "epoch": 8}
+    folder = write_shards(tmp_path / "one", {"pytorch_model-00001-of-00001.bin": shard}, epoch="7")  # type: ignore[dict-item]
+    with pytest.raises(CkptError, match="'epoch' would overwrite metadata"):
+        convert(folder, tmp_path / "out.safetensors")
+    convert(folder, tmp_path / "out.safetensors", drop=["epoch"])
+    assert inspect(tmp_path / "out.safetensors").metadata == {"epoch": "7", "format": "pt"}

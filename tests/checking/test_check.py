@@ -172,6 +172,12 @@ def test_unused_storage(tmp_path: Path) -> None:
     assert report.verdict == "healthy"
 
 
+def test_a_storage_that_stands_in_the_tree_is_used(tmp_path: Path) -> None:
+    """No tensor is on it, and it is saved by itself: that is a use."""
+    torch.save({"a.w": torch.ones(3), "raw": torch.zeros(5)._typed_storage()}, tmp_path / "model.pth")
+    assert "unused-storage" not in codes(tmp_path / "model.pth")
+
+
 def test_deflated_records_are_checked(tmp_path: Path) -> None:
     """A deflated record is inflated for its CRC-32 and its digest."""
     path, packed = saved(tmp_path / "model.pth"), tmp_path / "packed.pth"
