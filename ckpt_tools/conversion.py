@@ -129,7 +129,7 @@ class Edits:
     def _begin(self, checkpoint: Checkpoint, report: Converted) -> None:
         """Find the bytes, tell what is odd about the input, tie what its metadata says is tied."""
         checkpoint.locate()
-        report.notes += [Note(warned.code, f"The input has {warned.found}.") for warned in checkpoint.warnings]
+        report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
         if part := partition(checkpoint.root):
             report.notes.append(Note("partition", f"The input is a part: {part[0]}. {part[1]}"))
         self.ties = transforms.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)

@@ -730,6 +730,14 @@ def test_report_is_json(tmp_path: Path) -> None:
     assert [field for field in data if f"`{field}`" not in section.replace("[]`", "`")] == []
 
 
+def test_oddities_of_the_input_are_sentences(tmp_path: Path) -> None:
+    """What is odd about the input stands behind a colon: some oddities have a verb of their own, others have none."""
+    header = b'{"__metadata__":null,"a.w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (tmp_path / "in.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    report = ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "o.pth")
+    assert [note.text for note in report.notes] == ["The input: __metadata__ is null."]
+
+
 def test_progress_reaches_the_end(tmp_path: Path) -> None:
     """The callback counts up to the size of the output."""
     seen: list[tuple[int, int]] = []
