@@ -318,3 +318,10 @@ def test_conjugate_views_with_gaps(tmp_path: Path) -> None:
     matrix = torch.randn(50, 4, dtype=torch.complex64)
     loaded, _ = converted(saved(tmp_path, {"a.w": matrix[:, 1].conj()}), slim=True)
     assert loaded["a.w"].tolist() == matrix[:, 1].conj().tolist()
+
+
+def test_averages_inside_averages_count_once(tmp_path: Path) -> None:
+    """A state dict that lies in the averaged one is a part of it, not a second place to choose from."""
+    average = {"a.w": torch.ones(2), "inner": {"b.w": torch.zeros(2)}}
+    loaded, _ = converted(saved(tmp_path, {"model": {"a.w": torch.zeros(2)}, "ema": average}), ema=True)
+    assert_same(average, loaded)
