@@ -55,16 +55,19 @@ def _is_name(key: str, value: Node) -> bool:
 
 
 def rename_metadata(node: Dict, renamed: Mapping[str, str]) -> None:
-    """Give the rows of a state dict's `_metadata` their new module paths. Another state dict may have the same: it is left."""
-    attributes = node.attributes
-    metadata = attributes.get("_metadata") if attributes is not None else None
-    if attributes is None or type(metadata) is not Dict:
-        return
-    rows = [(path, row) for path, row in metadata.items if type(path) is str]
-    moved = Dict(list(move_metadata(renamed, rows, lambda: Dict([("version", 1)]))), ordered=metadata.ordered)
-    node.attributes = Dict(
-        [(name, moved if value is metadata else value) for name, value in attributes.items], ordered=attributes.ordered
-    )
+    """Give the rows of a state dict's `_metadata` their new module paths."""
+    metadata = node.attributes.get("_metadata") if node.attributes is not None else None
+    if type(metadata) is Dict:
+        rows = [(path, row) for path, row in metadata.items if type(path) is str]
+        replace_metadata(node, metadata, list(move_metadata(renamed, rows, lambda: Dict([("version", 1)]))))
+
+
+def replace_metadata(node: Dict, metadata: Dict, rows: Sequence[tuple[Node, Node]]) -> None:
+    """Give a state dict other rows of `_metadata`. Another state dict may hold the same record, which stays as it is."""
+    attributes, moved = node.attributes, Dict(list(rows), ordered=metadata.ordered)
+    assert attributes is not None
+    pairs = [(name, moved if value is metadata else value) for name, value in attributes.items]
+    node.attributes = Dict(pairs, ordered=attributes.ordered)
 
 
 def rename_optimizers(root: Node, rename: Rename) -> int:

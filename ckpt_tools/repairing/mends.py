@@ -110,7 +110,7 @@ def _mend_metadata(state_dict: StateDict) -> Iterator[Mended]:
             taken.add(target)
         rows.append((target, row))
     if moved:
-        metadata.items[:] = rows
+        transforms.replace_metadata(state_dict.node, metadata, rows)
         text = f"rows of _metadata that were about names no longer there now follow the names: {moved}"
         yield Mended("stale-metadata", list(state_dict.where), text)
 

@@ -448,6 +448,18 @@ def test_stale_metadata(tmp_path: Path, wrapped: bool) -> None:
     assert not repair(tmp_path / "out.pth", tmp_path / "again.pth").mended
 
 
+def test_stale_metadata_that_another_state_dict_shares(tmp_path: Path) -> None:
+    """`clean._metadata = wrapped._metadata`: the rows of the clean one are mended, those of the wrapped one stay."""
+    wrapped = nn.DataParallel(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))).state_dict()
+    clean = type(wrapped)((name.removeprefix("module."), tensor) for name, tensor in wrapped.items())
+    clean._metadata = wrapped._metadata
+    torch.save({"wrapped": wrapped, "clean": clean}, tmp_path / "in.pth")
+    assert [row.where for row in repair(tmp_path / "in.pth", tmp_path / "out.pth").mended] == [["clean"]]
+    loaded = torch.load(tmp_path / "out.pth")
+    assert loaded["wrapped"]._metadata == wrapped._metadata
+    assert list(loaded["clean"]._metadata) == ["", "0", "1"]
+
+
 def test_stale_metadata_beside_the_right_one(tmp_path: Path) -> None:
     """Where a row is there under both names, the one that fits the tensors is kept."""
     state = nn.Linear(2, 2).state_dict(prefix="fc.")
