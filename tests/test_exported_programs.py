@@ -127,6 +127,53 @@ def test_a_pickled_weight_is_read_where_it_lies(program: Path, tmp_path: Path) -
     assert torch.load(tmp_path / "out.pth")["view"].tolist() == [0, 1, 2]
 
 
+def _pickled() -> Callable[[dict[str, Any]], object]:
+    return lambda rows: rows["view"].update(use_pickle=True, path_name="weight_99")
+
+
+def _saved(byteorder: bytes = b"little") -> bytes:
+    """What torch.save makes of [0, 1, 2], under another byte order."""
+    saved, out = io.BytesIO(), io.BytesIO()
+    torch.save(torch.arange(3.0), saved)
+    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(out, "w") as copy:
+        for name in archive.namelist():
+            copy.writestr(name, byteorder if name.endswith("/byteorder") else archive.read(name))
+    return out.getvalue()
+
+
+def test_a_pickled_weight_in_a_deflated_archive_is_inflated(program: Path, tmp_path: Path) -> None:
+    """Packed again by a zip tool, it reads as before."""
+    path = edited(program, _pickled(), weight_99=_saved())
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "packed.pt2", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    ckpt_tools.convert(tmp_path / "packed.pt2", tmp_path / "out.pth", objects="plain")
+    assert torch.load(tmp_path / "out.pth")["view"].tolist() == [0, 1, 2]
+
+
+def test_a_pickled_weight_of_the_other_byte_order_is_refused(program: Path) -> None:
+    """Its bytes would be read as the archive's are."""
+    with pytest.raises(ZipError, match="'view' are big-endian, those of the archive little-endian"):
+        ckpt_tools.inspect(edited(program, _pickled(), weight_99=_saved(b"big")))
+
+
+def test_what_is_odd_about_a_pickled_weight_is_told(program: Path) -> None:
+    """A warning about it names its record."""
+    found = ckpt_tools.inspect(edited(program, _pickled(), weight_99=_saved() + b"more"))
+    assert any(row.code == "trailing-bytes" and row.found.endswith("weight_99") for row in found.findings)
+
+
+def test_a_pickle_is_the_bytes_of_one_weight(program: Path) -> None:
+    """A table of a thousand rows over one record would have it read a thousand times."""
+
+    def both(rows: dict[str, Any]) -> None:
+        for name in ("view", "first.weight"):
+            rows[name].update(use_pickle=True, path_name="weight_99")
+
+    with pytest.raises(ZipError, match="another weight"):
+        ckpt_tools.inspect(edited(program, both, weight_99=_saved()))
+
+
 def _meta(name: str, **change: Any) -> Callable[[dict[str, Any]], object]:
     return lambda rows: rows[name]["tensor_meta"].update(change)
 
@@ -163,6 +210,7 @@ def test_a_table_that_lies_is_refused(
         b"[]",
         b'{"config":7}',
         '{"config":{}}'.encode("utf-16"),
+        b'{"config":{},"config":{}}',
     ],
 )
 def test_a_table_that_is_none_is_refused(program: Path, table: bytes) -> None:

@@ -12,14 +12,15 @@ the table) is an archive of checkpoints. Source: torch/export/pt2_archive/_packa
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.containers import torch_zip
-from ckpt_tools.containers.base import PROGRAMS, Decoded, Warned
+from ckpt_tools.containers.base import PROGRAMS, Decoded, Warned, repeated
 from ckpt_tools.containers.sharded import Keys
-from ckpt_tools.containers.zip_bundle import decode_archive
-from ckpt_tools.containers.zip_directory import Directory
+from ckpt_tools.containers.zip_bundle import Inflated, decode_archive
+from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.files import Source
@@ -76,6 +77,8 @@ class _Weights:
         self.records = {record.name: record for record in program.records}
         self.keys = Keys()
         self.storages: dict[str, Storage] = {}
+        self.inflated = Inflated(program.source)
+        self.unpickled: set[str] = set()
 
     def read(self, name: str) -> Dict:
         """The state dict that one model's table describes."""
@@ -87,7 +90,7 @@ class _Weights:
         if allowance.left < 0:
             raise limits.CONTAINERS.error(f"{name} describes more than a model of its size can hold.")
         try:
-            config: dict[str, Any] = json.loads(data.decode())["config"]
+            config: dict[str, Any] = json.loads(data.decode(), object_pairs_hook=_unique)["config"]
             return Dict([(key, self._tensor(key, row)) for key, row in config.items()])
         except CkptError:
             raise
@@ -99,9 +102,7 @@ class _Weights:
         if record is None:
             raise ZipError(f"The bytes of {name!r} are not in the file.", why=f"Its record would be {row['path_name']!r}.")
         if row["use_pickle"]:
-            part = decode_archive(self.program.source, record.data, record)
-            self.program.globals = list(dict.fromkeys((*self.program.globals, *part.globals)))
-            return self.keys.renew(part.root)
+            return self._unpickled(name, record)
         meta = row["tensor_meta"]
         dtype = DTYPES.get(_SCALAR_TYPES.get(meta["dtype"], ""))
         if dtype is None or meta["layout"] != _STRIDED:
@@ -121,6 +122,31 @@ class _Weights:
         )  # fmt: skip
         check(entry, repr(name))
         return entry
+
+    def _unpickled(self, name: str, record: Record) -> Node:
+        """What torch.save made of a tensor. Each has a record of its own: reading one for every row would take for ever."""
+        program = self.program
+        if record.name in self.unpickled:
+            raise ZipError(f"The record {record.name!r} holds a pickle, and is used for {name!r} and another weight.")
+        self.unpickled.add(record.name)
+        deflated = record.deflated
+        source, start = (self.inflated, self.inflated.add(record)) if deflated else (program.source, record.data)
+        part = decode_archive(source, start, record)
+        if part.byteorder != program.byteorder:
+            raise ZipError(
+                f"The bytes of {name!r} are {part.byteorder}-endian, those of the archive {program.byteorder}-endian."
+            )
+        program.globals = list(dict.fromkeys((*program.globals, *part.globals)))
+        program.unusual = list(dict.fromkeys((*program.unusual, *part.unusual)))
+        program.warnings += [replace(warned, found=f"{warned.found} in {record.name}") for warned in part.warnings]
+        return self.keys.renew(part.root)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"the key {repeated(pairs)!r} is there twice")
+    return found
 
 
 def _whole(number: object) -> int:
