@@ -46,9 +46,9 @@ class Clone:
     def __enter__(self) -> Self:
         try:
             self.source = Source(self.path)
+            if self.source.size < _FROM or self.source.read(0, 4) != _ZIP:  # no other container's storages can stay in place
+                return self
         except CkptError:  # whoever reads the input says what is wrong with it
-            return self
-        if self.source.size < _FROM or self.source.read(0, 4) != _ZIP:  # the storages of no other container can stay in place
             return self
         if _share(self.source.fd, self.output.fd):
             self.done = self.source.size

@@ -47,16 +47,13 @@ def main() -> int:
 def _below_python(rig: Rig) -> tuple[int, int]:
     """How many runs under strace, and how many of them tore something."""
     made = torn = 0
-    runs = system_calls.run_all(rig)
-    while True:
+    for fault, code, told in system_calls.run_all(rig):
+        made += 1
         try:
-            if next(runs, None) is None:
-                break
-            made += 1
+            rig.judge(fault, code, told)
         except TornError as error:
             torn += 1
             print(f"strace: {error}", flush=True)
-            break
     print(f"{rig.job.name}: {made} runs under strace", flush=True)
     return made, torn
 

@@ -22,7 +22,7 @@ import ckpt_tools
 from ckpt_tools import cloning, writer
 from ckpt_tools.containers.safetensors import lay_out
 from ckpt_tools.dtypes import DTYPES as ALL_DTYPES
-from ckpt_tools.errors import ChecksumError, CkptError
+from ckpt_tools.errors import ChecksumError, CkptError, NotACheckpointError
 from ckpt_tools.files import Source, replacing, reserve
 from ckpt_tools.names import dotted
 from ckpt_tools.pickling import fused
@@ -204,6 +204,24 @@ def test_a_clone_of_another_file_is_not_trusted(wrapped: Path, tmp_path: Path, m
             assert not clone.holds(content.source, 0, 10)
             writer.write([Piece(Range(content.source, 0, checkpoint.file_bytes))], output, None, clone)
     assert (tmp_path / "out.pth").read_bytes() == wrapped.read_bytes()
+
+
+def test_an_input_that_cannot_be_read_is_left_to_its_reader(
+    wrapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clone holds nothing then, and leaves nothing open."""
+
+    def refuse(source: Source, offset: int, length: int) -> bytes:
+        raise NotACheckpointError("It cannot be read.")
+
+    monkeypatch.setattr(cloning, "_FROM", 0)
+    with replacing(tmp_path / "out.pth") as output:
+        monkeypatch.setattr(Source, "read", refuse)
+        with cloning.Clone(wrapped, output) as clone:
+            source = clone.source
+            assert source is not None
+            assert not clone.holds(source, 0, 1)
+        assert source.fd == -1
 
 
 def _blocks(path: Path) -> int:

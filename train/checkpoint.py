@@ -75,8 +75,8 @@ def prune(folder: Path, keep: int | None) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a small text file, whole or not at all."""
-    with replacing(path, overwrite=True, durable=True) as output:
-        os.write(output.fd, text.encode())
+    with replacing(path, overwrite=True, durable=True) as output, open(output.fd, "wb", closefd=False) as file:
+        file.write(text.encode())  # a call of os.write may take a part, on a disk that is nearly full
 
 
 def locate(resume: str, out: Path) -> Path:
@@ -100,7 +100,8 @@ def read(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot resume from {path}: {' '.join(str(error).split())}") from error
     there = checkpoint.keys() if isinstance(checkpoint, dict) else ()
     missing = [part for part in PARTS if part not in there]
-    missing = missing or [f"config.{name}" for name in (*RECIPE, "epochs") if name not in checkpoint["config"]]
+    config = {} if missing or not isinstance(checkpoint["config"], dict) else checkpoint["config"]
+    missing = missing or [f"config.{name}" for name in (*RECIPE, "epochs") if name not in config]
     refuse(
         bool(missing),
         f"cannot resume from {path}: it has no {', '.join(missing[:3])}; a run goes on from what --format pth and "

@@ -184,12 +184,28 @@ def test_a_damaged_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
     assert "cannot resume from" in result.output
 
 
-@pytest.mark.parametrize("content", [{"model": {}}, {"config": {}}, [1, 2], {}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *({"model": {}}, {"config": {}}, [1, 2], {}),
+        *(
+            {**dict.fromkeys(checkpoint.PARTS), "config": config}
+            for config in (None, 7, "model width", ["model"], {"model": "mlp"})
+        ),
+    ],
+)
 def test_a_file_that_is_no_training_checkpoint_is_one_sentence(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "other.pth")
     result = CliRunner().invoke(command, ["--resume", str(tmp_path / "other.pth")])
     assert result.exit_code == 2
     assert "it has no" in result.output
+
+
+def test_a_small_file_is_whole_though_the_disk_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:3]))
+    checkpoint.write_text(tmp_path / "latest", "epoch_001.pth\n")
+    assert (tmp_path / "latest").read_text() == "epoch_001.pth\n"
 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
