@@ -13,6 +13,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.sent, self.ranges, self.failures, self.tag = folder, 0, True, 0, "one"
+        self.ticket = "first"
         self.requests: list[str] = []
 
     def url(self, name: str) -> str:
@@ -21,7 +22,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """GET with a range."""
+    """GET with a range. What is below `moved/` is elsewhere: at an address with a ticket, which runs out."""
 
     server: Server
 
@@ -30,11 +31,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """One range of a file, or all of it."""
-        server, path = self.server, self.server.folder / self.path.lstrip("/")
+        server = self.server
+        name, _, ticket = self.path.lstrip("/").partition("?")
+        path = server.folder / name
         server.requests.append(self.headers.get("Range", ""))
         if server.failures:
             server.failures -= 1
             self.send_error(503)
+            return
+        if name.startswith("moved/"):
+            self.send_response(302)
+            self.send_header("Location", f"/{name.removeprefix('moved/')}?{server.ticket}")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if ticket not in ("", server.ticket):
+            self.send_error(403)
             return
         if not path.is_file():
             self.send_error(404)

@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt_tools.match import Matching, match, structure
+from ckpt_tools.match.resolve import How, UnitPair
+from ckpt_tools.match.units import Unit
+from ckpt_tools.match.verify import doubtful
 from ckpt_tools.plans import Plan, plan_of
 from ckpt_tools.targets import Param, read_target
 from tests import networks as nets
@@ -136,6 +139,22 @@ def test_names_that_agree_by_chance_are_doubted() -> None:
     found = compared(old, new)
     assert not [row for row in found.matched if row.old == row.new]
     assert found.ambiguous
+
+
+@pytest.mark.parametrize(("depth", "doubted"), [(0, ["neck"]), (1, [])])
+def test_a_lone_shape_outside_of_blocks_is_doubted(depth: int, doubted: list[str]) -> None:
+    """Out of order, without a word in common, and something is left over: only the block that it is in speaks for it."""
+    places: list[tuple[int, int, str, str, How]] = [
+        (5, 0, "neck", "bridge", "unique"),
+        (0, 1, "a", "b", "names"),
+        (1, 2, "c", "d", "names"),
+    ]
+    pairs = [
+        UnitPair(Unit(old, (name,)), Unit(new, (other,)), how, depth, frozenset()) for old, new, name, other, how in places
+    ]
+    olds, news = [*(pair.old for pair in pairs), Unit(7, ("rest",))], [pair.new for pair in pairs]
+    assert [pair.old.path[0] for pair in doubtful(pairs, olds, news)] == doubted
+    assert not doubtful(pairs, olds[:-1], news)
 
 
 def test_heads_of_other_sizes_are_mismatched_not_lost() -> None:

@@ -110,6 +110,26 @@ def test_servers_that_fail(server: Server, tmp_path: Path, monkeypatch: pytest.M
         convert(tmp_path / "in.pth", server.url("out.pth"))
 
 
+def test_an_address_behind_a_redirect_runs_out(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used as long as it is good, and then asked for again; what is refused at once stays refused."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    torch.save({"a.w": torch.randn(100_000)}, tmp_path / "in.pth")
+    data = (tmp_path / "in.pth").read_bytes()
+    with open_checkpoint(server.url("moved/in.pth")) as checkpoint:
+        source = checkpoint.decoded.source
+        asked = len(server.requests)
+        assert source.read(100_000, 10) == data[100_000:100_010]
+        assert len(server.requests) == asked + 1
+        server.ticket = "second"
+        assert source.read(200_000, 10) == data[200_000:200_010]
+        assert len(server.requests) == asked + 4
+    server.requests.clear()
+    with pytest.raises(RemoteError) as caught:
+        inspect(server.url("in.pth?third"))
+    assert "403" in caught.value.why
+    assert len(server.requests) == 1
+
+
 # --- fsspec
 
 

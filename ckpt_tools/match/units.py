@@ -36,7 +36,7 @@ class Unit:
         roles: role -> the tensor's name. shapes: role -> shape. signature: what it is compared by.
         counter: the name of its `num_batches_tracked`, which is matched along with it.
         fused: the unit that it is a part of, where that is split for the matching, and which part.
-    kind: a number that units of the same signature share on both sides; -1 where the other side has none.
+        kind: a number that units of the same signature share on both sides; -1 where the other side has none.
     """
 
     index: int

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,14 +128,17 @@ def test_text_mode_damage_leaves_no_copy(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "out.pth")["a.w"], torch.arange(600.0))
 
 
-def test_an_empty_record_has_the_checksum_of_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"dtype": "fp16"}, {"verify": True}, {}])
+def test_an_empty_record_has_the_checksum_of_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
     """Found by the fuzzer (--seed 601 --first 117360): the wrong CRC-32 of an empty record went into the directory alone."""
     body = p.pickle(p.dict_of(**{"a.w": p.tensor(), "b.w": p.tensor(p.sizes(0), p.sizes(1), on=p.storage("1", 0))}))
     records = torch_records(body, {"0": bytes(24), "1": b""})
     records[3].crc = 3
     path = write(tmp_path, build(records))
-    ckpt_tools.convert(path, tmp_path / "out.pth", dtype="fp16")
+    ckpt_tools.convert(path, tmp_path / "out.pth", **options)
     assert [row["shape"] for row in ckpt_tools.inspect(tmp_path / "out.pth").tensors] == [[2, 3], [0]]
+    with zipfile.ZipFile(tmp_path / "out.pth") as archive:
+        assert {row.CRC for row in archive.infolist() if not row.file_size} == {0}
 
 
 def test_the_magic_number_in_other_opcodes(tmp_path: Path) -> None:

@@ -48,6 +48,14 @@ def names(path: Path) -> list[str]:
     return [row["name"] for row in ckpt_tools.inspect(path).tensors]
 
 
+def test_bytes_before_the_first_record_are_dead(tmp_path: Path) -> None:
+    """A record that the directory does not list, in front of all: an edit in place leaves such."""
+    good = build(records())
+    path = write(tmp_path, build([Rec(b"archive/old", bytes(5000), listed=False), *records()]))
+    with ckpt_tools.open_checkpoint(path) as checkpoint:
+        assert checkpoint.decoded.dead_bytes() == path.stat().st_size - len(good)
+
+
 def test_00_the_builder_makes_what_torch_reads(tmp_path: Path) -> None:
     """The good file, of which all bad ones are variations, is good: torch loads it and we list the same."""
     path = write(tmp_path, torch_zip(PICKLE, FLOATS))
