@@ -56,6 +56,7 @@ class Blank:
         layer: the type of its layer (`Linear`, `BatchNorm2d`), where the target is a module and its type is PyTorch's own.
         siblings: own name -> shape of the tensors of the same layer: a bias is initialised by the fan of its weight.
         padding: the row of an embedding that is padding, which PyTorch's own reset leaves at zero.
+        number: what a layer's own reset goes by: hidden size of a recurrent one, the slope of a PReLU.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Blank:
     layer: str | None = None
     siblings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     padding: int | None = None
+    number: float | None = None
 
     @property
     def own(self) -> str:
@@ -189,13 +191,16 @@ _BY_LAYER: dict[str, dict[str, Scheme]] = {
     "MultiheadAttention": _ATTENTION,
 }
 _RECURRENT = ("LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell")
+_NUMBERED = (*_RECURRENT, "PReLU")
 _LAYERS = frozenset((*_BY_LAYER, *_RECURRENT))
 
 
 def blank_in(module: torch.nn.Module, name: str, shape: tuple[int, ...], dtype: DType) -> Blank:
     """A blank for a tensor of a live module, whose type says how PyTorch initialises it."""
     siblings = {own: tuple(value.shape) for own, value in module.named_parameters(recurse=False)}
-    return Blank(name, shape, dtype, _layer(cast("Any", type(module))), siblings, getattr(module, "padding_idx", None))
+    layer = _layer(cast("Any", type(module)))
+    number: Any = getattr(module, "hidden_size" if layer in _RECURRENT else "init", None) if layer in _NUMBERED else None
+    return Blank(name, shape, dtype, layer, siblings, getattr(module, "padding_idx", None), number)
 
 
 def blank_for(target: Target, param: Param) -> Blank:
@@ -222,8 +227,11 @@ def _layer(kind: type) -> str | None:
 
 def _default(blank: Blank) -> Scheme:
     if blank.layer in _RECURRENT:
-        return Scheme("uniform", _inverse_root(blank.siblings[next(n for n in blank.siblings if n.startswith("weight_hh"))][1]))
-    if blank.layer is not None:
+        return Scheme("uniform", _inverse_root(blank.number or 0))
+    found: Scheme | None
+    if blank.layer == "PReLU" and blank.own == "weight" and blank.number is not None:
+        found = Scheme("constant", blank.number)
+    elif blank.layer is not None:
         found = _BY_LAYER.get(blank.layer, {}).get(blank.own)
         if found is _U:
             weight = blank.siblings.get("weight", blank.shape)
@@ -251,7 +259,7 @@ def _by_name(blank: Blank) -> Scheme | None:
     return None
 
 
-def _inverse_root(fan: int) -> float:
+def _inverse_root(fan: float) -> float:
     return 1.0 / math.sqrt(fan) if fan else 0.0
 
 

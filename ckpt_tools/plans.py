@@ -101,7 +101,7 @@ def plan_of(matching: Matching) -> Plan:
 
 
 def check(plan: Plan) -> None:
-    """Raise MatchPlanError unless every step can be done and every new name is made once."""
+    """Raise MatchPlanError unless every step can be done, every new name is made once, and no name has two fates."""
     for step in plan.steps:
         _check_step(step)
     made = Counter(name for step in plan.steps for name in step.new)
@@ -110,6 +110,28 @@ def check(plan: Plan) -> None:
     used = {name for step in plan.steps for name in step.old}
     if both := [name for name in plan.drop if name in used]:
         raise MatchPlanError(f"The plan drops {both[0]!r} and uses it.")
+    resized = {row[0] for row in plan.mismatched}
+    _check_one_fate(
+        "new",
+        ("a step", made),
+        ("mismatched", [row[1] for row in plan.mismatched]),
+        ("ambiguous", [row[0] for row in plan.ambiguous]),
+        ("missing", plan.missing),
+    )
+    _check_one_fate("old", ("a step or mismatched", used | resized), ("drop", plan.drop), ("unexpected", plan.unexpected))
+
+
+def _check_one_fate(side: str, *fates: tuple[str, Iterable[str]]) -> None:
+    """Raise MatchPlanError for a name that is under two fates, or twice under one."""
+    seen: dict[str, str] = {}
+    for fate, names in fates:
+        for name in names:
+            if name in seen:
+                what = f"The plan has two fates for {side} {name!r}."
+                raise MatchPlanError(
+                    what, why=f"It is under {seen[name]}, and under {fate}.", fix="Leave one of them in the plan."
+                )
+            seen[name] = fate
 
 
 def _check_step(step: PlanStep) -> None:
@@ -170,7 +192,8 @@ def apply(node: Dict, plan: Plan) -> None:
 
 def _check_fits(entries: dict[str, Node], plan: Plan) -> None:
     wanted = [pair for step in plan.steps for pair in zip(step.old, step.old_shapes, strict=True)]
-    known = {*(name for name, _ in wanted), *plan.drop, *plan.unexpected, *(old for old, *_ in plan.mismatched)}
+    wanted += [(old, shape) for old, _, shape, _ in plan.mismatched]
+    known = {*(name for name, _ in wanted), *plan.drop, *plan.unexpected}
     candidates = {old for _, olds, _ in plan.ambiguous for old in olds}
     fix = "Make a plan for this checkpoint: ckpt match IN --like TARGET -o PLAN."
     if absent := [name for name in known if name not in entries]:

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -188,12 +188,13 @@ def _from_callable(spec: str, keywords: dict[str, Any]) -> Target:
     factory = _imported(spec)
 
     def build() -> Any:
-        return factory(**keywords)
+        with redirect_stdout(sys.stderr):  # standard output is for the report
+            return factory(**keywords)
 
     try:
         with torch.device("meta"):
             made = build()
-    except Exception:  # a constructor that computes with values cannot run on the meta device
+    except (Exception, SystemExit):  # a constructor that computes with values cannot run on the meta device
         made = _called(spec, build)
     target = _from_live(made, spec)
     return Target(spec, target.params, target.module, target.on_meta, build, target.tensors)
@@ -202,7 +203,7 @@ def _from_callable(spec: str, keywords: dict[str, Any]) -> Target:
 def _called(spec: str, build: Callable[[], Any]) -> Any:
     try:
         return build()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(
             f"The target {spec} raised {type(error).__name__} when it was called.", why=f"{error}",
             fix="Its arguments go into --like-args as a JSON object.",
@@ -213,9 +214,12 @@ def _imported(spec: str) -> Callable[..., Any]:
     module_name, _, attribute = spec.partition(":")
     with _from_here():
         try:
-            found: Any = importlib.import_module(module_name)
-        except Exception as error:
+            with redirect_stdout(sys.stderr):
+                found: Any = importlib.import_module(module_name)
+        except (Exception, SystemExit) as error:
             fix = "The current folder and what is installed here can be imported." if isinstance(error, ImportError) else ""
+            if isinstance(error, SystemExit):  # a script that parses its arguments, or runs, when it is imported
+                fix = """Put what it runs under: if __name__ == "__main__"."""
             raise TargetError(
                 f"The target {spec} cannot be imported.", why=f"{type(error).__name__}: {error}", fix=fix
             ) from error
@@ -268,6 +272,10 @@ def _tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _live_param(name: str, value: Any, module: str | None = None) -> Param:
+    import torch
+
+    if isinstance(value, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
+        raise TargetError(f"{name!r} of the target is lazy, without a shape.", fix="Run the model once before it is a target.")
     shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     return Param(name, shape, dtype, _tie(value), module)
 

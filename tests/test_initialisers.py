@@ -149,8 +149,10 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "embedding": lambda: nn.Embedding(50, 16),
     "padded": lambda: nn.Embedding(50, 16, padding_idx=3),
     "lstm": lambda: nn.LSTM(12, 30),
+    "projected": lambda: nn.LSTM(12, 60, proj_size=4),
     "gru cell": lambda: nn.GRUCell(12, 30),
     "prelu": lambda: nn.PReLU(4),
+    "steep prelu": lambda: nn.PReLU(4, init=-0.5),
     "attention": lambda: nn.MultiheadAttention(32, 4),
 }
 

@@ -35,6 +35,16 @@ def broken():
 def number():
     return 3
 
+def leaves():
+    raise SystemExit(0)
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(2))
+
+def talks():
+    print("building")
+    return net()
+
 constant = 3
 """
 
@@ -72,11 +82,34 @@ def test_modules_state_dicts_and_files_are_targets(tmp_path: Path) -> None:
         assert ties["wte.weight"] == ties["lm_head.weight"] != ties["ln_f.weight"]
 
 
-@pytest.mark.parametrize("what", ["broken", "number", "constant", "absent", "net.absent"])
+@pytest.mark.parametrize("what", ["broken", "number", "constant", "absent", "net.absent", "leaves"])
 def test_what_is_no_target_is_refused(module: str, what: str) -> None:
     """Not there, not callable, raising, or giving something else: one sentence each."""
     with pytest.raises(TargetError, match=f"{module}:{what}"):
         read_target(f"{module}:{what}")
+
+
+def test_a_lazy_target_is_refused_by_name(module: str) -> None:
+    """A parameter that has no shape before the first run is named."""
+    with pytest.raises(TargetError, match=r"'0\.weight' of the target is lazy"):
+        read_target(f"{module}:lazy")
+
+
+def test_a_script_that_ends_when_it_is_imported_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that exits while it is imported does not end the command without a word."""
+    monkeypatch.chdir(tmp_path)
+    Path("ends_at_once.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(TargetError, match="cannot be imported") as caught:
+        read_target("ends_at_once:net")
+    assert "__main__" in caught.value.fix
+
+
+def test_what_a_target_prints_is_no_part_of_the_report(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the target's code prints goes to standard error, beside the JSON on standard output."""
+    read_target(f"{module}:talks")
+    captured = capsys.readouterr()
+    assert "building" not in captured.out
+    assert "building" in captured.err
 
 
 def test_odd_targets_are_refused(module: str, tmp_path: Path) -> None:

@@ -75,6 +75,14 @@ COPY = PlanStep("copy", ("a",), ("b",), ((2,),), ((2,),))
 BAD: list[tuple[Plan, str]] = [
     (Plan((COPY, COPY)), "twice"),
     (Plan((COPY,), drop=("a",)), "drops"),
+    (Plan((COPY,), missing=("b",)), "two fates for new 'b'"),
+    (Plan((COPY,), mismatched=(("a", "b", (2,), (3,)),)), "two fates for new 'b'"),
+    (Plan((COPY,), ambiguous=(("b", ("a",), "equals"),)), "two fates for new 'b'"),
+    (Plan((), mismatched=(("a", "b", (2,), (3,)), ("a", "b", (2,), (4,)))), "two fates for new 'b'"),
+    (Plan((COPY,), unexpected=("a",)), "two fates for old 'a'"),
+    (Plan((), drop=("a",), unexpected=("a",)), "two fates for old 'a'"),
+    (Plan((), drop=("a",), mismatched=(("a", "b", (2,), (3,)),)), "two fates for old 'a'"),
+    (Plan((), mismatched=(("a", "b", (9,), (3,)),)), "another shape"),
     (Plan((replace(COPY, new_shapes=((3,),)),)), "shapes"),
     (Plan((replace(COPY, step="transpose"),)), "shapes"),
     (Plan((replace(COPY, step="split", new=("b", "c"), new_shapes=((1,), (2,))),)), "shapes"),
@@ -108,7 +116,9 @@ def test_any_name_survives_the_file(rows: list[tuple[str, tuple[int, ...]]], nam
     import tempfile
 
     steps = tuple(PlanStep("copy", (name,), (name + "'",), (shape,), (shape,), why, 0.5) for name, shape in rows)
-    plan = Plan(steps, (), tuple(names), tuple(names), (("a", why, (1,), (2, 3)),), ((why, tuple(names), why),))
+    left = tuple(f"left {name}" for name in names)  # no name may have two fates
+    doubtful = (f"doubtful {why}", left, why)
+    plan = Plan(steps, (), left, left, ((f"resized {why}", f"resized {why}", (1,), (2, 3)),), (doubtful,))
     with tempfile.TemporaryDirectory() as folder:
         write_plan(plan, Path(folder) / "plan.toml")
         assert read_plan(Path(folder) / "plan.toml") == plan
