@@ -127,10 +127,8 @@ def _check_one_fate(side: str, *fates: tuple[str, Iterable[str]]) -> None:
     for fate, names in fates:
         for name in names:
             if name in seen:
-                what = f"The plan has two fates for {side} {name!r}."
-                raise MatchPlanError(
-                    what, why=f"It is under {seen[name]}, and under {fate}.", fix="Leave one of them in the plan."
-                )
+                why = f"It is under {seen[name]}, and under {fate}."
+                raise MatchPlanError(f"The plan has two fates for {side} {name!r}.", why=why, fix="Leave one in the plan.")
             seen[name] = fate
 
 
