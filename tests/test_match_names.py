@@ -51,6 +51,21 @@ def test_wrappers_in_either_direction(old: str, new: str) -> None:
     assert pairs(match(params(old), params(new))) == {new: (old, "wrapper")}
 
 
+@pytest.mark.parametrize("wrapper", ["module.", "module.module.", "module._orig_mod.", "_orig_mod.module."])
+def test_a_module_of_the_authors_own_is_not_the_wrapper(wrapper: str) -> None:
+    """Where a wrapped `weight` has the name of the model's own `module.weight`, the wrapper that is around all of it counts."""
+    names = ("weight", "bias", "module.weight", "module.bias")
+    wrapped = tuple(f"{wrapper}{name}" for name in names)
+    assert {row.new: row.old for row in match(params(*wrapped), params(*names)).matched} == dict(
+        zip(names, wrapped, strict=True)
+    )
+    assert {row.new: row.old for row in match(params(*names), params(*wrapped)).matched} == dict(
+        zip(wrapped, names, strict=True)
+    )
+    averaged = match(params("n_averaged", *wrapped), params(*names))
+    assert {row.new: row.old for row in averaged.matched} == dict(zip(names, wrapped, strict=True))
+
+
 def test_a_module_of_the_authors_own_stays() -> None:
     """`norm.module.weight` goes to its own name, not to `norm.weight`, when the target has both."""
     names = ("norm.module.weight", "norm.weight")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.match.by_name import apply_rules, match_affixes, match_exact, match_wrappers
+from ckpt_tools.match.by_name import apply_rules, match_affixes, match_exact, match_whole_wrapper, match_wrappers
 from ckpt_tools.match.by_position import match_position
 from ckpt_tools.match.by_structure import match_structure
 from ckpt_tools.match.pairing import Pairing
@@ -47,6 +47,7 @@ def match(
         raise UsageError(f"{stages!r} is none of {', '.join(STAGES)}.")
     pairing = Pairing(source, target, allow_reshape=allow_reshape)
     apply_rules(pairing, rename)
+    match_whole_wrapper(pairing)
     match_exact(pairing)
     match_wrappers(pairing)
     if stages == "position":

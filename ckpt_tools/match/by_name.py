@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from ckpt_tools.errors import NothingMatchedError
@@ -13,6 +13,7 @@ from ckpt_tools.names import MODULE, check_unique, strip_inner, unwrap
 from ckpt_tools.transforms import parse_rename
 
 MAX_PREFIX_PARTS = 4
+AVERAGED = "n_averaged"  # beside the wrapped names of an AveragedModel
 _Affixed: TypeAlias = tuple[str, str]  # what was taken from a name, and the name
 _ROLES = {".weight", ".bias"}  # no suffix: a matrix that is a parameter of its own may be kept as [in, out]
 
@@ -35,8 +36,39 @@ def apply_rules(pairing: Pairing, rules: Sequence[str]) -> None:
 def match_exact(pairing: Pairing) -> None:
     """Names that are equal, once the user's rules have been applied."""
     for old, name in pairing.known.items():
-        if name in pairing.target:
+        if name in pairing.target and old not in pairing.used and not pairing.is_settled(name):
             pairing.pair(old, name, "exact" if name == old else "rule")
+
+
+def match_whole_wrapper(pairing: Pairing) -> None:
+    """Names under a `module.` that is in front of all of one side, where more names are equal without it than with it.
+
+    A model with a `module` of its own under DataParallel has `module.weight` (its `weight`) and `module.module.weight` (its
+    `module.weight`): equal names would be other tensors' there.
+    """
+    sources = {old: strip_inner(name) for old, name in pairing.known.items()}
+    targets = {new: strip_inner(new) for new in pairing.target}
+    best = as_they_are = _meet(sources, targets)
+    for side in ("source", "target"):
+        names = sources if side == "source" else targets
+        while names and all(name.startswith(MODULE) or name == AVERAGED for name in names.values()):
+            shorter = {name: known if known == AVERAGED else known.removeprefix(MODULE) for name, known in names.items()}
+            if shorter == names or not all(shorter.values()):
+                break
+            names = shorter
+            found = _meet(names, targets) if side == "source" else _meet(sources, names)
+            best = max(best, found, key=len)
+    if len(best) > len(as_they_are):
+        for old, new in best.items():
+            pairing.pair(old, new, _said(pairing, old, "wrapper"))
+
+
+def _meet(sources: Mapping[str, str], targets: Mapping[str, str]) -> dict[str, str]:
+    """Source -> target where both are known by one name; none at all where two of a side are."""
+    by_name = {name: new for new, name in targets.items()}
+    if len(by_name) < len(targets) or len(set(sources.values())) < len(sources):
+        return {}
+    return {old: by_name[name] for old, name in sources.items() if name in by_name}
 
 
 def match_wrappers(pairing: Pairing) -> None:
