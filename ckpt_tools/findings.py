@@ -45,7 +45,7 @@ CODES = frozenset((
     "extra-field", "left-out", "unread-member",
 ))  # fmt: skip
 
-_READ_ONLY = (".npz", ".npy", ".pkl", ".pickle", ".tar", ".zip")
+_READ_ONLY = (".npz", ".npy", ".pkl", ".pickle", ".tar", ".zip", ".pt2")
 
 
 def mending(command: str, path: str, options: str = "", *, suffix: str | None = None) -> str:
@@ -56,7 +56,7 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     """
     stem, own = os.path.splitext(path)
     stem = stem.rpartition("/")[2] if "://" in path else stem  # the output of what has an address is written here
-    own = ".pth" if own in _READ_ONLY else own
+    own = ".pth" if own.lower() in _READ_ONLY else own
     target = f"{stem}.fixed{own if suffix is None else suffix}"
     return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))
 

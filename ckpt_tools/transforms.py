@@ -203,11 +203,14 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str]) -> list
     names = {id(found.node): set(found.names) for found in find_state_dicts(root)}
     gone: dict[Where, None] = {}
     lost: dict[int, tuple[Where, Dict | List, list[int]]] = {}  # what each dict or list loses, and where it was met first
+    inside: Where | None = None  # the walk goes depth first: what lies in a dropped place follows right behind it
     for where, node in walk(root, stop=is_tensor):
+        if type(node) in tree.CONTAINERS and where in gone:
+            inside = where
         if type(node) not in (Dict, List, tuple):
             continue
         paths = globs.unwanted(where, node, names.get(id(node), set()))
-        if any(where[:depth] in gone for depth in range(1, len(where) + 1)):
+        if inside is not None and where[: len(inside)] == inside:
             continue
         gone.update(dict.fromkeys(paths.values()))
         if type(node) is tuple:

@@ -93,6 +93,7 @@ def test_what_stays_behind_is_said(program: Path, tmp_path: Path) -> None:
     """The graph and its constants; `check` reads every record and finds nothing else; a folder's programs are found."""
     finding = next(row for row in ckpt_tools.inspect(program).findings if row.code == "exported-program")
     assert finding.found == "an exported program: the graph of 'model', 2 constants of 20 bytes"
+    assert finding.fix.endswith("net.fixed.pth --objects plain")
     report = ckpt_tools.convert(program, tmp_path / "out.pth", objects="plain", dry_run=True)
     assert ("code", "a state dict holds no program") in report.dropped
     assert [row.code for row in ckpt_tools.check(program).findings] == ["weights-only-refused", "exported-program"]

@@ -407,4 +407,5 @@ def test_the_command_line(memory: Any, tmp_path: Path) -> None:
 def test_what_mends_a_remote_file_is_written_here() -> None:
     """The output of a command that is shown for an address is a local name: addresses are not all writable."""
     assert mending("convert", "s3://bucket/runs/model.pth") == "ckpt convert s3://bucket/runs/model.pth model.fixed.pth"
+    assert mending("convert", "MODEL.NPZ") == "ckpt convert MODEL.NPZ MODEL.fixed.pth"
     assert mending("convert", "runs/model.pth") == "ckpt convert runs/model.pth runs/model.fixed.pth"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,14 @@ def test_the_audit_sees_something(tmp_path: Path) -> None:
     code = "import sys, torch\nseen = []\nsys.addaudithook(lambda event, _: seen.append(event))\n"
     code += f"torch.load({str(path)!r}, weights_only=False)\nassert 'import' in seen and 'pickle.find_class' in seen"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
+
+
+def test_dropping_in_a_deep_checkpoint_is_no_work_for_hours(tmp_path: Path) -> None:
+    """Two thousand dicts in one another: whether a place lies in a dropped one is not asked anew of all above it."""
+    deep = b"".join([b"}U\x01k"] * 2000) + b"}" + b"s" * 2000
+    body = p.pickle(p.dict_of(**{"a.w": p.tensor(), "b.w": p.tensor(), "z": deep}))
+    path = write(tmp_path, torch_zip(body, {"0": bytes(24)}))
+    started = time.process_time()
+    report = ckpt_tools.convert(path, tmp_path / "out.pth", drop=["b.*"])
+    assert time.process_time() - started < CPU_SECONDS
+    assert [place for place, _ in report.dropped] == ["b.w"]
