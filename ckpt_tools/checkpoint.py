@@ -375,7 +375,7 @@ def find_state_dicts(root: Node) -> list[StateDict]:
     found = []
     holders = _Holders(root)
     for where, node in walk(root, stop=_closed, plain=False, entries=False):
-        if type(node) is Dict and not is_optimizer(node) and _is_state_dict(node, holders):
+        if type(node) is Dict and not is_optimizer(node) and _is_state_dict(node, holders) and not any(map(is_extra, where)):
             found.append(StateDict(where, node))
     return found
 
@@ -391,6 +391,11 @@ def find_optimizers(root: Node) -> Iterator[tuple[Where, Dict]]:
             yield where, node
 
 
+def is_extra(key: object) -> bool:
+    """Whether a key of a state dict is that of what `get_extra_state` gave; dicts of tensors in there are none of their own."""
+    return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
+
+
 def is_optimizer(node: Node) -> bool:
     """Whether a node is what `optimizer.state_dict()` gives."""
     return type(node) is Dict and type(node.get("param_groups")) is List and type(node.get("state")) is Dict
@@ -402,7 +407,7 @@ def _is_state_dict(node: Dict, holders: _Holders) -> bool:
         return False
     if any("." in name for name in tensors):
         return True
-    others = [value for key, value in node.items if not is_tensor(value)]
+    others = [value for key, value in node.items if not is_tensor(value) and not is_extra(key)]
     return len(others) <= len(tensors) and not any(id(value) in holders.ids for value in others)
 
 

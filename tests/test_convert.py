@@ -508,8 +508,8 @@ def test_safetensors_refuses_tensors_without_a_name(tmp_path: Path) -> None:
 def test_safetensors_advice_for_extra_states(tmp_path: Path) -> None:
     """Tensors in a module's extra state are to be left out, and not to be chosen in place of the model."""
     state = {"l.w": torch.ones(2), "l._extra_state": {"t": torch.ones(1)}}
-    error = refused(tmp_path, state, ContainerLimitError, "has 2: '', 'l._extra_state'", name="o.safetensors")
-    assert error.fix == "Leave out what lies in another: --drop l._extra_state"
+    error = refused(tmp_path, state, ContainerLimitError, "outside of one, in 'l._extra_state'", name="o.safetensors")
+    assert error.fix == "Leave them out: --drop l._extra_state"
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors", drop="l._extra_state")
     assert set(load_file(tmp_path / "o.safetensors")) == {"l.w"}
 

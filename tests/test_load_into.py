@@ -471,6 +471,37 @@ def test_extra_state(tmp_path: Path) -> None:
     assert ckpt.load_into(fresh, tmp_path / "old.pth", allow_missing=["*_extra_state"]).missing == ["0._extra_state"]
 
 
+class Remembering(nn.Module):
+    """A layer with a `module` of its own, whose extra state holds tensors, or is one."""
+
+    def __init__(self, inner: nn.Module | None, state: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 1.0 if inner else 2.0))
+        self.module, self.state = inner, state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, nn.DataParallel])
+def test_extra_state_that_holds_tensors(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    """A dict of tensors in extra state is no state dict to choose from, and each module gets its own, as its tensors."""
+    model = Remembering(Remembering(None, torch.arange(3)), {"scale": torch.ones(2)})
+    torch.save(wrap(model).state_dict(), tmp_path / "m.pth")
+    fresh = Remembering(Remembering(None, 0), 0)
+    for tensor in fresh.parameters():
+        tensor.data.zero_()
+    report = ckpt.load_into(wrap(fresh) if wrap is nn.Sequential else fresh, tmp_path / "m.pth")
+    assert report
+    assert torch.equal(fresh.state["scale"], torch.ones(2))
+    assert torch.equal(fresh.module.state, torch.arange(3))
+    assert fresh.weight.tolist() == [1.0, 1.0]
+    assert fresh.module.weight.tolist() == [2.0, 2.0]
+
+
 def test_files_from_before_batch_counters(tmp_path: Path) -> None:
     """num_batches_tracked came with torch 0.4.1; a file without any loads, as in torch, and the report says so."""
     state = {name: value for name, value in network().state_dict().items() if "tracked" not in name}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckpt_tools import casts
-from ckpt_tools.checkpoint import Checkpoint, StateDict, collector_paused, is_tensor, open_checkpoint
+from ckpt_tools.checkpoint import Checkpoint, StateDict, collector_paused, is_extra, is_tensor, open_checkpoint
 from ckpt_tools.choices import Choices, OnMismatch, RowChoice, Rows
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
@@ -19,7 +19,6 @@ from ckpt_tools.fit import Fitted, Wanted, fit
 from ckpt_tools.initialisers import Blank, Rules, blank_in
 from ckpt_tools.match import Matching, Stages
 from ckpt_tools.match import match as find_partners
-from ckpt_tools.match.by_name import without_module
 from ckpt_tools.numeric import row_major, torch_dtype
 from ckpt_tools.plan import Computed, Content, Deflated, Joined, chunks, read
 from ckpt_tools.plans import plan_of
@@ -109,6 +108,8 @@ class _Loading:
     def __init__(self, checkpoint: Checkpoint, state_dict: StateDict, slots: Slots, choices: Choices, assign: bool) -> None:
         self.checkpoint, self.slots, self.choices, self.assign = checkpoint, slots, choices, assign
         self.node = casts.to_little_endian(loadable(state_dict.node), checkpoint.decoded.byteorder)
+        self.extras = {key: value for key, value in self.node.items if is_extra(key)}  # may be tensors, and are none of these
+        self.node.items[:] = [(key, value) for key, value in self.node.items if not is_extra(key)]
         self.source: dict[str, Node] = {key: value for key, value in self.node.items if is_tensor(value)}
         self.report = LoadReport(str(checkpoint.path))
         self.copies: list[_Copy] = []
@@ -198,11 +199,13 @@ class _Loading:
 
     def _plan_extra_state(self) -> None:
         """What modules keep beside tensors, found by name; the wrappers of neither side count."""
-        states = {without_module(key): value for key, value in self.node.items if key.endswith("_extra_state")}
+        states = dict(self.extras)
+        found = find_partners([Param(key, ()) for key in states], [Param(name, ()) for name in self.slots.extra_state])
+        partners = {row.new: row.old for row in found.matched}
         builder = Builder(self.checkpoint, "cpu")
         for name, module in self.slots.extra_state.items():
-            if (key := without_module(name)) in states:
-                self.extra_state.append((module, builder.build(states.pop(key))))
+            if name in partners:
+                self.extra_state.append((module, builder.build(states.pop(partners[name]))))
                 self.report.loaded.append(name)
             elif not any(fnmatchcase(name, glob) for glob in self.choices.allow_missing):
                 raise MatchError(f"{self.checkpoint.path} does not fit the model.", why=f"It has no {name!r}.",
