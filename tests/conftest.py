@@ -1,5 +1,6 @@
 """What several test files share: small checkpoints, made by torch itself."""
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,10 @@ from torch import nn
 
 from tests.servers import Server
 
-settings.register_profile("untimed", deadline=None)  # no test is about time: the machine may be busy
-settings.load_profile("untimed")
+# No test is about time: the machine may be busy. The same examples in every run, unless HYPOTHESIS_PROFILE=explore.
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
 def small_model() -> nn.Module:

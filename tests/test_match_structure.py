@@ -280,9 +280,10 @@ def implementation(draw: st.DrawFn, tree: Tree, words: list[str], stems: list[st
         else:
             names = list(draw(st.permutations(words))[: len(node)])
             numbers = list(draw(st.permutations(numbers)))
+        # For all of its children: half of a level beside the level is another model, and nothing could tell which half.
+        joint = "_" if name and draw(st.integers(0, 4)) == 0 else "."
         for number in numbers:
-            flat = f"{name}_{names[number]}" if name and draw(st.integers(0, 4)) == 0 else f"{name}.{names[number]}"
-            register(node[number], flat.strip("."), (*place, number))
+            register(node[number], f"{name}{joint}{names[number]}".strip("."), (*place, number))
 
     register(tree, "", ())
     return found

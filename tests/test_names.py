@@ -146,7 +146,7 @@ def test_unwrap(name: str, plain: str) -> None:
     assert names.unwrap(name) == plain
 
 
-@settings(derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(st.sampled_from(["module", "_orig_mod", "conv", "0", "_fsdp_wrapped_module", "weight"]), min_size=1, max_size=6)
 )

@@ -22,7 +22,7 @@ from tests.graphs import assert_same, element_bytes, live_tensors, load_with_tag
 from tests.test_oracle import assert_lists, loads_weights_only
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
-quick = settings(derandomize=True, max_examples=60)
+quick = settings(max_examples=60)
 
 # --- object graphs
 
