@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import ContainerLimitError
@@ -95,6 +95,12 @@ class Decoded:
     records: Sequence[Record] = ()
     dead_bytes: Callable[[], int] = lambda: 0
     locate: Callable[[Node], Node] | None = None
+
+    def take_in(self, part: Decoded, name: str) -> None:
+        """What must be told of a checkpoint that lies in this one under a name: its globals, odd uses and warnings."""
+        self.globals = list(dict.fromkeys((*self.globals, *part.globals)))
+        self.unusual = list(dict.fromkeys((*self.unusual, *part.unusual)))
+        self.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]
 
 
 def moves_tensors() -> ContainerLimitError:

@@ -12,7 +12,7 @@ the table) is an archive of checkpoints. Source: torch/export/pt2_archive/_packa
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools import limits
@@ -55,7 +55,7 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
         byteorder=torch_zip.read_byteorder(source, records.get(f"{folder}/byteorder")),
         has_checksums=any(record.crc for record in directory.records),
     )  # fmt: skip
-    weights = _Weights(program, start)
+    weights = _Weights(program, records, start)
     models = [name for name in records if name.startswith(start) and name.endswith(_CONFIG)]
     state_dicts = [(name[len(start) : -len(_CONFIG)], weights.read(name)) for name in models]
     program.root = state_dicts[0][1] if len(state_dicts) == 1 else Dict(list(state_dicts))
@@ -72,9 +72,8 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
 class _Weights:
     """The weights of an archive; those on one record are tied, across models too."""
 
-    def __init__(self, program: Decoded, start: str) -> None:
-        self.program, self.start = program, start
-        self.records = {record.name: record for record in program.records}
+    def __init__(self, program: Decoded, records: Mapping[str, Record], start: str) -> None:
+        self.program, self.records, self.start = program, records, start
         self.keys = Keys()
         self.storages: dict[str, Storage] = {}
         self.inflated = Inflated(program.source)
@@ -129,16 +128,12 @@ class _Weights:
         if record.name in self.unpickled:
             raise ZipError(f"The record {record.name!r} holds a pickle, and is used for {name!r} and another weight.")
         self.unpickled.add(record.name)
-        deflated = record.deflated
-        source, start = (self.inflated, self.inflated.add(record)) if deflated else (program.source, record.data)
-        part = decode_archive(source, start, record)
+        part = decode_archive(*self.inflated.place(record), record)
         if part.byteorder != program.byteorder:
             raise ZipError(
                 f"The bytes of {name!r} are {part.byteorder}-endian, those of the archive {program.byteorder}-endian."
             )
-        program.globals = list(dict.fromkeys((*program.globals, *part.globals)))
-        program.unusual = list(dict.fromkeys((*program.unusual, *part.unusual)))
-        program.warnings += [replace(warned, found=f"{warned.found} in {record.name}") for warned in part.warnings]
+        program.take_in(part, record.name)
         return self.keys.renew(part.root)
 
 

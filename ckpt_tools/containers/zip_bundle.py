@@ -92,9 +92,9 @@ class _Bundle:
         head = torch_zip.record_head(self.source, record, _HEAD)
         decode = _kind(head)
         if head.startswith(_ZIP):
-            self._merge(record.name, decode_archive(*self._placed(record), record))
+            self._merge(record.name, decode_archive(*self.inflated.place(record), record))
         elif decode is not None:
-            window = Window(*self._placed(record), record.size)
+            window = Window(*self.inflated.place(record), record.size)
             with _named(record):
                 member = decode(window)
             self._merge(record.name, member)
@@ -103,16 +103,10 @@ class _Bundle:
         else:
             self._keep(record)
 
-    def _placed(self, record: Record) -> tuple[Source, int]:
-        """The source that a member can be read from by position, and where it starts there."""
-        if not record.deflated:
-            return self.source, record.data
-        return self.inflated, self.inflated.add(record)
-
     def _pickle(self, record: Record) -> Decoded | None:
         """A member that looks like a pickle; None when it is none of those that can be read, and is kept as bytes."""
         try:
-            return plain_pickle.decode(Window(*self._placed(record), record.size))
+            return plain_pickle.decode(Window(*self.inflated.place(record), record.size))
         except LimitError:
             raise
         except CkptError as error:
@@ -135,9 +129,7 @@ class _Bundle:
     def _merge(self, name: str, part: Decoded) -> None:
         bundle = self.decoded
         bundle.root.items.append((name, self.keys.renew(part.root)))
-        bundle.globals = list(dict.fromkeys((*bundle.globals, *part.globals)))
-        bundle.unusual = list(dict.fromkeys((*bundle.unusual, *part.unusual)))
-        bundle.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]
+        bundle.take_in(part, name)
         if part.source is self.source:
             bundle.records = [*bundle.records, *part.records]
         bundle.storage_bytes += part.storage_bytes
@@ -216,12 +208,16 @@ class Inflated(Source):
         self.archive, self.path, self.size = archive, archive.path, 0
         self._fd, self._identity = -1, object()
 
-    def add(self, record: Record) -> int:
-        """Inflate a record; returns where its bytes start.
+    def place(self, record: Record) -> tuple[Source, int]:
+        """The source that a member can be read from by position, and where it starts there; a deflated one is inflated.
 
         Raises:
             LimitError: there is no room for it. ZipError: it cannot be inflated.
         """
+        return (self, self._add(record)) if record.deflated else (self.archive, record.data)
+
+    def _add(self, record: Record) -> int:
+        """Inflate a record; returns where its bytes start."""
         start = self.size
         try:
             if self._fd < 0:
