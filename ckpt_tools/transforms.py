@@ -25,7 +25,6 @@ Rename = Callable[[str], str]
 class Renamed:
     """The names that changed in one state dict: old -> new, in order."""
 
-    where: Where
     tensors: int
     changes: dict[str, str]
 
@@ -46,7 +45,7 @@ def rename_state_dict(state_dict: StateDict, rename: Rename) -> Renamed:
     if changes:
         node.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in node.items]
         rename_metadata(node, renamed)
-    return Renamed(state_dict.where, tensors, changes)
+    return Renamed(tensors, changes)
 
 
 def _is_name(key: str, value: Node) -> bool:

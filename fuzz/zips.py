@@ -47,14 +47,14 @@ def mutate(rng: Random, data: bytes, other: bytes) -> bytes:
         return _field(rng, data)
     rows = [replace(row) for row in records(data)]
     if pick < 0.7:
-        _mutate_pickle(rng, rows, records(other))
+        _mutate_contents(rng, rows, records(other))
     else:
         for _ in range(rng.choice((1, 1, 2))):
             rng.choice(_RECORDS)(rng, rows, records(other))
     return build(rows, **(_lies(rng) if rng.random() < 0.08 else {}))
 
 
-def _mutate_pickle(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
+def _mutate_contents(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> None:
     for row in rows:
         if row.name.endswith(b".pkl"):
             other = next((record.data for record in others if record.name.endswith(b".pkl")), row.data)

@@ -13,7 +13,7 @@ from ckpt_tools.names import MODULE, check_unique, strip_inner, unwrap
 from ckpt_tools.transforms import parse_rename
 
 MAX_PREFIX_PARTS = 4
-AVERAGED = "n_averaged"  # beside the wrapped names of an AveragedModel
+_AVERAGED = "n_averaged"  # beside the wrapped names of an AveragedModel
 _Affixed: TypeAlias = tuple[str, str]  # what was taken from a name, and the name
 _ROLES = {".weight", ".bias"}  # no suffix: a matrix that is a parameter of its own may be kept as [in, out]
 
@@ -51,8 +51,8 @@ def match_whole_wrapper(pairing: Pairing) -> None:
     best = as_they_are = _meet(sources, targets)
     for side in ("source", "target"):
         names = sources if side == "source" else targets
-        while names and all(name.startswith(MODULE) or name == AVERAGED for name in names.values()):
-            shorter = {name: known if known == AVERAGED else known.removeprefix(MODULE) for name, known in names.items()}
+        while names and all(name.startswith(MODULE) or name == _AVERAGED for name in names.values()):
+            shorter = {name: known if known == _AVERAGED else known.removeprefix(MODULE) for name, known in names.items()}
             if shorter == names or not all(shorter.values()):
                 break
             names = shorter
