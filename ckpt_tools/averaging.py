@@ -28,6 +28,7 @@ from ckpt_tools.converted import Converted, Note
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.files import check_space
+from ckpt_tools.losses import check_lost, packed_tensors
 from ckpt_tools.modules import is_module
 from ckpt_tools.name_edits import Names
 from ckpt_tools.names import dotted, listed
@@ -146,7 +147,9 @@ def _take_state_dicts(checkpoints: Sequence[Checkpoint], report: Converted) -> N
     """Pickled modules and programs become their state dicts, which have a mean."""
     for number, checkpoint in enumerate(checkpoints):
         told = report if number == 0 else Converted("", "")  # what is not averaged comes from the first
-        checkpoint.root = modules_first(checkpoint.locate(), told)
+        root = checkpoint.locate()
+        check_lost(checkpoint.path, packed_tensors(root))
+        checkpoint.root = modules_first(root, told)
 
 
 @dataclass(frozen=True, slots=True)

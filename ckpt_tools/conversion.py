@@ -87,6 +87,7 @@ class Edits:
         self.stack = ExitStack()  # what must stay open until the bytes are written: a target that is a checkpoint
         self.casting: casts.Casting | None = None
         self.ties: dict[str, str] = {}
+        self.used: frozenset[str] = frozenset()  # globs of --drop that named what objects would have lost
 
     def plan(self, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
         """Edit the tree, fill in the report, lay the output out as one file."""
@@ -102,7 +103,7 @@ class Edits:
             root, fates = plain.arrays_as_tensors(root)
             report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
         if self.keep or self.drop:
-            gone = transforms.filter_tensors(root, self.keep, self.drop)
+            gone = transforms.filter_tensors(root, self.keep, self.drop, self.used)
             report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
             if self.keep:
                 _note_outside(root, report)
@@ -152,17 +153,15 @@ class Edits:
         """Objects as --objects says; the averaged weights, or state dicts and values, on storages of their own size."""
         chosen = self.objects is None and (self.slim or self.ema)
         if chosen:
-            root = object_policy.modules_first(root, report)
-            if self.ema:
-                root = object_policy.averaged_alone(root, report)
-            if self.slim:
-                root, fates = plain.drop_unknown(root)
-                report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+            root, self.used = object_policy.weights_alone(
+                root, checkpoint, self.drop, report, ema=self.ema, slim=self.slim
+            )  # fmt: skip
         objects = "plain" if self.slim and self.objects is None else self.objects
         selected = self.select is not None or (chosen and self.ema)  # what lies elsewhere does not come along
-        root = object_policy.apply_objects(root, checkpoint, objects, report, selected=selected)
+        root, used = object_policy.apply_objects(root, checkpoint, objects, report, selected=selected, drop=self.drop)
+        self.used |= used
         if self.ema and not chosen:
-            root = object_policy.averaged_alone(root, report)
+            root, _ = object_policy.averaged_alone(root, report)
         return self._slimmed(root, report) if self.slim else root
 
     def _slimmed(self, root: Node, report: Converted) -> Node:

@@ -80,6 +80,11 @@ def one_state_dict(
 def _only_state_dict(root: Node, holder: str) -> StateDict:
     found = find_state_dicts(root)
     if not found and type(root) is Dict and next(find_tensors(root), None) is None:
+        if root.items:
+            raise ContainerLimitError(
+                f"There is no tensor in the checkpoint, and {holder} would hold the values as text alone.",
+                fix="Write a .pth, which holds anything.",
+            )
         return StateDict((), root)
     wheres = [dotted(state_dict.where) for state_dict in found]
     if len(found) > 1:

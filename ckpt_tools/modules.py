@@ -86,11 +86,16 @@ def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
 def named_tensors(module: Object) -> Iterator[tuple[str, Node]]:
     """Names and values in the order of `state_dict()`, Parameters as they are."""
     for prefix, _, state in submodules(module):
-        hidden = _set_items(state.get("_non_persistent_buffers_set"))
+        hidden = hidden_names(state)
         buffers = [pair for pair in mapping(state.get("_buffers")) if pair[0] not in hidden]
         for name, value in (*mapping(state.get("_parameters")), *buffers):
             if value is not None:
                 yield f"{prefix}{component(name)}", value
+
+
+def hidden_names(state: Dict) -> frozenset[str]:
+    """The names of the buffers that a module keeps out of its state dict, from its attributes."""
+    return _set_items(state.get("_non_persistent_buffers_set"))
 
 
 def module_state_dict(module: Object) -> Dict:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from ckpt_tools import plain, tree
+from ckpt_tools import losses, plain, tree
 from ckpt_tools.checkpoint import Checkpoint, find_tensors
 from ckpt_tools.containers.base import PROGRAMS
 from ckpt_tools.converted import Converted, Note, ObjectFate
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.modules import is_module
 from ckpt_tools.names import dotted
-from ckpt_tools.tree import DROP, Entry, Node, Where
+from ckpt_tools.tree import DROP, Node, Where
 
 
 def modules_first(root: Node, report: Converted) -> Node:
@@ -28,16 +28,51 @@ def modules_first(root: Node, report: Converted) -> Node:
     return modules_as_state_dicts(root)
 
 
-def averaged_alone(root: Node, report: Converted) -> Node:
-    """The averaged weights alone."""
+def averaged_alone(root: Node, report: Converted) -> tuple[Node, Where]:
+    """The averaged weights alone, and where they were."""
     from ckpt_tools.slimming import averaged
 
     root, where = averaged(root)
     report.notes.append(Note("ema", f"The averaged weights were in {dotted(where) or 'the root'}."))
-    return root
+    return root, where
 
 
-def apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool) -> Node:
+def weights_alone(
+    root: Node, checkpoint: Checkpoint, drop: Sequence[str], report: Converted, *, ema: bool, slim: bool
+) -> tuple[Node, frozenset[str]]:
+    """State dicts in the place of modules, then the averaged weights, or no objects; and the globs of --drop that this used.
+
+    Raises:
+        ObjectsError: a state dict or module would lose tensors that --drop does not name.
+    """
+    packed = losses.packed_tensors(root)
+    inside: Where = ()
+    root = modules_first(root, report)
+    if ema:
+        root, inside = averaged_alone(root, report)
+    before = losses.Held(losses.in_state_dicts(root))
+    if slim:
+        root, fates = plain.drop_unknown(root)
+        report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+    lost = [where for where in packed if where[: len(inside)] == inside] + before.lost(root)
+    return root, _drop_lost(checkpoint, lost, drop, report)
+
+
+def _drop_lost(checkpoint: Checkpoint, lost: Sequence[Where], drop: Sequence[str], report: Converted) -> frozenset[str]:
+    """Tell of the lost tensors that --drop names; returns the globs that do. The others are an error."""
+    dropped = losses.check_lost(checkpoint.path, lost, drop)
+    report.dropped += [(dotted(where), "--drop") for where in dropped.wheres]
+    return dropped.globs
+
+
+def apply_objects(
+    root: Node, checkpoint: Checkpoint, policy: str | None, report: Converted, *, selected: bool, drop: Sequence[str] = ()
+) -> tuple[Node, frozenset[str]]:
+    """What --objects says, done; and the globs of --drop that name tensors which are lost with their objects.
+
+    Raises:
+        ObjectsError: objects, and no word on what to do with them; or tensors that would be lost unasked.
+    """
     decoded = checkpoint.decoded
     if checkpoint.container in PROGRAMS:
         _check_program(checkpoint, policy, report)
@@ -51,19 +86,31 @@ def apply_objects(root: Node, checkpoint: Checkpoint, policy: str | None, report
     for name in (name for name in hidden if str(name) not in told):
         report.objects.append(ObjectFate([], str(name), "dropped"))
     if policy in (None, "keep"):
-        return root
-    before = {_view(tensor.node): tensor.where for tensor in find_tensors(root)}
-    root, fates = plain.make_plain(root, oldest=True) if policy == "plain" else plain.drop_unknown(root)
-    report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
-    left = {_view(tensor.node) for tensor in find_tensors(root)}
-    lost = [where for view, where in before.items() if view not in left]
-    report.dropped += [(dotted(where), "a tensor that its object's plain form does not hold") for where in lost]
+        return root, frozenset()
+    root, used = _without_objects(root, checkpoint, policy, drop, report)
     if policy == "plain" and (newer := plain.newer_dtypes(root)):
         text = f"weights_only takes {', '.join(newer)} since torch 2.5; torch 2.4 refuses the file."
         report.notes.append(Note("newer-dtypes", text))
     if root is None or root is DROP:
         raise NothingMatchedError("Nothing would be left.", why="The whole checkpoint is one object that has no plain form.")
-    return root
+    return root, used
+
+
+def _without_objects(
+    root: Node, checkpoint: Checkpoint, policy: str, drop: Sequence[str], report: Converted
+) -> tuple[Node, frozenset[str]]:
+    """Objects made plain or left out; and the globs of --drop that name tensors which go with them."""
+    outside = losses.outside_state(root) if checkpoint.has_modules else set()
+    before = losses.Held(find_tensors(root))
+    known = {tensor.where for tensor in before.tensors if id(tensor.node) in outside}
+    root, fates = plain.make_plain(root, oldest=True) if policy == "plain" else plain.drop_unknown(root)
+    report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+    lost = before.lost(root)
+    if policy == "drop":
+        report.dropped += [(dotted(where), "--objects drop") for where in lost]
+        return root, frozenset()
+    report.dropped += [(dotted(where), losses.OUTSIDE) for where in lost if where in known]
+    return root, _drop_lost(checkpoint, [where for where in lost if where not in known], drop, report)
 
 
 def _check_program(checkpoint: Checkpoint, policy: str | None, report: Converted) -> None:
@@ -74,11 +121,6 @@ def _check_program(checkpoint: Checkpoint, policy: str | None, report: Converted
             fix="Take its state dict out: --objects plain",
         )  # fmt: skip
     report.dropped.append(("code", "a state dict holds no program"))
-
-
-def _view(node: Node) -> tuple[Any, ...]:
-    """What makes a tensor the same before and after its object was made plain: the storage and the view on it."""
-    return (id(node.storage), node.offset, node.shape, node.stride, node.dtype) if type(node) is Entry else (id(node),)
 
 
 def _objects_error(checkpoint: Checkpoint, unknown: list[tuple[Where, str]], hidden: list[str]) -> ObjectsError:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ckpt_tools import tree
 from ckpt_tools.checkpoint import StateDict, find_state_dicts, is_optimizer, is_tensor
 from ckpt_tools.errors import ConvertError, NothingMatchedError
+from ckpt_tools.losses import is_part
 from ckpt_tools.modules import is_module, module_state_dict
 from ckpt_tools.names import dotted
 from ckpt_tools.tree import Dict, List, Node, Object, Where, walk
@@ -34,7 +35,7 @@ def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
     found = find_state_dicts(root)
     if not found:
         raise NothingMatchedError("There is no state dict to keep.", why="--slim keeps mappings of names to tensors.")
-    kept = {id(state_dict.node) for state_dict in found}
+    kept = {id(state_dict.node) for state_dict in found} | set(_parts(found))
     gone: list[tuple[Where, str]] = []
     root = _in_tuple((), root, kept, gone)
     for where, node in list(walk(root, stop=lambda node: is_tensor(node) or _training_state((), node) is not None)):
@@ -51,9 +52,18 @@ def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
     return root, gone
 
 
+def _parts(found: Sequence[StateDict]) -> Iterator[int]:
+    """The ids of the dicts, lists and tuples that are parts of state dicts: extra state, packed weights."""
+    for state_dict in found:
+        for key, value in state_dict.node.items:
+            if is_part(key, value):
+                inside = walk(value, stop=lambda node: is_tensor(node) or _training_state((), node) is not None)
+                yield from (id(node) for _, node in inside if type(node) in (Dict, List, tuple))
+
+
 def _in_tuple(where: Where, node: Node, kept: set[int], gone: list[tuple[Where, str]]) -> Node:
     """A tuple that holds state dicts, or dicts and lists with some, without the training state in it; else as it is."""
-    if type(node) is not tuple or not any(type(part) in (Dict, List, tuple) for part in node):
+    if type(node) is not tuple or id(node) in kept or not any(type(part) in (Dict, List, tuple) for part in node):
         return node
     if not any(id(below) in kept for _, below in walk(node, stop=lambda below: id(below) in kept, plain=False)):
         return node

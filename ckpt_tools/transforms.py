@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import translate
 from shlex import quote
@@ -187,18 +187,18 @@ def _json_path(text: str) -> Where | None:
     return tuple(steps) if type(steps) is list and all(type(step) in (str, int) for step in steps) else None
 
 
-def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str]) -> list[Where]:
+def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: Collection[str] = ()) -> list[Where]:
     """Drop what `drop` names, and with `keep` every other tensor of a state dict; returns the paths that went.
 
     A glob is matched against a tensor's name in its state dict and against the dotted path from the root, so that
     `--drop optimizer` takes the whole optimizer. Elements of a list go by their path alone (`--drop nets.0`): a glob over
-    numbers would take parts of an optimizer's lists.
+    numbers would take parts of an optimizer's lists. `used`: globs that have matched something already.
 
     Raises:
         NothingMatchedError: a glob that matches nothing, or no tensor is left. ConvertError: an element of a tuple, or a
         tensor that optimizer state belongs to by its place.
     """
-    globs = _Globs(keep, drop)
+    globs = _Globs(keep, drop, used)
     names = {id(found.node): set(found.names) for found in find_state_dicts(root)}
     gone: dict[Where, None] = {}
     lost: dict[int, tuple[Where, Dict | List, list[int]]] = {}  # what each dict or list loses, and where it was met first
@@ -257,10 +257,10 @@ def _without(node: Dict | List, indices: set[int], own: set[str]) -> list[tuple[
 class _Globs:
     """The globs of --keep and --drop, and which of them have matched nothing yet."""
 
-    def __init__(self, keep: Sequence[str], drop: Sequence[str]) -> None:
+    def __init__(self, keep: Sequence[str], drop: Sequence[str], used: Collection[str]) -> None:
         self.keep, self.drop = keep, drop
         self.patterns = {glob: re.compile(translate(glob)) for glob in (*keep, *drop)}
-        self.unused = dict.fromkeys(self.patterns)
+        self.unused = dict.fromkeys(glob for glob in self.patterns if glob not in used)
 
     def match(self, globs: Iterable[str], texts: Sequence[str]) -> bool:
         hits = [glob for glob in globs if any(self.patterns[glob].match(text) for text in texts)]

@@ -25,7 +25,7 @@ LAYERS = [
     ["containers"],
     ["modules"],
     ["checkpoint"],
-    ["transforms", "partitions", "plain", "plain_keys", "plain_values", "measures"],
+    ["transforms", "losses", "partitions", "plain", "plain_keys", "plain_values", "measures"],
     ["casts", "flatten", "draws", "compaction", "slimming"],
     ["targets", "sides", "contents"],
     ["match"],

@@ -486,7 +486,7 @@ def test_the_names_of_every_kind_of_module(tmp_path: Path, name: str, container:
     with ckpt_tools.open_checkpoint(path) as checkpoint:
         assert checkpoint.container == container
         assert [found.names for found in checkpoint.state_dicts] == [list(expected)]
-    ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain", drop="unregistered" if name == "odd" else ())
     loaded = torch.load(tmp_path / "out.pth", weights_only=True)
     assert list(loaded) == list(expected)
     assert_same(dict(loaded), dict(expected))

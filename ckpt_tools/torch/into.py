@@ -107,7 +107,7 @@ class _Loading:
 
     def __init__(self, checkpoint: Checkpoint, state_dict: StateDict, slots: Slots, choices: Choices, assign: bool) -> None:
         self.checkpoint, self.slots, self.choices, self.assign = checkpoint, slots, choices, assign
-        self.node = casts.to_little_endian(loadable(state_dict.node), checkpoint.decoded.byteorder)
+        self.node = casts.to_little_endian(loadable(state_dict.node, checkpoint.path), checkpoint.decoded.byteorder)
         self.extras = {key: value for key, value in self.node.items if is_extra(key)}  # may be tensors, and are none of these
         self.node.items[:] = [(key, value) for key, value in self.node.items if not is_extra(key)]
         self.source: dict[str, Node] = {key: value for key, value in self.node.items if is_tensor(value)}

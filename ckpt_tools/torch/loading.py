@@ -11,7 +11,8 @@ from ckpt_tools import casts, names, plain, transforms
 from ckpt_tools.checkpoint import Checkpoint, StateDict, is_tensor, open_checkpoint
 from ckpt_tools.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.errors import ObjectsError, UsageError
-from ckpt_tools.names import dotted
+from ckpt_tools.losses import check_state_dict, tensors_of
+from ckpt_tools.names import dotted, listed
 from ckpt_tools.targets import choose_state_dict
 from ckpt_tools.torch.building import Builder, MapLocation
 from ckpt_tools.tree import Dict, Where
@@ -78,7 +79,7 @@ def load_state_dict(
         state_dict = choose(checkpoint, select)
         if unwrap:
             transforms.rename_state_dict(state_dict, names.unwrap)
-        root = casts.to_little_endian(loadable(state_dict.node), checkpoint.decoded.byteorder)
+        root = casts.to_little_endian(loadable(state_dict.node, path), checkpoint.decoded.byteorder)
         if target is not None:
             root, _ = casts.cast_floats(root, target)
         loaded: dict[str, torch.Tensor] = Builder(checkpoint, map_location, mapped=mmap).build(root)
@@ -94,19 +95,32 @@ def _cast_target(dtype: torch.dtype | str) -> DType:
     return row
 
 
-def loadable(node: Dict) -> Dict:
-    """A state dict with what `load_state_dict` takes: tensors, and what modules keep as `_extra_state`."""
+def loadable(node: Dict, path: str | os.PathLike[str]) -> Dict:
+    """A state dict with what `load_state_dict` takes: tensors, and what modules keep as `_extra_state`.
+
+    Raises:
+        ObjectsError: tensors that cannot be made without their class.
+    """
     kept = [
         (key, value) for key, value in node.items if type(key) is str and (is_tensor(value) or key.endswith("_extra_state"))
     ]
     made = Dict(kept, ordered=node.ordered)
     made.attributes = node.attributes
-    root, _ = plain.make_plain(made)
-    return cast("Dict", root)
+    tensors = {key for key, value in kept if is_tensor(value)}
+    root = cast("Dict", plain.make_plain(made)[0])
+    plain_tensors = {key for key, value in root.items if is_tensor(value)}
+    if lost := [key for key in tensors if key not in plain_tensors]:
+        raise ObjectsError(
+            f"{tensors_of(path, lost)} cannot be made without their class: {listed(sorted(lost), 8)}.",
+            why="Each is an object around other tensors.", fix="torch.load makes them, where the class is there.",
+        )  # fmt: skip
+    return root
 
 
 def choose(checkpoint: Checkpoint, select: str | None) -> StateDict:
     """The selected state dict of a checkpoint, or its only one."""
     if select is not None and not isinstance(select, str):
         raise UsageError(f"select={select!r} is no text.", fix='Give the dotted path of the state dict: "model", "nets.0".')
-    return choose_state_dict(checkpoint, select)
+    state_dict = choose_state_dict(checkpoint, select)
+    check_state_dict(checkpoint, state_dict)
+    return state_dict

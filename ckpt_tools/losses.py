@@ -1,0 +1,176 @@
+"""Tensors that an edit would lose although nobody asked for it: --drop has to name them, or they are an error."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from fnmatch import translate
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from ckpt_tools.checkpoint import Checkpoint, StateDict, Tensor, find_state_dicts, find_tensors, is_extra, is_tensor
+from ckpt_tools.errors import ObjectsError
+from ckpt_tools.modules import attributes, hidden_names, is_module, mapping
+from ckpt_tools.names import dotted, listed
+from ckpt_tools.tree import Entry, Global, Node, Object, Storage, Where, reachable, walk
+
+OUTSIDE = "no part of the state dict: a buffer with persistent=False, or computed from a parameter"
+_SCRIPT_CLASSES = ("torch.ScriptObject", "__torch__.torch.classes.")
+
+
+class Held:
+    """Tensors that a tree holds before an edit, to be found again after it."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = list(tensors)  # which keeps the ids of their storages in use
+        self.storages = {id(tensor): _storages(tensor.node) for tensor in self.tensors if type(tensor.node) is not Entry}
+
+    def lost(self, root: Node) -> list[Where]:
+        """Where those were that the tree does not hold any more."""
+        left = list(find_tensors(root))
+        views = {_view(tensor.node) for tensor in left if type(tensor.node) is Entry}
+        wheres = {tensor.where for tensor in left}
+        storages = _storages(root) if self.storages else frozenset()
+        return [tensor.where for tensor in self.tensors if not self._is_left(tensor, views, wheres, storages)]
+
+    def _is_left(self, tensor: Tensor, views: set[Any], wheres: set[Where], storages: frozenset[int]) -> bool:
+        if type(tensor.node) is Entry:
+            return _view(tensor.node) in views
+        own = self.storages[id(tensor)]
+        return own <= storages if own else tensor.where in wheres  # a meta tensor has none
+
+
+def _view(entry: Entry) -> tuple[Any, ...]:
+    """What makes a tensor the same before and after its object was made plain: the storage and the view on it."""
+    return (id(entry.storage), entry.offset, entry.shape, entry.stride, entry.dtype)
+
+
+def _storages(node: Node) -> frozenset[int]:
+    """The storages below a node."""
+    found = {id(below.storage) for below in reachable(node) if type(below) is Entry}
+    return frozenset(found | {id(below) for below in reachable(node) if type(below) is Storage})
+
+
+def is_part(key: Node, value: Node) -> bool:
+    """Whether an item of a state dict belongs to the model: a tensor, or a value under a name (packed weights, extra state)."""
+    return type(key) is str and (is_tensor(value) or "." in key or is_extra(key))
+
+
+def in_state_dicts(root: Node) -> Iterator[Tensor]:
+    """The tensors of the state dicts below `root`, those inside of their other values too."""
+    for state_dict in find_state_dicts(root):
+        for key, value in state_dict.node.items:
+            if is_part(key, value):
+                for tensor in find_tensors(value):
+                    yield Tensor((*state_dict.where, key, *tensor.where), tensor.node, tensor.unusual)
+
+
+def outside_state(root: Node) -> set[int]:
+    """The ids of the tensors that modules below `root` keep out of their state dicts, and make anew.
+
+    They are buffers with persistent=False, and what pruning and the older weight and spectral norms compute from parameters
+    (torch/nn/utils: `weight` from `weight_orig`, or from `weight_g` and `weight_v`).
+    """
+    found: set[int] = set()
+    for module in filter(is_module, reachable(root)):
+        state = attributes(module)
+        assert state is not None
+        hidden = hidden_names(state)
+        found |= {id(value) for name, value in mapping(state.get("_buffers")) if name in hidden}
+        names = {name for name, _ in mapping(state.get("_parameters"))}
+        found |= {id(value) for name, value in state.items if names & {f"{name}_orig", f"{name}_g"}}
+    return found
+
+
+def packed_tensors(root: Node) -> list[Where]:
+    """The tensors of modules that only their own code puts into a state dict: quantised layers pack their weights."""
+    packed: set[int] = set()
+    for module in filter(is_module, reachable(root)):
+        state = attributes(module)
+        assert state is not None
+        packed |= {id(child) for _, child in mapping(state.get("_modules")) if type(child) is Object and not is_module(child)}
+        packed |= {id(value) for _, value in state.items if _is_script_object(value)}
+    if not packed:
+        return []
+    outer = [
+        (where, node) for where, node in walk(root, stop=lambda node: id(node) in packed, plain=False) if id(node) in packed
+    ]
+    return [(*where, *tensor.where) for where, node in outer for tensor in find_tensors(node)]
+
+
+def _is_script_object(node: Node) -> bool:
+    return type(node) is Object and type(node.function) is Global and node.name.startswith(_SCRIPT_CLASSES)
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The lost tensors that --drop names, and the globs that did."""
+
+    wheres: Sequence[Where] = ()
+    globs: frozenset[str] = frozenset()
+
+
+def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = ()) -> Dropped:
+    """Make sure that --drop names every tensor that would be lost, or what it lies in.
+
+    Raises:
+        ObjectsError: some are not named.
+    """
+    patterns = {glob: re.compile(translate(glob)) for glob in drop}
+    used: set[str] = set()
+    unnamed = []
+    for where in lost:
+        paths = [dotted(where[:depth]) for depth in range(1, len(where) + 1)]
+        hits = {glob for glob, pattern in patterns.items() if any(map(pattern.match, paths))}
+        used |= hits
+        if not hits:
+            unnamed.append(where)
+    if unnamed:
+        raise _lost_error(path, unnamed)
+    return Dropped(lost, frozenset(used))
+
+
+def tensors_of(path: str | os.PathLike[str], lost: Sized) -> str:
+    """`A tensor of PATH`, `2 tensors of PATH`."""
+    return f"{'A tensor' if len(lost) == 1 else f'{len(lost)} tensors'} of {path}"
+
+
+def _lost_error(path: Path, lost: Sequence[Where]) -> ObjectsError:
+    owners = list(dict.fromkeys(dotted(_owner(where)) for where in lost))
+    return ObjectsError(
+        f"{tensors_of(path, lost)} would be lost: {listed([dotted(where) for where in lost], 8)}.",
+        why="They lie in objects whose plain form, the state dict of a module for example, does not hold them.",
+        fix="To leave them out, say so: " + " ".join(f"--drop {quote(owner)}" for owner in owners[:8])
+        + (f" and {len(owners) - 8} more" if len(owners) > 8 else ""),
+    )  # fmt: skip
+
+
+def _owner(where: Where) -> Where:
+    """The path down to the object that holds a tensor in its state or its arguments."""
+    inside = [depth for depth, step in enumerate(where) if isinstance(step, str) and step.startswith("<")]
+    return where[: inside[0]] if inside and inside[0] else where
+
+
+def check_state_dict(checkpoint: Checkpoint, state_dict: StateDict) -> None:
+    """Make sure that load code gets every tensor of a state dict, or of the module that gave it.
+
+    Raises:
+        ObjectsError: it would not.
+    """
+    inner = [
+        (key, value)
+        for key, value in state_dict.node.items
+        if is_part(key, value) and not is_tensor(value) and not is_extra(key)
+    ]
+    lost = [(key, *tensor.where) for key, value in inner for tensor in find_tensors(value)]
+    where = state_dict.where
+    if checkpoint.has_modules and not any(node is state_dict.node for node in reachable(checkpoint.root)):
+        lost += [path for path in packed_tensors(checkpoint.root) if path[: len(where)] == where]
+    if lost:
+        raise ObjectsError(
+            f"{tensors_of(checkpoint.path, lost)} would be missing: {listed([dotted(path) for path in lost], 8)}.",
+            why="They are packed into objects, as quantised layers do it; only torch.load with the classes gives those back.",
+        )

@@ -1,0 +1,142 @@
+"""No command loses a tensor that nobody asked it to drop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, ContainerLimitError, ObjectsError
+from ckpt_tools.torch import load_into, load_state_dict
+from tests import classes
+from tests.graphs import assert_same
+from tests.test_objects import Wrapped
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*"), pytest.mark.filterwarnings("ignore:.*torch.jit.*"),
+    pytest.mark.filterwarnings("ignore:.*TypedStorage.*"), pytest.mark.filterwarnings("ignore:.*reduce_range.*"),
+]  # fmt: skip
+
+
+def quantised() -> nn.Module:
+    """Two layers of int8, as torch.ao makes them: a convolution with a state of its own, a linear layer with packed weights."""
+    from torch.ao import quantization
+
+    torch.manual_seed(0)
+    model = nn.Sequential(quantization.QuantStub(), nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)).eval()
+    model.qconfig = quantization.get_default_qconfig("fbgemm")
+    prepared = quantization.prepare(model)
+    prepared(torch.ones(2, 1, 4, 4))
+    made: nn.Module = quantization.convert(prepared)
+    return made
+
+
+def pickled(path: Path) -> Path:
+    """The whole quantised model."""
+    torch.save(quantised(), path)
+    return path
+
+
+def scripted(path: Path) -> Path:
+    """The quantised model as a program."""
+    torch.jit.save(torch.jit.script(quantised()), str(path))  # type: ignore[no-untyped-call]
+    return path
+
+
+@pytest.mark.parametrize("save", [pickled, scripted])
+@pytest.mark.parametrize("options", [{"objects": "plain"}, {"slim": True}, {"objects": "plain", "shard_size": 1}], ids=str)
+def test_packed_weights_are_not_lost(tmp_path: Path, save: Callable[[Path], Path], options: dict[str, Any]) -> None:
+    """Weights that a quantised layer packs are listed and refused, whichever way the weights alone are asked for."""
+    path = save(tmp_path / "in.pt")
+    with pytest.raises(ObjectsError, match=r"4 tensors of .* would be lost: _modules\.1\.<state>\.10") as caught:
+        ckpt_tools.convert(path, tmp_path / "out", **{"format": "safetensors", **options})
+    assert caught.value.fix.endswith("--drop _modules.1 --drop _modules.3._modules._packed_params._packed_params")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("save", [pickled, scripted])
+def test_lost_tensors_go_where_drop_names_them(tmp_path: Path, save: Callable[[Path], Path]) -> None:
+    """--drop takes the paths that the error gives; the report lists each tensor that went."""
+    path = save(tmp_path / "in.pt")
+    report = ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain", drop=["_modules.1", "*._packed_params"])
+    assert report.tensors == 2
+    assert [why for where, why in report.dropped if where.startswith("_modules.")] == ["--drop"] * 4
+    with pytest.raises(CkptError, match="matches nothing"):
+        ckpt_tools.convert(path, tmp_path / "two.pth", objects="plain", drop=["_modules.*", "absent"])
+
+
+@pytest.mark.parametrize("call", [load_state_dict, lambda path: load_into(nn.Linear(8, 3), path)], ids=["state dict", "into"])
+@pytest.mark.parametrize("whole", [True, False], ids=["module", "state dict"])
+def test_load_code_gets_all_or_an_error(tmp_path: Path, call: Callable[[Path], Any], whole: bool) -> None:
+    """What load code would miss of a quantised model, or of its state dict, is an error."""
+    path = tmp_path / "in.pth"
+    torch.save(quantised() if whole else quantised().state_dict(), path)
+    with pytest.raises(ObjectsError, match=r"tensors of .*in\.pth would be missing: .*_packed_params"):
+        call(path)
+
+
+def test_an_average_gets_all_or_an_error(tmp_path: Path) -> None:
+    """The mean of quantised models is not the mean of the few tensors that are no packed weights."""
+    paths = [pickled(tmp_path / "a.pth"), pickled(tmp_path / "b.pth")]
+    with pytest.raises(ObjectsError, match="4 tensors of"):
+        ckpt_tools.average(paths, tmp_path / "mean.pth", objects="plain")
+
+
+def test_slim_keeps_what_a_state_dict_holds_beside_tensors(tmp_path: Path) -> None:
+    """Packed weights in a tuple and extra state with tensors are parts of a state dict, which --slim keeps."""
+    data = {"a.weight": torch.ones(2), "b._packed": (torch.ones(3), None), "c._extra_state": {"scale": torch.ones(1)}}
+    torch.save({"model": data, "optimizer": {"state": {}, "param_groups": []}}, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", slim=True)
+    assert_same(torch.load(tmp_path / "out.pth", weights_only=True), {"model": data})
+    assert report.dropped == [("optimizer", "optimizer")]
+
+
+def test_slim_does_not_lose_tensors_of_unknown_classes(tmp_path: Path) -> None:
+    """A tensor that cannot be made without its class is no object to be left out with the others."""
+    torch.save({"a.w": Wrapped(torch.ones(2)), "b.w": torch.ones(1), "callback": classes.Plain()}, tmp_path / "in.pth")
+    with pytest.raises(ObjectsError, match=r"A tensor of .* would be lost: a\.w"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", slim=True)
+
+
+def test_load_code_gets_no_dict_for_a_tensor(tmp_path: Path) -> None:
+    """A tensor around others is an error, not a dict of the others under its name."""
+    torch.save({"a.w": Wrapped(torch.ones(2)), "b.w": torch.ones(1)}, tmp_path / "in.pth")
+    with pytest.raises(ObjectsError, match=r"A tensor of .* cannot be made without their class: a\.w"):
+        load_state_dict(tmp_path / "in.pth")
+
+
+class Anchored(nn.Module):
+    """A module with a tensor that is neither parameter nor buffer, in an object's list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.anchors = [torch.ones(2)]
+
+
+def test_attributes_of_modules_are_not_lost(tmp_path: Path) -> None:
+    """A tensor that is an attribute of a module is in no state dict: refused until it is named; not asked of load code."""
+    torch.save(Anchored(), tmp_path / "in.pth")
+    with pytest.raises(ObjectsError, match=r"A tensor of .* would be lost: anchors\.0"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain")
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain", drop="anchors")
+    assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["layer.weight", "layer.bias"]
+    assert list(load_state_dict(tmp_path / "in.pth")) == ["layer.weight", "layer.bias"]
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+@pytest.mark.parametrize("shard_size", [None, 1 << 20], ids=["file", "shards"])
+def test_values_alone_are_no_safetensors(tmp_path: Path, name: str, shard_size: int | None) -> None:
+    """The state of a scheduler, or of an optimizer without momentum, does not become a safetensors file without tensors."""
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    torch.save({"optimizer": optimizer, "scheduler": scheduler}[name].state_dict(), tmp_path / "in.pt")
+    with pytest.raises(ContainerLimitError, match="There is no tensor in the checkpoint"):
+        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", format="safetensors", shard_size=shard_size)
+    assert not (tmp_path / "out").exists()
+    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pth")
