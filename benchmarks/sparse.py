@@ -10,7 +10,12 @@ from pathlib import Path
 
 from ckpt_tools.containers.torch_zip_layout import lay_out
 from ckpt_tools.dtypes import DTYPES
-from ckpt_tools.plan import Computed, Late, Literal, Piece
+from ckpt_tools.plan import (
+    Computed,
+    Late,
+    Literal,
+    Piece,
+)
 from ckpt_tools.tree import Dict, Entry, Storage
 
 _FLOAT = DTYPES["float32"]

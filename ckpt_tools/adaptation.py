@@ -8,9 +8,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.initialisers import Blank, Scheme, check_finite, numbers, threads_for
+from ckpt_tools.initialisers import (
+    Blank,
+    Scheme,
+    check_finite,
+    numbers,
+    threads_for,
+)
 from ckpt_tools.numeric import part, row_major, torch_dtype
-from ckpt_tools.plan import CHUNK, Computed, Content, Literal, Range, read
+from ckpt_tools.plan import (
+    CHUNK,
+    Computed,
+    Content,
+    Literal,
+    Range,
+    read,
+)
 from ckpt_tools.tree import Entry
 
 if TYPE_CHECKING:

@@ -10,7 +10,14 @@ from math import prod
 from ckpt_tools import limits
 from ckpt_tools.errors import TensorError
 from ckpt_tools.numeric import part
-from ckpt_tools.plan import CHUNK, Computed, Content, Joined, Literal, read
+from ckpt_tools.plan import (
+    CHUNK,
+    Computed,
+    Content,
+    Joined,
+    Literal,
+    read,
+)
 from ckpt_tools.tree import contiguous_stride
 
 Sizes = tuple[int, ...]

@@ -23,7 +23,12 @@ from ckpt_tools.checkpoint import (
 )
 from ckpt_tools.contents import same_bytes, same_unusual
 from ckpt_tools.conversion import CONTAINERS, Edits
-from ckpt_tools.convert import Format, ObjectsPolicy, open_output, output_format
+from ckpt_tools.convert import (
+    Format,
+    ObjectsPolicy,
+    open_output,
+    output_format,
+)
 from ckpt_tools.converted import Converted, Note
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, UsageError
@@ -31,15 +36,29 @@ from ckpt_tools.files import check_space
 from ckpt_tools.losses import check_lost, packed_tensors
 from ckpt_tools.modules import is_module
 from ckpt_tools.name_edits import Names
-from ckpt_tools.names import dotted, listed
 from ckpt_tools.names import unwrap as unwrap_name
-from ckpt_tools.numeric import has_numbers, largest, row_major, view_of, weighted_sum
+from ckpt_tools.numeric import (
+    has_numbers,
+    largest,
+    row_major,
+    view_of,
+    weighted_sum,
+)
 from ckpt_tools.object_policy import modules_first
 from ckpt_tools.plan import Content, total
 from ckpt_tools.sides import check_effort
+from ckpt_tools.text import dotted, listed
 from ckpt_tools.transforms import restore_named_ties
 from ckpt_tools.transforms import select as select_node
-from ckpt_tools.tree import Entry, Node, Object, Storage, Where, contiguous_stride, walk
+from ckpt_tools.tree import (
+    Entry,
+    Node,
+    Object,
+    Storage,
+    Where,
+    contiguous_stride,
+    walk,
+)
 from ckpt_tools.writer import write
 
 if TYPE_CHECKING:

@@ -11,11 +11,25 @@ from ckpt_tools.checkpoint import find_optimizers, find_state_dicts, find_tensor
 from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
-from ckpt_tools.names import dotted
 from ckpt_tools.numeric import CastCount, cast, swapped
-from ckpt_tools.plan import Checksum, Computed, Content, Joined, Piece, Range, chunks
+from ckpt_tools.plan import (
+    Checksum,
+    Computed,
+    Content,
+    Joined,
+    Piece,
+    Range,
+    chunks,
+)
+from ckpt_tools.text import dotted
 from ckpt_tools.transforms import map_storages
-from ckpt_tools.tree import Dict, Entry, Node, Storage, reachable
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    Node,
+    Storage,
+    reachable,
+)
 
 
 @dataclass(slots=True)

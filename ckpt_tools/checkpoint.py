@@ -21,7 +21,18 @@ from ckpt_tools.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.pickling.weights_only import refused
 from ckpt_tools.sources import Files
-from ckpt_tools.tree import CONTAINERS, Dict, Entry, List, Node, Object, Where, children, is_hollow, walk
+from ckpt_tools.tree import (
+    CONTAINERS,
+    Dict,
+    Entry,
+    List,
+    Node,
+    Object,
+    Where,
+    children,
+    is_hollow,
+    walk,
+)
 
 
 def _decode_zip(source: Source) -> Decoded:
@@ -261,7 +272,12 @@ def _containers() -> Iterator[_Container]:
     from ckpt_tools.containers import safetensors
 
     yield safetensors.sniff, safetensors.decode
-    from ckpt_tools.containers import numpy_files, plain_pickle, torch_legacy, torch_tar
+    from ckpt_tools.containers import (
+        numpy_files,
+        plain_pickle,
+        torch_legacy,
+        torch_tar,
+    )
 
     yield torch_legacy.sniff, torch_legacy.decode
     yield torch_tar.sniff, torch_tar.decode

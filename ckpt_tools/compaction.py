@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from ckpt_tools import tree
 from ckpt_tools.numeric import part, row_major
 from ckpt_tools.plan import Computed, Content, chunks
-from ckpt_tools.tree import Entry, Node, Storage, contiguous_stride
+from ckpt_tools.tree import (
+    Entry,
+    Node,
+    Storage,
+    contiguous_stride,
+)
 
 
 @dataclass(frozen=True, slots=True)

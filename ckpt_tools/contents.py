@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from ckpt_tools.numeric import lazy_bits, part, row_major
 from ckpt_tools.plan import Content, equal_chunks
-from ckpt_tools.tree import PLAIN, Entry, Global, Node, Object, Storage, reachable, walk
+from ckpt_tools.tree import (
+    PLAIN,
+    Entry,
+    Global,
+    Node,
+    Object,
+    Storage,
+    reachable,
+    walk,
+)
 
 
 def same_bytes(left: Entry, right: Entry) -> bool:

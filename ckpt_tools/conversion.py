@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ckpt_tools import casts, flatten, object_policy, plain, transforms
+from ckpt_tools import (
+    casts,
+    flatten,
+    object_policy,
+    plain,
+    transforms,
+)
 from ckpt_tools.checkpoint import (
     Checkpoint,
     collector_paused,
@@ -23,10 +29,10 @@ from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.files import Output, check_space
 from ckpt_tools.name_edits import Names, several
-from ckpt_tools.names import dotted, listed
 from ckpt_tools.partitions import partition
 from ckpt_tools.plain_values import is_array
 from ckpt_tools.plan import Piece, total
+from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree import Node
 from ckpt_tools.writer import Progress, write
 

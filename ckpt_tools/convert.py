@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.cloning import Clone
 from ckpt_tools.errors import UsageError
-from ckpt_tools.files import Output, is_address, output_target, replacing
+from ckpt_tools.files import (
+    Output,
+    is_address,
+    output_target,
+    replacing,
+)
 
 if TYPE_CHECKING:
     from ckpt_tools.choices import OnMismatch, RowChoice

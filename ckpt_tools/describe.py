@@ -11,16 +11,36 @@ from itertools import chain, islice
 from typing import Any, TypeAlias
 
 from ckpt_tools import limits
-from ckpt_tools.checkpoint import Checkpoint, Tensor, collector_paused, is_optimizer, is_tensor, open_checkpoint
+from ckpt_tools.checkpoint import (
+    Checkpoint,
+    Tensor,
+    collector_paused,
+    is_optimizer,
+    is_tensor,
+    open_checkpoint,
+)
 from ckpt_tools.containers.base import PROGRAMS
 from ckpt_tools.errors import LimitError
 from ckpt_tools.findings import Finding, mending
 from ckpt_tools.modules import is_module, settings
-from ckpt_tools.names import MODULE, dotted, listed, wrappers_in
+from ckpt_tools.names import MODULE, wrappers_in
 from ckpt_tools.partitions import partition
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plain import as_value, is_known
-from ckpt_tools.tree import PLAIN, Dict, Entry, Global, List, Node, Object, Storage, Where, reachable, walk
+from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree import (
+    PLAIN,
+    Dict,
+    Entry,
+    Global,
+    List,
+    Node,
+    Object,
+    Storage,
+    Where,
+    reachable,
+    walk,
+)
 
 MAX_VALUES = 1000
 MAX_TEXT = 4096

@@ -8,14 +8,45 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.checkpoint import Checkpoint, StateDict, Tensor, collector_paused, open_checkpoint
+from ckpt_tools.checkpoint import (
+    Checkpoint,
+    StateDict,
+    Tensor,
+    collector_paused,
+    open_checkpoint,
+)
 from ckpt_tools.contents import same_bytes, same_unusual
 from ckpt_tools.describe import value_text
-from ckpt_tools.difference_report import Change, Difference, Only, Renaming, TensorChange, ValueChange, conclude
-from ckpt_tools.names import dotted
-from ckpt_tools.numeric import has_numbers, numbers, one_thread, row_major, view_of
-from ckpt_tools.renames import MOST_FOR_STRUCTURE, Pair, is_large, pair_names
-from ckpt_tools.sides import Array, Side, as_texts, check_effort, open_side
+from ckpt_tools.difference_report import (
+    Change,
+    Difference,
+    Only,
+    Renaming,
+    TensorChange,
+    ValueChange,
+    conclude,
+)
+from ckpt_tools.numeric import (
+    has_numbers,
+    numbers,
+    one_thread,
+    row_major,
+    view_of,
+)
+from ckpt_tools.renames import (
+    MOST_FOR_STRUCTURE,
+    Pair,
+    is_large,
+    pair_names,
+)
+from ckpt_tools.sides import (
+    Array,
+    Side,
+    as_texts,
+    check_effort,
+    open_side,
+)
+from ckpt_tools.text import dotted
 from ckpt_tools.tree import Entry
 
 if TYPE_CHECKING:

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools import journal, temporaries
-from ckpt_tools.errors import ChangedFileError, NotACheckpointError, OutputError, OutputExistsError
+from ckpt_tools.errors import (
+    ChangedFileError,
+    NotACheckpointError,
+    OutputError,
+    OutputExistsError,
+)
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 
@@ -158,7 +163,7 @@ def open_regular(path: Path) -> int:
 
 def _near(path: Path) -> str:
     """Files beside a path that is not there, whose names are like its own."""
-    from ckpt_tools.names import did_you_mean
+    from ckpt_tools.text import did_you_mean
 
     try:
         return did_you_mean(path.name, sorted(os.listdir(path.parent)))

@@ -6,7 +6,7 @@ import os
 import shlex
 from dataclasses import dataclass
 
-from ckpt_tools.names import printable
+from ckpt_tools.text import printable
 
 
 @dataclass(frozen=True, slots=True)

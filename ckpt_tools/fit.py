@@ -9,15 +9,33 @@ from dataclasses import dataclass, field, replace
 from fnmatch import translate
 
 from ckpt_tools import plans
-from ckpt_tools.adaptation import Adapted, adapt, is_convolution, kept_shape, overlap
+from ckpt_tools.adaptation import (
+    Adapted,
+    adapt,
+    is_convolution,
+    kept_shape,
+    overlap,
+)
 from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.choices import Choices
 from ckpt_tools.errors import ConvertError, MatchError
-from ckpt_tools.initialisers import Blank, Scheme, content, settle
-from ckpt_tools.names import listed, module_paths
+from ckpt_tools.initialisers import (
+    Blank,
+    Scheme,
+    content,
+    settle,
+)
+from ckpt_tools.names import module_paths
 from ckpt_tools.plan import Content
 from ckpt_tools.plans import Plan
-from ckpt_tools.tree import Dict, Entry, Node, Storage, contiguous_stride
+from ckpt_tools.text import listed
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    Node,
+    Storage,
+    contiguous_stride,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,29 @@ from shlex import quote
 from typing import Any
 
 from ckpt_tools import plain
-from ckpt_tools.checkpoint import StateDict, find_optimizers, find_state_dicts, find_tensors, is_tensor
+from ckpt_tools.checkpoint import (
+    StateDict,
+    find_optimizers,
+    find_state_dicts,
+    find_tensors,
+    is_tensor,
+)
 from ckpt_tools.containers.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.errors import ContainerLimitError
-from ckpt_tools.names import dotted
 from ckpt_tools.numeric import row_major, view_of
 from ckpt_tools.plan import Content
-from ckpt_tools.tree import Dict, Entry, List, Node, Object, Where, children, component, walk
+from ckpt_tools.text import dotted
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    List,
+    Node,
+    Object,
+    Where,
+    children,
+    component,
+    walk,
+)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,13 @@ from ckpt_tools.converted import Converted, Note
 from ckpt_tools.errors import ContainerLimitError, OutputError
 from ckpt_tools.files import Source, is_address
 from ckpt_tools.name_edits import Names
-from ckpt_tools.plan import CHUNK, Piece, Range, to_bytes, total
+from ckpt_tools.plan import (
+    CHUNK,
+    Piece,
+    Range,
+    to_bytes,
+    total,
+)
 from ckpt_tools.tree import Node
 
 if TYPE_CHECKING:

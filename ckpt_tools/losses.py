@@ -11,11 +11,33 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from ckpt_tools.checkpoint import Checkpoint, StateDict, Tensor, find_state_dicts, find_tensors, is_extra, is_tensor
+from ckpt_tools.checkpoint import (
+    Checkpoint,
+    StateDict,
+    Tensor,
+    find_state_dicts,
+    find_tensors,
+    is_extra,
+    is_tensor,
+)
 from ckpt_tools.errors import ObjectsError
-from ckpt_tools.modules import attributes, hidden_names, is_module, mapping
-from ckpt_tools.names import dotted, listed
-from ckpt_tools.tree import Entry, Global, Node, Object, Storage, Where, reachable, walk
+from ckpt_tools.modules import (
+    attributes,
+    hidden_names,
+    is_module,
+    mapping,
+)
+from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree import (
+    Entry,
+    Global,
+    Node,
+    Object,
+    Storage,
+    Where,
+    reachable,
+    walk,
+)
 
 OUTSIDE = "no part of the state dict: a buffer with persistent=False, or computed from a parameter"
 _SCRIPT_CLASSES = ("torch.ScriptObject", "__torch__.torch.classes.")

@@ -11,7 +11,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_tools import limits
-from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Where, component
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    Global,
+    List,
+    Node,
+    Object,
+    Where,
+    component,
+)
 
 # In one state dict: modules that hold themselves, or one another twice, would have endless names.
 _MAX_DEPTH = 900

@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import re
-import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from ckpt_tools import limits
@@ -21,7 +19,6 @@ MODULE = "module."
 INNER_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 WRAPPERS = (MODULE, *INNER_WRAPPERS)
 _LEAD = re.compile(f"(?:{'|'.join(map(re.escape, WRAPPERS))})+(?=.)")
-MAX_SHOWN = 5000
 Row = TypeVar("Row")
 _INNER_PARTS = frozenset(wrapper[:-1] for wrapper in INNER_WRAPPERS)
 
@@ -194,67 +191,3 @@ def _target(path: str, moves: Mapping[str, set[str | None]]) -> str | None:
         return "" if targets and not path else None
     (target,) = targets
     return f"{target}.{tail}" if target and tail else str(target) + tail
-
-
-_NEAR, _NEAR_LENGTH = 2000, 200  # candidates looked at, and their length: comparing takes the product of two lengths
-
-
-def did_you_mean(text: str, candidates: Iterable[str]) -> str:
-    """`Did you mean 'model'?` with up to three candidates that are near, or nothing.
-
-    >>> did_you_mean("modle", ["model", "optimizer"])
-    "Did you mean 'model'?"
-    """
-    import difflib
-
-    short = (name for name in candidates if 0 < len(name) <= _NEAR_LENGTH)
-    found = difflib.get_close_matches(text[:_NEAR_LENGTH], list(islice(short, _NEAR)), n=3)
-    return f"Did you mean {', '.join(map(repr, found))}?" if found else ""
-
-
-def dotted(where: Sequence[str | int]) -> str:
-    """A path in a tree as text: `model.ema`, `nets.0`; the root is the empty text."""
-    return ".".join(map(str, where))
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few of many names, quoted, for a message.
-
-    >>> some(["a", "b"])
-    "'a', 'b'"
-    """
-    return listed([repr(name) for name in names[:5]], rest=len(names) - 5)
-
-
-def listed(texts: Sequence[object], limit: int = 5, *, rest: int = 0) -> str:
-    """The first few of many texts with commas between, and how many more there are; `rest` were left out before.
-
-    >>> listed(["a", "b", "c"], 2)
-    'a, b and 1 more'
-    """
-    more = max(rest, 0) + max(len(texts) - limit, 0)
-    return ", ".join(map(str, texts[:limit])) + (f" and {more} more" if more else "")
-
-
-def shortened(text: str, limit: int) -> str:
-    """A text of at most so many characters, cut at its end."""
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
-
-
-def printable(text: str) -> str:
-    """Text from a file as it may go to a terminal or page: control, format and surrogate characters are escaped.
-
-    A text of megabytes (no path and no name of a real model is as long as MAX_SHOWN) is cut, and its length told.
-    """
-    if len(text) > MAX_SHOWN:
-        text = f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(_escape(character) for character in text)
-
-
-def _escape(character: str) -> str:
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
-        code = ord(character)
-        return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
-    return character

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.dtypes import DType
-from ckpt_tools.plan import CHUNK, Computed, Content, Literal, Range, chunks, equal_chunks, read_into
+from ckpt_tools.plan import (
+    CHUNK,
+    Computed,
+    Content,
+    Literal,
+    Range,
+    chunks,
+    equal_chunks,
+    read_into,
+)
 from ckpt_tools.tree import Entry
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from ckpt_tools.containers.base import PROGRAMS
 from ckpt_tools.converted import Converted, Note, ObjectFate
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.modules import is_module
-from ckpt_tools.names import dotted
+from ckpt_tools.text import dotted
 from ckpt_tools.tree import DROP, Node, Where
 
 

@@ -7,7 +7,13 @@ Source: deepspeed/runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`
 from __future__ import annotations
 
 from ckpt_tools.modules import attributes
-from ckpt_tools.tree import Dict, Entry, List, Node, Object
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    List,
+    Node,
+    Object,
+)
 
 _MERGE = "In the folder of the checkpoint: python zero_to_fp32.py . OUT (DeepSpeed puts the script there)."
 

@@ -20,7 +20,17 @@ from ckpt_tools.plain_values import (
     plain_object,
     plain_subclass,
 )  # fmt: skip
-from ckpt_tools.tree import DROP, ByteString, Dict, Entry, Global, List, Node, Object, Where
+from ckpt_tools.tree import (
+    DROP,
+    ByteString,
+    Dict,
+    Entry,
+    Global,
+    List,
+    Node,
+    Object,
+    Where,
+)
 
 # Kept as they are by default, beside what weights_only allows.
 _NAMES = frozenset((

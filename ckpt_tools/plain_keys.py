@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ckpt_tools import tree
-from ckpt_tools.tree import DROP, Dict, Global, List, Node, Object
+from ckpt_tools.tree import (
+    DROP,
+    Dict,
+    Global,
+    List,
+    Node,
+    Object,
+)
 
 Plain = Callable[[Node], Node]
 _SETS = ("builtins.set", "builtins.frozenset")

@@ -9,11 +9,26 @@ from typing import Any
 from ckpt_tools import tree
 from ckpt_tools.dtypes import BY_NUMPY, DTYPES, UINT8
 from ckpt_tools.errors import CkptError
-from ckpt_tools.modules import attributes, is_module, mapping, module_state_dict
+from ckpt_tools.modules import (
+    attributes,
+    is_module,
+    mapping,
+    module_state_dict,
+)
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plan import Literal
-from ckpt_tools.tree import DROP, Dict, Entry, Global, List, Node, Object, Storage, contiguous_stride
+from ckpt_tools.tree import (
+    DROP,
+    Dict,
+    Entry,
+    Global,
+    List,
+    Node,
+    Object,
+    Storage,
+    contiguous_stride,
+)
 
 Key = Callable[[], str]
 PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")

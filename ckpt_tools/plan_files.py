@@ -13,9 +13,15 @@ from ckpt_tools import limits
 from ckpt_tools.errors import MatchPlanError, NotACheckpointError
 from ckpt_tools.files import open_regular, replacing
 from ckpt_tools.match.records import Shape
-from ckpt_tools.names import printable
 from ckpt_tools.plan import Literal, Piece
-from ckpt_tools.plans import STEPS, Plan, PlanStep, StepName, check
+from ckpt_tools.plans import (
+    STEPS,
+    Plan,
+    PlanStep,
+    StepName,
+    check,
+)
+from ckpt_tools.text import printable
 from ckpt_tools.tree import MAX_DIMENSIONS, MAX_ELEMENTS
 from ckpt_tools.writer import write
 

@@ -19,7 +19,13 @@ from ckpt_tools.match.records import Shape
 from ckpt_tools.numeric import lazy_bits, part, row_major
 from ckpt_tools.plan import Computed, Content, chunks
 from ckpt_tools.transforms import rename_metadata
-from ckpt_tools.tree import Dict, Entry, Node, Storage, contiguous_stride
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    Node,
+    Storage,
+    contiguous_stride,
+)
 
 StepName: TypeAlias = Literal["copy", "reshape", "transpose", "split", "concat"]
 STEPS: tuple[str, ...] = get_args(StepName)

@@ -11,18 +11,48 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import transforms
 from ckpt_tools.casts import to_little_endian
-from ckpt_tools.checkpoint import find_optimizers, find_state_dicts, is_tensor, open_checkpoint
-from ckpt_tools.choices import Choices, OnMismatch, RowChoice, Rows
-from ckpt_tools.errors import ConvertError, MatchPlanError, NothingMatchedError, UsageError
-from ckpt_tools.fit import Fitted, Initialised, Wanted, fit
-from ckpt_tools.initialisers import Blank, Rules, blank_for, check_finite
+from ckpt_tools.checkpoint import (
+    find_optimizers,
+    find_state_dicts,
+    is_tensor,
+    open_checkpoint,
+)
+from ckpt_tools.choices import (
+    Choices,
+    OnMismatch,
+    RowChoice,
+    Rows,
+)
+from ckpt_tools.errors import (
+    ConvertError,
+    MatchPlanError,
+    NothingMatchedError,
+    UsageError,
+)
+from ckpt_tools.fit import (
+    Fitted,
+    Initialised,
+    Wanted,
+    fit,
+)
+from ckpt_tools.initialisers import (
+    Blank,
+    Rules,
+    blank_for,
+    check_finite,
+)
 from ckpt_tools.match import Stages, match
-from ckpt_tools.names import dotted
 from ckpt_tools.numeric import live_content, row_major
 from ckpt_tools.plan import Content
 from ckpt_tools.plan_files import read_plan
 from ckpt_tools.plans import Plan, plan_of
-from ckpt_tools.targets import Target, choose_state_dict, params_of, read_target
+from ckpt_tools.targets import (
+    Target,
+    choose_state_dict,
+    params_of,
+    read_target,
+)
+from ckpt_tools.text import dotted
 from ckpt_tools.tree import Dict, Entry, Node
 
 if TYPE_CHECKING:

@@ -6,12 +6,24 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ckpt_tools import tree
-from ckpt_tools.checkpoint import StateDict, find_state_dicts, is_optimizer, is_tensor
+from ckpt_tools.checkpoint import (
+    StateDict,
+    find_state_dicts,
+    is_optimizer,
+    is_tensor,
+)
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.losses import is_part
 from ckpt_tools.modules import is_module, module_state_dict
-from ckpt_tools.names import dotted
-from ckpt_tools.tree import Dict, List, Node, Object, Where, walk
+from ckpt_tools.text import dotted
+from ckpt_tools.tree import (
+    Dict,
+    List,
+    Node,
+    Object,
+    Where,
+    walk,
+)
 
 # --- --slim
 

@@ -14,7 +14,14 @@ from typing import Protocol
 
 from ckpt_tools import temporaries
 from ckpt_tools.errors import OutputError, OutputExistsError
-from ckpt_tools.files import Output, check_space, no_folder, output_errors, read_only, replacing
+from ckpt_tools.files import (
+    Output,
+    check_space,
+    no_folder,
+    output_errors,
+    read_only,
+    replacing,
+)
 from ckpt_tools.journal import sync_folder
 
 

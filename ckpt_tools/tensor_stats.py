@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.checkpoint import Tensor, collector_paused, open_checkpoint
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.measures import Moments, histogram
-from ckpt_tools.names import did_you_mean, dotted
-from ckpt_tools.numeric import ELEMENTS, has_numbers, numbers, one_thread, row_major, view_of
+from ckpt_tools.numeric import (
+    ELEMENTS,
+    has_numbers,
+    numbers,
+    one_thread,
+    row_major,
+    view_of,
+)
 from ckpt_tools.sides import check_effort, open_side
+from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree import Entry
 
 if TYPE_CHECKING:

@@ -10,10 +10,25 @@ from fnmatch import translate
 from shlex import quote
 
 from ckpt_tools import tree
-from ckpt_tools.checkpoint import StateDict, find_optimizers, find_state_dicts, find_tensors, is_tensor
+from ckpt_tools.checkpoint import (
+    StateDict,
+    find_optimizers,
+    find_state_dicts,
+    find_tensors,
+    is_tensor,
+)
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
-from ckpt_tools.names import check_unique, did_you_mean, dotted, move_metadata
-from ckpt_tools.tree import Dict, Entry, List, Node, Storage, Where, walk
+from ckpt_tools.names import check_unique, move_metadata
+from ckpt_tools.text import did_you_mean, dotted
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    List,
+    Node,
+    Storage,
+    Where,
+    walk,
+)
 
 Rename = Callable[[str], str]
 

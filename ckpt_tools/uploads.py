@@ -18,7 +18,14 @@ from typing import Any, cast
 from ckpt_tools import temporaries
 from ckpt_tools.errors import CkptError, OutputError, OutputExistsError
 from ckpt_tools.files import Output, exists_error
-from ckpt_tools.remote import MOST, SECONDS, Address, ForeignError, bounded, file_system
+from ckpt_tools.remote import (
+    MOST,
+    SECONDS,
+    Address,
+    ForeignError,
+    bounded,
+    file_system,
+)
 
 # Stores where an upload becomes an object when it is completed, and a rename would be a second copy, or two more commits.
 _WHOLE_ON_COMMIT = {"s3", "s3a", "gs", "gcs", "hf"}

@@ -9,9 +9,24 @@ from functools import partial
 from typing import TypeAlias
 
 from ckpt_tools.cloning import Clone
-from ckpt_tools.files import Output, no_space, output_error, reserve
+from ckpt_tools.files import (
+    Output,
+    no_space,
+    output_error,
+    reserve,
+)
 from ckpt_tools.pipeline import Pipeline
-from ckpt_tools.plan import CHUNK, Checksum, Computed, Joined, Late, Piece, Range, chunks, total
+from ckpt_tools.plan import (
+    CHUNK,
+    Checksum,
+    Computed,
+    Joined,
+    Late,
+    Piece,
+    Range,
+    chunks,
+    total,
+)
 
 Progress: TypeAlias = Callable[[int, int], None]
 

@@ -20,10 +20,27 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from ckpt_tools import CkptError, convert, inspect, open_checkpoint
+from ckpt_tools import (
+    CkptError,
+    convert,
+    inspect,
+    open_checkpoint,
+)
 from ckpt_tools.assembly import Chunk, assemble
-from ckpt_tools.errors import CollisionError, ContainerLimitError, DamagedFileError, LimitError, OutputError, TensorError
-from ckpt_tools.plan import Joined, Literal, Range, read
+from ckpt_tools.errors import (
+    CollisionError,
+    ContainerLimitError,
+    DamagedFileError,
+    LimitError,
+    OutputError,
+    TensorError,
+)
+from ckpt_tools.plan import (
+    Joined,
+    Literal,
+    Range,
+    read,
+)
 from ckpt_tools.tree import Entry
 
 ROOT = Path(__file__).parent.parent

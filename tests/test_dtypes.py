@@ -10,7 +10,12 @@ import safetensors.torch
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from ckpt_tools.dtypes import BY_SAFETENSORS, BY_STORAGE, CAST_TARGETS, DTYPES
+from ckpt_tools.dtypes import (
+    BY_SAFETENSORS,
+    BY_STORAGE,
+    CAST_TARGETS,
+    DTYPES,
+)
 from ckpt_tools.pickling.weights_only import ALLOWED
 
 TORCH = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -11,7 +11,12 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from ckpt_tools import average, diff, inspect, stats
+from ckpt_tools import (
+    average,
+    diff,
+    inspect,
+    stats,
+)
 from ckpt_tools.cli import main
 from tests.containers import MAKERS, state
 from tests.hostile.pickles import pickle

@@ -17,7 +17,13 @@ from torch.export.pt2_archive import _package
 
 import ckpt_tools
 from ckpt_tools.cli import main
-from ckpt_tools.errors import CkptError, LimitError, ObjectsError, TensorError, ZipError
+from ckpt_tools.errors import (
+    CkptError,
+    LimitError,
+    ObjectsError,
+    TensorError,
+    ZipError,
+)
 from ckpt_tools.torch import load_state_dict
 from tests.graphs import assert_same
 

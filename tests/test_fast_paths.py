@@ -24,14 +24,25 @@ from ckpt_tools.containers.safetensors import lay_out
 from ckpt_tools.dtypes import DTYPES as ALL_DTYPES
 from ckpt_tools.errors import ChecksumError, CkptError, NotACheckpointError
 from ckpt_tools.files import Source, replacing, reserve
-from ckpt_tools.names import dotted
 from ckpt_tools.pickling import fused
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.pickling.writer import write_pickle
-from ckpt_tools.plan import Checksum, Literal, Piece, Range
+from ckpt_tools.plan import (
+    Checksum,
+    Literal,
+    Piece,
+    Range,
+)
+from ckpt_tools.text import dotted
 from ckpt_tools.transforms import select
-from ckpt_tools.tree import Dict, Entry, List, Storage, walk
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    List,
+    Storage,
+    walk,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2)
 

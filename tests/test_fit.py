@@ -14,7 +14,15 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.cli import main
-from ckpt_tools.errors import CkptError, ConvertError, MatchError, MatchPlanError, NothingMatchedError, TargetError, UsageError
+from ckpt_tools.errors import (
+    CkptError,
+    ConvertError,
+    MatchError,
+    MatchPlanError,
+    NothingMatchedError,
+    TargetError,
+    UsageError,
+)
 from ckpt_tools.torch import load_into
 from fixtures.make import network
 from tests.graphs import element_bytes

@@ -16,7 +16,15 @@ from torch import nn
 from ckpt_tools import draws
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
-from ckpt_tools.initialisers import Blank, Rules, blank_in, check_finite, content, parse_scheme, settle
+from ckpt_tools.initialisers import (
+    Blank,
+    Rules,
+    blank_in,
+    check_finite,
+    content,
+    parse_scheme,
+    settle,
+)
 from ckpt_tools.plan import read
 
 FLOAT32 = DTYPES["float32"]

@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.errors import CollisionError, MatchError, NothingMatchedError, UsageError
+from ckpt_tools.errors import (
+    CollisionError,
+    MatchError,
+    NothingMatchedError,
+    UsageError,
+)
 from ckpt_tools.match import Matching, match
 from ckpt_tools.targets import Param
 

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
+from ckpt_tools.errors import (
+    CkptError,
+    DamagedFileError,
+    PickleError,
+    TensorError,
+    UnsupportedContainerError,
+)
 from tests.hostile.pickles import call, text
 from tests.hostile.pickles import pickle as opcodes
 from tests.hostile.refusals import refused, warned, write

@@ -26,7 +26,13 @@ from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
 from ckpt_tools.converted import Converted
-from ckpt_tools.errors import CkptError, ContainerLimitError, LimitError, NothingMatchedError, ObjectsError
+from ckpt_tools.errors import (
+    CkptError,
+    ContainerLimitError,
+    LimitError,
+    NothingMatchedError,
+    ObjectsError,
+)
 from ckpt_tools.pickling.weights_only import ALLOWED_2_4
 from ckpt_tools.tree import Global
 from fixtures.make import network

@@ -16,7 +16,13 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.checkpoint import open_checkpoint
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, ObjectsError, PickleError
+from ckpt_tools.errors import (
+    CkptError,
+    DamagedFileError,
+    LimitError,
+    ObjectsError,
+    PickleError,
+)
 from ckpt_tools.plan import Literal, Range
 from ckpt_tools.tree import Entry
 from tests.conftest import small_model

@@ -18,9 +18,19 @@ from safetensors.torch import save_file
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from ckpt_tools import CkptError, convert, inspect, open_checkpoint
+from ckpt_tools import (
+    CkptError,
+    convert,
+    inspect,
+    open_checkpoint,
+)
 from ckpt_tools.cli import main
-from ckpt_tools.errors import ChangedFileError, OutputError, OutputExistsError, RemoteError
+from ckpt_tools.errors import (
+    ChangedFileError,
+    OutputError,
+    OutputExistsError,
+    RemoteError,
+)
 from ckpt_tools.findings import mending
 from ckpt_tools.torch import load_state_dict
 from tests.servers import Server

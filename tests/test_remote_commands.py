@@ -10,7 +10,15 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from ckpt_tools import average, check, convert, diff, edit_in_place, repair, stats
+from ckpt_tools import (
+    average,
+    check,
+    convert,
+    diff,
+    edit_in_place,
+    repair,
+    stats,
+)
 from ckpt_tools.cli import main
 from ckpt_tools.errors import OutputError, RemoteError
 from ckpt_tools.torch import load_into, load_state_dict

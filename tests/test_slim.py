@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import CollisionError, ConvertError, NothingMatchedError, UsageError
+from ckpt_tools.errors import (
+    CollisionError,
+    ConvertError,
+    NothingMatchedError,
+    UsageError,
+)
 from ckpt_tools.torch import load_state_dict
 from tests import classes
 from tests.conftest import small_model

@@ -16,7 +16,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools.torch as ckpt
-from ckpt_tools.errors import CollisionError, ContainerLimitError, NothingMatchedError, ObjectsError, OutputError, UsageError
+from ckpt_tools.errors import (
+    CollisionError,
+    ContainerLimitError,
+    NothingMatchedError,
+    ObjectsError,
+    OutputError,
+    UsageError,
+)
 from fixtures.make import TiedNetwork, Wrapped, network, training_state
 from tests import classes
 from tests.graphs import assert_same, element_bytes

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, DamagedFileError, PickleError, TensorError, UnsupportedContainerError
+from ckpt_tools.errors import (
+    CkptError,
+    DamagedFileError,
+    PickleError,
+    TensorError,
+    UnsupportedContainerError,
+)
 from ckpt_tools.files import Source
 from tests.graphs import assert_same, live_tensors, load_with_tags
 from tests.hostile.pickles import BUILD, FALSE, ORDERED_DICT, call, dict_of, glob, pickle, sizes, text, tuple_of

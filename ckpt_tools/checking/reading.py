@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from ckpt_tools import limits
 from ckpt_tools.casts import to_little_endian
 from ckpt_tools.checking import digests, values
-from ckpt_tools.checking.passes import Advance, Crc, Span, read_through
+from ckpt_tools.checking.passes import (
+    Advance,
+    Crc,
+    Span,
+    read_through,
+)
 from ckpt_tools.checkpoint import Checkpoint
 from ckpt_tools.containers import concatenated
 from ckpt_tools.containers.base import Decoded, is_zip
@@ -20,7 +25,12 @@ from ckpt_tools.files import Source
 from ckpt_tools.numeric import lazy_bits, row_major, view_of
 from ckpt_tools.plan import Deflated, Range, chunks
 from ckpt_tools.sources import Files, Window
-from ckpt_tools.tree import Entry, Storage, Where, reachable
+from ckpt_tools.tree import (
+    Entry,
+    Storage,
+    Where,
+    reachable,
+)
 
 
 @dataclass(frozen=True, slots=True)

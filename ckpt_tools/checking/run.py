@@ -10,22 +10,42 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckpt_tools.checking import digests, loading, structure, torch_errors, values
+from ckpt_tools.checking import (
+    digests,
+    loading,
+    structure,
+    torch_errors,
+    values,
+)
 from ckpt_tools.checking.passes import Advance
 from ckpt_tools.checking.reading import Read, read_checkpoint
 from ckpt_tools.checking.report import Checked, Verdict
-from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, open_checkpoint, open_source
+from ckpt_tools.checkpoint import (
+    HEAD,
+    Checkpoint,
+    collector_paused,
+    open_checkpoint,
+    open_source,
+)
 from ckpt_tools.containers.base import is_zip
 from ckpt_tools.containers.zip_directory import has_end
 from ckpt_tools.describe import find_findings
-from ckpt_tools.errors import ChecksumError, CkptError, DamagedFileError, DigestError, RemoteError, UsageError, ZipError
+from ckpt_tools.errors import (
+    ChecksumError,
+    CkptError,
+    DamagedFileError,
+    DigestError,
+    RemoteError,
+    UsageError,
+    ZipError,
+)
 from ckpt_tools.files import Source, is_address, replacing
 from ckpt_tools.findings import CODES, Finding, mending
-from ckpt_tools.names import did_you_mean, dotted, listed
 from ckpt_tools.numeric import one_thread
 from ckpt_tools.plan import Literal, Piece
 from ckpt_tools.processes import in_processes
 from ckpt_tools.sources import Files
+from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree import Entry, Where
 from ckpt_tools.writer import Progress, write
 

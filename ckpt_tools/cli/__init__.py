@@ -21,7 +21,7 @@ import click
 import ckpt_tools
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError
-from ckpt_tools.names import did_you_mean
+from ckpt_tools.text import did_you_mean
 
 COMMANDS = ("inspect", "convert", "match", "check", "repair", "diff", "stats", "average", "report")  # in the order of --help
 

@@ -9,7 +9,12 @@ from typing import Any
 import click
 
 from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress
+from ckpt_tools.cli.options import (
+    LOCATION,
+    Once,
+    quiet_option,
+    show_progress,
+)
 from ckpt_tools.errors import UsageError
 
 

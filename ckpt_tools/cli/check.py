@@ -9,7 +9,13 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, Once, expand, quiet_option, show_progress
+from ckpt_tools.cli.options import (
+    LOCATION,
+    Once,
+    expand,
+    quiet_option,
+    show_progress,
+)
 
 _JOBS = 4
 

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from ckpt_tools.cli.completion import complete_names, complete_places
-from ckpt_tools.cli.options import LOCATION, Once, end_process, quiet_option, show_progress, target_options, work_shared
+from ckpt_tools.cli.options import (
+    LOCATION,
+    Once,
+    end_process,
+    quiet_option,
+    show_progress,
+    target_options,
+    work_shared,
+)
 from ckpt_tools.convert import convert as convert_checkpoint
 
 if TYPE_CHECKING:

@@ -9,7 +9,12 @@ from pathlib import Path
 import click
 
 from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress
+from ckpt_tools.cli.options import (
+    LOCATION,
+    Once,
+    quiet_option,
+    show_progress,
+)
 
 
 @click.command(short_help="Show what differs between two checkpoints.")

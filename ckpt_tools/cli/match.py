@@ -10,7 +10,12 @@ from typing import Any, cast
 import click
 
 from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import LOCATION, Once, quiet_option, target_options
+from ckpt_tools.cli.options import (
+    LOCATION,
+    Once,
+    quiet_option,
+    target_options,
+)
 
 
 @click.command()

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress
+from ckpt_tools.cli.options import (
+    LOCATION,
+    Once,
+    quiet_option,
+    show_progress,
+)
 
 
 @click.command()

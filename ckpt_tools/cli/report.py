@@ -8,7 +8,12 @@ from pathlib import Path
 import click
 
 from ckpt_tools.cli.completion import complete_places
-from ckpt_tools.cli.options import LOCATION, Once, quiet_option, show_progress
+from ckpt_tools.cli.options import (
+    LOCATION,
+    Once,
+    quiet_option,
+    show_progress,
+)
 
 
 @click.command(short_help="Write an HTML page about a checkpoint.")
@@ -55,7 +60,7 @@ def report(
             difference = diff(path, other, values=True, select=select, progress=progress)
     size = save(page(description, stats, difference), output, overwrite=overwrite)
     if not quiet:
-        from ckpt_tools.names import printable
         from ckpt_tools.render.text import size_text
+        from ckpt_tools.text import printable
 
         sys.stdout.write(f"wrote {printable(str(output))}, {size_text(size)}\n")

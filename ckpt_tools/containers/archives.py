@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 from ckpt_tools.containers import torch_zip
 from ckpt_tools.containers.base import Decoded
-from ckpt_tools.containers.zip_directory import Directory, MissingDirectoryError, Record, read_directory
+from ckpt_tools.containers.zip_directory import (
+    Directory,
+    MissingDirectoryError,
+    Record,
+    read_directory,
+)
 from ckpt_tools.errors import UnsupportedContainerError, ZipError
 from ckpt_tools.files import Source
-from ckpt_tools.names import some
+from ckpt_tools.text import some
 
 
 def decode(source: Source) -> Decoded:
@@ -33,7 +38,12 @@ def decode(source: Source) -> Decoded:
 
 def _decode_rarer(source: Source, directory: Directory, folder: str | None, names: set[str]) -> Decoded:
     """Anything but what torch.save wrote; read by modules that are imported only then."""
-    from ckpt_tools.containers import exported_program, numpy_files, torchscript, zip_bundle
+    from ckpt_tools.containers import (
+        exported_program,
+        numpy_files,
+        torchscript,
+        zip_bundle,
+    )
 
     if numpy_files.is_npz(names):
         return numpy_files.decode_npz(source, directory)

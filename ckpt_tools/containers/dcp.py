@@ -23,20 +23,45 @@ from math import prod
 from typing import Any
 
 from ckpt_tools import limits, tree
-from ckpt_tools.assembly import Chunk, Sizes, assemble, extent
+from ckpt_tools.assembly import (
+    Chunk,
+    Sizes,
+    assemble,
+    extent,
+)
 from ckpt_tools.containers import archives, safetensors
 from ckpt_tools.containers.base import Decoded, is_zip
 from ckpt_tools.containers.sharded import Keys, joined
 from ckpt_tools.dtypes import DTYPES, DType
-from ckpt_tools.errors import CkptError, DamagedFileError, TensorError, UnsupportedContainerError
+from ckpt_tools.errors import (
+    CkptError,
+    DamagedFileError,
+    TensorError,
+    UnsupportedContainerError,
+)
 from ckpt_tools.files import Source
 from ckpt_tools.numeric import row_major, swapped
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
-from ckpt_tools.plan import Computed, Content, Range, chunks
+from ckpt_tools.plan import (
+    Computed,
+    Content,
+    Range,
+    chunks,
+)
 from ckpt_tools.sources import Files, Window
-from ckpt_tools.tree import MAX_ELEMENTS, Dict, Entry, Global, List, Node, Object, Storage, contiguous_stride
+from ckpt_tools.tree import (
+    MAX_ELEMENTS,
+    Dict,
+    Entry,
+    Global,
+    List,
+    Node,
+    Object,
+    Storage,
+    contiguous_stride,
+)
 
 _MODULE = "torch.distributed.checkpoint."
 _EXPECTED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.Path",

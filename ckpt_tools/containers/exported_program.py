@@ -17,15 +17,26 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.containers import torch_zip
-from ckpt_tools.containers.base import PROGRAMS, Decoded, Warned, repeated
+from ckpt_tools.containers.base import (
+    PROGRAMS,
+    Decoded,
+    Warned,
+    repeated,
+)
 from ckpt_tools.containers.sharded import Keys
 from ckpt_tools.containers.zip_bundle import Inflated, decode_archive
 from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.files import Source
-from ckpt_tools.names import some
-from ckpt_tools.tree import Dict, Entry, Node, Storage, check
+from ckpt_tools.text import some
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    Node,
+    Storage,
+    check,
+)
 
 _WEIGHTS, _CONFIG = "/data/weights/", "_weights_config.json"
 _STRIDED = 7  # of schema.Layout

@@ -14,15 +14,37 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools import tree
 from ckpt_tools.dtypes import UINT8
-from ckpt_tools.errors import DamagedFileError, LimitError, PickleError, TensorError
+from ckpt_tools.errors import (
+    DamagedFileError,
+    LimitError,
+    PickleError,
+    TensorError,
+)
 from ckpt_tools.findings import GET_AGAIN
 from ckpt_tools.limits import BYTES_PER_NODE
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine, Maker
-from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles
-from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS, Storages, storage_dtype
+from ckpt_tools.pickling.stream import (
+    BytesPart,
+    FilePart,
+    Part,
+    Pickles,
+)
+from ckpt_tools.pickling.torch_objects import (
+    LOAD_FROM_BYTES,
+    MAKERS,
+    Storages,
+    storage_dtype,
+)
 from ckpt_tools.plan import Content, Literal, Range
-from ckpt_tools.tree import Dict, Entry, Global, List, Node, Storage
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    Global,
+    List,
+    Node,
+    Storage,
+)
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001

@@ -18,19 +18,44 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ckpt_tools import limits, tree
-from ckpt_tools.containers.base import Decoded, Warned, settled, trailing
+from ckpt_tools.containers.base import (
+    Decoded,
+    Warned,
+    settled,
+    trailing,
+)
 from ckpt_tools.containers.legacy_stream import Blobs
 from ckpt_tools.containers.torch_zip import record_content, record_head
 from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.dtypes import BY_NUMPY
-from ckpt_tools.errors import DamagedFileError, PickleError, TensorError, UnsupportedContainerError
+from ckpt_tools.errors import (
+    DamagedFileError,
+    PickleError,
+    TensorError,
+    UnsupportedContainerError,
+)
 from ckpt_tools.files import Source
 from ckpt_tools.numeric import part, swapped
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.stream import BytesPart, FilePart, Part, Pickles
+from ckpt_tools.pickling.stream import (
+    BytesPart,
+    FilePart,
+    Part,
+    Pickles,
+)
 from ckpt_tools.plan import Content, Range, read
-from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage, check, contiguous_stride
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    Global,
+    List,
+    Node,
+    Object,
+    Storage,
+    check,
+    contiguous_stride,
+)
 
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER = 10_000  # numpy's own limit for what it evaluates

@@ -17,13 +17,30 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ckpt_tools import limits
-from ckpt_tools.containers.base import Decoded, Warned, moves_tensors, repeated
+from ckpt_tools.containers.base import (
+    Decoded,
+    Warned,
+    moves_tensors,
+    repeated,
+)
 from ckpt_tools.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.errors import ContainerLimitError, SafetensorsError
 from ckpt_tools.files import Source
 from ckpt_tools.findings import GET_AGAIN
-from ckpt_tools.plan import Content, Literal, Piece, Range
-from ckpt_tools.tree import MAX_ELEMENTS, Dict, Entry, Storage, check, contiguous_stride
+from ckpt_tools.plan import (
+    Content,
+    Literal,
+    Piece,
+    Range,
+)
+from ckpt_tools.tree import (
+    MAX_ELEMENTS,
+    Dict,
+    Entry,
+    Storage,
+    check,
+    contiguous_stride,
+)
 
 MAX_HEADER = limits.HEADER_BYTES.default  # what safetensors itself reads
 MAX_WARNINGS = 20  # as many unknown fields are told; the first ones say what there is to say

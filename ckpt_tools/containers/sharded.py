@@ -21,12 +21,24 @@ from typing import Any
 from ckpt_tools import limits, tree
 from ckpt_tools.containers import safetensors
 from ckpt_tools.containers.base import Decoded, Warned, repeated
-from ckpt_tools.errors import ContainerLimitError, DamagedFileError, NotACheckpointError, UnsupportedContainerError
+from ckpt_tools.errors import (
+    ContainerLimitError,
+    DamagedFileError,
+    NotACheckpointError,
+    UnsupportedContainerError,
+)
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.plan import Content
 from ckpt_tools.sources import Files
-from ckpt_tools.tree import Dict, Entry, Node, Object, Storage, reachable
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    Node,
+    Object,
+    Storage,
+    reachable,
+)
 
 ORDER = "ckpt_tools.order"  # in the index's metadata: weight_map is in the state dict's order
 DecodeFile = Callable[[Source], Decoded]

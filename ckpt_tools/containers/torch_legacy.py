@@ -15,15 +15,34 @@ from __future__ import annotations
 
 import struct
 
-from ckpt_tools.containers.base import Decoded, Warned, moves_tensors, settled, trailing
-from ckpt_tools.containers.legacy_stream import MAGIC_NUMBER, NESTED, PROTOCOL_VERSION, is_stream, read_stream
+from ckpt_tools.containers.base import (
+    Decoded,
+    Warned,
+    moves_tensors,
+    settled,
+    trailing,
+)
+from ckpt_tools.containers.legacy_stream import (
+    MAGIC_NUMBER,
+    NESTED,
+    PROTOCOL_VERSION,
+    is_stream,
+    read_stream,
+)
 from ckpt_tools.dtypes import UINT8
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.stream import FilePart
 from ckpt_tools.pickling.writer import Survey, write_pickle
 from ckpt_tools.plan import Literal, Piece, Range
-from ckpt_tools.tree import Dict, List, Node, Object, Storage, reachable
+from ckpt_tools.tree import (
+    Dict,
+    List,
+    Node,
+    Object,
+    Storage,
+    reachable,
+)
 
 _SYS_INFO = Dict(
     [

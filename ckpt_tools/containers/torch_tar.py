@@ -22,14 +22,26 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.containers.base import Decoded, Warned, settled
 from ckpt_tools.dtypes import UINT8
-from ckpt_tools.errors import DamagedFileError, PickleError, TensorError, UnsupportedContainerError
+from ckpt_tools.errors import (
+    DamagedFileError,
+    PickleError,
+    TensorError,
+    UnsupportedContainerError,
+)
 from ckpt_tools.files import Source
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine, Maker
 from ckpt_tools.pickling.stream import FilePart, Pickles
 from ckpt_tools.pickling.torch_objects import MAKERS, rebuild_tensor, storage_dtype
 from ckpt_tools.plan import Range
-from ckpt_tools.tree import MAX_DIMENSIONS, Entry, Global, List, Node, Storage
+from ckpt_tools.tree import (
+    MAX_DIMENSIONS,
+    Entry,
+    Global,
+    List,
+    Node,
+    Storage,
+)
 
 _BLOCK = 512
 _MAX_MEMBERS = 64  # of which torch writes four

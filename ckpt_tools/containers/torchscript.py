@@ -26,7 +26,17 @@ from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.files import Source
-from ckpt_tools.tree import Dict, Entry, Global, Node, Object, Storage, check, contiguous_stride, reachable
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    Global,
+    Node,
+    Object,
+    Storage,
+    check,
+    contiguous_stride,
+    reachable,
+)
 
 _CLASS = re.compile(r"^class (\w+)\(Module\):\n((?:  __(?:parameters|buffers)__ = \[.*\]\n)*)", re.MULTILINE)
 _DECLARED = re.compile(r"__(parameters|buffers)__ = \[(.*)\]")

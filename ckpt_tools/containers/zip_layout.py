@@ -18,7 +18,16 @@ from ckpt_tools.containers.zip_directory import (
     Record,
 )
 from ckpt_tools.files import Source
-from ckpt_tools.plan import CHUNK, Checksum, Computed, Content, Late, Literal, Piece, Range
+from ckpt_tools.plan import (
+    CHUNK,
+    Checksum,
+    Computed,
+    Content,
+    Late,
+    Literal,
+    Piece,
+    Range,
+)
 
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _FLAGS = 0x0808  # UTF-8 names, and a data descriptor after the bytes

@@ -7,7 +7,12 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from ckpt_tools.match.blocks import Family, families_of
-from ckpt_tools.match.resolve import Counted, UnitPair, comes_before, meaning
+from ckpt_tools.match.resolve import (
+    Counted,
+    UnitPair,
+    comes_before,
+    meaning,
+)
 from ckpt_tools.match.units import Unit
 
 

@@ -9,7 +9,12 @@ from typing import TypeAlias
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.match.pairing import Pairing
 from ckpt_tools.match.records import Reason
-from ckpt_tools.names import MODULE, check_unique, strip_inner, unwrap
+from ckpt_tools.names import (
+    MODULE,
+    check_unique,
+    strip_inner,
+    unwrap,
+)
 from ckpt_tools.transforms import parse_rename
 
 MAX_PREFIX_PARTS = 4

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from ckpt_tools.match.records import Ambiguous, Match, Matching, Mismatch, Offer, Reason, Shape, Step
+from ckpt_tools.match.records import (
+    Ambiguous,
+    Match,
+    Matching,
+    Mismatch,
+    Offer,
+    Reason,
+    Shape,
+    Step,
+)
 from ckpt_tools.match.transposed import orientation
 from ckpt_tools.targets import Param
 

@@ -9,7 +9,14 @@ from itertools import pairwise
 from typing import Literal, TypeAlias
 
 from ckpt_tools.match.blocks import Block, Family
-from ckpt_tools.match.lexicon import QKV, concepts, numbers, rank, sharpened, stem
+from ckpt_tools.match.lexicon import (
+    QKV,
+    concepts,
+    numbers,
+    rank,
+    sharpened,
+    stem,
+)
 from ckpt_tools.match.units import Path, Unit
 
 Item: TypeAlias = Unit | Block

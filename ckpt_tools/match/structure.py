@@ -12,9 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.match.anchors import Anchors
-from ckpt_tools.match.blocks import Block, Key, blocks_of, families_of, whole_paths
+from ckpt_tools.match.blocks import (
+    Block,
+    Key,
+    blocks_of,
+    families_of,
+    whole_paths,
+)
 from ckpt_tools.match.lexicon import end_of
-from ckpt_tools.match.resolve import Context, Pair, UnitPair, resolve
+from ckpt_tools.match.resolve import (
+    Context,
+    Pair,
+    UnitPair,
+    resolve,
+)
 from ckpt_tools.match.units import Signature, Unit
 from ckpt_tools.match.verify import doubtful
 

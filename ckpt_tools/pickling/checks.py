@@ -7,7 +7,16 @@ from typing import NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError
-from ckpt_tools.tree import PLAIN, Dict, Entry, Extras, List, Node, Object, is_short_row
+from ckpt_tools.tree import (
+    PLAIN,
+    Dict,
+    Entry,
+    Extras,
+    List,
+    Node,
+    Object,
+    is_short_row,
+)
 
 UNHASHABLE = ("builtins.bytearray", "builtins.set", "collections.OrderedDict", "collections.Counter", "collections.defaultdict")
 

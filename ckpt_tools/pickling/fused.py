@@ -13,7 +13,13 @@ import re
 from typing import TYPE_CHECKING
 
 from ckpt_tools.dtypes import UINT8
-from ckpt_tools.tree import Dict, Entry, Global, Storage, check
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    Global,
+    Storage,
+    check,
+)
 
 if TYPE_CHECKING:
     from ckpt_tools.pickling.reader import Machine

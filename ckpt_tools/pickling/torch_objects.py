@@ -9,13 +9,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tools.dtypes import BY_STORAGE, DTYPES, UINT8, DType
+from ckpt_tools.dtypes import (
+    BY_STORAGE,
+    DTYPES,
+    UINT8,
+    DType,
+)
 from ckpt_tools.errors import PickleError, TensorError, ZipError
-from ckpt_tools.names import some
 from ckpt_tools.pickling.fused import ORDERED_DICT
 from ckpt_tools.pickling.reader import Maker
 from ckpt_tools.plan import Content, Literal
-from ckpt_tools.tree import MAX_DIMENSIONS, Dict, Entry, Extras, Global, List, Node, Object, Storage, check
+from ckpt_tools.text import some
+from ckpt_tools.tree import (
+    MAX_DIMENSIONS,
+    Dict,
+    Entry,
+    Extras,
+    Global,
+    List,
+    Node,
+    Object,
+    Storage,
+    check,
+)
 
 LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 Locate = Callable[[str, int], Content | None]

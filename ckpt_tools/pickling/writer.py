@@ -16,7 +16,20 @@ from typing import Any
 from ckpt_tools.errors import ContainerLimitError, PickleError
 from ckpt_tools.pickling.fused import ORDERED_DICT
 from ckpt_tools.pickling.reader import python3_name
-from ckpt_tools.tree import CONTAINERS, PLAIN, ByteString, Dict, Entry, Extras, Global, List, Node, Object, Storage, parts
+from ckpt_tools.tree import (
+    CONTAINERS,
+    PLAIN,
+    ByteString,
+    Dict,
+    Entry,
+    Extras,
+    Global,
+    List,
+    Node,
+    Object,
+    Storage,
+    parts,
+)
 
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 _LONG, _ROW = 64, 256

@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from ckpt_tools.names import printable
 from ckpt_tools.render.converted import object_rows
-from ckpt_tools.render.text import add_lines, counted, label_grid, size_text
+from ckpt_tools.render.text import (
+    add_lines,
+    counted,
+    label_grid,
+    size_text,
+)
+from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
     from ckpt_tools.averaging import Averaged

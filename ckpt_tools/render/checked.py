@@ -11,8 +11,15 @@ from rich.text import Text
 from ckpt_tools.checking.digests import shape_text
 from ckpt_tools.checking.report import Checked
 from ckpt_tools.findings import Finding
-from ckpt_tools.names import printable
-from ckpt_tools.render.text import console, counted, label_grid, path_text, print_finding, size_text
+from ckpt_tools.render.text import (
+    console,
+    counted,
+    label_grid,
+    path_text,
+    print_finding,
+    size_text,
+)
+from ckpt_tools.text import printable
 
 _COLOURS = {"healthy": "green", "findings": "yellow", "unreadable": "red"}
 _SPEED_FROM = 100 << 20

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.names import printable
 from ckpt_tools.plain import WITH_OUTER
 from ckpt_tools.render.rows import Row, show_rows, up_to_ten
-from ckpt_tools.render.text import by_reason, counted, path_text, size_text
+from ckpt_tools.render.text import (
+    by_reason,
+    counted,
+    path_text,
+    size_text,
+)
+from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
     from ckpt_tools.converted import Converted, RenamedNames

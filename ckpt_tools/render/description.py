@@ -11,8 +11,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.names import did_you_mean, listed, printable, shortened
-from ckpt_tools.render.text import counted, label_grid, name_table, path_text, print_finding, size_text, wrapped
+from ckpt_tools.render.text import (
+    counted,
+    label_grid,
+    name_table,
+    path_text,
+    print_finding,
+    size_text,
+    wrapped,
+)
+from ckpt_tools.text import (
+    did_you_mean,
+    listed,
+    printable,
+    shortened,
+)
 
 if TYPE_CHECKING:
     from ckpt_tools.describe import Description

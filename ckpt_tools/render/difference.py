@@ -10,11 +10,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.names import printable, shortened
-from ckpt_tools.render.text import add_lines, counted, label_grid, name_table, path_text, size_text
+from ckpt_tools.render.text import (
+    add_lines,
+    counted,
+    label_grid,
+    name_table,
+    path_text,
+    size_text,
+)
+from ckpt_tools.text import printable, shortened
 
 if TYPE_CHECKING:
-    from ckpt_tools.difference_report import Change, Difference, Only, TensorChange, ValueChange
+    from ckpt_tools.difference_report import (
+        Change,
+        Difference,
+        Only,
+        TensorChange,
+        ValueChange,
+    )
 
 _SHOWN, _SHOWN_TENSORS = 10, 40
 _SIGNS = {"added": "+", "removed": "-", "changed": "~"}

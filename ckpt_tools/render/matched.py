@@ -15,8 +15,13 @@ from rich.text import Text
 
 from ckpt_tools.match.records import Ambiguous, Matching, Shape
 from ckpt_tools.matching import MatchReport
-from ckpt_tools.names import printable
-from ckpt_tools.render.text import by_reason, counted, label_grid, wrapped
+from ckpt_tools.render.text import (
+    by_reason,
+    counted,
+    label_grid,
+    wrapped,
+)
+from ckpt_tools.text import printable
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN_ROWS, _SHOWN_CANDIDATES = 60, 4

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckpt_tools.names import printable
 from ckpt_tools.render.text import label_grid, show
+from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

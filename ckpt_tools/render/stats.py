@@ -10,8 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.names import listed, printable
-from ckpt_tools.render.text import can_print, counted, name_table, room_for_names
+from ckpt_tools.render.text import (
+    can_print,
+    counted,
+    name_table,
+    room_for_names,
+)
+from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
     from ckpt_tools.tensor_stats import Stats

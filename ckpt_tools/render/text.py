@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.findings import Finding
-from ckpt_tools.names import printable
+from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,16 +12,40 @@ from pathlib import Path
 
 from ckpt_tools import limits, temporaries
 from ckpt_tools.checking.reading import Mismatch, read_checkpoint
-from ckpt_tools.checkpoint import HEAD, Checkpoint, collector_paused, naming, open_checkpoint, open_source
+from ckpt_tools.checkpoint import (
+    HEAD,
+    Checkpoint,
+    collector_paused,
+    naming,
+    open_checkpoint,
+    open_source,
+)
 from ckpt_tools.containers import safetensors
 from ckpt_tools.containers.base import PROGRAMS, is_zip
 from ckpt_tools.containers.zip_directory import RecordRange
-from ckpt_tools.errors import CkptError, LimitError, NotACheckpointError, RepairError, UnsupportedContainerError
+from ckpt_tools.errors import (
+    CkptError,
+    LimitError,
+    NotACheckpointError,
+    RepairError,
+    UnsupportedContainerError,
+)
 from ckpt_tools.files import Source
 from ckpt_tools.findings import counted_bytes, mending
 from ckpt_tools.plan import Content, Deflated, Range
-from ckpt_tools.repairing.garbage import find_legacy, find_safetensors, is_text_mode, salvage_safetensors, undo_text_mode
-from ckpt_tools.repairing.salvage import Salvaged, filled, salvage_legacy, salvage_zip
+from ckpt_tools.repairing.garbage import (
+    find_legacy,
+    find_safetensors,
+    is_text_mode,
+    salvage_safetensors,
+    undo_text_mode,
+)
+from ckpt_tools.repairing.salvage import (
+    Salvaged,
+    filled,
+    salvage_legacy,
+    salvage_zip,
+)
 from ckpt_tools.sources import Files, Window
 from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree import Storage

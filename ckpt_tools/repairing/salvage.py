@@ -15,10 +15,32 @@ from ckpt_tools.files import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
-from ckpt_tools.plan import CHUNK, Computed, Content, Range, chunks, read
-from ckpt_tools.repairing.zip_walk import Found, Walked, by_name, names_of_pickles, walk_zip
+from ckpt_tools.plan import (
+    CHUNK,
+    Computed,
+    Content,
+    Range,
+    chunks,
+    read,
+)
+from ckpt_tools.repairing.zip_walk import (
+    Found,
+    Walked,
+    by_name,
+    names_of_pickles,
+    walk_zip,
+)
 from ckpt_tools.transforms import map_storages
-from ckpt_tools.tree import DROP, Entry, Node, Object, Storage, Where, reachable, replace
+from ckpt_tools.tree import (
+    DROP,
+    Entry,
+    Node,
+    Object,
+    Storage,
+    Where,
+    reachable,
+    replace,
+)
 
 
 @dataclass(slots=True)

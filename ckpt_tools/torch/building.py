@@ -16,7 +16,15 @@ from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.files import Source
 from ckpt_tools.numeric import lazy_bits, torch_dtype
 from ckpt_tools.plan import Range, read_into
-from ckpt_tools.tree import Dict, Entry, Global, List, Node, Object, Storage
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    Global,
+    List,
+    Node,
+    Object,
+    Storage,
+)
 
 MapLocation = str | torch.device | Mapping[str, str] | None
 

@@ -11,7 +11,12 @@ import torch
 
 from ckpt_tools.files import Source
 from ckpt_tools.numeric import blocks, row_major, torch_dtype
-from ckpt_tools.plan import Content, Range, chunks, read_into
+from ckpt_tools.plan import (
+    Content,
+    Range,
+    chunks,
+    read_into,
+)
 from ckpt_tools.tree import Entry
 
 _STEP = 16 << 20

@@ -11,8 +11,20 @@ from typing import Any
 import torch
 
 from ckpt_tools import casts
-from ckpt_tools.checkpoint import Checkpoint, StateDict, collector_paused, is_extra, is_tensor, open_checkpoint
-from ckpt_tools.choices import Choices, OnMismatch, RowChoice, Rows
+from ckpt_tools.checkpoint import (
+    Checkpoint,
+    StateDict,
+    collector_paused,
+    is_extra,
+    is_tensor,
+    open_checkpoint,
+)
+from ckpt_tools.choices import (
+    Choices,
+    OnMismatch,
+    RowChoice,
+    Rows,
+)
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from ckpt_tools.fit import Fitted, Wanted, fit
@@ -20,7 +32,14 @@ from ckpt_tools.initialisers import Blank, Rules, blank_in
 from ckpt_tools.match import Matching, Stages
 from ckpt_tools.match import match as find_partners
 from ckpt_tools.numeric import row_major, torch_dtype
-from ckpt_tools.plan import Computed, Content, Deflated, Joined, chunks, read
+from ckpt_tools.plan import (
+    Computed,
+    Content,
+    Deflated,
+    Joined,
+    chunks,
+    read,
+)
 from ckpt_tools.plans import plan_of
 from ckpt_tools.targets import Param, params_of
 from ckpt_tools.torch.building import Builder

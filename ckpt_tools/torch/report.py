@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt_tools.errors import MatchError
-from ckpt_tools.names import printable
+from ckpt_tools.text import printable
 
 _SHOWN = 6
 

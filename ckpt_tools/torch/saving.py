@@ -21,7 +21,13 @@ from ckpt_tools.files import Output, output_error, replacing
 from ckpt_tools.flatten import flatten
 from ckpt_tools.plan import CHUNK, Computed
 from ckpt_tools.torch.live_names import renamed_state_dict
-from ckpt_tools.tree import Dict, Entry, List, Node, Storage
+from ckpt_tools.tree import (
+    Dict,
+    Entry,
+    List,
+    Node,
+    Storage,
+)
 from ckpt_tools.writer import write
 
 

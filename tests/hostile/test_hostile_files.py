@@ -14,7 +14,12 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import NotACheckpointError, ObjectsError, UnsupportedContainerError, ZipError
+from ckpt_tools.errors import (
+    NotACheckpointError,
+    ObjectsError,
+    UnsupportedContainerError,
+    ZipError,
+)
 from tests.hostile.headers import info, safetensors
 from tests.hostile.refusals import convert_refused, refused, write
 from tests.hostile.zips import Rec, build

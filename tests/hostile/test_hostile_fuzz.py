@@ -12,7 +12,12 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import ContainerLimitError, LimitError, TensorError, ZipError
+from ckpt_tools.errors import (
+    ContainerLimitError,
+    LimitError,
+    TensorError,
+    ZipError,
+)
 from fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, PickleError, TensorError
+from ckpt_tools.errors import (
+    CkptError,
+    DamagedFileError,
+    LimitError,
+    PickleError,
+    TensorError,
+)
 from tests.hostile.pickles import call, dict_of, glob, integer, list_of, pickle, sizes, tensor, text, tuple_of
 from tests.hostile.refusals import refused, warned, write
 from tests.legacy import HEAD, MAGIC, PROTOCOL, SYS_INFO, floats, legacy, persistent, stream, view_of

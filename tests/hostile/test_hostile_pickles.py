@@ -16,7 +16,13 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import ContainerLimitError, LimitError, ObjectsError, PickleError, TensorError
+from ckpt_tools.errors import (
+    ContainerLimitError,
+    LimitError,
+    ObjectsError,
+    PickleError,
+    TensorError,
+)
 from tests.hostile import pickles as p
 from tests.hostile.calls import CALLS, COMMAND, SYSTEM
 from tests.hostile.headers import info, safetensors

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import ContainerLimitError, OutputError, PickleError, TensorError, ZipError
+from ckpt_tools.errors import (
+    ContainerLimitError,
+    OutputError,
+    PickleError,
+    TensorError,
+    ZipError,
+)
 from tests.hostile import pickles as p
 from tests.hostile.refusals import convert_refused, refused, write
 from tests.hostile.zips import Rec, build, torch_records, torch_zip

@@ -20,7 +20,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ckpt_tools import check, convert, limits, open_checkpoint, repair
+from ckpt_tools import (
+    check,
+    convert,
+    limits,
+    open_checkpoint,
+    repair,
+)
 from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     ChecksumError,
