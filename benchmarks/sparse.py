@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt_tools.containers.torch_zip_layout import lay_out
 from ckpt_tools.dtypes import DTYPES
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     Computed,
     Late,
     Literal,

@@ -15,8 +15,7 @@ from ckpt_tools.initialisers import (
     numbers,
     threads_for,
 )
-from ckpt_tools.numeric import part, row_major, torch_dtype
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     CHUNK,
     Computed,
     Content,
@@ -24,6 +23,7 @@ from ckpt_tools.plan import (
     Range,
     read,
 )
+from ckpt_tools.numeric import part, row_major, torch_dtype
 from ckpt_tools.tree import Entry
 
 if TYPE_CHECKING:

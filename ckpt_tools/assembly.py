@@ -9,8 +9,7 @@ from math import prod
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TensorError
-from ckpt_tools.numeric import part
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     CHUNK,
     Computed,
     Content,
@@ -18,6 +17,7 @@ from ckpt_tools.plan import (
     Literal,
     read,
 )
+from ckpt_tools.numeric import part
 from ckpt_tools.tree import contiguous_stride
 
 Sizes = tuple[int, ...]

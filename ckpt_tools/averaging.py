@@ -32,7 +32,9 @@ from ckpt_tools.convert import (
 from ckpt_tools.converted import Converted, Note
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, UsageError
-from ckpt_tools.files import check_space
+from ckpt_tools.io.content import Content, total
+from ckpt_tools.io.output import check_space
+from ckpt_tools.io.writer import write
 from ckpt_tools.losses import check_lost, packed_tensors
 from ckpt_tools.modules import is_module
 from ckpt_tools.name_edits import Names
@@ -45,7 +47,6 @@ from ckpt_tools.numeric import (
     weighted_sum,
 )
 from ckpt_tools.object_policy import modules_first
-from ckpt_tools.plan import Content, total
 from ckpt_tools.sides import check_effort
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.transforms import restore_named_ties
@@ -59,10 +60,9 @@ from ckpt_tools.tree import (
     contiguous_stride,
     walk,
 )
-from ckpt_tools.writer import write
 
 if TYPE_CHECKING:
-    from ckpt_tools.writer import Progress
+    from ckpt_tools.io.writer import Progress
 
 Integers: TypeAlias = Literal["first", "max"]
 COUNTER = "num_batches_tracked"

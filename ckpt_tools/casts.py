@@ -11,8 +11,7 @@ from ckpt_tools.checkpoint import find_optimizers, find_state_dicts, find_tensor
 from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
-from ckpt_tools.numeric import CastCount, cast, swapped
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     Checksum,
     Computed,
     Content,
@@ -21,6 +20,7 @@ from ckpt_tools.plan import (
     Range,
     chunks,
 )
+from ckpt_tools.numeric import CastCount, cast, swapped
 from ckpt_tools.text import dotted
 from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree import (

@@ -16,11 +16,11 @@ from typing import Self
 from ckpt_tools import limits
 from ckpt_tools.containers.base import Decoded, Warned, is_zip
 from ckpt_tools.errors import CkptError, LimitError, ZipError
-from ckpt_tools.files import Source, is_address
+from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.io.sources import Files
 from ckpt_tools.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.pickling.weights_only import refused
-from ckpt_tools.sources import Files
 from ckpt_tools.tree import (
     CONTAINERS,
     Dict,
@@ -191,7 +191,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         NotACheckpointError, RemoteError: it cannot be read.
     """
     if is_address(path):
-        from ckpt_tools.remote import open_remote
+        from ckpt_tools.io.remote import open_remote
 
         return open_remote(os.fspath(path))
     return Files(Path(path), Path(path)) if os.path.isdir(path) else Source(path)
@@ -227,7 +227,7 @@ def _decode(source: Source) -> Decoded:
 
 def _files_beside(index: Source) -> Files:
     if is_address(str(index.path)):
-        from ckpt_tools.remote import RemoteSource, files_beside
+        from ckpt_tools.io.remote import RemoteSource, files_beside
 
         assert isinstance(index, RemoteSource)
         return files_beside(index)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ckpt_tools import tree
+from ckpt_tools.io.content import Computed, Content, chunks
 from ckpt_tools.numeric import part, row_major
-from ckpt_tools.plan import Computed, Content, chunks
 from ckpt_tools.tree import (
     Entry,
     Node,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ckpt_tools.io.content import Content, equal_chunks
 from ckpt_tools.numeric import lazy_bits, part, row_major
-from ckpt_tools.plan import Content, equal_chunks
 from ckpt_tools.tree import (
     PLAIN,
     Entry,

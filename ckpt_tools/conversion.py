@@ -22,19 +22,19 @@ from ckpt_tools.checkpoint import (
     open_checkpoint,
     tensors_outside,
 )
-from ckpt_tools.cloning import Clone
 from ckpt_tools.containers import safetensors, torch_zip_layout
 from ckpt_tools.converted import Converted, Note, ObjectFate
 from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.errors import NothingMatchedError, UsageError
-from ckpt_tools.files import Output, check_space
+from ckpt_tools.io.cloning import Clone
+from ckpt_tools.io.content import Piece, total
+from ckpt_tools.io.output import Output, check_space
+from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.name_edits import Names, several
 from ckpt_tools.partitions import partition
 from ckpt_tools.plain_values import is_array
-from ckpt_tools.plan import Piece, total
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree import Node
-from ckpt_tools.writer import Progress, write
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors"}
 _RESERVE = 4096  # bytes of room in a safetensors header

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ckpt_tools.cloning import Clone
 from ckpt_tools.errors import UsageError
-from ckpt_tools.files import (
+from ckpt_tools.io.cloning import Clone
+from ckpt_tools.io.output import (
     Output,
     is_address,
     output_target,
@@ -21,10 +21,10 @@ from ckpt_tools.files import (
 if TYPE_CHECKING:
     from ckpt_tools.choices import OnMismatch, RowChoice
     from ckpt_tools.converted import Converted
+    from ckpt_tools.io.ranks import Ranks
+    from ckpt_tools.io.writer import Progress
     from ckpt_tools.match import Stages
-    from ckpt_tools.ranks import Ranks
     from ckpt_tools.retarget import Retargeting
-    from ckpt_tools.writer import Progress
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
 Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors", "dcp"]
@@ -105,7 +105,7 @@ def convert(
             `torch.distributed.checkpoint`); else by the target's extension.
         shard_size: the target is a folder of shards of at most so many bytes of tensors each ("5GB", "500MiB", a number),
             with their index; in safetensors unless `format` says "pth".
-        ranks: the processes that share the work of a sharded output (`ckpt_tools.ranks.launched`).
+        ranks: the processes that share the work of a sharded output (`ckpt_tools.io.ranks.launched`).
         overwrite: replace an existing target. dry_run: only report. verify: check CRC-32s while copying.
         reserve: bytes of room in a safetensors header for longer names, 4096 unless told, so that an edit in place fits.
         compact: leave no gaps, not even where keeping them would spare moving the tensors.
@@ -148,7 +148,7 @@ def convert(
         stack.enter_context(edits.stack)
         if to_folder:
             from ckpt_tools.folder_conversion import FolderTarget, run_folder
-            from ckpt_tools.ranks import Ranks
+            from ckpt_tools.io.ranks import Ranks
 
             place = FolderTarget(
                 target, kind, overwrite=overwrite, durable=fsync, dry_run=dry_run, ranks=ranks if ranks is not None else Ranks()
@@ -183,7 +183,7 @@ def open_output(
             return stack.enter_context(replacing(target, overwrite=overwrite, durable=durable))
         output_target(target, overwrite=True)
     else:
-        from ckpt_tools.uploads import check_upload, uploading
+        from ckpt_tools.io.uploads import check_upload, uploading
 
         if not dry_run:
             return stack.enter_context(uploading(os.fspath(target), overwrite=overwrite))

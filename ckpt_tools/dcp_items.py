@@ -12,8 +12,8 @@ from ckpt_tools import limits
 from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.containers import torch_zip_layout
 from ckpt_tools.errors import CollisionError, ContainerLimitError
+from ckpt_tools.io.content import Content, to_bytes
 from ckpt_tools.numeric import row_major, view_of
-from ckpt_tools.plan import Content, to_bytes
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import (
     PLAIN,

@@ -28,14 +28,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_with_torc
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_tools.dcp_items import Item, Items
-from ckpt_tools.files import Output
-from ckpt_tools.journal import write_all
+from ckpt_tools.io.content import read_into
+from ckpt_tools.io.journal import write_all
+from ckpt_tools.io.output import Output
+from ckpt_tools.io.output_folder import Staging
+from ckpt_tools.io.ranks import Ranks
+from ckpt_tools.io.writer import Progress
 from ckpt_tools.numeric import torch_dtype
-from ckpt_tools.plan import read_into
-from ckpt_tools.ranks import Ranks
-from ckpt_tools.staging import Staging
 from ckpt_tools.tree import Entry
-from ckpt_tools.writer import Progress
 
 _BUFFER = 1 << 20  # torch writes an archive in small pieces
 

@@ -50,8 +50,8 @@ from ckpt_tools.text import dotted
 from ckpt_tools.tree import Entry
 
 if TYPE_CHECKING:
+    from ckpt_tools.io.writer import Progress
     from ckpt_tools.measures import Gap
-    from ckpt_tools.writer import Progress
 
 
 def diff(

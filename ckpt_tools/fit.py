@@ -25,8 +25,8 @@ from ckpt_tools.initialisers import (
     content,
     settle,
 )
+from ckpt_tools.io.content import Content
 from ckpt_tools.names import module_paths
-from ckpt_tools.plan import Content
 from ckpt_tools.plans import Plan
 from ckpt_tools.text import listed
 from ckpt_tools.tree import (

@@ -20,8 +20,8 @@ from ckpt_tools.checkpoint import (
 )
 from ckpt_tools.containers.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.io.content import Content
 from ckpt_tools.numeric import row_major, view_of
-from ckpt_tools.plan import Content
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import (
     Dict,

@@ -14,13 +14,13 @@ from ckpt_tools.conversion import Edits, report_flat
 from ckpt_tools.converted import Converted, Note
 from ckpt_tools.dcp_items import Items, collect
 from ckpt_tools.errors import CkptError, OutputError
-from ckpt_tools.files import is_address, output_error, output_errors
-from ckpt_tools.plan import Literal, Piece, total
-from ckpt_tools.ranks import Ranks
+from ckpt_tools.io.content import Literal, Piece, total
+from ckpt_tools.io.output import is_address, output_error, output_errors
+from ckpt_tools.io.output_folder import Staging, check_folder, replacing_folder
+from ckpt_tools.io.ranks import Ranks
+from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.sharding import Shards
-from ckpt_tools.staging import Staging, check_folder, replacing_folder
 from ckpt_tools.tree import Node
-from ckpt_tools.writer import Progress, write
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
@@ -59,7 +59,7 @@ class FolderTarget:
         """What is in the folder already."""
         overwrite = self.overwrite or self.dry_run
         if is_address(self.path):
-            from ckpt_tools import uploads
+            from ckpt_tools.io import uploads
 
             return uploads.check_folder(os.fspath(self.path), overwrite=overwrite)
         target = check_folder(self.path, overwrite=overwrite)
@@ -80,7 +80,7 @@ class FolderTarget:
     def _staging(self, last: str) -> AbstractContextManager[Staging]:
         rule = re.compile(_STALE[self.kind])
         if is_address(self.path):
-            from ckpt_tools import uploads
+            from ckpt_tools.io import uploads
 
             return uploads.uploading_folder(os.fspath(self.path), last=last, stale=rule, overwrite=self.overwrite)
         return replacing_folder(self.path, last=last, stale=rule, overwrite=self.overwrite, durable=self.durable)

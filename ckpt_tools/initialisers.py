@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ckpt_tools import draws
 from ckpt_tools.dtypes import DTYPES, DType
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
-from ckpt_tools.plan import Computed
+from ckpt_tools.io.content import Computed
 
 if TYPE_CHECKING:
     import torch

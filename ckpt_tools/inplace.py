@@ -8,21 +8,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tools import flatten, journal
+from ckpt_tools import flatten
 from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.containers import safetensors, torch_legacy, torch_zip_layout
 from ckpt_tools.conversion import Edits, report_flat
 from ckpt_tools.converted import Converted, Note
 from ckpt_tools.errors import ContainerLimitError, OutputError
-from ckpt_tools.files import Source, is_address
-from ckpt_tools.name_edits import Names
-from ckpt_tools.plan import (
+from ckpt_tools.io import journal
+from ckpt_tools.io.content import (
     CHUNK,
     Piece,
     Range,
     to_bytes,
     total,
 )
+from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.name_edits import Names
 from ckpt_tools.tree import Node
 
 if TYPE_CHECKING:

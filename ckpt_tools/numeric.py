@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.dtypes import DType
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     CHUNK,
     Computed,
     Content,

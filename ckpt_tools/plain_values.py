@@ -9,6 +9,7 @@ from typing import Any
 from ckpt_tools import tree
 from ckpt_tools.dtypes import BY_NUMPY, DTYPES, UINT8
 from ckpt_tools.errors import CkptError
+from ckpt_tools.io.content import Literal
 from ckpt_tools.modules import (
     attributes,
     is_module,
@@ -17,7 +18,6 @@ from ckpt_tools.modules import (
 )
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED
-from ckpt_tools.plan import Literal
 from ckpt_tools.tree import (
     DROP,
     Dict,

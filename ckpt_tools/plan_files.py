@@ -11,9 +11,10 @@ from typing import Any, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import MatchPlanError, NotACheckpointError
-from ckpt_tools.files import open_regular, replacing
+from ckpt_tools.io.content import Literal, Piece
+from ckpt_tools.io.output import open_regular, replacing
+from ckpt_tools.io.writer import write
 from ckpt_tools.match.records import Shape
-from ckpt_tools.plan import Literal, Piece
 from ckpt_tools.plans import (
     STEPS,
     Plan,
@@ -23,7 +24,6 @@ from ckpt_tools.plans import (
 )
 from ckpt_tools.text import printable
 from ckpt_tools.tree import MAX_DIMENSIONS, MAX_ELEMENTS
-from ckpt_tools.writer import write
 
 FORMAT = "ckpt-plan-1"
 _HEAD = f"""\

@@ -14,10 +14,10 @@ from typing import Literal, TypeAlias, get_args
 
 from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.io.content import Computed, Content, chunks
 from ckpt_tools.match import Matching
 from ckpt_tools.match.records import Shape
 from ckpt_tools.numeric import lazy_bits, part, row_major
-from ckpt_tools.plan import Computed, Content, chunks
 from ckpt_tools.transforms import rename_metadata
 from ckpt_tools.tree import (
     Dict,

@@ -41,9 +41,9 @@ from ckpt_tools.initialisers import (
     blank_for,
     check_finite,
 )
+from ckpt_tools.io.content import Content
 from ckpt_tools.match import Stages, match
 from ckpt_tools.numeric import live_content, row_major
-from ckpt_tools.plan import Content
 from ckpt_tools.plan_files import read_plan
 from ckpt_tools.plans import Plan, plan_of
 from ckpt_tools.targets import (

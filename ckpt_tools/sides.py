@@ -18,10 +18,10 @@ from ckpt_tools.checkpoint import (
 )
 from ckpt_tools.containers.safetensors import ALIASES, STATE_DICT_METADATA
 from ckpt_tools.errors import LimitError, NothingMatchedError
+from ckpt_tools.io.content import Literal, Range
 from ckpt_tools.modules import classes, is_module, settings
 from ckpt_tools.numeric import view_of
 from ckpt_tools.plain import as_array, as_value
-from ckpt_tools.plan import Literal, Range
 from ckpt_tools.text import dotted
 from ckpt_tools.transforms import restore_named_ties, select
 from ckpt_tools.tree import (

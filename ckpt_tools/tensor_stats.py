@@ -25,7 +25,7 @@ from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree import Entry
 
 if TYPE_CHECKING:
-    from ckpt_tools.writer import Progress
+    from ckpt_tools.io.writer import Progress
 
 
 @dataclass(frozen=True, slots=True)

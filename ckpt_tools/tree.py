@@ -18,7 +18,7 @@ from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import LimitError, TensorError
 
 if TYPE_CHECKING:
-    from ckpt_tools.plan import Content
+    from ckpt_tools.io.content import Content
 
 Node: TypeAlias = Any
 Where: TypeAlias = tuple["str | int", ...]

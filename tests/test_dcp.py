@@ -35,7 +35,7 @@ from ckpt_tools.errors import (
     OutputError,
     TensorError,
 )
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     Joined,
     Literal,
     Range,

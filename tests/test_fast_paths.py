@@ -19,21 +19,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools import cloning, writer
 from ckpt_tools.containers.safetensors import lay_out
 from ckpt_tools.dtypes import DTYPES as ALL_DTYPES
 from ckpt_tools.errors import ChecksumError, CkptError, NotACheckpointError
-from ckpt_tools.files import Source, replacing, reserve
-from ckpt_tools.pickling import fused
-from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.torch_objects import MAKERS, Storages
-from ckpt_tools.pickling.writer import write_pickle
-from ckpt_tools.plan import (
+from ckpt_tools.io import cloning, writer
+from ckpt_tools.io.content import (
     Checksum,
     Literal,
     Piece,
     Range,
 )
+from ckpt_tools.io.output import Source, replacing, reserve
+from ckpt_tools.pickling import fused
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.torch_objects import MAKERS, Storages
+from ckpt_tools.pickling.writer import write_pickle
 from ckpt_tools.text import dotted
 from ckpt_tools.transforms import select
 from ckpt_tools.tree import (

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools import journal
 from ckpt_tools.cli import main
 from ckpt_tools.errors import ChangedFileError, ContainerLimitError, OutputError
+from ckpt_tools.io import journal
 
 
 def weights(count: int = 12) -> dict[str, torch.Tensor]:

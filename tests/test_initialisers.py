@@ -25,7 +25,7 @@ from ckpt_tools.initialisers import (
     parse_scheme,
     settle,
 )
-from ckpt_tools.plan import read
+from ckpt_tools.io.content import read
 
 FLOAT32 = DTYPES["float32"]
 SHAPE = (200, 1024)

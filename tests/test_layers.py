@@ -144,4 +144,10 @@ def test_inspect_imports_little() -> None:
     """`ckpt inspect --json` loads neither rich nor what only convert needs."""
     code = "import sys, ckpt_tools.cli; print(*sorted(m for m in sys.modules if m.startswith('ckpt_tools') or m == 'rich'))"
     loaded = set(fresh(code).split())
-    assert not loaded & {"rich", "ckpt_tools.render.text", "ckpt_tools.conversion", "ckpt_tools.writer", "ckpt_tools.numeric"}
+    assert not loaded & {
+        "rich",
+        "ckpt_tools.render.text",
+        "ckpt_tools.conversion",
+        "ckpt_tools.io.writer",
+        "ckpt_tools.numeric",
+    }

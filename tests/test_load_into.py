@@ -26,7 +26,7 @@ from ckpt_tools.errors import (
     TargetError,
     UsageError,
 )
-from ckpt_tools.files import Source
+from ckpt_tools.io.output import Source
 from ckpt_tools.torch import copying
 from fixtures.make import Network, TiedNetwork, Wrapped, network
 from tests.graphs import element_bytes

@@ -23,7 +23,7 @@ from ckpt_tools.errors import (
     ObjectsError,
     PickleError,
 )
-from ckpt_tools.plan import Literal, Range
+from ckpt_tools.io.content import Literal, Range
 from ckpt_tools.tree import Entry
 from tests.conftest import small_model
 from tests.graphs import assert_same, live_tensors

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from ckpt_tools.checkpoint import open_checkpoint
 from ckpt_tools.containers import torch_zip_layout
 from ckpt_tools.errors import MatchPlanError
-from ckpt_tools.files import replacing
+from ckpt_tools.io.output import replacing
+from ckpt_tools.io.writer import write
 from ckpt_tools.plan_files import read_plan, write_plan
 from ckpt_tools.plans import Plan, PlanStep, apply
-from ckpt_tools.writer import write
 
 QKV = torch.arange(24.0).reshape(6, 4)
 STATE = {

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_tools import convert
 from ckpt_tools.errors import OutputError
-from ckpt_tools.ranks import Ranks
+from ckpt_tools.io.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 

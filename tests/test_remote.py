@@ -88,7 +88,7 @@ def test_a_server_without_ranges(server: Server, tmp_path: Path, monkeypatch: py
     server.ranges = False
     assert len(inspect(server.url("in.pth")).tensors) == 2
     assert len(server.requests) == 1
-    monkeypatch.setattr("ckpt_tools.remote._TAKEN_WHOLE", 1000)
+    monkeypatch.setattr("ckpt_tools.io.remote._TAKEN_WHOLE", 1000)
     with pytest.raises(RemoteError, match="ignores range requests") as caught:
         inspect(server.url("in.pth"))
     assert "Download it" in caught.value.fix
@@ -178,7 +178,7 @@ def test_a_remote_folder_of_shards(
 ) -> None:
     """Shards go to an address as they go to a disk: the same names and bytes, whether or not the store knows whole objects."""
     if whole:
-        monkeypatch.setattr("ckpt_tools.uploads._WHOLE_ON_COMMIT", {"memory"})
+        monkeypatch.setattr("ckpt_tools.io.uploads._WHOLE_ON_COMMIT", {"memory"})
     state = {f"t{i}.w": torch.randn(30, 30) for i in range(5)}
     torch.save(state | {"tied": state["t0.w"]}, tmp_path / "in.pth")
     report = convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, format=format)
@@ -302,7 +302,7 @@ def test_a_given_up_upload_is_not_completed_by_the_collector(
 ) -> None:
     """With a driver that uploads when a file is closed, what was given up does not appear when the file is let go."""
     torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
-    monkeypatch.setattr("ckpt_tools.uploads._WHOLE_ON_COMMIT", {"memory"})
+    monkeypatch.setattr("ckpt_tools.io.uploads._WHOLE_ON_COMMIT", {"memory"})
     opened = type(memory).open
 
     def buffered(self: Any, path: str, mode: str = "rb", **rest: Any) -> Any:

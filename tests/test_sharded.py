@@ -32,7 +32,7 @@ from ckpt_tools.errors import (
     OutputExistsError,
     UsageError,
 )
-from ckpt_tools.sources import OPEN_FILES, Files, is_plain_name
+from ckpt_tools.io.sources import OPEN_FILES, Files, is_plain_name
 
 Tensors = dict[str, torch.Tensor]
 

@@ -19,7 +19,7 @@ from hypothesis import assume, given
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.files import Source
+from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.stream import FilePart, Pickles
 from tests.graphs import assert_same, element_bytes, live_tensors, load_with_tags

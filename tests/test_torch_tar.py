@@ -18,7 +18,7 @@ from ckpt_tools.errors import (
     TensorError,
     UnsupportedContainerError,
 )
-from ckpt_tools.files import Source
+from ckpt_tools.io.output import Source
 from tests.graphs import assert_same, live_tensors, load_with_tags
 from tests.hostile.pickles import BUILD, FALSE, ORDERED_DICT, call, dict_of, glob, pickle, sizes, text, tuple_of
 from tests.hostile.refusals import refused, warned, write

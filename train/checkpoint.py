@@ -19,7 +19,7 @@ from click import UsageError
 from torch import nn
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.files import replacing
+from ckpt_tools.io.output import replacing
 from ckpt_tools.torch import load, save
 from train.config import RECIPE, Config, refuse
 

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckpt_tools.crc import crc32
-from ckpt_tools.files import Source
-from ckpt_tools.plan import CHUNK
+from ckpt_tools.io.content import CHUNK
+from ckpt_tools.io.crc import crc32
+from ckpt_tools.io.output import Source
 
 Taker: TypeAlias = Callable[[memoryview], object]
 Advance: TypeAlias = Callable[[int], object]

@@ -11,8 +11,8 @@ from ckpt_tools.checkpoint import Checkpoint
 from ckpt_tools.containers.base import Decoded
 from ckpt_tools.containers.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record
 from ckpt_tools.findings import Finding, mending
-from ckpt_tools.plan import Deflated, Range
-from ckpt_tools.sources import Files, Window
+from ckpt_tools.io.content import Deflated, Range
+from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree import Storage, reachable
 

@@ -52,7 +52,7 @@ def inspect(
     jobs = min(jobs or (min(4, os.cpu_count() or 1) if len(files) >= _MANY else 1), len(files))
     described: Iterable[Any] = map(_json_line if as_json else _described, files)
     if jobs > 1:
-        from ckpt_tools.processes import in_processes
+        from ckpt_tools.io.processes import in_processes
 
         described = in_processes(_json_line if as_json else _described, files, jobs, batch=min(16, len(files) // jobs or 1))
     for number, (path, result) in enumerate(zip(files, described, strict=True)):

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
-from ckpt_tools.files import is_address
+from ckpt_tools.io.output import is_address
 
 if TYPE_CHECKING:
-    from ckpt_tools.ranks import Ranks
-    from ckpt_tools.writer import Progress
+    from ckpt_tools.io.ranks import Ranks
+    from ckpt_tools.io.writer import Progress
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _PROGRESS_AFTER = 1.0  # seconds
@@ -77,7 +77,7 @@ class Location(click.Path):
         """The path, or the address in a path's place."""
         if not is_address(value):
             return super().convert(value, param, ctx)
-        from ckpt_tools.remote import Address
+        from ckpt_tools.io.remote import Address
 
         return Address(os.fspath(value))
 
@@ -128,7 +128,7 @@ def work_shared(*, folder: bool) -> Iterator[Ranks | None]:
     if not folder or os.environ.get("WORLD_SIZE", "1") == "1":
         yield None
         return
-    from ckpt_tools.ranks import launched
+    from ckpt_tools.io.ranks import launched
 
     with launched() as ranks:
         yield ranks

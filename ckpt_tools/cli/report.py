@@ -41,7 +41,7 @@ def report(
     """
     from ckpt_tools.describe import inspect
     from ckpt_tools.errors import UsageError
-    from ckpt_tools.files import output_target
+    from ckpt_tools.io.output import output_target
     from ckpt_tools.render.html import page, save
 
     if select is not None and other is None:

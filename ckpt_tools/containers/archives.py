@@ -13,7 +13,7 @@ from ckpt_tools.containers.zip_directory import (
     read_directory,
 )
 from ckpt_tools.errors import UnsupportedContainerError, ZipError
-from ckpt_tools.files import Source
+from ckpt_tools.io.output import Source
 from ckpt_tools.text import some
 
 

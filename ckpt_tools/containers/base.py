@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import ContainerLimitError
-from ckpt_tools.files import Source
+from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.tree import Global, Node
 

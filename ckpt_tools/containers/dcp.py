@@ -39,18 +39,18 @@ from ckpt_tools.errors import (
     TensorError,
     UnsupportedContainerError,
 )
-from ckpt_tools.files import Source
-from ckpt_tools.numeric import row_major, swapped
-from ckpt_tools.pickling.checks import settle
-from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     Computed,
     Content,
     Range,
     chunks,
 )
-from ckpt_tools.sources import Files, Window
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Files, Window
+from ckpt_tools.numeric import row_major, swapped
+from ckpt_tools.pickling.checks import settle
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
 from ckpt_tools.tree import (
     MAX_ELEMENTS,
     Dict,

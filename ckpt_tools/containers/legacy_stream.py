@@ -21,6 +21,7 @@ from ckpt_tools.errors import (
     TensorError,
 )
 from ckpt_tools.findings import GET_AGAIN
+from ckpt_tools.io.content import Content, Literal, Range
 from ckpt_tools.limits import BYTES_PER_NODE
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine, Maker
@@ -36,7 +37,6 @@ from ckpt_tools.pickling.torch_objects import (
     Storages,
     storage_dtype,
 )
-from ckpt_tools.plan import Content, Literal, Range
 from ckpt_tools.tree import (
     Dict,
     Entry,

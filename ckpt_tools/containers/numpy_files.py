@@ -34,7 +34,8 @@ from ckpt_tools.errors import (
     TensorError,
     UnsupportedContainerError,
 )
-from ckpt_tools.files import Source
+from ckpt_tools.io.content import Content, Range, read
+from ckpt_tools.io.output import Source
 from ckpt_tools.numeric import part, swapped
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
@@ -44,7 +45,6 @@ from ckpt_tools.pickling.stream import (
     Part,
     Pickles,
 )
-from ckpt_tools.plan import Content, Range, read
 from ckpt_tools.tree import (
     Dict,
     Entry,

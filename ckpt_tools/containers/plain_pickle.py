@@ -20,7 +20,7 @@ from ckpt_tools.containers.base import Decoded, settled, trailing
 from ckpt_tools.containers.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
 from ckpt_tools.containers.numpy_files import Arrays
 from ckpt_tools.errors import CkptError, PickleError
-from ckpt_tools.files import Source
+from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.stream import FilePart, Pickles

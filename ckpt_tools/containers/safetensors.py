@@ -25,14 +25,14 @@ from ckpt_tools.containers.base import (
 )
 from ckpt_tools.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.errors import ContainerLimitError, SafetensorsError
-from ckpt_tools.files import Source
 from ckpt_tools.findings import GET_AGAIN
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     Content,
     Literal,
     Piece,
     Range,
 )
+from ckpt_tools.io.output import Source
 from ckpt_tools.tree import (
     MAX_ELEMENTS,
     Dict,

@@ -27,10 +27,10 @@ from ckpt_tools.errors import (
     NotACheckpointError,
     UnsupportedContainerError,
 )
-from ckpt_tools.files import Source
+from ckpt_tools.io.content import Content
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import unusual_tensor
-from ckpt_tools.plan import Content
-from ckpt_tools.sources import Files
 from ckpt_tools.tree import (
     Dict,
     Entry,

@@ -31,10 +31,10 @@ from ckpt_tools.containers.legacy_stream import (
 )
 from ckpt_tools.dtypes import UINT8
 from ckpt_tools.errors import ContainerLimitError
-from ckpt_tools.files import Source
+from ckpt_tools.io.content import Literal, Piece, Range
+from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.stream import FilePart
 from ckpt_tools.pickling.writer import Survey, write_pickle
-from ckpt_tools.plan import Literal, Piece, Range
 from ckpt_tools.tree import (
     Dict,
     List,

@@ -28,12 +28,12 @@ from ckpt_tools.errors import (
     TensorError,
     UnsupportedContainerError,
 )
-from ckpt_tools.files import Source
+from ckpt_tools.io.content import Range
+from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine, Maker
 from ckpt_tools.pickling.stream import FilePart, Pickles
 from ckpt_tools.pickling.torch_objects import MAKERS, rebuild_tensor, storage_dtype
-from ckpt_tools.plan import Range
 from ckpt_tools.tree import (
     MAX_DIMENSIONS,
     Entry,

@@ -19,13 +19,13 @@ from functools import partial
 from ckpt_tools import limits
 from ckpt_tools.containers.base import Decoded, Warned
 from ckpt_tools.containers.zip_directory import Directory, Record, RecordRange
-from ckpt_tools.crc import crc32
 from ckpt_tools.errors import ChecksumError, TensorError, ZipError
-from ckpt_tools.files import Source
+from ckpt_tools.io.content import Content, Deflated, read
+from ckpt_tools.io.crc import crc32
+from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
-from ckpt_tools.plan import Content, Deflated, read
 
 
 def decode(source: Source, directory: Directory, folder: str, member: str = "", keys: str = "") -> Decoded:

@@ -25,7 +25,7 @@ from ckpt_tools.containers.base import PROGRAMS, Decoded, Warned
 from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import CkptError, TensorError, ZipError
-from ckpt_tools.files import Source
+from ckpt_tools.io.output import Source
 from ckpt_tools.tree import (
     Dict,
     Entry,

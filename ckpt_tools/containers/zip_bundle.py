@@ -36,10 +36,10 @@ from ckpt_tools.errors import (
     UnsupportedContainerError,
     ZipError,
 )
-from ckpt_tools.files import Source
-from ckpt_tools.journal import write_all
-from ckpt_tools.plan import chunks, read
-from ckpt_tools.sources import Window
+from ckpt_tools.io.content import chunks, read
+from ckpt_tools.io.journal import write_all
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Window
 from ckpt_tools.tree import Dict, List, Node
 
 _ZIP = b"PK\x03\x04"

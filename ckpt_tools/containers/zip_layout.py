@@ -17,8 +17,7 @@ from ckpt_tools.containers.zip_directory import (
     LOCATOR64,
     Record,
 )
-from ckpt_tools.files import Source
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     CHUNK,
     Checksum,
     Computed,
@@ -28,6 +27,7 @@ from ckpt_tools.plan import (
     Piece,
     Range,
 )
+from ckpt_tools.io.output import Source
 
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _FLAGS = 0x0808  # UTF-8 names, and a data descriptor after the bytes

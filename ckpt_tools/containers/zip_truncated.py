@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from ckpt_tools.containers.zip_directory import LOCAL
 from ckpt_tools.errors import CkptError, ZipError
-from ckpt_tools.files import Source
 from ckpt_tools.findings import mending
+from ckpt_tools.io.content import Content, Literal
+from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
-from ckpt_tools.plan import Content, Literal
 from ckpt_tools.tree import Entry, Node, walk
 
 _HAS_DESCRIPTOR = 8

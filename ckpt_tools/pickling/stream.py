@@ -8,9 +8,9 @@ from typing import TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, PickleError
-from ckpt_tools.files import Source
+from ckpt_tools.io.content import Content, Literal, Range
+from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.plan import Content, Literal, Range
 from ckpt_tools.tree import Node
 
 WINDOW = 1 << 16

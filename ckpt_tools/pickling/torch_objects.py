@@ -16,9 +16,9 @@ from ckpt_tools.dtypes import (
     DType,
 )
 from ckpt_tools.errors import PickleError, TensorError, ZipError
+from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.pickling.fused import ORDERED_DICT
 from ckpt_tools.pickling.reader import Maker
-from ckpt_tools.plan import Content, Literal
 from ckpt_tools.text import some
 from ckpt_tools.tree import (
     MAX_DIMENSIONS,

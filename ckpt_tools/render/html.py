@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError
-from ckpt_tools.files import replacing
-from ckpt_tools.plan import Literal, Piece
+from ckpt_tools.io.content import Literal, Piece
+from ckpt_tools.io.output import replacing
+from ckpt_tools.io.writer import write
 from ckpt_tools.render.text import counted, path_text, size_text
 from ckpt_tools.text import printable
-from ckpt_tools.writer import write
 
 if TYPE_CHECKING:
     from ckpt_tools.describe import Description

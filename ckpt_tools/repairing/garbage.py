@@ -10,11 +10,11 @@ from pathlib import Path
 from ckpt_tools.containers import safetensors, torch_legacy
 from ckpt_tools.containers.safetensors import MAX_HEADER
 from ckpt_tools.errors import SafetensorsError
-from ckpt_tools.files import Source
 from ckpt_tools.findings import counted_bytes
-from ckpt_tools.plan import CHUNK, Range
+from ckpt_tools.io.content import CHUNK, Range
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Window
 from ckpt_tools.repairing.salvage import Salvaged, filled
-from ckpt_tools.sources import Window
 from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree import Storage
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from ckpt_tools import transforms
 from ckpt_tools.checkpoint import StateDict, find_state_dicts, is_tensor
 from ckpt_tools.dtypes import DTYPES
+from ckpt_tools.io.content import Literal
 from ckpt_tools.names import (
     INNER_WRAPPERS,
     MODULE,
@@ -18,7 +19,6 @@ from ckpt_tools.names import (
     strip_module,
     unwrap,
 )
-from ckpt_tools.plan import Literal
 from ckpt_tools.tree import (
     Dict,
     Entry,

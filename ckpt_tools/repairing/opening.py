@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_tools import limits, temporaries
+from ckpt_tools import limits
 from ckpt_tools.checking.reading import Mismatch, read_checkpoint
 from ckpt_tools.checkpoint import (
     HEAD,
@@ -30,9 +30,11 @@ from ckpt_tools.errors import (
     RepairError,
     UnsupportedContainerError,
 )
-from ckpt_tools.files import Source
 from ckpt_tools.findings import counted_bytes, mending
-from ckpt_tools.plan import Content, Deflated, Range
+from ckpt_tools.io import temporaries
+from ckpt_tools.io.content import Content, Deflated, Range
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.repairing.garbage import (
     find_legacy,
     find_safetensors,
@@ -46,7 +48,6 @@ from ckpt_tools.repairing.salvage import (
     salvage_legacy,
     salvage_zip,
 )
-from ckpt_tools.sources import Files, Window
 from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree import Storage
 

@@ -14,8 +14,9 @@ from ckpt_tools.checking.reading import read_checkpoint
 from ckpt_tools.checkpoint import Checkpoint, count_tensors
 from ckpt_tools.containers import safetensors, torch_zip_layout
 from ckpt_tools.errors import RepairError, UsageError
-from ckpt_tools.files import check_space, output_target, replacing
-from ckpt_tools.plan import Piece, total
+from ckpt_tools.io.content import Piece, total
+from ckpt_tools.io.output import check_space, output_target, replacing
+from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.repairing.holes import Holes
 from ckpt_tools.repairing.mends import Mended, mend, tie
 from ckpt_tools.repairing.opening import opened, scratch_place
@@ -29,7 +30,6 @@ from ckpt_tools.tree import (
     Where,
     reachable,
 )
-from ckpt_tools.writer import Progress, write
 
 
 @dataclass(frozen=True, slots=True)

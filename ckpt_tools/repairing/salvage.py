@@ -11,11 +11,7 @@ from ckpt_tools.containers import torch_legacy
 from ckpt_tools.containers.base import Decoded
 from ckpt_tools.containers.torch_zip import check_pickle
 from ckpt_tools.errors import ChecksumError, ZipError
-from ckpt_tools.files import Source
-from ckpt_tools.pickling.checks import settle
-from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.torch_objects import MAKERS, Storages
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     CHUNK,
     Computed,
     Content,
@@ -23,6 +19,10 @@ from ckpt_tools.plan import (
     chunks,
     read,
 )
+from ckpt_tools.io.output import Source
+from ckpt_tools.pickling.checks import settle
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.repairing.zip_walk import (
     Found,
     Walked,

@@ -16,16 +16,16 @@ from typing import Literal
 
 from ckpt_tools import limits
 from ckpt_tools.containers.zip_directory import ALIGNMENT, CENTRAL, LOCAL
-from ckpt_tools.crc import crc32
 from ckpt_tools.errors import DamagedFileError
-from ckpt_tools.files import Source
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     CHUNK,
     Content,
     Deflated,
     Range,
     chunks,
 )
+from ckpt_tools.io.crc import crc32
+from ckpt_tools.io.output import Source
 
 _LOCAL, _DESCRIPTOR, _CENTRAL = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
 _HAS_DESCRIPTOR, _DEFLATED = 8, 8

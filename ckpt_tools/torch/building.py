@@ -13,9 +13,9 @@ import torch
 from ckpt_tools.checkpoint import Checkpoint, is_tensor
 from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ObjectsError, UsageError
-from ckpt_tools.files import Source
+from ckpt_tools.io.content import Range, read_into
+from ckpt_tools.io.output import Source
 from ckpt_tools.numeric import lazy_bits, torch_dtype
-from ckpt_tools.plan import Range, read_into
 from ckpt_tools.tree import (
     Dict,
     Entry,

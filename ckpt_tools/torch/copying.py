@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ckpt_tools.files import Source
-from ckpt_tools.numeric import blocks, row_major, torch_dtype
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     Content,
     Range,
     chunks,
     read_into,
 )
+from ckpt_tools.io.output import Source
+from ckpt_tools.numeric import blocks, row_major, torch_dtype
 from ckpt_tools.tree import Entry
 
 _STEP = 16 << 20

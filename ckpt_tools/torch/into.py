@@ -29,10 +29,7 @@ from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from ckpt_tools.fit import Fitted, Wanted, fit
 from ckpt_tools.initialisers import Blank, Rules, blank_in
-from ckpt_tools.match import Matching, Stages
-from ckpt_tools.match import match as find_partners
-from ckpt_tools.numeric import row_major, torch_dtype
-from ckpt_tools.plan import (
+from ckpt_tools.io.content import (
     Computed,
     Content,
     Deflated,
@@ -40,6 +37,9 @@ from ckpt_tools.plan import (
     chunks,
     read,
 )
+from ckpt_tools.match import Matching, Stages
+from ckpt_tools.match import match as find_partners
+from ckpt_tools.numeric import row_major, torch_dtype
 from ckpt_tools.plans import plan_of
 from ckpt_tools.targets import Param, params_of
 from ckpt_tools.torch.building import Builder

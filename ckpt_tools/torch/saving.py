@@ -17,9 +17,10 @@ from ckpt_tools.containers import safetensors
 from ckpt_tools.convert import Format, output_format
 from ckpt_tools.dtypes import DTYPES, DType
 from ckpt_tools.errors import ContainerLimitError
-from ckpt_tools.files import Output, output_error, replacing
 from ckpt_tools.flatten import flatten
-from ckpt_tools.plan import CHUNK, Computed
+from ckpt_tools.io.content import CHUNK, Computed
+from ckpt_tools.io.output import Output, output_error, replacing
+from ckpt_tools.io.writer import write
 from ckpt_tools.torch.live_names import renamed_state_dict
 from ckpt_tools.tree import (
     Dict,
@@ -28,7 +29,6 @@ from ckpt_tools.tree import (
     Node,
     Storage,
 )
-from ckpt_tools.writer import write
 
 
 def save(

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools import files, plan, temporaries
 from ckpt_tools.containers import safetensors
 from ckpt_tools.errors import (
     ChangedFileError,
@@ -31,6 +30,8 @@ from ckpt_tools.errors import (
     OutputError,
     OutputExistsError,
 )
+from ckpt_tools.io import content, temporaries
+from ckpt_tools.io import output as files
 from tests.hostile.refusals import convert_refused, listing
 
 SMALL, KERNEL, AHEAD = 1000, 3 << 20, 40 << 20  # bytes: through the buffer, by copy_file_range, copied ahead in a thread
@@ -521,7 +522,7 @@ def test_95_input_shrinks_after_it_was_opened(tmp_path: Path) -> None:
     with ckpt_tools.open_checkpoint(source) as checkpoint:
         os.truncate(source, 1000)
         with pytest.raises(ChangedFileError, match="changed while it was read"):
-            plan.read(checkpoint.root.get("module.a.w").storage.content)
+            content.read(checkpoint.root.get("module.a.w").storage.content)
 
 
 def test_95_input_is_replaced(tmp_path: Path) -> None:

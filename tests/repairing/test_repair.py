@@ -37,7 +37,7 @@ from ckpt_tools.errors import (
     UnsupportedContainerError,
     UsageError,
 )
-from ckpt_tools.files import Source
+from ckpt_tools.io.output import Source
 from ckpt_tools.repairing import garbage
 from ckpt_tools.repairing.report import Repaired
 from ckpt_tools.repairing.zip_walk import Found, by_name, walk_zip

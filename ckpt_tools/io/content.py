@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from ckpt_tools.crc import crc32
 from ckpt_tools.errors import ChecksumError, ZipError
-from ckpt_tools.files import Source
+from ckpt_tools.io.crc import crc32
+from ckpt_tools.io.output import Source
 
 CHUNK = 4 << 20
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_tools import journal, temporaries
 from ckpt_tools.errors import (
     ChangedFileError,
     NotACheckpointError,
     OutputError,
     OutputExistsError,
 )
+from ckpt_tools.io import journal, temporaries
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 

@@ -21,8 +21,8 @@ from typing import Any, Protocol, TypeVar, cast
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError, RemoteError
-from ckpt_tools.files import Source
-from ckpt_tools.sources import Files
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Files
 
 NEAR, FAR, MOST = 64 << 10, 4 << 10, 8 << 20  # bytes fetched at least: at the ends, elsewhere, and at most when read in order
 _KEPT = 16  # blocks

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from ckpt_tools import journal
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError
-from ckpt_tools.files import Source, identity_of, open_regular
+from ckpt_tools.io import journal
+from ckpt_tools.io.output import Source, identity_of, open_regular
 
 OPEN_FILES = 64  # of one checkpoint at a time; systems allow 256 (macOS) to 1024 in a process
 Opener: TypeAlias = Callable[[str], Source]

@@ -8,15 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from ckpt_tools.cloning import Clone
-from ckpt_tools.files import (
-    Output,
-    no_space,
-    output_error,
-    reserve,
-)
-from ckpt_tools.pipeline import Pipeline
-from ckpt_tools.plan import (
+from ckpt_tools.io.cloning import Clone
+from ckpt_tools.io.content import (
     CHUNK,
     Checksum,
     Computed,
@@ -27,6 +20,13 @@ from ckpt_tools.plan import (
     chunks,
     total,
 )
+from ckpt_tools.io.output import (
+    Output,
+    no_space,
+    output_error,
+    reserve,
+)
+from ckpt_tools.io.pipeline import Pipeline
 
 Progress: TypeAlias = Callable[[int, int], None]
 

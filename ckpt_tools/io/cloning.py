@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.files import (
+from ckpt_tools.io.output import (
     Output,
     Source,
     free_bytes,

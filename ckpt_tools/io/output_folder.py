@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ckpt_tools import temporaries
 from ckpt_tools.errors import OutputError, OutputExistsError
-from ckpt_tools.files import (
+from ckpt_tools.io import temporaries
+from ckpt_tools.io.journal import sync_folder
+from ckpt_tools.io.output import (
     Output,
     check_space,
     no_folder,
@@ -22,7 +23,6 @@ from ckpt_tools.files import (
     read_only,
     replacing,
 )
-from ckpt_tools.journal import sync_folder
 
 
 class Staging(Protocol):

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from ckpt_tools import temporaries
 from ckpt_tools.errors import CkptError, OutputError, OutputExistsError
-from ckpt_tools.files import Output, exists_error
-from ckpt_tools.remote import (
+from ckpt_tools.io import temporaries
+from ckpt_tools.io.output import Output, exists_error
+from ckpt_tools.io.remote import (
     MOST,
     SECONDS,
     Address,
