@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt_tools.containers.torch_zip_layout import lay_out
-from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.io.content import (
     Computed,
     Late,
     Literal,
     Piece,
 )
-from ckpt_tools.tree import Dict, Entry, Storage
+from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.nodes import Dict, Entry, Storage
 
 _FLOAT = DTYPES["float32"]
 

@@ -24,7 +24,7 @@ from ckpt_tools.io.content import (
     read,
 )
 from ckpt_tools.numeric import part, row_major, torch_dtype
-from ckpt_tools.tree import Entry
+from ckpt_tools.tree.nodes import Entry
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from ckpt_tools.io.content import (
     read,
 )
 from ckpt_tools.numeric import part
-from ckpt_tools.tree import contiguous_stride
+from ckpt_tools.tree.nodes import contiguous_stride
 
 Sizes = tuple[int, ...]
 

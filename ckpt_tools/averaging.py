@@ -30,15 +30,12 @@ from ckpt_tools.convert import (
     output_format,
 )
 from ckpt_tools.converted import Converted, Note
-from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.io.content import Content, total
 from ckpt_tools.io.output import check_space
 from ckpt_tools.io.writer import write
 from ckpt_tools.losses import check_lost, packed_tensors
-from ckpt_tools.modules import is_module
 from ckpt_tools.name_edits import Names
-from ckpt_tools.names import unwrap as unwrap_name
 from ckpt_tools.numeric import (
     has_numbers,
     largest,
@@ -51,15 +48,18 @@ from ckpt_tools.sides import check_effort
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.transforms import restore_named_ties
 from ckpt_tools.transforms import select as select_node
-from ckpt_tools.tree import (
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.modules import is_module
+from ckpt_tools.tree.names import unwrap as unwrap_name
+from ckpt_tools.tree.nodes import (
     Entry,
     Node,
     Object,
     Storage,
     Where,
     contiguous_stride,
-    walk,
 )
+from ckpt_tools.tree.visit import walk
 
 if TYPE_CHECKING:
     from ckpt_tools.io.writer import Progress

@@ -9,7 +9,6 @@ from fnmatch import translate
 
 from ckpt_tools.checkpoint import find_optimizers, find_state_dicts, find_tensors
 from ckpt_tools.containers.zip_directory import RecordRange
-from ckpt_tools.dtypes import DType
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
 from ckpt_tools.io.content import (
     Checksum,
@@ -23,13 +22,14 @@ from ckpt_tools.io.content import (
 from ckpt_tools.numeric import CastCount, cast, swapped
 from ckpt_tools.text import dotted
 from ckpt_tools.transforms import map_storages
-from ckpt_tools.tree import (
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Node,
     Storage,
-    reachable,
 )
+from ckpt_tools.tree.visit import reachable
 
 
 @dataclass(slots=True)
@@ -122,14 +122,14 @@ def _chosen(users: dict[int, list[tuple[str, str, Entry]]], only: Sequence[str])
 
 def _retype(root: Node, target: DType) -> Node:
     """Entries whose untyped storage (fp8) became typed take its dtype."""
-    from ckpt_tools import tree
+    from ckpt_tools.tree import exchange
 
     def swap(node: Node) -> Node:
         if type(node) is Entry and node.storage.dtype is target and node.dtype is not target:
             return replace(node, dtype=target)
         return node
 
-    return tree.replace(root, swap)
+    return exchange.replace(root, swap)
 
 
 def to_little_endian(root: Node, byteorder: str) -> Node:

@@ -18,10 +18,10 @@ from ckpt_tools.containers.base import Decoded, Warned, is_zip
 from ckpt_tools.errors import CkptError, LimitError, ZipError
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
-from ckpt_tools.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.pickling.weights_only import refused
-from ckpt_tools.tree import (
+from ckpt_tools.tree.modules import is_module, module_state_dict, named_tensors
+from ckpt_tools.tree.nodes import (
     CONTAINERS,
     Dict,
     Entry,
@@ -29,10 +29,8 @@ from ckpt_tools.tree import (
     Node,
     Object,
     Where,
-    children,
-    is_hollow,
-    walk,
 )
+from ckpt_tools.tree.visit import children, is_hollow, walk
 
 
 def _decode_zip(source: Source) -> Decoded:
@@ -62,7 +60,7 @@ class Checkpoint:
     Attributes:
         path: the file. file_bytes: its size in bytes.
         container: "torch-zip", "torch-legacy", "torchscript", "safetensors" ...: docs/containers.md has them all.
-        root: the tree (see `ckpt_tools.tree`).
+        root: the tree (see `ckpt_tools.tree.nodes`).
         decoded: everything that the container's reader found.
     """
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ckpt_tools import tree
 from ckpt_tools.io.content import Computed, Content, chunks
 from ckpt_tools.numeric import part, row_major
-from ckpt_tools.tree import (
+from ckpt_tools.tree import exchange, nodes, visit
+from ckpt_tools.tree.nodes import (
     Entry,
     Node,
     Storage,
@@ -48,11 +48,11 @@ def compact(root: Node, *, verify: bool = False) -> tuple[Node, Compacted]:
     """
     views: dict[int, list[Entry]] = {}
     pinned: set[int] = set()
-    for node in tree.reachable(root):
+    for node in visit.reachable(root):
         if type(node) is Entry:
             views.setdefault(id(node.storage), []).append(node)
-        elif type(node) in tree.CONTAINERS:
-            pinned.update(id(below) for below in tree.parts(node) if type(below) is Storage)
+        elif type(node) in nodes.CONTAINERS:
+            pinned.update(id(below) for below in visit.parts(node) if type(below) is Storage)
     moved: dict[int, Entry] = {}
     count = saved = 0
     for entries in views.values():
@@ -66,7 +66,7 @@ def compact(root: Node, *, verify: bool = False) -> tuple[Node, Compacted]:
             count, saved = count + 1, saved + storage.nbytes - sum(kept.values())
     if not moved:
         return root, Compacted()
-    root = tree.replace(root, lambda node: moved.get(id(node), node) if type(node) is Entry else node)
+    root = exchange.replace(root, lambda node: moved.get(id(node), node) if type(node) is Entry else node)
     return root, Compacted(count, saved)
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from ckpt_tools.io.content import Content, equal_chunks
 from ckpt_tools.numeric import lazy_bits, part, row_major
-from ckpt_tools.tree import (
+from ckpt_tools.tree.nodes import (
     PLAIN,
     Entry,
     Global,
     Node,
     Object,
     Storage,
-    reachable,
-    walk,
 )
+from ckpt_tools.tree.visit import reachable, walk
 
 
 def same_bytes(left: Entry, right: Entry) -> bool:

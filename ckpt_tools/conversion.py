@@ -24,7 +24,6 @@ from ckpt_tools.checkpoint import (
 )
 from ckpt_tools.containers import safetensors, torch_zip_layout
 from ckpt_tools.converted import Converted, Note, ObjectFate
-from ckpt_tools.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
@@ -34,7 +33,8 @@ from ckpt_tools.name_edits import Names, several
 from ckpt_tools.partitions import partition
 from ckpt_tools.plain_values import is_array
 from ckpt_tools.text import dotted, listed
-from ckpt_tools.tree import Node
+from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
+from ckpt_tools.tree.nodes import Node
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors"}
 _RESERVE = 4096  # bytes of room in a safetensors header

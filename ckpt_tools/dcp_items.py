@@ -15,14 +15,14 @@ from ckpt_tools.errors import CollisionError, ContainerLimitError
 from ckpt_tools.io.content import Content, to_bytes
 from ckpt_tools.numeric import row_major, view_of
 from ckpt_tools.text import dotted
-from ckpt_tools.tree import (
+from ckpt_tools.tree.nodes import (
     PLAIN,
     Dict,
     Entry,
     List,
     Node,
-    component,
 )
+from ckpt_tools.tree.visit import component
 
 Path = tuple[str | int, ...]
 

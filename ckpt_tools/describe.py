@@ -21,14 +21,14 @@ from ckpt_tools.checkpoint import (
 )
 from ckpt_tools.containers.base import PROGRAMS
 from ckpt_tools.errors import LimitError
-from ckpt_tools.findings import Finding, mending
-from ckpt_tools.modules import is_module, settings
-from ckpt_tools.names import MODULE, wrappers_in
 from ckpt_tools.partitions import partition
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plain import as_value, is_known
 from ckpt_tools.text import dotted, listed
-from ckpt_tools.tree import (
+from ckpt_tools.tree.findings import Finding, mending
+from ckpt_tools.tree.modules import is_module, settings
+from ckpt_tools.tree.names import MODULE, wrappers_in
+from ckpt_tools.tree.nodes import (
     PLAIN,
     Dict,
     Entry,
@@ -38,9 +38,8 @@ from ckpt_tools.tree import (
     Object,
     Storage,
     Where,
-    reachable,
-    walk,
 )
+from ckpt_tools.tree.visit import reachable, walk
 
 MAX_VALUES = 1000
 MAX_TEXT = 4096

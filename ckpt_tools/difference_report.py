@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt_tools.names import wrappers_in
 from ckpt_tools.renames import Pair, removed_prefix
 from ckpt_tools.sides import Side
 from ckpt_tools.text import dotted
+from ckpt_tools.tree.names import wrappers_in
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from ckpt_tools.sides import (
     open_side,
 )
 from ckpt_tools.text import dotted
-from ckpt_tools.tree import Entry
+from ckpt_tools.tree.nodes import Entry
 
 if TYPE_CHECKING:
     from ckpt_tools.io.writer import Progress

@@ -26,10 +26,10 @@ from ckpt_tools.initialisers import (
     settle,
 )
 from ckpt_tools.io.content import Content
-from ckpt_tools.names import module_paths
 from ckpt_tools.plans import Plan
 from ckpt_tools.text import listed
-from ckpt_tools.tree import (
+from ckpt_tools.tree.names import module_paths
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Node,

@@ -23,17 +23,15 @@ from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.io.content import Content
 from ckpt_tools.numeric import row_major, view_of
 from ckpt_tools.text import dotted
-from ckpt_tools.tree import (
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     List,
     Node,
     Object,
     Where,
-    children,
-    component,
-    walk,
 )
+from ckpt_tools.tree.visit import children, component, walk
 
 
 @dataclass(slots=True)

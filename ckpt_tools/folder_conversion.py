@@ -20,7 +20,7 @@ from ckpt_tools.io.output_folder import Staging, check_folder, replacing_folder
 from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.sharding import Shards
-from ckpt_tools.tree import Node
+from ckpt_tools.tree.nodes import Node
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException

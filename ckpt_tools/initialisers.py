@@ -15,9 +15,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt_tools import draws
-from ckpt_tools.dtypes import DTYPES, DType
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.io.content import Computed
+from ckpt_tools.tree.dtypes import DTYPES, DType
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.name_edits import Names
-from ckpt_tools.tree import Node
+from ckpt_tools.tree.nodes import Node
 
 if TYPE_CHECKING:
     from ckpt_tools.convert import ObjectsPolicy

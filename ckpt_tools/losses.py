@@ -21,23 +21,22 @@ from ckpt_tools.checkpoint import (
     is_tensor,
 )
 from ckpt_tools.errors import ObjectsError
-from ckpt_tools.modules import (
+from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree.modules import (
     attributes,
     hidden_names,
     is_module,
     mapping,
 )
-from ckpt_tools.text import dotted, listed
-from ckpt_tools.tree import (
+from ckpt_tools.tree.nodes import (
     Entry,
     Global,
     Node,
     Object,
     Storage,
     Where,
-    reachable,
-    walk,
 )
+from ckpt_tools.tree.visit import reachable, walk
 
 OUTSIDE = "no part of the state dict: a buffer with persistent=False, or computed from a parameter"
 _SCRIPT_CLASSES = ("torch.ScriptObject", "__torch__.torch.classes.")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools import names, transforms
+from ckpt_tools import transforms
 from ckpt_tools.checkpoint import StateDict, find_state_dicts
 from ckpt_tools.converted import Converted, Note, RenamedNames
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.transforms import Rename
-from ckpt_tools.tree import Node
+from ckpt_tools.tree import names
+from ckpt_tools.tree.nodes import Node
 
 
 class Names:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_tools.dtypes import DType
 from ckpt_tools.io.content import (
     CHUNK,
     Computed,
@@ -19,7 +18,8 @@ from ckpt_tools.io.content import (
     equal_chunks,
     read_into,
 )
-from ckpt_tools.tree import Entry
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.nodes import Entry
 
 if TYPE_CHECKING:
     import torch

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools import losses, plain, tree
+from ckpt_tools import losses, plain
 from ckpt_tools.checkpoint import Checkpoint, find_tensors
 from ckpt_tools.containers.base import PROGRAMS
 from ckpt_tools.converted import Converted, Note, ObjectFate
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
-from ckpt_tools.modules import is_module
 from ckpt_tools.text import dotted
-from ckpt_tools.tree import DROP, Node, Where
+from ckpt_tools.tree import visit
+from ckpt_tools.tree.exchange import DROP
+from ckpt_tools.tree.modules import is_module
+from ckpt_tools.tree.nodes import Node, Where
 
 
 def modules_first(root: Node, report: Converted) -> Node:
@@ -19,7 +21,7 @@ def modules_first(root: Node, report: Converted) -> Node:
     from ckpt_tools.slimming import modules_as_state_dicts
 
     seen: set[int] = set()
-    for where, module in tree.walk(root, stop=is_module, plain=False):
+    for where, module in visit.walk(root, stop=is_module, plain=False):
         if is_module(module) and id(module) not in seen:
             seen.add(id(module))
             report.objects.append(ObjectFate(list(where), module.name, "dict"))

@@ -6,8 +6,8 @@ Source: deepspeed/runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`
 
 from __future__ import annotations
 
-from ckpt_tools.modules import attributes
-from ckpt_tools.tree import (
+from ckpt_tools.tree.modules import attributes
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     List,

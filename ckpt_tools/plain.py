@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ckpt_tools import tree
 from ckpt_tools.pickling.old_tensors import VARIABLE
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_2_4
@@ -20,8 +19,10 @@ from ckpt_tools.plain_values import (
     plain_object,
     plain_subclass,
 )  # fmt: skip
-from ckpt_tools.tree import (
-    DROP,
+from ckpt_tools.tree import exchange, visit
+from ckpt_tools.tree import nodes as tree
+from ckpt_tools.tree.exchange import DROP
+from ckpt_tools.tree.nodes import (
     ByteString,
     Dict,
     Entry,
@@ -91,7 +92,7 @@ def find_unknown(root: Node, places: dict[int, Where] | None = None) -> list[tup
     Args:
         root: the tree. places: where its records are, if that is known.
     """
-    nodes = [(node, name) for node in tree.reachable(root) if (name := _unknown_name(node)) is not None]
+    nodes = [(node, name) for node in visit.reachable(root) if (name := _unknown_name(node)) is not None]
     if not nodes:
         return []
     places = _places(root) if places is None else places
@@ -113,14 +114,14 @@ def _unknown_name(node: Node) -> str | None:
 def _places(root: Node, *, values: bool = False) -> dict[int, Where]:
     """Where each container and record is met first; with `values`, bytes too."""
     places: dict[int, Where] = {}
-    for where, node in tree.walk(root, plain=False, values=_BYTES if values else frozenset()):
+    for where, node in visit.walk(root, plain=False, values=_BYTES if values else frozenset()):
         if type(node) in tree.PLAIN and type(node) is not bytes:
             continue
         places.setdefault(id(node), where)
         if type(node) is Dict:
             for key, _ in node.items:
                 if type(key) in (Object, Global, bytes):
-                    places.setdefault(id(key), (*where, tree.component(key)))
+                    places.setdefault(id(key), (*where, visit.component(key)))
     return places
 
 
@@ -151,7 +152,7 @@ def _known_tensor(entry: Entry) -> Entry:
     """A tensor without a class that nobody knows, and without attributes of such classes."""
     extras = entry.extras
     if extras is None or all(_unknown_name(node) is None for part in (extras.python_type, extras.state, extras.hooks)
-                             for node in tree.reachable(part)):  # fmt: skip
+                             for node in visit.reachable(part)):  # fmt: skip
         return entry
     return replace(entry, extras=replace(extras, python_type=None, state=None, hooks=None) if extras.metadata else None)
 
@@ -197,7 +198,7 @@ def _exchange(
             fates.append(Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)))
         return new
 
-    return tree.replace(root, noting, values=values), fates
+    return exchange.replace(root, noting, values=values), fates
 
 
 def _name(node: Node) -> str:
@@ -248,7 +249,7 @@ def _plain_tensor(entry: Entry) -> Entry:
 
 def newer_dtypes(root: Node) -> list[str]:
     """The dtypes of tensors below `root` that torch 2.4's weights_only does not know."""
-    found = {node.dtype.name: None for node in tree.reachable(root) if type(node) is Entry}
+    found = {node.dtype.name: None for node in visit.reachable(root) if type(node) is Entry}
     return [name for name in found if Global("torch", name) not in ALLOWED_2_4]
 
 
@@ -274,7 +275,7 @@ def _makes_array(node: Node) -> bool:
 
 def arrays_as_tensors(root: Node) -> tuple[Node, list[Fate]]:
     """Exchange pickled NumPy arrays of numbers for tensors, and nothing else."""
-    if not any(map(_makes_array, (node for _, node in tree.walk(root, plain=False, entries=False)))):
+    if not any(map(_makes_array, (node for _, node in visit.walk(root, plain=False, entries=False)))):
         return root, []
     numbers = iter(range(1 << 62))
     return _exchange(root, lambda node: as_array(node, lambda: f"array{next(numbers)}") or node, _places(root), [])

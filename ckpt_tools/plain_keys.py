@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckpt_tools import tree
-from ckpt_tools.tree import (
-    DROP,
+from ckpt_tools.tree import visit
+from ckpt_tools.tree.exchange import DROP
+from ckpt_tools.tree.nodes import (
     Dict,
     Global,
     List,
@@ -36,7 +36,7 @@ def plain_keys(root: Node, plain: Plain, simple: frozenset[type] = _SIMPLE) -> l
         The objects, each with what it became.
     """
     keys = _Keys(plain, simple)
-    for node in list(tree.reachable(root)):
+    for node in list(visit.reachable(root)):
         if type(node) is Dict:
             keys.edit(node.items)
         elif type(node) is Object:

@@ -6,20 +6,20 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_tools import tree
-from ckpt_tools.dtypes import BY_NUMPY, DTYPES, UINT8
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.content import Literal
-from ckpt_tools.modules import (
+from ckpt_tools.pickling.torch_objects import unusual_tensor
+from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.tree import nodes
+from ckpt_tools.tree.dtypes import BY_NUMPY, DTYPES, UINT8
+from ckpt_tools.tree.exchange import DROP
+from ckpt_tools.tree.modules import (
     attributes,
     is_module,
     mapping,
     module_state_dict,
 )
-from ckpt_tools.pickling.torch_objects import unusual_tensor
-from ckpt_tools.pickling.weights_only import ALLOWED
-from ckpt_tools.tree import (
-    DROP,
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Global,
@@ -318,7 +318,7 @@ def _array(shape: Any, kind: Node, fortran: Any, data: Any, key: Key) -> Node:
     entry = Entry(Storage(key(), dtype if dtype.storage else None, len(data), "cpu", Literal(data)), dtype, shape, stride, 0)
     if len(data) != entry.nbytes:
         raise ValueError("an array whose bytes are not its elements")
-    tree.check(entry)
+    nodes.check(entry)
     return entry
 
 

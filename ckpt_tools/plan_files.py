@@ -23,7 +23,7 @@ from ckpt_tools.plans import (
     check,
 )
 from ckpt_tools.text import printable
-from ckpt_tools.tree import MAX_DIMENSIONS, MAX_ELEMENTS
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS
 
 FORMAT = "ckpt-plan-1"
 _HEAD = f"""\

@@ -19,7 +19,7 @@ from ckpt_tools.match import Matching
 from ckpt_tools.match.records import Shape
 from ckpt_tools.numeric import lazy_bits, part, row_major
 from ckpt_tools.transforms import rename_metadata
-from ckpt_tools.tree import (
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Node,

@@ -9,7 +9,7 @@ from ckpt_tools.checkpoint import StateDict, is_tensor
 from ckpt_tools.match import match
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.targets import Param
-from ckpt_tools.tree import Entry, Node
+from ckpt_tools.tree.nodes import Entry, Node
 
 MOST_FOR_STRUCTURE = 20_000  # names on both sides together
 

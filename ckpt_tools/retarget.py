@@ -53,7 +53,7 @@ from ckpt_tools.targets import (
     read_target,
 )
 from ckpt_tools.text import dotted
-from ckpt_tools.tree import Dict, Entry, Node
+from ckpt_tools.tree.nodes import Dict, Entry, Node
 
 if TYPE_CHECKING:
     import torch

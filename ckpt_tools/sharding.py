@@ -12,7 +12,7 @@ from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.containers import safetensors, sharded, torch_zip_layout
 from ckpt_tools.flatten import Flat
 from ckpt_tools.io.content import Piece
-from ckpt_tools.tree import Dict, Node
+from ckpt_tools.tree.nodes import Dict, Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from ckpt_tools import tree
 from ckpt_tools.checkpoint import (
     StateDict,
     find_state_dicts,
@@ -14,23 +13,24 @@ from ckpt_tools.checkpoint import (
 )
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.losses import is_part
-from ckpt_tools.modules import is_module, module_state_dict
 from ckpt_tools.text import dotted
-from ckpt_tools.tree import (
+from ckpt_tools.tree import exchange, visit
+from ckpt_tools.tree.modules import is_module, module_state_dict
+from ckpt_tools.tree.nodes import (
     Dict,
     List,
     Node,
     Object,
     Where,
-    walk,
 )
+from ckpt_tools.tree.visit import walk
 
 # --- --slim
 
 
 def modules_as_state_dicts(root: Node) -> Node:
     """Exchange pickled modules for their state dicts; what else is an object is left for `plain.drop_unknown`."""
-    return tree.replace(root, lambda node: module_state_dict(node) if type(node) is Object and is_module(node) else node)
+    return exchange.replace(root, lambda node: module_state_dict(node) if type(node) is Object and is_module(node) else node)
 
 
 def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
@@ -52,9 +52,9 @@ def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
     root = _in_tuple((), root, kept, gone)
     for where, node in list(walk(root, stop=lambda node: is_tensor(node) or _training_state((), node) is not None)):
         if type(node) is Dict:
-            pairs = [(key, _in_tuple((*where, tree.component(key)), value, kept, gone)) for key, value in node.items]
+            pairs = [(key, _in_tuple((*where, visit.component(key)), value, kept, gone)) for key, value in node.items]
             node.items[:] = [
-                pair for pair in pairs if not _unwanted((*where, tree.component(pair[0])), pair[1], node, kept, gone)
+                pair for pair in pairs if not _unwanted((*where, visit.component(pair[0])), pair[1], node, kept, gone)
             ]
         elif type(node) is List:
             rows = [_in_tuple((*where, index), row, kept, gone) for index, row in enumerate(node.items)]

@@ -28,7 +28,7 @@ from ckpt_tools.checkpoint import (
 from ckpt_tools.errors import NothingMatchedError, TargetError, UsageError
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted
-from ckpt_tools.tree import Dict, Entry, Node
+from ckpt_tools.tree.nodes import Dict, Entry, Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from ckpt_tools.numeric import (
 )
 from ckpt_tools.sides import check_effort, open_side
 from ckpt_tools.text import did_you_mean, dotted
-from ckpt_tools.tree import Entry
+from ckpt_tools.tree.nodes import Entry
 
 if TYPE_CHECKING:
     from ckpt_tools.io.writer import Progress

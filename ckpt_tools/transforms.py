@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from fnmatch import translate
 from shlex import quote
 
-from ckpt_tools import tree
 from ckpt_tools.checkpoint import (
     StateDict,
     find_optimizers,
@@ -18,17 +17,18 @@ from ckpt_tools.checkpoint import (
     is_tensor,
 )
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
-from ckpt_tools.names import check_unique, move_metadata
 from ckpt_tools.text import did_you_mean, dotted
-from ckpt_tools.tree import (
+from ckpt_tools.tree import exchange, nodes, visit
+from ckpt_tools.tree.names import check_unique, move_metadata
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     List,
     Node,
     Storage,
     Where,
-    walk,
 )
+from ckpt_tools.tree.visit import walk
 
 Rename = Callable[[str], str]
 
@@ -187,7 +187,7 @@ def _at(root: Node, path: str) -> Iterator[tuple[Where, Node]]:
             yield where, node
             if where:
                 continue
-        for key, child in () if is_tensor(node) else tree.children(node):
+        for key, child in () if is_tensor(node) else visit.children(node):
             below = (*where, key)
             if below == exact[: len(below)] if exact is not None else f"{path}.".startswith(f"{dotted(below)}."):
                 pending.append((below, child))
@@ -219,7 +219,7 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: C
     lost: dict[int, tuple[Where, Dict | List, list[int]]] = {}  # what each dict or list loses, and where it was met first
     inside: Where | None = None  # the walk goes depth first: what lies in a dropped place follows right behind it
     for where, node in walk(root, stop=is_tensor):
-        if type(node) in tree.CONTAINERS and where in gone:
+        if type(node) in nodes.CONTAINERS and where in gone:
             inside = where
         if type(node) not in (Dict, List, tuple):
             continue
@@ -289,7 +289,7 @@ class _Globs:
             return self._elements(where, node)
         paths = {}
         for index, (key, _) in enumerate(node.items):
-            path = (*where, tree.component(key))
+            path = (*where, visit.component(key))
             texts = [dotted(path), key] if key in own else [dotted(path)]
             unkept = key in own and bool(self.keep) and not self.match(self.keep, texts)
             if self.match(self.drop, texts) or unkept:
@@ -300,7 +300,7 @@ class _Globs:
         """The elements of a list or tuple that --drop names exactly, by their paths."""
         prefix = dotted((*where, ""))
         wanted = {path for path in self.drop if path.startswith(prefix)}
-        paths = {index: (*where, index) for index, _ in enumerate(tree.children(node))} if wanted else {}
+        paths = {index: (*where, index) for index, _ in enumerate(visit.children(node))} if wanted else {}
         paths = {index: path for index, path in paths.items() if dotted(path) in wanted}
         for path in paths.values():
             self.unused.pop(dotted(path), None)
@@ -382,7 +382,7 @@ def map_storages(root: Node, change: Callable[[Storage], Storage]) -> Node:
             return replace(node, storage=storage, dtype=storage.dtype if moved and storage.dtype else node.dtype)
         return node
 
-    return tree.replace(root, swap)
+    return exchange.replace(root, swap)
 
 
 def map_devices(root: Node, change: Callable[[str], str]) -> tuple[Node, dict[str, int]]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_tools.tree import component
+from ckpt_tools.tree.visit import component
 
 LEAVES = (int, str, bytes, type(None), torch.dtype, torch.device, type, FunctionType, BuiltinFunctionType)
 

@@ -41,7 +41,7 @@ from ckpt_tools.io.content import (
     Range,
     read,
 )
-from ckpt_tools.tree import Entry
+from ckpt_tools.tree.nodes import Entry
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

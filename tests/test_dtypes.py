@@ -10,13 +10,13 @@ import safetensors.torch
 import torch
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from ckpt_tools.dtypes import (
+from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.tree.dtypes import (
     BY_SAFETENSORS,
     BY_STORAGE,
     CAST_TARGETS,
     DTYPES,
 )
-from ckpt_tools.pickling.weights_only import ALLOWED
 
 TORCH = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 STORAGES = {str(dtype).removeprefix("torch."): name for dtype, name in torch.storage._dtype_to_storage_type_map().items()}

@@ -20,7 +20,6 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.containers.safetensors import lay_out
-from ckpt_tools.dtypes import DTYPES as ALL_DTYPES
 from ckpt_tools.errors import ChecksumError, CkptError, NotACheckpointError
 from ckpt_tools.io import cloning, writer
 from ckpt_tools.io.content import (
@@ -36,13 +35,14 @@ from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.pickling.writer import write_pickle
 from ckpt_tools.text import dotted
 from ckpt_tools.transforms import select
-from ckpt_tools.tree import (
+from ckpt_tools.tree.dtypes import DTYPES as ALL_DTYPES
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     List,
     Storage,
-    walk,
 )
+from ckpt_tools.tree.visit import walk
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2)
 

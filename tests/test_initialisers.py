@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt_tools import draws
-from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.initialisers import (
     Blank,
@@ -26,6 +25,7 @@ from ckpt_tools.initialisers import (
     settle,
 )
 from ckpt_tools.io.content import read
+from ckpt_tools.tree.dtypes import DTYPES
 
 FLOAT32 = DTYPES["float32"]
 SHAPE = (200, 1024)

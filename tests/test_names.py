@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpt_tools import names
 from ckpt_tools.errors import CollisionError
+from ckpt_tools.tree import names
 from fixtures.make import UsersModule, Wrapped, network
 
 

@@ -34,7 +34,7 @@ from ckpt_tools.errors import (
     ObjectsError,
 )
 from ckpt_tools.pickling.weights_only import ALLOWED_2_4
-from ckpt_tools.tree import Global
+from ckpt_tools.tree.nodes import Global
 from fixtures.make import network
 from tests import classes
 from tests.graphs import assert_same, element_bytes

@@ -24,7 +24,7 @@ from ckpt_tools.errors import (
     PickleError,
 )
 from ckpt_tools.io.content import Literal, Range
-from ckpt_tools.tree import Entry
+from ckpt_tools.tree.nodes import Entry
 from tests.conftest import small_model
 from tests.graphs import assert_same, live_tensors
 from tests.hostile.pickles import call, dict_of, integer, text

@@ -31,8 +31,8 @@ from ckpt_tools.errors import (
     OutputExistsError,
     RemoteError,
 )
-from ckpt_tools.findings import mending
 from ckpt_tools.torch import load_state_dict
+from ckpt_tools.tree.findings import mending
 from tests.servers import Server
 
 

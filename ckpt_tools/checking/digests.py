@@ -19,8 +19,8 @@ from pathlib import Path
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DigestError
-from ckpt_tools.names import unwrap
-from ckpt_tools.tree import Entry, Where
+from ckpt_tools.tree.names import unwrap
+from ckpt_tools.tree.nodes import Entry, Where
 
 HEAD = '# ckpt digest 1: SHA-256 of "DTYPE [SHAPE]\\n" and the elements row-major, little-endian'
 

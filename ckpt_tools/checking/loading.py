@@ -15,11 +15,11 @@ from importlib.util import find_spec
 
 from ckpt_tools.checking import torch_errors
 from ckpt_tools.checkpoint import Checkpoint
-from ckpt_tools.findings import Finding, mending
-from ckpt_tools.names import unwrap
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import listed
-from ckpt_tools.tree import Global
+from ckpt_tools.tree.findings import Finding, mending
+from ckpt_tools.tree.names import unwrap
+from ckpt_tools.tree.nodes import Global
 
 _OBJECTS = "--objects plain"
 _LONGEST_TAG = 20  # "cuda:" and more digits than any machine has devices

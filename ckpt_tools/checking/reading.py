@@ -25,12 +25,8 @@ from ckpt_tools.io.content import Deflated, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.numeric import lazy_bits, row_major, view_of
-from ckpt_tools.tree import (
-    Entry,
-    Storage,
-    Where,
-    reachable,
-)
+from ckpt_tools.tree.nodes import Entry, Storage, Where
+from ckpt_tools.tree.visit import reachable
 
 
 @dataclass(frozen=True, slots=True)

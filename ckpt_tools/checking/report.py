@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ckpt_tools.checking.digests import Compared, Digest
-from ckpt_tools.findings import Finding
+from ckpt_tools.tree.findings import Finding
 
 Verdict = Literal["healthy", "findings", "unreadable"]
 

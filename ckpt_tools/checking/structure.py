@@ -10,11 +10,12 @@ from ckpt_tools.checking.reading import Mismatch, Read, in_file
 from ckpt_tools.checkpoint import Checkpoint
 from ckpt_tools.containers.base import Decoded
 from ckpt_tools.containers.zip_directory import ALIGNMENT, DESCRIPTOR_64, Record
-from ckpt_tools.findings import Finding, mending
 from ckpt_tools.io.content import Deflated, Range
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.text import dotted, listed
-from ckpt_tools.tree import Storage, reachable
+from ckpt_tools.tree.findings import Finding, mending
+from ckpt_tools.tree.nodes import Storage
+from ckpt_tools.tree.visit import reachable
 
 _SHARD = re.compile(r"(?:-\d{5}-of-\d{5}\.(?:safetensors|bin)|\.distcp)$")
 _GAP_FROM = 1 << 20

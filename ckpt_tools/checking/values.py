@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from ckpt_tools.checkpoint import StateDict
 from ckpt_tools.counting import ValueCount
-from ckpt_tools.findings import Finding
-from ckpt_tools.tree import Entry, Where
+from ckpt_tools.tree.findings import Finding
+from ckpt_tools.tree.nodes import Entry, Where
 
 HEADS = frozenset(("fc", "head", "heads", "classifier", "score", "lm_head", "logits", "linear", "output", "output_layer"))
 _FEWEST = 100

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import settle
-from ckpt_tools.tree import Global, Node
+from ckpt_tools.tree.nodes import Global, Node
 
 if TYPE_CHECKING:
     from ckpt_tools.containers.zip_directory import Record

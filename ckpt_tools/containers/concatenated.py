@@ -15,7 +15,7 @@ from ckpt_tools.containers.zip_directory import END, END64, LOCATOR64
 from ckpt_tools.errors import UnsupportedContainerError
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
-from ckpt_tools.tree import List
+from ckpt_tools.tree.nodes import List
 
 _ENDS = END64.size + LOCATOR64.size + END.size  # as torch ends every archive, without a comment
 

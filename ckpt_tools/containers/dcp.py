@@ -22,7 +22,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from ckpt_tools import limits, tree
+from ckpt_tools import limits
 from ckpt_tools.assembly import (
     Chunk,
     Sizes,
@@ -32,7 +32,6 @@ from ckpt_tools.assembly import (
 from ckpt_tools.containers import archives, safetensors
 from ckpt_tools.containers.base import Decoded, is_zip
 from ckpt_tools.containers.sharded import Keys, joined
-from ckpt_tools.dtypes import DTYPES, DType
 from ckpt_tools.errors import (
     CkptError,
     DamagedFileError,
@@ -51,7 +50,9 @@ from ckpt_tools.numeric import row_major, swapped
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
-from ckpt_tools.tree import (
+from ckpt_tools.tree import exchange, nodes
+from ckpt_tools.tree.dtypes import DTYPES, DType
+from ckpt_tools.tree.nodes import (
     MAX_ELEMENTS,
     Dict,
     Entry,
@@ -141,7 +142,7 @@ def _pairs(node: Node, what: str) -> list[tuple[Node, Node]]:
 
 def _sizes(node: Node) -> Sizes:
     found = sizes_of(node)
-    if found is None or any(size < 0 for size in found) or prod(found) > MAX_ELEMENTS or len(found) > tree.MAX_DIMENSIONS:
+    if found is None or any(size < 0 for size in found) or prod(found) > MAX_ELEMENTS or len(found) > nodes.MAX_DIMENSIONS:
         raise DamagedFileError("The metadata has an impossible size.")
     return found
 
@@ -248,7 +249,7 @@ class _Reader:
             return known if known.requires_grad == requires_grad else replace(known, requires_grad=requires_grad)
         storage = Storage(self.keys.next(), waiting.dtype, nbytes, "cpu", Computed(nbytes, waiting.chunks))
         entry = Entry(storage, waiting.dtype, shape, contiguous_stride(shape), 0, requires_grad)
-        tree.check(entry, repr(waiting.name))
+        nodes.check(entry, repr(waiting.name))
         self.waiting[id(storage.content)] = (storage.content, waiting)
         self.tied[same] = entry
         return entry
@@ -321,7 +322,7 @@ class _Reader:
                 return replace(node, storage=settled(node.storage))
             return node
 
-        return tree.replace(root, swap)
+        return exchange.replace(root, swap)
 
 
 @dataclass(frozen=True)

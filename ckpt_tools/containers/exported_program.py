@@ -26,11 +26,11 @@ from ckpt_tools.containers.base import (
 from ckpt_tools.containers.sharded import Keys
 from ckpt_tools.containers.zip_bundle import Inflated, decode_archive
 from ckpt_tools.containers.zip_directory import Directory, Record
-from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.io.output import Source
 from ckpt_tools.text import some
-from ckpt_tools.tree import (
+from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Node,

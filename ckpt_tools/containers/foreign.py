@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
-from ckpt_tools.findings import mending
 from ckpt_tools.io.output import Source
+from ckpt_tools.tree.findings import mending
 
 # What torch wrote before 1.6: the pickled magic number 0x1950a86a20f9469cfc6c.
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."

@@ -12,15 +12,12 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools import tree
-from ckpt_tools.dtypes import UINT8
 from ckpt_tools.errors import (
     DamagedFileError,
     LimitError,
     PickleError,
     TensorError,
 )
-from ckpt_tools.findings import GET_AGAIN
 from ckpt_tools.io.content import Content, Literal, Range
 from ckpt_tools.limits import BYTES_PER_NODE
 from ckpt_tools.pickling.old_tensors import modernise
@@ -37,7 +34,10 @@ from ckpt_tools.pickling.torch_objects import (
     Storages,
     storage_dtype,
 )
-from ckpt_tools.tree import (
+from ckpt_tools.tree import exchange, visit
+from ckpt_tools.tree.dtypes import UINT8
+from ckpt_tools.tree.findings import GET_AGAIN
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Global,
@@ -278,7 +278,7 @@ class _LegacyStorages(Storages):
             below, start = found[id(node.storage)]
             return replace(node, storage=below, offset=node.offset + start // node.dtype.itemsize)
 
-        return tree.replace(root, swap)
+        return exchange.replace(root, swap)
 
 
 def _cut_out(content: Content, start: int, length: int) -> Content:
@@ -355,7 +355,7 @@ def _count(data: bytes, expected: int, *, little: bool) -> int:
 def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[str], count: int) -> DamagedFileError:
     complete = {id(storages.by_key[key][1]) for key in whole}
     below = {id(view): root for _, view, root, _ in storages.views.values()}
-    entries = [node for node in tree.reachable(root) if type(node) is Entry]
+    entries = [node for node in visit.reachable(root) if type(node) is Entry]
     used = [below.get(id(entry.storage), entry.storage) for entry in entries]
     good = sum(1 for storage in used if id(storage) in complete or not storage.nbytes)
     return DamagedFileError(

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ckpt_tools import limits, tree
+from ckpt_tools import limits
 from ckpt_tools.containers.base import (
     Decoded,
     Warned,
@@ -27,7 +27,6 @@ from ckpt_tools.containers.base import (
 from ckpt_tools.containers.legacy_stream import Blobs
 from ckpt_tools.containers.torch_zip import record_content, record_head
 from ckpt_tools.containers.zip_directory import Directory, Record
-from ckpt_tools.dtypes import BY_NUMPY
 from ckpt_tools.errors import (
     DamagedFileError,
     PickleError,
@@ -45,7 +44,9 @@ from ckpt_tools.pickling.stream import (
     Part,
     Pickles,
 )
-from ckpt_tools.tree import (
+from ckpt_tools.tree import exchange, visit
+from ckpt_tools.tree.dtypes import BY_NUMPY
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Global,
@@ -284,8 +285,8 @@ class Arrays:
 
     def as_tensors(self, root: Node, blobs: Blobs) -> Node:
         """A tree from a pickle, with tensors in the places of arrays of numbers; what objects hold stays as it is."""
-        loose = {id(node) for _, node in tree.walk(root, stop=lambda node: type(node) is Object, plain=False)}
-        return tree.replace(root, lambda node: self._array(node, blobs) if id(node) in loose else node)
+        loose = {id(node) for _, node in visit.walk(root, stop=lambda node: type(node) is Object, plain=False)}
+        return exchange.replace(root, lambda node: self._array(node, blobs) if id(node) in loose else node)
 
     def _array(self, node: Node, blobs: Blobs) -> Node:
         """A pickled array of numbers as a tensor; anything else as it is."""

@@ -24,7 +24,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.stream import FilePart, Pickles
-from ckpt_tools.tree import Node, Object
+from ckpt_tools.tree.nodes import Node, Object
 
 # Protocols 2 to 5 say so. 0 and 1 do not: their pickles of a dict or list, or of a call of something well known.
 _START = re.compile(

@@ -23,9 +23,7 @@ from ckpt_tools.containers.base import (
     moves_tensors,
     repeated,
 )
-from ckpt_tools.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.errors import ContainerLimitError, SafetensorsError
-from ckpt_tools.findings import GET_AGAIN
 from ckpt_tools.io.content import (
     Content,
     Literal,
@@ -33,7 +31,9 @@ from ckpt_tools.io.content import (
     Range,
 )
 from ckpt_tools.io.output import Source
-from ckpt_tools.tree import (
+from ckpt_tools.tree.dtypes import BY_SAFETENSORS, DType
+from ckpt_tools.tree.findings import GET_AGAIN
+from ckpt_tools.tree.nodes import (
     MAX_ELEMENTS,
     Dict,
     Entry,

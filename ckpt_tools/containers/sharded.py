@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tools import limits, tree
+from ckpt_tools import limits
 from ckpt_tools.containers import safetensors
 from ckpt_tools.containers.base import Decoded, Warned, repeated
 from ckpt_tools.errors import (
@@ -31,14 +31,15 @@ from ckpt_tools.io.content import Content
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import unusual_tensor
-from ckpt_tools.tree import (
+from ckpt_tools.tree import exchange
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Node,
     Object,
     Storage,
-    reachable,
 )
+from ckpt_tools.tree.visit import reachable
 
 ORDER = "ckpt_tools.order"  # in the index's metadata: weight_map is in the state dict's order
 DecodeFile = Callable[[Source], Decoded]
@@ -218,7 +219,7 @@ class Keys:
                 return replace(node, storage=new(node.storage))
             return new(node) if type(node) is Storage else node
 
-        return tree.replace(root, swap)
+        return exchange.replace(root, swap)
 
 
 # --- laying out

@@ -29,20 +29,20 @@ from ckpt_tools.containers.legacy_stream import (
     is_stream,
     read_stream,
 )
-from ckpt_tools.dtypes import UINT8
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.io.content import Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.stream import FilePart
 from ckpt_tools.pickling.writer import Survey, write_pickle
-from ckpt_tools.tree import (
+from ckpt_tools.tree.dtypes import UINT8
+from ckpt_tools.tree.nodes import (
     Dict,
     List,
     Node,
     Object,
     Storage,
-    reachable,
 )
+from ckpt_tools.tree.visit import reachable
 
 _SYS_INFO = Dict(
     [

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.containers.base import Decoded, Warned, settled
-from ckpt_tools.dtypes import UINT8
 from ckpt_tools.errors import (
     DamagedFileError,
     PickleError,
@@ -34,7 +33,8 @@ from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine, Maker
 from ckpt_tools.pickling.stream import FilePart, Pickles
 from ckpt_tools.pickling.torch_objects import MAKERS, rebuild_tensor, storage_dtype
-from ckpt_tools.tree import (
+from ckpt_tools.tree.dtypes import UINT8
+from ckpt_tools.tree.nodes import (
     MAX_DIMENSIONS,
     Entry,
     Global,

@@ -15,7 +15,7 @@ from ckpt_tools.containers.zip_layout import ZipLayout
 from ckpt_tools.errors import ContainerLimitError, TensorError
 from ckpt_tools.io.content import Content, Literal, Piece
 from ckpt_tools.pickling.writer import Survey, write_pickle
-from ckpt_tools.tree import Node, Storage
+from ckpt_tools.tree.nodes import Node, Storage
 
 # Storages keep their offsets when that leaves a gap before them of at most this many bytes, or a 64th of all.
 _SMALL_GAP = 4096

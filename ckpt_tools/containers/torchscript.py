@@ -23,10 +23,10 @@ from ckpt_tools import limits
 from ckpt_tools.containers import torch_zip
 from ckpt_tools.containers.base import PROGRAMS, Decoded, Warned
 from ckpt_tools.containers.zip_directory import Directory, Record
-from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.io.output import Source
-from ckpt_tools.tree import (
+from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Global,
@@ -35,8 +35,8 @@ from ckpt_tools.tree import (
     Storage,
     check,
     contiguous_stride,
-    reachable,
 )
+from ckpt_tools.tree.visit import reachable
 
 _CLASS = re.compile(r"^class (\w+)\(Module\):\n((?:  __(?:parameters|buffers)__ = \[.*\]\n)*)", re.MULTILINE)
 _DECLARED = re.compile(r"__(parameters|buffers)__ = \[(.*)\]")

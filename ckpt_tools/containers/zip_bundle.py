@@ -40,7 +40,7 @@ from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.journal import write_all
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
-from ckpt_tools.tree import Dict, List, Node
+from ckpt_tools.tree.nodes import Dict, List, Node
 
 _ZIP = b"PK\x03\x04"
 _HEAD = 512  # bytes of a member that tell what it is

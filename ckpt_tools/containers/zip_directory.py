@@ -14,9 +14,9 @@ from typing import Final
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ZipError
-from ckpt_tools.findings import mending
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
+from ckpt_tools.tree.findings import mending
 
 LOCAL = Struct("<4s5H3I2H")
 CENTRAL = Struct("<4s6H3I5H2I")

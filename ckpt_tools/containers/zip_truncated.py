@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 from ckpt_tools.containers.zip_directory import LOCAL
 from ckpt_tools.errors import CkptError, ZipError
-from ckpt_tools.findings import mending
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
-from ckpt_tools.tree import Entry, Node, walk
+from ckpt_tools.tree.findings import mending
+from ckpt_tools.tree.nodes import Entry, Node
+from ckpt_tools.tree.visit import walk
 
 _HAS_DESCRIPTOR = 8
 _FIRST_WINDOW, _WINDOW = 64, 1 << 20  # small first: a file may be thousands of tiny records

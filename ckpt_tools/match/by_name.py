@@ -9,13 +9,13 @@ from typing import TypeAlias
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.match.pairing import Pairing
 from ckpt_tools.match.records import Reason
-from ckpt_tools.names import (
+from ckpt_tools.transforms import parse_rename
+from ckpt_tools.tree.names import (
     MODULE,
     check_unique,
     strip_inner,
     unwrap,
 )
-from ckpt_tools.transforms import parse_rename
 
 MAX_PREFIX_PARTS = 4
 _AVERAGED = "n_averaged"  # beside the wrapped names of an AveragedModel

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 from ckpt_tools.match.pairing import squeezed
 from ckpt_tools.match.records import Shape
-from ckpt_tools.names import unwrap
 from ckpt_tools.targets import Param
+from ckpt_tools.tree.names import unwrap
 
 Path: TypeAlias = tuple[str, ...]
 Signature: TypeAlias = tuple[tuple[str, Shape, bool], ...]

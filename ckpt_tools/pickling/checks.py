@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError
-from ckpt_tools.tree import (
+from ckpt_tools.tree.nodes import (
     PLAIN,
     Dict,
     Entry,
@@ -15,8 +15,8 @@ from ckpt_tools.tree import (
     List,
     Node,
     Object,
-    is_short_row,
 )
+from ckpt_tools.tree.visit import is_short_row
 
 UNHASHABLE = ("builtins.bytearray", "builtins.set", "collections.OrderedDict", "collections.Counter", "collections.defaultdict")
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from ckpt_tools.dtypes import UINT8
-from ckpt_tools.tree import (
+from ckpt_tools.tree.dtypes import UINT8
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Global,

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ckpt_tools import tree
-from ckpt_tools.dtypes import BY_STORAGE, DType
 from ckpt_tools.errors import TensorError
 from ckpt_tools.pickling.torch_objects import extras_of, rebuild_tensor
-from ckpt_tools.tree import (
+from ckpt_tools.tree import exchange, visit
+from ckpt_tools.tree.dtypes import BY_STORAGE, DType
+from ckpt_tools.tree.nodes import (
     Entry,
     Global,
     Node,
@@ -47,9 +47,9 @@ def modernise(root: Node, names: Iterable[Global]) -> Node:
     Raises:
         TensorError: a tensor that does not fit its storage.
     """
-    if _CLASSES.isdisjoint(names) or not any(type(node) is Object and _is_old(node) for node in tree.reachable(root)):
+    if _CLASSES.isdisjoint(names) or not any(type(node) is Object and _is_old(node) for node in visit.reachable(root)):
         return root
-    return tree.replace(root, _modern)
+    return exchange.replace(root, _modern)
 
 
 def _is_old(node: Object) -> bool:

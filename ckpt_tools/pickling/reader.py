@@ -19,7 +19,7 @@ from ckpt_tools.errors import DamagedFileError, PickleError
 from ckpt_tools.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, LONG_TEXT
 from ckpt_tools.pickling import fused
 from ckpt_tools.pickling.weights_only import BUILT
-from ckpt_tools.tree import (
+from ckpt_tools.tree.nodes import (
     ByteString,
     Dict,
     Entry,

@@ -11,7 +11,7 @@ from ckpt_tools.errors import CkptError, PickleError
 from ckpt_tools.io.content import Content, Literal, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.tree import Node
+from ckpt_tools.tree.nodes import Node
 
 WINDOW = 1 << 16
 _GROWTH, _SLOW_GROWTH = 16, 4  # up to SMALL_FILE bytes, beyond: what is read twice costs time, what is not needed memory

@@ -9,18 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tools.dtypes import (
-    BY_STORAGE,
-    DTYPES,
-    UINT8,
-    DType,
-)
 from ckpt_tools.errors import PickleError, TensorError, ZipError
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.pickling.fused import ORDERED_DICT
 from ckpt_tools.pickling.reader import Maker
 from ckpt_tools.text import some
-from ckpt_tools.tree import (
+from ckpt_tools.tree.dtypes import (
+    BY_STORAGE,
+    DTYPES,
+    UINT8,
+    DType,
+)
+from ckpt_tools.tree.nodes import (
     MAX_DIMENSIONS,
     Dict,
     Entry,

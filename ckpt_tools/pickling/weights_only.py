@@ -6,8 +6,8 @@ table with the torch that is installed.
 
 from __future__ import annotations
 
-from ckpt_tools.dtypes import BY_STORAGE, DTYPES
-from ckpt_tools.tree import Global
+from ckpt_tools.tree.dtypes import BY_STORAGE, DTYPES
+from ckpt_tools.tree.nodes import Global
 
 _DENSE = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 _SPARSE = ("BFloat16", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")

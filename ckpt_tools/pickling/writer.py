@@ -16,7 +16,7 @@ from typing import Any
 from ckpt_tools.errors import ContainerLimitError, PickleError
 from ckpt_tools.pickling.fused import ORDERED_DICT
 from ckpt_tools.pickling.reader import python3_name
-from ckpt_tools.tree import (
+from ckpt_tools.tree.nodes import (
     CONTAINERS,
     PLAIN,
     ByteString,
@@ -28,8 +28,8 @@ from ckpt_tools.tree import (
     Node,
     Object,
     Storage,
-    parts,
 )
+from ckpt_tools.tree.visit import parts
 
 _TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
 _LONG, _ROW = 64, 256

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from ckpt_tools.checking.digests import shape_text
 from ckpt_tools.checking.report import Checked
-from ckpt_tools.findings import Finding
 from ckpt_tools.render.text import (
     console,
     counted,
@@ -20,6 +19,7 @@ from ckpt_tools.render.text import (
     size_text,
 )
 from ckpt_tools.text import printable
+from ckpt_tools.tree.findings import Finding
 
 _COLOURS = {"healthy": "green", "findings": "yellow", "unreadable": "red"}
 _SPEED_FROM = 100 << 20

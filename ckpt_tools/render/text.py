@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.findings import Finding
 from ckpt_tools.text import printable
+from ckpt_tools.tree.findings import Finding
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,13 +10,13 @@ from pathlib import Path
 from ckpt_tools.containers import safetensors, torch_legacy
 from ckpt_tools.containers.safetensors import MAX_HEADER
 from ckpt_tools.errors import SafetensorsError
-from ckpt_tools.findings import counted_bytes
 from ckpt_tools.io.content import CHUNK, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.repairing.salvage import Salvaged, filled
 from ckpt_tools.transforms import map_storages
-from ckpt_tools.tree import Storage
+from ckpt_tools.tree.findings import counted_bytes
+from ckpt_tools.tree.nodes import Storage
 
 _SEARCHED = 1 << 20
 _HEADER = re.compile(rb'\{\s*"')

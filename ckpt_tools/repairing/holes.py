@@ -10,11 +10,11 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.fit import Wanted, fit
 from ckpt_tools.initialisers import Rules, blank_for
 from ckpt_tools.match import match
-from ckpt_tools.names import unwrap
 from ckpt_tools.plans import plan_of
 from ckpt_tools.targets import params_of, read_target
 from ckpt_tools.text import dotted
-from ckpt_tools.tree import Node
+from ckpt_tools.tree.names import unwrap
+from ckpt_tools.tree.nodes import Node
 
 
 class Holes:

@@ -10,23 +10,23 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools import transforms
 from ckpt_tools.checkpoint import StateDict, find_state_dicts, is_tensor
-from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.io.content import Literal
-from ckpt_tools.names import (
+from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.names import (
     INNER_WRAPPERS,
     MODULE,
     strip_inner,
     strip_module,
     unwrap,
 )
-from ckpt_tools.tree import (
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Node,
     Storage,
     Where,
-    reachable,
 )
+from ckpt_tools.tree.visit import reachable
 
 # torch.nn.modules.batchnorm._NormBase: version 2 knows num_batches_tracked, and load_state_dict asks for it from then on.
 # (detectron2's FrozenBatchNorm2d, which has running statistics and no counter, is version 3.)

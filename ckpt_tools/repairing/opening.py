@@ -30,7 +30,6 @@ from ckpt_tools.errors import (
     RepairError,
     UnsupportedContainerError,
 )
-from ckpt_tools.findings import counted_bytes, mending
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import Content, Deflated, Range
 from ckpt_tools.io.output import Source
@@ -49,7 +48,8 @@ from ckpt_tools.repairing.salvage import (
     salvage_zip,
 )
 from ckpt_tools.transforms import map_storages
-from ckpt_tools.tree import Storage
+from ckpt_tools.tree.findings import counted_bytes, mending
+from ckpt_tools.tree.nodes import Storage
 
 _REPAIRED = ("torch-zip", "torch-legacy", "torch-tar", "safetensors")
 

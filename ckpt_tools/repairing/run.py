@@ -22,14 +22,14 @@ from ckpt_tools.repairing.mends import Mended, mend, tie
 from ckpt_tools.repairing.opening import opened, scratch_place
 from ckpt_tools.repairing.report import Missing, Repaired
 from ckpt_tools.repairing.salvage import Salvaged, find_lost, leave_out
-from ckpt_tools.tree import (
-    DROP,
+from ckpt_tools.tree.exchange import DROP
+from ckpt_tools.tree.nodes import (
     Entry,
     Node,
     Storage,
     Where,
-    reachable,
 )
+from ckpt_tools.tree.visit import reachable
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,16 +31,15 @@ from ckpt_tools.repairing.zip_walk import (
     walk_zip,
 )
 from ckpt_tools.transforms import map_storages
-from ckpt_tools.tree import (
-    DROP,
+from ckpt_tools.tree.exchange import DROP, replace
+from ckpt_tools.tree.nodes import (
     Entry,
     Node,
     Object,
     Storage,
     Where,
-    reachable,
-    replace,
 )
+from ckpt_tools.tree.visit import reachable
 
 
 @dataclass(slots=True)

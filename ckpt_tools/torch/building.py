@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ckpt_tools.checkpoint import Checkpoint, is_tensor
-from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.io.content import Range, read_into
 from ckpt_tools.io.output import Source
 from ckpt_tools.numeric import lazy_bits, torch_dtype
-from ckpt_tools.tree import (
+from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Global,

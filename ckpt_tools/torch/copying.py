@@ -17,7 +17,7 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.io.output import Source
 from ckpt_tools.numeric import blocks, row_major, torch_dtype
-from ckpt_tools.tree import Entry
+from ckpt_tools.tree.nodes import Entry
 
 _STEP = 16 << 20
 _Read = tuple[Source, int, memoryview]

@@ -25,7 +25,6 @@ from ckpt_tools.choices import (
     RowChoice,
     Rows,
 )
-from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from ckpt_tools.fit import Fitted, Wanted, fit
 from ckpt_tools.initialisers import Blank, Rules, blank_in
@@ -47,7 +46,8 @@ from ckpt_tools.torch.copying import copy_all
 from ckpt_tools.torch.loading import choose, loadable
 from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
-from ckpt_tools.tree import Entry, Node
+from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.nodes import Entry, Node
 
 
 def load_into(

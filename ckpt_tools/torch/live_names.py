@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpt_tools import names
+from ckpt_tools.tree import names
 
 _StateDict = TypeVar("_StateDict", bound=Mapping[str, Any])
 

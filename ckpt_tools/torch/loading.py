@@ -7,25 +7,21 @@ from typing import Any, cast
 
 import torch
 
-from ckpt_tools import (
-    casts,
-    names,
-    plain,
-    transforms,
-)
+from ckpt_tools import casts, plain, transforms
 from ckpt_tools.checkpoint import (
     Checkpoint,
     StateDict,
     is_tensor,
     open_checkpoint,
 )
-from ckpt_tools.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.losses import check_state_dict, tensors_of
 from ckpt_tools.targets import choose_state_dict
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder, MapLocation
-from ckpt_tools.tree import Dict, Where
+from ckpt_tools.tree import names
+from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
+from ckpt_tools.tree.nodes import Dict, Where
 
 
 def load(path: str | os.PathLike[str], *, map_location: MapLocation = "cpu") -> Any:

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from ckpt_tools import names
-from ckpt_tools import tree as trees
 from ckpt_tools.containers import safetensors
 from ckpt_tools.convert import Format, output_format
-from ckpt_tools.dtypes import DTYPES, DType
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.flatten import flatten
 from ckpt_tools.io.content import CHUNK, Computed
 from ckpt_tools.io.output import Output, output_error, replacing
 from ckpt_tools.io.writer import write
 from ckpt_tools.torch.live_names import renamed_state_dict
-from ckpt_tools.tree import (
+from ckpt_tools.tree import names
+from ckpt_tools.tree import nodes as trees
+from ckpt_tools.tree.dtypes import DTYPES, DType
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     List,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ckpt_tools.dtypes import DTYPES
 from ckpt_tools.errors import TargetError
+from ckpt_tools.tree.dtypes import DTYPES
 
 Owner = tuple[torch.nn.Module, str]
 

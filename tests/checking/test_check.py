@@ -23,9 +23,9 @@ from ckpt_tools.checking.run import Wanted, check_many, load_digests
 from ckpt_tools.cli import main
 from ckpt_tools.containers.base import PROGRAMS
 from ckpt_tools.errors import DigestError, OutputExistsError, UsageError
-from ckpt_tools.findings import CODES
 from ckpt_tools.io.content import CHUNK
 from ckpt_tools.io.output import Source
+from ckpt_tools.tree.findings import CODES
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
 from tests.hostile.zips import torch_zip

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_tools import limits
-from ckpt_tools.tree import (
+from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Global,
@@ -19,8 +19,8 @@ from ckpt_tools.tree import (
     Node,
     Object,
     Where,
-    component,
 )
+from ckpt_tools.tree.visit import component
 
 # In one state dict: modules that hold themselves, or one another twice, would have endless names.
 _MAX_DEPTH = 900

@@ -1,0 +1,1 @@
+"""A checkpoint decoded: no bytes."""

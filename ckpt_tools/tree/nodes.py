@@ -1,0 +1,239 @@
+"""The decoded structure of a checkpoint: plain values, containers, entries, inert objects. No tensor data.
+
+A node is None, bool, int, float, str, bytes or a tuple of nodes, or one of the records below. `Storage`, `Entry`, `Global`
+and `ByteString` are frozen. `Dict`, `List` and `Object` have identity (they may be shared, and may contain themselves); a
+tree belongs to whoever read it, and transforms edit those three in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+
+from ckpt_tools.errors import TensorError
+from ckpt_tools.tree.dtypes import DType
+
+if TYPE_CHECKING:
+    from ckpt_tools.io.content import Content
+
+Node: TypeAlias = Any
+Where: TypeAlias = tuple["str | int", ...]
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """One run of bytes that entries view. Two entries on one storage are tied.
+
+    Attributes:
+        key: its name in the container, unique there.
+        dtype: the element type it was saved with; None for an untyped one (a run of bytes).
+        nbytes: its size in bytes.
+        device: its device tag, None where the container has none.
+        content: where the bytes are.
+    """
+
+    key: Final[str]
+    dtype: Final[DType | None]
+    nbytes: Final[int]
+    device: Final[str | None]
+    content: Final[Content]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extras:
+    """What a few tensors carry beyond their data.
+
+    Attributes:
+        hooks: the backward hooks node, where it is not the usual empty OrderedDict.
+        metadata: a Dict with the `conj` and `neg` bits of `_rebuild_tensor_v2`, or None.
+        python_type: the class of a tensor subclass (`_rebuild_from_type_v2`), or None.
+        state: Python attributes set on the tensor or parameter, or None.
+    """
+
+    hooks: Node = None
+    metadata: Node = None
+    python_type: Global | None = None
+    state: Node = None
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One tensor: a view on a storage. Stride and offset count elements, as in torch."""
+
+    storage: Final[Storage]
+    dtype: Final[DType]
+    shape: Final[tuple[int, ...]]
+    stride: Final[tuple[int, ...]]
+    offset: Final[int]
+    requires_grad: Final[bool] = False
+    kind: Final[Literal["tensor", "parameter"]] = "tensor"
+    extras: Final[Extras | None] = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the elements need, row-major."""
+        return self.numel * self.dtype.bits // 8
+
+    @property
+    def span(self) -> int:
+        """Elements of its storage from the first to the last, those between them included; 0 for an empty tensor."""
+        span = _span(self.shape, self.stride)
+        return span if isinstance(span, int) else 0
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie row-major without gaps (strides of dimensions of size 1 do not matter)."""
+        return is_contiguous(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function that the file names; never imported. Python 2 module names are already mapped."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ByteString:
+    """A Python 2 byte string whose bytes are not UTF-8 text."""
+
+    data: bytes
+
+
+class Dict:
+    """A dict or an OrderedDict. `items` are (key, value) pairs in order, keys unique; `attributes` its `__dict__`."""
+
+    __slots__ = ("attributes", "items", "ordered")
+
+    def __init__(self, items: list[tuple[Node, Node]] | None = None, *, ordered: bool = False) -> None:
+        self.items: list[tuple[Node, Node]] = [] if items is None else items
+        self.ordered = ordered
+        self.attributes: Dict | None = None
+
+    def get(self, key: str) -> Node:
+        """The value under `key`, or None."""
+        return next((value for name, value in self.items if type(name) is str and name == key), None)
+
+    def __contains__(self, key: str) -> bool:
+        return any(type(name) is str and name == key for name, _ in self.items)
+
+
+class List:
+    """A list."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: list[Node] | None = None) -> None:
+        self.items: list[Node] = [] if items is None else items
+
+
+Call: TypeAlias = Literal["reduce", "new", "new_ex", "none"]
+
+
+class Object:
+    """A Python object that is not plain data, as an inert record of how a pickle would build it.
+
+    Attributes:
+        call: "reduce" for `function(*args)`, "new" for `class.__new__(class, *args)`, "new_ex" with keyword arguments,
+            "none" where the steps happen to the function or class itself.
+        function: what would be called; nearly always a Global.
+        args: the tuple node of arguments.
+        kwargs: keyword arguments of "new_ex", else None.
+        steps: what happened to it next, in order: ("append", [nodes]), ("set", [pairs]), ("build", state).
+    """
+
+    __slots__ = ("args", "call", "function", "kwargs", "steps")
+
+    def __init__(self, call: Call, function: Node, args: Node, kwargs: Node = None) -> None:
+        self.call, self.function, self.args, self.kwargs = call, function, args, kwargs
+        self.steps: list[tuple[Literal["append", "set", "build"], Node]] = []
+
+    @property
+    def name(self) -> str:
+        """The name of its function; one that is computed has none, and its text could be as long as the file likes."""
+        return str(self.function) if type(self.function) is Global else "<a computed function>"
+
+    @property
+    def state(self) -> Node:
+        """The state of the last "build" step, or None."""
+        return next((value for step, value in reversed(self.steps) if step == "build"), None)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a row-major tensor of this shape, as torch counts them (a size of 0 counts as 1)."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@lru_cache(maxsize=4096)
+def is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether this stride is row-major for this shape."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True
+
+
+MAX_ELEMENTS = 2**59
+MAX_DIMENSIONS = 1024
+
+
+def check(entry: Entry, name: str = "a tensor") -> None:
+    """Raise TensorError unless the view lies inside its storage. Every reader's result and writer's input passes here."""
+    offset, storage = entry.offset, entry.storage
+    span = _span(entry.shape, entry.stride)
+    if isinstance(span, str):
+        raise TensorError(f"{name} {span}.")
+    if not 0 <= offset < 1 << 63:
+        raise TensorError(f"{name} {'claims an offset over 2**63' if offset > 0 else _NEGATIVE}.")
+    end = (offset + span) * entry.dtype.bits
+    if span and end > storage.nbytes * 8:
+        raise TensorError(
+            f"{name} reaches outside its storage.",
+            why=f"Its last element ends at byte {end // 8}; storage {storage.key!r} has {storage.nbytes} bytes.",
+        )
+
+
+_NEGATIVE = "has a negative size, stride or offset"
+
+
+@lru_cache(maxsize=4096)
+def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | str:
+    """Elements from the first to the last, 0 for none; as text, why no tensor has these. Models repeat few shapes."""
+    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
+        return f"has {len(shape)} sizes and {len(stride)} strides"
+    if shape and min(*shape, *stride) < 0:
+        return _NEGATIVE
+    last, numel = 0, 1
+    for size, step in zip(shape, stride, strict=True):
+        numel *= size
+        last += (size - 1) * step
+        if numel > MAX_ELEMENTS or step.bit_length() > 63:
+            return f"claims {len(shape)} dimensions with more than 2**59 elements, or a stride over 2**63"
+    return last + 1 if numel else 0
+
+
+CONTAINERS = (Dict, List, Object, tuple)
+PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+RECORDS = (Entry, Object, Storage, Global, ByteString)
