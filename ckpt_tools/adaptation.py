@@ -23,8 +23,8 @@ from ckpt_tools.io.content import (
     Range,
     read,
 )
-from ckpt_tools.numeric import part, row_major, torch_dtype
 from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.numeric import part, row_major, torch_dtype
 
 if TYPE_CHECKING:
     import torch

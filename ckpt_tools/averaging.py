@@ -21,7 +21,6 @@ from ckpt_tools.checkpoint import (
     open_checkpoint,
     tensors_outside,
 )
-from ckpt_tools.contents import same_bytes, same_unusual
 from ckpt_tools.conversion import CONTAINERS, Edits
 from ckpt_tools.convert import (
     Format,
@@ -36,13 +35,6 @@ from ckpt_tools.io.output import check_space
 from ckpt_tools.io.writer import write
 from ckpt_tools.losses import check_lost, packed_tensors
 from ckpt_tools.name_edits import Names
-from ckpt_tools.numeric import (
-    has_numbers,
-    largest,
-    row_major,
-    view_of,
-    weighted_sum,
-)
 from ckpt_tools.object_policy import modules_first
 from ckpt_tools.sides import check_effort
 from ckpt_tools.text import dotted, listed
@@ -60,6 +52,14 @@ from ckpt_tools.tree.nodes import (
     contiguous_stride,
 )
 from ckpt_tools.tree.visit import walk
+from ckpt_tools.values.numeric import (
+    has_numbers,
+    largest,
+    row_major,
+    view_of,
+    weighted_sum,
+)
+from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 
 if TYPE_CHECKING:
     from ckpt_tools.io.writer import Progress

@@ -19,7 +19,6 @@ from ckpt_tools.io.content import (
     Range,
     chunks,
 )
-from ckpt_tools.numeric import CastCount, cast, swapped
 from ckpt_tools.text import dotted
 from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree.dtypes import DType
@@ -30,6 +29,7 @@ from ckpt_tools.tree.nodes import (
     Storage,
 )
 from ckpt_tools.tree.visit import reachable
+from ckpt_tools.values.numeric import CastCount, cast, swapped
 
 
 @dataclass(slots=True)

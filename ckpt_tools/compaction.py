@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ckpt_tools.io.content import Computed, Content, chunks
-from ckpt_tools.numeric import part, row_major
 from ckpt_tools.tree import exchange, nodes, visit
 from ckpt_tools.tree.nodes import (
     Entry,
@@ -14,6 +13,7 @@ from ckpt_tools.tree.nodes import (
     Storage,
     contiguous_stride,
 )
+from ckpt_tools.values.numeric import part, row_major
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.containers import torch_zip_layout
 from ckpt_tools.errors import CollisionError, ContainerLimitError
 from ckpt_tools.io.content import Content, to_bytes
-from ckpt_tools.numeric import row_major, view_of
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import (
     PLAIN,
@@ -23,6 +22,7 @@ from ckpt_tools.tree.nodes import (
     Node,
 )
 from ckpt_tools.tree.visit import component
+from ckpt_tools.values.numeric import row_major, view_of
 
 Path = tuple[str | int, ...]
 

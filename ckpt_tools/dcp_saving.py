@@ -34,8 +34,8 @@ from ckpt_tools.io.output import Output
 from ckpt_tools.io.output_folder import Staging
 from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress
-from ckpt_tools.numeric import torch_dtype
 from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.numeric import torch_dtype
 
 _BUFFER = 1 << 20  # torch writes an archive in small pieces
 

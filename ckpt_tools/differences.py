@@ -15,7 +15,6 @@ from ckpt_tools.checkpoint import (
     collector_paused,
     open_checkpoint,
 )
-from ckpt_tools.contents import same_bytes, same_unusual
 from ckpt_tools.describe import value_text
 from ckpt_tools.difference_report import (
     Change,
@@ -25,13 +24,6 @@ from ckpt_tools.difference_report import (
     TensorChange,
     ValueChange,
     conclude,
-)
-from ckpt_tools.numeric import (
-    has_numbers,
-    numbers,
-    one_thread,
-    row_major,
-    view_of,
 )
 from ckpt_tools.renames import (
     MOST_FOR_STRUCTURE,
@@ -48,10 +40,18 @@ from ckpt_tools.sides import (
 )
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.numeric import (
+    has_numbers,
+    numbers,
+    one_thread,
+    row_major,
+    view_of,
+)
+from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 
 if TYPE_CHECKING:
     from ckpt_tools.io.writer import Progress
-    from ckpt_tools.measures import Gap
+    from ckpt_tools.values.measures import Gap
 
 
 def diff(
@@ -296,7 +296,7 @@ def _with(change: TensorChange, gap: dict[str, Any] | None = None, reason: str =
 
 
 def _gap(left: Entry, right: Entry) -> Gap:
-    from ckpt_tools.measures import Gap
+    from ckpt_tools.values.measures import Gap
 
     gap = Gap()
     with one_thread():

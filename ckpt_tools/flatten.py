@@ -21,7 +21,6 @@ from ckpt_tools.checkpoint import (
 from ckpt_tools.containers.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.io.content import Content
-from ckpt_tools.numeric import row_major, view_of
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import (
     Dict,
@@ -32,6 +31,7 @@ from ckpt_tools.tree.nodes import (
     Where,
 )
 from ckpt_tools.tree.visit import children, component, walk
+from ckpt_tools.values.numeric import row_major, view_of
 
 
 @dataclass(slots=True)

@@ -14,10 +14,10 @@ from fnmatch import translate
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
-from ckpt_tools import draws
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.io.content import Computed
 from ckpt_tools.tree.dtypes import DTYPES, DType
+from ckpt_tools.values import random_bits
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +165,7 @@ def settle(scheme: Scheme, blank: Blank) -> Scheme:
 def _check_bound(scheme: Scheme, blank: Blank) -> None:
     import torch
 
-    from ckpt_tools.numeric import torch_dtype
+    from ckpt_tools.values.numeric import torch_dtype
 
     if blank.dtype.family == "float" and _bound(scheme, blank.shape) > torch.finfo(torch_dtype(blank.dtype)).max:
         raise ConvertError(f"{blank.name!r}: {scheme} gives values that {blank.dtype.name} cannot hold.")
@@ -287,7 +287,7 @@ def _simple(scheme: Scheme, shape: tuple[int, ...]) -> Scheme:
 def _bound(scheme: Scheme, shape: tuple[int, ...]) -> float:
     """No value can be larger than this."""
     simple = _simple(scheme, shape)
-    by_kind = {"normal": draws.LARGEST_NORMAL * simple.number, "uniform": simple.number, "constant": simple.number}
+    by_kind = {"normal": random_bits.LARGEST_NORMAL * simple.number, "uniform": simple.number, "constant": simple.number}
     return by_kind.get(simple.kind, _CUT)
 
 
@@ -306,13 +306,13 @@ def _values(scheme: Scheme, blank: Blank, seed: int, start: int, count: int) -> 
 
     simple = _simple(scheme, blank.shape)
     if simple.kind == "uniform":
-        return draws.uniform(seed, blank.name, start, count).mul_(2.0).sub_(1.0).mul_(simple.number)
+        return random_bits.uniform(seed, blank.name, start, count).mul_(2.0).sub_(1.0).mul_(simple.number)
     if simple.kind == "normal":
-        return draws.normal(seed, blank.name, start, count).mul_(simple.number)
+        return random_bits.normal(seed, blank.name, start, count).mul_(simple.number)
     if simple.kind == "trunc_normal":
-        return _truncated(simple.number, draws.uniform(seed, blank.name, start, count))
+        return _truncated(simple.number, random_bits.uniform(seed, blank.name, start, count))
     if simple.kind == "orthogonal":
-        matrix = draws.orthogonal(seed, blank.name, blank.shape[0], math.prod(blank.shape[1:]))
+        matrix = random_bits.orthogonal(seed, blank.name, blank.shape[0], math.prod(blank.shape[1:]))
         return matrix.reshape(-1)[start : start + count]
     value = {"zeros": 0.0, "ones": 1.0}.get(simple.kind, simple.number)
     return torch.full((count,), value, dtype=torch.float64, device="cpu")
@@ -324,12 +324,12 @@ def _truncated(std: float, u: torch.Tensor) -> torch.Tensor:
         return u.zero_()
     # math.erfc may differ in the last digit from one C library to another: 2**-40 is far finer than any float32 result needs.
     below = round(math.erfc(_CUT / std / math.sqrt(2.0)) / 2 * 2**40) / 2**40
-    return draws.quantile(u.mul_(1.0 - 2.0 * below).add_(below)).mul_(std).clamp_(-_CUT, _CUT)
+    return random_bits.quantile(u.mul_(1.0 - 2.0 * below).add_(below)).mul_(std).clamp_(-_CUT, _CUT)
 
 
 def threads_for(scheme: Scheme) -> AbstractContextManager[None]:
     """One thread while values are drawn block by block; all of them for a scheme that works on a whole matrix."""
-    from ckpt_tools.numeric import one_thread
+    from ckpt_tools.values.numeric import one_thread
 
     return nullcontext() if scheme.kind == "orthogonal" else one_thread()
 
@@ -339,9 +339,9 @@ def content(scheme: Scheme, blank: Blank, seed: int) -> Computed:
     count = math.prod(blank.shape)
 
     def work() -> Iterator[memoryview]:
-        from ckpt_tools.numeric import torch_dtype
+        from ckpt_tools.values.numeric import torch_dtype
 
-        step = count if scheme.kind == "orthogonal" else draws.BLOCK
+        step = count if scheme.kind == "orthogonal" else random_bits.BLOCK
         for start in range(0, count, step or 1):
             with threads_for(scheme):
                 values = numbers(scheme, blank, seed, start, min(step, count - start))

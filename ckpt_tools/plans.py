@@ -17,7 +17,6 @@ from ckpt_tools.errors import MatchPlanError
 from ckpt_tools.io.content import Computed, Content, chunks
 from ckpt_tools.match import Matching
 from ckpt_tools.match.records import Shape
-from ckpt_tools.numeric import lazy_bits, part, row_major
 from ckpt_tools.transforms import rename_metadata
 from ckpt_tools.tree.nodes import (
     Dict,
@@ -26,6 +25,7 @@ from ckpt_tools.tree.nodes import (
     Storage,
     contiguous_stride,
 )
+from ckpt_tools.values.numeric import lazy_bits, part, row_major
 
 StepName: TypeAlias = Literal["copy", "reshape", "transpose", "split", "concat"]
 STEPS: tuple[str, ...] = get_args(StepName)

@@ -43,7 +43,6 @@ from ckpt_tools.initialisers import (
 )
 from ckpt_tools.io.content import Content
 from ckpt_tools.match import Stages, match
-from ckpt_tools.numeric import live_content, row_major
 from ckpt_tools.plan_files import read_plan
 from ckpt_tools.plans import Plan, plan_of
 from ckpt_tools.targets import (
@@ -54,6 +53,7 @@ from ckpt_tools.targets import (
 )
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node
+from ckpt_tools.values.numeric import live_content, row_major
 
 if TYPE_CHECKING:
     import torch

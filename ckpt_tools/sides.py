@@ -19,7 +19,6 @@ from ckpt_tools.checkpoint import (
 from ckpt_tools.containers.safetensors import ALIASES, STATE_DICT_METADATA
 from ckpt_tools.errors import LimitError, NothingMatchedError
 from ckpt_tools.io.content import Literal, Range
-from ckpt_tools.numeric import view_of
 from ckpt_tools.plain import as_array, as_value
 from ckpt_tools.text import dotted
 from ckpt_tools.transforms import restore_named_ties, select
@@ -35,6 +34,7 @@ from ckpt_tools.tree.nodes import (
     Where,
 )
 from ckpt_tools.tree.visit import is_hollow, walk
+from ckpt_tools.values.numeric import view_of
 
 WHOLE = "."
 # How many bytes the tensors may come to for each byte of storage before reading them all is refused: a stride of 0 makes

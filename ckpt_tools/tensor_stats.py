@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.checkpoint import Tensor, collector_paused, open_checkpoint
 from ckpt_tools.errors import NothingMatchedError
-from ckpt_tools.measures import Moments, histogram
-from ckpt_tools.numeric import (
+from ckpt_tools.sides import check_effort, open_side
+from ckpt_tools.text import did_you_mean, dotted
+from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.measures import Moments, histogram
+from ckpt_tools.values.numeric import (
     ELEMENTS,
     has_numbers,
     numbers,
@@ -20,9 +23,6 @@ from ckpt_tools.numeric import (
     row_major,
     view_of,
 )
-from ckpt_tools.sides import check_effort, open_side
-from ckpt_tools.text import did_you_mean, dotted
-from ckpt_tools.tree.nodes import Entry
 
 if TYPE_CHECKING:
     from ckpt_tools.io.writer import Progress

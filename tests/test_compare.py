@@ -25,9 +25,9 @@ from ckpt_tools.cli import main
 from ckpt_tools.difference_report import ValueChange
 from ckpt_tools.differences import diff
 from ckpt_tools.errors import CkptError, LimitError, NothingMatchedError
-from ckpt_tools.measures import Gap, Moments, histogram
 from ckpt_tools.render.stats import draw
 from ckpt_tools.tensor_stats import stats
+from ckpt_tools.values.measures import Gap, Moments, histogram
 from tests.samples import FIXTURES, PTH, SAFETENSORS, by_name
 
 

@@ -18,9 +18,9 @@ import ckpt_tools
 from ckpt_tools.checkpoint import open_checkpoint
 from ckpt_tools.errors import NotACheckpointError, ObjectsError
 from ckpt_tools.io.content import read
-from ckpt_tools.numeric import row_major
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS
 from ckpt_tools.tree.nodes import Entry, is_contiguous
+from ckpt_tools.values.numeric import row_major
 from tests.graphs import element_bytes, live_tensors, load_with_tags
 from tests.samples import corpus
 

@@ -26,7 +26,6 @@ from ckpt_tools import (
     inspect,
     open_checkpoint,
 )
-from ckpt_tools.assembly import Chunk, assemble
 from ckpt_tools.errors import (
     CollisionError,
     ContainerLimitError,
@@ -42,6 +41,7 @@ from ckpt_tools.io.content import (
     read,
 )
 from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.boxes import Chunk, assemble
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -232,7 +232,7 @@ def test_any_grid_of_chunks(tiling: Any, chunk: int, data: st.DataObject) -> Non
 
     chunks = [cut(*box) for box in boxes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt_tools.assembly.CHUNK", chunk)
+        patch.setattr("ckpt_tools.values.boxes.CHUNK", chunk)
         assert read(assemble("w", shape, 2, chunks)) == whole.numpy().tobytes()
     at = data.draw(st.integers(0, len(chunks) - 1))
     for broken in ([*chunks[:at], *chunks[at + 1 :]], [*chunks, chunks[at]]):

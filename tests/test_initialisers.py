@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpt_tools import draws
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.initialisers import (
     Blank,
@@ -26,6 +25,7 @@ from ckpt_tools.initialisers import (
 )
 from ckpt_tools.io.content import read
 from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.values import random_bits
 
 FLOAT32 = DTYPES["float32"]
 SHAPE = (200, 1024)
@@ -74,22 +74,22 @@ def test_threads_change_nothing() -> None:
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 3 * draws.BLOCK), st.integers(0, draws.BLOCK + 9))
+@given(st.integers(0, 3 * random_bits.BLOCK), st.integers(0, random_bits.BLOCK + 9))
 def test_any_range_is_a_part_of_the_whole(start: int, count: int) -> None:
     """Numbers can be drawn from anywhere in a stream: a tensor may be made row by row."""
-    assert torch.equal(draws.uniform(3, "n", start, count), WHOLE[start : start + count])
+    assert torch.equal(random_bits.uniform(3, "n", start, count), WHOLE[start : start + count])
 
 
-WHOLE = draws.uniform(3, "n", 0, 5 * draws.BLOCK)
+WHOLE = random_bits.uniform(3, "n", 0, 5 * random_bits.BLOCK)
 
 
 def test_the_normal_quantile() -> None:
     """Within a few last digits of Python's own, in the middle and in both tails."""
     ends = [2.0**-53, 1e-13, 1e-12, 1e-5, 0.07, 0.93, 1 - 2.0**-53]
-    p = torch.cat([draws.uniform(0, "p", 0, 2000), torch.tensor(ends, dtype=torch.float64)])
+    p = torch.cat([random_bits.uniform(0, "p", 0, 2000), torch.tensor(ends, dtype=torch.float64)])
     expected = torch.tensor([statistics.NormalDist().inv_cdf(float(value)) for value in p], dtype=torch.float64)
-    assert torch.allclose(draws.quantile(p), expected, rtol=1e-14, atol=1e-15)
-    assert draws.quantile(torch.tensor([2.0**-53]).double()).abs() < draws.LARGEST_NORMAL
+    assert torch.allclose(random_bits.quantile(p), expected, rtol=1e-14, atol=1e-15)
+    assert random_bits.quantile(torch.tensor([2.0**-53]).double()).abs() < random_bits.LARGEST_NORMAL
 
 
 TORCH = {

@@ -149,5 +149,5 @@ def test_inspect_imports_little() -> None:
         "ckpt_tools.render.text",
         "ckpt_tools.conversion",
         "ckpt_tools.io.writer",
-        "ckpt_tools.numeric",
+        "ckpt_tools.values.numeric",
     }

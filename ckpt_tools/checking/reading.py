@@ -19,14 +19,14 @@ from ckpt_tools.checkpoint import Checkpoint
 from ckpt_tools.containers import concatenated
 from ckpt_tools.containers.base import Decoded, is_zip
 from ckpt_tools.containers.zip_directory import Record, RecordRange, read_directory
-from ckpt_tools.counting import ValueCount
 from ckpt_tools.errors import DamagedFileError
 from ckpt_tools.io.content import Deflated, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.numeric import lazy_bits, row_major, view_of
 from ckpt_tools.tree.nodes import Entry, Storage, Where
 from ckpt_tools.tree.visit import reachable
+from ckpt_tools.values.counting import ValueCount
+from ckpt_tools.values.numeric import lazy_bits, row_major, view_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,10 +44,10 @@ from ckpt_tools.io.output import Source, is_address, replacing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
-from ckpt_tools.numeric import one_thread
 from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree.findings import CODES, Finding, mending
 from ckpt_tools.tree.nodes import Entry, Where
+from ckpt_tools.values.numeric import one_thread
 
 _EQUAL_FROM = 1024
 _ORDER = ("problem", "warning", "info")

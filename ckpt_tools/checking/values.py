@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.checkpoint import StateDict
-from ckpt_tools.counting import ValueCount
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.nodes import Entry, Where
+from ckpt_tools.values.counting import ValueCount
 
 HEADS = frozenset(("fc", "head", "heads", "classifier", "score", "lm_head", "logits", "linear", "output", "output_layer"))
 _FEWEST = 100

@@ -23,12 +23,6 @@ from math import prod
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.assembly import (
-    Chunk,
-    Sizes,
-    assemble,
-    extent,
-)
 from ckpt_tools.containers import archives, safetensors
 from ckpt_tools.containers.base import Decoded, is_zip
 from ckpt_tools.containers.sharded import Keys, joined
@@ -46,7 +40,6 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.numeric import row_major, swapped
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
@@ -63,6 +56,13 @@ from ckpt_tools.tree.nodes import (
     Storage,
     contiguous_stride,
 )
+from ckpt_tools.values.boxes import (
+    Chunk,
+    Sizes,
+    assemble,
+    extent,
+)
+from ckpt_tools.values.numeric import row_major, swapped
 
 _MODULE = "torch.distributed.checkpoint."
 _EXPECTED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.Path",

@@ -35,7 +35,6 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.io.content import Content, Range, read
 from ckpt_tools.io.output import Source
-from ckpt_tools.numeric import part, swapped
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.stream import (
@@ -57,6 +56,7 @@ from ckpt_tools.tree.nodes import (
     check,
     contiguous_stride,
 )
+from ckpt_tools.values.numeric import part, swapped
 
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER = 10_000  # numpy's own limit for what it evaluates

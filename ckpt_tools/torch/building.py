@@ -14,7 +14,6 @@ from ckpt_tools.checkpoint import Checkpoint, is_tensor
 from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.io.content import Range, read_into
 from ckpt_tools.io.output import Source
-from ckpt_tools.numeric import lazy_bits, torch_dtype
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import (
     Dict,
@@ -25,6 +24,7 @@ from ckpt_tools.tree.nodes import (
     Object,
     Storage,
 )
+from ckpt_tools.values.numeric import lazy_bits, torch_dtype
 
 MapLocation = str | torch.device | Mapping[str, str] | None
 

@@ -16,8 +16,8 @@ from ckpt_tools.io.content import (
     read_into,
 )
 from ckpt_tools.io.output import Source
-from ckpt_tools.numeric import blocks, row_major, torch_dtype
 from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.numeric import blocks, row_major, torch_dtype
 
 _STEP = 16 << 20
 _Read = tuple[Source, int, memoryview]

@@ -38,7 +38,6 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.match import Matching, Stages
 from ckpt_tools.match import match as find_partners
-from ckpt_tools.numeric import row_major, torch_dtype
 from ckpt_tools.plans import plan_of
 from ckpt_tools.targets import Param, params_of
 from ckpt_tools.torch.building import Builder
@@ -48,6 +47,7 @@ from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import Entry, Node
+from ckpt_tools.values.numeric import row_major, torch_dtype
 
 
 def load_into(

@@ -10,7 +10,16 @@ from ckpt_tools.errors import LimitError
 
 if TYPE_CHECKING:
     pass
-from ckpt_tools.tree.nodes import PLAIN, RECORDS, Dict, Entry, Extras, List, Node, Object
+from ckpt_tools.tree.nodes import (
+    PLAIN,
+    RECORDS,
+    Dict,
+    Entry,
+    Extras,
+    List,
+    Node,
+    Object,
+)
 
 
 class _Drop:

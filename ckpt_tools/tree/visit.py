@@ -9,7 +9,17 @@ from ckpt_tools import limits
 
 if TYPE_CHECKING:
     pass
-from ckpt_tools.tree.nodes import CONTAINERS, PLAIN, Dict, Entry, Global, List, Node, Object, Where
+from ckpt_tools.tree.nodes import (
+    CONTAINERS,
+    PLAIN,
+    Dict,
+    Entry,
+    Global,
+    List,
+    Node,
+    Object,
+    Where,
+)
 
 
 def children(node: Node) -> Iterator[tuple[str | int, Node]]:

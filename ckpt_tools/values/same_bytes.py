@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ckpt_tools.io.content import Content, equal_chunks
-from ckpt_tools.numeric import lazy_bits, part, row_major
 from ckpt_tools.tree.nodes import (
     PLAIN,
     Entry,
@@ -13,6 +12,7 @@ from ckpt_tools.tree.nodes import (
     Storage,
 )
 from ckpt_tools.tree.visit import reachable, walk
+from ckpt_tools.values.numeric import lazy_bits, part, row_major
 
 
 def same_bytes(left: Entry, right: Entry) -> bool:

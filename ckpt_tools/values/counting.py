@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ckpt_tools.numeric import torch_dtype
 from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.values.numeric import torch_dtype
 
 if TYPE_CHECKING:
     import torch

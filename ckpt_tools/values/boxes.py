@@ -17,8 +17,8 @@ from ckpt_tools.io.content import (
     Literal,
     read,
 )
-from ckpt_tools.numeric import part
 from ckpt_tools.tree.nodes import contiguous_stride
+from ckpt_tools.values.numeric import part
 
 Sizes = tuple[int, ...]
 

@@ -1,0 +1,1 @@
+"""The one door to torch for work on numbers."""
