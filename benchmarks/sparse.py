@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_tools.containers.torch_zip_layout import lay_out
+from ckpt_tools.formats.zip.torch_layout import lay_out
 from ckpt_tools.io.content import (
     Computed,
     Late,

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from ckpt_tools.averaging import Averaged, average
     from ckpt_tools.checking.report import Checked
     from ckpt_tools.checking.run import check
-    from ckpt_tools.checkpoint import Checkpoint, open_checkpoint
     from ckpt_tools.converted import Converted
     from ckpt_tools.describe import Description, inspect
     from ckpt_tools.difference_report import Difference
     from ckpt_tools.differences import diff
+    from ckpt_tools.formats.open import Checkpoint, open_checkpoint
     from ckpt_tools.inplace import edit_in_place
     from ckpt_tools.repairing.report import Repaired
     from ckpt_tools.repairing.run import repair
@@ -47,7 +47,7 @@ __all__ = [
 _HOMES = {
     "Averaged": "averaging",
     "Checked": "checking.report",
-    "Checkpoint": "checkpoint",
+    "Checkpoint": "formats.open",
     "Converted": "converted",
     "Description": "describe",
     "Difference": "difference_report",
@@ -58,7 +58,7 @@ _HOMES = {
     "diff": "differences",
     "edit_in_place": "inplace",
     "inspect": "describe",
-    "open_checkpoint": "checkpoint",
+    "open_checkpoint": "formats.open",
     "repair": "repairing.run",
     "stats": "tensor_stats",
 }

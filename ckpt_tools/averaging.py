@@ -10,7 +10,16 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.casts import to_little_endian
-from ckpt_tools.checkpoint import (
+from ckpt_tools.conversion import CONTAINERS, Edits
+from ckpt_tools.convert import (
+    Format,
+    ObjectsPolicy,
+    open_output,
+    output_format,
+)
+from ckpt_tools.converted import Converted, Note
+from ckpt_tools.errors import ConvertError, UsageError
+from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
     collector_paused,
@@ -21,15 +30,6 @@ from ckpt_tools.checkpoint import (
     open_checkpoint,
     tensors_outside,
 )
-from ckpt_tools.conversion import CONTAINERS, Edits
-from ckpt_tools.convert import (
-    Format,
-    ObjectsPolicy,
-    open_output,
-    output_format,
-)
-from ckpt_tools.converted import Converted, Note
-from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.io.content import Content, total
 from ckpt_tools.io.output import check_space
 from ckpt_tools.io.writer import write

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 
-from ckpt_tools.checkpoint import find_optimizers, find_state_dicts, find_tensors
-from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
+from ckpt_tools.formats.open import find_optimizers, find_state_dicts, find_tensors
+from ckpt_tools.formats.zip.directory import RecordRange
 from ckpt_tools.io.content import (
     Checksum,
     Computed,

@@ -14,7 +14,10 @@ from ckpt_tools import (
     plain,
     transforms,
 )
-from ckpt_tools.checkpoint import (
+from ckpt_tools.converted import Converted, Note, ObjectFate
+from ckpt_tools.errors import NothingMatchedError, UsageError
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.open import (
     Checkpoint,
     collector_paused,
     count_tensors,
@@ -22,15 +25,13 @@ from ckpt_tools.checkpoint import (
     open_checkpoint,
     tensors_outside,
 )
-from ckpt_tools.containers import safetensors, torch_zip_layout
-from ckpt_tools.converted import Converted, Note, ObjectFate
-from ckpt_tools.errors import NothingMatchedError, UsageError
+from ckpt_tools.formats.parts.named import partition
+from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.name_edits import Names, several
-from ckpt_tools.partitions import partition
 from ckpt_tools.plain_values import is_array
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
@@ -220,10 +221,10 @@ def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted
         report.dropped += [(key, "text beside the tensors; a .pth has no place for it") for key in lost]
     verify = verify and decoded.has_checksums
     if edits.kind == "pth-legacy":
-        from ckpt_tools.containers import torch_legacy
+        from ckpt_tools.formats.legacy import torch_legacy
 
         pieces = torch_legacy.lay_out(root)
     else:
         folder, trust_crc = decoded.root_folder, decoded.has_checksums
-        pieces = torch_zip_layout.lay_out(root, folder=folder, trust_crc=trust_crc, verify=verify, compact=edits.compact)
+        pieces = torch_layout.lay_out(root, folder=folder, trust_crc=trust_crc, verify=verify, compact=edits.compact)
     return casts.checked(pieces, root) if verify else pieces

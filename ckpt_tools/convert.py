@@ -197,7 +197,7 @@ def shard_limit(target: str | os.PathLike[str], shard_size: str | int, format: F
     Raises:
         UsageError: no size, a format that has no shards, or a target that looks like a file.
     """
-    from ckpt_tools.containers.sharded import parse_size
+    from ckpt_tools.formats.sharded import parse_size
 
     if format in ("dcp", "pth-legacy"):
         raise UsageError(f"--shard-size is for safetensors and pth; {format} has no shards of that kind.")

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckpt_tools import limits
-from ckpt_tools.checkpoint import is_tensor
-from ckpt_tools.containers import torch_zip_layout
 from ckpt_tools.errors import CollisionError, ContainerLimitError
+from ckpt_tools.formats.open import is_tensor
+from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Content, to_bytes
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import (
@@ -94,7 +94,7 @@ def _item(name: str, path: Path, node: Node) -> Item:
             f"{name!r} is a sparse, quantised, nested or meta tensor, which a distributed checkpoint cannot hold.",
             fix=f"Leave it out: --drop '{name}'.",
         )
-    return Item(name, path, None, None, to_bytes(torch_zip_layout.lay_out(node, trust_crc=False)))
+    return Item(name, path, None, None, to_bytes(torch_layout.lay_out(node, trust_crc=False)))
 
 
 def _leaves(root: Dict, found: Items, most: int) -> Iterator[tuple[Path, Node]]:

@@ -11,7 +11,9 @@ from itertools import chain, islice
 from typing import Any, TypeAlias
 
 from ckpt_tools import limits
-from ckpt_tools.checkpoint import (
+from ckpt_tools.errors import LimitError
+from ckpt_tools.formats.base import PROGRAMS
+from ckpt_tools.formats.open import (
     Checkpoint,
     Tensor,
     collector_paused,
@@ -19,9 +21,7 @@ from ckpt_tools.checkpoint import (
     is_tensor,
     open_checkpoint,
 )
-from ckpt_tools.containers.base import PROGRAMS
-from ckpt_tools.errors import LimitError
-from ckpt_tools.partitions import partition
+from ckpt_tools.formats.parts.named import partition
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.plain import as_value, is_known
 from ckpt_tools.text import dotted, listed

@@ -8,13 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.checkpoint import (
-    Checkpoint,
-    StateDict,
-    Tensor,
-    collector_paused,
-    open_checkpoint,
-)
 from ckpt_tools.describe import value_text
 from ckpt_tools.difference_report import (
     Change,
@@ -24,6 +17,13 @@ from ckpt_tools.difference_report import (
     TensorChange,
     ValueChange,
     conclude,
+)
+from ckpt_tools.formats.open import (
+    Checkpoint,
+    StateDict,
+    Tensor,
+    collector_paused,
+    open_checkpoint,
 )
 from ckpt_tools.renames import (
     MOST_FOR_STRUCTURE,

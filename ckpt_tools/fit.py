@@ -16,9 +16,9 @@ from ckpt_tools.adaptation import (
     kept_shape,
     overlap,
 )
-from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.choices import Choices
 from ckpt_tools.errors import ConvertError, MatchError
+from ckpt_tools.formats.open import is_tensor
 from ckpt_tools.initialisers import (
     Blank,
     Scheme,

@@ -11,15 +11,15 @@ from shlex import quote
 from typing import Any
 
 from ckpt_tools import plain
-from ckpt_tools.checkpoint import (
+from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.formats.open import (
     StateDict,
     find_optimizers,
     find_state_dicts,
     find_tensors,
     is_tensor,
 )
-from ckpt_tools.containers.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
-from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.formats.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.io.content import Content
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import (

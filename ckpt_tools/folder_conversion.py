@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 from ckpt_tools import sharding
-from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.conversion import Edits, report_flat
 from ckpt_tools.converted import Converted, Note
 from ckpt_tools.dcp_items import Items, collect
 from ckpt_tools.errors import CkptError, OutputError
+from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.io.content import Literal, Piece, total
 from ckpt_tools.io.output import is_address, output_error, output_errors
 from ckpt_tools.io.output_folder import Staging, check_folder, replacing_folder

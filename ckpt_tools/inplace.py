@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools import flatten
-from ckpt_tools.checkpoint import Checkpoint, collector_paused, open_checkpoint
-from ckpt_tools.containers import safetensors, torch_legacy, torch_zip_layout
 from ckpt_tools.conversion import Edits, report_flat
 from ckpt_tools.converted import Converted, Note
 from ckpt_tools.errors import ContainerLimitError, OutputError
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.legacy import torch_legacy
+from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io import journal
 from ckpt_tools.io.content import (
     CHUNK,
@@ -89,7 +91,7 @@ def edit_in_place(
 def _lay_out(root: Node, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
     decoded = checkpoint.decoded
     if checkpoint.container == "torch-zip":
-        return torch_zip_layout.lay_out_in_place(root, folder=decoded.root_folder, byteorder=decoded.byteorder)
+        return torch_layout.lay_out_in_place(root, folder=decoded.root_folder, byteorder=decoded.byteorder)
     if checkpoint.container == "torch-legacy":
         return torch_legacy.lay_out_in_place(root, decoded)
     flat = flatten.flatten(root, metadata=decoded.metadata)

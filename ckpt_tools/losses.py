@@ -11,7 +11,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from ckpt_tools.checkpoint import (
+from ckpt_tools.errors import ObjectsError
+from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
     Tensor,
@@ -20,7 +21,6 @@ from ckpt_tools.checkpoint import (
     is_extra,
     is_tensor,
 )
-from ckpt_tools.errors import ObjectsError
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.modules import (
     attributes,

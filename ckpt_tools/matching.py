@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.checkpoint import open_checkpoint
+from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.match import Matching, Stages, match
 from ckpt_tools.targets import choose_state_dict, params_of, read_target
 

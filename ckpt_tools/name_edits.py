@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_tools import transforms
-from ckpt_tools.checkpoint import StateDict, find_state_dicts
 from ckpt_tools.converted import Converted, Note, RenamedNames
 from ckpt_tools.errors import NothingMatchedError, UsageError
+from ckpt_tools.formats.open import StateDict, find_state_dicts
 from ckpt_tools.transforms import Rename
 from ckpt_tools.tree import names
 from ckpt_tools.tree.nodes import Node

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, TypeAlias, get_args
 
-from ckpt_tools.checkpoint import is_tensor
 from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.formats.open import is_tensor
 from ckpt_tools.io.content import Computed, Content, chunks
 from ckpt_tools.match import Matching
 from ckpt_tools.match.records import Shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.checkpoint import StateDict, is_tensor
+from ckpt_tools.formats.open import StateDict, is_tensor
 from ckpt_tools.match import match
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.targets import Param

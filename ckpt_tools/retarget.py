@@ -11,12 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import transforms
 from ckpt_tools.casts import to_little_endian
-from ckpt_tools.checkpoint import (
-    find_optimizers,
-    find_state_dicts,
-    is_tensor,
-    open_checkpoint,
-)
 from ckpt_tools.choices import (
     Choices,
     OnMismatch,
@@ -34,6 +28,12 @@ from ckpt_tools.fit import (
     Initialised,
     Wanted,
     fit,
+)
+from ckpt_tools.formats.open import (
+    find_optimizers,
+    find_state_dicts,
+    is_tensor,
+    open_checkpoint,
 )
 from ckpt_tools.initialisers import (
     Blank,

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools import flatten
-from ckpt_tools.checkpoint import is_tensor
-from ckpt_tools.containers import safetensors, sharded, torch_zip_layout
 from ckpt_tools.flatten import Flat
+from ckpt_tools.formats import safetensors, sharded
+from ckpt_tools.formats.open import is_tensor
+from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Piece
 from ckpt_tools.tree.nodes import Dict, Node
 
@@ -72,7 +73,7 @@ def torch_shards(
         inside = {name for group in shard for name in groups[int(group)][0]} if items else set()
         homes |= dict.fromkeys(inside, file)
         tree = Dict([(name, nodes[name]) for name, _ in items if name in inside], ordered=True)
-        files.append((file, torch_zip_layout.lay_out(tree, trust_crc=trust_crc, verify=verify)))
+        files.append((file, torch_layout.lay_out(tree, trust_crc=trust_crc, verify=verify)))
     weight_map = {name: homes[name] for name, _ in items}
     total = sum(size for _, size in groups)
     return Shards(files, names.index, sharded.index_text(weight_map, total, _index_metadata(flat)), flat)

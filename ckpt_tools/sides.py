@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.casts import to_little_endian
-from ckpt_tools.checkpoint import (
+from ckpt_tools.errors import LimitError, NothingMatchedError
+from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
     Tensor,
     is_tensor,
     naming,
 )
-from ckpt_tools.containers.safetensors import ALIASES, STATE_DICT_METADATA
-from ckpt_tools.errors import LimitError, NothingMatchedError
+from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
 from ckpt_tools.io.content import Literal, Range
 from ckpt_tools.plain import as_array, as_value
 from ckpt_tools.text import dotted

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from ckpt_tools.checkpoint import (
+from ckpt_tools.errors import ConvertError, NothingMatchedError
+from ckpt_tools.formats.open import (
     StateDict,
     find_state_dicts,
     is_optimizer,
     is_tensor,
 )
-from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.losses import is_part
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, visit

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from ckpt_tools import plain, transforms
-from ckpt_tools.checkpoint import (
+from ckpt_tools.errors import NothingMatchedError, TargetError, UsageError
+from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
     find_state_dicts,
     is_tensor,
     open_checkpoint,
 )
-from ckpt_tools.errors import NothingMatchedError, TargetError, UsageError
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node

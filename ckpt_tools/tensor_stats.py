@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.checkpoint import Tensor, collector_paused, open_checkpoint
 from ckpt_tools.errors import NothingMatchedError
+from ckpt_tools.formats.open import Tensor, collector_paused, open_checkpoint
 from ckpt_tools.sides import check_effort, open_side
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.nodes import Entry

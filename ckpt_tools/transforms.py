@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from fnmatch import translate
 from shlex import quote
 
-from ckpt_tools.checkpoint import (
+from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
+from ckpt_tools.formats.open import (
     StateDict,
     find_optimizers,
     find_state_dicts,
     find_tensors,
     is_tensor,
 )
-from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree import exchange, nodes, visit
 from ckpt_tools.tree.names import check_unique, move_metadata

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.checkpoint import open_checkpoint
 from ckpt_tools.errors import NotACheckpointError, ObjectsError
+from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.content import read
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS
 from ckpt_tools.tree.nodes import Entry, is_contiguous

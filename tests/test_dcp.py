@@ -84,7 +84,7 @@ def test_what_torch_saved_is_listed_and_converted(folder: Path, tmp_path: Path) 
 
 def test_inspect_opens_no_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only values are read from their archives; tens of thousands of chunks cost nothing until they are wanted."""
-    monkeypatch.setattr("ckpt_tools.containers.dcp._Reader.content", lambda *_: pytest.fail("a chunk was opened"))
+    monkeypatch.setattr("ckpt_tools.formats.dcp._Reader.content", lambda *_: pytest.fail("a chunk was opened"))
     assert len(inspect(folder).tensors) == 7
 
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.containers.safetensors import lay_out
 from ckpt_tools.errors import ChecksumError, CkptError, NotACheckpointError
+from ckpt_tools.formats.safetensors import lay_out
 from ckpt_tools.io import cloning, writer
 from ckpt_tools.io.content import (
     Checksum,

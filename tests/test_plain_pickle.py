@@ -15,7 +15,6 @@ from hypothesis import given
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.checkpoint import open_checkpoint
 from ckpt_tools.errors import (
     CkptError,
     DamagedFileError,
@@ -23,6 +22,7 @@ from ckpt_tools.errors import (
     ObjectsError,
     PickleError,
 )
+from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.content import Literal, Range
 from ckpt_tools.tree.nodes import Entry
 from tests.conftest import small_model

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.checkpoint import open_checkpoint
-from ckpt_tools.containers import torch_zip_layout
 from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.formats.open import open_checkpoint
+from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.writer import write
 from ckpt_tools.plan_files import read_plan, write_plan
@@ -40,7 +40,7 @@ def applied(state: dict[str, object], plan: Plan, folder: Path) -> dict[str, tor
     with open_checkpoint(folder / "in.pth") as checkpoint:
         apply(checkpoint.root, plan)
         with replacing(folder / "out.pth", overwrite=True) as output:
-            write(torch_zip_layout.lay_out(checkpoint.root, folder="in"), output)
+            write(torch_layout.lay_out(checkpoint.root, folder="in"), output)
     loaded: dict[str, torch.Tensor] = torch.load(folder / "out.pth", weights_only=True)
     return loaded
 

@@ -23,7 +23,6 @@ from ckpt_tools import (
     open_checkpoint,
 )
 from ckpt_tools.cli import main
-from ckpt_tools.containers import sharded
 from ckpt_tools.errors import (
     ChangedFileError,
     DamagedFileError,
@@ -32,6 +31,7 @@ from ckpt_tools.errors import (
     OutputExistsError,
     UsageError,
 )
+from ckpt_tools.formats import sharded
 from ckpt_tools.io.sources import OPEN_FILES, Files, is_plain_name
 
 Tensors = dict[str, torch.Tensor]

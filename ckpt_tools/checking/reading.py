@@ -15,11 +15,11 @@ from ckpt_tools.checking.passes import (
     Span,
     read_through,
 )
-from ckpt_tools.checkpoint import Checkpoint
-from ckpt_tools.containers import concatenated
-from ckpt_tools.containers.base import Decoded, is_zip
-from ckpt_tools.containers.zip_directory import Record, RecordRange, read_directory
 from ckpt_tools.errors import DamagedFileError
+from ckpt_tools.formats.base import Decoded, is_zip
+from ckpt_tools.formats.open import Checkpoint
+from ckpt_tools.formats.zip import concatenated
+from ckpt_tools.formats.zip.directory import Record, RecordRange, read_directory
 from ckpt_tools.io.content import Deflated, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window

@@ -20,15 +20,6 @@ from ckpt_tools.checking import (
 from ckpt_tools.checking.passes import Advance
 from ckpt_tools.checking.reading import Read, read_checkpoint
 from ckpt_tools.checking.report import Checked, Verdict
-from ckpt_tools.checkpoint import (
-    HEAD,
-    Checkpoint,
-    collector_paused,
-    open_checkpoint,
-    open_source,
-)
-from ckpt_tools.containers.base import is_zip
-from ckpt_tools.containers.zip_directory import has_end
 from ckpt_tools.describe import find_findings
 from ckpt_tools.errors import (
     ChecksumError,
@@ -39,6 +30,15 @@ from ckpt_tools.errors import (
     UsageError,
     ZipError,
 )
+from ckpt_tools.formats.base import is_zip
+from ckpt_tools.formats.open import (
+    HEAD,
+    Checkpoint,
+    collector_paused,
+    open_checkpoint,
+    open_source,
+)
+from ckpt_tools.formats.zip.directory import has_end
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import Source, is_address, replacing
 from ckpt_tools.io.processes import in_processes

@@ -39,7 +39,7 @@ def _offered(ctx: click.Context, incomplete: str, *, names: bool) -> list[Comple
 
 
 def _found(ctx: click.Context, *, names: bool) -> Iterator[str]:
-    from ckpt_tools.checkpoint import open_checkpoint
+    from ckpt_tools.formats.open import open_checkpoint
 
     path = _file(ctx)
     if path is None:

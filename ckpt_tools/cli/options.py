@@ -28,7 +28,7 @@ _SUFFIXES = {".pth", ".pt", ".pt2", ".ckpt", ".bin", ".safetensors", ".th", ".t7
 
 def expand(paths: tuple[Path, ...]) -> list[Path]:
     """Folders as the checkpoints below them, sorted; files, and folders that are one checkpoint, as they are."""
-    from ckpt_tools.containers.folders import find_layout
+    from ckpt_tools.formats.folders import find_layout
 
     files: list[Path] = []
     for path in paths:
@@ -46,7 +46,7 @@ def expand(paths: tuple[Path, ...]) -> list[Path]:
 
 def _below(top: Path) -> Iterator[Path]:
     """The files that may be checkpoints by their name, and the folders that are one, without the shards of those."""
-    from ckpt_tools.containers.folders import find_layout
+    from ckpt_tools.formats.folders import find_layout
 
     for folder, _, names in os.walk(top):
         layout = find_layout(folder)

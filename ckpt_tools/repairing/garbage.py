@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckpt_tools.containers import safetensors, torch_legacy
-from ckpt_tools.containers.safetensors import MAX_HEADER
 from ckpt_tools.errors import SafetensorsError
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.legacy import torch_legacy
+from ckpt_tools.formats.safetensors import MAX_HEADER
 from ckpt_tools.io.content import CHUNK, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window

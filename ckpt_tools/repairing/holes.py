@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.checkpoint import StateDict, find_state_dicts
 from ckpt_tools.choices import Choices
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit import Wanted, fit
+from ckpt_tools.formats.open import StateDict, find_state_dicts
 from ckpt_tools.initialisers import Rules, blank_for
 from ckpt_tools.match import match
 from ckpt_tools.plans import plan_of

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools import transforms
-from ckpt_tools.checkpoint import StateDict, find_state_dicts, is_tensor
+from ckpt_tools.formats.open import StateDict, find_state_dicts, is_tensor
 from ckpt_tools.io.content import Literal
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.names import (

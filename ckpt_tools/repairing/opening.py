@@ -12,17 +12,6 @@ from pathlib import Path
 
 from ckpt_tools import limits
 from ckpt_tools.checking.reading import Mismatch, read_checkpoint
-from ckpt_tools.checkpoint import (
-    HEAD,
-    Checkpoint,
-    collector_paused,
-    naming,
-    open_checkpoint,
-    open_source,
-)
-from ckpt_tools.containers import safetensors
-from ckpt_tools.containers.base import PROGRAMS, is_zip
-from ckpt_tools.containers.zip_directory import RecordRange
 from ckpt_tools.errors import (
     CkptError,
     LimitError,
@@ -30,6 +19,17 @@ from ckpt_tools.errors import (
     RepairError,
     UnsupportedContainerError,
 )
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.base import PROGRAMS, is_zip
+from ckpt_tools.formats.open import (
+    HEAD,
+    Checkpoint,
+    collector_paused,
+    naming,
+    open_checkpoint,
+    open_source,
+)
+from ckpt_tools.formats.zip.directory import RecordRange
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import Content, Deflated, Range
 from ckpt_tools.io.output import Source

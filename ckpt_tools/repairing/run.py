@@ -11,9 +11,10 @@ from pathlib import Path
 
 from ckpt_tools import casts, flatten, limits
 from ckpt_tools.checking.reading import read_checkpoint
-from ckpt_tools.checkpoint import Checkpoint, count_tensors
-from ckpt_tools.containers import safetensors, torch_zip_layout
 from ckpt_tools.errors import RepairError, UsageError
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.open import Checkpoint, count_tensors
+from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import check_space, output_target, replacing
 from ckpt_tools.io.writer import Progress, write
@@ -171,4 +172,4 @@ def _lay_out(root: Node, salvaged: Salvaged, kind: str, report: Repaired) -> lis
         flat = flatten.flatten(root, metadata=decoded.metadata)
         report.notes += flat.notes
         return safetensors.lay_out(flat.tensors, flat.metadata)
-    return torch_zip_layout.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
+    return torch_layout.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckpt_tools.checkpoint import find_tensors
-from ckpt_tools.containers import torch_legacy
-from ckpt_tools.containers.base import Decoded
-from ckpt_tools.containers.torch_zip import check_pickle
 from ckpt_tools.errors import ChecksumError, ZipError
+from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.legacy import torch_legacy
+from ckpt_tools.formats.open import find_tensors
+from ckpt_tools.formats.torch_zip import check_pickle
 from ckpt_tools.io.content import (
     CHUNK,
     Computed,

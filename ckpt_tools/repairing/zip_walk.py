@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckpt_tools import limits
-from ckpt_tools.containers.zip_directory import ALIGNMENT, CENTRAL, LOCAL
 from ckpt_tools.errors import DamagedFileError
+from ckpt_tools.formats.zip.directory import ALIGNMENT, CENTRAL, LOCAL
 from ckpt_tools.io.content import (
     CHUNK,
     Content,

@@ -11,14 +11,6 @@ from typing import Any
 import torch
 
 from ckpt_tools import casts
-from ckpt_tools.checkpoint import (
-    Checkpoint,
-    StateDict,
-    collector_paused,
-    is_extra,
-    is_tensor,
-    open_checkpoint,
-)
 from ckpt_tools.choices import (
     Choices,
     OnMismatch,
@@ -27,6 +19,14 @@ from ckpt_tools.choices import (
 )
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from ckpt_tools.fit import Fitted, Wanted, fit
+from ckpt_tools.formats.open import (
+    Checkpoint,
+    StateDict,
+    collector_paused,
+    is_extra,
+    is_tensor,
+    open_checkpoint,
+)
 from ckpt_tools.initialisers import Blank, Rules, blank_in
 from ckpt_tools.io.content import (
     Computed,

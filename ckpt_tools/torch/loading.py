@@ -8,13 +8,13 @@ from typing import Any, cast
 import torch
 
 from ckpt_tools import casts, plain, transforms
-from ckpt_tools.checkpoint import (
+from ckpt_tools.errors import ObjectsError, UsageError
+from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
     is_tensor,
     open_checkpoint,
 )
-from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.losses import check_state_dict, tensors_of
 from ckpt_tools.targets import choose_state_dict
 from ckpt_tools.text import dotted, listed

@@ -21,8 +21,8 @@ from ckpt_tools.checking.passes import Crc, Span, read_through
 from ckpt_tools.checking.report import Checked
 from ckpt_tools.checking.run import Wanted, check_many, load_digests
 from ckpt_tools.cli import main
-from ckpt_tools.containers.base import PROGRAMS
 from ckpt_tools.errors import DigestError, OutputExistsError, UsageError
+from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.io.content import CHUNK
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.findings import CODES

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.containers import safetensors
 from ckpt_tools.errors import (
     ChangedFileError,
     CkptError,
@@ -30,6 +29,7 @@ from ckpt_tools.errors import (
     OutputError,
     OutputExistsError,
 )
+from ckpt_tools.formats import safetensors
 from ckpt_tools.io import content, temporaries
 from ckpt_tools.io import output as files
 from tests.hostile.refusals import convert_refused, listing

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from ckpt_tools import limits
-from ckpt_tools.containers.base import Decoded, Warned, is_zip
 from ckpt_tools.errors import CkptError, LimitError, ZipError
+from ckpt_tools.formats.base import Decoded, Warned, is_zip
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
@@ -35,12 +35,12 @@ from ckpt_tools.tree.visit import children, is_hollow, walk
 
 def _decode_zip(source: Source) -> Decoded:
     """One archive, or several one after another."""
-    from ckpt_tools.containers import archives
+    from ckpt_tools.formats.zip import archives
 
     try:
         return archives.decode(source)
     except ZipError:
-        from ckpt_tools.containers import concatenated
+        from ckpt_tools.formats.zip import concatenated
 
         spans = concatenated.split(source)
         if not spans:
@@ -211,7 +211,7 @@ def _decode(source: Source) -> Decoded:
     head = source.read(0, min(HEAD, source.size))
     if not head.lstrip().startswith(b"{"):
         return decode_file(source)
-    from ckpt_tools.containers import sharded
+    from ckpt_tools.formats import sharded
 
     if not sharded.sniff(head, source):
         return decode_file(source)
@@ -234,7 +234,7 @@ def _files_beside(index: Source) -> Files:
 
 def _decode_folder(files: Files) -> Decoded:
     """Decode a folder with the layout that its files name."""
-    from ckpt_tools.containers import dcp, folders, sharded
+    from ckpt_tools.formats import dcp, folders, sharded
 
     layout = folders.layout(files.folder, files.names())
     if layout.container == "dcp":
@@ -251,8 +251,8 @@ def decode_file(source: Source) -> Decoded:
         for sniff, decode in _containers():
             if sniff(head):
                 return decode(source)
-        from ckpt_tools.containers import safetensors
-        from ckpt_tools.containers.foreign import recognise, unknown
+        from ckpt_tools.formats import safetensors
+        from ckpt_tools.formats.foreign import recognise, unknown
 
         if error := recognise(source, head):
             raise error
@@ -267,15 +267,11 @@ _Container = tuple[Callable[[bytes], bool], Callable[[Source], Decoded]]
 def _containers() -> Iterator[_Container]:
     """Of one file each: whether it is one by its first bytes, and its reader. Imported one by one, as far as is needed."""
     yield is_zip, _decode_zip
-    from ckpt_tools.containers import safetensors
+    from ckpt_tools.formats import safetensors
 
     yield safetensors.sniff, safetensors.decode
-    from ckpt_tools.containers import (
-        numpy_files,
-        plain_pickle,
-        torch_legacy,
-        torch_tar,
-    )
+    from ckpt_tools.formats import numpy_files, plain_pickle
+    from ckpt_tools.formats.legacy import torch_legacy, torch_tar
 
     yield torch_legacy.sniff, torch_legacy.decode
     yield torch_tar.sniff, torch_tar.decode

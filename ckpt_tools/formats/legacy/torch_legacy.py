@@ -15,21 +15,21 @@ from __future__ import annotations
 
 import struct
 
-from ckpt_tools.containers.base import (
+from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.formats.base import (
     Decoded,
     Warned,
     moves_tensors,
     settled,
     trailing,
 )
-from ckpt_tools.containers.legacy_stream import (
+from ckpt_tools.formats.legacy.stream import (
     MAGIC_NUMBER,
     NESTED,
     PROTOCOL_VERSION,
     is_stream,
     read_stream,
 )
-from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.io.content import Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.stream import FilePart

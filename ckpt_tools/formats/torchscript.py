@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.containers import torch_zip
-from ckpt_tools.containers.base import PROGRAMS, Decoded, Warned
-from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.errors import CkptError, TensorError, ZipError
+from ckpt_tools.formats import torch_zip
+from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned
+from ckpt_tools.formats.zip.directory import Directory, Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import (

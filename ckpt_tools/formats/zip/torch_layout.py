@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from ckpt_tools.containers.base import moves_tensors, repeated
-from ckpt_tools.containers.zip_directory import (
+from ckpt_tools.errors import ContainerLimitError, TensorError
+from ckpt_tools.formats.base import moves_tensors, repeated
+from ckpt_tools.formats.zip.directory import (
     ALIGNMENT,
     Record,
     RecordRange,
     is_record_name,
 )
-from ckpt_tools.containers.zip_layout import ZipLayout
-from ckpt_tools.errors import ContainerLimitError, TensorError
+from ckpt_tools.formats.zip.layout import ZipLayout
 from ckpt_tools.io.content import Content, Literal, Piece
 from ckpt_tools.pickling.writer import Survey, write_pickle
 from ckpt_tools.tree.nodes import Node, Storage

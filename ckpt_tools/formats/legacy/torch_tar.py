@@ -20,13 +20,13 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.containers.base import Decoded, Warned, settled
 from ckpt_tools.errors import (
     DamagedFileError,
     PickleError,
     TensorError,
     UnsupportedContainerError,
 )
+from ckpt_tools.formats.base import Decoded, Warned, settled
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise

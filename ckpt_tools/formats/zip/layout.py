@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.containers.zip_directory import (
+from ckpt_tools.formats.zip.directory import (
     ALIGNMENT,
     CENTRAL,
     DESCRIPTOR,

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import re
 
-from ckpt_tools.containers import torch_legacy
-from ckpt_tools.containers.base import Decoded, settled, trailing
-from ckpt_tools.containers.legacy_stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
-from ckpt_tools.containers.numpy_files import Arrays
 from ckpt_tools.errors import CkptError, PickleError
+from ckpt_tools.formats.base import Decoded, settled, trailing
+from ckpt_tools.formats.legacy import torch_legacy
+from ckpt_tools.formats.legacy.stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
+from ckpt_tools.formats.numpy_files import Arrays
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tools import limits
-from ckpt_tools.containers import archives
-from ckpt_tools.containers.base import Decoded, Warned
-from ckpt_tools.containers.sharded import Keys
-from ckpt_tools.containers.zip_directory import END, END64, LOCATOR64
 from ckpt_tools.errors import UnsupportedContainerError
+from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.sharded import Keys
+from ckpt_tools.formats.zip import archives
+from ckpt_tools.formats.zip.directory import END, END64, LOCATOR64
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.tree.nodes import List

@@ -23,15 +23,16 @@ from math import prod
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.containers import archives, safetensors
-from ckpt_tools.containers.base import Decoded, is_zip
-from ckpt_tools.containers.sharded import Keys, joined
 from ckpt_tools.errors import (
     CkptError,
     DamagedFileError,
     TensorError,
     UnsupportedContainerError,
 )
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.base import Decoded, is_zip
+from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.formats.zip import archives
 from ckpt_tools.io.content import (
     Computed,
     Content,

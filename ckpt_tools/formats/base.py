@@ -12,7 +12,7 @@ from ckpt_tools.pickling.checks import settle
 from ckpt_tools.tree.nodes import Global, Node
 
 if TYPE_CHECKING:
-    from ckpt_tools.containers.zip_directory import Record
+    from ckpt_tools.formats.zip.directory import Record
 
 
 # The containers of programs: the code of the warning that a file is one, and what it is called.

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ckpt_tools import limits
-from ckpt_tools.containers.base import (
+from ckpt_tools.errors import ContainerLimitError, SafetensorsError
+from ckpt_tools.formats.base import (
     Decoded,
     Warned,
     moves_tensors,
     repeated,
 )
-from ckpt_tools.errors import ContainerLimitError, SafetensorsError
 from ckpt_tools.io.content import (
     Content,
     Literal,

@@ -18,24 +18,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ckpt_tools import limits
-from ckpt_tools.containers import (
-    numpy_files,
-    plain_pickle,
-    safetensors,
-    torch_legacy,
-    torch_tar,
-    torch_zip,
-    torchscript,
-)
-from ckpt_tools.containers.base import Decoded, Warned
-from ckpt_tools.containers.sharded import Keys
-from ckpt_tools.containers.zip_directory import Directory, Record, read_directory
 from ckpt_tools.errors import (
     CkptError,
     LimitError,
     UnsupportedContainerError,
     ZipError,
 )
+from ckpt_tools.formats import (
+    numpy_files,
+    plain_pickle,
+    safetensors,
+    torch_zip,
+    torchscript,
+)
+from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.legacy import torch_legacy, torch_tar
+from ckpt_tools.formats.sharded import Keys
+from ckpt_tools.formats.zip.directory import Directory, Record, read_directory
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.journal import write_all
 from ckpt_tools.io.output import Source

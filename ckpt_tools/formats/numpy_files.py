@@ -18,21 +18,21 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ckpt_tools import limits
-from ckpt_tools.containers.base import (
-    Decoded,
-    Warned,
-    settled,
-    trailing,
-)
-from ckpt_tools.containers.legacy_stream import Blobs
-from ckpt_tools.containers.torch_zip import record_content, record_head
-from ckpt_tools.containers.zip_directory import Directory, Record
 from ckpt_tools.errors import (
     DamagedFileError,
     PickleError,
     TensorError,
     UnsupportedContainerError,
 )
+from ckpt_tools.formats.base import (
+    Decoded,
+    Warned,
+    settled,
+    trailing,
+)
+from ckpt_tools.formats.legacy.stream import Blobs
+from ckpt_tools.formats.torch_zip import record_content, record_head
+from ckpt_tools.formats.zip.directory import Directory, Record
 from ckpt_tools.io.content import Content, Range, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise

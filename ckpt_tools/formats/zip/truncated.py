@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckpt_tools.containers.zip_directory import LOCAL
 from ckpt_tools.errors import CkptError, ZipError
+from ckpt_tools.formats.zip.directory import LOCAL
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import settle

@@ -19,14 +19,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.containers import safetensors
-from ckpt_tools.containers.base import Decoded, Warned, repeated
 from ckpt_tools.errors import (
     ContainerLimitError,
     DamagedFileError,
     NotACheckpointError,
     UnsupportedContainerError,
 )
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.base import Decoded, Warned, repeated
 from ckpt_tools.io.content import Content
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files

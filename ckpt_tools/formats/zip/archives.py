@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.containers import torch_zip
-from ckpt_tools.containers.base import Decoded
-from ckpt_tools.containers.zip_directory import (
+from ckpt_tools.errors import UnsupportedContainerError, ZipError
+from ckpt_tools.formats import torch_zip
+from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.zip.directory import (
     Directory,
     MissingDirectoryError,
     Record,
     read_directory,
 )
-from ckpt_tools.errors import UnsupportedContainerError, ZipError
 from ckpt_tools.io.output import Source
 from ckpt_tools.text import some
 
@@ -26,7 +26,7 @@ def decode(source: Source) -> Decoded:
     try:
         directory = read_directory(source)
     except MissingDirectoryError:
-        from ckpt_tools.containers.zip_truncated import describe_cut
+        from ckpt_tools.formats.zip.truncated import describe_cut
 
         raise describe_cut(source) from None
     names = {record.name for record in directory.records}
@@ -38,7 +38,7 @@ def decode(source: Source) -> Decoded:
 
 def _decode_rarer(source: Source, directory: Directory, folder: str | None, names: set[str]) -> Decoded:
     """Anything but what torch.save wrote; read by modules that are imported only then."""
-    from ckpt_tools.containers import (
+    from ckpt_tools.formats import (
         exported_program,
         numpy_files,
         torchscript,

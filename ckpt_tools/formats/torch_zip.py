@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpt_tools import limits
-from ckpt_tools.containers.base import Decoded, Warned
-from ckpt_tools.containers.zip_directory import Directory, Record, RecordRange
 from ckpt_tools.errors import ChecksumError, TensorError, ZipError
+from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.zip.directory import Directory, Record, RecordRange
 from ckpt_tools.io.content import Content, Deflated, read
 from ckpt_tools.io.crc import crc32
 from ckpt_tools.io.output import Source
@@ -71,7 +71,7 @@ def _machine(stream: bytes, storages: Storages, keys: str) -> Machine:
     if b"_load_from_bytes" not in stream:
         return Machine(stream, MAKERS, storages.load)
 
-    from ckpt_tools.containers.legacy_stream import Blobs
+    from ckpt_tools.formats.legacy.stream import Blobs
 
     blobs = Blobs(prefix=keys)
     return blobs.watch(Machine(stream, blobs.makers, storages.load))

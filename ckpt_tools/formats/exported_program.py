@@ -16,17 +16,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.containers import torch_zip
-from ckpt_tools.containers.base import (
+from ckpt_tools.errors import CkptError, TensorError, ZipError
+from ckpt_tools.formats import torch_zip
+from ckpt_tools.formats.base import (
     PROGRAMS,
     Decoded,
     Warned,
     repeated,
 )
-from ckpt_tools.containers.sharded import Keys
-from ckpt_tools.containers.zip_bundle import Inflated, decode_archive
-from ckpt_tools.containers.zip_directory import Directory, Record
-from ckpt_tools.errors import CkptError, TensorError, ZipError
+from ckpt_tools.formats.sharded import Keys
+from ckpt_tools.formats.zip.directory import Directory, Record
+from ckpt_tools.formats.zip_bundle import Inflated, decode_archive
 from ckpt_tools.io.output import Source
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import DTYPES

@@ -1,0 +1,1 @@
+"""What PyTorch wrote before 1.6."""

@@ -1,0 +1,1 @@
+"""Checkpoints in parts of many ranks."""

@@ -1,0 +1,1 @@
+"""Zip archives, as torch reads and writes them."""
