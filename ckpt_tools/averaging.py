@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ckpt_tools.casts import to_little_endian
 from ckpt_tools.conversion import CONTAINERS, Edits
 from ckpt_tools.convert import (
     Format,
@@ -18,6 +17,9 @@ from ckpt_tools.convert import (
     output_format,
 )
 from ckpt_tools.converted import Converted, Note
+from ckpt_tools.edit.casts import to_little_endian
+from ckpt_tools.edit.renaming import restore_named_ties
+from ckpt_tools.edit.selection import select as select_node
 from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -38,8 +40,6 @@ from ckpt_tools.name_edits import Names
 from ckpt_tools.object_policy import modules_first
 from ckpt_tools.sides import check_effort
 from ckpt_tools.text import dotted, listed
-from ckpt_tools.transforms import restore_named_ties
-from ckpt_tools.transforms import select as select_node
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.names import unwrap as unwrap_name

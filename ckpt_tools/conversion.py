@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ckpt_tools import (
-    casts,
-    flatten,
-    object_policy,
-    plain,
-    transforms,
-)
+from ckpt_tools import object_policy
 from ckpt_tools.converted import Converted, Note, ObjectFate
+from ckpt_tools.edit import (
+    casts,
+    devices,
+    flatten,
+    renaming,
+    selection,
+)
+from ckpt_tools.edit.objects import plain
+from ckpt_tools.edit.objects.values import is_array
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.open import (
@@ -32,7 +35,6 @@ from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.name_edits import Names, several
-from ckpt_tools.plain_values import is_array
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.nodes import Node
@@ -86,7 +88,7 @@ class Edits:
             raise UsageError(f"{names.steps[0][0]} does not go with --plan, which says every name.")
         self.names, self.kind, self.keep, self.drop, self.select = names, kind, several(keep), several(drop), select
         self.map_location = map_location
-        self.retag = transforms.parse_map_location(map_location) if map_location is not None else None
+        self.retag = devices.parse_map_location(map_location) if map_location is not None else None
         self.dtype = DTYPES[CAST_TARGETS[dtype]] if dtype is not None else None
         self.dtype_only, self.objects, self.slim, self.ema = several(dtype_only), objects, slim, ema
         self.retargeting, self.verify, self.compact = retargeting, verify, compact
@@ -104,13 +106,13 @@ class Edits:
     def edit(self, checkpoint: Checkpoint, report: Converted) -> Node:
         """Edit the tree and fill in the report; returns the root."""
         self._begin(checkpoint, report)
-        root = checkpoint.root if self.select is None else transforms.select(checkpoint.root, self.select)
+        root = checkpoint.root if self.select is None else selection.select(checkpoint.root, self.select)
         root = self._narrow(root, checkpoint, report)
         if self.kind == "safetensors" and any(map(is_array, checkpoint.decoded.globals)):  # it holds nothing else of them
             root, fates = plain.arrays_as_tensors(root)
             report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
         if self.keep or self.drop:
-            gone = transforms.filter_tensors(root, self.keep, self.drop, self.used)
+            gone = selection.filter_tensors(root, self.keep, self.drop, self.used)
             report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
             if self.keep:
                 _note_outside(root, report)
@@ -119,7 +121,7 @@ class Edits:
         if self.retargeting is not None:
             self._fit(root, report)
         if self.retag is not None:
-            root, report.devices = transforms.map_devices(root, self.retag)
+            root, report.devices = devices.map_devices(root, self.retag)
             _note_devices(report, checkpoint, self.kind, self.map_location)
         if self.verify and report.dry_run:
             report.notes.append(Note("not-verified", "--verify: the bytes are checked while copying, not in a dry run."))
@@ -140,7 +142,7 @@ class Edits:
         report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
         if part := partition(checkpoint.root):
             report.notes.append(Note("partition", f"The input is a part: {part[0]}. {part[1]}"))
-        self.ties = transforms.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+        self.ties = renaming.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
         if self.ties:
             names = ", ".join(f"{name} = {kept}" for name, kept in self.ties.items())
             report.notes.append(Note("ties-restored", f"Tied names put back from the metadata: {names}."))
@@ -172,7 +174,7 @@ class Edits:
         return self._slimmed(root, report) if self.slim else root
 
     def _slimmed(self, root: Node, report: Converted) -> Node:
-        from ckpt_tools import compaction, slimming
+        from ckpt_tools.edit import compaction, slimming
 
         root, gone = slimming.slim(root)
         report.dropped += [(dotted(where), what) for where, what in gone]

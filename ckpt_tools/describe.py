@@ -11,6 +11,7 @@ from itertools import chain, islice
 from typing import Any, TypeAlias
 
 from ckpt_tools import limits
+from ckpt_tools.edit.objects.plain import as_value, is_known
 from ckpt_tools.errors import LimitError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import (
@@ -23,7 +24,6 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts.named import partition
 from ckpt_tools.pickling.weights_only import ALLOWED
-from ckpt_tools.plain import as_value, is_known
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.modules import is_module, settings

@@ -143,7 +143,7 @@ def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report
         )
     report_flat(shards.flat, report)
     if verify:
-        from ckpt_tools.casts import checked
+        from ckpt_tools.edit.casts import checked
 
         pieces = iter(checked([piece for _, file in shards.files for piece in file], root))
         shards.files[:] = [(name, [next(pieces) for _ in file]) for name, file in shards.files]

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tools import flatten
 from ckpt_tools.conversion import Edits, report_flat
 from ckpt_tools.converted import Converted, Note
+from ckpt_tools.edit import flatten
 from ckpt_tools.errors import ContainerLimitError, OutputError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.legacy import torch_legacy

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools import transforms
 from ckpt_tools.converted import Converted, Note, RenamedNames
+from ckpt_tools.edit import renaming
+from ckpt_tools.edit.renaming import Rename
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.formats.open import StateDict, find_state_dicts
-from ckpt_tools.transforms import Rename
 from ckpt_tools.tree import names
 from ckpt_tools.tree.nodes import Node
 
@@ -33,7 +33,7 @@ class Names:
         if strip_prefix is not None:
             self.steps.append((f"--strip-prefix {strip_prefix}", lambda name: names.strip_leading(name, strip_prefix)))
         for text in several(rename):
-            pattern, replacement = transforms.parse_rename(text)
+            pattern, replacement = renaming.parse_rename(text)
             self.steps.append((f"--rename {text!r}", lambda name, p=pattern, r=replacement: p.sub(r, name)))  # type: ignore[misc]
         for option, prefix in (("--add-prefix", add_prefix), ("--add-module", names.MODULE if add_module else None)):
             if prefix is not None:
@@ -45,18 +45,18 @@ class Names:
         if self.steps:
             self._check_matches(found, report)
             self._note_uneven(found, report)
-        done: dict[int, transforms.Renamed] = {}  # one dict may be there under several paths
+        done: dict[int, renaming.Renamed] = {}  # one dict may be there under several paths
         for state_dict in found:
             if not self.steps:
                 report.state_dicts.append(RenamedNames(list(state_dict.where), len(state_dict.names), 0, []))
                 continue
             if id(state_dict.node) not in done:
-                done[id(state_dict.node)] = transforms.rename_state_dict(state_dict, self.rename)
+                done[id(state_dict.node)] = renaming.rename_state_dict(state_dict, self.rename)
             renamed = done[id(state_dict.node)]
             examples = list(renamed.changes.items())[:3]
             report.state_dicts.append(RenamedNames(list(state_dict.where), renamed.tensors, len(renamed.changes), examples))
         if self.steps:
-            report.optimizer_names = transforms.rename_optimizers(root, self.rename)
+            report.optimizer_names = renaming.rename_optimizers(root, self.rename)
 
     def rename(self, name: str) -> str:
         """The new name."""

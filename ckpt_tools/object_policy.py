@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools import losses, plain
+from ckpt_tools import losses
 from ckpt_tools.converted import Converted, Note, ObjectFate
+from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import Checkpoint, find_tensors
@@ -18,7 +19,7 @@ from ckpt_tools.tree.nodes import Node, Where
 
 def modules_first(root: Node, report: Converted) -> Node:
     """Pickled modules as their state dicts, since their weights are wanted whatever becomes of other objects."""
-    from ckpt_tools.slimming import modules_as_state_dicts
+    from ckpt_tools.edit.slimming import modules_as_state_dicts
 
     seen: set[int] = set()
     for where, module in visit.walk(root, stop=is_module, plain=False):
@@ -32,7 +33,7 @@ def modules_first(root: Node, report: Converted) -> Node:
 
 def averaged_alone(root: Node, report: Converted) -> tuple[Node, Where]:
     """The averaged weights alone, and where they were."""
-    from ckpt_tools.slimming import averaged
+    from ckpt_tools.edit.slimming import averaged
 
     root, where = averaged(root)
     report.notes.append(Note("ema", f"The averaged weights were in {dotted(where) or 'the root'}."))

@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools import transforms
-from ckpt_tools.casts import to_little_endian
 from ckpt_tools.choices import (
     Choices,
     OnMismatch,
     RowChoice,
     Rows,
 )
+from ckpt_tools.edit import renaming
+from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import (
     ConvertError,
     MatchPlanError,
@@ -122,7 +122,7 @@ class Retargeting:
         label = f"{path} does not fit {target.label}" if target is not None else f"{self.plan} leaves tensors over"
         fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack, self.like_select), self.choices)
         names = {**plan.renames, **{old: new for old, new, _, _ in plan.mismatched}}
-        renamed = transforms.rename_optimizers(root, lambda name: names.get(name, name))
+        renamed = renaming.rename_optimizers(root, lambda name: names.get(name, name))
         return _report(target.label if target is not None else str(self.plan), plan, fitted), renamed
 
     def _plan(self, node: Dict, target: Target | None) -> Plan:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools import flatten
-from ckpt_tools.flatten import Flat
+from ckpt_tools.edit import flatten
+from ckpt_tools.edit.flatten import Flat
 from ckpt_tools.formats import safetensors, sharded
 from ckpt_tools.formats.open import is_tensor
 from ckpt_tools.formats.zip import torch_layout

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.casts import to_little_endian
+from ckpt_tools.edit.casts import to_little_endian
+from ckpt_tools.edit.objects.plain import as_array, as_value
+from ckpt_tools.edit.renaming import restore_named_ties
+from ckpt_tools.edit.selection import select
 from ckpt_tools.errors import LimitError, NothingMatchedError
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -19,9 +22,7 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
 from ckpt_tools.io.content import Literal, Range
-from ckpt_tools.plain import as_array, as_value
 from ckpt_tools.text import dotted
-from ckpt_tools.transforms import restore_named_ties, select
 from ckpt_tools.tree.modules import classes, is_module, settings
 from ckpt_tools.tree.nodes import (
     ByteString,

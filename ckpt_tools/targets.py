@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ckpt_tools import plain, transforms
+from ckpt_tools.edit import renaming, selection
+from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import NothingMatchedError, TargetError, UsageError
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -126,7 +127,7 @@ def choose_state_dict(checkpoint: Checkpoint, select: str | None, option: str = 
         NothingMatchedError: there is none, or several and none is selected.
     """
     chosen = _chosen(checkpoint, select, option)
-    transforms.restore_named_ties(chosen.node, checkpoint.decoded.metadata)
+    renaming.restore_named_ties(chosen.node, checkpoint.decoded.metadata)
     return chosen
 
 
@@ -140,7 +141,7 @@ def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDic
         return chosen[0]
     if select is not None:
         try:
-            node = transforms.select(root, select)
+            node = selection.select(root, select)
         except NothingMatchedError as error:
             error.what = error.what.replace("--select", option.partition(" ")[0].removesuffix("=..."), 1)
             raise

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt_tools
+from ckpt_tools.edit.selection import select
 from ckpt_tools.errors import ChecksumError, CkptError, NotACheckpointError
 from ckpt_tools.formats.safetensors import lay_out
 from ckpt_tools.io import cloning, writer
@@ -34,7 +35,6 @@ from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.pickling.writer import write_pickle
 from ckpt_tools.text import dotted
-from ckpt_tools.transforms import select
 from ckpt_tools.tree.dtypes import DTYPES as ALL_DTYPES
 from ckpt_tools.tree.nodes import (
     Dict,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools import limits
-from ckpt_tools.casts import to_little_endian
 from ckpt_tools.checking import digests, values
 from ckpt_tools.checking.passes import (
     Advance,
@@ -15,6 +14,7 @@ from ckpt_tools.checking.passes import (
     Span,
     read_through,
 )
+from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import DamagedFileError
 from ckpt_tools.formats.base import Decoded, is_zip
 from ckpt_tools.formats.open import Checkpoint

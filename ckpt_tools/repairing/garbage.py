@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import SafetensorsError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.legacy import torch_legacy
@@ -15,7 +16,6 @@ from ckpt_tools.io.content import CHUNK, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.repairing.salvage import Salvaged, filled
-from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree.findings import counted_bytes
 from ckpt_tools.tree.nodes import Storage
 

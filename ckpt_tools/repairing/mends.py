@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools import transforms
+from ckpt_tools.edit import renaming
 from ckpt_tools.formats.open import StateDict, find_state_dicts, is_tensor
 from ckpt_tools.io.content import Literal
 from ckpt_tools.tree.dtypes import DTYPES
@@ -59,14 +59,14 @@ def _mend_prefixes(state_dict: StateDict) -> Iterator[Mended]:
     names, where = state_dict.names, list(state_dict.where)
     inner = [name for name in names if any(f".{wrapper}" in f".{name}" for wrapper in INNER_WRAPPERS)]
     if inner and len(inner) < len(names) and _would_not_collide(names, strip_inner):
-        transforms.rename_state_dict(state_dict, strip_inner)
+        renaming.rename_state_dict(state_dict, strip_inner)
         text = f"{len(inner)} of {len(names)} names were wrapped ({inner[0]}); the wrappers are removed"
         yield Mended("mixed-prefix", where, text)
         names = state_dict.names
     wrapped = [name for name in names if name.startswith(MODULE)]
     bare = [name for name in names if not name.startswith(MODULE)]
     if wrapped and all(name.startswith(MODULE * 2) for name in wrapped) and not _dotted(bare):
-        transforms.rename_state_dict(state_dict, strip_module)
+        renaming.rename_state_dict(state_dict, strip_module)
         yield Mended("double-prefix", where, f"{len(wrapped)} names began with module.module.; both are removed")
     elif wrapped and _dotted(bare):
         yield _mend_mixed(state_dict, wrapped, bare)
@@ -81,7 +81,7 @@ def _mend_mixed(state_dict: StateDict, wrapped: Sequence[str], bare: Sequence[st
         return Mended("mixed-prefix", where, text, left=True)
     if not _would_not_collide(state_dict.names, strip_module):
         return Mended("mixed-prefix", where, f"{shown}, and some names are there with and without it", left=True)
-    transforms.rename_state_dict(state_dict, strip_module)
+    renaming.rename_state_dict(state_dict, strip_module)
     return Mended("mixed-prefix", where, f"{shown}, and {sorted(shared)[0]} was split by it; it is removed")
 
 
@@ -94,7 +94,7 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _would_not_collide(names: Sequence[str], rename: transforms.Rename) -> bool:
+def _would_not_collide(names: Sequence[str], rename: renaming.Rename) -> bool:
     return len({rename(name) for name in names}) == len(set(names))
 
 
@@ -123,7 +123,7 @@ def _mend_metadata(state_dict: StateDict) -> Iterator[Mended]:
             taken.add(target)
         rows.append((target, row))
     if moved:
-        transforms.replace_metadata(state_dict.node, metadata, rows)
+        renaming.replace_metadata(state_dict.node, metadata, rows)
         text = f"rows of _metadata that were about names no longer there now follow the names: {moved}"
         yield Mended("stale-metadata", list(state_dict.where), text)
 

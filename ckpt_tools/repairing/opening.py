@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ckpt_tools import limits
 from ckpt_tools.checking.reading import Mismatch, read_checkpoint
+from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import (
     CkptError,
     LimitError,
@@ -47,7 +48,6 @@ from ckpt_tools.repairing.salvage import (
     salvage_legacy,
     salvage_zip,
 )
-from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree.findings import counted_bytes, mending
 from ckpt_tools.tree.nodes import Storage
 

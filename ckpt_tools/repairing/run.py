@@ -9,8 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_tools import casts, flatten, limits
+from ckpt_tools import limits
 from ckpt_tools.checking.reading import read_checkpoint
+from ckpt_tools.edit import casts, flatten
 from ckpt_tools.errors import RepairError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.open import Checkpoint, count_tensors

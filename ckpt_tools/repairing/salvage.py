@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ChecksumError, ZipError
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.legacy import torch_legacy
@@ -30,7 +31,6 @@ from ckpt_tools.repairing.zip_walk import (
     names_of_pickles,
     walk_zip,
 )
-from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree.exchange import DROP, replace
 from ckpt_tools.tree.nodes import (
     Entry,

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from ckpt_tools import casts
 from ckpt_tools.choices import (
     Choices,
     OnMismatch,
     RowChoice,
     Rows,
 )
+from ckpt_tools.edit import casts
 from ckpt_tools.errors import ConvertError, MatchError, UsageError
 from ckpt_tools.fit import Fitted, Wanted, fit
 from ckpt_tools.formats.open import (

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from ckpt_tools import casts, plain, transforms
+from ckpt_tools.edit import casts, renaming
+from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -84,7 +85,7 @@ def load_state_dict(
     with open_checkpoint(path) as checkpoint:
         state_dict = choose(checkpoint, select)
         if unwrap:
-            transforms.rename_state_dict(state_dict, names.unwrap)
+            renaming.rename_state_dict(state_dict, names.unwrap)
         root = casts.to_little_endian(loadable(state_dict.node, path), checkpoint.decoded.byteorder)
         if target is not None:
             root, _ = casts.cast_floats(root, target)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ckpt_tools.convert import Format, output_format
+from ckpt_tools.edit.flatten import flatten
 from ckpt_tools.errors import ContainerLimitError
-from ckpt_tools.flatten import flatten
 from ckpt_tools.formats import safetensors
 from ckpt_tools.io.content import CHUNK, Computed
 from ckpt_tools.io.output import Output, output_error, replacing

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ckpt_tools.pickling.old_tensors import VARIABLE
-from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, unusual_tensor
-from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_2_4
-from ckpt_tools.plain_keys import plain_keys
-from ckpt_tools.plain_values import (
+from ckpt_tools.edit.objects.keys import plain_keys
+from ckpt_tools.edit.objects.values import (
     PATHS,
     Key,
     is_array,
@@ -19,6 +16,9 @@ from ckpt_tools.plain_values import (
     plain_object,
     plain_subclass,
 )  # fmt: skip
+from ckpt_tools.pickling.old_tensors import VARIABLE
+from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, unusual_tensor
+from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_2_4
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree import nodes as tree
 from ckpt_tools.tree.exchange import DROP

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 
+from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
 from ckpt_tools.formats.open import find_optimizers, find_state_dicts, find_tensors
 from ckpt_tools.formats.zip.directory import RecordRange
@@ -20,7 +21,6 @@ from ckpt_tools.io.content import (
     chunks,
 )
 from ckpt_tools.text import dotted
-from ckpt_tools.transforms import map_storages
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import (
     Dict,

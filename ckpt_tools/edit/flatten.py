@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 from shlex import quote
 from typing import Any
 
-from ckpt_tools import plain
+from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.formats.open import (
     StateDict,

@@ -1,0 +1,1 @@
+"""Python objects made plain data."""

@@ -1,0 +1,141 @@
+"""Edits on a tree: names, selection, devices. Each edits in place and returns what it did; none touches a tensor's bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.errors import ConvertError, UsageError
+from ckpt_tools.formats.open import (
+    StateDict,
+    find_optimizers,
+    is_tensor,
+)
+from ckpt_tools.tree.names import check_unique, move_metadata
+from ckpt_tools.tree.nodes import (
+    Dict,
+    Entry,
+    List,
+    Node,
+)
+
+Rename = Callable[[str], str]
+
+
+# --- names
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """The names that changed in one state dict: old -> new, in order."""
+
+    tensors: int
+    changes: dict[str, str]
+
+
+def rename_state_dict(state_dict: StateDict, rename: Rename) -> Renamed:
+    """Give every name in a state dict its new name; `_metadata` goes with them, order is kept.
+
+    Raises:
+        CollisionError: two would get one name; nothing is changed. ConvertError: one would have none.
+    """
+    node = state_dict.node
+    renamed = {key: rename(key) if _is_name(key, value) else key for key, value in node.items if type(key) is str}
+    check_unique(renamed)
+    if nameless := [old for old, new in renamed.items() if old and not new]:
+        raise ConvertError(f"{nameless[0]!r} would be left without a name.", fix="Give it another with --rename.")
+    tensors = len(state_dict.names)
+    changes = {old: new for old, new in renamed.items() if old != new}
+    if changes:
+        node.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in node.items]
+        rename_metadata(node, renamed)
+    return Renamed(tensors, changes)
+
+
+def _is_name(key: str, value: Node) -> bool:
+    """Whether a key of a state dict names part of the model; `epoch` beside the tensors does not."""
+    return is_tensor(value) or key.endswith("_extra_state") or "." in key
+
+
+def rename_metadata(node: Dict, renamed: Mapping[str, str]) -> None:
+    """Give the rows of a state dict's `_metadata` their new module paths."""
+    metadata = node.attributes.get("_metadata") if node.attributes is not None else None
+    if type(metadata) is Dict:
+        rows = [(path, row) for path, row in metadata.items if type(path) is str]
+        replace_metadata(node, metadata, list(move_metadata(renamed, rows, lambda: Dict([("version", 1)]))))
+
+
+def replace_metadata(node: Dict, metadata: Dict, rows: Sequence[tuple[Node, Node]]) -> None:
+    """Give a state dict other rows of `_metadata`. Another state dict may hold the same record, which stays as it is."""
+    attributes, moved = node.attributes, Dict(list(rows), ordered=metadata.ordered)
+    assert attributes is not None
+    pairs = [(name, moved if value is metadata else value) for name, value in attributes.items]
+    node.attributes = Dict(pairs, ordered=attributes.ordered)
+
+
+def rename_optimizers(root: Node, rename: Rename) -> int:
+    """Rename what every optimizer below `root` calls by name: `param_names`, and parameters and states keyed by name.
+
+    Returns:
+        How many names changed.
+
+    Raises:
+        CollisionError: two states would get one name.
+    """
+    changed = 0
+    done: set[int] = set()
+    for _, node in find_optimizers(root):
+        state = node.get("state")
+        changed += _rename_states(state, rename, done)
+        for group in node.get("param_groups").items:
+            for key in ("param_names", "params") if type(group) is Dict else ():
+                changed += _rename_list(group.get(key), rename, done)
+    return changed
+
+
+def _rename_states(state: Node, rename: Rename, done: set[int]) -> int:
+    """States that are keyed by name; `done` has what was renamed before, under another path."""
+    if type(state) is not Dict or id(state) in done:
+        return 0
+    done.add(id(state))
+    renamed = {key: rename(key) for key, _ in state.items if type(key) is str}
+    check_unique(renamed)
+    state.items[:] = [(renamed[key] if type(key) is str else key, value) for key, value in state.items]
+    return sum(old != new for old, new in renamed.items())
+
+
+def _rename_list(names: Node, rename: Rename, done: set[int]) -> int:
+    if type(names) is not List or id(names) in done:
+        return 0
+    done.add(id(names))
+    new = [rename(name) if type(name) is str else name for name in names.items]
+    changed = sum(1 for old, name in zip(names.items, new, strict=True) if old != name)
+    names.items[:] = new
+    return changed
+
+
+def parse_rename(text: str) -> tuple[re.Pattern[str], str]:
+    """`REGEX=REPLACEMENT`, split at the last `=` that leaves a regular expression before it."""
+    pattern, separator, replacement = text.rpartition("=")
+    if not separator or not pattern:
+        raise UsageError(f"--rename {text!r} is not REGEX=REPLACEMENT.", fix=r"For example: --rename '^encoder\.=backbone.'")
+    try:
+        compiled = re.compile(pattern)
+        re.sub(f"{pattern}|", replacement, "")  # matches nothing at least, so that the replacement is read
+    except (re.error, IndexError) as error:
+        raise UsageError(f"--rename {text!r} is no regular expression with its replacement.", why=f"{error}.") from None
+    return compiled, replacement
+
+
+def restore_named_ties(node: Node, metadata: Mapping[str, str]) -> dict[str, str]:
+    """Put back the tied names that `safetensors.torch.save_model` left to the metadata: name -> the name that holds the bytes.
+
+    Returns:
+        The names that were put back.
+    """
+    entries = {key: value for key, value in node.items if type(value) is Entry} if type(node) is Dict else {}
+    ties = {name: kept for name, kept in metadata.items() if kept in entries and name not in entries and name != "format"}
+    if ties:
+        node.items.extend((name, entries[kept]) for name, kept in ties.items())
+    return ties
