@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckpt_tools.converted import Converted
     from ckpt_tools.io.ranks import Ranks
     from ckpt_tools.io.writer import Progress
-    from ckpt_tools.match import Stages
+    from ckpt_tools.matching import Stages
     from ckpt_tools.retarget import Retargeting
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]

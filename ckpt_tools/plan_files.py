@@ -14,7 +14,7 @@ from ckpt_tools.errors import MatchPlanError, NotACheckpointError
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import open_regular, replacing
 from ckpt_tools.io.writer import write
-from ckpt_tools.match.records import Shape
+from ckpt_tools.matching.records import Shape
 from ckpt_tools.plans import (
     STEPS,
     Plan,

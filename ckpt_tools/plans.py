@@ -16,8 +16,8 @@ from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import MatchPlanError
 from ckpt_tools.formats.open import is_tensor
 from ckpt_tools.io.content import Computed, Content, chunks
-from ckpt_tools.match import Matching
-from ckpt_tools.match.records import Shape
+from ckpt_tools.matching import Matching
+from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.nodes import (
     Dict,
     Entry,

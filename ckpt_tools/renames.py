@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.formats.open import StateDict, is_tensor
-from ckpt_tools.match import match
+from ckpt_tools.matching import match
+from ckpt_tools.matching.params import Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
-from ckpt_tools.targets import Param
 from ckpt_tools.tree.nodes import Entry, Node
 
 MOST_FOR_STRUCTURE = 20_000  # names on both sides together

@@ -42,7 +42,7 @@ from ckpt_tools.initialisers import (
     check_finite,
 )
 from ckpt_tools.io.content import Content
-from ckpt_tools.match import Stages, match
+from ckpt_tools.matching import Stages, match
 from ckpt_tools.plan_files import read_plan
 from ckpt_tools.plans import Plan, plan_of
 from ckpt_tools.targets import (

@@ -27,28 +27,10 @@ from ckpt_tools.formats.open import (
     is_tensor,
     open_checkpoint,
 )
+from ckpt_tools.matching.params import Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node
-
-
-@dataclass(frozen=True, slots=True)
-class Param:
-    """One tensor of a model: a parameter or a buffer.
-
-    Attributes:
-        name: its dotted name. shape: its sizes. dtype: torch's name for its type, or None.
-        tie: equal for tensors that are the same view on the same bytes; None where that cannot be told.
-        module: the type name of the module that holds it ("Conv2d"), where the target is a module.
-        kind: "tensor", or what makes it unusual ("sparse", "quantized" ...); the shape of such a one may be unknown, ().
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str | None = None
-    tie: object = None
-    module: str | None = None
-    kind: str = "tensor"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,8 +10,8 @@ from ckpt_tools.errors import (
     NothingMatchedError,
     UsageError,
 )
-from ckpt_tools.match import Matching, match
-from ckpt_tools.targets import Param
+from ckpt_tools.matching import Matching, match
+from ckpt_tools.matching.params import Param
 
 
 def params(*names: str, **shapes: tuple[int, ...]) -> list[Param]:

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ckpt_tools.match import Matching, match, structure
-from ckpt_tools.match.resolve import How, UnitPair
-from ckpt_tools.match.units import Unit
-from ckpt_tools.match.verify import doubtful
+from ckpt_tools.matching import Matching, match, structure
+from ckpt_tools.matching.params import Param
+from ckpt_tools.matching.resolve import How, UnitPair
+from ckpt_tools.matching.units import Unit
+from ckpt_tools.matching.verify import doubtful
 from ckpt_tools.plans import Plan, plan_of
-from ckpt_tools.targets import Param, read_target
+from ckpt_tools.targets import read_target
 from tests import networks as nets
 
 # --- pairs of implementations
@@ -448,8 +449,8 @@ def test_names_that_mean_too_many_things_are_left_undecided() -> None:
 
 def test_blocks_of_very_many_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the search for blocks ends early, what is left is compared unit by unit, by the same rules."""
-    monkeypatch.setattr("ckpt_tools.match.structure._MOST_UNITS", 200)
-    monkeypatch.setattr("ckpt_tools.match.structure._MOST_ROUNDS", 1)
+    monkeypatch.setattr("ckpt_tools.matching.structure._MOST_UNITS", 200)
+    monkeypatch.setattr("ckpt_tools.matching.structure._MOST_ROUNDS", 1)
     rounds = []
     search = structure._next_blocks
     monkeypatch.setattr(structure, "_next_blocks", lambda *given: rounds.append(1) or search(*given))

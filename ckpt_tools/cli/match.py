@@ -61,7 +61,7 @@ def match(
     Exit code: 0 every tensor has its partner, 1 something is left over, 2 usage, 3 refused.
     """
     from ckpt_tools.errors import UsageError
-    from ckpt_tools.matching import match_checkpoint
+    from ckpt_tools.operations.match import match_checkpoint
 
     if overwrite and output is None:
         raise UsageError("--overwrite is about a plan; -o PLAN is missing.")

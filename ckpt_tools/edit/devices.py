@@ -8,11 +8,7 @@ from dataclasses import replace
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.tree import exchange
-from ckpt_tools.tree.nodes import (
-    Entry,
-    Node,
-    Storage,
-)
+from ckpt_tools.tree.nodes import Entry, Node, Storage
 
 # --- devices
 

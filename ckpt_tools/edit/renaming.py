@@ -7,11 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.errors import ConvertError, UsageError
-from ckpt_tools.formats.open import (
-    StateDict,
-    find_optimizers,
-    is_tensor,
-)
+from ckpt_tools.formats.open import StateDict, find_optimizers, is_tensor
 from ckpt_tools.tree.names import check_unique, move_metadata
 from ckpt_tools.tree.nodes import (
     Dict,

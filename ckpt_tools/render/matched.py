@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.match.records import Ambiguous, Matching, Shape
-from ckpt_tools.matching import MatchReport
+from ckpt_tools.matching.records import Ambiguous, Matching, Shape
+from ckpt_tools.operations.match import MatchReport
 from ckpt_tools.render.text import (
     by_reason,
     counted,

@@ -9,7 +9,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.fit import Wanted, fit
 from ckpt_tools.formats.open import StateDict, find_state_dicts
 from ckpt_tools.initialisers import Rules, blank_for
-from ckpt_tools.match import match
+from ckpt_tools.matching import match
 from ckpt_tools.plans import plan_of
 from ckpt_tools.targets import params_of, read_target
 from ckpt_tools.text import dotted

@@ -36,10 +36,11 @@ from ckpt_tools.io.content import (
     chunks,
     read,
 )
-from ckpt_tools.match import Matching, Stages
-from ckpt_tools.match import match as find_partners
+from ckpt_tools.matching import Matching, Stages
+from ckpt_tools.matching import match as find_partners
+from ckpt_tools.matching.params import Param
 from ckpt_tools.plans import plan_of
-from ckpt_tools.targets import Param, params_of
+from ckpt_tools.targets import params_of
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.copying import copy_all
 from ckpt_tools.torch.loading import choose, loadable

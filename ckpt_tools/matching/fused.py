@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from ckpt_tools.match.lexicon import concepts
-from ckpt_tools.match.records import Shape
-from ckpt_tools.match.units import Unit
+from ckpt_tools.matching.lexicon import concepts
+from ckpt_tools.matching.records import Shape
+from ckpt_tools.matching.units import Unit
 
 # What a fused layer's name says about its parts, in the order in which they lie along the first dimension: torch's
 # MultiheadAttention, timm and transformers put q, k, v (and k, v) in this order, and the gate before what it gates. A

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ckpt_tools.match.pairing import squeezed
-from ckpt_tools.match.records import Shape
-from ckpt_tools.targets import Param
+from ckpt_tools.matching.pairing import squeezed
+from ckpt_tools.matching.params import Param
+from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.names import unwrap
 
 Path: TypeAlias = tuple[str, ...]

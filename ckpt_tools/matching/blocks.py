@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-from ckpt_tools.match.lexicon import LETTER, numbers, stem
-from ckpt_tools.match.units import Path, Unit
+from ckpt_tools.matching.lexicon import LETTER, numbers, stem
+from ckpt_tools.matching.units import Path, Unit
 
 Key: TypeAlias = frozenset[tuple[int, int]]
 Family: TypeAlias = tuple[Path, str]

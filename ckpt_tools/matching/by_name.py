@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from ckpt_tools.edit.renaming import parse_rename
 from ckpt_tools.errors import NothingMatchedError
-from ckpt_tools.match.pairing import Pairing
-from ckpt_tools.match.records import Reason
+from ckpt_tools.matching.pairing import Pairing
+from ckpt_tools.matching.records import Reason
 from ckpt_tools.tree.names import (
     MODULE,
     check_unique,

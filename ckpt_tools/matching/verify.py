@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-from ckpt_tools.match.blocks import Family
-from ckpt_tools.match.lexicon import numbers, stem
-from ckpt_tools.match.resolve import Counted, UnitPair, meaning
-from ckpt_tools.match.units import Path, Unit
+from ckpt_tools.matching.blocks import Family
+from ckpt_tools.matching.lexicon import numbers, stem
+from ckpt_tools.matching.resolve import Counted, UnitPair, meaning
+from ckpt_tools.matching.units import Path, Unit
 
 Count: TypeAlias = tuple[int, ...]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.formats.open import open_checkpoint
-from ckpt_tools.match import Matching, Stages, match
+from ckpt_tools.matching import Matching, Stages, match
 from ckpt_tools.targets import choose_state_dict, params_of, read_target
 
 

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from ckpt_tools.match.fused import split_fused
-from ckpt_tools.match.pairing import Pairing
-from ckpt_tools.match.records import Offer
-from ckpt_tools.match.resolve import UnitPair, meaning
-from ckpt_tools.match.structure import align
-from ckpt_tools.match.units import Unit, units_of, untied
+from ckpt_tools.matching.fused import split_fused
+from ckpt_tools.matching.pairing import Pairing
+from ckpt_tools.matching.records import Offer
+from ckpt_tools.matching.resolve import UnitPair, meaning
+from ckpt_tools.matching.structure import align
+from ckpt_tools.matching.units import Unit, units_of, untied
 
 CONFIDENCE = {"unique": 0.98, "names": 0.95, "order": 0.9}
 FUSED = 0.05  # that the parts of a fused layer lie in the usual order is not seen, but known

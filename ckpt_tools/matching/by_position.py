@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import zip_longest
 
 from ckpt_tools.errors import MatchError
-from ckpt_tools.match.pairing import Pairing
-from ckpt_tools.targets import Param
+from ckpt_tools.matching.pairing import Pairing
+from ckpt_tools.matching.params import Param
 
 CONFIDENCE = 0.5  # equal shapes say little where many tensors have the same
 

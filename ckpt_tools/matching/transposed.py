@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckpt_tools.targets import Param
+from ckpt_tools.matching.params import Param
 
 
 @dataclass(frozen=True, slots=True)

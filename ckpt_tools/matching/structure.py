@@ -11,23 +11,23 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.match.anchors import Anchors
-from ckpt_tools.match.blocks import (
+from ckpt_tools.matching.anchors import Anchors
+from ckpt_tools.matching.blocks import (
     Block,
     Key,
     blocks_of,
     families_of,
     whole_paths,
 )
-from ckpt_tools.match.lexicon import end_of
-from ckpt_tools.match.resolve import (
+from ckpt_tools.matching.lexicon import end_of
+from ckpt_tools.matching.resolve import (
     Context,
     Pair,
     UnitPair,
     resolve,
 )
-from ckpt_tools.match.units import Signature, Unit
-from ckpt_tools.match.verify import doubtful
+from ckpt_tools.matching.units import Signature, Unit
+from ckpt_tools.matching.verify import doubtful
 
 _MOST_ROUNDS, _MOST_UNITS = 100, 2_000_000
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from ckpt_tools.match.records import (
+from ckpt_tools.matching.params import Param
+from ckpt_tools.matching.records import (
     Ambiguous,
     Match,
     Matching,
@@ -16,8 +17,7 @@ from ckpt_tools.match.records import (
     Shape,
     Step,
 )
-from ckpt_tools.match.transposed import orientation
-from ckpt_tools.targets import Param
+from ckpt_tools.matching.transposed import orientation
 
 TRANSPOSED = 0.95
 MOST_CANDIDATES = 100  # of one name: thousands of layers of one shape would each have thousands

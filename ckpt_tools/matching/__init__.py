@@ -9,24 +9,24 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.match.by_name import (
+from ckpt_tools.matching.by_name import (
     apply_rules,
     match_affixes,
     match_exact,
     match_whole_wrapper,
     match_wrappers,
 )
-from ckpt_tools.match.by_position import match_position
-from ckpt_tools.match.by_structure import match_structure
-from ckpt_tools.match.pairing import Pairing
-from ckpt_tools.match.records import (
+from ckpt_tools.matching.by_position import match_position
+from ckpt_tools.matching.by_structure import match_structure
+from ckpt_tools.matching.pairing import Pairing
+from ckpt_tools.matching.params import Param
+from ckpt_tools.matching.records import (
     Ambiguous,
     Match,
     Matching,
     Mismatch,
     Offer,
 )
-from ckpt_tools.targets import Param
 
 __all__ = ["Ambiguous", "Match", "Matching", "Mismatch", "Offer", "Stages", "match"]
 

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ckpt_tools.match.blocks import Family, families_of
-from ckpt_tools.match.resolve import (
+from ckpt_tools.matching.blocks import Family, families_of
+from ckpt_tools.matching.resolve import (
     Counted,
     UnitPair,
     comes_before,
     meaning,
 )
-from ckpt_tools.match.units import Unit
+from ckpt_tools.matching.units import Unit
 
 
 def followed(units: Sequence[Unit]) -> dict[int, Unit]:

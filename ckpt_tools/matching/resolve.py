@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
-from ckpt_tools.match.blocks import Block, Family
-from ckpt_tools.match.lexicon import (
+from ckpt_tools.matching.blocks import Block, Family
+from ckpt_tools.matching.lexicon import (
     QKV,
     concepts,
     numbers,
@@ -17,7 +17,7 @@ from ckpt_tools.match.lexicon import (
     sharpened,
     stem,
 )
-from ckpt_tools.match.units import Path, Unit
+from ckpt_tools.matching.units import Path, Unit
 
 Item: TypeAlias = Unit | Block
 How: TypeAlias = Literal["unique", "names", "order"]

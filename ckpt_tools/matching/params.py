@@ -1,0 +1,24 @@
+"""One tensor of a model as the matcher sees it: name, shape, dtype, tie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One tensor of a model: a parameter or a buffer.
+
+    Attributes:
+        name: its dotted name. shape: its sizes. dtype: torch's name for its type, or None.
+        tie: equal for tensors that are the same view on the same bytes; None where that cannot be told.
+        module: the type name of the module that holds it ("Conv2d"), where the target is a module.
+        kind: "tensor", or what makes it unusual ("sparse", "quantized" ...); the shape of such a one may be unknown, ().
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    tie: object = None
+    module: str | None = None
+    kind: str = "tensor"

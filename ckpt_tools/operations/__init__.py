@@ -1,0 +1,1 @@
+"""A module, or a room, for every command."""
