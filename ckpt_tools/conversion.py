@@ -43,7 +43,7 @@ CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "
 _RESERVE = 4096  # bytes of room in a safetensors header
 
 if TYPE_CHECKING:
-    from ckpt_tools.retarget import Retargeting
+    from ckpt_tools.fit.retarget import Retargeting
 
 
 @collector_paused()
@@ -149,7 +149,7 @@ class Edits:
 
     def _fit(self, root: Node, report: Converted) -> None:
         """Fit the state dict to the target."""
-        from ckpt_tools.retarget import note_optimizer
+        from ckpt_tools.fit.retarget import note_optimizer
 
         assert self.retargeting is not None
         report.fitted, renamed = self.retargeting.apply(root, report.source, self.stack)

@@ -19,12 +19,12 @@ from ckpt_tools.io.output import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_tools.choices import OnMismatch, RowChoice
     from ckpt_tools.converted import Converted
+    from ckpt_tools.fit.choices import OnMismatch, RowChoice
+    from ckpt_tools.fit.retarget import Retargeting
     from ckpt_tools.io.ranks import Ranks
     from ckpt_tools.io.writer import Progress
     from ckpt_tools.matching import Stages
-    from ckpt_tools.retarget import Retargeting
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
 Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors", "dcp"]
@@ -164,7 +164,7 @@ def _retargeting(like: Any, like_args: Any, *options: Any) -> Retargeting | None
     """The options about a target, checked; what does the work is imported where one of them is given."""
     if like is None and not like_args and not any(option for option in options if option != "error"):
         return None
-    from ckpt_tools.retarget import Retargeting
+    from ckpt_tools.fit.retarget import Retargeting
 
     return Retargeting(like, like_args, *options) or None
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckpt_tools.retarget import FittedTo
+    from ckpt_tools.fit.retarget import FittedTo
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
-from ckpt_tools.initialisers import (
+from ckpt_tools.fit.initialisers import (
     Blank,
     Rules,
     blank_in,

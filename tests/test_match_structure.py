@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ckpt_tools.fit.plans import Plan, plan_of
+from ckpt_tools.fit.targets import read_target
 from ckpt_tools.matching import Matching, match, structure
 from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.resolve import How, UnitPair
 from ckpt_tools.matching.units import Unit
 from ckpt_tools.matching.verify import doubtful
-from ckpt_tools.plans import Plan, plan_of
-from ckpt_tools.targets import read_target
 from tests import networks as nets
 
 # --- pairs of implementations

@@ -11,8 +11,8 @@ from torch import nn
 
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, TargetError, UsageError
-from ckpt_tools.plan_files import read_plan
-from ckpt_tools.targets import read_target
+from ckpt_tools.fit.plan_files import read_plan
+from ckpt_tools.fit.targets import read_target
 from tests import networks as nets
 
 MODULE = """

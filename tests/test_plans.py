@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.fit.plan_files import read_plan, write_plan
+from ckpt_tools.fit.plans import Plan, PlanStep, apply
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.writer import write
-from ckpt_tools.plan_files import read_plan, write_plan
-from ckpt_tools.plans import Plan, PlanStep, apply
 
 QKV = torch.arange(24.0).reshape(6, 4)
 STATE = {

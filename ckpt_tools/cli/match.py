@@ -67,8 +67,8 @@ def match(
         raise UsageError("--overwrite is about a plan; -o PLAN is missing.")
     report = match_checkpoint(source, options.pop("like"), stages=cast("Any", match or "names"), **options)
     if output is not None:
-        from ckpt_tools.plan_files import write_plan
-        from ckpt_tools.plans import plan_of
+        from ckpt_tools.fit.plan_files import write_plan
+        from ckpt_tools.fit.plans import plan_of
 
         write_plan(plan_of(report.matching), output, overwrite=overwrite)
     if as_json:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.fit.targets import choose_state_dict, params_of, read_target
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.matching import Matching, Stages, match
-from ckpt_tools.targets import choose_state_dict, params_of, read_target
 
 
 @dataclass(frozen=True, slots=True)

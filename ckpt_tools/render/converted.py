@@ -16,7 +16,7 @@ from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
     from ckpt_tools.converted import Converted, RenamedNames
-    from ckpt_tools.retarget import FittedTo
+    from ckpt_tools.fit.retarget import FittedTo
 
 _SPEED_FROM = 100 << 20
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.choices import Choices
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fit import Wanted, fit
+from ckpt_tools.fit.choices import Choices
+from ckpt_tools.fit.fit import Wanted, fit
+from ckpt_tools.fit.initialisers import Rules, blank_for
+from ckpt_tools.fit.plans import plan_of
+from ckpt_tools.fit.targets import params_of, read_target
 from ckpt_tools.formats.open import StateDict, find_state_dicts
-from ckpt_tools.initialisers import Rules, blank_for
 from ckpt_tools.matching import match
-from ckpt_tools.plans import plan_of
-from ckpt_tools.targets import params_of, read_target
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Node

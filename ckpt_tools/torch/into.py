@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
-from ckpt_tools.choices import (
+from ckpt_tools.edit import casts
+from ckpt_tools.errors import ConvertError, MatchError, UsageError
+from ckpt_tools.fit.choices import (
     Choices,
     OnMismatch,
     RowChoice,
     Rows,
 )
-from ckpt_tools.edit import casts
-from ckpt_tools.errors import ConvertError, MatchError, UsageError
-from ckpt_tools.fit import Fitted, Wanted, fit
+from ckpt_tools.fit.fit import Fitted, Wanted, fit
+from ckpt_tools.fit.initialisers import Blank, Rules, blank_in
+from ckpt_tools.fit.plans import plan_of
+from ckpt_tools.fit.targets import params_of
 from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
@@ -27,7 +30,6 @@ from ckpt_tools.formats.open import (
     is_tensor,
     open_checkpoint,
 )
-from ckpt_tools.initialisers import Blank, Rules, blank_in
 from ckpt_tools.io.content import (
     Computed,
     Content,
@@ -39,8 +41,6 @@ from ckpt_tools.io.content import (
 from ckpt_tools.matching import Matching, Stages
 from ckpt_tools.matching import match as find_partners
 from ckpt_tools.matching.params import Param
-from ckpt_tools.plans import plan_of
-from ckpt_tools.targets import params_of
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.copying import copy_all
 from ckpt_tools.torch.loading import choose, loadable

@@ -9,12 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.choices import (
-    Choices,
-    OnMismatch,
-    RowChoice,
-    Rows,
-)
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import (
@@ -23,11 +17,31 @@ from ckpt_tools.errors import (
     NothingMatchedError,
     UsageError,
 )
-from ckpt_tools.fit import (
+from ckpt_tools.fit.choices import (
+    Choices,
+    OnMismatch,
+    RowChoice,
+    Rows,
+)
+from ckpt_tools.fit.fit import (
     Fitted,
     Initialised,
     Wanted,
     fit,
+)
+from ckpt_tools.fit.initialisers import (
+    Blank,
+    Rules,
+    blank_for,
+    check_finite,
+)
+from ckpt_tools.fit.plan_files import read_plan
+from ckpt_tools.fit.plans import Plan, plan_of
+from ckpt_tools.fit.targets import (
+    Target,
+    choose_state_dict,
+    params_of,
+    read_target,
 )
 from ckpt_tools.formats.open import (
     find_optimizers,
@@ -35,22 +49,8 @@ from ckpt_tools.formats.open import (
     is_tensor,
     open_checkpoint,
 )
-from ckpt_tools.initialisers import (
-    Blank,
-    Rules,
-    blank_for,
-    check_finite,
-)
 from ckpt_tools.io.content import Content
 from ckpt_tools.matching import Stages, match
-from ckpt_tools.plan_files import read_plan
-from ckpt_tools.plans import Plan, plan_of
-from ckpt_tools.targets import (
-    Target,
-    choose_state_dict,
-    params_of,
-    read_target,
-)
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 from ckpt_tools.values.numeric import live_content, row_major

@@ -8,25 +8,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 
-from ckpt_tools import plans
-from ckpt_tools.adaptation import (
+from ckpt_tools.errors import ConvertError, MatchError
+from ckpt_tools.fit import plans
+from ckpt_tools.fit.adaptation import (
     Adapted,
     adapt,
     is_convolution,
     kept_shape,
     overlap,
 )
-from ckpt_tools.choices import Choices
-from ckpt_tools.errors import ConvertError, MatchError
-from ckpt_tools.formats.open import is_tensor
-from ckpt_tools.initialisers import (
+from ckpt_tools.fit.choices import Choices
+from ckpt_tools.fit.initialisers import (
     Blank,
     Scheme,
     content,
     settle,
 )
+from ckpt_tools.fit.plans import Plan
+from ckpt_tools.formats.open import is_tensor
 from ckpt_tools.io.content import Content
-from ckpt_tools.plans import Plan
 from ckpt_tools.text import listed
 from ckpt_tools.tree.names import module_paths
 from ckpt_tools.tree.nodes import (

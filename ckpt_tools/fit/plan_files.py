@@ -11,17 +11,17 @@ from typing import Any, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import MatchPlanError, NotACheckpointError
-from ckpt_tools.io.content import Literal, Piece
-from ckpt_tools.io.output import open_regular, replacing
-from ckpt_tools.io.writer import write
-from ckpt_tools.matching.records import Shape
-from ckpt_tools.plans import (
+from ckpt_tools.fit.plans import (
     STEPS,
     Plan,
     PlanStep,
     StepName,
     check,
 )
+from ckpt_tools.io.content import Literal, Piece
+from ckpt_tools.io.output import open_regular, replacing
+from ckpt_tools.io.writer import write
+from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import printable
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS
 

@@ -22,8 +22,8 @@ from ckpt_tools.values import random_bits
 if TYPE_CHECKING:
     import torch
 
+    from ckpt_tools.fit.targets import Target
     from ckpt_tools.matching.params import Param
-    from ckpt_tools.targets import Target
 
 _PLAIN = (
     "zeros", "ones", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "orthogonal", "target", "default",

@@ -9,7 +9,7 @@ from fnmatch import translate
 from typing import Literal, TypeAlias
 
 from ckpt_tools.errors import NothingMatchedError, UsageError
-from ckpt_tools.initialisers import Rules
+from ckpt_tools.fit.initialisers import Rules
 
 OnMismatch: TypeAlias = Literal["error", "reinit", "overlap", "skip"]
 RowChoice: TypeAlias = Sequence[int] | Mapping[str, Sequence[int]] | None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.initialisers import (
+from ckpt_tools.fit.initialisers import (
     Blank,
     Scheme,
     check_finite,
