@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools._version import __version__
-from ckpt_tools.convert import convert
 from ckpt_tools.errors import CkptError
+from ckpt_tools.operations.convert.run import convert
 
 if TYPE_CHECKING:
-    from ckpt_tools.averaging import Averaged, average
-    from ckpt_tools.checking.report import Checked
-    from ckpt_tools.checking.run import check
-    from ckpt_tools.converted import Converted
-    from ckpt_tools.describe import Description, inspect
-    from ckpt_tools.difference_report import Difference
-    from ckpt_tools.differences import diff
     from ckpt_tools.formats.open import Checkpoint, open_checkpoint
-    from ckpt_tools.inplace import edit_in_place
-    from ckpt_tools.repairing.report import Repaired
-    from ckpt_tools.repairing.run import repair
-    from ckpt_tools.tensor_stats import Stats, stats
+    from ckpt_tools.operations.average import Averaged, average
+    from ckpt_tools.operations.check.report import Checked
+    from ckpt_tools.operations.check.run import check
+    from ckpt_tools.operations.compare.differences import diff
+    from ckpt_tools.operations.compare.report import Difference
+    from ckpt_tools.operations.compare.stats import Stats, stats
+    from ckpt_tools.operations.convert.in_place import edit_in_place
+    from ckpt_tools.operations.convert.report import Converted
+    from ckpt_tools.operations.inspect import Description, inspect
+    from ckpt_tools.operations.repair.report import Repaired
+    from ckpt_tools.operations.repair.run import repair
 
 __all__ = [
     "Averaged",
@@ -45,22 +45,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Averaged": "averaging",
-    "Checked": "checking.report",
+    "Averaged": "operations.average",
+    "Checked": "operations.check.report",
     "Checkpoint": "formats.open",
-    "Converted": "converted",
-    "Description": "describe",
-    "Difference": "difference_report",
-    "Repaired": "repairing.report",
-    "Stats": "tensor_stats",
-    "average": "averaging",
-    "check": "checking.run",
-    "diff": "differences",
-    "edit_in_place": "inplace",
-    "inspect": "describe",
+    "Converted": "operations.convert.report",
+    "Description": "operations.inspect",
+    "Difference": "operations.compare.report",
+    "Repaired": "operations.repair.report",
+    "Stats": "operations.compare.stats",
+    "average": "operations.average",
+    "check": "operations.check.run",
+    "diff": "operations.compare.differences",
+    "edit_in_place": "operations.convert.in_place",
+    "inspect": "operations.inspect",
     "open_checkpoint": "formats.open",
-    "repair": "repairing.run",
-    "stats": "tensor_stats",
+    "repair": "operations.repair.run",
+    "stats": "operations.compare.stats",
 }
 
 

@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from ckpt_tools import convert, sides
+from ckpt_tools import convert
 from ckpt_tools.cli import main
-from ckpt_tools.difference_report import ValueChange
-from ckpt_tools.differences import diff
 from ckpt_tools.errors import CkptError, LimitError, NothingMatchedError
+from ckpt_tools.operations.compare import sides
+from ckpt_tools.operations.compare.differences import diff
+from ckpt_tools.operations.compare.report import ValueChange
+from ckpt_tools.operations.compare.stats import stats
 from ckpt_tools.render.stats import draw
-from ckpt_tools.tensor_stats import stats
 from ckpt_tools.values.measures import Gap, Moments, histogram
 from tests.samples import FIXTURES, PTH, SAFETENSORS, by_name
 
@@ -117,7 +118,7 @@ def test_names_that_structure_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     report = diff(tmp_path / "a.pth", tmp_path / "b.pth")
     assert [row.reason for row in report.renamed] == ["structure"] * 3
     assert report.summary == "They differ: 3 names changed."
-    monkeypatch.setattr("ckpt_tools.renames.MOST_FOR_STRUCTURE", 2)
+    monkeypatch.setattr("ckpt_tools.operations.compare.renames.MOST_FOR_STRUCTURE", 2)
     report = diff(tmp_path / "a.pth", tmp_path / "b.pth")
     assert len(report.added) == len(report.removed) == 3
     assert "not paired by structure" in report.notes[0]
@@ -224,7 +225,7 @@ def test_gap_is_torchs(tmp_path: Path) -> None:
 
 def test_equal_files_need_no_torch() -> None:
     """Bytes are compared without importing torch, with --values too as long as they are equal."""
-    code = "import sys; from ckpt_tools.differences import diff; assert diff(*sys.argv[1:], values=True).renamed; "
+    code = "import sys; from ckpt_tools.operations.compare.differences import diff; assert diff(*sys.argv[1:], values=True).renamed; "
     files = [str(FIXTURES / name) for name in ("ddp.pth", "single.pth")]
     done = subprocess.run(
         [sys.executable, "-c", code + "print('torch' in sys.modules)", *files], capture_output=True, text=True
@@ -449,7 +450,7 @@ def test_stats_on_the_command_line(tmp_path: Path) -> None:
 def test_a_file_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is written to while it is compared is refused."""
     path = save(tmp_path / "a.pth", **{"a.w": torch.ones(4)})
-    from ckpt_tools import differences
+    from ckpt_tools.operations.compare import differences
 
     def meanwhile(*_: Any, **__: Any) -> bool:
         path.write_bytes(path.read_bytes() + b"x")

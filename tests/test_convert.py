@@ -18,7 +18,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
-from ckpt_tools.converted import Converted
 from ckpt_tools.errors import (
     ChecksumError,
     CkptError,
@@ -30,6 +29,7 @@ from ckpt_tools.errors import (
     OutputExistsError,
     UsageError,
 )
+from ckpt_tools.operations.convert.report import Converted
 from fixtures.make import UsersModule, network, tagged, training_state
 from tests.graphs import assert_same, element_bytes, load_with_tags
 from tests.samples import FIXTURES

@@ -198,7 +198,7 @@ def test_an_input_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ckpt_tools.dcp_saving._tensor", fail)
+    monkeypatch.setattr("ckpt_tools.operations.convert.dcp_saving._tensor", fail)
     with pytest.raises(CkptError, match="no space"):
         convert(tmp_path / "in.pth", tmp_path / "out", format="dcp")
     assert [path.name for path in tmp_path.iterdir()] == ["in.pth"]

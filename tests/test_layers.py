@@ -147,7 +147,7 @@ def test_inspect_imports_little() -> None:
     assert not loaded & {
         "rich",
         "ckpt_tools.render.text",
-        "ckpt_tools.conversion",
+        "ckpt_tools.operations.convert.conversion",
         "ckpt_tools.io.writer",
         "ckpt_tools.values.numeric",
     }

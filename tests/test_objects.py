@@ -25,7 +25,6 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
-from ckpt_tools.converted import Converted
 from ckpt_tools.errors import (
     CkptError,
     ContainerLimitError,
@@ -33,6 +32,7 @@ from ckpt_tools.errors import (
     NothingMatchedError,
     ObjectsError,
 )
+from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.pickling.weights_only import ALLOWED_2_4
 from ckpt_tools.tree.nodes import Global
 from fixtures.make import network

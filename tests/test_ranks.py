@@ -55,7 +55,7 @@ def test_the_same_bytes_as_one_process(source: Path, tmp_path: Path, count: int)
 
 def test_a_process_that_is_killed(source: Path, tmp_path: Path) -> None:
     """When one process is killed while it writes, the job fails and there is neither index nor folder."""
-    dies = "import ckpt_tools.folder_conversion as f; write = f._write_own; "
+    dies = "import ckpt_tools.operations.convert.folder as f; write = f._write_own; "
     dies += "f._write_own = lambda *a: os.kill(os.getpid(), 9) if os.environ['RANK'] == '1' else write(*a)"
     done = launch(2, "convert", str(source), str(tmp_path / "out"), "--shard-size", "2500", before=dies)
     assert done.returncode != 0
@@ -85,7 +85,7 @@ def test_a_distributed_checkpoint_by_two(source: Path, tmp_path: Path) -> None:
 def test_a_distributed_checkpoint_that_fails(source: Path, tmp_path: Path, how: str) -> None:
     """When one of two processes fails or is killed while it writes, the job fails and no .metadata is left."""
     act = "os.kill(os.getpid(), 9)" if how == "killed" else "(_ for _ in ()).throw(f.OutputError('The disk has gone.'))"
-    dies = "import ckpt_tools.folder_conversion as f, ckpt_tools.dcp_saving as d; make = d._tensor; "
+    dies = "import ckpt_tools.operations.convert.folder as f, ckpt_tools.operations.convert.dcp_saving as d; make = d._tensor; "
     dies += f"d._tensor = lambda item: {act} if os.environ['RANK'] == '1' else make(item)"
     done = launch(2, "convert", str(source), str(tmp_path / "out"), "--format", "dcp", before=dies)
     assert done.returncode != 0

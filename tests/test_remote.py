@@ -309,8 +309,10 @@ def test_a_given_up_upload_is_not_completed_by_the_collector(
         return Buffered(self, path, mode, **rest) if mode == "wb" else opened(self, path, mode, **rest)
 
     monkeypatch.setattr(type(memory), "open", buffered)
-    monkeypatch.setattr("ckpt_tools.folder_conversion._check_there", lambda *_: (_ for _ in ()).throw(OutputError("no")))
-    monkeypatch.setattr("ckpt_tools.conversion.write", lambda *_: (_ for _ in ()).throw(OutputError("no")))
+    monkeypatch.setattr(
+        "ckpt_tools.operations.convert.folder._check_there", lambda *_: (_ for _ in ()).throw(OutputError("no"))
+    )
+    monkeypatch.setattr("ckpt_tools.operations.convert.conversion.write", lambda *_: (_ for _ in ()).throw(OutputError("no")))
     for options in ({}, {"shard_size": 4000}):
         with pytest.raises(OutputError, match="no"):
             convert(tmp_path / "in.pth", "memory://x/out", **options)

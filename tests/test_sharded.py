@@ -259,7 +259,9 @@ def test_the_folder_is_new_whole_or_as_it_was(folder: Path, tmp_path: Path, monk
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(OutputExistsError, match="not empty"):
         convert(tmp_path / "in.pth", folder, shard_size="1MB")
-    monkeypatch.setattr("ckpt_tools.folder_conversion._check_there", lambda *_: (_ for _ in ()).throw(OutputError("full")))
+    monkeypatch.setattr(
+        "ckpt_tools.operations.convert.folder._check_there", lambda *_: (_ for _ in ()).throw(OutputError("full"))
+    )
     for target in (folder, tmp_path / "new"):
         with pytest.raises(OutputError, match="full"):
             convert(tmp_path / "in.pth", target, shard_size=900, overwrite=True)

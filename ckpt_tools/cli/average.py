@@ -58,7 +58,7 @@ def average(paths: tuple[Path, ...], weights: str | None, quiet: bool, as_json: 
 
     Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
     """
-    from ckpt_tools.averaging import average as average_checkpoints
+    from ckpt_tools.operations.average import average as average_checkpoints
 
     *sources, target = paths
     with show_progress(quiet=quiet) as progress:

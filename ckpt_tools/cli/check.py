@@ -45,7 +45,7 @@ def check(
 
     Exit code: 0 healthy, 1 findings (warnings or problems), 3 when one cannot be read.
     """
-    from ckpt_tools.checking.run import Wanted, check_many, load_digests
+    from ckpt_tools.operations.check.run import Wanted, check_many, load_digests
     from ckpt_tools.render.json import print_document
 
     if output is not None and not digest:
@@ -63,7 +63,7 @@ def check(
             if output is not None or not as_json:
                 reports.append(report)
     if output is not None:
-        from ckpt_tools.checking.run import save_digests
+        from ckpt_tools.operations.check.run import save_digests
 
         save_digests(reports[0], output, overwrite=overwrite)
     if quiet and not as_json:

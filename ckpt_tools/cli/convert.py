@@ -17,10 +17,10 @@ from ckpt_tools.cli.options import (
     target_options,
     work_shared,
 )
-from ckpt_tools.convert import convert as convert_checkpoint
+from ckpt_tools.operations.convert.run import convert as convert_checkpoint
 
 if TYPE_CHECKING:
-    from ckpt_tools.converted import Converted
+    from ckpt_tools.operations.convert.report import Converted
 
 
 @click.command()
@@ -181,7 +181,7 @@ _IN_PLACE = (
 
 
 def _edit_in_place(path: Path, target: Path | None, options: dict[str, Any]) -> Converted:
-    from ckpt_tools.inplace import edit_in_place
+    from ckpt_tools.operations.convert.in_place import edit_in_place
 
     if target is not None:
         raise click.UsageError("--in-place edits IN itself; leave OUT away.")

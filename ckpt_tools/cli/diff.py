@@ -46,8 +46,8 @@ def diff(
 
     Exit code: 0 the same, 1 different, 2 usage, 3 when one cannot be read.
     """
-    from ckpt_tools.differences import diff as compare
     from ckpt_tools.errors import UsageError
+    from ckpt_tools.operations.compare.differences import diff as compare
 
     if values and not contents:
         raise UsageError("--values and --no-contents contradict each other.")

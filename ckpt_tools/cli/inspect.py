@@ -16,7 +16,7 @@ from ckpt_tools.cli.options import LOCATION, expand, print_failure
 from ckpt_tools.errors import CkptError
 
 if TYPE_CHECKING:
-    from ckpt_tools.describe import Description
+    from ckpt_tools.operations.inspect import Description
 
 
 @click.command()
@@ -70,7 +70,7 @@ _MANY = 200  # files from which on several processes are faster than one
 
 
 def _described(path: Path) -> Description | CkptError:
-    from ckpt_tools.describe import inspect as describe_checkpoint
+    from ckpt_tools.operations.inspect import inspect as describe_checkpoint
 
     try:
         return describe_checkpoint(path)

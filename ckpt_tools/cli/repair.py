@@ -41,7 +41,7 @@ def repair(
 
     Exit code: 0 all saved, 1 something could not be saved (OUT is written without it), 3 nothing to save.
     """
-    from ckpt_tools.repairing.run import repair as repair_checkpoint
+    from ckpt_tools.operations.repair.run import repair as repair_checkpoint
 
     with show_progress(quiet=quiet) as progress:
         report = repair_checkpoint(

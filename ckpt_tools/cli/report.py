@@ -39,9 +39,9 @@ def report(
 
     Exit code: 0 written, 2 usage, 3 refused.
     """
-    from ckpt_tools.describe import inspect
     from ckpt_tools.errors import UsageError
     from ckpt_tools.io.output import output_target
+    from ckpt_tools.operations.inspect import inspect
     from ckpt_tools.render.html import page, save
 
     if select is not None and other is None:
@@ -50,12 +50,12 @@ def report(
     description, stats, difference = inspect(path), None, None
     with show_progress(quiet=quiet) as progress:
         if histograms:
-            from ckpt_tools.tensor_stats import stats as measure
+            from ckpt_tools.operations.compare.stats import stats as measure
 
             stats = measure(path, progress=progress)
     with show_progress(quiet=quiet) as progress:
         if other is not None:
-            from ckpt_tools.differences import diff
+            from ckpt_tools.operations.compare.differences import diff
 
             difference = diff(path, other, values=True, select=select, progress=progress)
     size = save(page(description, stats, difference), output, overwrite=overwrite)

@@ -51,7 +51,7 @@ def stats(
 
     Exit code: 0 done, 2 usage, 3 refused.
     """
-    from ckpt_tools.tensor_stats import stats as measure
+    from ckpt_tools.operations.compare.stats import stats as measure
 
     with show_progress() as progress:
         report = measure(path, select=select, filter=pattern, depth=depth, progress=progress)

@@ -17,7 +17,7 @@ from ckpt_tools.render.text import (
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
-    from ckpt_tools.averaging import Averaged
+    from ckpt_tools.operations.average import Averaged
 
 
 def print_averaged(report: Averaged, out: Console) -> None:

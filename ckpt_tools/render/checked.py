@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.checking.digests import shape_text
-from ckpt_tools.checking.report import Checked
+from ckpt_tools.operations.check.digests import shape_text
+from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.render.text import (
     console,
     counted,

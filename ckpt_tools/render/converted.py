@@ -15,8 +15,8 @@ from ckpt_tools.render.text import (
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
-    from ckpt_tools.converted import Converted, RenamedNames
     from ckpt_tools.fit.retarget import FittedTo
+    from ckpt_tools.operations.convert.report import Converted, RenamedNames
 
 _SPEED_FROM = 100 << 20
 

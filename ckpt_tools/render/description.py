@@ -28,7 +28,7 @@ from ckpt_tools.text import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_tools.describe import Description
+    from ckpt_tools.operations.inspect import Description
 
 Sort = Literal["name", "size", "file"]
 SHOWN_ROWS = 40

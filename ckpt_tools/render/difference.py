@@ -21,7 +21,7 @@ from ckpt_tools.render.text import (
 from ckpt_tools.text import printable, shortened
 
 if TYPE_CHECKING:
-    from ckpt_tools.difference_report import (
+    from ckpt_tools.operations.compare.report import (
         Change,
         Difference,
         Only,

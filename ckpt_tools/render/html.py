@@ -24,9 +24,9 @@ from ckpt_tools.render.text import counted, path_text, size_text
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
-    from ckpt_tools.describe import Description
-    from ckpt_tools.difference_report import Change, Difference, Only
-    from ckpt_tools.tensor_stats import Stats, TensorStats
+    from ckpt_tools.operations.compare.report import Change, Difference, Only
+    from ckpt_tools.operations.compare.stats import Stats, TensorStats
+    from ckpt_tools.operations.inspect import Description
 
 _MOST_ROWS = 1000  # of one kind of difference, value or object
 _MOST_TEXT = 300

@@ -5,13 +5,13 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
+from ckpt_tools.operations.repair.report import Repaired
 from ckpt_tools.render.text import (
     add_lines,
     label_grid,
     path_text,
     size_text,
 )
-from ckpt_tools.repairing.report import Repaired
 from ckpt_tools.text import printable
 
 

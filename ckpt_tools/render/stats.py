@@ -19,7 +19,7 @@ from ckpt_tools.render.text import (
 from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
-    from ckpt_tools.tensor_stats import Stats
+    from ckpt_tools.operations.compare.stats import Stats
 
 StatsSort = Literal["file", "name", "size", "mean", "std", "max", "zeros"]
 _SHOWN = 40

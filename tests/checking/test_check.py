@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckpt_tools import check
-from ckpt_tools.checking.passes import Crc, Span, read_through
-from ckpt_tools.checking.report import Checked
-from ckpt_tools.checking.run import Wanted, check_many, load_digests
 from ckpt_tools.cli import main
 from ckpt_tools.errors import DigestError, OutputExistsError, UsageError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.io.content import CHUNK
 from ckpt_tools.io.output import Source
+from ckpt_tools.operations.check.passes import Crc, Span, read_through
+from ckpt_tools.operations.check.report import Checked
+from ckpt_tools.operations.check.run import Wanted, check_many, load_digests
 from ckpt_tools.tree.findings import CODES
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
@@ -354,12 +354,12 @@ def test_safetensors_errors(tmp_path: Path, data: bytes, said: str) -> None:
 def test_cuda_tags_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file tagged cuda:0 on a machine without: torch's error, and convert's command."""
     path = Path(__file__).parents[2] / "fixtures" / "cuda.pth"
-    monkeypatch.setattr("ckpt_tools.checking.loading._cuda_devices", lambda: 0)
+    monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: 0)
     (finding,) = [finding for finding in check(path).findings if finding.code == "no-such-device"]
     if not torch.cuda.is_available():
         assert torch_error(path) == finding.says
     assert "--map-location cpu" in finding.fix
-    monkeypatch.setattr("ckpt_tools.checking.loading._cuda_devices", lambda: 1)
+    monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: 1)
     assert "no-such-device" not in codes(path)
     mixed = Path(__file__).parents[2] / "fixtures" / "mixed_devices.pth"
     (finding,) = [finding for finding in check(mixed).findings if finding.code == "no-such-device"]
@@ -368,7 +368,7 @@ def test_cuda_tags_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_cuda_tags_of_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tag with a number of thousands of digits, or with none, is a device that is not here."""
-    monkeypatch.setattr("ckpt_tools.checking.loading._cuda_devices", lambda: 1)
+    monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: 1)
     for tag in (f"cuda:{'1' * 5000}", "cuda:x"):
         path = write(tmp_path, torch_zip(p.pickle(p.dict_of(w=p.tensor(on=p.storage(device=tag)))), {"0": bytes(24)}))
         assert "no-such-device" in codes(path)
@@ -439,7 +439,7 @@ def test_numpys_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, insta
     torch.save({"loss": np.float64(1)}, path)
     if code == "numpy-1":
         renamed_global(path, b"cnumpy._core.", b"cnumpy.core.")
-    monkeypatch.setattr("ckpt_tools.checking.loading._major", lambda package: installed)
+    monkeypatch.setattr("ckpt_tools.operations.check.loading._major", lambda package: installed)
     assert code in codes(path)
 
 
@@ -469,14 +469,14 @@ def test_json_lines_come_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             assert len(printed) == count
             yield check(path)
 
-    monkeypatch.setattr("ckpt_tools.checking.run.check_many", one_by_one)
+    monkeypatch.setattr("ckpt_tools.operations.check.run.check_many", one_by_one)
     ckpt("check", path, path, path, "--json")
     assert printed == [str(path)] * 3
 
 
 def test_processes_give_the_same_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes and one report the same, in the order asked for."""
-    monkeypatch.setattr("ckpt_tools.checking.run._POOL_FROM", 0)
+    monkeypatch.setattr("ckpt_tools.operations.check.run._POOL_FROM", 0)
     paths = [saved(tmp_path / f"{name}.pth") for name in "cab"]
     steps: list[tuple[int, int]] = []
     shared = list(check_many(paths, Wanted(digest=True), jobs=2, progress=lambda *step: steps.append(step)))

@@ -38,9 +38,9 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.io.output import Source
-from ckpt_tools.repairing import garbage
-from ckpt_tools.repairing.report import Repaired
-from ckpt_tools.repairing.zip_walk import Found, by_name, walk_zip
+from ckpt_tools.operations.repair import garbage
+from ckpt_tools.operations.repair.report import Repaired
+from ckpt_tools.operations.repair.zip_walk import Found, by_name, walk_zip
 from tests.hostile import pickles as p
 from tests.hostile.zips import torch_zip
 from tests.samples import PTH, SAFETENSORS

@@ -10,17 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckpt_tools.checking import (
-    digests,
-    loading,
-    structure,
-    torch_errors,
-    values,
-)
-from ckpt_tools.checking.passes import Advance
-from ckpt_tools.checking.reading import Read, read_checkpoint
-from ckpt_tools.checking.report import Checked, Verdict
-from ckpt_tools.describe import find_findings
 from ckpt_tools.errors import (
     ChecksumError,
     CkptError,
@@ -44,6 +33,17 @@ from ckpt_tools.io.output import Source, is_address, replacing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
+from ckpt_tools.operations.check import (
+    digests,
+    loading,
+    structure,
+    torch_errors,
+    values,
+)
+from ckpt_tools.operations.check.passes import Advance
+from ckpt_tools.operations.check.reading import Read, read_checkpoint
+from ckpt_tools.operations.check.report import Checked, Verdict
+from ckpt_tools.operations.inspect import find_findings
 from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree.findings import CODES, Finding, mending
 from ckpt_tools.tree.nodes import Entry, Where
@@ -87,7 +87,7 @@ def check(
     Args:
         path: a checkpoint.
         values: count NaN and infinite values per tensor; find tensors of zeros, garbage, and heads that look untrained.
-        digest: a SHA-256 of every tensor (see `ckpt_tools.checking.digests`).
+        digest: a SHA-256 of every tensor (see `ckpt_tools.operations.check.digests`).
         against: a digest file or another checkpoint to compare with.
         ignore: codes of findings to leave out.
         advance: called with the number of bytes after each block that is read.

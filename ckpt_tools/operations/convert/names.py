@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.converted import Converted, Note, RenamedNames
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.renaming import Rename
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.formats.open import StateDict, find_state_dicts
+from ckpt_tools.operations.convert.report import Converted, Note, RenamedNames
 from ckpt_tools.tree import names
 from ckpt_tools.tree.nodes import Node
 

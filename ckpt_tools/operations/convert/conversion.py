@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ckpt_tools import object_policy
-from ckpt_tools.converted import Converted, Note, ObjectFate
 from ckpt_tools.edit import (
     casts,
     devices,
@@ -34,7 +32,9 @@ from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
 from ckpt_tools.io.writer import Progress, write
-from ckpt_tools.name_edits import Names, several
+from ckpt_tools.operations.convert import object_policy
+from ckpt_tools.operations.convert.names import Names, several
+from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.nodes import Node

@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckpt_tools.dcp_items import Item, Items
 from ckpt_tools.io.content import read_into
 from ckpt_tools.io.journal import write_all
 from ckpt_tools.io.output import Output
 from ckpt_tools.io.output_folder import Staging
 from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress
+from ckpt_tools.operations.convert.dcp_items import Item, Items
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import torch_dtype
 

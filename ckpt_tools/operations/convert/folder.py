@@ -8,10 +8,6 @@ import zlib
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
-from ckpt_tools import sharding
-from ckpt_tools.conversion import Edits, report_flat
-from ckpt_tools.converted import Converted, Note
-from ckpt_tools.dcp_items import Items, collect
 from ckpt_tools.errors import CkptError, OutputError
 from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.io.content import Literal, Piece, total
@@ -19,7 +15,11 @@ from ckpt_tools.io.output import is_address, output_error, output_errors
 from ckpt_tools.io.output_folder import Staging, check_folder, replacing_folder
 from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress, write
-from ckpt_tools.sharding import Shards
+from ckpt_tools.operations.convert import sharding
+from ckpt_tools.operations.convert.conversion import Edits, report_flat
+from ckpt_tools.operations.convert.dcp_items import Items, collect
+from ckpt_tools.operations.convert.report import Converted, Note
+from ckpt_tools.operations.convert.sharding import Shards
 from ckpt_tools.tree.nodes import Node
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _note_dcp(text_keys: int, attributes: bool, report: Converted) -> None:
 def _save(found: Items, staging: Staging, ranks: Ranks, progress: Progress | None) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from ckpt_tools.dcp_saving import save
+    from ckpt_tools.operations.convert.dcp_saving import save
 
     try:
         with ranks.connected():

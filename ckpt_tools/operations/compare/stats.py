@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.open import Tensor, collector_paused, open_checkpoint
-from ckpt_tools.sides import check_effort, open_side
+from ckpt_tools.operations.compare.sides import check_effort, open_side
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.measures import Moments, histogram

@@ -19,12 +19,12 @@ from ckpt_tools.io.output import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_tools.converted import Converted
     from ckpt_tools.fit.choices import OnMismatch, RowChoice
     from ckpt_tools.fit.retarget import Retargeting
     from ckpt_tools.io.ranks import Ranks
     from ckpt_tools.io.writer import Progress
     from ckpt_tools.matching import Stages
+    from ckpt_tools.operations.convert.report import Converted
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
 Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors", "dcp"]
@@ -131,8 +131,8 @@ def convert(
         clone = None
         if output is not None and kind == "pth" and not moving and not is_address(target):
             clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
-        from ckpt_tools.conversion import Edits, run
-        from ckpt_tools.name_edits import Names
+        from ckpt_tools.operations.convert.conversion import Edits, run
+        from ckpt_tools.operations.convert.names import Names
 
         names = Names(
             strip_module=strip_module, add_module=add_module, unwrap=unwrap, strip_prefix=strip_prefix,
@@ -147,8 +147,8 @@ def convert(
         )  # fmt: skip
         stack.enter_context(edits.stack)
         if to_folder:
-            from ckpt_tools.folder_conversion import FolderTarget, run_folder
             from ckpt_tools.io.ranks import Ranks
+            from ckpt_tools.operations.convert.folder import FolderTarget, run_folder
 
             place = FolderTarget(
                 target, kind, overwrite=overwrite, durable=fsync, dry_run=dry_run, ranks=ranks if ranks is not None else Ranks()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt_tools.repairing.mends import Mended
+from ckpt_tools.operations.repair.mends import Mended
 
 
 @dataclass(frozen=True, slots=True)

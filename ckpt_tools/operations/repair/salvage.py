@@ -21,16 +21,16 @@ from ckpt_tools.io.content import (
     read,
 )
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.checks import settle
-from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.pickling.torch_objects import MAKERS, Storages
-from ckpt_tools.repairing.zip_walk import (
+from ckpt_tools.operations.repair.zip_walk import (
     Found,
     Walked,
     by_name,
     names_of_pickles,
     walk_zip,
 )
+from ckpt_tools.pickling.checks import settle
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.tree.exchange import DROP, replace
 from ckpt_tools.tree.nodes import (
     Entry,

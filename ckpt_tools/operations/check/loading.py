@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 
-from ckpt_tools.checking import torch_errors
 from ckpt_tools.formats.open import Checkpoint
+from ckpt_tools.operations.check import torch_errors
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import listed
 from ckpt_tools.tree.findings import Finding, mending

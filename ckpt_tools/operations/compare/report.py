@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt_tools.renames import Pair, removed_prefix
-from ckpt_tools.sides import Side
+from ckpt_tools.operations.compare.renames import Pair, removed_prefix
+from ckpt_tools.operations.compare.sides import Side
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.names import wrappers_in
 

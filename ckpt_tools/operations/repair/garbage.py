@@ -15,7 +15,7 @@ from ckpt_tools.formats.safetensors import MAX_HEADER
 from ckpt_tools.io.content import CHUNK, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
-from ckpt_tools.repairing.salvage import Salvaged, filled
+from ckpt_tools.operations.repair.salvage import Salvaged, filled
 from ckpt_tools.tree.findings import counted_bytes
 from ckpt_tools.tree.nodes import Storage
 

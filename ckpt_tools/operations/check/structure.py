@@ -6,12 +6,12 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckpt_tools.checking.reading import Mismatch, Read, in_file
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.zip.directory import ALIGNMENT, DESCRIPTOR_64, Record
 from ckpt_tools.io.content import Deflated, Range
 from ckpt_tools.io.sources import Files, Window
+from ckpt_tools.operations.check.reading import Mismatch, Read, in_file
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.nodes import Storage

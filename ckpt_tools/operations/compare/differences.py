@@ -8,8 +8,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.describe import value_text
-from ckpt_tools.difference_report import (
+from ckpt_tools.formats.open import (
+    Checkpoint,
+    StateDict,
+    Tensor,
+    collector_paused,
+    open_checkpoint,
+)
+from ckpt_tools.operations.compare.renames import (
+    MOST_FOR_STRUCTURE,
+    Pair,
+    is_large,
+    pair_names,
+)
+from ckpt_tools.operations.compare.report import (
     Change,
     Difference,
     Only,
@@ -18,26 +30,14 @@ from ckpt_tools.difference_report import (
     ValueChange,
     conclude,
 )
-from ckpt_tools.formats.open import (
-    Checkpoint,
-    StateDict,
-    Tensor,
-    collector_paused,
-    open_checkpoint,
-)
-from ckpt_tools.renames import (
-    MOST_FOR_STRUCTURE,
-    Pair,
-    is_large,
-    pair_names,
-)
-from ckpt_tools.sides import (
+from ckpt_tools.operations.compare.sides import (
     Array,
     Side,
     as_texts,
     check_effort,
     open_side,
 )
+from ckpt_tools.operations.inspect import value_text
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import (

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools import limits
-from ckpt_tools.checking.reading import read_checkpoint
 from ckpt_tools.edit import casts, flatten
 from ckpt_tools.errors import RepairError, UsageError
 from ckpt_tools.formats import safetensors
@@ -19,11 +18,12 @@ from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import check_space, output_target, replacing
 from ckpt_tools.io.writer import Progress, write
-from ckpt_tools.repairing.holes import Holes
-from ckpt_tools.repairing.mends import Mended, mend, tie
-from ckpt_tools.repairing.opening import opened, scratch_place
-from ckpt_tools.repairing.report import Missing, Repaired
-from ckpt_tools.repairing.salvage import Salvaged, find_lost, leave_out
+from ckpt_tools.operations.check.reading import read_checkpoint
+from ckpt_tools.operations.repair.holes import Holes
+from ckpt_tools.operations.repair.mends import Mended, mend, tie
+from ckpt_tools.operations.repair.opening import opened, scratch_place
+from ckpt_tools.operations.repair.report import Missing, Repaired
+from ckpt_tools.operations.repair.salvage import Salvaged, find_lost, leave_out
 from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.nodes import (
     Entry,

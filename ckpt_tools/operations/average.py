@@ -9,14 +9,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ckpt_tools.conversion import CONTAINERS, Edits
-from ckpt_tools.convert import (
-    Format,
-    ObjectsPolicy,
-    open_output,
-    output_format,
-)
-from ckpt_tools.converted import Converted, Note
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.edit.selection import select as select_node
@@ -36,9 +28,17 @@ from ckpt_tools.io.content import Content, total
 from ckpt_tools.io.output import check_space
 from ckpt_tools.io.writer import write
 from ckpt_tools.losses import check_lost, packed_tensors
-from ckpt_tools.name_edits import Names
-from ckpt_tools.object_policy import modules_first
-from ckpt_tools.sides import check_effort
+from ckpt_tools.operations.compare.sides import check_effort
+from ckpt_tools.operations.convert.conversion import CONTAINERS, Edits
+from ckpt_tools.operations.convert.names import Names
+from ckpt_tools.operations.convert.object_policy import modules_first
+from ckpt_tools.operations.convert.report import Converted, Note
+from ckpt_tools.operations.convert.run import (
+    Format,
+    ObjectsPolicy,
+    open_output,
+    output_format,
+)
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.modules import is_module

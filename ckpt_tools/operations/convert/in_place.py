@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tools.conversion import Edits, report_flat
-from ckpt_tools.converted import Converted, Note
 from ckpt_tools.edit import flatten
 from ckpt_tools.errors import ContainerLimitError, OutputError
 from ckpt_tools.formats import safetensors
@@ -25,11 +23,13 @@ from ckpt_tools.io.content import (
     total,
 )
 from ckpt_tools.io.output import Source, is_address
-from ckpt_tools.name_edits import Names
+from ckpt_tools.operations.convert.conversion import Edits, report_flat
+from ckpt_tools.operations.convert.names import Names
+from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.tree.nodes import Node
 
 if TYPE_CHECKING:
-    from ckpt_tools.convert import ObjectsPolicy
+    from ckpt_tools.operations.convert.run import ObjectsPolicy
 
 _FORMATS = {"torch-zip": "pth", "torch-legacy": "pth-legacy", "safetensors": "safetensors"}
 _LIMIT = 256 << 20  # bytes to rewrite; more than this is work for a copy

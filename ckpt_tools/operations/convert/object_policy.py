@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_tools import losses
-from ckpt_tools.converted import Converted, Note, ObjectFate
 from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import Checkpoint, find_tensors
+from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import visit
 from ckpt_tools.tree.exchange import DROP

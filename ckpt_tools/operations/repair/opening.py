@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt_tools import limits
-from ckpt_tools.checking.reading import Mismatch, read_checkpoint
 from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import (
     CkptError,
@@ -35,14 +34,15 @@ from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import Content, Deflated, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.repairing.garbage import (
+from ckpt_tools.operations.check.reading import Mismatch, read_checkpoint
+from ckpt_tools.operations.repair.garbage import (
     find_legacy,
     find_safetensors,
     is_text_mode,
     salvage_safetensors,
     undo_text_mode,
 )
-from ckpt_tools.repairing.salvage import (
+from ckpt_tools.operations.repair.salvage import (
     Salvaged,
     filled,
     salvage_legacy,

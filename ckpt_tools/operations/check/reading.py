@@ -7,13 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools import limits
-from ckpt_tools.checking import digests, values
-from ckpt_tools.checking.passes import (
-    Advance,
-    Crc,
-    Span,
-    read_through,
-)
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import DamagedFileError
 from ckpt_tools.formats.base import Decoded, is_zip
@@ -23,6 +16,13 @@ from ckpt_tools.formats.zip.directory import Record, RecordRange, read_directory
 from ckpt_tools.io.content import Deflated, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
+from ckpt_tools.operations.check import digests, values
+from ckpt_tools.operations.check.passes import (
+    Advance,
+    Crc,
+    Span,
+    read_through,
+)
 from ckpt_tools.tree.nodes import Entry, Storage, Where
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.counting import ValueCount

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ckpt_tools.checking.digests import Compared, Digest
+from ckpt_tools.operations.check.digests import Compared, Digest
 from ckpt_tools.tree.findings import Finding
 
 Verdict = Literal["healthy", "findings", "unreadable"]

@@ -1,0 +1,1 @@
+"""`ckpt diff` and `ckpt stats`."""
