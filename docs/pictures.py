@@ -25,7 +25,7 @@ from torch import nn
 
 from ckpt_tools import diff, inspect, stats
 from ckpt_tools.render.html import page
-from tests.browser import CHROMIUM, Browser
+from tests.support.browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"

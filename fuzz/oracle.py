@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from tests.graphs import parts_of
+from tests.support.graphs import parts_of
 
 Row = dict[str, Any]
 _MOST = 20_000

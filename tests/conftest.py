@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 from torch import nn
 
-from tests.servers import Server
+from tests.support.servers import Server
 
 # No test is about time: the machine may be busy. The same examples in every run, unless HYPOTHESIS_PROFILE=explore.
 settings.register_profile("steady", deadline=None, derandomize=True)

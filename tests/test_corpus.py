@@ -21,8 +21,8 @@ from ckpt_tools.io.content import read
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS
 from ckpt_tools.tree.nodes import Entry, is_contiguous
 from ckpt_tools.values.numeric import row_major
-from tests.graphs import element_bytes, live_tensors, load_with_tags
-from tests.samples import corpus
+from tests.support.graphs import element_bytes, live_tensors, load_with_tags
+from tests.support.samples import corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 KINDS = ("torch-zip", "torch-legacy", "torch-tar", "torchscript", "safetensors", "other")

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from fixtures import make
-from tests.graphs import Same, assert_same, load_with_tags
-from tests.samples import FIXTURES, PTH, SAFETENSORS
+from tests.support.graphs import Same, assert_same, load_with_tags
+from tests.support.samples import FIXTURES, PTH, SAFETENSORS
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from torch import nn
 import ckpt_tools
 from ckpt_tools.errors import CkptError, ContainerLimitError, ObjectsError
 from ckpt_tools.torch import load_into, load_state_dict
-from tests import classes
-from tests.graphs import assert_same
-from tests.test_objects import Wrapped
+from tests.edit.test_objects import Wrapped
+from tests.support import classes
+from tests.support.graphs import assert_same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.ao.quantization.*"), pytest.mark.filterwarnings("ignore:.*torch.jit.*"),

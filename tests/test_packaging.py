@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.samples import FIXTURES
+from tests.support.samples import FIXTURES
 
 ROOT = Path(__file__).parents[1]
 setuptools = pytest.importorskip("setuptools", minversion="77")

@@ -8,7 +8,13 @@ from collections.abc import Callable
 
 from tests.hostile import pickles as p
 from tests.hostile.headers import info, safetensors
-from tests.hostile.zips import Rec, build, deflated, torch_records, torch_zip
+from tests.hostile.zips import (
+    Rec,
+    build,
+    deflated,
+    torch_records,
+    torch_zip,
+)
 
 SIZE = 9_900_000  # of the pickle, where a unit is repeated; tests set it lower
 FLOATS = {"0": bytes(24)}

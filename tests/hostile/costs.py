@@ -85,7 +85,12 @@ def cost(path: Path, command: Sequence[str]) -> Cost:
 
 def main() -> None:
     """Print a line for every bomb and command; `!` marks what is over the limit."""
-    from tests.hostile import bombs, formats, long_names, many_nodes
+    from tests.hostile import (
+        bombs,
+        formats,
+        long_names,
+        many_nodes,
+    )
 
     assert long_names.bomb is many_nodes.bomb is formats.bomb is bombs.bomb  # their builders are in the table
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.costs", description=__doc__)

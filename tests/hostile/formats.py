@@ -11,9 +11,20 @@ from tests.hostile import bombs
 from tests.hostile import pickles as p
 from tests.hostile.bombs import FLOATS, bomb
 from tests.hostile.headers import info, safetensors
-from tests.hostile.zips import Rec, build, deflated, torch_records, torch_zip
-from tests.legacy import HEAD, floats, persistent, stream
-from tests.tars import storages, torch_tar
+from tests.hostile.zips import (
+    Rec,
+    build,
+    deflated,
+    torch_records,
+    torch_zip,
+)
+from tests.support.legacy import (
+    HEAD,
+    floats,
+    persistent,
+    stream,
+)
+from tests.support.tars import storages, torch_tar
 
 REBUILD = p.glob("torch._utils", "_rebuild_tensor_v2")
 

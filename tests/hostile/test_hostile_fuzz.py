@@ -21,7 +21,12 @@ from ckpt_tools.errors import (
 from fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
-from tests.hostile.zips import Rec, build, torch_records, torch_zip
+from tests.hostile.zips import (
+    Rec,
+    build,
+    torch_records,
+    torch_zip,
+)
 
 ROOT = Path(ckpt_tools.__file__).parent.parent
 

@@ -16,9 +16,30 @@ from ckpt_tools.errors import (
     PickleError,
     TensorError,
 )
-from tests.hostile.pickles import call, dict_of, glob, integer, list_of, pickle, sizes, tensor, text, tuple_of
+from tests.hostile.pickles import (
+    call,
+    dict_of,
+    glob,
+    integer,
+    list_of,
+    pickle,
+    sizes,
+    tensor,
+    text,
+    tuple_of,
+)
 from tests.hostile.refusals import refused, warned, write
-from tests.legacy import HEAD, MAGIC, PROTOCOL, SYS_INFO, floats, legacy, persistent, stream, view_of
+from tests.support.legacy import (
+    HEAD,
+    MAGIC,
+    PROTOCOL,
+    SYS_INFO,
+    floats,
+    legacy,
+    persistent,
+    stream,
+    view_of,
+)
 
 SIX = floats(0, 1, 2, 3, 4, 5)
 ONE = dict_of(w=tensor(on=persistent()))

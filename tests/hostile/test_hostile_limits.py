@@ -15,7 +15,13 @@ import pytest
 import torch
 
 import ckpt_tools
-from tests.hostile import bombs, costs, formats, long_names, many_nodes
+from tests.hostile import (
+    bombs,
+    costs,
+    formats,
+    long_names,
+    many_nodes,
+)
 from tests.hostile import pickles as p
 from tests.hostile.bombs import BOMBS
 from tests.hostile.calls import CALLS

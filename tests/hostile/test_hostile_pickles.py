@@ -26,7 +26,12 @@ from ckpt_tools.errors import (
 from tests.hostile import pickles as p
 from tests.hostile.calls import CALLS, COMMAND, SYSTEM
 from tests.hostile.headers import info, safetensors
-from tests.hostile.refusals import convert_refused, refused, warned, write
+from tests.hostile.refusals import (
+    convert_refused,
+    refused,
+    warned,
+    write,
+)
 from tests.hostile.zips import torch_zip
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}

@@ -19,7 +19,12 @@ from ckpt_tools.errors import (
 )
 from tests.hostile import pickles as p
 from tests.hostile.refusals import convert_refused, refused, write
-from tests.hostile.zips import Rec, build, torch_records, torch_zip
+from tests.hostile.zips import (
+    Rec,
+    build,
+    torch_records,
+    torch_zip,
+)
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}
 

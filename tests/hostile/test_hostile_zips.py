@@ -21,8 +21,22 @@ from ckpt_tools.errors import (
     ZipError,
 )
 from tests.hostile import pickles as p
-from tests.hostile.refusals import convert_refused, listing, refused, warned, write
-from tests.hostile.zips import Rec, build, deflated, end_record, torch_records, torch_zip, wide_end
+from tests.hostile.refusals import (
+    convert_refused,
+    listing,
+    refused,
+    warned,
+    write,
+)
+from tests.hostile.zips import (
+    Rec,
+    build,
+    deflated,
+    end_record,
+    torch_records,
+    torch_zip,
+    wide_end,
+)
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}
 PICKLE = p.pickle(p.dict_of(**{"a.w": p.tensor()}))

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import NETWORKS, close, last, ranks, run, same
+from tests.train.runs import (
+    NETWORKS,
+    close,
+    last,
+    ranks,
+    run,
+    same,
+)
 
 pytestmark = pytest.mark.matrix
 

@@ -15,7 +15,16 @@ import torch
 from click.testing import CliRunner
 
 from ckpt_tools.cli import main as ckpt
-from tests.train.runs import ROOT, bare, close, environment, last, ranks, run, same
+from tests.train.runs import (
+    ROOT,
+    bare,
+    close,
+    environment,
+    last,
+    ranks,
+    run,
+    same,
+)
 from train import data
 from train.config import Config
 from train.models import build

@@ -1,0 +1,324 @@
+"""The command line as a user types it: what it prints, its exit codes, its answers to mistakes."""
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import jsonschema
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import ckpt_tools
+from ckpt_tools.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "docs" / "inspect.schema.json").read_text())
+
+
+def ckpt(*arguments: object) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def shell(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, output not on a terminal."""
+    command = [sys.executable, "-m", "ckpt_tools", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+# --- inspect
+
+
+def test_inspect_shows_the_page(training_file: Path) -> None:
+    """The page names the container, the state dict with its wrapper, folded tensors, values, and the mending command."""
+    result = ckpt("inspect", training_file)
+    assert result.exit_code == 0
+    for part in ("torch-zip", "wrapped in module.", "model.module.0.{weight, bias}", "epoch = 3", "best_acc = 0.5"):
+        assert part in result.output
+    assert f"ckpt convert {training_file} {training_file.with_suffix('')}.fixed.pth --strip-module" in result.output
+
+
+def test_the_suggested_command_works(training_file: Path) -> None:
+    """The command that a finding gives can be pasted, and mends what it says."""
+    line = next(line for line in ckpt("inspect", training_file).output.splitlines() if "--strip-module" in line)
+    assert ckpt(*line.split()[1:]).exit_code == 0
+    fixed = training_file.with_name("training.fixed.pth")
+    assert all(not name.startswith("module.") for name in torch.load(fixed)["model"])
+    assert "--strip-module" not in ckpt("inspect", fixed).output
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--all"], ["--tree"], ["--flat"], ["--depth", "2"], ["--sort", "size"], ["--sort", "name"]]
+)
+def test_inspect_views(training_file: Path, options: list[str]) -> None:
+    """Every view shows the tensors and ends well."""
+    result = ckpt("inspect", *options, training_file)
+    assert result.exit_code == 0
+    assert "module" in result.output
+
+
+def test_all_shows_every_tensor(training_file: Path) -> None:
+    """--all has one line a tensor, --depth sums up, --filter chooses, --sort size begins with the largest."""
+    names = ["model." + name for name in torch.load(training_file)["model"]]
+    everything = ckpt("inspect", "--all", training_file).output
+    assert all(f"{name} " in everything for name in names)
+    assert "model.*" in ckpt("inspect", "--depth", "1", training_file).output
+    filtered = ckpt("inspect", "--filter", "*.running_mean", training_file).output
+    assert "running_mean" in filtered
+    assert "running_var" not in filtered
+    by_size = ckpt("inspect", "--sort", "size", "--filter", "model.*", training_file).output
+    assert by_size.index("module.0.weight") < by_size.index("module.1.weight")
+
+
+def test_filter_that_matches_nothing_says_so(training_file: Path) -> None:
+    """An empty table is explained."""
+    assert "no tensor matches" in ckpt("inspect", "--filter", "nope*", training_file).output
+
+
+def test_json_follows_its_schema(training_file: Path) -> None:
+    """Every document of --json, errors included, is one line that the schema accepts."""
+    bad = training_file.with_name("bad.pth")
+    bad.write_bytes(b"")
+    documents = [
+        training_file,
+        bad,
+        *sorted((ROOT / "fixtures").glob("*.pth")),
+        *sorted((ROOT / "fixtures").glob("*.safetensors")),
+    ]
+    result = shell("inspect", "--json", *documents)
+    assert result.returncode == 3
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(documents)
+    for line in lines:
+        jsonschema.validate(json.loads(line), SCHEMA)
+    assert json.loads(lines[0])["values"]["epoch"] == 3
+    assert json.loads(lines[1])["error"] == "NotACheckpointError"
+
+
+def test_json_is_the_library(training_file: Path) -> None:
+    """The command line is a thin layer: the same document comes from `ckpt_tools.inspect`."""
+    import ckpt_tools
+
+    shown = json.loads(ckpt("inspect", "--json", training_file).output)
+    assert shown == json.loads(json.dumps(ckpt_tools.inspect(training_file).to_json()))
+
+
+def test_folders_and_several_paths(training_file: Path, wrapped_file: Path) -> None:
+    """A folder stands for the checkpoints in it, sorted; other files in it are passed over."""
+    (training_file.parent / "notes.txt").write_text("no checkpoint")
+    result = ckpt("inspect", "--json", training_file.parent)
+    assert [json.loads(line)["path"] for line in result.output.splitlines()] == [str(training_file), str(wrapped_file)]
+
+
+def test_a_dangling_link_in_a_folder_is_told(training_file: Path) -> None:
+    """A link named like a checkpoint that leads nowhere is no silence; a named pipe is passed over, not waited for."""
+    (training_file.parent / "best.pth").symlink_to("gone.pth")
+    os.mkfifo(training_file.parent / "pipe.pth")
+    result = shell("inspect", training_file.parent)
+    assert result.returncode == 3
+    assert result.stderr.startswith(f"Error: {training_file.parent / 'best.pth'} cannot be read.")
+    assert result.stderr.count("cannot be read") == 1
+    assert "torch-zip" in result.stdout
+
+
+def test_empty_folder_is_refused(tmp_path: Path) -> None:
+    """A folder without checkpoints is an error, not silence."""
+    result = shell("inspect", tmp_path)
+    assert result.returncode == 3
+    assert "folder without checkpoints" in result.stderr
+
+
+def test_a_bad_file_does_not_stop_the_others(training_file: Path) -> None:
+    """The other files are shown, the bad one is explained on standard error, the exit code tells."""
+    bad = training_file.with_name("a.pth")
+    bad.write_text("<html><head><title>Sign in</title></head></html>")
+    result = shell("inspect", bad, training_file)
+    assert result.returncode == 3
+    assert "web page" in result.stderr
+    assert "'Sign in'" in result.stderr
+    assert "torch-zip" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_pipes_get_no_colour_and_no_blanks(training_file: Path) -> None:
+    """In a pipe there are no escape codes and no blanks at the ends of lines."""
+    shown = shell("inspect", training_file).stdout
+    assert "\x1b" not in shown
+    assert all(line == line.rstrip() for line in shown.splitlines())
+
+
+def test_terminal_width_and_colour_are_followed(training_file: Path) -> None:
+    """On a terminal of 60 columns no line is longer, but for the path and commands, which must paste whole."""
+    shown = shell("inspect", training_file, FORCE_COLOR="1", COLUMNS="60").stdout
+    assert "\x1b[" in shown
+    plain = shell("inspect", training_file, FORCE_COLOR="1", NO_COLOR="1", COLUMNS="60").stdout
+    assert "\x1b[3" not in plain
+
+
+# --- convert
+
+
+def test_convert_reports(training_file: Path, tmp_path: Path) -> None:
+    """The report says where it wrote, how many names changed, with examples."""
+    result = ckpt("convert", training_file, tmp_path / "out.pth", "--strip-module")
+    assert result.exit_code == 0
+    assert "9 of 9 renamed" in result.output
+    assert "module.0.weight -> 0.weight" in result.output
+
+
+def test_convert_json(training_file: Path, tmp_path: Path) -> None:
+    """--json gives the report as one document."""
+    report = json.loads(ckpt("convert", training_file, tmp_path / "out.pth", "--strip-module", "--json").output)
+    assert report["state_dicts"][0]["renamed"] == 9
+    assert report["bytes"] == (tmp_path / "out.pth").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (["--strip-module", "--add-module"], 2, "contradict"),
+        (["--map-location", "gpu"], 2, "is no device"),
+        (["--rename", "nonsense"], 2, "REGEX=REPLACEMENT"),
+        (["--rename", "([=x"], 2, "no regular expression"),
+        (["--dtype-only", "*"], 2, "--dtype is missing"),
+        (["--dtype", "fp12"], 2, "fp12"),
+        (["--no-such-option"], 2, "no-such-option"),
+        (["--rename", "zzz=y"], 3, "changes no name"),
+        (["--keep", "zzz"], 3, "matches nothing"),
+        (["--drop", "zzz"], 3, "matches nothing"),
+        (["--select", "modell"], 3, "'model'"),
+        (["--drop", "*"], 3, "No tensor would be left"),
+    ],
+)
+def test_mistakes_are_one_clear_message(training_file: Path, tmp_path: Path, options: list[str], code: int, text: str) -> None:
+    """A wrong option ends with exit code 2, an impossible wish with 3; no traceback, nothing written."""
+    out = tmp_path / "out.pth"
+    result = shell("convert", training_file, out, *options)
+    assert result.returncode == code
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not out.exists()
+
+
+def test_existing_output_needs_overwrite(training_file: Path) -> None:
+    """An existing OUT is left alone without --overwrite, and replaced with it; OUT may be IN."""
+    before = training_file.read_bytes()
+    result = shell("convert", training_file, training_file, "--strip-module")
+    assert result.returncode == 3
+    assert "--overwrite" in result.stderr
+    assert training_file.read_bytes() == before
+    assert ckpt("convert", training_file, training_file, "--strip-module", "--overwrite").exit_code == 0
+    assert "0.weight" in torch.load(training_file)["model"]
+
+
+def test_several_state_dicts_to_safetensors_says_how(training_file: Path, tmp_path: Path) -> None:
+    """The refusal names the --select that works, and that command works."""
+    result = shell("convert", training_file, tmp_path / "out.safetensors")
+    assert result.returncode == 3
+    assert "--select model" in result.stderr
+    assert "--drop optimizer" in result.stderr
+    assert ckpt("convert", training_file, tmp_path / "out.safetensors", "--select", "model").exit_code == 0
+
+
+def test_help_has_an_example_and_every_option() -> None:
+    """Each --help shows a command to copy."""
+    assert "ckpt convert in.pth out.pth --strip-module" in ckpt("--help").output
+    assert "ckpt inspect model.pth" in ckpt("inspect", "--help").output
+    shown = ckpt("convert", "--help").output
+    for option in ("--strip-module", "--unwrap", "--rename", "--map-location", "--objects", "--verify", "--dry-run"):
+        assert option in shown
+
+
+def test_version() -> None:
+    """`ckpt --version` and `python -m ckpt_tools` agree on the name."""
+    assert shell("--version").stdout.startswith("ckpt, version 0.1.0")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_documentation_lists_every_option(name: str) -> None:
+    """The README or a page of docs/ names every option that --help names; the README names every command."""
+    readme = (ROOT / "README.md").read_text()
+    pages = readme + "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    assert f"ckpt {name}" in readme
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    for parameter in command.params:
+        for option in parameter.opts:
+            if option.startswith("--") and option != "--help":
+                assert option in pages, f"{option} of ckpt {name} is documented nowhere"
+
+
+@pytest.mark.parametrize("option", ["--select", "--strip-prefix", "--dtype", "--objects", "--map-location", "--format"])
+def test_an_option_given_twice_is_refused(training_file: Path, tmp_path: Path, option: str) -> None:
+    """Of two --select the last would win in silence."""
+    values = {"--dtype": "bf16", "--objects": "keep", "--map-location": "cpu", "--format": "pth"}
+    value = values.get(option, "model")
+    result = shell("convert", training_file, tmp_path / "out.pth", option, value, option, value)
+    assert result.returncode == 2
+    assert f"{option} is given 2 times" in result.stderr
+
+
+def test_every_command_of_a_finding_works(tmp_path: Path) -> None:
+    """Of several wrappers the stronger option alone is in the last command; a file of objects gets --objects with each."""
+    path = tmp_path / "file.pth"
+    networks = {"a": {"module.w.x": torch.ones(2)}, "b": {f"_orig_mod.module.{'y' * 30000}.x": torch.ones(2)}}
+    torch.save({**networks, "args": ast.Constant(1)}, path)
+    ckpt_tools.edit_in_place(path, rename="y+=z", objects="keep")
+    lines = [line for line in ckpt("inspect", path).output.splitlines() if line.startswith("  ckpt ")]
+    assert [line.partition(".fixed.pth ")[2] for line in lines] == [
+        "--strip-module --objects plain", "--unwrap --objects plain", "--compact --objects plain", "--objects plain",
+        "--unwrap --compact --objects plain",
+    ]  # fmt: skip
+    assert [ckpt(*line.split()[1:], "--overwrite").exit_code for line in lines] == [0] * 5
+
+
+def test_one_command_mends_everything(tmp_path: Path) -> None:
+    """Where several things can be mended, the last finding has one command for all, and it works."""
+    path = tmp_path / "file.pth"
+    torch.save({"model": {"module.a.w": torch.ones(2)}, "args": argparse.Namespace(lr=1)}, path)
+    line = ckpt("inspect", path).output.splitlines()[-1]
+    assert line.endswith("--strip-module --objects plain")
+    assert ckpt(*line.split()[1:]).exit_code == 0
+    assert json.loads(ckpt("inspect", "--json", tmp_path / "file.fixed.pth").output)["findings"] == []
+
+
+def test_a_sub_module_called_module_is_no_wrapper(tmp_path: Path) -> None:
+    """Only where every dotted name starts with `module.` does inspect speak of a wrapper."""
+    torch.save({"module.weight": torch.ones(1), "head.weight": torch.ones(1)}, tmp_path / "own.pth")
+    assert "--strip-module" not in ckpt("inspect", tmp_path / "own.pth").output
+    torch.save({"module.weight": torch.ones(1), "n_averaged": torch.ones(1)}, tmp_path / "averaged.pth")
+    assert "--strip-module" in ckpt("inspect", tmp_path / "averaged.pth").output
+
+
+def test_long_names_are_not_broken_in_a_pipe(tmp_path: Path) -> None:
+    """A name of 500 characters stays on one line, so that grep finds it."""
+    name = "layer." * 83 + "weight"
+    torch.save({name: torch.ones(1)}, tmp_path / "long.pth")
+    assert any(name in line for line in shell("inspect", tmp_path / "long.pth").stdout.splitlines())
+
+
+def test_jobs_change_nothing_but_the_time(tmp_path: Path) -> None:
+    """Several processes give the same documents in the same order, and a bad file in between is an error document."""
+    for index in range(6):
+        torch.save({"a.w": torch.ones(index + 1)}, tmp_path / f"{index}.pth")
+    (tmp_path / "3.pth").write_bytes(b"nothing")
+    one, several = (shell("inspect", "--json", "--jobs", jobs, tmp_path) for jobs in ("1", "3"))
+    assert one.returncode == several.returncode == 3
+    assert one.stdout == several.stdout
+    documents = [json.loads(line) for line in several.stdout.splitlines()]
+    assert [document.get("error") for document in documents] == [None, None, None, "NotACheckpointError", None, None]
+    assert shell("inspect", "--jobs", "2", tmp_path / "0.pth", tmp_path / "1.pth").stdout.count("torch-zip") == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_message_that_cannot_be_printed_leaves_the_exit_code(tmp_path: Path) -> None:
+    """Where standard error fails too, the exit code is that of the error, not of a traceback."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ckpt_tools", "inspect", str(tmp_path / "none.pth")]
+        assert subprocess.run(command, stderr=full, stdout=subprocess.PIPE, check=False).returncode == 3

@@ -1,0 +1,407 @@
+"""A checkpoint fitted to a target by `convert`: heads, overlaps, adaptation, plans; what nobody decided is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools.cli import main
+from ckpt_tools.errors import (
+    CkptError,
+    ConvertError,
+    MatchError,
+    MatchPlanError,
+    NothingMatchedError,
+    TargetError,
+    UsageError,
+)
+from ckpt_tools.torch import load_into
+from fixtures.make import network
+from tests.support.graphs import element_bytes
+from tests.support.samples import FIXTURES
+
+SOURCE = FIXTURES / "ddp.pth"
+
+
+def convert(target: Any, out: Path, source: Path = SOURCE, **options: Any) -> dict[str, torch.Tensor]:
+    """The state dict that a conversion writes."""
+    ckpt_tools.convert(source, out, like=target, **options)
+    loaded: dict[str, torch.Tensor] = torch.load(out, weights_only=True)
+    return loaded
+
+
+def with_head(classes: int) -> nn.Module:
+    """The network of the fixtures with another number of classes."""
+    model = network()
+    torch.manual_seed(5)
+    model.fc2 = nn.Linear(8, classes)
+    return model
+
+
+def assert_body(state: dict[str, torch.Tensor]) -> None:
+    """All but the head is the network's."""
+    for name, value in network().state_dict().items():
+        assert name.startswith("fc2") or element_bytes(state[name]) == element_bytes(value), name
+
+
+# --- the articles' cases
+
+
+class LeNet(nn.Module):
+    """As trained on several GPUs under nn.DataParallel."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 6, 5), nn.Conv2d(6, 16, 5)
+        self.fc1, self.fc2, self.fc3 = nn.Linear(256, 120), nn.Linear(120, 84), nn.Linear(84, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        pooled = torch.max_pool2d(self.conv1(images).relu(), 2)
+        pooled = torch.max_pool2d(self.conv2(pooled).relu(), 2)
+        hidden: torch.Tensor = self.fc3(self.fc2(self.fc1(pooled.flatten(1)).relu()).relu())
+        return hidden
+
+
+def test_lenet_from_many_gpus_on_one_cpu(tmp_path: Path) -> None:
+    """A DataParallel file tagged cuda:3 loads into the plain model here, by convert and by load_into, and computes the same."""
+    torch.manual_seed(0)
+    trained = LeNet()
+    torch.save(nn.DataParallel(trained).state_dict(), tmp_path / "cpu.pth")
+    ckpt_tools.convert(tmp_path / "cpu.pth", tmp_path / "gpu.pth", map_location="cuda:3")
+    images = torch.randn(4, 1, 28, 28)
+    state = convert("tests.fit.test_fit:LeNet", tmp_path / "plain.pth", tmp_path / "gpu.pth", map_location="cpu")
+    plain, direct = LeNet(), LeNet()
+    plain.load_state_dict(state)
+    assert load_into(direct, tmp_path / "gpu.pth")
+    assert torch.equal(plain(images), trained(images))
+    assert torch.equal(direct(images), trained(images))
+
+
+def head(classes: int) -> nn.Module:
+    """A body and a head on 1024 features."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 1024), nn.ReLU(), nn.Linear(1024, classes))
+
+
+def test_a_head_of_1000_classes_for_200(tmp_path: Path) -> None:
+    """Normal weights of deviation 0.02 and zero bias for 200 classes; the body is the old one; one seed, one file."""
+    torch.save(nn.DataParallel(head(1000)).state_dict(), tmp_path / "imagenet.pth")
+    options: dict[str, Any] = {
+        "on_mismatch": "reinit",
+        "reinit": ["normal:0.02", "*.bias=zeros"],
+        "like_args": {"classes": 200},
+    }
+    target = "tests.fit.test_fit:head"
+    state = convert(target, tmp_path / "a.pth", tmp_path / "imagenet.pth", **options)
+    assert torch.equal(state["0.weight"], head(1000)[0].weight)
+    weight = state["2.weight"].double()
+    assert weight.shape == (200, 1024)
+    assert abs(float(weight.mean())) < 2e-4
+    assert abs(float(weight.std()) - 0.02) < 2e-4
+    assert float(weight.abs().max()) < 0.12
+    assert not state["2.bias"].any()
+    again = convert(target, tmp_path / "b.pth", tmp_path / "imagenet.pth", **options)
+    assert torch.equal(state["2.weight"], again["2.weight"])
+    other = convert(target, tmp_path / "c.pth", tmp_path / "imagenet.pth", seed=1, **options)
+    assert not torch.equal(state["2.weight"], other["2.weight"])
+    model = head(200)
+    load_into(model, tmp_path / "imagenet.pth", on_mismatch="reinit", reinit={"*": "normal:0.02", "*.bias": "zeros"})
+    assert torch.equal(model[2].weight, state["2.weight"])
+
+
+# --- targets
+
+
+def test_every_kind_of_target(tmp_path: Path) -> None:
+    """A callable, a module, a wrapped one, a state dict and a file: names, order and `_metadata` are the target's."""
+    torch.save(network().state_dict(), tmp_path / "like.pth")
+    targets: list[Any] = ["fixtures.make:network", network(), network().state_dict(), tmp_path / "like.pth"]
+    for number, target in enumerate(targets):
+        state = convert(target, tmp_path / f"{number}.pth")
+        assert list(state) == list(network().state_dict())
+        assert list(state._metadata) == list(network().state_dict()._metadata)  # type: ignore[attr-defined]
+        assert_body(state)
+    wrapped = convert(nn.DataParallel(network()), tmp_path / "wrapped.pth", FIXTURES / "compiled.pth")
+    nn.DataParallel(network()).load_state_dict(wrapped)
+
+
+def test_other_containers(tmp_path: Path) -> None:
+    """Shards, a distributed checkpoint and a legacy file out of safetensors, with a new head in each."""
+    from ckpt_tools.torch import load_state_dict
+
+    options: dict[str, Any] = {"like": with_head(20), "on_mismatch": "reinit", "reinit": "normal:0.02"}
+    for name, more in {"shards": {"shard_size": 600}, "dcp": {"format": "dcp"}, "old.pth": {"format": "pth-legacy"}}.items():
+        ckpt_tools.convert(FIXTURES / "single.safetensors", tmp_path / name, **options, **more)
+        state = load_state_dict(tmp_path / name)
+        assert_body(state)
+        assert 0.01 < float(state["fc2.weight"].std()) < 0.03
+        model = with_head(20)
+        assert load_into(model, tmp_path / name)
+        assert torch.equal(model.fc2.weight, state["fc2.weight"])
+
+
+def test_safetensors_out(tmp_path: Path) -> None:
+    """A fitted state dict goes into safetensors as any other."""
+    from safetensors.torch import load_file
+
+    ckpt_tools.convert(SOURCE, tmp_path / "m.safetensors", like=with_head(3), on_mismatch="overlap", rows=[3, 7, 1])
+    loaded = load_file(tmp_path / "m.safetensors")
+    assert torch.equal(loaded["fc2.weight"], network().state_dict()["fc2.weight"][[3, 7, 1]])
+
+
+# --- heads
+
+
+def test_without_a_choice(tmp_path: Path) -> None:
+    """What is left over is listed with the options that settle it; nothing is written."""
+    with pytest.raises(MatchError, match="does not fit") as caught:
+        convert(with_head(20), tmp_path / "m.pth")
+    assert "fc2.weight (10x8, wanted 20x8)" in caught.value.why
+    assert "--on-mismatch" in caught.value.fix
+    target = with_head(10)
+    target.extra = nn.Linear(2, 2)
+    del target.fc1
+    with pytest.raises(MatchError, match="2 missing") as caught:
+        convert(target, tmp_path / "m.pth")
+    assert "2 unexpected" in caught.value.why
+    assert "--drop 'module.fc1.*'" in caught.value.fix
+    assert not (tmp_path / "m.pth").exists()
+
+
+def test_overlap_grows_and_shrinks(tmp_path: Path) -> None:
+    """Rows and columns that both have are kept for weight and bias together; the rest is initialised."""
+    old = network().state_dict()
+    state = convert(with_head(20), tmp_path / "a.pth", on_mismatch="overlap", reinit="normal:0.5", rows=[3, 7, 1])
+    assert torch.equal(state["fc2.weight"][:3], old["fc2.weight"][[3, 7, 1]])
+    assert torch.equal(state["fc2.bias"][:3], old["fc2.bias"][[3, 7, 1]])
+    assert state["fc2.weight"][3:].abs().gt(0).all()
+    fresh = convert(with_head(20), tmp_path / "b.pth", on_mismatch="reinit", reinit="normal:0.5")
+    assert torch.equal(state["fc2.weight"][3:], fresh["fc2.weight"][3:])
+    small = convert(with_head(4), tmp_path / "c.pth", on_mismatch="overlap")
+    assert torch.equal(small["fc2.weight"], old["fc2.weight"][:4])
+    target = with_head(10)
+    target.fc2 = nn.Linear(5, 10)
+    assert torch.equal(convert(target, tmp_path / "d.pth", on_mismatch="overlap")["fc2.weight"], old["fc2.weight"][:, :5])
+
+
+def test_overlap_of_large_and_strided_tensors(tmp_path: Path) -> None:
+    """Several blocks, a transposed source, another dtype and a vocabulary that grows."""
+    torch.manual_seed(0)
+    table = torch.randn(64, 30_000).to(torch.bfloat16).t()
+    torch.save({"emb.weight": table}, tmp_path / "in.pth")
+    target = {"emb.weight": torch.empty(30_007, 70, device="meta")}
+    state = convert(target, tmp_path / "m.pth", tmp_path / "in.pth", on_mismatch="overlap", reinit="uniform:0.1")["emb.weight"]
+    assert state.dtype is torch.bfloat16
+    assert torch.equal(state[:30_000, :64], table)
+    rest = torch.cat([state[:, 64:].flatten(), state[30_000:].flatten()]).float()
+    assert rest.abs().max() <= 0.1001
+    assert abs(float(rest.mean())) < 0.002
+
+
+def test_rows_of_a_tensor_that_keeps_its_shape(tmp_path: Path) -> None:
+    """A glob picks rows anywhere; without one, rows that no tensor needs are refused."""
+    state = convert(network(), tmp_path / "m.pth", on_mismatch="overlap", rows={"fc2.*": [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]})
+    assert torch.equal(state["fc2.weight"], network().state_dict()["fc2.weight"].flip(0))
+    with pytest.raises(NothingMatchedError, match="--rows"):
+        convert(network(), tmp_path / "n.pth", on_mismatch="overlap", rows=[1])
+
+
+def test_skip_leaves_out(tmp_path: Path) -> None:
+    """A skipped tensor is not in the output, and the report says so."""
+    report = ckpt_tools.convert(SOURCE, tmp_path / "m.pth", like=with_head(20), on_mismatch="skip")
+    assert [name for name, _ in report.dropped] == ["fc2.weight", "fc2.bias"]
+    assert "fc2.weight" not in torch.load(tmp_path / "m.pth")
+
+
+def test_the_targets_own_values(tmp_path: Path) -> None:
+    """`target`: what the constructor gives under the seed, what a live model has, what another checkpoint holds."""
+    options = {"on_mismatch": "reinit", "reinit": "target"}
+    live = with_head(20)
+    torch.save(live.state_dict(), tmp_path / "like.pth")
+    for target in (live, live.state_dict(), tmp_path / "like.pth"):
+        state = convert(target, tmp_path / "m.pth", overwrite=True, **options)
+        assert torch.equal(state["fc2.weight"], live.fc2.weight)
+    called = {"like_args": {"classes": 20}, "reinit": "target", "on_mismatch": "reinit"}
+    torch.save(head(10).state_dict(), tmp_path / "head.pth")
+    state = convert("tests.fit.test_fit:head", tmp_path / "n.pth", tmp_path / "head.pth", **called)
+    assert torch.equal(state["2.weight"], head(20)[2].weight)
+    live.fc2.weight.data[0, 0] = float("nan")
+    with pytest.raises(ConvertError, match=r"'fc2\.weight': an initial value is NaN"):
+        convert(live, tmp_path / "o.pth", **options)
+
+
+def test_a_target_that_holds_several(tmp_path: Path) -> None:
+    """--like-select chooses among its state dicts, for names and for its own values."""
+    live = with_head(20)
+    torch.save({"model": live.state_dict(), "ema": with_head(3).state_dict()}, tmp_path / "like.pth")
+    with pytest.raises(NothingMatchedError, match="2 state dicts"):
+        convert(tmp_path / "like.pth", tmp_path / "m.pth")
+    state = convert(tmp_path / "like.pth", tmp_path / "m.pth", like_select="model", on_mismatch="reinit", reinit="target")
+    assert torch.equal(state["fc2.weight"], live.fc2.weight)
+
+
+def test_ties_are_initialised_once(tmp_path: Path) -> None:
+    """Tied tensors of the target get one tensor, with ties kept in the file."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.a, self.b = nn.Linear(2, 2), nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.b.weight = self.a.weight
+
+    torch.save({f"body.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}, tmp_path / "in.pth")
+    state = convert(Tied(), tmp_path / "m.pth", tmp_path / "in.pth", reinit="normal:1")
+    assert state["a.weight"].data_ptr() == state["b.weight"].data_ptr()
+
+
+def test_the_optimizer_is_told(tmp_path: Path) -> None:
+    """`param_names` follow; state of tensors that changed is noted."""
+    report = ckpt_tools.convert(
+        FIXTURES / "training_named.pth", tmp_path / "m.pth", like=with_head(20), on_mismatch="reinit", reinit="default"
+    )
+    loaded = torch.load(tmp_path / "m.pth")
+    assert loaded["optimizer"]["param_groups"][0]["param_names"] == [name for name, _ in network().named_parameters()]
+    assert "optimizer-of-old-tensors" in [note.code for note in report.notes]
+    assert report.fitted is not None
+    assert [row.name for row in report.fitted.initialised] == ["fc2.weight", "fc2.bias"]
+
+
+# --- adaptation
+
+
+def test_adapt_is_timms_and_deits_rule(tmp_path: Path) -> None:
+    """The first convolution to one channel and to five; position embeddings to a larger and a smaller grid."""
+    torch.manual_seed(0)
+    state = {
+        "patch.weight": torch.randn(8, 3, 4, 4),
+        "pos_embed": torch.randn(1, 17, 8),
+        "late.weight": torch.randn(4, 3, 2, 2),
+    }
+    torch.save(state, tmp_path / "in.pth")
+
+    def like(channels: int, tokens: int) -> dict[str, torch.Tensor]:
+        shapes = {"patch.weight": (8, channels, 4, 4), "pos_embed": (1, tokens, 8), "late.weight": (4, 3, 2, 2)}
+        return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+    def resized(side: int) -> torch.Tensor:
+        grid = state["pos_embed"][:, 1:].reshape(1, 4, 4, 8).permute(0, 3, 1, 2)
+        made = nn.functional.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+        return torch.cat([state["pos_embed"][:, :1], made.permute(0, 2, 3, 1).reshape(1, -1, 8)], 1)
+
+    grey = convert(like(1, 50), tmp_path / "a.pth", tmp_path / "in.pth", adapt=True)
+    assert torch.equal(grey["patch.weight"], state["patch.weight"].sum(1, keepdim=True))
+    assert torch.equal(grey["pos_embed"], resized(7))
+    more = convert(like(5, 5), tmp_path / "b.pth", tmp_path / "in.pth", adapt=True)
+    assert torch.equal(more["patch.weight"], state["patch.weight"][:, [0, 1, 2, 0, 1]] * (3 / 5))
+    assert torch.equal(more["pos_embed"], resized(2))
+    assert torch.equal(more["late.weight"], state["late.weight"])
+    for target in (like(1, 50) | {"late.weight": torch.empty(4, 1, 2, 2)}, like(3, 18)):
+        with pytest.raises(MatchError, match="mismatched"):
+            convert(target, tmp_path / "c.pth", tmp_path / "in.pth", adapt=True)
+
+
+# --- plans and options
+
+
+def test_a_plan_is_replayed(tmp_path: Path) -> None:
+    """--plan says who is who, mismatches are settled by the same options, and another file is refused."""
+    from ckpt_tools.fit.plan_files import write_plan
+    from ckpt_tools.fit.plans import plan_of
+    from ckpt_tools.fit.targets import read_target
+    from ckpt_tools.matching import match
+
+    source, target = read_target(SOURCE), read_target(with_head(20))
+    with pytest.raises(MatchError):
+        convert(with_head(20), tmp_path / "m.pth")
+    write_plan(plan_of(match(source.params, target.params)), tmp_path / "plan.toml")
+    options: dict[str, Any] = {"plan": tmp_path / "plan.toml", "on_mismatch": "reinit", "reinit": "zeros"}
+    ckpt_tools.convert(SOURCE, tmp_path / "m.pth", **options)
+    state = torch.load(tmp_path / "m.pth")
+    assert_body(state)
+    assert state["fc2.weight"].shape == (20, 8)
+    with pytest.raises(MatchPlanError):
+        ckpt_tools.convert(FIXTURES / "tied.pth", tmp_path / "n.pth", **options)
+    larger = with_head(20)
+    larger.extra = nn.Linear(2, 2, bias=False)
+    ckpt_tools.convert(SOURCE, tmp_path / "larger.pth", like=larger, **options)
+    assert not torch.load(tmp_path / "larger.pth")["extra.weight"].any()
+    with pytest.raises(MatchPlanError, match=r"fc2\.weight.*wants \[10, 8\]"):
+        ckpt_tools.convert(SOURCE, tmp_path / "n.pth", like=with_head(10), **options)
+    with pytest.raises(UsageError, match="which says every name"):
+        ckpt_tools.convert(SOURCE, tmp_path / "n.pth", unwrap=True, **options)
+
+
+BAD: list[tuple[dict[str, Any], type[CkptError], str]] = [
+    ({"reinit": "zeros"}, UsageError, "--like TARGET is missing"),
+    ({"like_select": "model"}, UsageError, "--like TARGET is missing"),
+    ({"plan": "p.toml", "like_args": "{}"}, UsageError, "--like TARGET is missing"),
+    ({"seed": 3}, UsageError, "--like TARGET is missing"),
+    ({"like": "fixtures.make:network", "rows": [1]}, UsageError, "--rows"),
+    ({"like": "fixtures.make:network", "on_mismatch": "overlap", "rows": ["x"]}, UsageError, "--rows"),
+    ({"like": "fixtures.make:network", "on_mismatch": "reinit"}, UsageError, "needs to know how"),
+    ({"like": "fixtures.make:network", "reinit": "head.*=zeros"}, NothingMatchedError, "matches no tensor that has to be"),
+    ({"like": "fixtures.make:nowhere"}, TargetError, "nowhere"),
+    ({"like": "fixtures.make:network", "plan": "p.toml", "match": "names"}, UsageError, "does not go with --plan"),
+    ({"plan": "p.toml", "add_module": True}, UsageError, "--add-module does not go with --plan"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), BAD, ids=lambda value: str(value)[:60])
+def test_what_cannot_be_meant(options: dict[str, Any], error: type[CkptError], message: str, tmp_path: Path) -> None:
+    """Options that do not go together, or match nothing, are refused, and nothing is written."""
+    with pytest.raises(error, match=message):
+        ckpt_tools.convert(SOURCE, tmp_path / "m.pth", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_overlap_needs_as_many_dimensions(tmp_path: Path) -> None:
+    """A convolution does not overlap with a matrix, nor rows with fewer."""
+    target = dict(network().state_dict())
+    target["fc2.weight"] = torch.empty(10, 8, 2)
+    with pytest.raises(ConvertError, match="number of dimensions"):
+        convert(target, tmp_path / "m.pth", on_mismatch="overlap", reinit="zeros")
+    with pytest.raises(UsageError, match="there is no row 10"):
+        convert(with_head(4), tmp_path / "m.pth", on_mismatch="overlap", rows=[10])
+    with pytest.raises(UsageError, match="room for 4"):
+        convert(with_head(4), tmp_path / "m.pth", on_mismatch="overlap", rows=[1, 2, 3, 4, 5])
+
+
+def test_the_command_says_what_it_did(tmp_path: Path) -> None:
+    """Reason, initial values with scheme and seed, and the overlap are on the page and in the JSON."""
+    arguments = ["convert", str(SOURCE), str(tmp_path / "m.pth"), "--like", "tests.fit.test_fit:LeNet", "--drop", "*"]
+    assert CliRunner().invoke(main, arguments).exit_code == 3
+    torch.save(LeNet(10).state_dict(), tmp_path / "lenet.pth")
+    options = "--like tests.fit.test_fit:LeNet --on-mismatch overlap --reinit normal:0.02 --rows 9,0 --like-args"
+    arguments = ["convert", str(tmp_path / "lenet.pth"), str(tmp_path / "m.pth"), *options.split(), '{"classes": 12}']
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0, done.output
+    for text in ("8 exact", "fc3.weight: 10x84 -> 12x84: rows 9,0 kept, the rest normal:0.02 (seed 0)", "initialised"):
+        assert text in done.output
+    done = CliRunner().invoke(main, [*arguments, "--json", "--overwrite"])
+    assert json.loads(done.output)["fitted"]["initialised"][0]["name"] == "fc3.weight"
+
+
+def test_extra_state_goes_where_its_module_goes(tmp_path: Path) -> None:
+    """What a module keeps beside its tensors is renamed with them."""
+    torch.save({"module.fc.weight": torch.ones(2), "module.fc._extra_state": {"a": 1}, "epoch": 3}, tmp_path / "in.pth")
+    found = convert({"fc.weight": torch.zeros(2)}, tmp_path / "out.pth", tmp_path / "in.pth")
+    assert {**found, "fc.weight": None} == {"fc.weight": None, "fc._extra_state": {"a": 1}, "epoch": 3}
+
+
+def test_a_target_leaves_no_trace(tmp_path: Path) -> None:
+    """Neither the path that a target is imported from nor the seed of its own values stays behind."""
+    torch.save({"weight": torch.ones(2, 3)}, tmp_path / "part.pth")
+    path, state = list(sys.path), torch.get_rng_state()
+    options = {"like_args": {"in_features": 3, "out_features": 2}, "reinit": "target", "seed": 7}
+    found = convert("torch.nn:Linear", tmp_path / "out.pth", tmp_path / "part.pth", **options)
+    assert found["bias"].any()
+    assert sys.path == path
+    assert torch.equal(torch.get_rng_state(), state)

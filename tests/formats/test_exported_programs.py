@@ -1,0 +1,227 @@
+"""Exported programs (`.pt2`): torch.export is the oracle; damage is done to its files' tables by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+from torch.export.pt2_archive import _package
+
+import ckpt_tools
+from ckpt_tools.cli import main
+from ckpt_tools.errors import (
+    CkptError,
+    LimitError,
+    ObjectsError,
+    TensorError,
+    ZipError,
+)
+from ckpt_tools.torch import load_state_dict
+from tests.support.graphs import assert_same
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:No complete tensor found:UserWarning"),
+    pytest.mark.skipif(not hasattr(_package, "_package_state_dict"), reason="torch wrote another layout before 2.9"),
+]
+TABLE = "data/weights/model_weights_config.json"
+
+
+class Net(nn.Module):
+    """Tied, frozen and strided weights, dtypes, buffers in and out of the state dict, and a constant of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(16)
+        self.frozen = nn.Parameter(torch.tensor([1.5, -2.0], dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("view", torch.arange(12.0).view(3, 4).t())
+        self.register_buffer("empty", torch.zeros(0, 3))
+        self.register_buffer("hidden", torch.ones(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rest = self.hidden.sum() + self.view.sum() + self.frozen.sum() + self.empty.sum() + torch.tensor([1.0, 2.0]).sum()
+        return self.norm(self.first(x) + self.second(x)) + rest  # type: ignore[no-any-return]
+
+
+def exported(model: nn.Module) -> torch.export.ExportedProgram:
+    """A model as torch.export sees it."""
+    return torch.export.export(model.eval(), (torch.ones(2, 8),))
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A file of one model."""
+    torch.export.save(exported(Net()), tmp_path / "net.pt2")
+    return tmp_path / "net.pt2"
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], object], **members: bytes) -> Path:
+    """The file with its table changed, and members under data/weights/ added or replaced."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    root = next(iter(records)).partition("/")[0]
+    table = json.loads(records[f"{root}/{TABLE}"])
+    change(table["config"])
+    records |= {f"{root}/{TABLE}": json.dumps(table).encode()}
+    records |= {f"{root}/data/weights/{name}": data for name, data in members.items()}
+    with zipfile.ZipFile(path.with_name("edited.pt2"), "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    return path.with_name("edited.pt2")
+
+
+def test_the_state_dict_is_the_one_that_torch_loads(program: Path, tmp_path: Path) -> None:
+    """Names, order, Parameters, strides, ties and bits, through a .pth and through safetensors."""
+    expected = dict(torch.export.load(program).state_dict)
+    found = ckpt_tools.inspect(program)
+    assert found.container == "torch-export"
+    assert [row["name"] for row in found.tensors] == list(expected)
+    assert found.tied == [["first.weight", "second.weight"]]
+    ckpt_tools.convert(program, tmp_path / "out.pth", objects="plain")
+    loaded = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert_same(loaded, expected, storages=False)
+    assert {name: type(tensor) for name, tensor in loaded.items()} == {name: type(t) for name, t in expected.items()}
+    Net().load_state_dict(loaded)
+    ckpt_tools.convert(program, tmp_path / "out.safetensors", objects="plain")
+    Net().load_state_dict(load_state_dict(tmp_path / "out.safetensors"))
+
+
+def test_what_stays_behind_is_said(program: Path, tmp_path: Path) -> None:
+    """The graph and its constants; `check` reads every record and finds nothing else; a folder's programs are found."""
+    finding = next(row for row in ckpt_tools.inspect(program).findings if row.code == "exported-program")
+    assert finding.found == "an exported program: the graph of 'model', 2 constants of 20 bytes"
+    assert finding.fix.endswith("net.fixed.pth --objects plain")
+    report = ckpt_tools.convert(program, tmp_path / "out.pth", objects="plain", dry_run=True)
+    assert ("code", "a state dict holds no program") in report.dropped
+    assert [row.code for row in ckpt_tools.check(program).findings] == ["weights-only-refused", "exported-program"]
+    shown = CliRunner().invoke(main, ["inspect", "--json", str(tmp_path)])
+    assert [json.loads(line)["path"] for line in shown.stdout.splitlines()] == [str(program)]
+
+
+@pytest.mark.parametrize("objects", [None, "keep", "drop"])
+def test_a_program_is_not_converted_unasked(program: Path, tmp_path: Path, objects: Any) -> None:
+    """convert keeps no graph: it says so, and what to ask for."""
+    with pytest.raises(ObjectsError, match="an exported program") as caught:
+        ckpt_tools.convert(program, tmp_path / "out.pth", objects=objects)
+    assert "--objects plain" in caught.value.fix
+
+
+def test_several_models_are_several_state_dicts(tmp_path: Path) -> None:
+    """Each under its name; storages keep apart."""
+    models = {"small": nn.Linear(8, 2), "large": nn.Linear(8, 5)}
+    _package.package_pt2(tmp_path / "two.pt2", exported_programs={name: exported(model) for name, model in models.items()})
+    found = ckpt_tools.inspect(tmp_path / "two.pt2")
+    assert sorted(row["where"][0] for row in found.state_dicts) == ["large", "small"]
+    ckpt_tools.convert(tmp_path / "two.pt2", tmp_path / "out.pth", select="large", objects="plain")
+    assert_same(torch.load(tmp_path / "out.pth"), dict(models["large"].state_dict(keep_vars=True)), storages=False)
+
+
+def test_a_pickled_weight_is_read_where_it_lies(program: Path, tmp_path: Path) -> None:
+    """What torch.save made of a tensor subclass is a checkpoint in the archive."""
+    saved = io.BytesIO()
+    torch.save(torch.arange(3.0), saved)
+    path = edited(program, lambda rows: rows["view"].update(use_pickle=True, path_name="weight_99"), weight_99=saved.getvalue())
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
+    assert torch.load(tmp_path / "out.pth")["view"].tolist() == [0, 1, 2]
+
+
+def _pickled() -> Callable[[dict[str, Any]], object]:
+    return lambda rows: rows["view"].update(use_pickle=True, path_name="weight_99")
+
+
+def _saved(byteorder: bytes = b"little") -> bytes:
+    """What torch.save makes of [0, 1, 2], under another byte order."""
+    saved, out = io.BytesIO(), io.BytesIO()
+    torch.save(torch.arange(3.0), saved)
+    with zipfile.ZipFile(saved) as archive, zipfile.ZipFile(out, "w") as copy:
+        for name in archive.namelist():
+            copy.writestr(name, byteorder if name.endswith("/byteorder") else archive.read(name))
+    return out.getvalue()
+
+
+def test_a_pickled_weight_in_a_deflated_archive_is_inflated(program: Path, tmp_path: Path) -> None:
+    """Packed again by a zip tool, it reads as before."""
+    path = edited(program, _pickled(), weight_99=_saved())
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "packed.pt2", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    ckpt_tools.convert(tmp_path / "packed.pt2", tmp_path / "out.pth", objects="plain")
+    assert torch.load(tmp_path / "out.pth")["view"].tolist() == [0, 1, 2]
+
+
+def test_a_pickled_weight_of_the_other_byte_order_is_refused(program: Path) -> None:
+    """Its bytes would be read as the archive's are."""
+    with pytest.raises(ZipError, match="'view' are big-endian, those of the archive little-endian"):
+        ckpt_tools.inspect(edited(program, _pickled(), weight_99=_saved(b"big")))
+
+
+def test_what_is_odd_about_a_pickled_weight_is_told(program: Path) -> None:
+    """A warning about it names its record."""
+    found = ckpt_tools.inspect(edited(program, _pickled(), weight_99=_saved() + b"more"))
+    assert any(row.code == "trailing-bytes" and row.found.endswith("weight_99") for row in found.findings)
+
+
+def test_a_pickle_is_the_bytes_of_one_weight(program: Path) -> None:
+    """A table of a thousand rows over one record would have it read a thousand times."""
+
+    def both(rows: dict[str, Any]) -> None:
+        for name in ("view", "first.weight"):
+            rows[name].update(use_pickle=True, path_name="weight_99")
+
+    with pytest.raises(ZipError, match="another weight"):
+        ckpt_tools.inspect(edited(program, both, weight_99=_saved()))
+
+
+def _meta(name: str, **change: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda rows: rows[name]["tensor_meta"].update(change)
+
+
+@pytest.mark.parametrize(("change", "error", "says"), [
+    (lambda rows: rows["view"].update(path_name="../../etc/passwd"), ZipError, "are not in the file"),
+    (lambda rows: rows["view"].update(use_pickle=True), CkptError, "zip"),
+    (lambda rows: rows["view"].pop("path_name"), ZipError, "is malformed"),
+    (lambda rows: rows.update(more=7), ZipError, "is malformed"),
+    (_meta("view", dtype=99), TensorError, "unknown dtype 99"),
+    (_meta("view", layout=1), TensorError, "layout 1"),
+    (_meta("view", sizes=[{"as_int": 4}, {"as_int": 300}]), TensorError, "reaches outside its storage"),
+    (_meta("view", sizes=[{"as_int": -4}, {"as_int": 3}]), TensorError, "negative"),
+    (_meta("view", sizes=[{"as_int": 1 << 70}, {"as_int": 3}]), TensorError, "2\\*\\*59"),
+    (_meta("view", sizes=[{"as_expr": "s0"}, {"as_int": 3}]), ZipError, "is malformed"),
+    (_meta("view", storage_offset={"as_int": 1.5}), ZipError, "is malformed"),
+    (_meta("second.weight", dtype=4), TensorError, "used with two types"),
+    (_meta("norm.num_batches_tracked", dtype=11), TensorError, "no whole number of elements"),
+])  # fmt: skip
+def test_a_table_that_lies_is_refused(
+    program: Path, change: Callable[[dict[str, Any]], object], error: type[CkptError], says: str
+) -> None:
+    """Every field is checked against the records; a name is only ever looked up in the archive."""
+    with pytest.raises(error, match=says):
+        ckpt_tools.inspect(edited(program, change))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        b"[" * 3_000_000,
+        b'{"config":[' + b"[]," * 1_000_000 + b"[]]}",
+        b"{",
+        b"[]",
+        b'{"config":7}',
+        '{"config":{}}'.encode("utf-16"),
+        b'{"config":{},"config":{}}',
+    ],
+)
+def test_a_table_that_is_none_is_refused(program: Path, table: bytes) -> None:
+    """Nested, endless, cut off, of another kind: one sentence, before memory is spent."""
+    path = edited(program, lambda rows: None, **{"model_weights_config.json": table})
+    with pytest.raises((ZipError, LimitError)):
+        ckpt_tools.inspect(path)

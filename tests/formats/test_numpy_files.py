@@ -1,0 +1,247 @@
+"""npy and npz: arrays that NumPy saved are tensors; what it pickled is data that nobody runs."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import ckpt_tools
+from ckpt_tools.errors import (
+    CkptError,
+    DamagedFileError,
+    PickleError,
+    TensorError,
+    UnsupportedContainerError,
+)
+from tests.formats.test_oracle import described
+from tests.hostile.pickles import call, text
+from tests.hostile.pickles import pickle as opcodes
+from tests.hostile.refusals import refused, warned, write
+from tests.hostile.zips import Rec, build
+from tests.test_properties import quick
+
+DTYPES = ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+ARRAYS = {
+    "layer.weight": np.arange(6, dtype="f4").reshape(2, 3),
+    "layer.bias": np.arange(3, dtype=">f8"),
+    "columns": np.asfortranarray(np.arange(24, dtype="i2").reshape(2, 3, 4)),
+    "scalar": np.array(1.5, "f4"),
+    "none": np.zeros((0, 4), "u8"),
+    "mask": np.array([True, False]),
+}
+
+
+def npy(value: Any, **options: Any) -> bytes:
+    """What numpy.save writes."""
+    buffer = io.BytesIO()
+    np.save(buffer, value, **options)
+    return buffer.getvalue()
+
+
+def same(array: Any, tensor: torch.Tensor) -> None:
+    """A tensor is an array: shape, dtype and bits."""
+    native = np.ascontiguousarray(array).reshape(array.shape).astype(array.dtype.newbyteorder("="))
+    assert list(tensor.shape) == list(array.shape)
+    assert torch.equal(tensor.contiguous().view(-1).view(torch.uint8), torch.from_numpy(native.copy().reshape(-1).view("u1")))
+    assert str(tensor.dtype).removeprefix("torch.") == str(native.dtype)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
+def test_npz(save: Any, target: str, tmp_path: Path) -> None:
+    """Every array of a .npz, stored or deflated, is a tensor with its name, and comes out with its bits."""
+    path = tmp_path / "in.npz"
+    save(path, **ARRAYS)
+    found = described(path)
+    assert (found["container"], [row["where"] for row in found["tensors"]]) == ("npz", [[name] for name in ARRAYS])
+    assert [row["shape"] for row in found["tensors"]] == [list(array.shape) for array in ARRAYS.values()]
+    assert found["totals"]["storage_bytes"] == sum(array.nbytes for array in ARRAYS.values())
+    ckpt_tools.convert(path, tmp_path / target)
+    ckpt_tools.convert(tmp_path / target, tmp_path / "again.pth")
+    after = torch.load(tmp_path / "again.pth", weights_only=True)
+    for name, array in ARRAYS.items():
+        same(array, after[name])
+
+
+def test_columns_stay_columns(tmp_path: Path) -> None:
+    """An array in Fortran order is a tensor with its strides, not a copy."""
+    path = write(tmp_path, npy(ARRAYS["columns"]), "in.npy")
+    assert described(path)["tensors"][0]["stride"] == [1, 2, 6]
+
+
+@pytest.mark.parametrize("code", DTYPES)
+@pytest.mark.parametrize("order", "<>")
+def test_npy_of_every_dtype(code: str, order: str, tmp_path: Path) -> None:
+    """A .npy of one array is one tensor, of every dtype that both know, in either byte order."""
+    array = np.arange(6).astype(order + code).reshape(3, 2)
+    path = write(tmp_path, npy(array), "in.npy")
+    assert described(path)["container"] == "npy"
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    same(array, torch.load(tmp_path / "out.pth", weights_only=True))
+
+
+def test_any_array(tmp_path: Path) -> None:
+    """Any shape and order."""
+    path, target = tmp_path / "in.npy", tmp_path / "out.pth"
+
+    @quick
+    @given(arrays.arrays(st.sampled_from(DTYPES), arrays.array_shapes(min_dims=0, min_side=0)), st.booleans())
+    def check(array: Any, fortran: bool) -> None:
+        array = np.asfortranarray(array) if fortran else array
+        path.write_bytes(npy(array))
+        ckpt_tools.convert(path, target, overwrite=True)
+        same(array, torch.load(target, weights_only=True))
+
+    check()
+
+
+def test_flat_dictionary(tmp_path: Path) -> None:
+    """numpy.save of a dict: its arrays are tensors, whose bytes lie in the file; the rest is plain data."""
+    path = write(tmp_path, npy({**ARRAYS, "epoch": 3, "config": {"lr": 0.1}}), "in.npy")
+    found = described(path)
+    assert [row["where"] for row in found["tensors"]] == [[name] for name in ARRAYS]
+    assert found["values"] == {"epoch": 3, "config.lr": 0.1}
+    ckpt_tools.convert(path, tmp_path / "out.pth", dtype="bf16", rename="layer=block")
+    after = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert after["block.weight"].tolist() == ARRAYS["layer.weight"].tolist()
+    assert after["block.weight"].dtype == torch.bfloat16
+    same(ARRAYS["columns"], after["columns"])
+
+
+def test_tensors_in_a_dictionary(tmp_path: Path) -> None:
+    """numpy.save of a state dict pickles torch's tensors, with their storages as bytes."""
+    path = write(tmp_path, npy({"w": torch.arange(4.0), "n": 3}), "in.npy")
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_text_and_objects(tmp_path: Path) -> None:
+    """Arrays of text are lists of text, arrays of objects lists of what they hold, dtype and shape kept as nesting."""
+    path = tmp_path / "in.npz"
+    objects = np.empty((2, 2), object)
+    objects[:] = [[1, "a"], [None, 2.5]]
+    np.savez(path, names=np.array(["a", "bcd"]), raw=np.array([[b"x"], [b"yz"]]), objects=objects, w=np.ones(2, "f4"))
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    after = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert (after["names"], after["raw"], after["objects"]) == (["a", "bcd"], [["x"], ["yz"]], [[1, "a"], [None, 2.5]])
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_versions(version: tuple[int, int], tmp_path: Path) -> None:
+    """All three versions of the format."""
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        np.lib.format.write_array(buffer, np.arange(3.0), version=version)
+    assert described(write(tmp_path, buffer.getvalue(), "in.npy"))["tensors"][0]["shape"] == [3]
+
+
+# --- refusals
+
+
+def header(text_: str, data: bytes = b"", version: int = 1) -> bytes:
+    """A .npy with this header."""
+    body = text_.encode()
+    return b"\x93NUMPY" + bytes([version, 0]) + len(body).to_bytes(2 if version == 1 else 4, "little") + body + data
+
+
+GOOD = "{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }\n"
+
+
+def test_python_2_header(tmp_path: Path) -> None:
+    """Sizes with an L, as Python 2 wrote them; other quotes and order."""
+    for text_ in (GOOD.replace("2,", "2L,"), '{"shape": (2,), "fortran_order": False, "descr": "<f4"}'):
+        assert described(write(tmp_path, header(text_, bytes(8)), "in.npy"))["tensors"][0]["shape"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("text_", "error", "said"),
+    [
+        ("{'descr': '<f4'}", DamagedFileError, "malformed header"),
+        ("__import__('os').mkdir('x')", DamagedFileError, "malformed header"),
+        ("{" * 5000, DamagedFileError, "malformed header"),
+        ("(" * 9000 + ")" * 900, DamagedFileError, "malformed header"),
+        ("-" * 9000 + "1", DamagedFileError, "malformed header"),
+        (GOOD.replace("(2,)", "(-2,)"), DamagedFileError, "wrong type"),
+        (GOOD.replace("(2,)", "(True,)"), DamagedFileError, "malformed header"),
+        (GOOD.replace("False", "0"), DamagedFileError, "malformed header"),
+        (GOOD.replace("(2,)", f"({2**40}, {2**40})"), TensorError, "more than 2**63"),
+        (GOOD.replace("(2,)", "(1000,)"), DamagedFileError, "cut off"),
+        (GOOD.replace("<f4", "<f16"), UnsupportedContainerError, "'<f16', which torch has not"),
+        (GOOD.replace("<f4", "<M8[ns]"), UnsupportedContainerError, "'<M8[ns]', which torch has not"),
+        (GOOD.replace("'<f4'", "[('a', '<f4')]"), UnsupportedContainerError, "which torch has not"),
+        (GOOD.replace("<f4", "<U999999999"), UnsupportedContainerError, "size or order"),
+    ],
+)
+def test_headers(text_: str, error: type[CkptError], said: str, tmp_path: Path) -> None:
+    """A header is a literal; whatever else it is, it is refused and never evaluated."""
+    refused(write(tmp_path, header(text_, bytes(8))), error, said)
+    assert not (tmp_path / "x").exists()
+
+
+def test_odd_starts(tmp_path: Path) -> None:
+    """Another version, a header longer than NumPy's own limit, nothing behind the magic."""
+    for data in (header(GOOD, bytes(8), 9), b"\x93NUMPY\x02\0\xff\xff\xff\x7f", b"\x93NUMPY", b"\x93NUMPY\x01\0\x99\0{"):
+        with pytest.raises(DamagedFileError):
+            ckpt_tools.inspect(write(tmp_path, data))
+
+
+def test_cut_and_trailing(tmp_path: Path) -> None:
+    """A .npy that ends early is refused; bytes behind it are said."""
+    data = npy(np.arange(6.0))
+    for length in range(6, len(data), 5):
+        with pytest.raises(CkptError):
+            ckpt_tools.inspect(write(tmp_path, data[:length]))
+    zipped = build([Rec(b"w.npy", data + b"more")])
+    refused(write(tmp_path, zipped), TensorError, "'w' has 4 bytes more than its shape")
+    warned(write(tmp_path, data + b"more"), "trailing-bytes")
+
+
+def test_nothing_runs(tmp_path: Path) -> None:
+    """The pickle of an array of objects is read, not run; one that is no array is refused."""
+    marker = tmp_path / "ran"
+    text_ = "{'descr': '|O', 'fortran_order': False, 'shape': (), }"
+    evil = opcodes(call("os", "mkdir", text(str(marker))))
+    refused(write(tmp_path, header(text_, evil)), PickleError, "not pickled as NumPy pickles it")
+    held = np.empty((), object)
+    held[()] = {"w": np.ones(2), "x": _Evil(str(marker))}
+    path = write(tmp_path, npy(held), "in.npy")
+    assert [row["global"] for row in described(path)["objects"]] == [f"{os_name()}.mkdir"]
+    assert not marker.exists()
+
+
+class _Evil:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        import os
+
+        return os.mkdir, (self.path,)
+
+
+def os_name() -> str:
+    """The module that pickle names for os.mkdir here."""
+    import os
+
+    return os.mkdir.__module__
+
+
+def test_objects_as_old_numpy_wrote_them(tmp_path: Path) -> None:
+    """NumPy before 1.7 gave the size of a pointer with the type of objects; they are objects all the same."""
+    array = np.empty((), dtype=object)
+    array[()] = {"w": np.ones(3, np.float32)}
+    np.save(tmp_path / "new.npy", array, allow_pickle=True)
+    data = (tmp_path / "new.npy").read_bytes().replace(b"'|O'", b"'|O8'").replace(b" \n", b"\n", 1)
+    (tmp_path / "old.npy").write_bytes(data)
+    assert np.load(tmp_path / "old.npy", allow_pickle=True)[()]["w"].tolist() == [1, 1, 1]
+    assert [row["where"] for row in ckpt_tools.inspect(tmp_path / "old.npy").tensors] == [["w"]]

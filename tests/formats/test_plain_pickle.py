@@ -1,0 +1,265 @@
+"""pickle: state dicts that pickle.dump wrote without torch.save, their storages inside as bytes."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools.errors import (
+    CkptError,
+    DamagedFileError,
+    LimitError,
+    ObjectsError,
+    PickleError,
+)
+from ckpt_tools.formats.open import open_checkpoint
+from ckpt_tools.io.content import Literal, Range
+from ckpt_tools.tree.nodes import Entry
+from tests.conftest import small_model
+from tests.formats.test_oracle import described
+from tests.hostile.pickles import (
+    call,
+    dict_of,
+    integer,
+    text,
+)
+from tests.hostile.pickles import pickle as opcodes
+from tests.hostile.refusals import refused, warned, write
+from tests.support.graphs import assert_same, live_tensors
+from tests.support.legacy import legacy, stream
+from tests.test_properties import quick, tensors
+
+PROTOCOLS = range(6)
+STATE = small_model().state_dict()
+
+
+def rows(found: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """What inspect says about each tensor, that a live one can say too."""
+    return [(row["where"], row["dtype"], row["shape"], row["stride"], row["offset"], row["kind"]) for row in found["tensors"]]
+
+
+def expected(value: Any) -> list[tuple[Any, ...]]:
+    """The same of live tensors."""
+    return [
+        (
+            list(where), str(one.dtype).removeprefix("torch."), list(one.shape), list(one.stride()), one.storage_offset(),
+            "parameter" if isinstance(one, nn.Parameter) else "tensor",
+        )
+        for where, one in live_tensors(value)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_state_dict(protocol: int, tmp_path: Path) -> None:
+    """A pickled state dict is listed as pickle loads it, and comes out for torch.load(weights_only=True)."""
+    if protocol < 2:
+        pytest.skip("torch tensors need protocol 2")
+    path, target = tmp_path / "in.pkl", tmp_path / "out.pth"
+    path.write_bytes(pickle.dumps(STATE, protocol))
+    found = described(path)
+    assert (found["container"], found["weights_only"]["loads"]) == ("pickle", False)
+    assert rows(found) == expected(STATE)
+    assert found["totals"]["bytes"] == found["totals"]["storage_bytes"]
+    ckpt_tools.convert(path, target)
+    assert_same(pickle.loads(path.read_bytes()), torch.load(target, weights_only=True))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_plain_values(protocol: int, tmp_path: Path) -> None:
+    """Every protocol, the two old ones without a header too."""
+    path, value = tmp_path / "in.pkl", {"epoch": 3, "lr": 0.1, "names": ["a", "b"], "none": None}
+    path.write_bytes(pickle.dumps(value, protocol))
+    found = described(path)
+    assert found["container"] == "pickle"
+    assert found["values"] == {"epoch": 3, "lr": 0.1, "names": ["a", "b"], "none": None}
+
+
+def test_bytes_are_ranges_of_the_file(tmp_path: Path) -> None:
+    """From protocol 3 on storages are copied from where they lie; before, they are text that has to be decoded."""
+    for protocol, kind in ((2, Literal), (4, Range), (5, Range)):
+        path = write(tmp_path, pickle.dumps({"w": torch.arange(1000.0)}, protocol))
+        with open_checkpoint(path) as checkpoint:
+            entry = checkpoint.root.get("w")
+            assert type(entry) is Entry
+            assert type(entry.storage.content) is kind
+
+
+def test_any_tensors(tmp_path: Path) -> None:
+    """Any tensors that pickle can write come out as pickle loads them."""
+    path, target = tmp_path / "in.pkl", tmp_path / "out.pth"
+
+    @quick
+    @given(tensors())
+    def check(state_dict: dict[str, torch.Tensor]) -> None:
+        data = pickle.dumps(state_dict, 4)
+        try:
+            loaded = pickle.loads(data)
+        except AttributeError:  # torch cannot load the UntypedStorage that it pickled
+            return
+        path.write_bytes(data)
+        assert rows(described(path)) == expected(loaded)
+        ckpt_tools.convert(path, target, overwrite=True)
+        assert_same(loaded, torch.load(target, weights_only=True))
+
+    check()
+
+
+def test_blobs_inside_blobs_and_containers(tmp_path: Path) -> None:
+    """A pickle that holds tensors, as bytes inside a checkpoint, inside bytes: each is found where it is used."""
+    inner = {"w": torch.arange(6.0)}
+    reduced = pickle.dumps(inner, 2)[2:-1]  # as an object of the stream around it
+    for data in (legacy(inner), stream(reduced)):
+        blob = call("torch.storage", "_load_from_bytes", call("_codecs", "encode", text(data.decode("latin1")), text("latin1")))
+        deep = call(
+            "torch.storage", "_load_from_bytes",
+            call("_codecs", "encode", text(stream(dict_of(inner=blob)).decode("latin1")), text("latin1")),
+        )  # fmt: skip
+        for name, whole in (("a.pkl", opcodes(dict_of(x=deep))), ("b.pth", stream(dict_of(x=deep)))):
+            path = write(tmp_path, whole, name)
+            assert [row["where"] for row in described(path)["tensors"]] == [["x", "inner", "w"]]
+            ckpt_tools.convert(path, tmp_path / "out.pth", overwrite=True)
+            assert torch.load(tmp_path / "out.pth", weights_only=True)["x"]["inner"]["w"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_blobs_in_a_torch_zip(tmp_path: Path) -> None:
+    """A torch-zip whose pickle carries a pickled storage as bytes."""
+    path = tmp_path / "in.pth"
+    tensor = torch.arange(4.0)
+
+    class Reduced:
+        def __reduce__(self) -> Any:
+            return torch.storage._load_from_bytes, (legacy(tensor),)
+
+    torch.save({"own": torch.ones(2), "carried": Reduced()}, path)
+    assert [row["where"] for row in described(path)["tensors"]] == [["own"], ["carried"]]
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["carried"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_numpy_arrays_are_tensors(tmp_path: Path, protocol: int) -> None:
+    """Arrays of numbers in dicts and lists are tensors in every protocol; shared ones are tied; text and objects stay."""
+    shared = np.ones((2, 2), np.float16)
+    value = {
+        "model": OrderedDict(w=np.arange(6, dtype=">f4").reshape(2, 3), b=np.ones(3, np.int64), z=np.array(2.0)),
+        "more": [np.asfortranarray(np.arange(6.0).reshape(2, 3)), shared, shared, np.zeros((0, 2)), np.ones(2, np.complex64)],
+        "names": np.array(["a", "b"]), "held": SimpleNamespace(array=np.ones(2)),
+    }  # fmt: skip
+    path = tmp_path / "in.pkl"
+    path.write_bytes(pickle.dumps(value, protocol))
+    found = ckpt_tools.inspect(path)
+    assert (found.container, len(found.tensors), found.tied) == ("pickle", 8, [["more.1", "more.2"]])
+    assert found.state_dicts[0]["where"] == ["model"]
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="keep")
+    after = torch.load(tmp_path / "out.pth", weights_only=False)
+    assert_same(after["names"], value["names"])
+    assert_same(after["held"], value["held"])
+    arrays = [*value["model"].values(), *value["more"]]
+    for array, tensor in zip(arrays, [*after["model"].values(), *after["more"]], strict=True):
+        native = array.astype(array.dtype.newbyteorder("="))
+        assert tensor.dtype == torch.from_numpy(native).dtype
+        assert tensor.tolist() == array.tolist()
+        assert list(tensor.shape) == list(array.shape)
+
+
+def test_whole_model(tmp_path: Path) -> None:
+    """A pickled module becomes its state dict."""
+    model = small_model()
+    path = write(tmp_path, pickle.dumps(model), "in.pkl")
+    with pytest.raises(ObjectsError):
+        ckpt_tools.convert(path, tmp_path / "out.pth")
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
+    after = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert {key: value.tolist() for key, value in model.state_dict().items()} == {
+        key: value.tolist() for key, value in after.items()
+    }
+
+
+def test_edits(tmp_path: Path) -> None:
+    """Names and dtypes change, and safetensors and legacy come out too."""
+    path = write(tmp_path, pickle.dumps({"model": nn.DataParallel(small_model()).state_dict(), "epoch": 3}), "in.pkl")
+    ckpt_tools.convert(path, tmp_path / "out.safetensors", select="model", strip_module=True, dtype="bf16")
+    assert {row["name"] for row in described(tmp_path / "out.safetensors")["tensors"]} == set(STATE)
+    ckpt_tools.convert(path, tmp_path / "old.pth", format="pth-legacy", map_location="cuda:1")
+    assert described(tmp_path / "old.pth")["totals"]["devices"] == {"cuda:1": len(STATE)}
+
+
+# --- refusals
+
+
+def test_48_bytes_behind(tmp_path: Path) -> None:
+    """A second pickle is said, and not kept."""
+    warned(write(tmp_path, pickle.dumps({"w": torch.ones(1)}) + b"\x80\x02}."), "trailing-bytes")
+
+
+def test_49_computed_magic(tmp_path: Path) -> None:
+    """A legacy stream whose magic number a call computes is named."""
+    head = opcodes(call("builtins", "int", text("1"))) + opcodes(integer(1001)) + opcodes(b"}")
+    refused(write(tmp_path, stream(dict_of(), head=head)), PickleError, "magic number is computed by a call")
+
+
+def test_53_persistent_ids(tmp_path: Path) -> None:
+    """The data.pkl of a torch-zip by itself has its storages elsewhere."""
+    refused(write(tmp_path, opcodes(text("0") + b"Q")), PickleError, "part of another file")
+
+
+def test_cut_anywhere(tmp_path: Path) -> None:
+    """Wherever it is cut, it is refused."""
+    data = pickle.dumps({"w": torch.arange(4.0), "epoch": 3}, 4)
+    for length in range(2, len(data)):
+        with pytest.raises(CkptError):
+            ckpt_tools.inspect(write(tmp_path, data[:length]))
+
+
+def test_damaged_blob(tmp_path: Path) -> None:
+    """A storage that is cut inside its bytes is refused like a file that is."""
+    data = legacy(torch.arange(4.0))[:-3]
+    bad = opcodes(dict_of(x=call("torch.storage", "_load_from_bytes", b"B" + len(data).to_bytes(4, "little") + data)))
+    with pytest.raises(DamagedFileError, match="0 of 1 tensors complete"):
+        ckpt_tools.inspect(write(tmp_path, bad))
+
+
+def test_blobs_too_deep(tmp_path: Path) -> None:
+    """Blobs inside one another end before Python's stack does."""
+    inner = b"N"
+    for _ in range(40):
+        data = stream(inner)
+        inner = call("torch.storage", "_load_from_bytes", b"B" + len(data).to_bytes(4, "little") + data)
+    refused(write(tmp_path, opcodes(inner)), LimitError, "inside one another")
+
+
+def test_one_blob_many_times(tmp_path: Path) -> None:
+    """One string of bytes loaded again and again is refused before it takes more than the file could hold."""
+    data = legacy({f"layer{i}": torch.ones(1) for i in range(1000)})
+    first = b"B" + len(data).to_bytes(4, "little") + data + b"q\x01"
+    load = b"ctorch.storage\n_load_from_bytes\nq\x02"
+    again = b"h\x02h\x01\x85R" * 5000
+    body = b"(" + load + first + b"\x85R" + again + b"l"
+    path = write(tmp_path, b"\x80\x03" + body + b".")
+    with pytest.raises(LimitError):
+        ckpt_tools.inspect(path)
+
+
+def test_no_stream_in_the_bytes(tmp_path: Path) -> None:
+    """Bytes that are no torch-legacy stream stay an object, which nothing keeps unasked."""
+    path = write(tmp_path, opcodes(dict_of(x=call("torch.storage", "_load_from_bytes", b"C\x02ab"), y=b"K\x01")))
+    assert [row["global"] for row in described(path)["objects"]] == ["torch.storage._load_from_bytes"]
+    with pytest.raises(ObjectsError):
+        ckpt_tools.convert(path, tmp_path / "out.pth")
+
+
+def test_nothing_runs(tmp_path: Path) -> None:
+    """A call in the pickle is an inert record."""
+    marker = tmp_path / "ran"
+    ckpt_tools.inspect(write(tmp_path, opcodes(call("os", "mkdir", text(str(marker))))))
+    assert not marker.exists()

@@ -1,0 +1,418 @@
+"""torch-legacy: read as torch reads it, without its tensors; written so that torch, old and new, reads it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle as python_pickle
+import struct
+import subprocess
+import sys
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools.io.output import Source
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.stream import FilePart, Pickles
+from tests.formats.test_oracle import assert_lists, described, loads_weights_only
+from tests.hostile.pickles import (
+    BUILD,
+    FALSE,
+    ORDERED_DICT,
+    call,
+    dict_of,
+    glob,
+    put,
+    sizes,
+    tensor,
+    tuple_of,
+)
+from tests.hostile.pickles import get as recall
+from tests.support.graphs import (
+    assert_same,
+    element_bytes,
+    live_tensors,
+    load_with_tags,
+)
+from tests.support.legacy import (
+    floats,
+    legacy,
+    persistent,
+    stream,
+    view_of,
+)
+from tests.support.samples import PTH, by_name, corpus
+from tests.test_properties import quick, tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
+pth_fixtures = pytest.mark.parametrize("path", PTH, ids=by_name)
+legacy_corpus = pytest.mark.parametrize("row", corpus("torch-legacy"))
+
+
+def resaved(path: Path, folder: Path) -> Path:
+    """A fixture as torch saves it in the legacy format, device tags included."""
+    loaded, tags = load_with_tags(path)
+    target = folder / path.name
+    tag = torch.serialization.location_tag
+    try:
+        torch.serialization.location_tag = lambda storage: tags.get(storage._cdata, "cpu")  # type: ignore[assignment]
+        target.write_bytes(legacy(loaded))
+    finally:
+        torch.serialization.location_tag = tag
+    if b"UntypedStorage" in target.read_bytes():
+        with pytest.raises(AttributeError):
+            torch.load(target)
+        assert described(target)["weights_only"]["reasons"]
+        pytest.skip("torch cannot load what it saved: an UntypedStorage in the legacy format")
+    return target
+
+
+# --- reading
+
+
+@pth_fixtures
+def test_lists_what_torch_loads(path: Path, tmp_path: Path) -> None:
+    """Every fixture, saved by torch as legacy, is listed as torch loads it; the verdict on weights_only is torch's."""
+    source = resaved(path, tmp_path)
+    assert described(source)["container"] == "torch-legacy"
+    assert_lists(source, *load_with_tags(source))
+    assert described(source)["weights_only"]["loads"] is loads_weights_only(source)
+
+
+@pth_fixtures
+def test_comes_out_as_it_went_in(path: Path, tmp_path: Path) -> None:
+    """legacy -> pth, and legacy -> legacy, load as the input does."""
+    source = resaved(path, tmp_path)
+    before = load_with_tags(source)[0]
+    for target, kind in ((tmp_path / "out.pth", "pth"), (tmp_path / "out.old", "pth-legacy")):
+        ckpt_tools.convert(source, target, objects="keep", format=kind)  # type: ignore[arg-type]
+        assert_same(before, load_with_tags(target)[0])
+
+
+@legacy_corpus
+def test_catalogue_agrees(row: dict[str, Any]) -> None:
+    """Real files: counts, dtypes, device tags, globals and oddities are those that the catalogue found by disassembling."""
+    found = described(row["path"])
+    rows = found["tensors"]
+    assert (found["container"], found["file_bytes"], len(rows)) == ("torch-legacy", row["bytes"], row["n_tensors"])
+    assert Counter(tensor["dtype"] for tensor in rows) == row["dtypes"]
+    assert Counter(tensor["device"] for tensor in rows) == row["locations"]
+    assert {name.replace("__builtin__", "builtins") for name in row["globals"]} == set(found["globals"])
+    assert len({tensor["storage"] for tensor in rows}) == row["n_storages"]
+    assert sum(not tensor["shape"] for tensor in rows) == row["oddities"].get("scalars", 0)
+    assert sum(tensor["offset"] > 0 for tensor in rows) == row["oddities"].get("nonzero_offset", 0)
+    assert found["weights_only"]["loads"] is (row["loads_weights_only"] is True)
+
+
+@legacy_corpus
+def test_lists_what_torch_loads_from_real_files(row: dict[str, Any], tmp_path: Path) -> None:
+    """Real files are listed as torch loads them, and come out unchanged; made plain, weights_only takes every one."""
+    target, plain = tmp_path / "out.pth", tmp_path / "plain.pth"
+    ckpt_tools.convert(row["path"], target, objects="keep")
+    ckpt_tools.convert(row["path"], plain, objects="plain")
+    drop = {"storage", "where"}
+    listed = [
+        [{key: row[key] for key in row.keys() - drop} for row in described(path)["tensors"]] for path in (row["path"], target)
+    ]
+    assert listed[0] == listed[1]
+    loaded = torch.load(plain, map_location="cpu", weights_only=True)
+    assert sum(1 for _ in live_tensors(loaded)) == row["n_tensors"]
+    if row["loads_weights_only"] is True:
+        before, tags = load_with_tags(row["path"], weights_only=True)
+        assert_lists(row["path"], before, tags)
+        assert_same(before, torch.load(target, map_location="cpu", weights_only=True))
+
+
+def test_only_the_pickle_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`inspect` of a legacy file of 2 GB reads less than a megabyte of it."""
+    path = tmp_path / "large.pth"
+    numel = 1 << 27
+    root = dict_of(
+        **{f"layer{index}.weight": tensor(sizes(numel), sizes(1), on=persistent(str(index), numel)) for index in range(4)}
+    )
+    head = stream(root, *((str(index), b"") for index in range(4)))
+    with path.open("wb") as file:
+        file.write(head)
+        for _ in range(4):
+            file.write(struct.pack("<q", numel))
+            file.seek(4 * numel, os.SEEK_CUR)
+        file.truncate()
+    read: list[int] = []
+    pread = Source._pread
+    monkeypatch.setattr(Source, "_pread", lambda self, length, offset: read.append(length) or pread(self, length, offset))  # type: ignore[func-returns-value]
+    found = ckpt_tools.inspect(path)
+    assert (found.file_bytes > 2**31, found.totals["bytes"]) == (True, 2**31)
+    assert sum(read) < 1 << 20
+
+
+def test_a_long_pickle_is_read_on(tmp_path: Path) -> None:
+    """A pickle longer than what is read at first."""
+    path = tmp_path / "many.pth"
+    state = {f"layer{index}.weight": torch.full((2,), float(index)) for index in range(3000)}
+    path.write_bytes(legacy(state))
+    assert path.stat().st_size > 1 << 18
+    assert_lists(path, *load_with_tags(path))
+
+
+def test_a_long_pickle_is_not_read_many_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is read of a pickle before its length is known is read again: a small part of it, and not of the file either."""
+    size, tried = 5_000_000, []
+    data = python_pickle.dumps("x" * size, 2)
+    source = tmp_path / "in.pkl"
+    source.write_bytes(data + bytes(4 * size))
+
+    def make(seen: bytes, offset: int) -> Machine:
+        tried.append(len(seen))
+        return Machine(seen, {}, lambda pid: pid, offset)
+
+    with closing(Source(source)) as opened:
+        Pickles(FilePart(opened, 0, source.stat().st_size)).load(make)
+    assert (tried[-1] >= len(data), sum(tried[:-1]) < len(data) / 4, tried[-1] < 4 * len(data)) == (True, True, True), tried
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol(protocol: int, tmp_path: Path) -> None:
+    """torch.save takes any pickle protocol."""
+    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
+    path.write_bytes(legacy({"a.w": torch.ones(2, 3), "epoch": 3}, pickle_protocol=protocol))
+    assert_lists(path, *load_with_tags(path))
+    ckpt_tools.convert(path, target)
+    assert_same(torch.load(path, weights_only=False), torch.load(target))
+
+
+def test_views_of_old_writers(tmp_path: Path) -> None:
+    """Storages that are ranges of another (`view_metadata`): their tensors are tied through the storage below, as in torch."""
+    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
+    whole = persistent("7", 6)
+    front, back = persistent("7", 6, view=view_of("8", 0, 4)), persistent("7", 6, view=view_of("9", 2, 4))
+    root = dict_of(**{
+        "a.all": tensor(on=whole), "a.front": tensor(sizes(4), sizes(1), on=front),
+        "a.back": tensor(sizes(3), sizes(1), b"K\x01", on=back),
+    })  # fmt: skip
+    path.write_bytes(stream(root, ("7", floats(0, 1, 2, 3, 4, 5))))
+    before = torch.load(path, weights_only=True)
+    rows = described(path)["tensors"]
+    assert [row["offset"] for row in rows] == [0, 0, 3]
+    assert described(path)["tied"] == [["a.all", "a.front", "a.back"]]
+    ckpt_tools.convert(path, target)
+    after = torch.load(target, weights_only=True)
+    assert {key: element_bytes(value) for key, value in before.items()} == {key: element_bytes(after[key]) for key in before}
+    after["a.all"][1, 0] = 7.0
+    assert after["a.back"][0] == after["a.front"][3] == 7.0
+
+
+def test_a_bare_view_keeps_its_own_bytes(tmp_path: Path) -> None:
+    """A storage, not a tensor, that is a range of another is written with the bytes that it shows."""
+    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
+    root = dict_of(bare=persistent("7", 6, view=view_of("8", 2, 3)), w=tensor(on=persistent("7", 6)))
+    path.write_bytes(stream(root, ("7", floats(0, 1, 2, 3, 4, 5))))
+    ckpt_tools.convert(path, target)
+    bare = torch.load(target, weights_only=True)["bare"]
+    assert bare._untyped_storage.tolist() == list(struct.pack("3f", 2, 3, 4))
+
+
+STATE = tuple_of(persistent(), b"K\0", sizes(2, 3), sizes(3, 1))
+REDUCED = glob("torch._utils", "_rebuild_tensor") + STATE + b"R"
+PARAMETER = glob("torch.nn.parameter", "Parameter")
+OLD = {
+    "reduced tensor": REDUCED,
+    "tensor of a class": glob("torch", "FloatTensor") + b")\x81" + STATE + BUILD,
+    "parameter of 0.3": PARAMETER + tuple_of(REDUCED) + b"R" + tuple_of(FALSE, FALSE, ORDERED_DICT) + BUILD,
+    "parameter": call("torch._utils", "_rebuild_parameter", tensor(on=persistent()), FALSE, ORDERED_DICT),
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_tensors_of_every_age(name: str, tmp_path: Path) -> None:
+    """`_rebuild_tensor`, an object of `torch.FloatTensor`, a Parameter with its state: what torch makes of them, twice used."""
+    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
+    path.write_bytes(stream(dict_of(w=OLD[name] + put(9), again=recall(9)), ("0", floats(0, 1, 2, 3, 4, 5))))
+    before, tags = load_with_tags(path, weights_only=True)
+    assert_lists(path, before, tags)
+    assert described(path)["weights_only"]["loads"]
+    ckpt_tools.convert(path, target)
+    assert_same(before, torch.load(target, weights_only=True))
+
+
+def test_variable_of_the_first_versions(tmp_path: Path) -> None:
+    """A Parameter of 0.1, whose tensor is in its state of five; torch reads it without weights_only."""
+    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
+    made = PARAMETER + b")\x81" + tuple_of(REDUCED, b"N", ORDERED_DICT, FALSE, FALSE) + BUILD
+    path.write_bytes(stream(dict_of(w=made), ("0", floats(0, 1, 2, 3, 4, 5))))
+    before, tags = load_with_tags(path)
+    assert_lists(path, before, tags)
+    ckpt_tools.convert(path, target)
+    assert torch.equal(before["w"], torch.load(target, weights_only=True)["w"])
+
+
+def test_python_2_writer(tmp_path: Path) -> None:
+    """Byte strings for keys, an OrderedDict made by REDUCE of pairs, Python 2's module names."""
+    pairs = b"]" + b"](U\x03a.w" + tensor(on=persistent()) + b"ea"
+    root = glob("collections", "OrderedDict") + tuple_of(pairs) + b"R"
+    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
+    path.write_bytes(stream(root, ("0", floats(0, 1, 2, 3, 4, 5))))
+    before, tags = load_with_tags(path, weights_only=True)
+    assert list(before) == ["a.w"]
+    assert_lists(path, before, tags)
+    ckpt_tools.convert(path, target)
+    assert_same(before, torch.load(target, weights_only=True))
+
+
+def test_whole_model_with_its_source(tmp_path: Path) -> None:
+    """A pickled model brings the source of its classes: that is said, and the model is listed as torch loads it."""
+    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    path.write_bytes(legacy(model))
+    found = described(path)
+    assert "embedded-source" in [row["code"] for row in found["findings"]]
+    ckpt_tools.convert(path, target, objects="keep")
+    loaded = torch.load(target, weights_only=False)
+    assert_same(model.state_dict(), loaded.state_dict())
+    ckpt_tools.convert(path, tmp_path / "plain.pth", objects="plain")
+    assert {key: element_bytes(value) for key, value in torch.load(tmp_path / "plain.pth", weights_only=True).items()} == {
+        key: element_bytes(value) for key, value in model.state_dict().items()
+    }
+
+
+def test_big_endian_writer(tmp_path: Path) -> None:
+    """Elements are little-endian whoever wrote them, as torch reads them; an old big-endian writer's counts are not."""
+    path = tmp_path / "in.pth"
+    data = legacy({"w": torch.arange(6.0)}).replace(b"little_endianq\x02\x88", b"little_endianq\x02\x89")
+    assert b"little_endianq\x02\x89" in data
+    path.write_bytes(data)
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert torch.equal(torch.load(path)["w"], torch.load(tmp_path / "out.pth")["w"])
+    path.write_bytes(data.replace(struct.pack("<q", 6), struct.pack(">q", 6)))
+    ckpt_tools.convert(path, tmp_path / "out.pth", overwrite=True)
+    assert torch.equal(torch.load(tmp_path / "out.pth")["w"], torch.arange(6.0))
+
+
+def test_an_empty_storage_of_two_types(tmp_path: Path) -> None:
+    """torch lets empty tensors of two types share a storage key."""
+    path, target = tmp_path / "in.pth", tmp_path / "out.pth"
+    empty = torch.empty(0)
+    path.write_bytes(legacy([empty, empty.view(torch.int32)]))
+    ckpt_tools.convert(path, target)
+    assert [one.dtype for one in torch.load(target)] == [one.dtype for one in torch.load(path)]
+
+
+# --- editing
+
+
+def test_every_edit_works(training_file: Path, tmp_path: Path) -> None:
+    """Names, devices, dtypes and a selection of a legacy file come out as those of the same data in a torch-zip."""
+    source = tmp_path / "old.pth"
+    source.write_bytes(legacy(torch.load(training_file)))
+    edits: list[dict[str, Any]] = [
+        {"strip_module": True}, {"map_location": "cuda:1"}, {"dtype": "bf16"}, {"select": "model", "rename": "weight=w"},
+        {"drop": "optimizer.*"}, {"dtype": "fp16", "unwrap": True, "select": "model", "format": "safetensors"},
+    ]  # fmt: skip
+    for number, options in enumerate(edits):
+        outs = [tmp_path / f"{number}.{name}" for name in ("zip", "legacy")]
+        for path, out in zip((training_file, source), outs, strict=True):
+            ckpt_tools.convert(path, out, **options)
+        if options.get("format") == "safetensors":
+            assert outs[0].read_bytes() == outs[1].read_bytes()
+        else:
+            (one, tags), (two, other) = map(load_with_tags, outs)
+            assert_same(one, two)
+            assert sorted(tags.values()) == sorted(other.values())
+
+
+def test_verify_says_that_there_is_nothing_to_check(tmp_path: Path) -> None:
+    """A legacy file carries no checksums."""
+    source = tmp_path / "in.pth"
+    source.write_bytes(legacy({"w": torch.ones(2)}))
+    report = ckpt_tools.convert(source, tmp_path / "out.pth", verify=True)
+    assert [note.code for note in report.notes] == ["no-checksums"]
+
+
+# --- writing
+
+
+@pth_fixtures
+def test_written_files_load(path: Path, tmp_path: Path) -> None:
+    """pth -> legacy: torch loads the same graph with the same device tags."""
+    target = tmp_path / "out.pth"
+    report = ckpt_tools.convert(path, target, objects="keep", format="pth-legacy", verify=True)
+    assert report.container == "torch-legacy"
+    (before, tags_before), (after, tags_after) = load_with_tags(path), load_with_tags(target)
+    assert_same(before, after)
+    for (_, one), (_, two) in zip(live_tensors(before), live_tensors(after), strict=True):
+        assert tags_before[one.untyped_storage()._cdata] == tags_after[two.untyped_storage()._cdata]
+
+
+def test_frame_is_torchs(tmp_path: Path) -> None:
+    """Magic number, protocol and sys_info are the values that torch writes."""
+    source, target = tmp_path / "in.pth", tmp_path / "out.pth"
+    torch.save({"w": torch.ones(2)}, source)
+    ckpt_tools.convert(source, target, format="pth-legacy")
+    ours, theirs = io.BytesIO(target.read_bytes()), io.BytesIO(legacy({"w": torch.ones(2)}))
+    for _ in range(3):
+        assert python_pickle.load(ours) == python_pickle.load(theirs)
+
+
+def test_through_legacy_and_safetensors(tmp_path: Path) -> None:
+    """pth -> legacy -> safetensors -> pth keeps names, order, bits and ties of any tensors."""
+    source, old, middle, target = (tmp_path / name for name in ("in.pth", "old.pth", "middle.safetensors", "out.pth"))
+
+    @quick
+    @given(tensors())
+    def check(state_dict: dict[str, torch.Tensor]) -> None:
+        torch.save(state_dict, source)
+        ckpt_tools.convert(source, old, overwrite=True, format="pth-legacy")
+        loaded, tags = load_with_tags(old, weights_only=True)
+        assert_lists(old, loaded, tags)
+        assert_same(torch.load(source, weights_only=True), loaded)
+        ckpt_tools.convert(old, middle, overwrite=True)
+        ckpt_tools.convert(middle, target, overwrite=True)
+        after = torch.load(target, weights_only=True)
+        assert [(key, element_bytes(value)) for key, value in loaded.items()] == [
+            (key, element_bytes(value)) for key, value in after.items()
+        ]
+        for name in state_dict:
+            if name.startswith("tied") and loaded[name].numel():
+                original = next(key for key in loaded if loaded[key] is loaded[name])
+                assert after[name].data_ptr() == after[original].data_ptr()
+
+    check()
+
+
+def test_any_legacy_file_is_listed_and_kept(tmp_path: Path) -> None:
+    """What torch saves as legacy is listed as torch loads it, and comes out the same in every container of torch."""
+    source, target = tmp_path / "in.pth", tmp_path / "out.pth"
+
+    @quick
+    @given(tensors())
+    def check(state_dict: dict[str, torch.Tensor]) -> None:
+        assume(all(one.dtype in torch.storage._dtype_to_storage_type_map() for one in state_dict.values()))
+        source.write_bytes(legacy(state_dict))
+        loaded, tags = load_with_tags(source)
+        assert_lists(source, loaded, tags)
+        for kind in ("pth", "pth-legacy"):
+            ckpt_tools.convert(source, target, overwrite=True, format=kind)  # type: ignore[arg-type]
+            assert_same(loaded, torch.load(target, weights_only=True))
+
+    check()
+
+
+def test_command_line(wrapped_file: Path, tmp_path: Path) -> None:
+    """`--format pth-legacy` and back through the command line."""
+    run = [sys.executable, "-m", "ckpt_tools"]
+    old, new = tmp_path / "old.pth", tmp_path / "new.pth"
+    subprocess.run(
+        [*run, "convert", wrapped_file, old, "--format", "pth-legacy", "--strip-module"], check=True, capture_output=True
+    )
+    subprocess.run([*run, "convert", old, new, "--add-module"], check=True, capture_output=True)
+    shown = subprocess.run([*run, "inspect", old], check=True, capture_output=True, text=True).stdout
+    assert "torch-legacy" in shown
+    assert_same(torch.load(wrapped_file), torch.load(new))

@@ -1,0 +1,209 @@
+"""torch-tar: what torch 0.1 wrote is listed as the torch of today loads it, and never unpacked."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.errors import (
+    CkptError,
+    DamagedFileError,
+    PickleError,
+    TensorError,
+    UnsupportedContainerError,
+)
+from ckpt_tools.io.output import Source
+from tests.formats.test_oracle import assert_lists, described
+from tests.hostile.pickles import (
+    BUILD,
+    FALSE,
+    ORDERED_DICT,
+    call,
+    dict_of,
+    glob,
+    pickle,
+    sizes,
+    text,
+    tuple_of,
+)
+from tests.hostile.refusals import refused, warned, write
+from tests.support.graphs import assert_same, live_tensors, load_with_tags
+from tests.support.legacy import floats
+from tests.support.samples import corpus
+from tests.support.tars import (
+    persistent,
+    storages,
+    tar,
+    tensors,
+    torch_tar,
+)
+
+SIX = floats(0, 1, 2, 3, 4, 5)
+LONGS = struct.pack("<q3q", 3, 7, 8, 9)
+STORED = storages((10, "FloatStorage", SIX), (11, "LongStorage", LONGS), views=[(12, 10, 2, 3)])
+DESCRIBED = tensors((20, 10, (2, 3), (3, 1), 0), (21, 11, (3,), (1,), 0), (22, 10, (3, 2), (1, 3), 0), (23, 12, (2,), (1,), 1))
+STATE = tuple_of(persistent(22), b"N", ORDERED_DICT, FALSE, FALSE)
+PARAMETER = glob("torch.nn.parameter", "Parameter") + b")\x81" + STATE + BUILD
+ROOT = dict_of(w=persistent(20), n=persistent(21), t=PARAMETER, v=persistent(23), epoch=b"K\x03")
+GOOD = torch_tar(ROOT, STORED, DESCRIBED)
+
+
+def test_lists_what_torch_loads(tmp_path: Path) -> None:
+    """Types, strides, offsets, views of storages, Parameters: as torch loads them; ties as the storages say."""
+    path = write(tmp_path, GOOD, "old.tar")
+    loaded, tags = load_with_tags(path)
+    found = described(path)
+    assert found["container"] == "torch-tar"
+    assert found["weights_only"]["loads"] is False
+    rows = {row["where"][0]: row for row in found["tensors"]}
+    for where, tensor in live_tensors(loaded):
+        row = rows[str(where[0])]
+        assert (row["shape"], row["stride"]) == (list(tensor.shape), list(tensor.stride()))
+        assert row["dtype"] == str(tensor.dtype).removeprefix("torch.")
+        assert row["kind"] == ("parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor")
+    assert rows["v"]["offset"] == 3  # in the storage below, with which it is tied
+    assert len({rows[name]["storage"] for name in "wtv"}) == 1
+    assert set(tags.values()) == {"cpu"}
+
+
+@pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
+def test_converts(target: str, tmp_path: Path) -> None:
+    """The values come out as torch loads them."""
+    path = write(tmp_path, GOOD, "old.tar")
+    before = load_with_tags(path)[0]
+    ckpt_tools.convert(path, tmp_path / target)
+    again = tmp_path / "again.pth"
+    ckpt_tools.convert(tmp_path / target, again)
+    after = torch.load(again, weights_only=True)
+    for name in "wntv":
+        assert torch.equal(before[name].detach(), after[name].detach())
+
+
+def test_tensors_without_views_are_the_same_graph(tmp_path: Path) -> None:
+    """Without views of storages the graph is torch's, ties included."""
+    path = write(tmp_path, torch_tar(dict_of(a=persistent(20), b=persistent(22), c=persistent(20)), STORED, DESCRIBED))
+    before, tags = load_with_tags(path)
+    assert_lists(path, before, tags)
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert_same(before, torch.load(tmp_path / "out.pth", weights_only=True))
+
+
+def test_a_tensor_without_dimensions_was_empty(tmp_path: Path) -> None:
+    """Before 0.4 there were no scalars."""
+    stored, made = storages((10, "FloatStorage", floats())), tensors((20, 10, (), (), 0))
+    path = write(tmp_path, torch_tar(dict_of(a=persistent(20)), stored, made))
+    assert described(path)["tensors"][0]["shape"] == [0]
+
+
+def test_a_model_with_its_source(tmp_path: Path) -> None:
+    """Classes are persistent ids with their source code."""
+    cls = tuple_of(glob("some.models", "Net"), text("net.py"), text("class Net: ...")) + b"Q"
+    path = write(tmp_path, torch_tar(cls + b")\x81" + dict_of(w=persistent(20)) + BUILD, STORED, DESCRIBED))
+    assert described(path)["objects"][0]["global"] == "some.models.Net"
+    assert len(described(path)["tensors"]) == 1
+
+
+def test_storages_by_tuple(tmp_path: Path) -> None:
+    """Files from elsewhere name storages in tuples, and have no `tensors` and no views."""
+    named = tuple_of(text("storage"), glob("torch", "FloatStorage"), text("10"), text("cpu"), b"K\x06")
+    made = call("torch._utils", "_rebuild_tensor_v2", named, b"K\0", sizes(2, 3), sizes(3, 1), FALSE, ORDERED_DICT)
+    stored = storages((10, "FloatStorage", SIX)).removesuffix(pickle(b"]"))
+    path = write(tmp_path, torch_tar(dict_of(w=made), stored, None))
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth")["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    wrong = torch_tar(dict_of(w=made.replace(b"FloatStorage", b"IntStorage")), stored, None)
+    with pytest.raises(TensorError, match="two types"):
+        ckpt_tools.inspect(write(tmp_path, wrong))
+
+
+@pytest.mark.parametrize("row", corpus("torch-tar"))
+def test_catalogue_agrees(row: dict[str, Any], tmp_path: Path) -> None:
+    """Real files have the catalogue's tensors and globals, and weights_only loads what comes out."""
+    found = described(row["path"])
+    assert (found["container"], found["file_bytes"], len(found["tensors"])) == ("torch-tar", row["bytes"], row["n_tensors"])
+    assert set(found["globals"]) == {name.replace("__builtin__", "builtins") for name in row["globals"]}
+    assert Counter(tensor["device"] for tensor in found["tensors"]) == {"cpu": row["n_tensors"]}
+    ckpt_tools.convert(row["path"], tmp_path / "out.pth")
+    assert len(torch.load(tmp_path / "out.pth", weights_only=True)) == row["n_tensors"]
+
+
+# --- refusals
+
+
+def test_12_cut_anywhere(tmp_path: Path) -> None:
+    """Wherever it is cut, it is refused, or nothing of it was missing."""
+    end = len(GOOD.rstrip(b"\0"))
+    for length in range(262, end, 7):
+        with pytest.raises(CkptError):
+            ckpt_tools.inspect(write(tmp_path, GOOD[:length]))
+
+
+def test_12_damaged_header(tmp_path: Path) -> None:
+    """A header whose checksum is wrong, or whose size is no number."""
+    refused(write(tmp_path, GOOD.replace(b"ustar\x0000", b"ustar\x0001", 1)), DamagedFileError, "header at byte 0 is damaged")
+
+
+def test_12_other_members(tmp_path: Path) -> None:
+    """Further members are passed over, whatever their names."""
+    extra = {"../../escape": b"evil"}
+    members = {"sys_info": pickle(b"}"), "storages": STORED, "tensors": DESCRIBED, "pickle": pickle(ROOT)}
+    warned(write(tmp_path, tar(**extra, **members)), "other-members")
+    assert not (tmp_path.parent.parent / "escape").exists()
+
+
+def test_12_a_tar_of_something_else(tmp_path: Path) -> None:
+    """Any other tar is said to be one."""
+    refused(write(tmp_path, tar(**{"model.pth": b"x"})), UnsupportedContainerError, "a tar archive, but not one", "'model.pth'")
+    refused(write(tmp_path, tar(storages=STORED)), UnsupportedContainerError, "a tar archive, but not one")
+
+
+@pytest.mark.parametrize(
+    ("root", "stored", "described_", "error", "said"),
+    [
+        (dict_of(w=persistent(99)), STORED, DESCRIBED, PickleError, "that is not in it"),
+        (dict_of(w=text("x") + b"Q"), STORED, DESCRIBED, PickleError, "key that is no number"),
+        (ROOT, storages((10, "FloatStorage", struct.pack("<q", 2**60))), DESCRIBED, TensorError, "A storage claims"),
+        (ROOT, storages((10, "FloatStorage", struct.pack("<q", -1))), DESCRIBED, TensorError, "A storage claims"),
+        (ROOT, storages((10, "FloatStorage", SIX), (10, "FloatStorage", SIX)), DESCRIBED, TensorError, "two storages '10'"),
+        (ROOT, storages((10, "FloatStorage", SIX), views=[(12, 10, 4, 3)]), DESCRIBED, TensorError, "outside its storage"),
+        (ROOT, storages((10, "FloatStorage", SIX), views=[(12, 13, 0, 3)]), DESCRIBED, PickleError, "that is not in it"),
+        (ROOT, storages((10, "OddStorage", SIX)), DESCRIBED, TensorError, "unknown kind of storage"),
+        (ROOT, pickle(b"K\x05"), DESCRIBED, PickleError, "no number, or too large"),
+        (ROOT, STORED, tensors((20, 10, (3, 3), (3, 1), 0)), TensorError, "outside its storage"),
+        (ROOT, STORED, tensors((20, 10, (-1,), (1,), 0)), TensorError, "negative size"),
+        (ROOT, STORED, tensors((20, 10, (1,), (1,), 0), (20, 10, (1,), (1,), 0)), TensorError, "two tensors with one key"),
+        (ROOT, STORED, tensors((20, 99, (1,), (1,), 0)), PickleError, "that is not in it"),
+    ],
+)
+def test_12_broken_promises(
+    root: bytes, stored: bytes, described_: bytes, error: type[CkptError], said: str, tmp_path: Path
+) -> None:
+    """Keys, counts, sizes and views that do not fit are refused by name."""
+    refused(write(tmp_path, torch_tar(root, stored, described_)), error, said)
+
+
+def test_12_dimensions(tmp_path: Path) -> None:
+    """A tensor of two milliards of dimensions costs nothing."""
+    bad = tensors((20, 10, (1,), (1,), 0)).replace(struct.pack("<ii", 1, 0), struct.pack("<ii", 2**31 - 1, 0))
+    refused(write(tmp_path, torch_tar(ROOT, STORED, bad)), TensorError, "2147483647 dimensions")
+
+
+def test_many_storages_are_read_in_few_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of small storages: what is read of the file stays near its size, and most of it is read once."""
+    count = 3000
+    stored = storages(*((index, "FloatStorage", floats(index)) for index in range(count)))
+    made = tensors(*((count + index, index, (1,), (1,), 0) for index in range(count)))
+    root = dict_of(**{f"layer{index}": persistent(count + index) for index in range(count)})
+    path = write(tmp_path, torch_tar(root, stored, made))
+    read: list[int] = []
+    pread = Source._pread
+    monkeypatch.setattr(Source, "_pread", lambda self, length, offset: read.append(length) or pread(self, length, offset))  # type: ignore[func-returns-value]
+    assert len(ckpt_tools.inspect(path).tensors) == count
+    assert sum(read) < 2 * path.stat().st_size
+    assert len(read) < 200

@@ -1,0 +1,423 @@
+"""Remote paths: by ranges over HTTP, through fsspec elsewhere; nothing else is fetched, and nothing half is left."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from fsspec.spec import AbstractBufferedFile
+from safetensors.torch import save_file
+from torch._subclasses import FakeTensorMode
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+from ckpt_tools import (
+    CkptError,
+    convert,
+    inspect,
+    open_checkpoint,
+)
+from ckpt_tools.cli import main
+from ckpt_tools.errors import (
+    ChangedFileError,
+    OutputError,
+    OutputExistsError,
+    RemoteError,
+)
+from ckpt_tools.torch import load_state_dict
+from ckpt_tools.tree.findings import mending
+from tests.support.servers import Server
+
+
+def small(path: Path) -> dict[str, torch.Tensor]:
+    """A small checkpoint, saved by torch."""
+    state = {"a.w": torch.randn(100, 100), "b.w": torch.arange(7)}
+    torch.save(state, path)
+    return state
+
+
+def sparse_file(path: Path, tensors: int, nbytes: int) -> int:
+    """A checkpoint of so many bytes in all, saved by torch with holes for the data; returns its size."""
+    with FakeTensorMode():
+        state = {f"layers.{i}.weight": torch.empty(nbytes // tensors // 4) for i in range(tensors)}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(state, path)
+    return path.stat().st_size
+
+
+# --- HTTP
+
+
+def test_inspect_moves_under_a_megabyte(server: Server, tmp_path: Path) -> None:
+    """Of 10 GB with 60 tensors, inspect fetches the directory, the pickle and the records' headers."""
+    size = sparse_file(tmp_path / "big.pth", tensors=60, nbytes=10 << 30)
+    assert size > 10 << 30
+    found = inspect(server.url("big.pth"))
+    assert len(found.tensors) == 60
+    assert found.file_bytes == size
+    assert server.sent < 1_000_000
+
+
+def test_convert_streams_down(server: Server, tmp_path: Path) -> None:
+    """A conversion fetches each tensor once, and gives what the local one gives."""
+    state = {f"t{i}.w": torch.randn(500, 500) for i in range(4)}
+    torch.save(state, tmp_path / "in.pth")
+    convert(server.url("in.pth"), tmp_path / "far.safetensors", add_module=True)
+    convert(tmp_path / "in.pth", tmp_path / "near.safetensors", add_module=True)
+    assert (tmp_path / "far.safetensors").read_bytes() == (tmp_path / "near.safetensors").read_bytes()
+    assert server.sent < 1.2 * (tmp_path / "in.pth").stat().st_size
+
+
+def test_shards_on_a_server(server: Server, tmp_path: Path) -> None:
+    """The address of an index stands for its shards, which lie beside it."""
+    small(tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", tmp_path / "folder", shard_size=1000)
+    assert len(inspect(server.url("folder/model.safetensors.index.json")).tensors) == 2
+
+
+def test_a_server_without_ranges(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file is taken whole, once; a large one is refused with what to do."""
+    small(tmp_path / "in.pth")
+    server.ranges = False
+    assert len(inspect(server.url("in.pth")).tensors) == 2
+    assert len(server.requests) == 1
+    monkeypatch.setattr("ckpt_tools.io.remote._TAKEN_WHOLE", 1000)
+    with pytest.raises(RemoteError, match="ignores range requests") as caught:
+        inspect(server.url("in.pth"))
+    assert "Download it" in caught.value.fix
+
+
+def test_servers_that_fail(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy server is asked again; a missing file, a closed port and a file that changes are one sentence each."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    small(tmp_path / "in.pth")
+    server.failures = 2
+    assert len(inspect(server.url("in.pth")).tensors) == 2
+    server.failures = 3
+    with pytest.raises(RemoteError, match="cannot be read") as caught:
+        inspect(server.url("in.pth"))
+    assert "503" in caught.value.why
+    with pytest.raises(RemoteError) as caught:
+        inspect(server.url("none.pth"))
+    assert "404" in caught.value.why
+    with pytest.raises(RemoteError):
+        inspect("http://127.0.0.1:9/none.pth")
+    with open_checkpoint(server.url("in.pth")) as checkpoint:
+        server.tag = "two"
+        with pytest.raises((RemoteError, ChangedFileError), match="changed"):
+            checkpoint.decoded.source.check_unchanged()
+    (tmp_path / "empty.pth").write_bytes(b"")
+    with pytest.raises(CkptError):
+        inspect(server.url("empty.pth"))
+    with pytest.raises(OutputError, match="cannot be written"):
+        convert(tmp_path / "in.pth", server.url("out.pth"))
+
+
+def test_an_address_behind_a_redirect_runs_out(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is used as long as it is good, and then asked for again; what is refused at once stays refused."""
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    torch.save({"a.w": torch.randn(100_000)}, tmp_path / "in.pth")
+    data = (tmp_path / "in.pth").read_bytes()
+    with open_checkpoint(server.url("moved/in.pth")) as checkpoint:
+        source = checkpoint.decoded.source
+        asked = len(server.requests)
+        assert source.read(100_000, 10) == data[100_000:100_010]
+        assert len(server.requests) == asked + 1
+        server.ticket = "second"
+        assert source.read(200_000, 10) == data[200_000:200_010]
+        assert len(server.requests) == asked + 4
+    server.requests.clear()
+    with pytest.raises(RemoteError) as caught:
+        inspect(server.url("in.pth?third"))
+    assert "403" in caught.value.why
+    assert len(server.requests) == 1
+
+
+# --- fsspec
+
+
+def test_down_and_up(memory: Any, tmp_path: Path) -> None:
+    """What any driver of fsspec opens is read, converted down, and written up whole."""
+    state = small(tmp_path / "in.pth")
+    report = convert(tmp_path / "in.pth", "memory://models/up.pth", strip_prefix="a.")
+    assert report.target == "memory://models/up.pth"
+    assert list(memory.store) == ["/models/up.pth"]
+    found = inspect("memory://models/up.pth")
+    assert found.path == "memory://models/up.pth"
+    back = torch.load(io.BytesIO(memory.cat("/models/up.pth")), weights_only=True)
+    assert torch.equal(back["w"], state["a.w"])
+    convert("memory://models/up.pth", "memory://models/again.safetensors", dtype="bf16")
+    convert("memory://models/again.safetensors", tmp_path / "down.pth")
+    assert torch.load(tmp_path / "down.pth", weights_only=True)["w"].dtype == torch.bfloat16
+
+
+def test_a_remote_folder(memory: Any, tmp_path: Path) -> None:
+    """A folder of shards is found by listing it."""
+    small(tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", tmp_path / "folder", shard_size=1000)
+    memory.put(str(tmp_path / "folder"), "/folder", recursive=True)
+    assert len(inspect("memory://folder").tensors) == 2
+
+
+def content(memory: Any, folder: str) -> dict[str, bytes]:
+    """The files of a folder in memory."""
+    return {name.removeprefix(folder + "/"): memory.cat(name) for name in memory.find(folder)}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["renamed", "whole on commit"])
+@pytest.mark.parametrize("format", ["safetensors", "pth"])
+def test_a_remote_folder_of_shards(
+    memory: Any, tmp_path: Path, format: Any, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards go to an address as they go to a disk: the same names and bytes, whether or not the store knows whole objects."""
+    if whole:
+        monkeypatch.setattr("ckpt_tools.io.uploads._WHOLE_ON_COMMIT", {"memory"})
+    state = {f"t{i}.w": torch.randn(30, 30) for i in range(5)}
+    torch.save(state | {"tied": state["t0.w"]}, tmp_path / "in.pth")
+    report = convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, format=format)
+    convert(tmp_path / "in.pth", tmp_path / "near", shard_size=4000, format=format)
+    assert content(memory, "/runs/new") == {path.name: path.read_bytes() for path in (tmp_path / "near").iterdir()}
+    assert report.files == 5
+    with pytest.raises(OutputExistsError, match="not empty"):
+        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, format=format)
+    memory.pipe("/runs/new/config.json", b"{}")
+    convert(tmp_path / "in.pth", "memory://runs/new/", shard_size=8000, format=format, overwrite=True)
+    convert(tmp_path / "in.pth", tmp_path / "larger", shard_size=8000, format=format)
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "larger").iterdir()}
+    assert content(memory, "/runs/new") == expected | {"config.json": b"{}"}
+    convert("memory://runs/new", tmp_path / "back.pth")
+    back = torch.load(tmp_path / "back.pth", weights_only=True)
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+    assert back["tied"].data_ptr() == back["t0.w"].data_ptr()
+    other: Any = "pth" if format == "safetensors" else "safetensors"
+    with pytest.raises(OutputError, match="checkpoint of another kind"):
+        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=8000, format=other, overwrite=True)
+    with pytest.raises(OutputError, match="is a file"):
+        convert(tmp_path / "in.pth", "memory://runs/new/config.json", shard_size=8000, overwrite=True)
+    with pytest.raises(OutputError, match="HTTP has no upload"):
+        convert(tmp_path / "in.pth", "https://example.org/folder", shard_size=8000)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_at_an_address(memory: Any, tmp_path: Path) -> None:
+    """torch's writer writes it there, and torch's own reader of such places loads it; ours too."""
+    state = {"model": {"a.w": torch.randn(20, 5), "b": torch.arange(3)}, "epoch": 4}
+    torch.save(state, tmp_path / "in.pth")
+    for _ in range(2):
+        convert(tmp_path / "in.pth", "memory://runs/dcp", format="dcp", overwrite=True)
+        assert sorted(content(memory, "/runs/dcp")) == [".metadata", "__0_0.distcp"]
+    target = {"model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()}, "epoch": 0}
+    dcp.load(target, storage_reader=FsspecReader("memory://runs/dcp"), no_dist=True)
+    assert torch.equal(target["model"]["a.w"], state["model"]["a.w"])
+    assert target["epoch"] == 4
+    convert("memory://runs/dcp", tmp_path / "back.pth")
+    assert torch.equal(torch.load(tmp_path / "back.pth", weights_only=True)["model"]["b"], torch.arange(3))
+    with pytest.raises(OutputExistsError):
+        convert(tmp_path / "in.pth", "memory://runs/dcp", format="dcp")
+
+
+def test_an_index_comes_last(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a driver is asked for: all shards come before the index, and an old index goes before the first shard is put."""
+    torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
+    asked: list[str] = []
+    for name in ("open", "mv", "rm_file"):
+        call = getattr(type(memory), name)
+
+        def counted(self: Any, *arguments: Any, call: Any = call, name: str = name, **options: Any) -> Any:
+            if name != "open" or arguments[1:] == ("wb",):
+                asked.append(f"{name} {arguments[-1] if name == 'mv' else arguments[0]}")
+            return call(self, *arguments, **options)
+
+        monkeypatch.setattr(type(memory), name, counted)
+    convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000)
+    assert [row for row in asked if ".ckpt-tmp" not in row] == [
+        *(f"open /runs/new/model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)),
+        "mv /runs/new/model.safetensors.index.json",
+    ]
+    asked.clear()
+    convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, overwrite=True)
+    moves = [row for row in asked if ".ckpt-tmp" not in row]
+    assert moves[0] == "rm_file /runs/new/model.safetensors.index.json"
+    assert moves[-1] == "mv /runs/new/model.safetensors.index.json"
+    assert len(moves) == 5
+
+
+@pytest.mark.parametrize("options", [{"shard_size": 4000}, {"format": "dcp"}], ids=["shards", "dcp"])
+def test_a_failed_folder_leaves_nothing(
+    memory: Any, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that fails at any file leaves no new folder, and an old one as it was."""
+    torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
+    opened = type(memory).open
+    left = [0]
+
+    def broken(self: Any, path: str, mode: str = "rb", **rest: Any) -> Any:
+        left[0] -= mode == "wb"
+        if mode == "wb" and left[0] == 0:
+            raise PermissionError("no")
+        return opened(self, path, mode, **rest)
+
+    files = 4 if "shard_size" in options else 2
+    monkeypatch.setattr(type(memory), "open", broken)
+    for number in range(1, files + 1):
+        left[0] = number
+        with pytest.raises(RemoteError, match="cannot be reached"):
+            convert(tmp_path / "in.pth", "memory://runs/new", **options)
+        assert not memory.store
+        assert not memory.exists("/runs/new")
+    left[0] = 0
+    convert(tmp_path / "in.pth", "memory://runs/new", **options)
+    before = content(memory, "/runs/new")
+    assert len(before) == files
+    for number in range(1, files + 1):
+        left[0] = number
+        with pytest.raises(RemoteError, match="cannot be reached"):
+            convert(tmp_path / "in.pth", "memory://runs/new", overwrite=True, **options)
+        assert content(memory, "/runs/new") == before
+
+
+class Buffered(AbstractBufferedFile):
+    """A file that is uploaded when it is closed, as Hugging Face's driver does it, also by the collector."""
+
+    def _initiate_upload(self) -> None:
+        """Nothing to begin."""
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        """All of it, at the end."""
+        if final:
+            with self.fs._open(self.path, mode="wb") as file:
+                file.write(self.buffer.getvalue())
+        return final
+
+
+def test_a_given_up_upload_is_not_completed_by_the_collector(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a driver that uploads when a file is closed, what was given up does not appear when the file is let go."""
+    torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
+    monkeypatch.setattr("ckpt_tools.io.uploads._WHOLE_ON_COMMIT", {"memory"})
+    opened = type(memory).open
+
+    def buffered(self: Any, path: str, mode: str = "rb", **rest: Any) -> Any:
+        return Buffered(self, path, mode, **rest) if mode == "wb" else opened(self, path, mode, **rest)
+
+    monkeypatch.setattr(type(memory), "open", buffered)
+    monkeypatch.setattr(
+        "ckpt_tools.operations.convert.folder._check_there", lambda *_: (_ for _ in ()).throw(OutputError("no"))
+    )
+    monkeypatch.setattr("ckpt_tools.operations.convert.conversion.write", lambda *_: (_ for _ in ()).throw(OutputError("no")))
+    for options in ({}, {"shard_size": 4000}):
+        with pytest.raises(OutputError, match="no"):
+            convert(tmp_path / "in.pth", "memory://x/out", **options)
+        gc.collect()
+        assert not memory.store
+    monkeypatch.undo()
+    convert(tmp_path / "in.pth", "memory://x/out")
+    assert len(memory.store) == 1
+
+
+def test_a_rename_that_fails_is_told(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the file system fails while files take their places, the message says that the folder has no index."""
+    torch.save({f"t{i}.w": torch.randn(30, 30) for i in range(3)}, tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(type(memory), "mv", broken)
+    with pytest.raises(RemoteError) as caught:
+        convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, overwrite=True)
+    assert "has lost its index" in caught.value.fix
+    assert not any("index.json" in name or "ckpt-tmp" in name for name in memory.store)
+
+
+def test_a_file_address(tmp_path: Path) -> None:
+    """file:// goes through fsspec's file system of the disk, folders too."""
+    state = small(tmp_path / "in.pth")
+    convert(tmp_path / "in.pth", f"file://{tmp_path}/deep/new", shard_size=1000)
+    assert len(os.listdir(tmp_path / "deep" / "new")) == 3
+    assert torch.equal(load_state_dict(tmp_path / "deep" / "new")["a.w"], state["a.w"])
+
+
+def test_a_failed_upload_leaves_nothing(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the object nor the temporary one: when the input is bad, when the driver fails, when there is one already."""
+    small(tmp_path / "in.pth")
+    (tmp_path / "bad.pth").write_bytes((tmp_path / "in.pth").read_bytes()[:-30])
+    with pytest.raises(CkptError):
+        convert(tmp_path / "bad.pth", "memory://x/out.pth")
+    assert not memory.store
+    convert(tmp_path / "in.pth", "memory://x/out.pth")
+    with pytest.raises(OutputExistsError):
+        convert(tmp_path / "in.pth", "memory://x/out.pth")
+    before = memory.cat("/x/out.pth")
+    opened = type(memory).open
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        file = opened(*arguments, **options)
+        monkeypatch.setattr(file, "write", lambda _: (_ for _ in ()).throw(PermissionError("no")))
+        return file
+
+    monkeypatch.setattr(type(memory), "open", broken)
+    with pytest.raises(RemoteError) as caught:
+        convert(tmp_path / "in.pth", "memory://x/out.pth", overwrite=True)
+    assert "PermissionError" in caught.value.why
+    assert list(memory.store) == ["/x/out.pth"]
+    assert memory.cat("/x/out.pth") == before
+
+
+def test_missing_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that is not installed, a scheme that nobody knows and a missing fsspec are one clear sentence."""
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] in blocked:
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *rest)
+
+    blocked = {"s3fs", "aiobotocore"}
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(RemoteError, match="driver that is not installed") as caught:
+        inspect("s3://bucket/model.pth")
+    assert "s3fs" in caught.value.why
+    with pytest.raises(RemoteError, match="no scheme that fsspec knows"):
+        inspect("nonsense://x/model.pth")
+    blocked = {"fsspec"}
+    with pytest.raises(RemoteError, match="needs fsspec"):
+        inspect("s3://bucket/model.pth")
+
+
+def test_local_paths_with_colons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A colon in a name means nothing; a local folder that is called like a scheme is local."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    for name in ("epoch:3.pth", "s3://bucket/model.pth", "a:b"):
+        small(tmp_path / name)
+        assert len(inspect(name).tensors) == 2
+    convert("epoch:3.pth", "s3://bucket/out.pth")
+    assert (tmp_path / "s3:" / "bucket" / "out.pth").is_file()
+
+
+def test_the_command_line(memory: Any, tmp_path: Path) -> None:
+    """Addresses go through the command line as they are; local commands import no fsspec."""
+    save_file({"a.w": torch.ones(2)}, tmp_path / "in.safetensors")
+    result = CliRunner().invoke(main, ["convert", str(tmp_path / "in.safetensors"), "memory://d/out.pth"])
+    assert result.exit_code == 0, result.stderr
+    assert "wrote memory://d/out.pth" in result.stdout
+    result = CliRunner().invoke(main, ["inspect", "memory://d/out.pth", "memory://d/none.pth"])
+    assert result.exit_code == 3
+    assert result.stdout.startswith("memory://d/out.pth")
+    assert "There is no such file." in result.stderr
+
+
+def test_what_mends_a_remote_file_is_written_here() -> None:
+    """The output of a command that is shown for an address is a local name: addresses are not all writable."""
+    assert mending("convert", "s3://bucket/runs/model.pth") == "ckpt convert s3://bucket/runs/model.pth model.fixed.pth"
+    assert mending("convert", "MODEL.NPZ") == "ckpt convert MODEL.NPZ MODEL.fixed.pth"
+    assert mending("convert", "runs/model.pth") == "ckpt convert runs/model.pth runs/model.fixed.pth"

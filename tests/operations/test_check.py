@@ -1,0 +1,696 @@
+"""`ckpt check`: what is whole is healthy, what is damaged is named, and nothing is read twice or imported."""
+
+import ast
+import json
+import pathlib
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+from torch import nn
+
+from ckpt_tools import check
+from ckpt_tools.cli import main
+from ckpt_tools.errors import DigestError, OutputExistsError, UsageError
+from ckpt_tools.formats.base import PROGRAMS
+from ckpt_tools.io.content import CHUNK
+from ckpt_tools.io.output import Source
+from ckpt_tools.operations.check.passes import Crc, Span, read_through
+from ckpt_tools.operations.check.report import Checked
+from ckpt_tools.operations.check.run import Wanted, check_many, load_digests
+from ckpt_tools.tree.findings import CODES
+from tests.hostile import pickles as p
+from tests.hostile.refusals import write
+from tests.hostile.zips import torch_zip
+from tests.support.samples import PTH, SAFETENSORS, corpus
+from tests.support.zips import flip_byte, rewrite
+
+ROOT = Path(__file__).parents[2]
+SCHEMA = json.loads((ROOT / "docs" / "check.schema.json").read_text())
+
+
+def ckpt(*arguments: object) -> Result:
+    """Run the command line in this process."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def codes(path: Path, **options: object) -> list[str]:
+    """The codes of what check finds."""
+    return [finding.code for finding in check(path, **options).findings]  # type: ignore[arg-type]
+
+
+def saved(path: Path, *, tensors: int = 5, rows: int = 50) -> Path:
+    """A state dict of random matrices, with plain names."""
+    torch.save({f"layer{i}.weight": torch.randn(rows, 20) for i in range(tensors)}, path)
+    return path
+
+
+@pytest.mark.parametrize("path", PTH + SAFETENSORS, ids=lambda path: path.name)
+def test_fixtures_are_whole(path: Path) -> None:
+    """No fixture is damaged: what is found about them are warnings at most, and every byte was read."""
+    report = check(path)
+    assert not [finding for finding in report.findings if finding.severity == "problem"]
+    assert report.bytes_read == report.file_bytes == path.stat().st_size
+
+
+@pytest.mark.parametrize("row", corpus("torch-zip", "safetensors"))
+def test_real_checkpoints_are_whole(row: dict[str, Path]) -> None:
+    """No real checkpoint is called damaged."""
+    if row["path"].stat().st_size > 50 << 20:
+        pytest.skip("large")
+    if row["path"].suffix == ".distcp":
+        pytest.skip("a shard, no checkpoint of its own")
+    report = check(row["path"])
+    assert report.verdict != "unreadable"
+    assert not [finding for finding in report.findings if finding.severity == "problem"]
+
+
+def test_exit_codes(tmp_path: Path, wrapped_file: Path) -> None:
+    """0 healthy, 1 findings, 3 unreadable; the worst of several counts."""
+    healthy, text = saved(tmp_path / "healthy.pth"), tmp_path / "text.pth"
+    text.write_text("no checkpoint")
+    assert ckpt("check", healthy).exit_code == 0
+    assert ckpt("check", healthy, wrapped_file).exit_code == 1
+    assert ckpt("check", healthy, text, wrapped_file).exit_code == 3
+    assert ckpt("check", wrapped_file, "--ignore", "wrapper-prefix").exit_code == 0
+    assert ckpt("check").exit_code == 2
+
+
+def test_an_unknown_code_is_refused(wrapped_file: Path) -> None:
+    """A code that no finding has would be ignored in silence: a usage error that names the near ones."""
+    done = ckpt("check", wrapped_file, "--ignore", "wrapper-prefixes")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--ignore 'wrapper-prefixes': no finding has this code." in done.stderr
+    assert "Did you mean 'wrapper-prefix'?" in done.stderr
+    with pytest.raises(UsageError, match="'w': no finding") as caught:
+        check(wrapped_file, ignore="wrapper-prefix")  # as text, not a list of codes
+    assert "docs/check.md" in caught.value.fix
+
+
+def test_every_code_can_be_ignored() -> None:
+    """The codes that may be ignored are those in the source and those in docs/check.md, no more and no less."""
+    said = {"missing", "unexpected", "odd-version", "odd-format-version", "odd-storage-alignment"}
+    said |= {code for code, _ in PROGRAMS.values()}
+    for path in (ROOT / "ckpt_tools").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("Finding", "Warned", "_warn"):
+                said |= {code.value for code in node.args[:1] if isinstance(code, ast.Constant)}
+    assert said - {"together"} == CODES  # which only inspect says
+    table = (ROOT / "docs" / "check.md").read_text().partition("## Findings")[2]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    assert {code for row in rows for code in re.findall(r"`(.*?)`", row)} == CODES
+
+
+def test_a_flipped_bit_names_its_tensor(tmp_path: Path) -> None:
+    """torch.load takes a storage with a flipped bit; check names the record and the tensors on it."""
+    path = tmp_path / "model.pth"
+    values = torch.arange(1000.0)
+    torch.save({"a.weight": torch.ones(10), "b.weight": values}, path)
+    flip_byte(path, values[500:502].numpy().tobytes())
+    torch.load(path)
+    (finding,) = check(path).findings
+    assert (finding.code, finding.severity) == ("damaged-record", "problem")
+    assert "b.weight" in finding.found
+    assert "a.weight" not in finding.found
+    assert finding.fix.startswith("ckpt repair")
+
+
+@pytest.mark.parametrize("record", ["version", "byteorder", "data.pkl"])
+def test_every_record_counts(tmp_path: Path, record: str) -> None:
+    """Not only tensors: each record of the zip is checked."""
+    path = saved(tmp_path / "model.pth")
+    needle = {"version": b"3\n", "byteorder": b"little", "data.pkl": b"\x80\x02}q\x00"}[record]
+    flip_byte(path, needle)
+    assert check(path).verdict != "healthy"
+
+
+def test_no_checksums(tmp_path: Path) -> None:
+    """A file whose writer computed no checksums is read, and said to have none."""
+    path = tmp_path / "model.pth"
+    torch.serialization.set_crc32_options(False)
+    try:
+        saved(path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    report = check(path)
+    if report.records:  # torch without the switch's effect would make this test say nothing
+        pytest.fail("torch wrote checksums")
+    assert [finding.code for finding in report.findings] == ["no-checksums"]
+    assert report.verdict == "healthy"
+
+
+def test_two_writers(tmp_path: Path) -> None:
+    """Bytes of two ranks in one file: a record agrees with the checksum behind it and not with the directory's."""
+    one, two = tmp_path / "one.pth", tmp_path / "model.pth"
+    values, others = torch.full((300,), 1.0), torch.full((300,), 2.0)
+    torch.save({"a.weight": values}, one)
+    Path(tmp_path / "sub").mkdir()
+    torch.save({"a.weight": others}, tmp_path / "sub" / "one.pth")
+    first, second = one.read_bytes(), (tmp_path / "sub" / "one.pth").read_bytes()
+    at = first.index(values.numpy().tobytes())
+    two.write_bytes(first[:at] + second[at : at + 1200 + 16] + first[at + 1216 :])
+    assert codes(two) == ["damaged-record", "mixed-writers"]
+
+
+def test_unused_storage(tmp_path: Path) -> None:
+    """A record that no tensor uses is named, and no problem."""
+    path, more = saved(tmp_path / "model.pth"), tmp_path / "more.pth"
+    import zipfile
+
+    rewrite(path, more)
+    with zipfile.ZipFile(more, "a") as archive:
+        archive.writestr("model/data/99", b"left over")
+    report = check(more)
+    assert [finding.code for finding in report.findings] == ["unused-storage"]
+    assert report.verdict == "healthy"
+
+
+def test_a_storage_that_stands_in_the_tree_is_used(tmp_path: Path) -> None:
+    """No tensor is on it, and it is saved by itself: that is a use."""
+    torch.save({"a.w": torch.ones(3), "raw": torch.zeros(5)._typed_storage()}, tmp_path / "model.pth")
+    assert "unused-storage" not in codes(tmp_path / "model.pth")
+
+
+def test_deflated_records_are_checked(tmp_path: Path) -> None:
+    """A deflated record is inflated for its CRC-32 and its digest."""
+    path, packed = saved(tmp_path / "model.pth"), tmp_path / "packed.pth"
+    import zipfile
+
+    rewrite(path, packed, method=zipfile.ZIP_DEFLATED)
+    report = check(packed, against=path)
+    assert report.verdict == "healthy"
+    assert report.against is not None
+    assert report.against.equal == 5
+
+
+def test_safetensors_headers(tmp_path: Path) -> None:
+    """A header without a format and one that is not padded are told."""
+    path = tmp_path / "model.safetensors"
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    assert len(header) % 8
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert codes(path) == ["no-format", "unaligned"]
+    save_file({"a": torch.ones(1)}, path, {"format": "pt"})
+    assert codes(path) == []
+
+
+def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
+    """Every shard of a folder is read; one that the index does not name is said; a missing one makes it unreadable."""
+    index = {"weight_map": {"a.weight": "model-00001-of-00002.safetensors", "b.weight": "model-00002-of-00002.safetensors"}}
+    for name, file in index["weight_map"].items():
+        save_file({name: torch.ones(3)}, tmp_path / file, {"format": "pt"})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    report = check(tmp_path, digest=True)
+    assert (report.container, report.verdict, len(report.digests)) == ("sharded", "healthy", 2)
+    assert report.bytes_read >= sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    save_file({"c": torch.ones(3)}, tmp_path / "model-00003-of-00003.safetensors")
+    assert codes(tmp_path) == ["stray-shard"]
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    assert check(tmp_path).verdict == "unreadable"
+
+
+def test_torch_shards_are_compared_with_their_checksums(tmp_path: Path) -> None:
+    """A damaged record in the second of two .bin shards is found."""
+    names = {"a.weight": "pytorch_model-00001-of-00002.bin", "b.weight": "pytorch_model-00002-of-00002.bin"}
+    for name, file in names.items():
+        torch.save({name: torch.full((100,), 3.0)}, tmp_path / file)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    assert codes(tmp_path) == []
+    flip_byte(tmp_path / names["b.weight"], torch.full((100,), 3.0).numpy().tobytes())
+    assert codes(tmp_path) == ["damaged-record"]
+
+
+def test_parts_of_a_distributed_checkpoint_are_compared(tmp_path: Path) -> None:
+    """A .distcp is a row of zips, one a tensor: damage is named with its part, and a part that is left over is told."""
+    import torch.distributed.checkpoint as dcp
+
+    values = torch.full((40, 50), 3.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": {"a.weight": torch.randn(40, 50), "b.weight": values}}, checkpoint_id=tmp_path, no_dist=True)
+    assert codes(tmp_path, digest=True) == []
+    part = tmp_path / "__0_0.distcp"
+    (tmp_path / "__7_0.distcp").write_bytes(part.read_bytes())
+    flip_byte(part, values.numpy().tobytes())
+    found = check(tmp_path).findings
+    assert [finding.code for finding in found] == ["damaged-record", "stray-shard"]
+    assert "__0_0.distcp" in found[0].found
+
+
+# --- the pass
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 77])
+def test_spans_get_their_bytes(tmp_path: Path, size: int) -> None:
+    """Whatever the size, spans that overlap, cross blocks or are empty get exactly their bytes, and the file is read once."""
+    path = tmp_path / "file"
+    data = bytes(i * 7 % 251 for i in range(1009)) * (size // 1009 + 1)
+    path.write_bytes(data[:size])
+    wanted = [
+        (0, size),
+        (size // 2, size // 4),
+        (size // 3, 0),
+        (max(size - 10, 0), min(size, 10)),
+        (size // 2, 5 * (size > 9)),
+    ]
+    taken = [bytearray() for _ in wanted]
+    steps: list[int] = []
+    source = Source(path)
+    read_through(source, [Span(*span, (into.extend,)) for span, into in zip(wanted, taken, strict=True)], steps.append)
+    source.close()
+    assert [bytes(into) for into in taken] == [data[:size][at : at + length] for at, length in wanted]
+    assert sum(steps) == size
+
+
+def test_many_records_share_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand small records take a handful of reads, not one each."""
+    path = saved(tmp_path / "model.pth", tensors=1000, rows=1)
+    source, reads = Source(path), list[int]()
+    monkeypatch.setattr(
+        source, "read_into", lambda offset, buffer: (reads.append(offset), Source.read_into(source, offset, buffer))
+    )
+    read_through(source, [Span(at, 10, (Crc().take,)) for at in range(0, source.size - 10, 20)])
+    source.close()
+    assert len(reads) == 1
+
+
+# --- what keeps a file from loading
+
+
+def torch_error(path: Path, **options: object) -> str:
+    """What torch.load says, with the kind of error."""
+    with pytest.raises(Exception) as caught:
+        torch.load(path, **options)  # type: ignore[arg-type]
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+OTHER_FILES = {
+    "empty": b"",
+    "page": b"<!DOCTYPE html><html><title>404</title></html>",
+    "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 123\n",
+    "json": b'{"error": "Entry not found"}',
+    "gzip": b"\x1f\x8b\x08\x00" * 20,
+    "7z": b"7z\xbc\xaf\x27\x1c" + bytes(90),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_other_files_carry_pytorchs_error(tmp_path: Path, name: str) -> None:
+    """For a file that is no checkpoint, check quotes what torch.load says about this very file."""
+    path = tmp_path / f"{name}.pth"
+    path.write_bytes(OTHER_FILES[name])
+    (finding,) = check(path).findings
+    assert (finding.code, finding.severity) == ("unreadable", "problem")
+    without = torch_error(path, weights_only=False)
+    assert without.split(": ")[-1].strip() in finding.says
+    if name != "empty":  # EOFError without a word
+        assert "Unsupported operand" in torch_error(path)
+        assert f"Unsupported operand {OTHER_FILES[name][0]} " in finding.says
+
+
+def test_zeros_carry_pytorchs_error(tmp_path: Path) -> None:
+    """torch takes zeros for a tar."""
+    path = tmp_path / "zeros.pth"
+    path.write_bytes(bytes(5000))
+    (finding,) = check(path).findings
+    assert torch_error(path).startswith(finding.says)
+
+
+def test_a_cut_file_carries_pytorchs_error(tmp_path: Path) -> None:
+    """How many tensors are whole, torch's error, and the command that saves them."""
+    path = saved(tmp_path / "model.pth", tensors=40, rows=100)
+    path.write_bytes(path.read_bytes()[:160_000])
+    report = check(path)
+    assert report.verdict == "unreadable"
+    assert "of 40 tensors complete" in report.findings[0].found
+    assert torch_error(path).startswith(report.findings[0].says)
+    assert "ckpt repair" in report.findings[0].fix
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [(b"", "too small"), (b"\xff" * 20, "too large"), ((500).to_bytes(8, "little") + b"{}", "invalid header length")],
+)
+def test_safetensors_errors(tmp_path: Path, data: bytes, said: str) -> None:
+    """For safetensors it is safetensors' own error."""
+    from safetensors import SafetensorError, safe_open
+
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(SafetensorError) as caught, safe_open(path, "pt"):
+        pass
+    says = check(path).findings[0].says
+    assert said in says
+    assert says == f"SafetensorError: {caught.value}"
+
+
+def test_cuda_tags_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file tagged cuda:0 on a machine without: torch's error, and convert's command."""
+    path = Path(__file__).parents[2] / "fixtures" / "cuda.pth"
+    monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: 0)
+    (finding,) = [finding for finding in check(path).findings if finding.code == "no-such-device"]
+    if not torch.cuda.is_available():
+        assert torch_error(path) == finding.says
+    assert "--map-location cpu" in finding.fix
+    monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: 1)
+    assert "no-such-device" not in codes(path)
+    mixed = Path(__file__).parents[2] / "fixtures" / "mixed_devices.pth"
+    (finding,) = [finding for finding in check(mixed).findings if finding.code == "no-such-device"]
+    assert "CUDA device 3 but torch.cuda.device_count() is 1" in finding.says
+
+
+def test_cuda_tags_of_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tag with a number of thousands of digits, or with none, is a device that is not here."""
+    monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: 1)
+    for tag in (f"cuda:{'1' * 5000}", "cuda:x"):
+        path = write(tmp_path, torch_zip(p.pickle(p.dict_of(w=p.tensor(on=p.storage(device=tag)))), {"0": bytes(24)}))
+        assert "no-such-device" in codes(path)
+
+
+def renamed_global(path: Path, old: bytes, new: bytes) -> None:
+    """Exchange a name in the pickle for one of the same length."""
+    rewrite(path, path.with_suffix(".new"), change=lambda name, data: data.replace(old, new) if name == "data.pkl" else data)
+    path.with_suffix(".new").rename(path)
+
+
+class Config:
+    """A class that a checkpoint may hold."""
+
+
+def test_a_class_that_is_not_there(tmp_path: Path) -> None:
+    """Python's own error for a package that is not installed; the finder is asked, nothing is imported."""
+    path = tmp_path / "model.pth"
+    torch.save({"config": Config()}, path)
+    renamed_global(path, __name__.encode(), b"x" * len(__name__))
+    found = {finding.code: finding for finding in check(path).findings}
+    assert torch_error(path, weights_only=False) == found["not-importable"].says
+    assert found["weights-only-refused"].says.rpartition("... ")[2] in torch_error(path)
+
+
+def test_only_the_top_level_package_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`find_spec("a.b")` would import `a`: a package that would say so if it were imported stays untouched."""
+    package = tmp_path / "noisy_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "model.pth"
+    torch.save({"config": Config()}, path)
+    name = "noisy_package.models"
+    renamed_global(path, b"c" + __name__.encode() + b"\n", b"c" + name.encode() + b"\n")
+    assert "not-importable" not in codes(path)
+    assert "noisy_package" not in sys.modules
+
+
+def test_a_class_of_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of __main__ is in no other program."""
+    path = tmp_path / "model.pth"
+    torch.save({"config": Config()}, path)
+    renamed_global(path, b"c" + __name__.encode() + b"\n", b"c__main__\n")
+    (finding,) = [finding for finding in check(path).findings if finding.code == "script-class"]
+    assert torch_error(path, weights_only=False).partition(" on ")[0] == finding.says.partition(" on ")[0]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the other way round there")
+def test_windows_paths(tmp_path: Path) -> None:
+    """A path saved on Windows."""
+
+    class Windows:
+        def __reduce__(self) -> object:
+            return pathlib.WindowsPath, ("C:\\runs",)
+
+    path = tmp_path / "model.pth"
+    torch.save({"path": Windows()}, path)
+    (finding,) = [finding for finding in check(path).findings if finding.code == "foreign-path"]
+    assert torch_error(path, weights_only=False) == finding.says
+
+
+@pytest.mark.parametrize(("installed", "code"), [(1, "numpy-2"), (2, "numpy-1")])
+def test_numpys_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: int, code: str) -> None:
+    """What NumPy 2 wrote, seen by NumPy 1, and the reverse."""
+    np = pytest.importorskip("numpy")
+    path = tmp_path / "model.pth"
+    torch.save({"loss": np.float64(1)}, path)
+    if code == "numpy-1":
+        renamed_global(path, b"cnumpy._core.", b"cnumpy.core.")
+    monkeypatch.setattr("ckpt_tools.operations.check.loading._major", lambda package: installed)
+    assert code in codes(path)
+
+
+# --- several files, JSON
+
+
+def test_json_follows_its_schema(tmp_path: Path, wrapped_file: Path, training_file: Path) -> None:
+    """Every document is one line that the schema accepts, unreadable files and comparisons included."""
+    empty = tmp_path / "empty.pth"
+    empty.write_bytes(b"")
+    arguments = ("--values", "--digest", "--against", training_file, "--json")
+    result = ckpt("check", wrapped_file, training_file, empty, *PTH, *arguments)
+    lines = result.output.splitlines()
+    assert len(lines) == 3 + len(PTH)
+    for line in lines:
+        jsonschema.validate(json.loads(line), SCHEMA)
+    assert [json.loads(line)["verdict"] for line in lines[:3]] == ["findings", "findings", "unreadable"]
+
+
+def test_json_lines_come_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line of a file is printed before the next file is checked: of thousands none waits for the last."""
+    path, printed = saved(tmp_path / "one.pth"), list[str]()
+    monkeypatch.setattr("ckpt_tools.render.json.print_document", lambda document: printed.append(document["path"]))
+
+    def one_by_one(*_: object, **__: object) -> Iterator[Checked]:
+        for count in range(3):
+            assert len(printed) == count
+            yield check(path)
+
+    monkeypatch.setattr("ckpt_tools.operations.check.run.check_many", one_by_one)
+    ckpt("check", path, path, path, "--json")
+    assert printed == [str(path)] * 3
+
+
+def test_processes_give_the_same_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes and one report the same, in the order asked for."""
+    monkeypatch.setattr("ckpt_tools.operations.check.run._POOL_FROM", 0)
+    paths = [saved(tmp_path / f"{name}.pth") for name in "cab"]
+    steps: list[tuple[int, int]] = []
+    shared = list(check_many(paths, Wanted(digest=True), jobs=2, progress=lambda *step: steps.append(step)))
+    alone = list(check_many(paths, Wanted(digest=True)))
+    for report in shared + alone:
+        report.seconds = 0
+    assert shared == alone
+    size = sum(path.stat().st_size for path in paths)
+    assert steps[-1] == (size, size)
+
+
+def test_the_page_of_several(tmp_path: Path, wrapped_file: Path) -> None:
+    """Several files end in a table with a line for each."""
+    healthy = saved(tmp_path / "healthy.pth")
+    lines = ckpt("check", healthy, wrapped_file).output.splitlines()
+    assert lines[0] == f"{healthy}: healthy"
+    assert lines[-2].split()[:3] == [str(healthy), "healthy", "5"]
+    assert lines[-1].split()[1] == "findings"
+
+
+# --- digests
+
+
+def test_digests_are_what_the_documentation_says(tmp_path: Path) -> None:
+    """The digest of a known tensor, computed by hand from the documented recipe."""
+    import hashlib
+
+    path = tmp_path / "model.pth"
+    values = torch.arange(6.0).reshape(2, 3)
+    torch.save({"w.weight": values.T.contiguous().T}, path)  # strided in the file, row-major in the digest
+    (digest,) = check(path, digest=True).digests
+    assert digest.sha256 == hashlib.sha256(b"float32 [2,3]\n" + values.numpy().tobytes()).hexdigest()
+
+
+def test_both_containers_have_one_digest(tmp_path: Path) -> None:
+    """The same model in .pth and .safetensors, in every dtype that both hold, compares equal."""
+    names = ("float32", "bfloat16", "float16", "int64", "uint8", "bool", "float8_e4m3fn", "complex64")
+    tensors = {f"{name}.weight": torch.arange(8).to(getattr(torch, name)) for name in names}
+    torch.save(tensors, tmp_path / "model.pth")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    result = ckpt("check", tmp_path / "model.safetensors", "--against", tmp_path / "model.pth")
+    assert result.exit_code == 0
+    assert "8 of 8 tensors equal" in result.output
+
+
+def test_a_digest_file_goes_round(tmp_path: Path) -> None:
+    """Digests written to a file verify the checkpoint later, and show a change, a loss and an addition."""
+    path, digests = tmp_path / "model.pth", tmp_path / "model.digest"
+    tensors = {"a.weight": torch.randn(3), "b.weight": torch.randn(3), "na\tme\n\u202e": torch.ones(1)}
+    torch.save(tensors, path)
+    assert ckpt("check", path, "--digest", "-o", digests).exit_code == 0
+    assert ckpt("check", path, "--against", digests).exit_code == 0
+    torch.save({"a.weight": tensors["a.weight"] + 1, "na\tme\n\u202e": torch.ones(1), "c.weight": torch.ones(1)}, path)
+    report = check(path, against=digests)
+    assert report.against is not None
+    assert [finding.code for finding in report.findings] == ["different", "missing", "unexpected"]
+    assert report.against.different == [(("a.weight",), "other bytes")]
+    assert report.against.missing == [("b.weight",)]
+    assert report.against.unexpected == [("c.weight",)]
+    assert ckpt("check", path, "--against", digests).exit_code == 1
+
+
+def test_digest_files_are_not_overwritten(tmp_path: Path) -> None:
+    """Like every output: --overwrite is needed."""
+    path, digests = saved(tmp_path / "model.pth"), tmp_path / "digests"
+    digests.write_text("precious")
+    assert ckpt("check", path, "--digest", "-o", digests).exit_code == OutputExistsError.exit_code
+    assert digests.read_text() == "precious"
+    assert ckpt("check", path, "--digest", "-o", digests, "--overwrite").exit_code == 0
+    assert ckpt("check", path, "-o", digests).exit_code == 2
+    assert ckpt("check", path, path, "--digest", "-o", digests).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "x",
+        "0\tfloat32\t[1]\t[]",
+        f"{'0' * 64}\tfloat32\t[-1]\t[]",
+        f"{'0' * 64}\tfloat32\t[1]\t{{}}",
+        f"{'0' * 64}\tfloat32\t1\t[]",
+    ],
+)
+def test_damaged_digest_files(tmp_path: Path, line: str) -> None:
+    """A line that is none is refused with its number; another version, and a file of bytes, too."""
+    path = tmp_path / "digests"
+    path.write_text(f"# ckpt digest 1: x\n{line}\n")
+    if line:
+        with pytest.raises(DigestError, match="line 2"):
+            load_digests(path)
+    else:
+        assert load_digests(path) == (str(path), [])
+    path.write_text("# ckpt digest 2: x\n")
+    with pytest.raises(DigestError, match="another version"):
+        load_digests(path)
+    path.write_bytes(b"# ckpt digest 1: \xff\n")
+    with pytest.raises(DigestError):
+        load_digests(path)
+
+
+def test_against_finds_renamed_tensors(tmp_path: Path, training_file: Path) -> None:
+    """Weights taken out of a training checkpoint are found again by name, wrapped or not."""
+    model = torch.load(training_file)["model"]
+    torch.save({name.removeprefix("module."): tensor for name, tensor in model.items()}, tmp_path / "plain.pth")
+    report = check(training_file, against=tmp_path / "plain.pth")
+    assert report.against is not None
+    assert (report.against.equal, report.against.renamed) == (len(model), len(model))
+    assert not report.against.missing
+
+
+def test_equal_matrices_are_told(tmp_path: Path) -> None:
+    """A tied head that was saved twice; one that is tied still is nothing to tell."""
+    path, table = tmp_path / "model.pth", torch.randn(30, 20)
+    torch.save(
+        {"embed.weight": table, "head.weight": table.clone(), "a.bias": torch.ones(500), "b.bias": torch.ones(500)}, path
+    )
+    assert codes(path, digest=True) == ["equal-tensors"]
+    torch.save({"embed.weight": table, "head.weight": table}, path)
+    assert codes(path, digest=True) == []
+
+
+def test_overlapping_tensors_cannot_take_for_ever(tmp_path: Path) -> None:
+    """Ten thousand different views of 100 MB on one number would be a terabyte of hashing: they are said to be skipped."""
+    path = tmp_path / "views.pth"
+    one = torch.ones(1)
+    torch.save({f"v{i}.weight": one.expand(25_000_000 + i) for i in range(100)}, path)
+    report = check(path, digest=True)
+    assert len(report.skipped) + len(report.digests) == 100
+    assert len(report.digests) < 5
+    assert "skipped" in [finding.code for finding in report.findings]
+
+
+# --- values
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2", "complex64"])
+def test_values_are_counted(tmp_path: Path, dtype: str) -> None:
+    """NaN and infinite values per tensor, as torch counts them."""
+    values = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 2.0]).to(getattr(torch, dtype))
+    torch.save({"a.weight": values, "b.weight": torch.ones(3)}, tmp_path / "model.pth")
+    (row,) = check(tmp_path / "model.pth", values=True).values
+    assert (row["nan"], row["inf"], row["where"]) == (1, 2, ["a.weight"])
+
+
+def test_float8_without_infinity(tmp_path: Path) -> None:
+    """float8_e4m3fn has NaN (two bit patterns) and no infinity."""
+    raw = torch.tensor([0x7F, 0xFF, 0x7E, 0x00], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    torch.save({"a.weight": raw}, tmp_path / "model.pth")
+    (row,) = check(tmp_path / "model.pth", values=True).values
+    assert (row["nan"], row["inf"]) == (2, 0)
+
+
+def test_values_across_blocks(tmp_path: Path) -> None:
+    """Elements that a block border cuts in two are counted once: a safetensors file may begin at any byte."""
+    path, count = tmp_path / "model.safetensors", CHUNK // 4 + 100
+    values = torch.zeros(count)
+    values[::997] = float("nan")
+    header = f'{{"a":{{"dtype":"F32","shape":[{count}],"data_offsets":[0,{4 * count}]}}}}'.encode()
+    header += b" " * ((1 - len(header)) % 4)  # the bytes begin at an odd offset
+    path.write_bytes(len(header).to_bytes(8, "little") + header + values.numpy().tobytes())
+    (row,) = check(path, values=True).values
+    assert row["nan"] == int(values.isnan().sum())
+
+
+def test_what_values_say(tmp_path: Path) -> None:
+    """Zeros, garbage and a fresh head are named; a trained head, zero biases and tiny moments are not."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(64, 64), nn.Linear(64, 10)
+    with torch.no_grad():
+        body.weight.mul_(1.5)
+    garbage = torch.randint(-(2**31), 2**31 - 1, (40, 40), dtype=torch.int32).view(torch.float32).nan_to_num(1.0, 1.0, 1.0)
+    state = {
+        "body.weight": body.weight, "body.bias": torch.zeros(64), "gone.weight": torch.zeros(8, 8), "lost.weight": garbage,
+        "fc.weight": head.weight, "fc.bias": head.bias,
+    }  # fmt: skip
+    torch.save({name: tensor.detach().clone() for name, tensor in state.items()}, tmp_path / "model.pth")
+    found = {
+        (finding.code, finding.where[-1]) for finding in check(tmp_path / "model.pth", values=True).findings if finding.where
+    }
+    assert found == {("all-zero", "gone.weight"), ("uninitialised", "lost.weight"), ("fresh-head", "fc.weight")}
+    with torch.no_grad():
+        head.weight.add_(torch.randn_like(head.weight) * 0.02)
+    torch.save({"fc.weight": head.weight.detach(), "fc.bias": head.bias.detach()}, tmp_path / "trained.pth")
+    assert codes(tmp_path / "trained.pth", values=True) == []
+
+
+def test_a_fresh_head_of_bert(tmp_path: Path) -> None:
+    """Normal with deviation 0.02 and a bias of zeros."""
+    torch.manual_seed(0)
+    weight = torch.randn(2, 768) * 0.02
+    torch.save({"classifier.weight": weight, "classifier.bias": torch.zeros(2)}, tmp_path / "model.pth")
+    assert codes(tmp_path / "model.pth", values=True) == ["fresh-head"]
+    torch.save({"classifier.weight": weight, "classifier.bias": torch.ones(2)}, tmp_path / "model.pth")
+    assert codes(tmp_path / "model.pth", values=True) == []
+
+
+def test_every_finding_is_documented(tmp_path: Path) -> None:
+    """docs/check.md lists the codes that check can give."""
+    import re
+
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    package = Path(check.__code__.co_filename).parent
+    written = {code for file in package.glob("*.py") for code in re.findall(r'Finding\(\s*"([a-z0-9-]+)"', file.read_text())}
+    assert len(written) > 15
+    assert not [code for code in written if f"`{code}`" not in page]
+
+
+def test_one_large_weight_is_no_fresh_head(tmp_path: Path) -> None:
+    """Ten thousand normal numbers and one that no initialiser gives: the spread hardly tells, the largest does."""
+    torch.manual_seed(0)
+    state = {"classifier.weight": torch.randn(100, 100) * 0.02, "classifier.bias": torch.zeros(100)}
+    torch.save(state, tmp_path / "fresh.pth")
+    assert codes(tmp_path / "fresh.pth", values=True) == ["fresh-head"]
+    state["classifier.weight"][3, 4] = 0.3
+    torch.save(state, tmp_path / "trained.pth")
+    assert codes(tmp_path / "trained.pth", values=True) == []

@@ -1,0 +1,476 @@
+"""`ckpt diff` and `ckpt stats`, against torch's own numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import zipfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from ckpt_tools import convert
+from ckpt_tools.cli import main
+from ckpt_tools.errors import CkptError, LimitError, NothingMatchedError
+from ckpt_tools.operations.compare import sides
+from ckpt_tools.operations.compare.differences import diff
+from ckpt_tools.operations.compare.report import ValueChange
+from ckpt_tools.operations.compare.stats import stats
+from ckpt_tools.render.stats import draw
+from ckpt_tools.values.measures import Gap, Moments, histogram
+from tests.support.samples import (
+    FIXTURES,
+    PTH,
+    SAFETENSORS,
+    by_name,
+)
+
+
+def save(path: Path, **tensors: torch.Tensor) -> Path:
+    """A state dict in a file, by the extension."""
+    if path.suffix == ".safetensors":
+        save_file(tensors, path)
+    else:
+        torch.save(tensors, path)
+    return path
+
+
+# --- diff
+
+
+@pytest.mark.parametrize("path", [*PTH, *SAFETENSORS], ids=by_name)
+def test_a_file_is_the_same_as_itself(path: Path) -> None:
+    """Every fixture, whatever it holds, compares equal with itself, measured or not."""
+    report = diff(path, path, values=True)
+    assert report.same, report.summary
+    assert report.tensors["equal"] == report.tensors["compared"] > 0
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "sentence"),
+    [
+        ("ddp.pth", "single.pth", "The only difference is the prefix `module.`."),
+        ("single.pth", "data_parallel.pth", "The only difference is the prefix `module.`."),
+        ("compiled_parallel.pth", "single.safetensors", "The only difference is the prefix `_orig_mod.module.`."),
+        ("tied.pth", "tied.safetensors", "They are the same: names, shapes, dtypes, values, and every byte of the tensors."),
+    ],
+)
+def test_one_sentence(left: str, right: str, sentence: str) -> None:
+    """Where there is one difference, the report says which, across containers too."""
+    report = diff(FIXTURES / left, FIXTURES / right)
+    assert report.summary == sentence
+    assert report.same == sentence.startswith("They are the same")
+
+
+def test_wrappers_inside_names() -> None:
+    """FSDP's wrappers, in the middle of names, are told as such."""
+    report = diff(FIXTURES / "fsdp.pth", FIXTURES / "single.pth")
+    assert report.summary.startswith("The only difference is in the names: the wrappers")
+    assert {row.reason for row in report.renamed} == {"wrapper"}
+
+
+def test_every_kind_of_difference(tmp_path: Path) -> None:
+    """Added, removed, renamed, shape, dtype, value and numbers, each in its place."""
+    ones = torch.ones(2, 3)
+    left = {"module.a.w": ones, "module.b.w": ones, "module.c.w": ones, "module.gone.w": torch.ones(7), "module.d.w": ones}
+    right = {"a.w": ones, "b.w": torch.ones(3, 2), "c.w": ones.double(), "fresh.w": torch.ones(9), "d.w": ones * 2}
+    torch.save({"model": left, "epoch": 1, "lr": 0.1}, tmp_path / "a.pth")
+    torch.save({"model": right, "epoch": 2, "seed": 7}, tmp_path / "b.pth")
+    report = diff(tmp_path / "a.pth", tmp_path / "b.pth", values=True)
+    assert not report.same
+    assert [row.where for row in report.removed] == ["model.module.gone.w"]
+    assert [row.where for row in report.added] == ["model.fresh.w"]
+    assert len(report.renamed) == 4
+    assert [(row.left, row.right) for row in report.shapes] == [([2, 3], [3, 2])]
+    assert [(row.left, row.right) for row in report.dtypes] == [("float32", "float64")]
+    assert {(row.where, row.kind) for row in report.values} == {("epoch", "changed"), ("lr", "removed"), ("seed", "added")}
+    gaps = {row.where: row.gap for row in report.changed}
+    assert gaps["model.module.c.w"] is not None  # another dtype, the same numbers
+    assert gaps["model.module.c.w"]["changed"] == 0
+    assert gaps["model.module.d.w"] is not None
+    assert gaps["model.module.d.w"]["max_abs"] == 1.0
+    assert gaps["model.module.d.w"]["max_rel"] == 0.5
+
+
+def test_values_and_metadata_agree(tmp_path: Path) -> None:
+    """Text in a safetensors header equals the plain value that convert made it from; another text does not."""
+    torch.save({"model": {"a.w": torch.ones(2)}, "epoch": 3, "cfg": {"lr": 0.1, "name": "x"}}, tmp_path / "a.pth")
+    convert(tmp_path / "a.pth", tmp_path / "a.safetensors")
+    report = diff(tmp_path / "a.pth", tmp_path / "a.safetensors")
+    assert not report.values
+    assert report.summary == "The only difference is the path of the state dict: model -> (root)."
+    save_file({"a.w": torch.ones(2)}, tmp_path / "b.safetensors", metadata={"epoch": "4"})
+    report = diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert {(row.where, row.kind) for row in report.values} == {("epoch", "changed"), ("cfg", "removed")}
+
+
+def test_names_that_structure_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose author renamed its modules is compared tensor by tensor; not where there are too many names for that."""
+    shapes = [(4, 3), (5, 4), (6, 5)]
+    for name, part in (("a.pth", "conv"), ("b.pth", "layer")):
+        torch.save({f"{part}{i}.weight": torch.ones(shape) for i, shape in enumerate(shapes)}, tmp_path / name)
+    report = diff(tmp_path / "a.pth", tmp_path / "b.pth")
+    assert [row.reason for row in report.renamed] == ["structure"] * 3
+    assert report.summary == "They differ: 3 names changed."
+    monkeypatch.setattr("ckpt_tools.operations.compare.renames.MOST_FOR_STRUCTURE", 2)
+    report = diff(tmp_path / "a.pth", tmp_path / "b.pth")
+    assert len(report.added) == len(report.removed) == 3
+    assert "not paired by structure" in report.notes[0]
+
+
+def test_select_on_each_side(tmp_path: Path) -> None:
+    """--select names the place on either side; a wrong one is refused with what is near."""
+    report = diff(FIXTURES / "training.pth", FIXTURES / "single.pth", select="model=.", contents=False)
+    assert not report.values
+    assert not report.removed
+    assert not report.tensors
+    with pytest.raises(NothingMatchedError, match=r"training\.pth"):
+        diff(FIXTURES / "training.pth", FIXTURES / "single.pth", select="modle")
+
+
+def test_pickled_models(tmp_path: Path) -> None:
+    """Wrappers, classes and settings of whole models are seen; what every module has by itself is none of it."""
+    for name, model in (("a", nn.Linear(2, 2)), ("b", nn.Linear(2, 2, bias=False).eval()), ("c", nn.Bilinear(2, 2, 2))):
+        model.weight.data.fill_(1)
+        torch.save({"net": nn.Sequential(model), "lr": 1}, tmp_path / f"{name}.pth")
+    report = diff(tmp_path / "a.pth", tmp_path / "b.pth")
+    assert [row.where for row in report.removed] == ["net.0.bias"]
+    assert not report.values
+    assert not report.objects
+    report = diff(tmp_path / "a.pth", tmp_path / "c.pth")
+    assert {(row.where, row.kind) for row in report.values} == {
+        ("net.0.in_features", "removed"), ("net.0.in1_features", "added"), ("net.0.in2_features", "added"),
+    }  # fmt: skip
+    assert report.objects == [
+        ValueChange("net.0", "changed", "torch.nn.modules.linear.Linear", "torch.nn.modules.linear.Bilinear")
+    ]
+    torch.save({"net": nn.DataParallel(nn.Sequential(nn.Linear(2, 2))).state_dict(), "lr": 1}, tmp_path / "d.pth")
+    report = diff(tmp_path / "a.pth", tmp_path / "d.pth")
+    assert [row.reason for row in report.renamed] == ["wrapper"] * 2
+    assert report.objects == [ValueChange("net", "removed", "torch.nn.modules.container.Sequential")]
+
+
+def test_pickled_arrays(tmp_path: Path) -> None:
+    """A NumPy array among the values is one value: its dtype, shape and bytes."""
+    for name, array in (("a", [1.0, 2.0]), ("b", [1.0, 3.0]), ("c", [[1.0, 2.0]])):
+        torch.save({"a.w": torch.ones(1), "mean": np.array(array)}, tmp_path / f"{name}.pth")
+    assert diff(tmp_path / "a.pth", tmp_path / "a.pth").same
+    for other in ("b", "c"):
+        report = diff(tmp_path / "a.pth", tmp_path / f"{other}.pth")
+        assert [row.where for row in report.values] == ["mean"]
+    assert report.summary == "The only difference is mean: array 2 float64 -> array 1x2 float64."
+
+
+def test_text_in_an_index(tmp_path: Path) -> None:
+    """What the index of shards says beside the sizes is compared as a safetensors header is."""
+    torch.save({"a.w": torch.ones(2), "epoch": 3}, tmp_path / "a.pth")
+    convert(tmp_path / "a.pth", tmp_path / "shards", format="safetensors", shard_size="1KB")
+    assert diff(tmp_path / "a.pth", tmp_path / "shards").same
+    torch.save({"a.w": torch.ones(2), "epoch": 4}, tmp_path / "b.pth")
+    assert diff(tmp_path / "b.pth", tmp_path / "shards").summary == "The only difference is epoch: 4 -> 3."
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int16, torch.bool]
+)
+def test_strided_against_contiguous(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A transposed view and its contiguous copy are the same numbers, in whatever dtype; one changed number is found."""
+    base = torch.arange(12).reshape(3, 4).to(torch.float32).to(dtype)
+    torch.save({"a.w": base.t()}, tmp_path / "a.pth")
+    torch.save({"a.w": base.t().contiguous()}, tmp_path / "b.pth")
+    assert diff(tmp_path / "a.pth", tmp_path / "b.pth").same
+    other = base.t().clone(memory_format=torch.contiguous_format)
+    other[1, 1] = other[0, 0]
+    torch.save({"a.w": other}, tmp_path / "c.pth")
+    report = diff(tmp_path / "a.pth", tmp_path / "c.pth", values=True)
+    assert (report.changed[0].gap or {}).get("changed") == 1
+
+
+def test_what_lies_between_strided_elements_does_not_count(tmp_path: Path) -> None:
+    """Views of one layout are the same although the bytes that they skip differ."""
+    one, other = torch.zeros(4, 4), torch.zeros(4, 4)
+    other[:, 2:] = 5
+    torch.save({"a.w": one[:, :2]}, tmp_path / "a.pth")
+    torch.save({"a.w": other[:, :2]}, tmp_path / "b.pth")
+    assert diff(tmp_path / "a.pth", tmp_path / "b.pth").same
+
+
+def test_nan_and_infinity(tmp_path: Path) -> None:
+    """NaN against NaN is equal; NaN against a number is a change that no difference measures; -0.0 differs in bits only."""
+    nan, inf = math.nan, math.inf
+    a = save(tmp_path / "a.pth", **{"x.w": torch.tensor([nan, nan, inf, 1.0, 0.0]), "z.w": torch.tensor([0.0])})
+    b = save(tmp_path / "b.pth", **{"x.w": torch.tensor([nan, 2.0, -inf, 1.5, 0.0]), "z.w": torch.tensor([-0.0])})
+    gaps = [row.gap or {} for row in diff(a, b, values=True).changed]
+    assert [(gap["changed"], gap["nonfinite"], gap["max_abs"]) for gap in gaps] == [(3, 2, 0.5), (0, 0, 0.0)]
+
+
+def test_gap_is_torchs(tmp_path: Path) -> None:
+    """The largest differences and the cosine are what torch gives for the whole tensors, over many blocks."""
+    torch.manual_seed(0)
+    one, other = torch.randn(3, 100_001), torch.randn(3, 100_001)
+    other[0] = one[0]
+    gap = diff(save(tmp_path / "a.pth", **{"a.w": one}), save(tmp_path / "b.safetensors", **{"a.w": other}), values=True)
+    found = gap.changed[0].gap or {}
+    wide, wide_other = one.double().flatten(), other.double().flatten()
+    assert found["max_abs"] == float((wide - wide_other).abs().max())
+    assert found["cosine"] == pytest.approx(float(torch.cosine_similarity(wide, wide_other, dim=0)))
+    assert found["changed_fraction"] == pytest.approx(2 / 3)
+
+
+def test_equal_files_need_no_torch() -> None:
+    """Bytes are compared without importing torch, with --values too as long as they are equal."""
+    code = "import sys; from ckpt_tools.operations.compare.differences import diff; assert diff(*sys.argv[1:], values=True).renamed; "
+    files = [str(FIXTURES / name) for name in ("ddp.pth", "single.pth")]
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print('torch' in sys.modules)", *files], capture_output=True, text=True
+    )
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_one_number_that_claims_to_be_many(tmp_path: Path) -> None:
+    """A stride of 0 makes a tensor of any size out of nothing: refused, not read for hours."""
+    base = torch.zeros(1)
+    torch.save({"a.w": base.expand(1 << 40)}, tmp_path / "a.pth")
+    with pytest.raises(LimitError, match="far more bytes"):
+        diff(tmp_path / "a.pth", tmp_path / "a.pth")
+    with pytest.raises(LimitError, match="far more bytes"):
+        stats(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_views_of_what_is_deflated_cost_what_lies_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: int
+) -> None:
+    """A hundred views of one number each at the end of a deflated record: all of it is inflated for each."""
+    monkeypatch.setattr(sides, "_SPARE_READ", 0)
+    base = torch.zeros(1000)
+    torch.save({f"{index}.w": base[-index:][:1] for index in range(1, 101)}, tmp_path / "saved.pth")
+    with zipfile.ZipFile(tmp_path / "saved.pth") as archive, zipfile.ZipFile(tmp_path / "a.pth", "w", method) as packed:
+        for name in archive.namelist():
+            packed.writestr(name, archive.read(name))
+    expected: Any = pytest.raises(LimitError, match="far more bytes") if method == zipfile.ZIP_DEFLATED else nullcontext()
+    with expected:
+        stats(tmp_path / "a.pth")
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    """Exit code and output of the command line."""
+    result = CliRunner().invoke(main, list(map(str, arguments)))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_diff_on_the_command_line(tmp_path: Path) -> None:
+    """Exit codes 0, 1, 2 and 3; --quiet prints nothing; --json is one document with the exit code's word in it."""
+    ddp, single = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
+    assert run("diff", single, single)[0] == 0
+    code, output = run("diff", ddp, single)
+    assert (code, "The only difference is the prefix `module.`." in output) == (1, True)
+    assert run("diff", "--quiet", ddp, single) == (1, "")
+    code, output = run("diff", "--json", ddp, single)
+    assert (code, json.loads(output)["same"]) == (1, False)
+    assert run("diff", "--values", "--no-contents", ddp, single)[0] == 2
+    assert run("diff", ddp, tmp_path / "none.pth")[0] == 3
+    code, output = run("diff", "--values", "--all", FIXTURES / "training.pth", single)
+    assert "model.module.fc2.bias" in output
+    assert "... " not in output
+
+
+def test_hostile_names_are_escaped(tmp_path: Path) -> None:
+    """Names that would move the cursor are escaped in every block of both pages."""
+    evil = "a\x1b[31m.w"
+    a = save(tmp_path / "a.pth", **{evil: torch.ones(2)})
+    b = save(tmp_path / "b.pth", **{evil: torch.zeros(2), "b\x1b.w": torch.ones(3)})
+    for arguments in (("diff", a, b), ("diff", "--values", a, b), ("diff", "--all", b, a), ("stats", a)):
+        output = run(*arguments)[1]
+        assert "\\x1b" in output
+        assert "\x1b" not in output
+
+
+# --- stats
+
+
+numbers = st.lists(st.floats(width=32) | st.sampled_from([0.0, -0.0, 1e30, math.nan, math.inf]), max_size=40)
+
+
+@given(numbers, st.integers(1, 7))
+def test_moments_are_torchs(values: list[float], size: int) -> None:
+    """However the values are cut into blocks, the moments are those of the whole, NaN and infinities left out and counted."""
+    moments = Moments()
+    for start in range(0, len(values), size):
+        moments.add(torch.tensor(values[start : start + size], dtype=torch.float64))
+    found = moments.to_json()
+    finite = torch.tensor([value for value in values if math.isfinite(value)], dtype=torch.float64)
+    assert found["nan"] == sum(map(math.isnan, values))
+    assert found["inf"] == sum(map(math.isinf, values))
+    assert found["zeros"] == int((finite == 0).sum())
+    if len(finite):
+        scale = float(finite.abs().max())
+        assert found["mean"] == pytest.approx(float(finite.mean()), rel=1e-9, abs=1e-12 * scale)
+        assert (found["min"], found["max"]) == (float(finite.min()), float(finite.max()))
+    if len(finite) > 1:
+        assert found["std"] == pytest.approx(float(finite.std()), rel=1e-9, abs=1e-12 * scale)
+    else:
+        assert found["std"] is None
+
+
+@given(numbers, numbers)
+def test_a_gap_is_symmetric_and_bounded(left: list[float], right: list[float]) -> None:
+    """Exchanging the sides changes nothing; relative differences stay within 2, the cosine within 1."""
+    count = min(len(left), len(right))
+    one, other = (torch.tensor(values[:count], dtype=torch.float64) for values in (left, right))
+    gap, back = Gap(), Gap()
+    gap.add(one, other)
+    back.add(other, one)
+    assert gap.to_json() == pytest.approx(back.to_json())
+    assert gap.changed == sum(
+        a != b and not (math.isnan(a) and math.isnan(b)) for a, b in zip(one.tolist(), other.tolist(), strict=True)
+    )
+    assert 0 <= gap.max_rel <= 2
+
+
+def test_values_are_measured_on_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for each other cost more than they give; afterwards torch has as many as before."""
+    path, seen = tmp_path / "model.pth", set[int]()
+    torch.save({"w": torch.rand(100_000)}, path)
+    original = Moments.add
+
+    def add(moments: Moments, values: torch.Tensor) -> None:
+        seen.add(torch.get_num_threads())
+        original(moments, values)
+
+    monkeypatch.setattr(Moments, "add", add)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        stats(path)
+        assert seen == {1}
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_stats_of_many_blocks(tmp_path: Path) -> None:
+    """A tensor of several blocks, strided, gives torch's mean, std and histogram."""
+    torch.manual_seed(1)
+    whole = torch.randn(3, 300_000) + 1e4  # far from zero: naive sums of squares would lose the spread
+    torch.save({"a.w": whole.t()}, tmp_path / "a.pth")
+    (row,) = stats(tmp_path / "a.pth").tensors
+    wide = whole.double()
+    assert row.numbers is not None
+    assert row.numbers["std"] == pytest.approx(float(wide.std()), rel=1e-9)
+    assert row.histogram == wide.flatten().histc(16, float(wide.min()), float(wide.max())).int().tolist()
+
+
+@pytest.mark.parametrize("path", [*PTH, *SAFETENSORS], ids=by_name)
+def test_stats_of_every_fixture(path: Path) -> None:
+    """Whatever a fixture holds, elements add up, and the JSON can be read back."""
+    report = stats(path)
+    for row in report.tensors:
+        assert row.numbers is not None
+        assert row.shape is not None
+        assert row.numbers["elements"] == math.prod(row.shape)
+        assert sum(row.histogram) == row.numbers["elements"] - row.numbers["nan"] - row.numbers["inf"]
+    assert report.total["elements"] == sum(module.numbers["elements"] for module in report.modules)
+    json.loads(json.dumps(report.to_json(), allow_nan=False))
+
+
+def test_every_dtype_reads_as_torch_reads_it() -> None:
+    """The mean of each dtype of the fixtures is that of torch's own conversion to float64."""
+    for name in ("dtypes.pth", "float8.pth"):
+        expected: dict[str, torch.Tensor] = torch.load(FIXTURES / name, weights_only=True)
+        for row in stats(FIXTURES / name).tensors:
+            wide = expected[row.name].to(torch.float64)
+            wide = wide[wide.isfinite()]
+            assert row.numbers is not None
+            assert row.numbers["mean"] == pytest.approx(float(wide.mean()))
+
+
+def test_float4(tmp_path: Path) -> None:
+    """float4 is two numbers in a byte, the low half first."""
+    pairs = torch.tensor([0x20, 0xF1], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    save_file({"a.w": pairs}, tmp_path / "a.safetensors")
+    (row,) = stats(tmp_path / "a.safetensors").tensors
+    assert (row.numbers or {})["max"] == 1.0
+    assert (row.numbers or {})["min"] == -6.0
+    assert (row.numbers or {})["elements"] == 4
+
+
+def test_unusual_tensors(tmp_path: Path) -> None:
+    """A sparse tensor has no numbers here, is equal to itself, and differs from another."""
+    one, other = (torch.sparse_coo_tensor([[0, 2]], [1.0, value], (4,), check_invariants=True) for value in (2.0, 3.0))
+    for name, tensor in (("a.pth", one), ("b.pth", other)):
+        torch.save({"s.w": tensor, "d.w": torch.ones(2)}, tmp_path / name)
+    report: Any = stats(tmp_path / "a.pth")
+    assert [row.reason for row in report.tensors] == ["sparse", ""]
+    assert report.total["unmeasured"] == 1
+    assert diff(tmp_path / "a.pth", tmp_path / "a.pth").same
+    (change,) = diff(tmp_path / "a.pth", tmp_path / "b.pth", values=True).changed
+    assert change.reason == "sparse: bytes compared only"
+
+
+def test_modules_and_filter() -> None:
+    """--depth sums up, --filter chooses, and one that matches nothing is refused."""
+    report = stats(FIXTURES / "training.pth", select="model", depth=2)
+    assert [(row.path, row.tensors) for row in report.modules] == [("module.features", 7), ("module.fc1", 2), ("module.fc2", 2)]
+    assert len(stats(FIXTURES / "single.pth", filter="*.bias").tensors) == 4
+    with pytest.raises(NothingMatchedError):
+        stats(FIXTURES / "single.pth", filter="none")
+
+
+def test_histogram_edges() -> None:
+    """No finite values have no histogram, one value has one part, and a part that holds anything is drawn."""
+    empty, same = Moments(), Moments()
+    same.add(torch.ones(5))
+    assert histogram([], empty) == []
+    assert histogram([torch.ones(5)], same) == [5]
+    assert draw([1, 0, 10_000]) == "▁ █"
+    assert draw([]) == ""
+
+
+def test_stats_on_the_command_line(tmp_path: Path) -> None:
+    """The table, its order, its totals and its warning about what is not finite."""
+    path = save(tmp_path / "a.pth", **{"b.w": torch.tensor([1.0, math.nan]), "a.w": torch.tensor([9.0, 0.0])})
+    code, output = run("stats", path, "--sort", "max")
+    assert code == 0
+    assert output.index("a.w") < output.index("b.w")
+    assert "warning: not finite: b.w" in output
+    assert "all 2 tensors" in output
+    assert json.loads(run("stats", "--json", path)[1])["total"]["nan"] == 1
+    assert run("stats", "--depth", "1", path)[0] == 0
+    assert run("stats", tmp_path / "none.pth")[0] == 3
+
+
+def test_a_file_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is written to while it is compared is refused."""
+    path = save(tmp_path / "a.pth", **{"a.w": torch.ones(4)})
+    from ckpt_tools.operations.compare import differences
+
+    def meanwhile(*_: Any, **__: Any) -> bool:
+        path.write_bytes(path.read_bytes() + b"x")
+        return True
+
+    monkeypatch.setattr(differences, "same_bytes", meanwhile)
+    with pytest.raises(CkptError, match="changed"):
+        diff(path, path)
+
+
+def test_conjugate_views_are_their_numbers(tmp_path: Path) -> None:
+    """A tensor that torch conjugates on reading equals one whose numbers are conjugated already."""
+    tensor = torch.randn(3, 4, dtype=torch.complex64)
+    torch.save({"a.w": tensor.conj()}, tmp_path / "lazy.pth")
+    torch.save({"a.w": tensor.conj().resolve_conj()}, tmp_path / "done.pth")
+    assert diff(tmp_path / "lazy.pth", tmp_path / "done.pth").same
+    torch.save({"a.w": tensor}, tmp_path / "other.pth")
+    assert not diff(tmp_path / "lazy.pth", tmp_path / "other.pth").same

@@ -1,0 +1,814 @@
+"""`ckpt repair`: what is whole comes back bit for bit, what is not is listed, and the input is never touched."""
+
+import json
+import pickle
+import shlex
+import shutil
+import struct
+import zipfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckpt_tools import (
+    check,
+    convert,
+    limits,
+    open_checkpoint,
+    repair,
+)
+from ckpt_tools.cli import main
+from ckpt_tools.errors import (
+    ChecksumError,
+    CkptError,
+    LimitError,
+    OutputExistsError,
+    RepairError,
+    UnsupportedContainerError,
+    UsageError,
+)
+from ckpt_tools.io.output import Source
+from ckpt_tools.operations.repair import garbage
+from ckpt_tools.operations.repair.report import Repaired
+from ckpt_tools.operations.repair.zip_walk import Found, by_name, walk_zip
+from tests.hostile import pickles as p
+from tests.hostile.zips import torch_zip
+from tests.support.samples import PTH, SAFETENSORS
+from tests.support.zips import flip_byte, rewrite
+
+Tensors = dict[str, torch.Tensor]
+
+
+def ckpt(*arguments: object) -> Result:
+    """Run the command line in this process."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def model(path: Path, *, tensors: int = 20, rows: int = 30) -> Tensors:
+    """A state dict of random matrices, saved by torch."""
+    made = {f"layer{i}.weight": torch.randn(rows, 20) for i in range(tensors)}
+    torch.save(made, path)
+    return made
+
+
+def equal(found: Tensors, expected: Tensors) -> bool:
+    """Whether every tensor found is the one expected, bit for bit."""
+    return all(found[name].equal(expected[name]) and found[name].dtype == expected[name].dtype for name in found)
+
+
+def repaired(data: bytes, tmp_path: Path, *, suffix: str = ".pth", **options: object) -> tuple[Repaired, Tensors]:
+    """Repair these bytes; the report, and what torch (or safetensors) loads from the output."""
+    source, target = tmp_path / f"damaged{suffix}", tmp_path / f"repaired{suffix}"
+    source.write_bytes(data)
+    report = repair(source, target, overwrite=True, **options)  # type: ignore[arg-type]
+    assert source.read_bytes() == data
+    assert not [finding for finding in check(target).findings if finding.severity == "problem"]
+    return report, load_file(target) if suffix == ".safetensors" else torch.load(target)
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> tuple[bytes, Tensors]:
+    """A torch-zip's bytes and its tensors."""
+    tensors = model(tmp_path / "model.pth")
+    return (tmp_path / "model.pth").read_bytes(), tensors
+
+
+# --- cut, and without a directory
+
+
+def test_half_of_64_megabytes(tmp_path: Path) -> None:
+    """A file of 64 MB cut in the middle gives back at least 49 % of the tensor bytes."""
+    tensors = model(tmp_path / "model.pth", tensors=256, rows=3125)
+    data = (tmp_path / "model.pth").read_bytes()
+    assert len(data) > 64_000_000
+    report, found = repaired(data[: len(data) // 2], tmp_path)
+    assert report.saved_bytes >= 0.49 * report.tensor_bytes
+    assert len(found) == report.saved
+    assert equal(found, tensors)
+
+
+def test_without_a_directory_all_is_saved(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """A file that ends where its directory should begin loses nothing."""
+    data, tensors = whole
+    report, found = repaired(data[: data.index(b"PK\x01\x02")], tmp_path)
+    assert report.exit_code == 0
+    assert list(found) == list(tensors)
+    assert equal(found, tensors)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0, 1))
+def test_cut_anywhere(whole: tuple[bytes, Tensors], tmp_path: Path, share: float) -> None:
+    """Wherever the cut is: what comes back is right, in order, and is every tensor whose bytes and checksum are there."""
+    data, tensors = whole
+    cut = int(len(data) * share)
+    places = {name: data.index(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+    there = [name for name, at in places.items() if at + 30 * 20 * 4 + 16 <= cut]
+    if not there:
+        with pytest.raises(CkptError):
+            repaired(data[:cut], tmp_path)
+        return
+    report, found = repaired(data[:cut], tmp_path)
+    assert list(found) == there
+    assert equal(found, tensors)
+    assert [".".join(map(str, row.where)) for row in report.missing] == [name for name in tensors if name not in there]
+
+
+def test_keep_damaged_keeps_what_there_is_of_a_cut_tensor(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """The tensor under the cut begins as it did, and ends in zeros; those behind the cut are zeros."""
+    data, tensors = whole
+    at = data.index(tensors["layer9.weight"].numpy().tobytes())
+    report, found = repaired(data[: at + 400], tmp_path, keep_damaged=True)
+    assert found["layer9.weight"].flatten()[:100].equal(tensors["layer9.weight"].flatten()[:100])
+    assert not found["layer9.weight"].flatten()[100:].any()
+    assert not found["layer10.weight"].any()
+    assert (report.saved, report.exit_code, all(row.kept for row in report.missing)) == (9, 1, True)
+
+
+def test_a_file_with_the_pickle_at_its_end(tmp_path: Path) -> None:
+    """convert puts a pickle that has grown behind the storages; without a directory all is saved still."""
+    tensors = model(tmp_path / "model.pth")
+    convert(tmp_path / "model.pth", tmp_path / "long.pth", add_prefix="a_very_long_name_so_that_the_pickle_grows." * 20)
+    data = (tmp_path / "long.pth").read_bytes()
+    assert data.index(b"data.pkl") > data.index(tensors["layer5.weight"].numpy().tobytes())
+    report, found = repaired(data[: data.index(b"PK\x01\x02")], tmp_path)
+    assert (report.saved, report.tensors, len(found)) == (20, 20, 20)
+
+
+def test_a_training_checkpoint(tmp_path: Path, training_file: Path) -> None:
+    """Values, optimizer and order survive; tensors that are gone leave holes in their dicts only."""
+    data = training_file.read_bytes()
+    before = torch.load(training_file)
+    flipped = tmp_path / "flipped.pth"
+    flipped.write_bytes(data)
+    flip_byte(flipped, before["model"]["module.0.weight"].numpy().tobytes())
+    _, after = repaired(flipped.read_bytes(), tmp_path)
+    assert (after["epoch"], after["best_acc"]) == (3, 0.5)
+    assert "module.0.weight" not in after["model"]
+    assert equal(after["model"], before["model"])
+    assert after["optimizer"].keys() == before["optimizer"].keys()
+
+
+@pytest.mark.parametrize("path", PTH, ids=lambda path: path.name)
+def test_fixtures_without_their_directory(path: Path, tmp_path: Path) -> None:
+    """Views, ties, every dtype, objects: the directory lost, all is saved, and every tensor has its old digest."""
+    data = path.read_bytes()
+    source, target = tmp_path / "damaged.pth", tmp_path / "repaired.pth"
+    source.write_bytes(data[: data.index(b"PK\x01\x02")])
+    report = repair(source, target)
+    compared = check(target, against=path).against
+    assert report.exit_code == 0
+    assert compared is not None
+    assert not compared.different
+    assert not compared.missing
+    assert not compared.unexpected
+
+
+def test_no_checksums(tmp_path: Path) -> None:
+    """A file without checksums and without a directory: sizes alone tell, and the report says so."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        tensors = model(tmp_path / "model.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    data = (tmp_path / "model.pth").read_bytes()
+    report, found = repaired(data[: data.index(b"PK\x01\x02")], tmp_path)
+    assert equal(found, tensors)
+    assert "no-checksums" in dict(report.notes)
+
+
+# --- damage in the middle
+
+
+def test_a_flipped_bit(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """A storage that does not match its CRC-32 is left out; --keep-damaged keeps it, under the CRC-32 that it has now."""
+    data, tensors = whole
+    damaged = bytearray(data)
+    damaged[data.index(tensors["layer3.weight"].numpy().tobytes()) + 100] ^= 1
+    report, found = repaired(bytes(damaged), tmp_path)
+    assert "layer3.weight" not in found
+    assert (len(found), report.exit_code) == (19, 1)
+    report, found = repaired(bytes(damaged), tmp_path, keep_damaged=True)
+    assert int((found["layer3.weight"] != tensors["layer3.weight"]).sum()) == 1
+    assert report.missing[0].kept
+
+
+@pytest.mark.parametrize("signature", [b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"])
+@pytest.mark.parametrize("number", range(0, 26, 5))
+def test_any_header_may_be_gone(whole: tuple[bytes, Tensors], tmp_path: Path, signature: bytes, number: int) -> None:
+    """One local header, directory entry or descriptor overwritten: every tensor is saved by what the other places say."""
+    data, tensors = whole
+    places = [at for at in range(len(data)) if data.startswith(signature, at)]
+    damaged = bytearray(data)
+    damaged[places[number] : places[number] + 30] = bytes(30)
+    report, found = repaired(bytes(damaged), tmp_path)
+    assert equal(found, tensors)
+    lost = len(tensors) - len(found)
+    assert lost == 0 if signature != b"PK\x07\x08" else lost <= 1  # 30 bytes from a descriptor on reach into the next header
+    assert report.saved == len(found)
+
+
+@pytest.mark.parametrize("count", [-777, -64, -1, 1, 100, 4096])
+def test_bytes_missing_or_added_in_the_middle(whole: tuple[bytes, Tensors], tmp_path: Path, count: int) -> None:
+    """A hole or garbage inside one storage costs this storage only; everything behind it has moved, and is found."""
+    data, tensors = whole
+    at = data.index(tensors["layer7.weight"].numpy().tobytes()) + 1000
+    damaged = data[:at] + bytes(count) + data[at:] if count > 0 else data[:at] + data[at - count :]
+    report, found = repaired(damaged, tmp_path)
+    assert set(tensors) - set(found) == {"layer7.weight"}
+    assert equal(found, tensors)
+    assert [row.where for row in report.missing] == [["layer7.weight"]]
+
+
+@pytest.mark.parametrize("before", [0, 3, 70_000])
+@pytest.mark.parametrize("behind", [0, 10, 200_000])
+def test_garbage_around(whole: tuple[bytes, Tensors], tmp_path: Path, before: int, behind: int) -> None:
+    """Bytes before and behind the archive, more than a zip comment may have too."""
+    data, tensors = whole
+    report, found = repaired(b"\x01" * before + data + b"\x02" * behind, tmp_path)
+    assert report.exit_code == 0
+    assert equal(found, tensors)
+    assert len(found) == 20
+
+
+def test_a_zip_in_a_tensor(tmp_path: Path) -> None:
+    """A tensor that holds a whole other checkpoint: its records are its own bytes, not the file's."""
+    model(tmp_path / "inner.pth")
+    inner = torch.frombuffer(bytearray((tmp_path / "inner.pth").read_bytes()), dtype=torch.uint8)
+    torch.save({"archive.bytes": inner, "b.weight": torch.ones(5)}, tmp_path / "model.pth")
+    data = (tmp_path / "model.pth").read_bytes()
+    _, found = repaired(data[: data.rindex(b"data/1") - 46], tmp_path)
+    assert list(found) == ["archive.bytes", "b.weight"]
+    assert found["archive.bytes"].equal(inner)
+
+
+def test_deflated_records(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """Records that another program has deflated."""
+    _, tensors = whole
+    rewrite(tmp_path / "model.pth", tmp_path / "packed.pth", method=zipfile.ZIP_DEFLATED)
+    data = (tmp_path / "packed.pth").read_bytes()
+    _, found = repaired(data[: data.index(b"PK\x01\x02")], tmp_path)
+    assert equal(found, tensors)
+    assert len(found) == 20
+
+
+def test_two_writers(tmp_path: Path) -> None:
+    """A record of another rank is whole by the checksum behind it: it is taken, and said."""
+    ones, twos = torch.full((300,), 1.0), torch.full((300,), 2.0)
+    (tmp_path / "sub").mkdir()
+    torch.save({"a.weight": ones, "b.weight": ones.clone()}, tmp_path / "model.pth")
+    torch.save({"a.weight": twos, "b.weight": twos.clone()}, tmp_path / "sub" / "model.pth")
+    first, second = (tmp_path / "model.pth").read_bytes(), (tmp_path / "sub" / "model.pth").read_bytes()
+    at = first.index(ones.numpy().tobytes())
+    report, found = repaired(first[:at] + second[at : at + 1216] + first[at + 1216 :], tmp_path)
+    assert found["a.weight"].equal(twos)
+    assert found["b.weight"].equal(ones)
+    assert "mixed-writers" in dict(report.notes)
+
+
+def test_a_damaged_pickle(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """Names and shapes that no checksum proves are taken only with --keep-damaged."""
+    data, tensors = whole
+    damaged = data.replace(b"layer3.weight", b"layerX.weight", 1)
+    with pytest.raises(RepairError, match="Nothing can be saved") as caught:
+        repaired(damaged, tmp_path)
+    assert "--keep-damaged" in caught.value.fix
+    _, found = repaired(damaged, tmp_path, keep_damaged=True)
+    assert found["layerX.weight"].equal(tensors["layer3.weight"])
+
+
+def test_big_endian(tmp_path: Path) -> None:
+    """A cut big-endian file is swapped as convert swaps it."""
+    from tests.support.zips import big_endian
+
+    tensors = model(tmp_path / "model.pth")
+    big_endian(tmp_path / "model.pth", tmp_path / "big.pth", {str(i): 4 for i in range(20)})
+    data = (tmp_path / "big.pth").read_bytes()
+    _, found = repaired(data[: data.index(b"PK\x01\x02")], tmp_path)
+    assert equal(found, tensors)
+
+
+# --- text mode
+
+
+def test_text_mode(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """Every LF made CR LF, and undone exactly; a cut on top costs what it costs."""
+    data, tensors = whole
+    assert b"\r\n" in data.replace(b"\n", b"\r\n")
+    report, found = repaired(data.replace(b"\n", b"\r\n"), tmp_path)
+    assert (report.exit_code, equal(found, tensors), len(found)) == (0, True, 20)
+    assert "text-mode" in dict(report.notes)
+    half = data.replace(b"\n", b"\r\n")[: len(data) // 2]
+    report, found = repaired(half, tmp_path)
+    assert report.exit_code == 1
+    assert len(found) > 5
+    assert equal(found, tensors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged.pth", "model.pth", "repaired.pth"]
+
+
+def test_text_mode_safetensors(tmp_path: Path) -> None:
+    """The same for safetensors, where the header proves the size."""
+    tensors = {"a.weight": torch.arange(10_000, dtype=torch.int32)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    data = (tmp_path / "model.safetensors").read_bytes()
+    _, found = repaired(data.replace(b"\n", b"\r\n"), tmp_path, suffix=".safetensors")
+    assert equal(found, tensors)
+
+
+# --- safetensors
+
+
+@pytest.fixture
+def whole_safetensors(tmp_path: Path) -> tuple[bytes, Tensors]:
+    """A safetensors file's bytes and its tensors."""
+    tensors = {f"layer{i}.weight": torch.randn(30, 20) for i in range(20)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt", "epoch": "3"})
+    return (tmp_path / "model.safetensors").read_bytes(), tensors
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.77, 0.999])
+def test_safetensors_without_its_tail(whole_safetensors: tuple[bytes, Tensors], tmp_path: Path, share: float) -> None:
+    """Every tensor that ends before the cut is saved, with the metadata."""
+    data, tensors = whole_safetensors
+    start = 8 + int.from_bytes(data[:8], "little")
+    cut = start + int((len(data) - start) * share)
+    report, found = repaired(data[:cut], tmp_path, suffix=".safetensors")
+    assert len(found) == (cut - start) // 2400
+    assert equal(found, tensors)
+    assert report.exit_code == 1
+    _, kept = repaired(data[:cut], tmp_path, suffix=".safetensors", keep_damaged=True)
+    assert len(kept) == 20
+    assert equal({name: kept[name] for name in found}, tensors)
+
+
+@pytest.mark.parametrize(("before", "behind"), [(b"", b"x" * 1000), (b"HTTP/1.1 200 OK\r\n\r\n", b""), (b"{" * 9, b"}")])
+def test_garbage_around_safetensors(
+    whole_safetensors: tuple[bytes, Tensors], tmp_path: Path, before: bytes, behind: bytes
+) -> None:
+    """Bytes that do not belong to the file are left out."""
+    data, tensors = whole_safetensors
+    report, found = repaired(before + data + behind, tmp_path, suffix=".safetensors")
+    assert (report.exit_code, len(found), equal(found, tensors)) == (0, 20, True)
+
+
+def test_safetensors_headers_are_written_anew(tmp_path: Path) -> None:
+    """format: pt and alignment, which transformers and mmap ask for."""
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    data = len(header).to_bytes(8, "little") + header + struct.pack("<f", 2.5)
+    report, found = repaired(data, tmp_path, suffix=".safetensors")
+    assert [row.code for row in report.mended] == ["no-format", "unaligned"]
+    assert found["a"].item() == 2.5
+
+
+@pytest.mark.parametrize("path", SAFETENSORS, ids=lambda path: path.name)
+def test_whole_safetensors_stay_what_they_are(path: Path, tmp_path: Path) -> None:
+    """Nothing is lost by repairing what is whole."""
+    assert repair(path, tmp_path / "out.safetensors").exit_code == 0
+    compared = check(tmp_path / "out.safetensors", against=path).against
+    assert compared is not None
+    assert not compared.different
+    assert not compared.missing
+
+
+# --- what hurts
+
+
+def saved_with(path: Path, network: nn.Module, rename: dict[str, str] | None = None) -> dict[str, torch.Tensor]:
+    """The state dict of a network with some names changed, and its `_metadata` as it was."""
+    state = network.state_dict()
+    for old, new in (rename or {}).items():
+        state[new] = state.pop(old)
+    torch.save(state, path)
+    return state
+
+
+def test_missing_counters(tmp_path: Path) -> None:
+    """A strict load_state_dict asks for num_batches_tracked; afterwards it has them. Only batch norms of version 2 get one."""
+    network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    state = network.state_dict()
+    del state["1.num_batches_tracked"]
+    torch.save(state, tmp_path / "model.pth")
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        network.load_state_dict(torch.load(tmp_path / "model.pth"))
+    report = repair(tmp_path / "model.pth", tmp_path / "out.pth")
+    assert [row.code for row in report.mended] == ["num-batches-tracked"]
+    after = torch.load(tmp_path / "out.pth")
+    network.load_state_dict(after)
+    assert after["1.num_batches_tracked"].dtype == torch.int64
+    state._metadata["1"]["version"] = 3  # type: ignore[attr-defined]
+    torch.save(state, tmp_path / "frozen.pth")
+    assert not repair(tmp_path / "frozen.pth", tmp_path / "out2.pth").mended
+
+
+def test_double_prefix(tmp_path: Path) -> None:
+    """module.module. is what DataParallel around DataParallel, or a script's mistake, leaves."""
+    network = nn.Linear(2, 2)
+    torch.save({f"module.module.fc.{name}": value for name, value in network.state_dict().items()}, tmp_path / "model.pth")
+    report = repair(tmp_path / "model.pth", tmp_path / "out.pth")
+    assert [row.code for row in report.mended] == ["double-prefix"]
+    assert list(torch.load(tmp_path / "out.pth")) == ["fc.weight", "fc.bias"]
+    torch.save({"module.fc.weight": torch.ones(1)}, tmp_path / "single.pth")
+    assert not repair(tmp_path / "single.pth", tmp_path / "out2.pth").mended
+
+
+def test_mixed_prefixes(tmp_path: Path) -> None:
+    """`module.` on half of a module's tensors is a mistake; in front of a module of its own it may be the model's."""
+    torch.save({"module.fc.weight": torch.ones(1), "fc.bias": torch.ones(1)}, tmp_path / "model.pth")
+    report = repair(tmp_path / "model.pth", tmp_path / "out.pth")
+    assert [(row.code, row.left) for row in report.mended] == [("mixed-prefix", False)]
+    assert list(torch.load(tmp_path / "out.pth")) == ["fc.weight", "fc.bias"]
+    torch.save({"module.fc.weight": torch.ones(1), "head.bias": torch.ones(1)}, tmp_path / "own.pth")
+    report = repair(tmp_path / "own.pth", tmp_path / "out2.pth")
+    assert [(row.code, row.left) for row in report.mended] == [("mixed-prefix", True)]
+    assert list(torch.load(tmp_path / "out2.pth")) == ["module.fc.weight", "head.bias"]
+    torch.save({"module.a.w": torch.ones(1), "a.b": torch.ones(1), "a.w": torch.zeros(1)}, tmp_path / "both.pth")
+    assert [row.left for row in repair(tmp_path / "both.pth", tmp_path / "out3.pth").mended] == [True]
+    torch.save({"_orig_mod.a.w": torch.ones(1), "b.w": torch.ones(1)}, tmp_path / "compiled.pth")
+    repair(tmp_path / "compiled.pth", tmp_path / "out4.pth")
+    assert list(torch.load(tmp_path / "out4.pth")) == ["a.w", "b.w"]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_stale_metadata(tmp_path: Path, wrapped: bool) -> None:
+    """A script renamed the tensors and left `_metadata` behind: the versions reach their modules again."""
+    network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    state = (nn.DataParallel(network) if wrapped else network).state_dict()
+    for name in list(state):
+        new = name.removeprefix("module.") if wrapped else f"module.{name}"
+        state[new] = state.pop(name)
+    torch.save(state, tmp_path / "model.pth")
+    report = repair(tmp_path / "model.pth", tmp_path / "out.pth")
+    assert [row.code for row in report.mended] == ["stale-metadata"]
+    after = torch.load(tmp_path / "out.pth")._metadata
+    assert after["1" if wrapped else "module.1"] == {"version": 2}
+    assert not repair(tmp_path / "out.pth", tmp_path / "again.pth").mended
+
+
+def test_stale_metadata_that_another_state_dict_shares(tmp_path: Path) -> None:
+    """`clean._metadata = wrapped._metadata`: the rows of the clean one are mended, those of the wrapped one stay."""
+    wrapped = nn.DataParallel(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))).state_dict()
+    clean = type(wrapped)((name.removeprefix("module."), tensor) for name, tensor in wrapped.items())
+    clean._metadata = wrapped._metadata
+    torch.save({"wrapped": wrapped, "clean": clean}, tmp_path / "in.pth")
+    assert [row.where for row in repair(tmp_path / "in.pth", tmp_path / "out.pth").mended] == [["clean"]]
+    loaded = torch.load(tmp_path / "out.pth")
+    assert loaded["wrapped"]._metadata == wrapped._metadata
+    assert list(loaded["clean"]._metadata) == ["", "0", "1"]
+
+
+def test_stale_metadata_beside_the_right_one(tmp_path: Path) -> None:
+    """Where a row is there under both names, the one that fits the tensors is kept."""
+    state = nn.Linear(2, 2).state_dict(prefix="fc.")
+    state._metadata["module.fc"] = {"version": 9}
+    state._metadata["fc"] = {"version": 1}
+    torch.save(state, tmp_path / "model.pth")
+    assert [row.code for row in repair(tmp_path / "model.pth", tmp_path / "out.pth").mended] == ["stale-metadata"]
+    with open_checkpoint(tmp_path / "out.pth") as checkpoint:
+        rows = checkpoint.root.attributes.get("_metadata").items
+    assert [path for path, _ in rows].count("fc") == 1
+    assert torch.load(tmp_path / "out.pth")._metadata["fc"] == {"version": 1}
+
+
+def test_ties_only_when_asked(tmp_path: Path) -> None:
+    """Equal matrices share their bytes only with --tie-equal; vectors and zeros never do."""
+    table = torch.randn(40, 8)
+    tensors = {
+        "embed.weight": table, "head.weight": table.clone(), "a.bias": torch.ones(8), "b.bias": torch.ones(8),
+        "c.weight": torch.zeros(4, 4), "d.weight": torch.zeros(4, 4),
+    }  # fmt: skip
+    torch.save(tensors, tmp_path / "model.pth")
+    assert not repair(tmp_path / "model.pth", tmp_path / "out.pth").mended
+    report = repair(tmp_path / "model.pth", tmp_path / "tied.pth", tie_equal=True)
+    assert [row.code for row in report.mended] == ["tied"]
+    after = torch.load(tmp_path / "tied.pth")
+    assert after["embed.weight"].data_ptr() == after["head.weight"].data_ptr()
+    assert after["a.bias"].data_ptr() != after["b.bias"].data_ptr()
+    assert after["c.weight"].data_ptr() != after["d.weight"].data_ptr()
+    assert equal(after, tensors)
+
+
+# --- records
+
+
+def test_the_record_of_the_directory_is_the_right_one() -> None:
+    """Of two whole records of one name that one counts which the directory has, wherever it lies."""
+    listed = Found("a/data.pkl", 0, 40, 5, 5, False, "directory")
+    for proof in ("descriptor", "header", "size", ""):
+        other = Found("a/data.pkl", 100, 140, 5, 5, False, proof)  # type: ignore[arg-type]
+        assert by_name([listed, other]) == by_name([other, listed]) == {"a/data.pkl": listed}
+
+
+def test_a_whole_record_of_another_size(tmp_path: Path) -> None:
+    """A record that matches its CRC-32 and is shorter than the pickle says is not taken for the tensor."""
+    floats = {"0": bytes(range(1, 25)), "1": bytes(20)}
+    tensors = {f"{key}.w": p.tensor(on=p.storage(key)) for key in floats}
+    data = torch_zip(p.pickle(p.dict_of(**tensors)), floats)
+    report, found = repaired(data[: data.index(b"PK\x01\x02") + 60], tmp_path)
+    assert [(row.where, row.why) for row in report.missing] == [(["1.w"], "its record has 20 bytes, and the pickle says 24")]
+    assert list(found) == ["0.w"]
+
+
+# --- holes
+
+
+def small() -> nn.Module:
+    """A network whose state dict the tests below lose parts of."""
+    return nn.Sequential(nn.Linear(50, 60), nn.BatchNorm1d(60), nn.Linear(60, 50))
+
+
+@pytest.mark.parametrize("target", ["file", "callable"])
+def test_holes_are_filled(tmp_path: Path, target: str) -> None:
+    """What was lost gets initial values, so that a strict load_state_dict takes the result; all else is what it was."""
+    network = small()
+    torch.save(network.state_dict(), tmp_path / "model.pth")
+    torch.save(small().state_dict(), tmp_path / "like.pth")
+    data = (tmp_path / "model.pth").read_bytes()
+    at = data.index(network.state_dict()["2.weight"].numpy().tobytes())
+    like = tmp_path / "like.pth" if target == "file" else f"{__name__}:small"
+    report, found = repaired(data[: at + 100], tmp_path, like=like, reinit="default")
+    small().load_state_dict(found)
+    assert list(found) == list(network.state_dict())
+    assert list(report.filled) == ["2.weight", "2.bias"]
+    assert found["0.weight"].equal(network.state_dict()["0.weight"])
+    assert found["2.weight"].unique().numel() > 1000
+    assert report.exit_code == 1
+
+
+class Renaming(nn.Sequential):
+    """A model whose state dict has names that lead to no module of it."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Under other names."""
+        return {f"net.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+def renaming() -> nn.Module:
+    """One layer."""
+    return Renaming(nn.Linear(30, 40))
+
+
+def test_names_that_a_state_dict_makes_itself(tmp_path: Path) -> None:
+    """Where a name leads to no module, what is lost is filled by the tensor's own name."""
+    state_dict = renaming().state_dict()
+    torch.save(state_dict, tmp_path / "model.pth")
+    data = (tmp_path / "model.pth").read_bytes()
+    at = data.index(state_dict["net.0.bias"].detach().numpy().tobytes())
+    report, found = repaired(data[: at + 10], tmp_path, like=f"{__name__}:renaming", reinit="default")
+    assert report.filled == {"net.0.bias": "zeros"}
+    assert found["net.0.weight"].equal(state_dict["net.0.weight"])
+
+
+def test_like_and_reinit_belong_together(tmp_path: Path) -> None:
+    """One without the other is a usage error, and so is a state dict that has nothing of the target."""
+    model(tmp_path / "model.pth")
+    torch.save({"other.weight": torch.ones(1)}, tmp_path / "other.pth")
+    for options in ({"like": "x"}, {"reinit": "default"}, {"like": tmp_path / "other.pth", "reinit": "default"}):
+        with pytest.raises(UsageError):
+            repair(tmp_path / "model.pth", tmp_path / "out.pth", **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "out.pth").exists()
+
+
+# --- the command
+
+
+def test_exit_codes(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """0 all saved, 1 something missing, 3 nothing to save."""
+    data, _ = whole
+    cut, page = tmp_path / "cut.pth", tmp_path / "page.pth"
+    cut.write_bytes(data[: len(data) // 2])
+    page.write_text("<!DOCTYPE html><title>404</title>")
+    assert ckpt("repair", tmp_path / "model.pth", tmp_path / "a.pth").exit_code == 0
+    result = ckpt("repair", cut, tmp_path / "b.pth")
+    assert result.exit_code == 1
+    assert "missing" in result.output
+    assert torch.load(tmp_path / "b.pth")
+    result = ckpt("repair", page, tmp_path / "c.pth")
+    assert result.exit_code == 3
+    assert "web page" in result.output
+    assert not (tmp_path / "c.pth").exists()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"PK\x03\x04", b"PK\x03\x04" * 200, b"\x80\x02}.", b"version https://git-lfs", bytes(5000)]
+)
+def test_nothing_to_save(tmp_path: Path, data: bytes) -> None:
+    """Files without a whole tensor are refused with our own error, and nothing is written."""
+    (tmp_path / "in.pth").write_bytes(data)
+    with pytest.raises(CkptError):
+        repair(tmp_path / "in.pth", tmp_path / "out.pth", keep_damaged=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth"]
+
+
+def test_out_is_never_in(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """By name or by link: repair has to leave its input alone, with --overwrite too."""
+    data, _ = whole
+    (tmp_path / "link.pth").symlink_to(tmp_path / "model.pth")
+    (tmp_path / "hard.pth").hardlink_to(tmp_path / "model.pth")
+    for name in ("model.pth", "link.pth", "hard.pth"):
+        with pytest.raises(UsageError, match="OUT is IN"):
+            repair(tmp_path / "model.pth", tmp_path / name, overwrite=True)
+    with pytest.raises(OutputExistsError):
+        repair(tmp_path / "hard.pth", tmp_path / "model.pth")
+    assert (tmp_path / "model.pth").read_bytes() == data
+
+
+def test_dry_run(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """The same report, and nothing is written, not beside OUT either."""
+    data, _ = whole
+    (tmp_path / "model.pth").write_bytes(data.replace(b"\n", b"\r\n"))
+    result = ckpt("repair", tmp_path / "model.pth", tmp_path / "out.pth", "--dry-run", "--json")
+    report = json.loads(result.output)
+    assert (report["dry_run"], report["saved"], report["tensors"]) == (True, 20, 20)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
+
+
+def test_the_json_is_documented(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """docs/json.md names every field of the report."""
+    result = ckpt("repair", tmp_path / "model.pth", tmp_path / "out.pth", "--json")
+    page = (Path(__file__).parents[2] / "docs" / "json.md").read_text().partition("# `ckpt repair --json`")[2]
+    for name in json.loads(result.output):
+        assert f"`{name}`" in page or f"`{name}[]`" in page
+
+
+def test_json_follows_its_schema(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """Of a whole file, a cut one, one that is filled up, one with damaged bytes that are kept, one with wrapped names."""
+    schema = json.loads((Path(__file__).parents[2] / "docs" / "repair.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    data, tensors = whole
+    (tmp_path / "cut.pth").write_bytes(data[: len(data) // 2])
+    (tmp_path / "more.pth").write_bytes(b"something else" + data)
+    flip_byte(Path(shutil.copy(tmp_path / "model.pth", tmp_path / "flipped.pth")), tensors["layer3.weight"].numpy().tobytes())
+    torch.save({"module.module.a.w": torch.ones(2)}, tmp_path / "wrapped.pth")
+    seen = set()
+    for name, *options in (
+        ("model.pth",), ("cut.pth",), ("cut.pth", "--like", tmp_path / "model.pth", "--reinit", "zeros"),
+        ("flipped.pth", "--keep-damaged"), ("wrapped.pth",), ("wrapped.pth", "--dry-run"), ("more.pth",),
+    ):  # fmt: skip
+        result = ckpt("repair", tmp_path / name, tmp_path / "out.pth", "--json", "--overwrite", *options)
+        (document,) = map(json.loads, result.output.splitlines())
+        jsonschema.validate(document, schema)
+        seen |= {field for field, value in document.items() if value}
+    assert seen == set(schema["required"])
+
+
+def test_several_files(tmp_path: Path) -> None:
+    """A folder, its index, whole or damaged: refused, with the sentence that says what is damaged and what to do."""
+    torch.save({f"a.{index}": torch.ones(1000) for index in range(4)}, tmp_path / "model.pth")
+    convert(tmp_path / "model.pth", tmp_path / "shards", shard_size="8KB")
+    folder, index = tmp_path / "shards", tmp_path / "shards" / "model.safetensors.index.json"
+    for path in (folder, index):
+        with pytest.raises(UnsupportedContainerError, match="several files, and ckpt repair mends one file") as caught:
+            repair(path, tmp_path / "out.pth")
+        assert (caught.value.why, "ckpt check" in caught.value.fix) == ("Its structure is whole.", True)
+    damaged = folder / "model-00002-of-00002.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:6000])
+    for path in (folder, index):
+        with pytest.raises(UnsupportedContainerError, match="several files") as caught:
+            repair(path, tmp_path / "out.pth")
+        assert f"{damaged}: The file is cut off" in caught.value.why
+    assert repair(damaged, tmp_path / "fixed.safetensors").saved == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["torchscript", "npz", "pickle"])
+def test_containers_that_are_not_mended(kind: str, tmp_path: Path) -> None:
+    """What opens and is not written by repair: the command that takes its tensors out, which works."""
+    path = tmp_path / "in.bin"
+    if kind == "torchscript":
+        torch.jit.save(torch.jit.script(nn.Linear(2, 3)), path)
+    elif kind == "npz":
+        with path.open("wb") as file:
+            numpy.savez(file, **{"a.w": numpy.ones(3, "f4")})
+    else:
+        path.write_bytes(pickle.dumps({"a.w": torch.ones(3)}))
+    with pytest.raises(UnsupportedContainerError, match=f"does not mend {kind}") as caught:
+        repair(path, tmp_path / "out.pth")
+    _, _, command = caught.value.fix.partition(": ckpt ")
+    assert ckpt(*shlex.split(command)).exit_code == 0
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_names_reach_the_terminal_escaped(tmp_path: Path) -> None:
+    """A lost tensor's name, and a record's, come from the file."""
+    name = "a\x1b[31m.weight"
+    torch.save({name: torch.ones(10), "b.weight": torch.full((10,), 7.0)}, tmp_path / "model.pth")
+    flip_byte(tmp_path / "model.pth", torch.ones(10).numpy().tobytes())
+    output = ckpt("repair", tmp_path / "model.pth", tmp_path / "out.pth").output
+    assert "\x1b" not in output
+    assert r"a\x1b[31m.weight" in output
+
+
+# --- hostile
+
+
+def headers_that_overlap(path: Path, size: int) -> Source:
+    """A file of nothing but local headers, each claiming all that follows."""
+    header = struct.pack("<4s5H3I2H", b"PK\x03\x04", 20, 0, 0, 0, 0, 1, 0, 0, 5, 0) + b"a/b/c"
+    data = bytearray(header * (size // len(header)))
+    for at in range(0, len(data) - len(header) + 1, len(header)):
+        struct.pack_into("<2I", data, at + 18, *(len(data) - at - len(header),) * 2)
+    path.write_bytes(data)
+    return Source(path)
+
+
+def test_headers_that_overlap_cannot_take_for_ever(tmp_path: Path) -> None:
+    """Thousands of headers, each claiming all that follows: proving stops at a few times the file."""
+    with closing(headers_that_overlap(tmp_path / "in.pth", 3_000_000)) as source, pytest.raises(LimitError, match="overlap"):
+        walk_zip(source)
+
+
+def test_the_limit_of_proving_can_be_raised(tmp_path: Path) -> None:
+    """The error names the limit; with another value the same file is walked to its end."""
+    with closing(headers_that_overlap(tmp_path / "in.pth", 60_000)) as source:
+        with limits.raised(proved=1_000_000), pytest.raises(LimitError, match="overlap") as caught:
+            walk_zip(source)
+        assert "--limit proved=2000000" in caught.value.fix
+        assert len(walk_zip(source).records) == 60_000 // 35
+
+
+def test_signatures_have_a_limit(tmp_path: Path) -> None:
+    """A million of them is more than any checkpoint has."""
+    (tmp_path / "in.pth").write_bytes(b"PK\x07\x08" * 1_000_100)
+    source = Source(tmp_path / "in.pth")
+    with pytest.raises(LimitError):
+        walk_zip(source)
+    source.close()
+
+
+def test_checksum_errors_are_not_swallowed() -> None:
+    """The walk catches damage where it inflates; this pins that ChecksumError is such damage."""
+    from ckpt_tools.errors import DamagedFileError
+
+    assert issubclass(ChecksumError, DamagedFileError)
+
+
+# --- torch-legacy
+
+
+@pytest.fixture
+def whole_legacy(tmp_path: Path) -> tuple[bytes, Tensors]:
+    """A torch-legacy file's bytes and its tensors, two of them views on one storage."""
+    table = torch.randn(30, 20)
+    tensors = {f"layer{i}.weight": torch.randn(30, 20) for i in range(18)} | {"a.weight": table[:10], "b.weight": table[5:]}
+    torch.save(tensors, tmp_path / "model.pth", _use_new_zipfile_serialization=False)
+    return (tmp_path / "model.pth").read_bytes(), tensors
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9, 0.999])
+def test_legacy_up_to_the_last_whole_storage(whole_legacy: tuple[bytes, Tensors], tmp_path: Path, share: float) -> None:
+    """Storages lie one behind another: what comes before the cut is saved, as torch-zip."""
+    data, tensors = whole_legacy
+    cut = data[: int(len(data) * share)]
+    table = torch.cat((tensors["a.weight"][:5], tensors["b.weight"]))  # the storage of both
+    bytes_of = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+    bytes_of |= dict.fromkeys(("a.weight", "b.weight"), table.numpy().tobytes())
+    report, found = repaired(cut, tmp_path)
+    assert set(found) == {name for name, data in bytes_of.items() if data in cut}
+    assert equal(found, tensors)
+    assert report.exit_code == 1
+    _, kept = repaired(cut, tmp_path, keep_damaged=True)
+    assert len(kept) == 20
+    assert equal({name: kept[name] for name in found}, tensors)
+
+
+@pytest.mark.parametrize(("before", "behind"), [(b"abc", b""), (b"\x80\x02", b"xyz"), (b"", b"x")])
+def test_garbage_around_legacy(whole_legacy: tuple[bytes, Tensors], tmp_path: Path, before: bytes, behind: bytes) -> None:
+    """Bytes before and behind the stream are left out."""
+    data, tensors = whole_legacy
+    report, found = repaired(before + data + behind, tmp_path)
+    assert (report.exit_code, len(found), equal(found, tensors)) == (0, 20, True)
+
+
+def test_text_mode_legacy(whole_legacy: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """A text-mode transfer of the old format is undone too."""
+    data, tensors = whole_legacy
+    report, found = repaired(data.replace(b"\n", b"\r\n"), tmp_path)
+    assert (report.exit_code, len(found), equal(found, tensors)) == (0, 20, True)
+
+
+def test_a_legacy_file_cut_in_its_pickle(whole_legacy: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """Without the names there is nothing to save."""
+    data, _ = whole_legacy
+    with pytest.raises(RepairError):
+        repaired(data[:300], tmp_path)
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_line_ends_at_the_ends_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Whether a transfer went over a file, and what it was before, is the same wherever the blocks end."""
+    monkeypatch.setattr(garbage, "CHUNK", size)
+    for data in (b"a\r\nb\r\n\r\nc", b"\r\n\r\n\r\n", b"a\r\nb\n", b"\n", b"a\r"):
+        (tmp_path / "file").write_bytes(data)
+        with closing(Source(tmp_path / "file")) as source:
+            assert garbage.is_text_mode(source) == (b"\r\n" in data and b"\n" not in data.replace(b"\r\n", b""))
+            assert b"".join(garbage.without_carriage_returns(source)) == data.replace(b"\r\n", b"\n")

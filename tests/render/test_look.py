@@ -1,0 +1,216 @@
+"""One look for all commands: narrow and plain terminals, help against typing errors, progress."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from ckpt_tools import diff, inspect, stats
+from ckpt_tools.cli import COMMANDS, main, options
+from ckpt_tools.render.description import View, print_description
+from ckpt_tools.render.difference import print_difference
+from ckpt_tools.render.stats import StatsView, print_stats
+from ckpt_tools.render.text import counted, wrapped
+from tests.support.samples import FIXTURES, by_name
+
+PAGES = [FIXTURES / name for name in ("training.pth", "fsdp.pth", "dtypes.pth", "whole_module.pth")]
+
+
+def page(render: Any, width: int, encoding: str = "utf-8") -> str:
+    """What a renderer prints on a terminal of this width and encoding."""
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    render(Console(file=file, width=width, force_terminal=True, color_system=None, highlight=False, emoji=False, markup=False))
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("path", PAGES, ids=by_name)
+def test_narrow_terminals(path: Path, width: int) -> None:
+    """No table is wider than the terminal, no column is cut, and every number of every row is there."""
+    description, measured, difference = inspect(path), stats(path), diff(path, FIXTURES / "single.pth", values=True)
+    shown = {
+        "inspect": page(partial(print_description, description, View(all=True)), width),
+        "tree": page(partial(print_description, description, View(tree=True)), width),
+        "stats": page(partial(print_stats, measured, StatsView(all=True)), width),
+        "diff": page(partial(print_difference, difference, show_all=True), width),
+    }
+    for name, text in shown.items():
+        table = text.split("\n\n")[1:2] if name in ("inspect", "stats") else []
+        assert all(len(line.rstrip()) <= width for part in table for line in part.splitlines()), text
+        assert "…" not in text
+    for row in description.tensors:
+        assert str(row["where"][-1]).rpartition(".")[2][:10] in shown["inspect"]
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_terminals_that_know_ascii_only(width: int) -> None:
+    """Histograms, trees and tables have an ASCII form."""
+    path = FIXTURES / "training.pth"
+    for render in (
+        partial(print_description, inspect(path), View(tree=True)),
+        partial(print_stats, stats(path), StatsView()),
+        partial(print_difference, diff(path, FIXTURES / "single.pth", values=True)),
+    ):
+        assert page(render, width, "ascii").isascii()
+
+
+def test_a_tree_with_depth_has_sums() -> None:
+    """`--tree --depth 1` says how many tensors and bytes are below each branch."""
+    text = page(partial(print_description, inspect(FIXTURES / "single.pth"), View(tree=True, depth=1)), 80)
+    assert re.search(r"features +7 tensors +mixed +cpu +232 B", text)
+    assert "running_mean" not in text
+
+
+def test_state_dicts_are_cut_too(tmp_path: Path) -> None:
+    """A file of thousands of state dicts has a page like any other; --all shows each."""
+    torch.save([{"a.w": torch.ones(1)} for _ in range(50)], tmp_path / "in.pth")
+    pages = []
+    for view in (View(), View(all=True)):
+        out = io.StringIO()
+        print_description(inspect(tmp_path / "in.pth"), view, Console(file=out, width=100))
+        pages.append(out.getvalue())
+    assert [len(re.findall(r"^state dict +\d+: 1 tensor", page, re.MULTILINE)) for page in pages] == [40, 50]
+    assert ["... 10 more (--all)" in page for page in pages] == [True, False]
+
+
+def test_one_is_no_plural() -> None:
+    """`1 tensor`, `2 tensors`; a state dict of one tensor is described so."""
+    assert [counted(number, "tensor") for number in (0, 1, 2, 1000)] == ["0 tensors", "1 tensor", "2 tensors", "1,000 tensors"]
+
+
+@given(st.text("ab._, {}", max_size=80), st.integers(8, 40))
+def test_wrapping_loses_nothing(text: str, width: int) -> None:
+    """A wrapped name is the name with line breaks; whatever is one word stays on one line."""
+    assert re.sub(r"\s", "", wrapped(text, width)) == re.sub(r"\s", "", text)
+    assert set(re.findall(r"[^., ]+", text)) == set(re.findall(r"[^., \n]+", wrapped(text, width)))
+
+
+def ckpt(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "ckpt_tools", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def test_plain_environments() -> None:
+    """PYTHONIOENCODING=ascii and LANG=C print, and a pipe gets neither colours nor progress."""
+    done = ckpt("stats", FIXTURES / "single.pth", PYTHONIOENCODING="ascii", LANG="C")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("terminal", [{}, {"FORCE_COLOR": "1", "COLUMNS": "80"}], ids=["pipe", "terminal"])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "report"])
+def test_names_that_the_terminal_cannot_show(name: str, terminal: dict[str, str], tmp_path: Path) -> None:
+    """Where the encoding lacks a letter, in a file's name or a tensor's, it is escaped, and nothing fails."""
+    path, out = tmp_path / "caf\u00e9.pth", tmp_path / "\u00fc.pth"
+    torch.save({"\u5c64.weight": torch.ones(2), "na\u00efve": "\u65e5"}, path)
+    more = {"convert": [out], "repair": [out], "average": [path, out], "diff": [path], "match": ["--like", path]}
+    done = ckpt(name, path, *more.get(name, []), PYTHONIOENCODING="ascii", LANG="C", **terminal)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    assert ("\\xe9" in done.stdout) or ("\\xfc" in done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["inspekt", "x.pth"], "inspect"),
+        (["convert", "a", "b", "--strip-modul"], "--strip-module"),
+        (["inspect", FIXTURES / "sngle.pth"], "single.pth"),
+        (["convert", FIXTURES / "ddp.pth", "OUT", "--drop", "module.fc3.weight"], "module.fc2.weight"),
+        (["convert", FIXTURES / "training.pth", "OUT", "--select", "modle"], "model"),
+        (["convert", FIXTURES / "ddp.pth", "OUT", "--like", FIXTURES / "training.pth", "--like-select", "modle"], "model"),
+        (["convert", FIXTURES / "ddp.pth", "OUT", "--plan", FIXTURES / "sngle.pth"], "single.pth"),
+        (["match", FIXTURES / "ddp.pth", "--like", "fixtures.make:netwrk"], "network"),
+        (["diff", FIXTURES / "training.pth", FIXTURES / "single.pth", "--select", "modle=."], "model"),
+        (["stats", FIXTURES / "single.pth", "--filter", "fc1.wieght"], "fc1.weight"),
+        (["inspect", FIXTURES / "single.pth", "--filter", "fc1.wieght"], "fc1.weight"),
+    ],
+    ids=str,
+)
+def test_did_you_mean(arguments: list[Any], near: str, tmp_path: Path) -> None:
+    """A typing error in a command, option, file, name or path gets what is near."""
+    given = [str(tmp_path / "out.pth") if argument == "OUT" else str(argument) for argument in arguments]
+    output = CliRunner().invoke(main, given).output
+    assert re.search(f"[Dd]id you mean.*{re.escape(near)}", output), output
+    assert "Errno" not in output
+    if "--like-select" in given:
+        assert "--like-select 'modle' matches nothing." in output
+
+
+QUIET: dict[str, list[tuple[int, list[str]]]] = {
+    "convert": [(0, ["ddp.pth", "OUT"]), (3, ["none.pth", "OUT"])],
+    "match": [
+        (0, ["ddp.pth", "--like", "single.pth"]),
+        (1, ["ddp.pth", "--like", "tied.pth"]),
+        (3, ["none.pth", "--like", "single.pth"]),
+    ],
+    "check": [(0, ["single.pth"]), (1, ["ddp.pth"]), (3, ["none.pth", "single.pth"])],
+    "repair": [(0, ["single.pth", "OUT"]), (3, ["none.pth", "OUT"])],
+    "diff": [(0, ["single.pth", "single.pth"]), (1, ["ddp.pth", "single.pth"]), (3, ["none.pth", "single.pth"])],
+    "average": [(0, ["single.pth", "single.pth", "OUT"]), (3, ["none.pth", "single.pth", "OUT"])],
+    "report": [(0, ["single.pth", "-o", "OUT"]), (3, ["none.pth", "-o", "OUT"])],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_quiet_means_one_thing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but errors, on standard error, with the exit code that there is without it; commands that only show lack it."""
+    monkeypatch.chdir(FIXTURES)
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    assert ("--quiet" in [option for parameter in command.params for option in parameter.opts]) == (name in QUIET)
+    for code, arguments in QUIET.get(name, []):
+        for number, quiet in enumerate(([], ["--quiet"])):
+            given = [str(tmp_path / f"{number}{code}") if argument == "OUT" else argument for argument in arguments]
+            result = CliRunner().invoke(main, [name, *given, *quiet])
+            assert result.exit_code == code, result.output
+        assert result.stdout == ""
+        assert ("none.pth" in result.stderr) == (code == 3)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_has_an_example(name: str) -> None:
+    """Each --help shows a command to copy."""
+    output = CliRunner().invoke(main, [name, "--help"], terminal_width=80).output
+    assert f"\n  ckpt {name} " in output
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("quiet", "seconds", "shown"), [(False, 2.0, True), (True, 2.0, False), (False, 0.5, False)])
+def test_progress(monkeypatch: pytest.MonkeyPatch, quiet: bool, seconds: float, shown: bool) -> None:
+    """A bar with speed and binary units once the work has taken a second, on a terminal, unless --quiet."""
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    now = iter([0.0, seconds, seconds, seconds, seconds, *[seconds] * 50])
+    monkeypatch.setattr(options.time, "monotonic", partial(next, now))
+    with options.show_progress(quiet=quiet) as progress:
+        progress(0, 8 << 20)
+        progress(4 << 20, 8 << 20)
+        time.sleep(0)
+    assert ("4.0 MiB of 8.0 MiB" in terminal.getvalue()) == shown
+    assert ("MiB/s" in terminal.getvalue()) == shown

@@ -1,0 +1,47 @@
+"""The checkpoints that tests run over: our fixtures, and the corpus of real files where CKPT_CORPUS names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+PTH = sorted(FIXTURES.glob("*.pth"))
+SAFETENSORS = sorted(FIXTURES.glob("*.safetensors"))
+
+
+def _corpus() -> list[dict[str, Any]]:
+    folder = os.environ.get("CKPT_CORPUS")
+    if folder is None:
+        return []
+    rows: list[dict[str, Any]] = json.loads(Path(folder, "catalogue.json").read_text())
+    return [row | {"path": Path(folder, "files", row["file"])} for row in rows]
+
+
+CORPUS = _corpus()
+
+
+def corpus(*containers: str) -> list[Any]:
+    """Parameters: the catalogue's rows of these containers; one skipped parameter without a corpus."""
+    skip = pytest.mark.skip(reason="CKPT_CORPUS is not set")
+    rows = [row for row in CORPUS if row["container"] in containers]
+    return [pytest.param(row, marks=pytest.mark.corpus, id=row["file"]) for row in rows] or [
+        pytest.param({}, marks=[pytest.mark.corpus, skip], id="corpus")
+    ]
+
+
+def by_name(path: Path) -> str:
+    """A test's id from a file."""
+    return path.name
+
+
+def shown(value: object) -> str:
+    """A test's id from any value: one in all processes, which an address or the order of a set is not."""
+    if isinstance(value, set | frozenset):
+        return f"{type(value).__name__}({', '.join(sorted(map(shown, value)))})"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -1,0 +1,613 @@
+"""load_into: any file into any model, straight into its memory; everything is checked before anything changes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import ckpt_tools.torch as ckpt
+from ckpt_tools.errors import (
+    ChangedFileError,
+    CkptError,
+    ConvertError,
+    DamagedFileError,
+    MatchError,
+    NothingMatchedError,
+    TargetError,
+    UsageError,
+)
+from ckpt_tools.io.output import Source
+from ckpt_tools.torch import copying
+from fixtures.make import Network, TiedNetwork, Wrapped, network
+from tests.support.graphs import element_bytes
+from tests.support.samples import FIXTURES
+from tests.torch.test_torch import NETWORKS
+
+WRAPS: dict[str, Callable[[nn.Module], Any]] = {
+    "plain": lambda model: model,
+    "parallel": nn.DataParallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "compiled-parallel": lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+    "parallel-compiled": lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+    "fsdp": lambda model: Wrapped("_fsdp_wrapped_module", model),
+}
+
+
+def blank_network() -> Network:
+    """The network of the fixtures with other values."""
+    model = Network()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(7)
+    return model
+
+
+def bits(model: nn.Module) -> dict[str, bytes]:
+    """The plain names and bytes of a model's tensors."""
+    return {name: element_bytes(value) for name, value in ckpt.unwrap(model.state_dict()).items()}
+
+
+LENET = bits(network())
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_any_wrapper_into_any_wrapper(name: str, wrap: str) -> None:
+    """Whatever wrapped the network in the file goes into whatever wraps it here, buffers included, in place."""
+    model = WRAPS[wrap](blank_network())
+    places = [tensor.data_ptr() for tensor in model.state_dict().values()]
+    report = ckpt.load_into(model, FIXTURES / f"{name}.pth")
+    assert report
+    assert report.loaded == list(model.state_dict())
+    assert bits(model) == LENET
+    assert [tensor.data_ptr() for tensor in model.state_dict().values()] == places
+
+
+def test_ddp_and_the_reverse(tmp_path: Path) -> None:
+    """Into DistributedDataParallel, and from what it saves into the plain model and on the meta device."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(blank_network())
+        assert ckpt.load_into(model, FIXTURES / "compiled.pth")
+        assert bits(model) == LENET
+        torch.save(model.state_dict(), tmp_path / "ddp.pth")
+        with pytest.raises(UsageError, match="before wrapping"):
+            ckpt.load_into(model, tmp_path / "ddp.pth", assign=True)
+    finally:
+        torch.distributed.destroy_process_group()
+    plain = blank_network()
+    assert ckpt.load_into(plain, tmp_path / "ddp.pth")
+    assert bits(plain) == LENET
+
+
+RANK = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from ckpt_tools.torch import load_into
+from fixtures.make import Network
+rank, store, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+torch.manual_seed(rank)
+model = nn.parallel.DistributedDataParallel(Network())
+assert load_into(model, path)
+total = torch.stack([value.double().sum() for value in model.state_dict().values()]).sum()
+other = total.clone()
+dist.all_reduce(other)
+assert other == 2 * total
+print(float(total), flush=True)
+dist.destroy_process_group()
+os._exit(0)  # threads of gloo that still run abort an interpreter that winds down
+"""
+
+
+def test_two_ranks_at_once(tmp_path: Path) -> None:
+    """Every rank of a DDP job reads the file by itself, and they agree."""
+    import subprocess
+
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), str(FIXTURES / "ddp.pth")], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    sums = {float(rank.communicate(timeout=120)[0]) for rank in ranks}
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    expected = torch.stack([value.double().sum() for value in network().state_dict().values()]).sum()
+    assert sums == {float(expected)}
+
+
+# --- meta, assign
+
+
+@pytest.mark.parametrize("wrap", ["plain", "compiled", "parallel"])
+def test_a_model_on_the_meta_device(wrap: str) -> None:
+    """It is made on the CPU, Parameters as they were, and computes."""
+    with torch.device("meta"):
+        model = WRAPS[wrap](Network())
+    next(iter(model.parameters())).requires_grad_(False)
+    assert ckpt.load_into(model, FIXTURES / "ddp.pth")
+    assert bits(model) == LENET
+    parameters = list(model.parameters())
+    assert [parameter.requires_grad for parameter in parameters] == [False] + [True] * (len(parameters) - 1)
+    assert all(type(parameter) is nn.Parameter and parameter.is_leaf for parameter in parameters)
+
+
+def test_ties_on_the_meta_device() -> None:
+    """One tensor under two names stays one."""
+    with torch.device("meta"):
+        model = TiedNetwork()
+    assert ckpt.load_into(model, FIXTURES / "tied.pth")
+    assert model.decoder.weight is model.embedding.weight
+    assert not model.decoder.weight.is_meta
+
+
+def test_what_stays_on_the_meta_device_is_said() -> None:
+    """A buffer that no checkpoint holds cannot be filled; the report names it."""
+    with torch.device("meta"):
+        model = Network()
+        model.register_buffer("table", torch.zeros(3), persistent=False)
+    assert "table" in str(ckpt.load_into(model, FIXTURES / "ddp.pth"))
+
+
+def test_assign_takes_the_files_dtype(tmp_path: Path) -> None:
+    """assign=True puts new tensors in place; without it values are cast into the old ones."""
+    torch.save({name: value.to(torch.bfloat16) for name, value in network().state_dict().items() if value.is_floating_point()},
+               tmp_path / "m.pth")  # fmt: skip
+    model, other = blank_network(), blank_network()
+    old = model.fc1.weight
+    report = ckpt.load_into(model, tmp_path / "m.pth", allow_missing=["*num_batches_tracked"])
+    assert model.fc1.weight is old
+    assert report.cast == {"bfloat16 -> float32": 10}
+    assert torch.equal(old, network().fc1.weight.bfloat16().float())
+    ckpt.load_into(other, tmp_path / "m.pth", assign=True, allow_missing=["*num_batches_tracked"])
+    assert other.fc1.weight.dtype is torch.bfloat16
+
+
+# --- memory formats, dtypes, containers
+
+
+def test_memory_formats_and_dtypes(tmp_path: Path) -> None:
+    """Channels last, transposed and strided parameters, other dtypes and tensors larger than a buffer get their values."""
+    torch.manual_seed(0)
+    values = {
+        "big": torch.randn(3, 1025, 700), "conv": torch.randn(5, 4, 3, 3), "matrix": torch.randn(6, 8), "short": torch.randn(9),
+        "scalar": torch.tensor(2.5), "none": torch.empty(0, 3), "wave": torch.randn(3, dtype=torch.complex64),
+    }  # fmt: skip
+    torch.save({f"m.{name}": value for name, value in values.items()}, tmp_path / "m.pth")
+    empty = {
+        "big": torch.zeros(700, 1025, 3).permute(2, 1, 0),
+        "conv": torch.zeros(5, 4, 3, 3).to(memory_format=torch.channels_last),
+        "matrix": torch.zeros(12, 16)[::2, ::2],
+        "short": torch.zeros(9, dtype=torch.float16),
+        "scalar": torch.zeros((), dtype=torch.float64),
+        "none": torch.zeros(0, 3),
+        "wave": torch.zeros(3, dtype=torch.complex128),
+    }
+    model = nn.Module()
+    model.m = nn.Module()
+    for name, made in empty.items():
+        model.m.register_parameter(name, nn.Parameter(made))
+    strides = [parameter.stride() for parameter in model.parameters()]
+    report = ckpt.load_into(model, tmp_path / "m.pth")
+    assert report
+    assert report.cast == {"float32 -> float16": 1, "float32 -> float64": 1, "complex64 -> complex128": 1}
+    for name, parameter in model.m.named_parameters():
+        assert torch.equal(parameter, values[name].to(parameter.dtype)), name
+    assert [parameter.stride() for parameter in model.parameters()] == strides
+
+
+def test_views_in_the_file(tmp_path: Path) -> None:
+    """Transposed, expanded and conjugate tensors of a file have the values that torch.load gives."""
+    base, wave = torch.arange(12.0).reshape(3, 4), torch.tensor([1 + 2j])
+    data = {"m.a": base.t(), "m.b": base[1:, ::2], "m.c": wave.conj(), "m.d": torch.ones(1).expand(5)}
+    torch.save(data, tmp_path / "m.pth")
+    model = nn.Module()
+    model.m = nn.ParameterDict({name[2:]: torch.zeros_like(value.resolve_conj().contiguous()) for name, value in data.items()})
+    assert ckpt.load_into(model, tmp_path / "m.pth")
+    assert all(torch.equal(model.m[name[2:]], value) for name, value in data.items())
+
+
+def test_autograd_sees_the_change() -> None:
+    """What was read into a parameter's memory counts as a change in place."""
+    model = blank_network()
+    before = model.fc1.weight._version
+    loss = (model.fc1.weight**2).sum()
+    ckpt.load_into(model, FIXTURES / "ddp.pth")
+    assert model.fc1.weight._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_safetensors_and_select(tmp_path: Path) -> None:
+    """Another container, and one state dict of several."""
+    save_file({f"module.{name}": value for name, value in network().state_dict().items()}, tmp_path / "m.safetensors")
+    torch.save({"ema": blank_network().state_dict(), "model": network().state_dict()}, tmp_path / "m.pth")
+    for path, select in (("m.safetensors", None), ("m.pth", "model")):
+        model = blank_network()
+        assert ckpt.load_into(model, tmp_path / path, select=select)
+        assert bits(model) == LENET
+    with pytest.raises(NothingMatchedError, match="2 state dicts"):
+        ckpt.load_into(blank_network(), tmp_path / "m.pth")
+
+
+# --- refused, and nothing has changed
+
+
+def refused(model: nn.Module, path: Path, error: type[CkptError], saying: str, **options: Any) -> CkptError:
+    """load_into raises, and every tensor of the model is what it was."""
+    before = {name: (id(value), element_bytes(value)) for name, value in model.state_dict(keep_vars=True).items()}
+    with pytest.raises(error, match=saying) as caught:
+        ckpt.load_into(model, path, **options)
+    after = {name: (id(value), element_bytes(value)) for name, value in model.state_dict(keep_vars=True).items()}
+    assert after == before
+    return caught.value
+
+
+def with_head(classes: int) -> Network:
+    """The network with another number of classes."""
+    model = blank_network()
+    model.fc2 = nn.Linear(8, classes)
+    return model
+
+
+def test_what_does_not_fit_is_listed() -> None:
+    """Missing, unexpected and mismatched tensors are all named, with the arguments that settle them."""
+    model = with_head(20)
+    model.extra = nn.Linear(2, 2)
+    del model.fc1
+    error = refused(model, FIXTURES / "ddp.pth", MatchError, "does not fit the model")
+    for text in ("2 missing: extra.weight, extra.bias", "2 unexpected: module.fc1.weight", "fc2.weight (10x8, wanted 20x8)"):
+        assert text in error.why
+    for text in ("reinit=", "allow_missing", "allow_unexpected", "on_mismatch"):
+        assert text in error.fix
+
+
+def test_damage_is_found_first(tmp_path: Path) -> None:
+    """A deflated record that cannot be inflated is met before the model changes."""
+    torch.save(network().state_dict(), tmp_path / "stored.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "stored.pth") as stored,
+        zipfile.ZipFile(tmp_path / "in.pth", "w", zipfile.ZIP_DEFLATED) as out,
+    ):
+        for info in stored.infolist():
+            out.writestr(info.filename, stored.read(info))
+            if info.filename.endswith("data/9"):
+                last = out.getinfo(info.filename)
+    model = blank_network()
+    assert ckpt.load_into(model, tmp_path / "in.pth")
+    data = bytearray((tmp_path / "in.pth").read_bytes())
+    start = last.header_offset + 30 + len(last.filename) + 5
+    data[start : start + 8] = b"\xff" * 8
+    (tmp_path / "in.pth").write_bytes(data)
+    refused(blank_network(), tmp_path / "in.pth", DamagedFileError, ".")
+
+
+def test_a_value_that_would_be_lost(tmp_path: Path) -> None:
+    """Floats into integers and complex numbers into floats are refused; integers into floats are not."""
+    torch.save({"m.a": torch.ones(2), "m.b": torch.ones(2)}, tmp_path / "m.pth")
+    model = nn.Module()
+    model.m = nn.Module()
+    model.m.register_buffer("a", torch.zeros(2))
+    model.m.register_buffer("b", torch.zeros(2, dtype=torch.int64))
+    refused(model, tmp_path / "m.pth", ConvertError, "lose part of its values")
+    torch.save({"m.a": torch.ones(2, dtype=torch.complex64), "m.b": torch.ones(2, dtype=torch.int64)}, tmp_path / "m.pth")
+    refused(model, tmp_path / "m.pth", ConvertError, "lose part of its values")
+    torch.save({"m.a": torch.tensor([3, 4]), "m.b": torch.tensor([5, 6])}, tmp_path / "m.pth")
+    assert ckpt.load_into(model, tmp_path / "m.pth")
+    assert [buffer.tolist() for buffer in model.buffers()] == [[3.0, 4.0], [5, 6]]
+
+
+def test_tied_in_the_model_and_not_in_the_file(tmp_path: Path) -> None:
+    """Two names that are one tensor here take one value: equal ones are fine, different ones are refused."""
+    state = {name: value.clone() for name, value in TiedNetwork().state_dict().items()}
+    torch.save(state, tmp_path / "equal.pth")
+    assert ckpt.load_into(TiedNetwork(), tmp_path / "equal.pth")
+    state["decoder.weight"] += 1
+    torch.save(state, tmp_path / "other.pth")
+    refused(TiedNetwork(), tmp_path / "other.pth", ConvertError, "one tensor in the model, and two different ones")
+
+
+class Packed(nn.Module):
+    """A module that makes its state when asked, as quantised layers do."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "packed"] = (torch.ones(2), None)
+
+
+UNUSUAL: dict[str, Callable[[], nn.Module]] = {
+    "packed": Packed,
+    "lazy": lambda: nn.LazyLinear(3),
+    "quantised": lambda: holder(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
+    "expanded": lambda: holder(torch.ones(1).expand(4)),
+    "sparse": lambda: holder(torch.eye(2).to_sparse()),
+}
+
+
+def holder(tensor: torch.Tensor) -> nn.Module:
+    """A module with one buffer."""
+    module = nn.Module()
+    module.register_buffer("b", tensor)
+    return module
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.filterwarnings("ignore")
+def test_unusual_parameters_are_named(kind: str) -> None:
+    """What cannot be written into is named, not skipped."""
+    model = blank_network()
+    model.odd = UNUSUAL[kind]()
+    with pytest.raises(TargetError, match=r"'odd\."):
+        ckpt.load_into(model, FIXTURES / "ddp.pth", allow_missing=["odd.*"])
+    assert element_bytes(model.fc1.weight) != LENET["fc1.weight"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"match": "guess"}, {"on_mismatch": "ignore"}, {"reinit": "glorot"}, {"seed": -1}, {"rows": [1]}, {"select": 0},
+        {"allow_missing": "fc.*"}, {"on_mismatch": "reinit"}, {"on_mismatch": "overlap", "rows": [-1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_arguments(options: dict[str, Any]) -> None:
+    """What cannot be meant is a usage error, before anything else."""
+    refused(blank_network(), FIXTURES / "ddp.pth", UsageError, ".", **options)
+
+
+def test_no_module() -> None:
+    """A state dict is no model."""
+    with pytest.raises(UsageError, match="OrderedDict"):
+        ckpt.load_into(network().state_dict(), FIXTURES / "ddp.pth")  # type: ignore[arg-type]
+
+
+# --- choices
+
+
+def test_another_head() -> None:
+    """Ten classes to twenty: reinitialised, overlapped, picked by row, skipped; each is in the report."""
+    old = network().state_dict()
+    model = with_head(20)
+    report = ckpt.load_into(model, FIXTURES / "ddp.pth", on_mismatch="reinit", reinit={"*": "normal:0.02", "*.bias": "zeros"})
+    assert not report
+    assert report.reinitialised == {"fc2.weight": "normal:0.02 (seed 0)", "fc2.bias": "zeros (seed 0)"}
+    assert not model.fc2.bias.any()
+    assert 0.01 < float(model.fc2.weight.detach().std()) < 0.03
+    with pytest.raises(MatchError, match="not loaded whole"):
+        report.raise_if_incomplete()
+
+    model = with_head(20)
+    report = ckpt.load_into(model, FIXTURES / "ddp.pth", on_mismatch="overlap", reinit="ones")
+    assert torch.equal(model.fc2.weight[:10], old["fc2.weight"])
+    assert torch.equal(model.fc2.bias[:10], old["fc2.bias"])
+    assert model.fc2.weight[10:].eq(1).all()
+    assert set(report.adapted) == {"fc2.weight", "fc2.bias"}
+
+    model = with_head(3)
+    report = ckpt.load_into(model, FIXTURES / "ddp.pth", on_mismatch="overlap", rows=[3, 7, 1])
+    assert torch.equal(model.fc2.weight, old["fc2.weight"][[3, 7, 1]])
+    assert torch.equal(model.fc2.bias, old["fc2.bias"][[3, 7, 1]])
+    assert report
+
+    model = with_head(3)
+    before = element_bytes(model.fc2.weight)
+    report = ckpt.load_into(model, FIXTURES / "ddp.pth", on_mismatch="skip")
+    assert element_bytes(model.fc2.weight) == before
+    assert report.mismatched == {"fc2.weight": ((10, 8), (3, 8)), "fc2.bias": ((10,), (3,))}
+
+
+def test_missing_and_unexpected_by_choice() -> None:
+    """Globs allow what is left over; `target` keeps the model's own value; `default` is the layer's reset."""
+    model = blank_network()
+    model.extra = nn.Linear(2, 2)
+    del model.fc1
+    own = element_bytes(model.extra.weight)
+    report = ckpt.load_into(model, FIXTURES / "ddp.pth", allow_missing=["extra.*"], allow_unexpected=["module.fc1.*"])
+    assert (report.missing, report.unexpected) == (["extra.weight", "extra.bias"], ["module.fc1.weight", "module.fc1.bias"])
+    assert not report
+    report = ckpt.load_into(
+        model, FIXTURES / "ddp.pth", allow_unexpected=["*fc1*"], reinit={"*.weight": "target", "*.bias": "default"}
+    )
+    assert element_bytes(model.extra.weight) == own
+    assert report.reinitialised == {"extra.weight": "the model's own value", "extra.bias": "uniform:0.707107 (seed 0)"}
+
+
+def test_rename() -> None:
+    """The user's rules come first, and the reason says so."""
+    model = nn.Module()
+    model.net = blank_network()
+    report = ckpt.load_into(model, FIXTURES / "single.pth", rename="^=net.")
+    assert report
+    assert report.renamed["fc1.weight"] == ("net.fc1.weight", "rule")
+    assert bits(model.net) == LENET
+
+
+def test_the_report_is_a_page() -> None:
+    """Short: many renames are summed up."""
+    report = ckpt.load_into(blank_network(), FIXTURES / "ddp.pth")
+    assert str(report).splitlines() == [
+        f"11 tensors loaded from {FIXTURES / 'ddp.pth'}",
+        "  renamed (wrapper)  module.features.0.weight -> features.0.weight",
+        "                     module.features.0.bias -> features.0.bias",
+        "                     module.features.1.weight -> features.1.weight",
+        "                     ... 8 more",
+    ]
+    report.raise_if_incomplete()
+    assert report.to_json()["loaded"] == report.loaded
+
+
+class Counting(nn.Linear):
+    """A layer with extra state."""
+
+    count = 3
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        self.count = state
+
+
+def test_extra_state(tmp_path: Path) -> None:
+    """What a module keeps beside tensors is given back to it; a file without it is refused or allowed."""
+    model = nn.Sequential(Counting(2, 2))
+    model[0].count = 9
+    torch.save(nn.DataParallel(model).state_dict(), tmp_path / "m.pth")
+    fresh = nn.Sequential(Counting(2, 2))
+    report = ckpt.load_into(fresh, tmp_path / "m.pth")
+    assert fresh[0].count == 9
+    assert "0._extra_state" in report.loaded
+    torch.save(nn.Sequential(nn.Linear(2, 2)).state_dict(), tmp_path / "old.pth")
+    with pytest.raises(MatchError, match="does not fit"):
+        ckpt.load_into(fresh, tmp_path / "old.pth")
+    assert ckpt.load_into(fresh, tmp_path / "old.pth", allow_missing=["*_extra_state"]).missing == ["0._extra_state"]
+
+
+class Remembering(nn.Module):
+    """A layer with a `module` of its own, whose extra state holds tensors, or is one."""
+
+    def __init__(self, inner: nn.Module | None, state: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), 1.0 if inner else 2.0))
+        self.module, self.state = inner, state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, nn.DataParallel])
+def test_extra_state_that_holds_tensors(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    """A dict of tensors in extra state is no state dict to choose from, and each module gets its own, as its tensors."""
+    model = Remembering(Remembering(None, torch.arange(3)), {"scale": torch.ones(2)})
+    torch.save(wrap(model).state_dict(), tmp_path / "m.pth")
+    fresh = Remembering(Remembering(None, 0), 0)
+    for tensor in fresh.parameters():
+        tensor.data.zero_()
+    report = ckpt.load_into(wrap(fresh) if wrap is nn.Sequential else fresh, tmp_path / "m.pth")
+    assert report
+    assert torch.equal(fresh.state["scale"], torch.ones(2))
+    assert torch.equal(fresh.module.state, torch.arange(3))
+    assert fresh.weight.tolist() == [1.0, 1.0]
+    assert fresh.module.weight.tolist() == [2.0, 2.0]
+
+
+def test_files_from_before_batch_counters(tmp_path: Path) -> None:
+    """num_batches_tracked came with torch 0.4.1; a file without any loads, as in torch, and the report says so."""
+    state = {name: value for name, value in network().state_dict().items() if "tracked" not in name}
+    torch.save(state, tmp_path / "old.pth")
+    model = network()
+    report = ckpt.load_into(model, tmp_path / "old.pth")
+    assert report
+    assert "num_batches_tracked" in str(report)
+
+
+def test_adapt(tmp_path: Path) -> None:
+    """A first convolution for one and for five channels, by timm's rule."""
+    weight = torch.randn(4, 3, 3, 3)
+    torch.save({"0.weight": weight, "0.bias": torch.zeros(4)}, tmp_path / "m.pth")
+    grey, more = nn.Sequential(nn.Conv2d(1, 4, 3)), nn.Sequential(nn.Conv2d(5, 4, 3))
+    assert "sum over the 3 channels" in ckpt.load_into(grey, tmp_path / "m.pth", adapt=True).adapted["0.weight"]
+    assert torch.allclose(grey[0].weight, weight.sum(1, keepdim=True))
+    ckpt.load_into(more, tmp_path / "m.pth", adapt=True)
+    assert torch.allclose(more[0].weight, weight[:, [0, 1, 2, 0, 1]] * 3 / 5)
+
+
+# --- load_state_dict maps files
+
+
+def test_a_mapped_file_is_private_and_lazy(tmp_path: Path) -> None:
+    """Writing to a loaded tensor does not reach the file; a replaced or removed file does not reach the tensors."""
+    torch.save({"a.w": torch.ones(1 << 19)}, tmp_path / "m.pth")
+    before = (tmp_path / "m.pth").read_bytes()
+    loaded = ckpt.load_state_dict(tmp_path / "m.pth")["a.w"]
+    loaded[0] = 5
+    assert (tmp_path / "m.pth").read_bytes() == before
+    ckpt.save({"a.w": torch.zeros(1 << 19)}, tmp_path / "m.pth")
+    (tmp_path / "m.pth").unlink()
+    assert float(loaded.sum()) == (1 << 19) + 4
+
+
+def test_mapped_and_read_are_the_same(tmp_path: Path) -> None:
+    """mmap=False reads everything now, with the same values, ties and views."""
+    base = torch.arange(float(1 << 19))
+    torch.save({"a.w": base, "b.w": base[8:], "c.w": base.bfloat16()}, tmp_path / "m.pth")
+    mapped, read = (ckpt.load_state_dict(tmp_path / "m.pth", mmap=mmap) for mmap in (True, False))
+    assert {name: element_bytes(value) for name, value in mapped.items()} == {
+        name: element_bytes(value) for name, value in read.items()
+    }
+    assert mapped["b.w"].data_ptr() == mapped["a.w"].data_ptr() + 32
+    (tmp_path / "m.pth").write_bytes(b"")
+    assert torch.equal(read["a.w"], base)
+
+
+@pytest.mark.parametrize("location", [lambda storage, tag: storage, 3], ids=["function", "number"])
+def test_map_location_is_a_device_or_a_mapping(location: Any) -> None:
+    """A function, which torch.load takes, is refused with a sentence."""
+    with pytest.raises(UsageError, match="map_location is a"):
+        ckpt.load(FIXTURES / "single.pth", map_location=location)
+
+
+def test_select_is_text() -> None:
+    """A number is no path."""
+    with pytest.raises(UsageError, match="select=0"):
+        ckpt.load_state_dict(FIXTURES / "single.pth", select=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_share_the_reads(threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors longer than a step are read in steps, by as many threads as torch has; a damaged file's error comes through."""
+    monkeypatch.setattr(copying, "_STEP", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    readers: set[int] = set()
+    read_into = Source.read_into
+
+    def noting(source: Source, offset: int, buffer: memoryview) -> None:
+        readers.add(threading.get_ident())
+        time.sleep(0.001)
+        read_into(source, offset, buffer)
+
+    monkeypatch.setattr(Source, "read_into", noting)
+    path = tmp_path / "in.pth"
+    state = {"a": torch.randn(40, 5), "b": torch.randn(3), "c": torch.arange(999)}
+    torch.save(state, path)
+    model = nn.Module()
+    for name, value in state.items():
+        model.register_buffer(name, torch.zeros_like(value))
+    ckpt.load_into(model, path)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert len(readers) == threads
+
+    monkeypatch.setattr(Source, "read_into", lambda source, offset, buffer: (_ for _ in ()).throw(source.changed()))
+    with pytest.raises(ChangedFileError):
+        ckpt.load_into(model, path)
+
+
+def test_what_was_put_on_a_parameter_stays(tmp_path: Path) -> None:
+    """An exchanged parameter keeps the attributes of the old one: trainers mark parameters so."""
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "in.pth")
+    model = nn.Linear(3, 2)
+    model.weight.no_decay = True  # type: ignore[attr-defined]
+    model.bias.requires_grad_(requires_grad=False)
+    assert ckpt.load_into(model, tmp_path / "in.pth", assign=True)
+    assert model.weight.no_decay is True  # type: ignore[attr-defined]
+    assert [parameter.requires_grad for parameter in model.parameters()] == [True, False]
+
+
+def test_a_model_made_for_inference_is_refused(tmp_path: Path) -> None:
+    """Nothing may write into tensors that were made under inference_mode; said before anything changes."""
+    torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "in.pth")
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+    with pytest.raises(TargetError, match=r"made under torch\.inference_mode"):
+        ckpt.load_into(model, tmp_path / "in.pth")

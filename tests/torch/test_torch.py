@@ -1,0 +1,449 @@
+"""The load code: live tensors as torch.load gives them, names as the plain model has them, files whole or not there."""
+
+from __future__ import annotations
+
+import os
+import stat
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import ckpt_tools.torch as ckpt
+from ckpt_tools.errors import (
+    CollisionError,
+    ContainerLimitError,
+    NothingMatchedError,
+    ObjectsError,
+    OutputError,
+    UsageError,
+)
+from fixtures.make import TiedNetwork, Wrapped, network, training_state
+from tests.support import classes
+from tests.support.graphs import assert_same, element_bytes
+from tests.support.samples import (
+    FIXTURES,
+    PTH,
+    SAFETENSORS,
+    by_name,
+    shown,
+)
+from tests.support.zips import big_endian
+
+NETWORKS = [
+    "compiled",
+    "compiled_parallel",
+    "parallel_compiled",
+    "fsdp",
+    "data_parallel",
+    "ddp",
+    "single",
+    "cuda",
+    "no_byteorder",
+]
+
+
+def assert_is_network(state_dict: Any) -> None:
+    """The plain network's state dict: names in order, bits, `_metadata`."""
+    expected = network().state_dict()
+    assert list(state_dict) == list(expected)
+    assert all(element_bytes(state_dict[name]) == element_bytes(value) for name, value in expected.items())
+    assert list(state_dict._metadata.items()) == list(expected._metadata.items())
+
+
+# --- load
+
+
+@pytest.mark.parametrize("path", [path for path in PTH if path.stem not in ("namespace", "numpy", "whole_module")], ids=by_name)
+def test_load_is_torch_load(path: Path) -> None:
+    """Values, views, ties, Parameters and their attributes are torch.load's, without running a pickle."""
+    assert_same(ckpt.load(path), torch.load(path, map_location="cpu", weights_only=False))
+
+
+@pytest.mark.parametrize("path", SAFETENSORS, ids=by_name)
+def test_load_reads_safetensors(path: Path) -> None:
+    """The tensors are those of safetensors' own load_file."""
+    loaded, expected = ckpt.load(path), load_file(path)
+    assert {name: element_bytes(value) for name, value in loaded.items()} == {
+        name: element_bytes(value) for name, value in expected.items()
+    }
+
+
+def test_load_makes_known_objects_plain() -> None:
+    """A Namespace is a dict, a NumPy number a number, an array a tensor."""
+    assert ckpt.load(FIXTURES / "namespace.pth")["args"] == {"lr": 0.1, "layers": [3, 4], "resume": None, "seed": 7}
+    loaded = ckpt.load(FIXTURES / "numpy.pth")
+    assert (loaded["best_acc"], loaded["epoch"], type(loaded["epoch"])) == (0.875, 4, int)
+    assert loaded["grid"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("value", [classes.Colour.RED, classes.Plain, [classes.Plain()]], ids=shown)
+def test_load_refuses_unknown_objects(tmp_path: Path, value: Any) -> None:
+    """What is no plain data is refused with its place, and with the command that helps."""
+    torch.save({"a": value}, tmp_path / "in.pth")
+    with pytest.raises(ObjectsError, match=r"tests\.classes") as caught:
+        ckpt.load(tmp_path / "in.pth")
+    assert "--objects plain" in caught.value.fix
+
+
+def test_load_keeps_sets_and_cycles(tmp_path: Path) -> None:
+    """Sets, complex numbers, bytearrays, sizes, devices and a list that holds itself."""
+    data: dict[str, Any] = {"set": {1, "a"}, "c": 1 + 2j, "b": bytearray(b"x"), "s": torch.Size([2]), "d": torch.device("cpu")}
+    data["dtype"], data["self"] = torch.float16, [(data,)]
+    torch.save(data, tmp_path / "in.pth")
+    assert_same(ckpt.load(tmp_path / "in.pth"), torch.load(tmp_path / "in.pth"))
+
+
+def test_load_big_endian(tmp_path: Path) -> None:
+    """A big-endian file has the values that torch.load gives."""
+    torch.save({"a": torch.arange(3.0), "b": torch.tensor([1 + 2j])}, tmp_path / "little.pth")
+    big_endian(tmp_path / "little.pth", tmp_path / "in.pth", {"0": 4, "1": 4})
+    assert_same(ckpt.load(tmp_path / "in.pth"), torch.load(tmp_path / "in.pth"))
+
+
+@pytest.mark.parametrize("map_location", ["cpu", torch.device("cpu"), {"cuda:0": "cpu"}])
+def test_map_location(map_location: ckpt.MapLocation) -> None:
+    """A device or a mapping from tags places tensors as torch.load does."""
+    loaded = ckpt.load(FIXTURES / "cuda.pth", map_location=map_location)
+    assert_same(loaded, torch.load(FIXTURES / "cuda.pth", map_location=map_location))
+    assert {value.device.type for value in loaded.values()} == {"cpu"}
+
+
+def test_map_location_meta() -> None:
+    """On the meta device there are shapes only."""
+    loaded = ckpt.load_state_dict(FIXTURES / "single.pth", map_location="meta")
+    assert {value.device.type for value in loaded.values()} == {"meta"}
+    assert loaded["fc1.weight"].shape == (8, 16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
+@pytest.mark.parametrize("map_location", [None, {"cuda:3": "cpu"}, "cuda"])
+def test_a_device_that_is_not_there(map_location: ckpt.MapLocation) -> None:
+    """The error names the tag and says what to do, in place of torch's traceback."""
+    with pytest.raises(UsageError, match=r"tagged 'cuda:0'") as caught:
+        ckpt.load(FIXTURES / "cuda.pth", map_location=map_location)
+    assert "map_location" in caught.value.fix
+
+
+# --- load_state_dict
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_load_state_dict_is_ready_for_the_plain_model(name: str) -> None:
+    """Whatever wrapped the network: names, order, bits and `_metadata` of the plain one."""
+    loaded = ckpt.load_state_dict(FIXTURES / f"{name}.pth")
+    assert_is_network(loaded)
+    network().load_state_dict(loaded)
+
+
+def test_load_state_dict_as_it_is() -> None:
+    """unwrap=False keeps the names."""
+    loaded = ckpt.load_state_dict(FIXTURES / "ddp.pth", unwrap=False)
+    assert list(loaded) == list(nn.DataParallel(network()).state_dict())
+
+
+def test_load_state_dict_from_a_training_checkpoint() -> None:
+    """The only state dict is found wherever it is; the optimizer is none."""
+    assert_is_network_after_a_step(ckpt.load_state_dict(FIXTURES / "training.pth"))
+    assert_is_network_after_a_step(ckpt.load_state_dict(FIXTURES / "training.pth", select="model"))
+
+
+def assert_is_network_after_a_step(state_dict: Any) -> None:
+    """The network of training.pth."""
+    expected = torch.load(FIXTURES / "training.pth")["model"]
+    assert {f"module.{name}": element_bytes(value) for name, value in state_dict.items()} == {
+        name: element_bytes(value) for name, value in expected.items()
+    }
+
+
+def test_load_state_dict_of_several() -> None:
+    """With several state dicts the error names them, and select chooses."""
+    with pytest.raises(NothingMatchedError, match="2 state dicts: 'model', 'ema'"):
+        ckpt.load_state_dict(FIXTURES / "mixed_devices.pth")
+    assert "n_averaged" in ckpt.load_state_dict(FIXTURES / "mixed_devices.pth", select="ema")
+
+
+@pytest.mark.parametrize("select", ["epoch", "config", "nowhere"])
+def test_load_state_dict_of_nothing(select: str) -> None:
+    """What is no state dict is refused."""
+    with pytest.raises(NothingMatchedError):
+        ckpt.load_state_dict(FIXTURES / "training.pth", select=select)
+
+
+def test_load_state_dict_leaves_values_out(tmp_path: Path) -> None:
+    """An epoch beside the tensors is not for the model; a module's extra state is."""
+    data = {"module.w": torch.ones(1), "epoch": 3, "args": Namespace(a=1), "module._extra_state": {"n": 1}}
+    torch.save(data, tmp_path / "in.pth")
+    assert list(ckpt.load_state_dict(tmp_path / "in.pth")) == ["w", "_extra_state"]
+
+
+def test_load_state_dict_of_a_pickled_module() -> None:
+    """A whole pickled model gives its state dict, without its classes and without running them."""
+    loaded = ckpt.load_state_dict(FIXTURES / "whole_module.pth")
+    expected = torch.load(FIXTURES / "whole_module.pth", weights_only=False).state_dict()
+    assert_same(dict(loaded), dict(expected))
+
+
+def test_load_state_dict_collision(tmp_path: Path) -> None:
+    """Two names that become one are an error."""
+    torch.save({"module.w": torch.ones(1), "w": torch.ones(1)}, tmp_path / "in.pth")
+    with pytest.raises(CollisionError):
+        ckpt.load_state_dict(tmp_path / "in.pth")
+    assert list(ckpt.load_state_dict(tmp_path / "in.pth", unwrap=False)) == ["module.w", "w"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_load_state_dict_with_a_dtype(dtype: torch.dtype) -> None:
+    """Floats are cast as torch casts them, ties stay, integers stay."""
+    loaded = ckpt.load_state_dict(FIXTURES / "tied.pth", dtype=dtype)
+    expected = torch.load(FIXTURES / "tied.pth")
+    assert {name: element_bytes(value) for name, value in loaded.items()} == {
+        name: element_bytes(value.to(dtype)) for name, value in expected.items()
+    }
+    assert loaded["decoder.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
+    assert ckpt.load_state_dict(FIXTURES / "single.pth", dtype=dtype)["features.1.num_batches_tracked"].dtype is torch.int64
+
+
+def test_load_state_dict_keeps_parameters(tmp_path: Path) -> None:
+    """A cast Parameter is a leaf Parameter of the new dtype, without a history."""
+    torch.save({"a.w": nn.Parameter(torch.ones(2))}, tmp_path / "in.pth")
+    loaded = ckpt.load_state_dict(tmp_path / "in.pth", dtype=torch.float16)["a.w"]
+    assert isinstance(loaded, nn.Parameter)
+    assert loaded.is_leaf
+    assert loaded.dtype is torch.float16
+
+
+def test_load_state_dict_dtype_must_be_a_float() -> None:
+    """An integer dtype is a usage error."""
+    with pytest.raises(UsageError, match="no float"):
+        ckpt.load_state_dict(FIXTURES / "single.pth", dtype=torch.int8)
+
+
+# --- names of live state dicts
+
+
+def test_strip_prefix() -> None:
+    """The kind, order and `_metadata` stay; the tensors are the same objects; the original is not touched."""
+    wrapped = nn.DataParallel(nn.DataParallel(network())).state_dict()
+    names = list(wrapped)
+    stripped = ckpt.strip_prefix(wrapped)
+    assert type(stripped) is OrderedDict
+    assert_is_network(stripped)
+    assert list(wrapped) == names
+    assert stripped["fc1.weight"] is wrapped["module.module.fc1.weight"]
+    assert list(ckpt.strip_prefix(wrapped, "")) == names
+
+
+def test_add_prefix() -> None:
+    """What DataParallel's own state dict would be."""
+    added, expected = ckpt.add_prefix(network().state_dict()), nn.DataParallel(network()).state_dict()
+    assert list(added) == list(expected)
+    assert list(added._metadata.items()) == list(expected._metadata.items())  # type: ignore[attr-defined]
+    assert ckpt.add_prefix({"w": 1.0, "a.b": 2}, "x.") == {"w": 1.0, "x.a.b": 2}
+
+
+def test_unwrap() -> None:
+    """Every wrapper, in any order."""
+    inner = Wrapped("_fsdp_wrapped_module", nn.DataParallel(network()))
+    assert_is_network(ckpt.unwrap(torch.compile(inner, backend="eager").state_dict()))
+
+
+def test_collisions_of_live_names() -> None:
+    """No tensor is overwritten."""
+    with pytest.raises(CollisionError, match="both be named 'w'"):
+        ckpt.strip_prefix({"module.w": torch.ones(1), "w": torch.ones(1)})
+
+
+def test_mixed_live_dict() -> None:
+    """`n_averaged` stays, the rest is stripped."""
+    stripped = ckpt.strip_prefix(AveragedModel(nn.DataParallel(network())).state_dict())
+    assert list(stripped) == ["n_averaged", *network().state_dict()]
+
+
+# --- save
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: model,
+        nn.DataParallel,
+        lambda model: torch.compile(model, backend="eager"),
+        lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+        lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+        lambda model: Wrapped("_fsdp_wrapped_module", model),
+    ],
+    ids=["plain", "parallel", "compiled", "compiled-parallel", "parallel-compiled", "fsdp"],
+)
+def test_save_a_model(tmp_path: Path, wrap: Any, suffix: str) -> None:
+    """A wrapped model is saved under the plain model's names, `_metadata` included; torch and safetensors read it."""
+    path = tmp_path / f"model.{suffix}"
+    ckpt.save(wrap(network()), path)
+    loaded = load_file(path) if suffix == "safetensors" else torch.load(path, weights_only=True)
+    assert {name: element_bytes(value) for name, value in loaded.items()} == {
+        name: element_bytes(value) for name, value in network().state_dict().items()
+    }
+    assert_is_network(ckpt.load_state_dict(path))
+
+
+def test_save_ddp(tmp_path: Path) -> None:
+    """DistributedDataParallel is unwrapped too."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ckpt.save(nn.parallel.DistributedDataParallel(network()), tmp_path / "m.pth")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_is_network(torch.load(tmp_path / "m.pth"))
+
+
+def test_save_wrapped(tmp_path: Path) -> None:
+    """wrapped=True keeps the wrapper's names."""
+    ckpt.save(nn.DataParallel(network()), tmp_path / "m.pth", wrapped=True)
+    assert_same(nn.DataParallel(network()).state_dict(), torch.load(tmp_path / "m.pth"))
+
+
+def test_save_a_mapping(tmp_path: Path) -> None:
+    """A training state is saved as it is: what torch.save would write."""
+    ckpt.save(training_state(), tmp_path / "m.pth")
+    torch.save(training_state(), tmp_path / "t.pth")
+    assert_same(*(torch.load(tmp_path / name) for name in ("m.pth", "t.pth")))
+
+
+def test_save_modules_in_a_mapping(tmp_path: Path) -> None:
+    """A module in a mapping becomes its state dict, unwrapped as if saved alone; the rest stays as it is."""
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    state = {"model": nn.DataParallel(network()), "nets": [network(), 3], "optimizer": optimizer.state_dict(), "epoch": 2}
+    ckpt.save(state, tmp_path / "m.pth")
+    loaded = torch.load(tmp_path / "m.pth", weights_only=True)
+    assert_is_network(loaded["model"])
+    assert_is_network(loaded["nets"][0])
+    assert (loaded["nets"][1], loaded["epoch"], loaded["optimizer"]) == (3, 2, optimizer.state_dict())
+    assert type(state["model"]) is nn.DataParallel
+    ckpt.save(state, tmp_path / "w.pth", wrapped=True)
+    assert next(iter(torch.load(tmp_path / "w.pth")["model"])).startswith("module.")
+
+
+def test_save_as_old_torch_did(tmp_path: Path) -> None:
+    """format="pth-legacy" writes the stream of torch before 1.6, not a zip."""
+    ckpt.save(network(), tmp_path / "m.pth", format="pth-legacy")
+    assert not (tmp_path / "m.pth").read_bytes().startswith(b"PK")
+    assert_is_network(torch.load(tmp_path / "m.pth", weights_only=True))
+
+
+@pytest.mark.parametrize("name", ["m.pth", "m.safetensors"])
+def test_save_keeps_ties(tmp_path: Path, name: str) -> None:
+    """Tied weights are written once and tied again, also through safetensors, which by itself refuses them."""
+    torch.manual_seed(0)
+    model = TiedNetwork()
+    ckpt.save(model, tmp_path / name)
+    loaded = ckpt.load_state_dict(tmp_path / name)
+    assert list(loaded) == list(model.state_dict())
+    assert loaded["decoder.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
+    assert torch.equal(loaded["decoder.weight"], model.decoder.weight)
+
+
+def test_save_awkward_tensors_as_safetensors(tmp_path: Path) -> None:
+    """Strided, conjugate, overlapping, empty and 0-d tensors are written row-major with their values."""
+    base, wave = torch.arange(12.0).reshape(3, 4), torch.tensor([1 + 2j])
+    data = {"a.t": base.t(), "b.s": base[1:, ::2], "c.c": wave.conj(), "d.w": wave, "e.e": torch.empty(0, 2), "f.s": base[0, 1]}
+    ckpt.save(data, tmp_path / "m.safetensors")
+    loaded = load_file(tmp_path / "m.safetensors")
+    assert {name: element_bytes(value) for name, value in loaded.items()} == {
+        name: element_bytes(value) for name, value in data.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"a.w": torch.eye(2).to_sparse()},
+        {"a.w": torch.ones(1), "o": object()},
+        {"a.w": torch.empty(1, device="meta")},
+        training_state(),
+    ],
+    ids=["sparse", "object", "meta", "training"],
+)
+def test_what_safetensors_cannot_hold(tmp_path: Path, data: Any) -> None:
+    """Refused, and nothing is written."""
+    with pytest.raises(ContainerLimitError):
+        ckpt.save(data, tmp_path / "m.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
+def test_save_by_format(tmp_path: Path) -> None:
+    """The format may be said; another word is an error."""
+    ckpt.save(network(), tmp_path / "m.bin", format="safetensors")
+    assert set(load_file(tmp_path / "m.bin")) == set(network().state_dict())
+    with pytest.raises(UsageError):
+        ckpt.save(network(), tmp_path / "m.bin", format="onnx")  # type: ignore[arg-type]
+
+
+class Broken:
+    """Fails when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("cannot be pickled")
+
+
+@pytest.mark.parametrize("name", ["m.pth", "m.safetensors"])
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path, name: str) -> None:
+    """An exception on the way leaves the file that was there, and no other."""
+    ckpt.save(network(), tmp_path / name)
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises((RuntimeError, ContainerLimitError)):
+        ckpt.save({"w": torch.ones(10_000), "b": Broken()}, tmp_path / name)
+    assert os.listdir(tmp_path) == [name]
+    assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["m.pth", "m.safetensors"])
+def test_the_mode_is_that_of_open(tmp_path: Path, name: str) -> None:
+    """A new file has the mode that the umask gives; a replaced one keeps its own."""
+    before = os.umask(0o027)
+    try:
+        ckpt.save(network(), tmp_path / name)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o640
+    (tmp_path / name).chmod(0o604)
+    ckpt.save(network(), tmp_path / name)
+    assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o604
+
+
+def test_save_follows_a_link(tmp_path: Path) -> None:
+    """A symlink keeps pointing where it points."""
+    (tmp_path / "latest.pth").symlink_to(tmp_path / "epoch3.pth")
+    ckpt.save(network(), tmp_path / "latest.pth")
+    assert (tmp_path / "latest.pth").is_symlink()
+    assert_is_network(torch.load(tmp_path / "epoch3.pth"))
+
+
+def test_save_where_nothing_can_be(tmp_path: Path) -> None:
+    """A folder that is not there is our error."""
+    with pytest.raises(OutputError, match="no folder"):
+        ckpt.save(network(), tmp_path / "nowhere" / "m.pth")
+
+
+def test_names_are_sorted() -> None:
+    """`__all__` is sorted and true."""
+    assert ckpt.__all__ == sorted(ckpt.__all__, key=str.lower) or ckpt.__all__ == sorted(ckpt.__all__)
+    assert all(hasattr(ckpt, name) for name in ckpt.__all__)
+
+
+def test_a_file_is_mapped_only_where_it_is_aligned(tmp_path: Path) -> None:
+    """A header of an odd length puts every tensor at an odd address: those are read, not mapped."""
+    values = torch.arange(1 << 19, dtype=torch.float32)
+    header = b'{"a.w":{"dtype":"F32","shape":[524288],"data_offsets":[0,2097152]}}'
+    header += b" " * (1 - len(header) % 2)
+    (tmp_path / "odd.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + element_bytes(values))
+    loaded = ckpt.load_state_dict(tmp_path / "odd.safetensors")["a.w"]
+    assert len(header) % 2 == 1
+    assert loaded.data_ptr() % 4 == 0
+    assert torch.equal(loaded, values)
