@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,72 +13,80 @@ import ckpt_tools
 
 PACKAGE = Path(ckpt_tools.__file__).parent
 
-# From the bottom up: a module may import from its own layer's packages and from those below.
-LAYERS = [
-    ["errors", "dtypes", "crc", "_version"],
-    ["limits", "names", "processes", "ranks", "temporaries", "journal", "findings"],
-    ["files"],
-    ["sources", "staging", "remote", "uploads"],
-    ["plan", "cloning"],
-    ["tree", "pipeline"],
-    ["writer", "numeric", "counting"],
-    ["assembly"],
-    ["pickling"],
-    ["containers"],
-    ["modules"],
-    ["checkpoint"],
-    ["transforms", "losses", "partitions", "plain", "plain_keys", "plain_values", "measures"],
-    ["casts", "flatten", "draws", "compaction", "slimming"],
-    ["targets", "sides", "contents"],
-    ["match"],
-    ["plans", "renames"],
-    ["plan_files"],
-    ["initialisers"],
-    ["adaptation", "choices"],
-    ["fit"],
-    ["retarget"],
-    ["converted"],
-    ["name_edits", "object_policy"],
-    ["describe", "conversion", "difference_report", "differences", "tensor_stats", "sharding", "dcp_items", "matching"],
-    ["dcp_saving"],
-    ["folder_conversion"],
-    ["checking"],
-    ["repairing"],
-    ["convert", "averaging", "inplace"],
-    ["torch", "render"],
+# The rooms, floor by floor from the ground up: a module imports only from its own room and from lower floors.
+FLOORS = [
+    ["errors", "_version"],
+    ["limits", "text"],
+    ["io"],  # bytes in, bytes out; knows no tensor
+    ["tree"],  # a checkpoint decoded: no bytes
+    ["pickling", "values"],  # the machine that runs nothing; the door to torch for numbers
+    ["formats"],  # a module a format
+    ["edit"],  # tree to tree
+    ["matching"],  # who corresponds to whom: names and shapes, no file, no torch
+    ["fit"],  # a checkpoint into a target
+    ["operations"],  # a module, or a room, for every command
+    ["torch", "render"],  # load code; reports as text, JSON, HTML
     ["cli"],
     ["__init__", "__main__"],
 ]
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+MOST_MODULES = 15
+LONGEST_CHAIN = 14
 
 
-def part_of(path: Path) -> str:
-    """The layer's name for a module file."""
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0].removesuffix(".py")
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name below it; a package's own file under the package's name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        names = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(names[:-1] if names[-1] == "__init__" and len(names) > 1 else names)] = path
+    return found
 
 
-def imported_parts(path: Path) -> set[str]:
-    """The parts of ckpt_tools that a module imports, wherever in it."""
+MODULES = modules()
+
+
+def imported(module: str, *, top_only: bool = False) -> set[str]:
+    """The modules of ckpt_tools that a module imports: anywhere in it, in functions and for types too, or at its top alone."""
+    tree = ast.parse(MODULES[module].read_text())
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in tree.body if top_only else ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ckpt_tools":
-            names = node.module.split(".")[1:2] or [alias.name for alias in node.names]
-            found.update(names)
+            base = node.module.removeprefix("ckpt_tools").removeprefix(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}".removeprefix(".")
+                found.add(inner if inner in MODULES else base or "__init__")
         elif isinstance(node, ast.Import):
-            found.update(alias.name.split(".")[1] for alias in node.names if alias.name.startswith("ckpt_tools."))
-    return {name for name in found if name in RANK}
+            found.update(alias.name.removeprefix("ckpt_tools.") for alias in node.names if alias.name.startswith("ckpt_tools."))
+    return found
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_fall_one_way(path: Path) -> None:
-    """A module imports only from its own layer or from below it."""
-    part = part_of(path)
-    assert part in RANK, f"{part} is in no layer: give it one"
-    above = {name for name in imported_parts(path) if RANK[name] > RANK[part]}
-    if part == "__init__" or part == "cli":
-        return
-    assert not above, f"{part} imports {above} from above"
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_fall_one_way(module: str) -> None:
+    """A module imports only from its own room or from a floor below, wherever in it the import stands."""
+    room = module.split(".")[0]
+    assert room in FLOOR, f"{room} is on no floor: give it one"
+    above = {name for name in imported(module) if (other := name.split(".")[0]) != room and FLOOR[other] >= FLOOR[room]}
+    assert not above, f"{module} imports {above}: not from below"
+
+
+def test_chains_are_short() -> None:
+    """The longest chain of imports at the top of modules crosses few of them: start-up and reading follow it."""
+
+    @cache
+    def chain(module: str) -> list[str]:
+        return [module, *max((chain(name) for name in imported(module, top_only=True) - {module}), key=len, default=[])]
+
+    longest = max(map(chain, MODULES), key=len)
+    assert len(longest) <= LONGEST_CHAIN, " -> ".join(longest)
+
+
+def test_the_front_door() -> None:
+    """The package's folder holds the rooms and six modules; a folder has so few modules that they can be seen at once."""
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "_version", "errors", "limits", "text"}
+    counts = Counter(path.parent for path in MODULES.values() if path.stem != "__init__")
+    crowded = {str(folder.relative_to(PACKAGE)): count for folder, count in counts.items() if count > MOST_MODULES}
+    assert not crowded
 
 
 def test_train_is_never_imported_back() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from ckpt_tools.edit.objects.losses import is_part
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.open import (
     StateDict,
@@ -12,7 +13,6 @@ from ckpt_tools.formats.open import (
     is_optimizer,
     is_tensor,
 )
-from ckpt_tools.losses import is_part
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.modules import is_module, module_state_dict

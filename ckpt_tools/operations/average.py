@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.edit.casts import to_little_endian
+from ckpt_tools.edit.objects.losses import check_lost, packed_tensors
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.edit.selection import select as select_node
 from ckpt_tools.errors import ConvertError, UsageError
@@ -27,7 +28,6 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.io.content import Content, total
 from ckpt_tools.io.output import check_space
 from ckpt_tools.io.writer import write
-from ckpt_tools.losses import check_lost, packed_tensors
 from ckpt_tools.operations.compare.sides import check_effort
 from ckpt_tools.operations.convert.conversion import CONTAINERS, Edits
 from ckpt_tools.operations.convert.names import Names

@@ -9,6 +9,7 @@ import torch
 
 from ckpt_tools.edit import casts, renaming
 from ckpt_tools.edit.objects import plain
+from ckpt_tools.edit.objects.losses import check_state_dict, tensors_of
 from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.fit.targets import choose_state_dict
 from ckpt_tools.formats.open import (
@@ -17,7 +18,6 @@ from ckpt_tools.formats.open import (
     is_tensor,
     open_checkpoint,
 )
-from ckpt_tools.losses import check_state_dict, tensors_of
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder, MapLocation
 from ckpt_tools.tree import names

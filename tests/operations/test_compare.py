@@ -230,7 +230,7 @@ def test_gap_is_torchs(tmp_path: Path) -> None:
 
 def test_equal_files_need_no_torch() -> None:
     """Bytes are compared without importing torch, with --values too as long as they are equal."""
-    code = "import sys; from ckpt_tools.operations.compare.differences import diff; assert diff(*sys.argv[1:], values=True).renamed; "
+    code = "import sys; from ckpt_tools import diff; assert diff(*sys.argv[1:], values=True).renamed; "
     files = [str(FIXTURES / name) for name in ("ddp.pth", "single.pth")]
     done = subprocess.run(
         [sys.executable, "-c", code + "print('torch' in sys.modules)", *files], capture_output=True, text=True

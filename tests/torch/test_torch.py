@@ -87,7 +87,7 @@ def test_load_makes_known_objects_plain() -> None:
 def test_load_refuses_unknown_objects(tmp_path: Path, value: Any) -> None:
     """What is no plain data is refused with its place, and with the command that helps."""
     torch.save({"a": value}, tmp_path / "in.pth")
-    with pytest.raises(ObjectsError, match=r"tests\.classes") as caught:
+    with pytest.raises(ObjectsError, match=r"tests\.support\.classes") as caught:
         ckpt.load(tmp_path / "in.pth")
     assert "--objects plain" in caught.value.fix
 

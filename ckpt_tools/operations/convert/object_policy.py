@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools import losses
-from ckpt_tools.edit.objects import plain
+from ckpt_tools.edit.objects import losses, plain
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import Checkpoint, find_tensors
