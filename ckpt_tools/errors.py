@@ -10,6 +10,7 @@ CkptError                      exit code 3 unless noted
 │   ├── SafetensorsError           the safetensors header
 │   ├── TensorError                a tensor that does not fit its storage
 │   └── ChecksumError              bytes that do not match their CRC-32
+├── AmbiguousFileError         two programs would read two different files in it
 ├── LimitError                 larger or deeper than any real checkpoint
 ├── RemoteError                a remote path that cannot be reached, or not in parts
 ├── ChangedFileError           the input changed while it was read
@@ -92,6 +93,10 @@ class TensorError(DamagedFileError):
 
 class ChecksumError(DamagedFileError):
     """Bytes do not match their CRC-32."""
+
+
+class AmbiguousFileError(CkptError):
+    """Two programs would read two different files in these bytes."""
 
 
 class LimitError(CkptError):

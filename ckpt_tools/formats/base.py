@@ -27,6 +27,32 @@ def is_zip(head: bytes) -> bool:
     return head.startswith((b"PK\x03\x04", b"PK\x05\x06"))
 
 
+TWO_FILES = "Two programs would read two files."
+TAR_BLOCK = 512
+_SUM = slice(148, 156)  # where a tar header has its checksum
+
+
+def is_tar(head: bytes) -> bool:
+    """Whether Python's tarfile, and so `torch.load`, takes a file that starts with these bytes for a tar: the checksum decides.
+
+    The magic word "ustar" does not; it is missing in the oldest tars.
+    """
+    block = head[:TAR_BLOCK]
+    if len(block) < TAR_BLOCK or not block[_SUM].strip(b" \0"):
+        return False
+    field = block[_SUM]
+    if field[0] in (0x80, 0xFF):
+        said = int.from_bytes(field[1:], "big")
+    else:
+        try:
+            said = int(field.partition(b"\0")[0].strip() or b"0", 8)
+        except ValueError:
+            return False
+    others = block[:148] + b" " * 8 + block[156:]
+    unsigned = sum(others)
+    return said in (unsigned, unsigned - 256 * sum(byte > 127 for byte in others))
+
+
 def repeated(pairs: Iterable[tuple[str, object]]) -> str | None:
     """The first key that comes a second time, in one pass: a file may hold a million of them."""
     seen: set[str] = set()

@@ -16,6 +16,7 @@ from typing import Self
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, ZipError
 from ckpt_tools.formats.base import Decoded, Warned, is_zip
+from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
@@ -209,6 +210,7 @@ def naming(source: Source) -> Iterator[None]:
 def _decode(source: Source) -> Decoded:
     """Decode with the container that the first bytes name; an index of shards with what it names."""
     head = source.read(0, min(HEAD, source.size))
+    refuse_polyglot(source, head)
     if not head.lstrip().startswith(b"{"):
         return decode_file(source)
     from ckpt_tools.formats import sharded
@@ -248,6 +250,7 @@ def decode_file(source: Source) -> Decoded:
     """Decode one file that stands for itself."""
     with naming(source), limits.of_file(source.size):
         head = source.read(0, min(HEAD, source.size))
+        refuse_polyglot(source, head)
         for sniff, decode in _containers():
             if sniff(head):
                 return decode(source)

@@ -14,9 +14,20 @@ Source: torch/storage.py (`__reduce__`, `_load_from_bytes`), CPython's Lib/pickl
 from __future__ import annotations
 
 import re
+from types import NoneType
 
-from ckpt_tools.errors import CkptError, PickleError
-from ckpt_tools.formats.base import Decoded, settled, trailing
+from ckpt_tools.errors import (
+    AmbiguousFileError,
+    CkptError,
+    LimitError,
+    PickleError,
+)
+from ckpt_tools.formats.base import (
+    TWO_FILES,
+    Decoded,
+    settled,
+    trailing,
+)
 from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.legacy.stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
 from ckpt_tools.formats.numpy_files import Arrays
@@ -24,7 +35,12 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.stream import FilePart, Pickles
-from ckpt_tools.tree.nodes import Node, Object
+from ckpt_tools.tree.nodes import (
+    ByteString,
+    Dict,
+    List,
+    Node,
+)
 
 # Protocols 2 to 5 say so. 0 and 1 do not: their pickles of a dict or list, or of a call of something well known.
 _START = re.compile(
@@ -57,7 +73,7 @@ def decode(source: Source) -> Decoded:
     left = pickles.left
     if type(root) is int and root == MAGIC_NUMBER:  # torch-legacy, in opcodes that torch does not write and reads
         return torch_legacy.decode(source)
-    if type(root) is Object and left:
+    if left and _may_be(root, MAGIC_NUMBER):
         _refuse_computed_magic(pickles)
     arrays = Arrays()
     root = modernise(arrays.as_tensors(root, blobs), machine.globals)
@@ -71,11 +87,35 @@ def _refuse(pid: Node) -> Node:
     raise PickleError("The pickle refers to something outside it: it is a part of another file.")
 
 
+def _may_be(root: Node, number: int) -> bool:
+    """Whether what a pickle makes may be equal to a number: what a call gives may be anything."""
+    return root == number if type(root) is int else not isinstance(root, _NO_NUMBERS)
+
+
+_NO_NUMBERS = (Dict, List, tuple, str, bytes, ByteString, bool, float, complex, NoneType)
+
+
 def _refuse_computed_magic(pickles: Pickles) -> None:
-    """Refuse a torch-legacy stream whose magic number is what a call gives: torch would run it."""
+    """Refuse a torch-legacy stream whose magic number is what a call gives: torch would run it, and go on.
+
+    Pickles that somebody wrote one behind another look like that, too, where they are objects, and at least five of them.
+    """
     try:
-        _, node = pickles.load(lambda data, offset: Machine(data, {}, _refuse, offset))
+        for position in range(4):  # protocol version, sys_info, object, keys
+            _, node = pickles.load(lambda data, offset: Machine(data, {}, _anything, offset))
+            if position == 0 and not _may_be(node, PROTOCOL_VERSION):
+                return
+            if position == 0 and type(node) is int:
+                break
+    except LimitError:
+        pass
     except CkptError:
         return
-    if type(node) is int and node == PROTOCOL_VERSION:
-        raise PickleError("This is a torch-legacy stream whose magic number is computed by a call, which nobody should run.")
+    raise AmbiguousFileError(
+        "This is a torch-legacy stream whose magic number is computed by a call, which nobody should run.", why=TWO_FILES
+    )
+
+
+def _anything(pid: Node) -> Node:
+    """A storage or class."""
+    return None

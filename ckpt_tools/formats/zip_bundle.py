@@ -33,8 +33,10 @@ from ckpt_tools.formats import (
 )
 from ckpt_tools.formats.base import Decoded, Warned
 from ckpt_tools.formats.legacy import torch_legacy, torch_tar
+from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.directory import Directory, Record, read_directory
+from ckpt_tools.formats.zip_names import refuse_two_readings, single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.journal import write_all
 from ckpt_tools.io.output import Source
@@ -108,6 +110,7 @@ class _Bundle:
         elif decode is not None:
             window = Window(*self.inflated.place(record), record.size)
             with _named(record):
+                refuse_polyglot(window, head)
                 member = decode(window)
             self._merge(record.name, member)
         elif plain_pickle.sniff(head) and (part := self._pickle(record)) is not None:
@@ -169,13 +172,14 @@ def decode_archive(source: Source, start: int, record: Record) -> Decoded:
     window = Window(source, start, record.size)
     with _named(record):
         inner = read_directory(window)
+        refuse_two_readings(inner.records)
     member = f"{record.name}!"
     placed = [
         replace(row, name=member + row.name, header=row.header + start, data=row.data + start,
                 following=row.following + start) for row in inner.records
     ]  # fmt: skip
     names = {row.name for row in inner.records}
-    folder = next((name.partition("/")[0] for name in names), "")
+    folder = single_folder(inner.records) or ""
     if numpy_files.is_npz(names):
         return numpy_files.decode_npz(window, inner)
     if f"{folder}/data.pkl" not in names or torchscript.sniff(names, folder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ckpt_tools import limits
@@ -11,7 +11,7 @@ from ckpt_tools.errors import CkptError, PickleError
 from ckpt_tools.io.content import Content, Literal, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.reader import Machine
-from ckpt_tools.tree.nodes import Node
+from ckpt_tools.tree.nodes import Global, Node
 
 WINDOW = 1 << 16
 _GROWTH, _SLOW_GROWTH = 16, 4  # up to SMALL_FILE bytes, beyond: what is read twice costs time, what is not needed memory
@@ -139,3 +139,44 @@ class Pickles:
         kept = self.data[self.position - self.anchor :] if self._ready else b""
         self.anchor = self.position
         self.data = kept + self.part.read(self.anchor + len(kept), min(length, self.left) - len(kept))
+
+
+@dataclass(slots=True)
+class SmallPickles:
+    """Pickles that describe others, and refer to nothing. torch runs them like any other, so what they name is told too.
+
+    Attributes:
+        pickles: where they are. what: what they are a part of.
+        globals, unusual: as `Machine` has them, of all that were read, also of one that could not be.
+    """
+
+    pickles: Pickles
+    what: str
+    globals: dict[Global, None] = field(default_factory=dict)
+    unusual: dict[str, None] = field(default_factory=dict)
+
+    def load(self) -> Node:
+        """The next one.
+
+        Raises:
+            PickleError, LimitError: as `Pickles.load`.
+        """
+        machines = []
+
+        def make(data: bytes, offset: int) -> Machine:
+            machines.append(Machine(data, {}, self._refuse, offset))
+            return machines[-1]
+
+        try:
+            return self.pickles.load(make)[1]
+        finally:
+            self.globals.update(machines[-1].globals)
+            self.unusual.update(machines[-1].unusual)
+
+    def tell(self, machine: Machine) -> None:
+        """Add what they name to what a machine has found."""
+        machine.globals.update(self.globals)
+        machine.unusual.update(self.unusual)
+
+    def _refuse(self, pid: Node) -> Node:
+        raise PickleError(f"{self.what} refers to something outside it.")

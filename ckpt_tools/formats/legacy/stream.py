@@ -27,6 +27,7 @@ from ckpt_tools.pickling.stream import (
     FilePart,
     Part,
     Pickles,
+    SmallPickles,
 )
 from ckpt_tools.pickling.torch_objects import (
     LOAD_FROM_BYTES,
@@ -149,7 +150,8 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", there: dict[int, i
         DamagedFileError: it ends early, or breaks a promise of the format.
     """
     pickles = Pickles(part)
-    little = _read_head(pickles)
+    frame = SmallPickles(pickles, "A pickle of the stream's frame")
+    little = _read_head(frame)
     storages, blobs = _LegacyStorages(prefix), Blobs(part, depth, prefix)
 
     def make(data: bytes, offset: int) -> Machine:
@@ -167,31 +169,23 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", there: dict[int, i
         machine.unusual["an UntypedStorage in torch-legacy, which torch saves and cannot load"] = None
     if NESTED in machine.globals:
         machine.unusual["a nested tensor in torch-legacy, which torch saves and cannot load"] = None
-    keys = _read_keys(pickles, storages)
+    keys = _read_keys(frame, storages)
+    frame.tell(machine)
     _place(pickles, keys, storages, root, little=little, there=there)
     root = modernise(storages.without_views(root, part), machine.globals)
     size = sum(storage.nbytes for _, storage in storages.by_key.values()) + blobs.storage_bytes
     return Stream(root, machine, size, pickles.position, little, storages.classes)
 
 
-def _plain(data: bytes, offset: int) -> Machine:
-    """A machine for the small pickles, which refer to nothing."""
-    return Machine(data, {}, _refuse_id, offset)
-
-
-def _refuse_id(pid: Node) -> Node:
-    raise PickleError("A pickle of the stream's frame refers to something outside it.")
-
-
-def _read_head(pickles: Pickles) -> bool:
+def _read_head(frame: SmallPickles) -> bool:
     """Read magic number, protocol and sys_info; whether the writer was a little-endian machine."""
-    _, magic = pickles.load(_plain)
+    magic = frame.load()
     if type(magic) is not int or magic != MAGIC_NUMBER:
         raise PickleError("The stream does not begin with torch's magic number.")
-    _, version = pickles.load(_plain)
+    version = frame.load()
     if type(version) is not int or version != PROTOCOL_VERSION:
         raise PickleError(f"The stream says protocol {_text(version)}; torch-legacy has {PROTOCOL_VERSION} only.")
-    _, info = pickles.load(_plain)
+    info = frame.load()
     if type(info) is not Dict:
         raise PickleError("The stream's sys_info is no dict.")
     return info.get("little_endian") is not False
@@ -293,17 +287,19 @@ def set_content(storage: Storage, content: Content) -> None:
     object.__setattr__(storage, "content", content)
 
 
-def _read_keys(pickles: Pickles, storages: _LegacyStorages) -> list[str]:
+def _read_keys(frame: SmallPickles, storages: _LegacyStorages) -> list[str]:
     """The keys of the storages, in the order of their bytes.
 
     Raises:
         DamagedFileError: they are not exactly those that the pickle names.
     """
     try:
-        _, node = pickles.load(_plain)
+        node = frame.load()
     except PickleError as error:
         raise DamagedFileError(
-            "The file ends before the list of its storages." if not pickles.left else "The list of storages is malformed.",
+            "The file ends before the list of its storages."
+            if not frame.pickles.left
+            else "The list of storages is malformed.",
             why=error.what,
         ) from None
     keys = node.items if type(node) is List else None

@@ -16,22 +16,33 @@ Source: torch/serialization.py (`legacy_load` in `_legacy_load`); POSIX.1-2001, 
 
 from __future__ import annotations
 
+import contextlib
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import (
+    AmbiguousFileError,
+    CkptError,
     DamagedFileError,
     PickleError,
     TensorError,
     UnsupportedContainerError,
 )
-from ckpt_tools.formats.base import Decoded, Warned, settled
+from ckpt_tools.formats.base import (
+    TAR_BLOCK,
+    TWO_FILES,
+    Decoded,
+    Warned,
+    is_tar,
+    settled,
+)
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine, Maker
-from ckpt_tools.pickling.stream import FilePart, Pickles
+from ckpt_tools.pickling.stream import FilePart, Pickles, SmallPickles
 from ckpt_tools.pickling.torch_objects import MAKERS, rebuild_tensor, storage_dtype
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import (
@@ -43,17 +54,17 @@ from ckpt_tools.tree.nodes import (
     Storage,
 )
 
-_BLOCK = 512
+_BLOCK = TAR_BLOCK
 _MAX_MEMBERS = 64  # of which torch writes four
 _NAMES = ("sys_info", "storages", "tensors", "pickle")
 _REGULAR = (b"0", b"\0")
 _REBUILDS = (Global("torch._utils", "_rebuild_tensor"), Global("torch._utils", "_rebuild_tensor_v2"))
-_SMALL_WINDOW = 4096
+_SMALL_WINDOW, _SMALL = 4096, "A pickle of the tar"
 
 
 def sniff(head: bytes) -> bool:
     """Whether a file that starts with these bytes is a tar archive."""
-    return head[257:262] == b"ustar"
+    return is_tar(head) or head[257:262] == b"ustar"
 
 
 def decode(source: Source) -> Decoded:
@@ -62,20 +73,26 @@ def decode(source: Source) -> Decoded:
     Raises:
         UnsupportedContainerError: a tar that torch did not write. DamagedFileError: it breaks a promise of the format.
     """
-    members, others = _members(source)
+    members, unread = _members(source)
     objects = _Objects()
-    _read_storages(Pickles(members["storages"], _SMALL_WINDOW), objects)
+    small = [SmallPickles(Pickles(members["storages"], _SMALL_WINDOW), _SMALL)]
+    _read_storages(small[0], objects)
     if "tensors" in members:
-        _read_tensors(Pickles(members["tensors"]), objects)
+        small.append(SmallPickles(Pickles(members["tensors"]), _SMALL))
+        _read_tensors(small[1], objects)
+    if "sys_info" in members:
+        small.append(_read_sys_info(members["sys_info"]))
     pickles = Pickles(members["pickle"])
     machine, root = pickles.load(lambda data, offset: Machine(data, objects.makers(), objects.load, offset))
+    for others in small:
+        others.tell(machine)
     root = modernise(root, machine.globals)
     warnings = settled(root)
     if pickles.left:
         warnings.append(Warned("trailing-pickle-bytes", f"{pickles.left} bytes after the pickle", "nothing; they are not kept"))
-    if others:
-        shown = ", ".join(map(repr, others[:5]))
-        warnings.append(Warned("other-members", f"{len(others)} members that torch does not read ({shown})", "none"))
+    if unread:
+        shown = ", ".join(map(repr, unread[:5]))
+        warnings.append(Warned("other-members", f"{len(unread)} members that torch does not read ({shown})", "none"))
     unusual = ["the tar format, which weights_only does not take", *machine.unusual]
     size = sum(storage.nbytes for storage in objects.roots)
     return Decoded("torch-tar", root, source, list(machine.globals), unusual, warnings=warnings, storage_bytes=size)
@@ -87,14 +104,19 @@ def decode(source: Source) -> Decoded:
 def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
     """The four members by name, and the names of others."""
     members: dict[str, FilePart] = {}
-    others = []
-    for name, kind, part in _entries(source):
-        if name not in _NAMES:
-            others.append(name)
-        elif name in members or kind not in _REGULAR:
-            raise DamagedFileError(f"The tar has two members {name!r}." if name in members else f"Its {name!r} is no file.")
-        else:
-            members[name] = part
+    others, odd = [], ""
+    try:
+        for header, part in _entries(source):
+            if header.name not in _NAMES:
+                others.append(header.name)
+            elif header.name in members or not header.is_file:
+                odd = f"two members {header.name!r}" if header.name in members else f"a {header.name!r} that is no file"
+            else:
+                members[header.name] = part
+    except _OddHeaderError as error:
+        odd = str(error)
+    if odd and {*members, *others} & set(_NAMES):
+        raise AmbiguousFileError(f"The tar has {odd}.", why=TWO_FILES)
     missing = [name for name in ("storages", "pickle") if name not in members]
     if missing:
         shown = ", ".join(map(repr, [*members, *others][:5])) or "nothing"
@@ -105,30 +127,95 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
     return members, others
 
 
-def _entries(source: Source) -> Iterator[tuple[str, bytes, FilePart]]:
-    """Name, kind and bytes of each member, in file order, up to the first empty block."""
-    position = 0
+class _OddHeaderError(Exception):
+    """A header that torch never wrote, and that readers of tars take in different ways. The text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """One header, as Python's tarfile reads it."""
+
+    name: str
+    kind: bytes
+    size: int
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a regular file; the oldest tars mark a folder by its name alone."""
+        return self.kind in _REGULAR and not self.name.endswith("/")
+
+
+def _entries(source: Source) -> Iterator[tuple[_Header, FilePart]]:
+    """Each member and its bytes, in file order, up to the first empty block."""
+    position, said = 0, None
     for _ in range(_MAX_MEMBERS):
-        if position + _BLOCK > source.size:
+        if position + _BLOCK > source.size or not any(block := source.read(position, _BLOCK)):
             return
-        header = source.read(position, _BLOCK)
-        if not any(header):
-            return
-        start, size = position + _BLOCK, _size(header, position)
-        if start + size > source.size:
-            name = _name(header)
+        header, start = _header(block, position, said), position + _BLOCK
+        if start + header.size > source.size:
             raise DamagedFileError(
-                f"The tar is cut off in its member {name!r}.",
-                why=f"It ends after {source.size} bytes; the member goes up to byte {start + size}.",
+                f"The tar is cut off in its member {header.name!r}.",
+                why=f"It ends after {source.size} bytes; the member goes up to byte {start + header.size}.",
                 fix="An interrupted download or a full disk does that: get it again.",
             )
-        if header[156:157] not in (b"x", b"g"):  # further headers of the pax format
-            yield _name(header), header[156:157], FilePart(source, start, start + size)
-        position = start + -(-size // _BLOCK) * _BLOCK
+        if header.kind in _PAX:
+            said = _pax_size(source.read(start, min(header.size, _MAX_PAX)), header, said)
+        else:
+            yield header, FilePart(source, start, start + header.size)
+            said = None
+        position = start + -(-header.size // _BLOCK) * _BLOCK
+    if position + _BLOCK <= source.size and any(source.read(position, _BLOCK)):
+        raise _OddHeaderError(f"more than {_MAX_MEMBERS} members")
 
 
-def _name(header: bytes) -> str:
-    return header[:100].partition(b"\0")[0].decode("utf-8", "replace")
+def _header(block: bytes, position: int, said: int | None) -> _Header:
+    """One header; `said` is the member's size by a header of the pax format before it.
+
+    Raises:
+        DamagedFileError: its checksum does not match. _OddHeaderError: a kind that torch never wrote.
+    """
+    name, prefix = (_text(block[start:end]) for start, end in ((0, 100), (345, 500)))
+    kind, size = block[156:157], _size(block, position)
+    if said is not None and kind not in _PAX:
+        size = said
+    header = _Header(f"{prefix}/{name}" if prefix else name, kind, size)
+    if header.kind in _PAX or header.is_file:
+        return header
+    if header.kind not in (*_REGULAR, *_WITHOUT_BYTES) or header.size:  # some readers pass over the bytes, tarfile does not
+        raise _OddHeaderError(f"a member of kind {header.kind!r} with {header.size} bytes")
+    return replace(header, name=header.name.rstrip("/"))
+
+
+def _pax_size(data: bytes, header: _Header, before: int | None) -> int | None:
+    """The size that a header of the pax format gives to the member behind it. Times, owners and comments change nothing.
+
+    Raises:
+        _OddHeaderError: it renames the member, or is not as it should be.
+    """
+    size, at = before, 0
+    while at < len(data):
+        record = _PAX_RECORD.match(data, at)
+        if record is None or int(record[1]) != len(record[0]):
+            raise _OddHeaderError("a malformed pax header")
+        key, at = record[2], record.end()
+        if key == b"size" and header.kind == b"x" and size is None and record[3].isdigit():
+            size = int(record[3])
+        elif key not in _IDLE_KEYS:
+            raise _OddHeaderError(f"a pax header with {key[:40]!r}")
+    if header.size > _MAX_PAX:
+        raise _OddHeaderError(f"a pax header of {header.size} bytes")
+    return size
+
+
+_PAX = (b"x", b"g")
+_PAX_RECORD = re.compile(rb"([1-9][0-9]{0,4}) ([^=\n]{1,100})=([^\n]*)\n")
+_IDLE_KEYS = frozenset((b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"))
+_MAX_PAX = 1 << 16
+_WITHOUT_BYTES = (b"1", b"2", b"3", b"4", b"5", b"6")
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
 
 
 def _size(header: bytes, position: int) -> int:
@@ -208,13 +295,17 @@ def _key(node: Node) -> int:
     raise PickleError("The tar refers to a storage or tensor by a key that is no number.")
 
 
-def _refuse(pid: Node) -> Node:
-    raise PickleError("A pickle of the tar refers to something outside it.")
+def _read_sys_info(part: FilePart) -> SmallPickles:
+    """The pickle about the machine, which only torch 0.1 read: for what it names."""
+    small = SmallPickles(Pickles(part), _SMALL)
+    with contextlib.suppress(CkptError):
+        small.load()
+    return small
 
 
-def _record(pickles: Pickles, length: int) -> tuple[Node, ...]:
+def _record(small: SmallPickles, length: int) -> tuple[Node, ...]:
     """The next pickle, a tuple of this length."""
-    _, node = pickles.load(lambda data, offset: Machine(data, {}, _refuse, offset))
+    node = small.load()
     if type(node) is List:
         node = tuple(node.items)
     if type(node) is not tuple or len(node) != length:
@@ -222,17 +313,18 @@ def _record(pickles: Pickles, length: int) -> tuple[Node, ...]:
     return node
 
 
-def _count(pickles: Pickles) -> int:
-    _, node = pickles.load(lambda data, offset: Machine(data, {}, _refuse, offset))
-    if type(node) is not int or not 0 <= node <= pickles.left // 8:
+def _count(small: SmallPickles) -> int:
+    node = small.load()
+    if type(node) is not int or not 0 <= node <= small.pickles.left // 8:
         raise PickleError("The tar counts its storages or tensors by something that is no number, or too large.")
     return node
 
 
-def _read_storages(pickles: Pickles, objects: _Objects) -> None:
+def _read_storages(small: SmallPickles, objects: _Objects) -> None:
     """The storages, and the views on them."""
-    for _ in range(_count(pickles)):
-        key, location, kind = _record(pickles, 3)
+    pickles = small.pickles
+    for _ in range(_count(small)):
+        key, location, kind = _record(small, 3)
         if type(location) is not str:
             raise PickleError("The tar gives a storage a location that is no text.")
         dtype = storage_dtype(kind)
@@ -246,7 +338,7 @@ def _read_storages(pickles: Pickles, objects: _Objects) -> None:
         objects.storages[_key(key)] = (storage, storage, 0)
         objects.roots.append(storage)
         pickles.skip(nbytes)
-    _, views = pickles.load(lambda data, offset: Machine(data, {}, _refuse, offset)) if pickles.left else (None, List())
+    views = small.load() if pickles.left else List()
     if type(views) is not List or any(type(view) is not tuple or len(view) != 4 for view in views.items):
         raise PickleError("The tar's list of views is no list of tuples of four.")
     for view in views.items:
@@ -270,9 +362,10 @@ def _within(storage: Storage, start: int, length: int) -> Range:
     return Range(storage.content.source, storage.content.offset + start, length)
 
 
-def _read_tensors(pickles: Pickles, objects: _Objects) -> None:
-    for _ in range(_count(pickles)):
-        key, storage_key, _ = _record(pickles, 3)
+def _read_tensors(small: SmallPickles, objects: _Objects) -> None:
+    pickles = small.pickles
+    for _ in range(_count(small)):
+        key, storage_key, _ = _record(small, 3)
         (ndim,) = struct.unpack("<i", pickles.take(8)[:4])  # the format has 8 bytes, of which 4 count
         if not 0 <= ndim <= MAX_DIMENSIONS:
             raise TensorError(f"The tar has a tensor of {ndim} dimensions.")

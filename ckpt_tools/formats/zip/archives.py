@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.errors import UnsupportedContainerError, ZipError
+from ckpt_tools.errors import UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.zip.directory import (
@@ -13,6 +13,7 @@ from ckpt_tools.formats.zip.directory import (
     Record,
     read_directory,
 )
+from ckpt_tools.formats.zip_names import refuse_two_readings, single_folder
 from ckpt_tools.io.output import Source
 from ckpt_tools.text import some
 
@@ -29,6 +30,7 @@ def decode(source: Source) -> Decoded:
         from ckpt_tools.formats.zip.truncated import describe_cut
 
         raise describe_cut(source) from None
+    refuse_two_readings(directory.records)
     names = {record.name for record in directory.records}
     folder = single_folder(directory.records)
     if f"{folder}/data.pkl" in names and f"{folder}/constants.pkl" not in names:
@@ -56,18 +58,8 @@ def _decode_rarer(source: Source, directory: Directory, folder: str | None, name
     raise _unknown(directory.records)
 
 
-def single_folder(records: Sequence[Record]) -> str | None:
-    """The folder that holds every record, or None."""
-    roots = dict.fromkeys(record.name.partition("/")[0] for record in records)
-    folder = next(iter(roots), "")
-    return folder if len(roots) == 1 and all("/" in record.name for record in records) else None
-
-
-def _unknown(records: Sequence[Record]) -> ZipError | UnsupportedContainerError:
+def _unknown(records: Sequence[Record]) -> UnsupportedContainerError:
     names = sorted(record.name for record in records)
-    roots = list(dict.fromkeys(record.name.partition("/")[0] for record in records))
-    if len(roots) > 1 and any(name.endswith("/data.pkl") for name in names):
-        return ZipError(f"The zip has {len(roots)} root folders ({some(roots)}); torch writes one.")
     return UnsupportedContainerError(
         "This is a zip file, but not one that torch.save wrote.", why=f"It holds {some(names) or 'nothing'}."
     )

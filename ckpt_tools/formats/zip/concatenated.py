@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tools import limits
-from ckpt_tools.errors import UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.errors import AmbiguousFileError, UnsupportedContainerError
+from ckpt_tools.formats.base import TWO_FILES, Decoded, Warned
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip import archives
 from ckpt_tools.formats.zip.directory import END, END64, LOCATOR64
@@ -45,8 +45,10 @@ def decode(source: Source, spans: list[tuple[int, int]]) -> Decoded:
     """What the archives hold, as a list.
 
     Raises:
+        AmbiguousFileError: torch would find another archive in the file than these.
         UnsupportedContainerError: archives in different byte orders. DamagedFileError: one of them is damaged.
     """
+    first = _torch_reads_the_first(source, spans[0][1])
     parts, keys = [], Keys()
     for start, size in spans:
         part = archives.decode(Window(source, start, size))
@@ -56,7 +58,8 @@ def decode(source: Source, spans: list[tuple[int, int]]) -> Decoded:
         raise UnsupportedContainerError("Some archives of the file are big-endian, others little-endian.")
     warned = Warned(
         "several-archives",
-        f"{len(parts)} archives one after another: one rank's part of a distributed checkpoint, without names",
+        f"{len(parts)} archives one after another: one rank's part of a distributed checkpoint, without names"
+        + ("; torch.load gives the first of them alone" if first else ""),
         "the folder that it is from, with its .metadata",
     )
     return Decoded(
@@ -65,3 +68,25 @@ def decode(source: Source, spans: list[tuple[int, int]]) -> Decoded:
         list(dict.fromkeys(use for part in parts for use in part.unusual)), {}, [warned],
         sum(part.storage_bytes for part in parts), parts[0].byteorder, all(part.has_checksums for part in parts),
     )  # fmt: skip
+
+
+def _torch_reads_the_first(source: Source, first: int) -> bool:
+    """Whether torch opens the file, as the first archive, which is so long; mostly it opens none.
+
+    It takes the places in the last archive's end records, which count from that archive's start, for places in the file, and
+    finds what lies there: by chance the end of an archive as long as the last one, on purpose anything.
+
+    Raises:
+        AmbiguousFileError: it would find something else.
+    """
+    _, _, at, _ = LOCATOR64.unpack(source.read(source.size - LOCATOR64.size - END.size, LOCATOR64.size))
+    *_, plain, _ = END.unpack(source.read(source.size - END.size, END.size))
+    wide = END64.unpack(source.read(at, END64.size)) if at + END64.size <= source.size else (b"", plain)
+    start = wide[-1] if wide[0] == b"PK\x06\x06" else plain
+    if start + 4 > source.size or source.read(start, 4) != b"PK\x01\x02":
+        return False
+    if at != first - _ENDS:
+        raise AmbiguousFileError(
+            f"{source.path} is several archives one after another, and torch.load would find another one in it.", why=TWO_FILES
+        )
+    return True

@@ -14,6 +14,7 @@ from typing import Final
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ZipError
+from ckpt_tools.formats.base import TWO_FILES
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.findings import mending
@@ -256,6 +257,8 @@ def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[R
     if name.endswith("/") or attributes & 0x10:
         if size or compressed:
             raise ZipError(f"The zip record {name!r} is marked as a folder and has data.")
+        if not name.endswith("/"):  # a name like any other to torch, which finds it, and empty
+            raise ZipError(f"The zip record {name!r} is marked as a folder and not named as one.", why=TWO_FILES)
         return None, following
     if flags & _ODD_FLAGS or method or size != compressed:
         _check_kind(name, flags, method, size, compressed)
@@ -285,9 +288,10 @@ def _checked_name(raw: bytes) -> str:
 
 def _zip64_fields(extra: bytes, size: int, compressed: int, header: int, name: str) -> tuple[int, int, int]:
     """Sizes and offset with those that do not fit 32 bits taken from the zip64 extra field."""
-    for tag, body in _extra_fields(extra, name):
-        if tag != 1:
-            continue
+    bodies = [body for tag, body in _extra_fields(extra, name) if tag == 1]
+    if len(bodies) > 1:
+        raise ZipError(f"The zip record {name!r} has two zip64 fields.", why=TWO_FILES)
+    for body in bodies:
         values = [int.from_bytes(body[i : i + 8], "little") for i in range(0, len(body) - 7, 8)]
         wanted = [size, compressed, header]
         for index, value in enumerate(wanted):

@@ -1,0 +1,134 @@
+r"""Files that are two containers at once: which one a program reads depends on what it looks for first. They are refused.
+
+`torch.load` takes a file that begins with PK\3\4 for a zip, any other first for a tar (by the checksum of its first block),
+then for pickles one behind another; one called `.safetensors` for that. Python's own modules, and torch with bytes in memory,
+ask in another order.
+
+Source: torch/serialization.py (`load`, `_is_zipfile`, `_legacy_load`), CPython's Lib/tarfile.py (`frombuf`), pickletools.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ckpt_tools.errors import AmbiguousFileError
+from ckpt_tools.formats.base import TWO_FILES, is_tar, is_zip
+from ckpt_tools.io.output import Source
+
+_TAR, _SAFETENSORS = "a tar archive", "a safetensors file"
+
+
+def refuse_polyglot(source: Source, head: bytes) -> None:
+    """Raise AmbiguousFileError for a file whose bytes, which start with `head`, are more than one container."""
+    kinds = list(_kinds(head))
+    if kinds == [_TAR] and _pickle_in(source, harmless=True):
+        kinds.append("a pickle")
+    elif kinds == [_SAFETENSORS] and _pickle_in(source, harmless=False):
+        kinds.append("a pickle that torch.load would run")
+    if len(kinds) > 1:
+        raise AmbiguousFileError(f"{source.path} is {kinds[0]}, and {kinds[1]} as well.", why=TWO_FILES)
+
+
+def _kinds(head: bytes) -> Iterator[str]:
+    """What a file with these first bytes may be, pickles apart, which no first byte tells."""
+    if is_zip(head):
+        yield "a zip archive"
+    if is_tar(head):
+        yield _TAR
+    if head[8:9] == b"{" and not (head[:8].isascii() and head[:8].decode().isprintable()):
+        yield _SAFETENSORS
+    elif head.lstrip().startswith(b"{"):
+        yield "JSON"
+    if head.startswith(b"\x93NUMPY"):
+        yield "a .npy file"
+
+
+# --- pickles that something else begins with
+
+_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # of torch-legacy
+_MOST_OPCODES, _LONGEST_LINE = 250_000, 1 << 20
+_NAMES_A_GLOBAL = frozenset(b"ci\x93\x82\x83\x84")
+_NUMBER = re.compile(rb"[\s\w.+-]*")
+_MODULE = re.compile(rb"[\w.\x80-\xff]+")  # what can be imported; in JSON there would be quotation marks
+
+
+def _pickle_in(source: Source, *, harmless: bool) -> bool:
+    """Whether the file begins with a pickle that names a global or is torch's magic number; with `harmless`, with any.
+
+    A header's length may be read as opcodes by accident: those of an honest file end soon, and name nothing.
+    """
+    try:
+        for code, argument in _opcodes(source):
+            if code in _NAMES_A_GLOBAL:
+                return code not in b"ci" or _MODULE.fullmatch(argument.partition(b"\n")[0]) is not None
+            if code in b"LI\x8a\x8b" and _number(code, argument) == _MAGIC_NUMBER:
+                return True
+            if code == ord("."):
+                return harmless
+    except _NoPickleError:
+        return False
+    except _TooLongError:
+        return True
+    return True  # more opcodes than any accident
+
+
+class _NoPickleError(Exception):
+    """The bytes are no opcode, or what is left of a cut one."""
+
+
+class _TooLongError(Exception):
+    """A line has no end where the end of an accident would be."""
+
+
+def _number(code: int, argument: bytes) -> int | None:
+    if code in b"\x8a\x8b":
+        return int.from_bytes(argument, "little", signed=True)
+    try:
+        return int(argument.strip().rstrip(b"L")[:100])
+    except ValueError:
+        return None
+
+
+def _opcodes(source: Source) -> Iterator[tuple[int, bytes]]:
+    """The opcodes from the file's start on, with their arguments as far as they are short; long ones are passed over unread."""
+    from pickletools import opcodes
+
+    sizes = {ord(opcode.code): opcode.arg.n if opcode.arg else 0 for opcode in opcodes}
+    if not source.size or any(source.read(0, 1) == opcode.code.encode("latin-1") and opcode.stack_before for opcode in opcodes):
+        raise _NoPickleError  # the stack is empty yet
+    position = 0
+    for _ in range(_MOST_OPCODES):
+        head = source.read(position, min(256, source.size - position))
+        if not head or head[0] not in sizes or head[0] == ord("P"):  # a persistent id, of which torch takes none here
+            raise _NoPickleError
+        start, length = _argument(source, position + 1, head, sizes[head[0]])
+        if start + length > source.size:
+            raise _NoPickleError
+        yield head[0], source.read(start, min(length, 4096))
+        position = start + length
+
+
+def _argument(source: Source, at: int, head: bytes, size: int) -> tuple[int, int]:
+    """Where an opcode's argument starts and how long it is. `size` is pickletools': negative where the file tells."""
+    if size >= 0:
+        return at, size
+    if size == -1:
+        return at, _lines(source, at, head[0])
+    width = {-2: 1, -3: 4, -4: 4, -5: 8}[size]
+    return at + width, int.from_bytes(head[1 : 1 + width], "little")
+
+
+def _lines(source: Source, at: int, code: int) -> int:
+    """The length of the lines that an opcode takes."""
+    data = source.read(at, min(256, source.size - at))
+    if data.count(b"\n") < 2:
+        data = source.read(at, min(_LONGEST_LINE, source.size - at))
+    length = 0
+    for _ in range(2 if code in b"ci" else 1):
+        length = data.find(b"\n", length) + 1
+        if not length:
+            raise _TooLongError if code in b"VS" and len(data) == _LONGEST_LINE else _NoPickleError
+    if code in b"FILgp" and not _NUMBER.fullmatch(data, 0, length):
+        raise _NoPickleError
+    return length

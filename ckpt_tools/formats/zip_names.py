@@ -1,0 +1,48 @@
+"""The names in a zip as torch looks them up: below the folder of the first record, and without regard to case.
+
+Source: caffe2/serialize/inline_container.cc (`PyTorchStreamReader::init`, `getRecordID`), miniz
+(`mz_zip_reader_locate_file_v2`), torch/serialization.py (`_is_torchscript_zip`), torch/csrc/jit/serialization/import.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt_tools.errors import ZipError
+from ckpt_tools.formats.base import TWO_FILES
+from ckpt_tools.formats.zip.directory import Record
+from ckpt_tools.text import some
+
+_PICKLE, _CONSTANTS, _EXPORTED = "data.pkl", "constants.pkl", "archive_format"  # what load, jit.load and export.load go by
+_OTHERS = ("model.json", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment")
+_LOOKED_UP = frozenset((_PICKLE, _CONSTANTS, _EXPORTED, *_OTHERS))
+
+
+def single_folder(records: Sequence[Record]) -> str | None:
+    """The folder that holds every record, or None."""
+    roots = _roots(records)
+    return roots[0] if len(roots) == 1 and all("/" in record.name for record in records) else None
+
+
+def _roots(records: Sequence[Record]) -> list[str]:
+    return list(dict.fromkeys(record.name.partition("/")[0] for record in records))
+
+
+def refuse_two_readings(records: Sequence[Record]) -> None:
+    """Raise ZipError for names in which two of torch's loaders, or torch and another program, would find different files.
+
+    Of a zip that none of the loaders would open the names are free.
+    """
+    below = {record.name.partition("/")[2] for record in records}
+    if not {name.lower() for name in below} & {_PICKLE, _CONSTANTS, _EXPORTED}:
+        return
+    if single_folder(records) is None:
+        roots = _roots(records)
+        raise ZipError(f"The zip has {len(roots)} root folders ({some(roots)}); torch writes one.", why=TWO_FILES)
+    for name in below:
+        if name not in _LOOKED_UP and name.lower() in _LOOKED_UP:
+            raise ZipError(f"The zip record {name!r} is not written as torch writes it; torch takes it for {name.lower()!r}.")
+    if _PICKLE in below and _CONSTANTS not in below and "model.json" in below:
+        raise ZipError("torch.load would read the zip's data.pkl, torch.jit.load its model.json.", why=TWO_FILES)
+    if _EXPORTED in below and below & {_PICKLE, _CONSTANTS}:
+        raise ZipError("torch.load would read the zip's pickle, torch.export.load its exported program.", why=TWO_FILES)
