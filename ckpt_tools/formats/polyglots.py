@@ -48,7 +48,8 @@ def _kinds(head: bytes) -> Iterator[str]:
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # of torch-legacy
 _MOST_OPCODES, _LONGEST_LINE = 250_000, 1 << 20
-_NAMES_A_GLOBAL = frozenset(b"ci\x93\x82\x83\x84")
+_NAMES_A_GLOBAL = frozenset(b"ci\x93")
+_ENDS = b"P\x82\x83\x84"  # persistent ids, of which torch takes none here, and extensions, of which there are none
 _NUMBER = re.compile(rb"[\s\w.+-]*")
 _MODULE = re.compile(rb"[\w.\x80-\xff]+")  # what can be imported; in JSON there would be quotation marks
 
@@ -100,7 +101,7 @@ def _opcodes(source: Source) -> Iterator[tuple[int, bytes]]:
     position = 0
     for _ in range(_MOST_OPCODES):
         head = source.read(position, min(256, source.size - position))
-        if not head or head[0] not in sizes or head[0] == ord("P"):  # a persistent id, of which torch takes none here
+        if not head or head[0] not in sizes or head[0] in _ENDS:
             raise _NoPickleError
         start, length = _argument(source, position + 1, head, sizes[head[0]])
         if start + length > source.size:

@@ -157,7 +157,7 @@ def test_safetensors_whose_start_calls(tmp_path: Path) -> None:
     refused(write(tmp_path, leaping(b"0" + CALL + b".")), AmbiguousFileError, "a pickle that torch.load would run")
 
 
-@pytest.mark.parametrize("size", [0x2E4E, 0x2E5D, 0x0A58, 0x2860, 0x3000, 0x1070, 0x0850])
+@pytest.mark.parametrize("size", [0x2E4E, 0x2E5D, 0x0A58, 0x2860, 0x3000, 0x1070, 0x0850, 0x0984, 0x0963, 0x0956])
 def test_lengths_that_look_like_opcodes(size: int, tmp_path: Path) -> None:
     """An honest header may have a length that begins a pickle by accident (N. is None): it is read."""
     header = b'{"conv.weight":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'.ljust(size)
