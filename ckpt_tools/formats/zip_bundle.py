@@ -36,7 +36,7 @@ from ckpt_tools.formats.legacy import torch_legacy, torch_tar
 from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.directory import Directory, Record, read_directory
-from ckpt_tools.formats.zip_names import refuse_two_readings, single_folder
+from ckpt_tools.formats.zip.names import refuse_two_readings, single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.journal import write_all
 from ckpt_tools.io.output import Source

@@ -13,7 +13,7 @@ from ckpt_tools.formats.zip.directory import (
     Record,
     read_directory,
 )
-from ckpt_tools.formats.zip_names import refuse_two_readings, single_folder
+from ckpt_tools.formats.zip.names import refuse_two_readings, single_folder
 from ckpt_tools.io.output import Source
 from ckpt_tools.text import some
 
