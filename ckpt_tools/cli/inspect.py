@@ -17,6 +17,7 @@ from ckpt_tools.errors import CkptError
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.inspect import Description
+    from ckpt_tools.operations.safety import Safety
 
 
 @click.command()
@@ -58,7 +59,7 @@ def inspect(
     for number, (path, result) in enumerate(zip(files, described, strict=True)):
         if isinstance(result, CkptError):
             code = result.exit_code
-            print_failure(path, result, as_json=as_json)
+            print_failure(path, result, as_json=as_json, safety=_safety(path, result))
         elif as_json:
             click.echo(result)
         else:
@@ -76,6 +77,12 @@ def _described(path: Path) -> Description | CkptError:
         return describe_checkpoint(path)
     except CkptError as error:
         return error
+
+
+def _safety(path: Path, error: CkptError) -> Safety | None:
+    from ckpt_tools.operations.safety import of_unreadable
+
+    return of_unreadable(path, error)
 
 
 def _json_line(path: Path) -> str | CkptError:

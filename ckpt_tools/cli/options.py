@@ -20,6 +20,7 @@ from ckpt_tools.io.output import is_address
 if TYPE_CHECKING:
     from ckpt_tools.io.ranks import Ranks
     from ckpt_tools.io.writer import Progress
+    from ckpt_tools.operations.safety import Safety
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _PROGRESS_AFTER = 1.0  # seconds
@@ -59,15 +60,18 @@ def _below(top: Path) -> Iterator[Path]:
                 yield path
 
 
-def print_failure(path: Path, error: CkptError, *, as_json: bool) -> None:
-    """One file of several cannot be read: say so, and as a JSON line too."""
+def print_failure(path: Path, error: CkptError, *, as_json: bool, safety: Safety | None = None) -> None:
+    """One file of several cannot be read: say so, and as a JSON line too; and what it would run nevertheless."""
     if as_json:
         from ckpt_tools.render.json import error_document, print_document
 
-        print_document(error_document(str(path), error))
-    from ckpt_tools.render.text import print_error
+        known = {"safety": safety.to_json()} if safety is not None else {}
+        print_document(error_document(str(path), error) | known)
+    from ckpt_tools.render.text import console, print_error, print_finding
 
     print_error(error)
+    for finding in safety.findings() if safety is not None and safety.calls else ():
+        print_finding(finding, console(stderr=True))
 
 
 class Location(click.Path):

@@ -23,6 +23,7 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
 )
 from ckpt_tools.formats.parts.named import partition
+from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.findings import Finding, mending
@@ -63,12 +64,15 @@ class Description:
     objects: list[dict[str, Any]]
     globals: list[str]
     weights_only: dict[str, Any]
+    safety: Safety
     metadata: dict[str, str]
     findings: list[Finding]
 
     def to_json(self) -> dict[str, Any]:
         """The description as plain data."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"findings": [asdict(row) for row in self.findings]}
+        return {name: getattr(self, name) for name in self.__slots__} | {
+            "safety": self.safety.to_json(), "findings": [asdict(row) for row in self.findings]
+        }  # fmt: skip
 
 
 def inspect(path: str | os.PathLike[str]) -> Description:
@@ -84,27 +88,33 @@ def inspect(path: str | os.PathLike[str]) -> Description:
 def describe(checkpoint: Checkpoint) -> Description:
     """Describe an open checkpoint."""
     names, rows, state_dicts, totals = _measure(checkpoint)
-    refused, reasons = _refusals(checkpoint)
+    safety = of_checkpoint(checkpoint)
+    refused, reasons = _refusals(checkpoint, safety)
     settings_too = _module_values(checkpoint.root) if checkpoint.has_modules else ()
     values = dict(islice(chain(_values(checkpoint.root), settings_too), MAX_VALUES))
     return Description(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals, _tied(checkpoint, names),
-        values, _objects(checkpoint), [str(name) for name in checkpoint.decoded.globals],
-        {"loads": not refused and not reasons, "refused": refused, "reasons": reasons},
-        dict(checkpoint.decoded.metadata), list(_findings(checkpoint, state_dicts, totals, refused, reasons)),
+        values, _objects(checkpoint), list(map(str, dict.fromkeys((*checkpoint.decoded.globals, *safety.names)))),
+        {"loads": not refused and not reasons, "refused": refused, "reasons": reasons}, safety,
+        dict(checkpoint.decoded.metadata),
+        [*safety.findings(), *_findings(checkpoint, state_dicts, totals, refused, reasons)],
     )  # fmt: skip
 
 
-def find_findings(checkpoint: Checkpoint) -> list[Finding]:
-    """The findings of `describe` alone."""
+def find_findings(checkpoint: Checkpoint, safety: Safety | None = None) -> list[Finding]:
+    """The findings of `describe` alone; `safety` where it is known."""
     _, _, state_dicts, totals = _measure(checkpoint)
-    return list(_findings(checkpoint, state_dicts, totals, *_refusals(checkpoint)))
+    safety = of_checkpoint(checkpoint) if safety is None else safety
+    return [*safety.findings(), *_findings(checkpoint, state_dicts, totals, *_refusals(checkpoint, safety))]
 
 
-def _refusals(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """The globals that weights_only refuses; where there is none, what else it refuses."""
+def _refusals(checkpoint: Checkpoint, safety: Safety) -> tuple[list[str], list[str]]:
+    """The globals that weights_only refuses; where there is none, what else it refuses, or would elsewhere in the file."""
     refused = checkpoint.refused_globals
-    return refused, [] if refused else [f"it uses {reason}" for reason in checkpoint.decoded.unusual]
+    if refused:
+        return refused, []
+    elsewhere = [f"another pickle in the file names {name}" for name in safety.classes]
+    return [], [*(f"it uses {reason}" for reason in checkpoint.decoded.unusual), *elsewhere]
 
 
 _Rows: TypeAlias = list[dict[str, Any]]

@@ -68,6 +68,7 @@ class Machine:
         self.data, self.position, self.end = data, offset, len(data)
         self.limit = self.end
         self.makers, self.persistent_load, self.fused = makers, persistent_load, fast
+        self.opcodes = OPCODES
         self.stack: list[Node] = []
         self.marks: list[list[Node]] = []
         self.memo: list[Node] = []
@@ -109,12 +110,12 @@ class Machine:
 
     def _run(self) -> NoReturn:
         """The hot loop; a `_Stop` ends it."""
-        data = self.data
+        data, opcodes = self.data, self.opcodes
         while True:
             while self.position < self.limit:
                 opcode = data[self.position]
                 self.position += 1
-                OPCODES[opcode](self)
+                opcodes[opcode](self)
             if self.position > self.limit or self.limit == self.end:
                 raise self.short("ends beyond its frame or the stream")
             self.limit = self.end

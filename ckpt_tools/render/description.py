@@ -84,6 +84,7 @@ def _print_head(description: Description, view: View, out: Console) -> None:
     if description.container != "safetensors":
         loads = description.weights_only["loads"]
         grid.add_row("weights_only", "loads" if loads else "refused by torch.load(weights_only=True)")
+        grid.add_row("safety", description.safety.text)
     out.print(grid)
 
 

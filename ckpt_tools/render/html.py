@@ -119,6 +119,7 @@ def _overview(description: Description) -> Sequence[tuple[str, str]]:
     if description.container != "safetensors":
         loads = description.weights_only["loads"]
         rows.append(("weights_only", "loads" if loads else "refused by torch.load(weights_only=True)"))
+        rows.append(("safety", description.safety.text))
     return rows
 
 

@@ -39,6 +39,7 @@ CODES = frozenset((
     "not-importable", "script-class", "numpy-1", "numpy-2", "foreign-path", "newer-path",
     "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums",
     "no-format", "unaligned", "stray-shard",
+    "dangerous", "unexamined",
     # oddities of the containers
     "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
     "other-members", "several-archives", "torchscript-program", "exported-program", "embedded-source", "null-metadata",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from ckpt_tools.operations.check.digests import Compared, Digest
+from ckpt_tools.operations.safety import Safety
 from ckpt_tools.tree.findings import Finding
 
 Verdict = Literal["healthy", "findings", "unreadable"]
@@ -25,6 +26,7 @@ class Checked:
         values: (with --values) path, and counts of NaN and infinite values, of every tensor that has some.
         digests: (with --digest or --against) one for each tensor. skipped: paths of tensors that have none.
         against: (with --against) what the comparison found.
+        safety: what loading it without weights_only would run; None for a file that is not there.
     """
 
     path: str
@@ -40,10 +42,11 @@ class Checked:
     skipped: list[list[str | int]] = field(default_factory=list)
     against: Compared | None = None
     seconds: float = 0.0
+    safety: Safety | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
-        return asdict(self)
+        return asdict(replace(self, safety=None)) | {"safety": self.safety.to_json() if self.safety is not None else None}
 
     @property
     def exit_code(self) -> int:

@@ -44,6 +44,7 @@ from ckpt_tools.operations.check.passes import Advance
 from ckpt_tools.operations.check.reading import Read, read_checkpoint
 from ckpt_tools.operations.check.report import Checked, Verdict
 from ckpt_tools.operations.inspect import find_findings
+from ckpt_tools.operations.safety import of_checkpoint, of_unreadable
 from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree.findings import CODES, Finding, mending
 from ckpt_tools.tree.nodes import Entry, Where
@@ -153,7 +154,7 @@ def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None)
         read = read_checkpoint(checkpoint, digest=with_digests, count_values=wanted.values, heads=heads, advance=advance)
     report = Checked(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, "healthy", len(checkpoint.tensors), read.bytes,
-        read.records,
+        read.records, safety=of_checkpoint(checkpoint),
     )  # fmt: skip
     report.digests, report.skipped = read.digests, [list(where) for where in read.skipped]
     report.values = [_counts(row) for row in read.counted if row.count.nan or row.count.inf]
@@ -182,7 +183,7 @@ def _findings(checkpoint: Checkpoint, read: Read, report: Checked, heads: frozen
         text = f"{len(read.skipped)} tensors have no digest and were not counted: {_paths(read.skipped)}"
         yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
     loads = list(loading.findings(checkpoint))
-    for finding in find_findings(checkpoint):
+    for finding in find_findings(checkpoint, report.safety):
         replaced = finding.code == "device-tags" and any(other.code == "no-such-device" for other in loads)
         if finding.code != "together" and not replaced:
             yield loading.explained(finding, checkpoint)
@@ -228,8 +229,11 @@ def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
             says = _torch_says(source, error) if not isinstance(source, Files) else ""
     found = error.what + (f" {error.why}" if error.why else "")
     fix = error.fix or (mending("repair", str(path)) if isinstance(error, DamagedFileError) else "")
-    finding = Finding("unreadable", "problem", [], found, "", fix, says)
-    return Checked(str(path), None, size, "unreadable", findings=[finding])
+    findings = [Finding("unreadable", "problem", [], found, "", fix, says)]
+    safety = of_unreadable(path, error)
+    if safety is not None and safety.calls:
+        findings += safety.findings()
+    return Checked(str(path), None, size, "unreadable", findings=findings, safety=safety)
 
 
 def _torch_says(source: Source, error: CkptError) -> str:

@@ -1,0 +1,170 @@
+"""Is a file safe to load? What loading it without weights_only would run, and one word for it. docs/scan.md has the rule.
+
+The answer goes by the bytes alone: not by what is installed here, nor by what could be imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ckpt_tools.errors import CkptError, RemoteError
+from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.open import Checkpoint, open_source
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Files
+from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.text import listed, printable
+from ckpt_tools.tree.findings import Finding
+from ckpt_tools.tree.nodes import Global
+
+if TYPE_CHECKING:
+    from ckpt_tools.formats.pickles import Pickles
+    from ckpt_tools.pickling.calls import Call
+
+Verdict: TypeAlias = Literal["nothing", "plain", "needs-code", "unexamined", "dangerous"]
+_SHOWN_CALLS = 20  # of a file, as findings; JSON has them all
+
+
+@dataclass(frozen=True, slots=True)
+class Safety:
+    """What loading a file without weights_only would run.
+
+    Attributes:
+        verdict: "dangerous", "unexamined" (a part of it could not be looked through), "needs-code" (classes that are not in the
+            documented list of data, none known to do harm), "plain", or "nothing" (no pickle, and no program, is in it).
+        calls: (where, call), in the order of the file. names: every global that the pickles name.
+        unexamined: (where, why). program: whether it is a program of torch's.
+        pickles: how many pickles were looked through.
+    """
+
+    verdict: Verdict
+    calls: Sequence[tuple[str, Call]] = ()
+    names: Sequence[Global] = ()
+    unexamined: Sequence[tuple[str, str]] = ()
+    program: bool = False
+    pickles: int = 0
+
+    @property
+    def classes(self) -> list[str]:
+        """The globals that weights_only does not allow, as `module.name`."""
+        return [str(name) for name in self.names if name not in ALLOWED]
+
+    @property
+    def text(self) -> str:
+        """The verdict in one line, safe to show."""
+        if self.verdict == "dangerous":
+            more = f", and {len(self.calls) - 1} more" if len(self.calls) > 1 else ""
+            return f"dangerous: it {_does(self.calls[0][1])}{more}"
+        if self.verdict == "needs-code":
+            names = listed(self.classes) if self.classes else "a program"
+            return f"needs code: {names}; none known to do harm"
+        if self.verdict == "unexamined":
+            where, why = self.unexamined[0]
+            return printable(f"could not be looked through: {where + ': ' if where else ''}{why}")
+        return "plain: it names nothing but data" if self.verdict == "plain" else "nothing to run"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data: the contract of docs/json.md."""
+        calls = [
+            {"where": where, "offset": call.offset, "does": call.does, "call": call.text, "function": call.function,
+             "known": call.rating == "harmful"} for where, call in self.calls
+        ]  # fmt: skip
+        unexamined = [{"where": where, "why": why} for where, why in self.unexamined]
+        return {"verdict": self.verdict, "calls": calls, "classes": self.classes, "unexamined": unexamined}
+
+    def findings(self) -> list[Finding]:
+        """The dangers as findings."""
+        found = [Finding("dangerous", "problem", [], sentence(where, call), _EXPECTED, _FIX) for where, call in self.calls]
+        if len(found) > _SHOWN_CALLS:
+            more = f"... and {len(found) - _SHOWN_CALLS} more calls"
+            found[_SHOWN_CALLS:] = [Finding("dangerous", "problem", [], more, _EXPECTED, _FIX)]
+        if self.unexamined:
+            reasons = listed([f"{printable(where) or 'the file'}: {printable(why)}" for where, why in self.unexamined])
+            found.append(Finding("unexamined", "warning", [], f"not all of it could be looked through: {reasons}", "", ""))
+        return found
+
+
+_EXPECTED = "data, and calls that make data (docs/scan.md)"
+_FIX = "Do not load it. Where only its tensors are wanted: ckpt convert IN OUT --objects plain"
+
+
+def sentence(where: str, call: Call) -> str:
+    """What one call does, for people."""
+    place = f" ({printable(where)})" if where else ""
+    return ("this " if call.does == "names" else "loading this without weights_only ") + _does(call) + place
+
+
+def _does(call: Call) -> str:
+    if call.does == "names":
+        return f"names {call.text}, which runs code when it is called"
+    return f"{call.does} {call.text}{'' if call.rating == 'harmful' else ', which is not known: treat it as dangerous'}"
+
+
+def of_pickles(found: Pickles) -> Safety:
+    """The answer for what was found in a file."""
+    calls = [(pickle.where, call) for pickle in found.pickles for call in pickle.calls]
+    names = list(dict.fromkeys(name for pickle in found.pickles for name in pickle.names))
+    verdict: Verdict = "plain" if found.pickles else "nothing"
+    if found.program or not ALLOWED.issuperset(names):
+        verdict = "needs-code"
+    if found.unexamined:
+        verdict = "unexamined"
+    return Safety("dangerous" if calls else verdict, calls, names, found.unexamined, found.program, len(found.pickles))
+
+
+def examine(source: Source) -> Safety:
+    """Look a file through; of a folder every file that is open.
+
+    Raises:
+        CkptError: it cannot be read.
+    """
+    from ckpt_tools.formats.pickles import Pickles, find_pickles  # few files need it
+
+    if not isinstance(source, Files):
+        return of_pickles(find_pickles(source))
+    whole = Pickles()
+    for name, member in list(source.members.items()):
+        found = find_pickles(member)
+        for pickle in found.pickles:
+            pickle.where = f"{name}: {pickle.where}" if pickle.where else name
+        whole.pickles += found.pickles
+        whole.unexamined += [(f"{name}: {where}" if where else name, why) for where, why in found.unexamined]
+        whole.program |= found.program
+    return of_pickles(whole)
+
+
+def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | None:
+    """The answer for a file that is no checkpoint or breaks: what stands before the break would already have run."""
+    if isinstance(error, RemoteError):
+        return None
+    with contextlib.suppress(CkptError), contextlib.closing(open_source(path)) as source:
+        return examine(source)
+    return None
+
+
+def of_checkpoint(checkpoint: Checkpoint) -> Safety:
+    """The answer for an open checkpoint; not read again where its reader has seen every pickle and none names a class."""
+    decoded = checkpoint.decoded
+    if decoded.container in _READ_WHOLE and ALLOWED.issuperset(decoded.globals) and not _may_hide(decoded):
+        return Safety("plain")
+    found = examine(decoded.source)
+    return replace(found, verdict="plain") if found.verdict == "nothing" else found
+
+
+# The containers of which nothing but what their reader has read is a pickle.
+_READ_WHOLE = frozenset(("torch-zip", "torch-legacy", "safetensors"))
+# Readers say so of what they did not read, or of what lies behind the end of what they read.
+_MORE_BYTES = frozenset(("trailing-bytes", "trailing-pickle-bytes"))
+_RECORDS = ("data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
+
+
+def _may_hide(decoded: Decoded) -> bool:
+    """Whether a file has bytes that its reader did not read as what they are: another record, a call of what a call made."""
+    if any(use.startswith("call of") for use in decoded.unusual) or any(row.code in _MORE_BYTES for row in decoded.warnings):
+        return True
+    storages, known = f"{decoded.root_folder}/data/", {f"{decoded.root_folder}/{name}" for name in _RECORDS}
+    return any(row.name not in known and not row.name.startswith(storages) for row in decoded.records)

@@ -1,0 +1,172 @@
+"""What a pickle may call: which functions and classes are known to make data, which to do harm. docs/scan.md has the rule.
+
+Nothing here depends on the machine: what is installed, which Python runs, and what could be imported do not count.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.tree.nodes import Global
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _named(text: str) -> frozenset[Global]:
+    """Globals from a text of `module:name,name` blocks."""
+    blocks = (block.partition(":") for block in text.split())
+    return frozenset(Global(module, name) for module, _, names in blocks for name in names.split(","))
+
+
+# Functions and classes that make data, whatever they are given: they call none of their arguments.
+_DATA = ALLOWED | _named(
+    "argparse:Namespace types:SimpleNamespace array:array,_array_reconstructor random:Random itertools:count "
+    "builtins:list,dict,tuple,set,frozenset,int,float,str,bytes,bytearray,complex,bool,range,slice,object "
+    "collections:defaultdict,deque,UserDict,UserList copyreg:_reconstructor,__newobj__,__newobj_ex__ functools:partial "
+    "datetime:date,time,datetime,timedelta,timezone decimal:Decimal fractions:Fraction uuid:UUID,SafeUUID time:struct_time "
+    "pathlib:Path,PosixPath,WindowsPath,PurePath,PurePosixPath,PureWindowsPath "
+    "pathlib._local:Path,PosixPath,WindowsPath,PurePath,PurePosixPath,PureWindowsPath "
+    "typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias "
+    "dataclasses:Field,_MISSING_TYPE inspect:Signature,Parameter,_ParameterKind string:Template contextlib:nullcontext "
+    "re:_compile logging:getLogger,Logger zoneinfo:ZoneInfo._unpickle pytz:_UTC,_p dateutil.tz.tz:tzutc "
+    "numpy:dtype,ndarray,bool_,bool,float16,float32,float64,int8,int16,int32,int64,uint8,uint16,uint32,uint64,str_,bytes_,"
+    "complex64,complex128,datetime64,timedelta64,longlong,ulonglong,intc,uintc "
+    "numpy.core.multiarray:_reconstruct,scalar numpy._core.multiarray:_reconstruct,scalar "
+    "numpy.core.numeric:_frombuffer numpy._core.numeric:_frombuffer numpy.ma.core:_mareconstruct,MaskedArray "
+    "numpy.random._pickle:__randomstate_ctor,__generator_ctor,__bit_generator_ctor numpy.random._mt19937:MT19937 "
+    "numpy.random.bit_generator:__pyx_unpickle_SeedSequence numpy.random._pcg64:PCG64,PCG64DXSM "
+    "numpy.random._philox:Philox numpy.random._sfc64:SFC64 "
+    "torch.storage:_load_from_bytes,UntypedStorage,TypedStorage torch._utils:_rebuild_sparse_csr_tensor,_rebuild_xla_tensor "
+    "torch.tensor:_rebuild_from_type_v2 torch.nn.parameter:Buffer,UninitializedParameter torch.autograd.variable:Variable "
+    "torch.jit._pickle:build_intlist,build_floatlist,build_doublelist,build_boollist,build_tensorlist,"
+    "build_tensor_from_id,restore_type_tag torch._C:_TensorBase,TensorBase "
+    # members of enumerations, which are pickled as calls of their class
+    "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING "
+    "torch.distributed.fsdp.api:StateDictType,ShardingStrategy,BackwardPrefetch "
+    "transformers.trainer_utils:IntervalStrategy,SchedulerType,HubStrategy,SaveStrategy,EvaluationStrategy,FSDPOption "
+    "transformers.training_args:OptimizerNames,ParallelMode transformers.utils.generic:ExplicitEnum "
+    "transformers.debug_utils:DebugOption accelerate.utils.dataclasses:DistributedType,PrecisionType,DynamoBackend,"
+    "ComputeEnvironment,SageMakerDistributedType,RNGType,LoggerType "
+    "pytorch_lightning.utilities.enums:GradClipAlgorithmType,AMPType,DistributedType,DeviceType,PrecisionType "
+    "lightning.pytorch.utilities.enums:GradClipAlgorithmType "
+)  # fmt: skip
+_NUMPY_DTYPE = re.compile(r"\w+DType")
+
+# Of these what they are given is called, or made an instance of: their arguments are judged as calls.
+CALLING = _named(
+    "torch._tensor:_rebuild_from_type_v2 torch.tensor:_rebuild_from_type_v2 "
+    "numpy.random._pickle:__randomstate_ctor,__generator_ctor,__bit_generator_ctor"
+)
+# The first argument is a class, of which an instance is made without its `__init__`.
+OF_CLASS = _named(
+    "torch._utils:_rebuild_wrapper_subclass numpy.core.multiarray:_reconstruct numpy._core.multiarray:_reconstruct "
+    "numpy.ma.core:_mareconstruct numpy.random.bit_generator:__pyx_unpickle_SeedSequence copyreg:__newobj__,__newobj_ex__"
+)
+RECONSTRUCTOR = Global("copyreg", "_reconstructor")  # of (class, base, state): the base is called
+ENCODE = Global("_codecs", "encode")
+TEXT_CODECS = frozenset(("latin1", "latin-1", "utf-8", "utf8", "ascii"))
+OF_ONE = frozenset((Global("builtins", "type"), Global("builtins", "iter")))  # of one argument harmless, of more not
+GETATTR = Global("builtins", "getattr")  # of a class and a plain name: a member of an enumeration
+GETITEM = frozenset((Global("_operator", "getitem"), Global("operator", "getitem")))  # of a type: typing.List[int]
+# What calls of these make can be called in turn, or be given to what calls it.
+MAKES_CALLABLES = frozenset((Global("functools", "partial"), GETATTR))
+
+# Modules of which every function does harm in the hands of a stranger: it runs programs or code, opens files, connects.
+_HARMFUL_MODULES = _words(
+    "os posix nt subprocess _posixsubprocess pty commands popen2 sys importlib _frozen_importlib imp _imp runpy shutil "
+    "socket _socket ctypes _ctypes code codeop pdb bdb profile cProfile timeit trace doctest webbrowser platform "
+    "multiprocessing _multiprocessing asyncio asyncore asynchat signal tempfile pickle _pickle cPickle dill cloudpickle "
+    "shelve marshal zipimport pkgutil pydoc idlelib lib2to3 ensurepip venv pip setuptools pkg_resources distutils site http "
+    "urllib urllib2 httplib requests ftplib smtplib telnetlib poplib imaplib nntplib xmlrpc socketserver sqlite3 IPython io "
+    "_io gc atexit linecache pipes bz2 gzip lzma zipfile tarfile mmap fileinput winreg _winapi msvcrt aifc cgitb "
+    "logging.config operator _operator unittest cmd this antigravity threading _thread concurrent compileall py_compile "
+    "modulefinder rlcompleter torch.hub torch.utils.cpp_extension torch.utils.bottleneck torch.utils.collect_env "
+    "torch.utils.model_zoo torch.package numpy.testing numpy.f2py numpy.distutils numpy.lib.npyio numpy.lib._npyio_impl "
+    "numpy.ctypeslib jsonpickle joblib.parallel paramiko fabric pexpect ptyprocess "
+)  # fmt: skip
+_HARMFUL = _named(
+    "builtins:eval,exec,execfile,compile,__import__,open,file,input,raw_input,getattr,setattr,delattr,globals,locals,vars,"
+    "breakpoint,apply,map,filter,reduce,reload,memoryview,type,super,property,classmethod,staticmethod,iter,next,exit,quit,"
+    "help functools:reduce,partialmethod,cached_property,singledispatch "
+    "types:FunctionType,CodeType,MethodType,LambdaType,ModuleType weakref:finalize inspect:getattr_static "
+    "torch:load,compile,from_file,jit torch.jit:load,script,trace "
+    "torch.serialization:load torch.fx.graph_module:reduce_graph_module,reduce_package_graph_module,reduce_deploy_graph_module,"
+    "_forward_from_src,_exec_with_source "
+    "torch._utils_internal:get_file_path numpy:load,memmap,fromfile,loadtxt,genfromtxt,save,savez,savetxt,vectorize,"
+    "apply_along_axis,frompyfunc,piecewise numpy.core._internal:_ufunc_reconstruct numpy.core:_ufunc_reconstruct "
+    "numpy._core:_ufunc_reconstruct numpy.core.records:fromfile numpy.core.memmap:memmap numpy._core.memmap:memmap "
+    "pandas:read_pickle,eval,read_csv,read_sql pandas.io.pickle:read_pickle pandas.core.computation.eval:eval joblib:load "
+    "joblib.numpy_pickle:load logging:FileHandler logging.handlers:RotatingFileHandler,SocketHandler collections:namedtuple "
+    "itertools:starmap,accumulate,takewhile,dropwhile,filterfalse,groupby copyreg:add_extension,pickle,constructor "
+    "codecs:open,decode,encode,lookup _codecs:decode,lookup,register dataclasses:make_dataclass enum:Enum typing:get_type_hints"
+)  # fmt: skip
+# To call them does harm or makes nothing that harms by itself; to name them, as programs and enumerations do, does none.
+_NAMED_FREELY = _named("builtins:getattr,type,map,filter,property,iter,next,super,memoryview collections:namedtuple enum:Enum "
+                       "itertools:groupby,accumulate numpy:vectorize")  # fmt: skip
+_NAMED_FREELY_MODULES = _words("operator _operator threading _thread io _io unittest")
+
+# The top-level modules of Python's standard library, 2.7 to 3.14: what they define is no user's own class.
+_STANDARD = _words(
+    "Queue StringIO ConfigParser HTMLParser UserDict UserList UserString __builtin__ __builtins__ cStringIO cPickle "
+    "commands copy_reg dbhash dummy_thread dummy_threading formatter htmlentitydefs htmllib httplib imputil ihooks md5 "
+    "mhlib mimetools multifile mutex popen2 posixfile repr rexec rfc822 robotparser sets sgmllib sha thread urllib2 "
+    "urlparse whichdb xmlrpclib xmllib binhex macpath tkFileDialog annotationlib string __future__ _abc _ast _asyncio "
+    "_bisect _blake2 _bootlocale _bz2 _codecs _collections _collections_abc _compat_pickle _compression _contextvars _crypt "
+    "_csv _ctypes _curses _datetime _dbm _decimal _elementtree _frozen_importlib _frozen_importlib_external _functools "
+    "_gdbm _hashlib _heapq _imp _interpreters _io _json _locale _lsprof _lzma _markupbase _md5 _multibytecodec "
+    "_multiprocessing _opcode _operator _osx_support _pickle _posixshmem _posixsubprocess _py_abc _pydatetime _pydecimal "
+    "_pyio _pyrepl _queue _random _sha1 _sha2 _sha256 _sha3 _sha512 _signal _sitebuiltins _socket _sqlite3 _sre _ssl _stat "
+    "_statistics _string _strptime _struct _symtable _sysconfig _thread _threading_local _tkinter _tokenize _tracemalloc "
+    "_typing _uuid _warnings _weakref _weakrefset _winapi _wmi _xxsubinterpreters _zoneinfo _zstd abc aifc antigravity "
+    "argparse array ast asynchat asyncio asyncore atexit audioop base64 bdb binascii bisect builtins bz2 cProfile calendar "
+    "cgi cgitb chunk cmath cmd code codecs codeop collections colorsys compileall concurrent configparser contextlib "
+    "contextvars copy copyreg crypt csv ctypes curses dataclasses datetime dbm decimal difflib dis distutils doctest email "
+    "encodings ensurepip enum errno faulthandler fcntl filecmp fileinput fnmatch fractions ftplib functools gc genericpath "
+    "getopt getpass gettext glob graphlib grp gzip hashlib heapq hmac html http idlelib imaplib imghdr imp importlib "
+    "inspect io ipaddress itertools json keyword lib2to3 linecache locale logging lzma mailbox mailcap marshal math "
+    "mimetypes mmap modulefinder msilib msvcrt multiprocessing netrc nis nntplib nt ntpath nturl2path numbers opcode "
+    "operator optparse os ossaudiodev pathlib pdb pickle pickletools pipes pkgutil platform plistlib poplib posix posixpath "
+    "pprint profile pstats pty pwd py_compile pyclbr pydoc pydoc_data pyexpat queue quopri random re readline reprlib "
+    "resource rlcompleter runpy sched secrets select selectors shelve shlex shutil signal site smtpd smtplib sndhdr socket "
+    "socketserver spwd sqlite3 sre_compile sre_constants sre_parse ssl stat statistics stringprep struct subprocess sunau "
+    "symtable sys sysconfig syslog tabnanny tarfile telnetlib tempfile termios textwrap this threading time timeit tkinter "
+    "token tokenize tomllib trace traceback tracemalloc tty turtle turtledemo types typing unicodedata unittest urllib uu "
+    "uuid venv warnings wave weakref webbrowser winreg winsound wsgiref xdrlib xml xmlrpc zipapp zipfile zipimport zlib "
+    "zoneinfo "
+)  # fmt: skip
+
+
+def is_data(name: Global) -> bool:
+    """Whether a global is in the documented list of data: what weights_only allows, and what makes plain values."""
+    return name in _DATA or (name.module == "numpy.dtypes" and _NUMPY_DTYPE.fullmatch(name.name) is not None)
+
+
+def is_harmful(name: Global) -> bool:
+    """Whether to call this global is known to run code or programs, to open files or to connect."""
+    return name not in _DATA and (name in _HARMFUL or any(module in _HARMFUL_MODULES for module in _modules(name.module)))
+
+
+def is_harmful_to_name(name: Global) -> bool:
+    """Whether it counts as a danger to name this global without a call: no data and no module refers to it."""
+    if name in _NAMED_FREELY or any(module in _NAMED_FREELY_MODULES for module in _modules(name.module)):
+        return False
+    return is_harmful(name) and (name in _HARMFUL or not name.name[:1].isupper() or name.module == "subprocess")
+
+
+def is_standard(name: Global) -> bool:
+    """Whether a global is of Python's standard library."""
+    return name.module.partition(".")[0] in _STANDARD
+
+
+def of_python3(name: Global) -> Global:
+    """The same with Python 2's name of `builtins`, which protocols from 3 on keep."""
+    return Global("builtins", name.name) if name.module in ("__builtin__", "__builtins__") else name
+
+
+def _modules(module: str) -> list[str]:
+    """A module and the packages that it is in, three of them at most."""
+    parts = module.split(".", 3)
+    return [".".join(parts[:count]) for count in range(1, min(len(parts), 3) + 1)]

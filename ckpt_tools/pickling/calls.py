@@ -1,0 +1,278 @@
+"""Every call that a pickle would make, told without making one: also of pickles that break, and that no checkpoint has.
+
+The machine of `reader.py` refuses what no checkpoint holds. Here whatever Python's own unpickler would go on with goes on, so
+that no call behind it is missed; where reading ends with an error, the calls before it have been listed.
+
+Source for what Python goes on with: CPython's Modules/_pickle.c, `load_reduce`, `load_build`, `do_append`, `do_setitems`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.pickling import ratings
+from ckpt_tools.pickling.arrays_behind import array_bytes
+from ckpt_tools.pickling.ratings import Rating
+from ckpt_tools.pickling.reader import OPCODES, Machine
+from ckpt_tools.pickling.stream import Part, Pickles
+from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
+from ckpt_tools.tree.nodes import (
+    Dict,
+    Global,
+    List,
+    Node,
+    Object,
+)
+
+_MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
+_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+_PICKLES_OF_LEGACY = 5  # magic number, protocol, sys_info, the object, the keys; raw bytes follow
+_MOST_PICKLES = 10_000  # one behind another that are looked through
+_MAKERS = {
+    name: MAKERS[name]
+    for name in (Global("collections", "OrderedDict"), Global("_codecs", "encode"), Global("builtins", "bytes"))
+}
+_STORAGE = Global("torch.storage", "UntypedStorage")
+_COMPUTED = Global("", "<a computed name>")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call that is to be treated as dangerous.
+
+    Attributes:
+        text: as Python would write it, literal arguments as decoded, escaped. function: what is called, `module.name`.
+        offset: of the end of its opcode in the pickle. rating: "harmful" or "unknown". does: "runs", "changes" or "names".
+    """
+
+    text: str
+    function: str
+    offset: int
+    rating: Rating
+    does: str = "runs"
+
+
+@dataclass(slots=True)
+class Pickle:
+    """One pickle of a file, and what it would run.
+
+    Attributes:
+        start, end: where it stands in its part. where: the member of an archive that it is in, or "".
+        calls: those that are dangerous, in the order in which they would run.
+        names: every global. nested: bytes that it has loaded in turn. unusual: uses that weights_only refuses.
+        error: why it could not be read to its end. value: what it holds, where that is a number.
+        cut: whether it goes on beyond the end of what there is.
+    """
+
+    start: int
+    end: int = 0
+    where: str = ""
+    calls: list[Call] = field(default_factory=list)
+    names: list[Global] = field(default_factory=list)
+    nested: list[bytes] = field(default_factory=list)
+    unusual: list[str] = field(default_factory=list)
+    error: CkptError | None = None
+    value: int | None = None
+    cut: bool = False
+
+
+class Lister(Machine):
+    """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does."""
+
+    def __init__(self, data: bytes, offset: int = 0) -> None:
+        super().__init__(data, _MAKERS, _stand_in, offset, fast=False)
+        self.opcodes = _LENIENT
+        self.calls: dict[tuple[str, str], Call] = {}
+        self.nested: list[bytes] = []
+
+    def make(self, function: Node, args: Node) -> None:
+        """Rate a call, then stand in for its result."""
+        self.rate(ratings.of_call(function, args), function, args)
+        if type(function) is Global and function == LOAD_FROM_BYTES:
+            self._load_from_bytes(args)
+        super().make(function, args)
+
+    def _load_from_bytes(self, args: Node) -> None:
+        data = args[0] if type(args) is tuple and len(args) == 1 else None
+        if type(data) is bytes:
+            self.nested.append(data)
+        else:
+            self.rate("unknown", LOAD_FROM_BYTES, args)
+
+    def rate(self, rating: Rating, function: Node, args: Node, does: str = "runs") -> None:
+        """Keep a call that is dangerous."""
+        if ratings.is_dangerous(rating) and len(self.calls) < _MOST_CALLS:
+            text = ratings.call_text(function, args) if does == "runs" else ratings.function_text(function)
+            found = Call(text, ratings.function_text(function), self.position, rating, does)
+            self.calls.setdefault((does, text), found)
+
+    def listed(self) -> list[Call]:
+        """The calls, and globals that nothing harmless names."""
+        called = {call.function for call in self.calls.values()}
+        for name in self.globals:
+            if ratings.of_reference(name) == "harmful" and ratings.function_text(name) not in called:
+                self.rate("harmful", name, (), "names")
+        return list(self.calls.values())
+
+
+def _stand_in(pid: Node) -> Node:
+    return Object("none", _STORAGE, ())
+
+
+# --- the opcodes at which Python goes on and our own machine does not
+
+
+_LENIENT = list(OPCODES)
+
+
+def _frame(machine: Lister) -> None:
+    length = int.from_bytes(machine.take(8), "little")
+    if length > machine.end - machine.position:
+        raise machine.short(
+            f"opens a frame of {length} bytes where {machine.end - machine.position} are left", machine.position + length
+        )
+
+
+def _stack_global(machine: Lister) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    if type(name) is str and type(module) is str:
+        machine.name_global(module, name)
+    else:
+        machine.rate("unknown", _COMPUTED, (module, name))
+        machine.stack.append(Object("none", _COMPUTED, (module, name)))
+
+
+def _reduce(machine: Lister) -> None:
+    args = machine.stack.pop()
+    machine.make(machine.stack.pop(), args if type(args) is tuple else (args,))
+
+
+def _new(machine: Lister, kwargs: Node = None) -> None:
+    args = machine.stack.pop()
+    given = args if type(args) is tuple else (args,)
+    cls = machine.stack.pop()
+    machine.spend()
+    machine.rate(ratings.of_instance(cls, given), cls, given if kwargs is None else (*given, kwargs))
+    machine.stack.append(Object("new", cls, given))
+
+
+def _newobj_ex(machine: Lister) -> None:
+    _new(machine, machine.stack.pop())
+
+
+def _inst(machine: Lister) -> None:
+    module = machine.text_line()
+    machine.name_global(module, machine.text_line())
+    function = machine.stack.pop()
+    machine.make(function, tuple(machine.pop_mark()))
+
+
+def _obj(machine: Lister) -> None:
+    items = machine.pop_mark()
+    machine.make(items.pop(0), tuple(items))
+
+
+def _build(machine: Lister) -> None:
+    state, target = machine.stack.pop(), machine.stack[-1]
+    machine.spend()
+    changed = target.function if type(target) is Object else target
+    machine.rate(ratings.of_state(target, state), changed, (), "changes")
+    if type(target) is Object:
+        target.steps.append(("build", state))
+        machine.position += array_bytes(target, machine)
+
+
+def _append(machine: Lister) -> None:
+    item = machine.stack.pop()
+    _extend(machine, [item])
+
+
+def _appends(machine: Lister) -> None:
+    _extend(machine, machine.pop_mark())
+
+
+def _extend(machine: Lister, items: list[Node]) -> None:
+    machine.spend()
+    target = machine.stack[-1]
+    if type(target) is List:
+        target.items.extend(items)
+    elif type(target) is Global:
+        machine.rate(_of_change(target), target, (), "changes")
+
+
+def _setitem(machine: Lister) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _set(machine, [key, value])
+
+
+def _setitems(machine: Lister) -> None:
+    _set(machine, machine.pop_mark())
+
+
+def _set(machine: Lister, items: list[Node]) -> None:
+    machine.spend(1 + len(items) // 4)
+    target = machine.stack[-1]
+    if type(target) is Dict:
+        target.items.extend(zip(items[::2], items[1::2], strict=False))
+    elif type(target) is Global:
+        machine.rate(_of_change(target), target, (), "changes")
+
+
+def _additems(machine: Lister) -> None:
+    _extend(machine, machine.pop_mark())
+
+
+def _of_change(target: Global) -> Rating:
+    """Items that are put into a global: `sys.modules`, `sys.path`."""
+    return ratings.of_state(target, None)
+
+
+for _code, _handler in (
+    (b"\x95", _frame), (b"\x93", _stack_global), (b"R", _reduce), (b"\x81", _new), (b"\x92", _newobj_ex), (b"i", _inst),
+    (b"o", _obj), (b"b", _build), (b"a", _append), (b"e", _appends), (b"s", _setitem), (b"u", _setitems), (b"\x90", _additems),
+):  # fmt: skip
+    _LENIENT[_code[0]] = _handler  # type: ignore[assignment]  # only a Lister has this table
+
+
+# --- the pickles of a part
+
+
+def list_pickles(part: Part) -> Iterator[Pickle]:
+    """The pickles of a part, one behind another from its start; the raw bytes behind them are passed over.
+
+    The first one comes whether it can be read or not, another one that breaks only where it names something.
+    """
+    pickles = Pickles(part)
+    count, most = 0, _MOST_PICKLES
+    while pickles.left and count < most:
+        found = _list_one(pickles)
+        if found.error is not None and count and not found.names:
+            return
+        if not count and type(found.value) is int and found.value == _MAGIC_NUMBER:
+            most = _PICKLES_OF_LEGACY
+        yield found
+        if found.error is not None:
+            return
+        count += 1
+
+
+def _list_one(pickles: Pickles) -> Pickle:
+    start, lister, error = pickles.position, Lister(b""), None
+
+    def make(data: bytes, offset: int) -> Machine:
+        nonlocal lister
+        lister = Lister(data, offset)
+        return lister
+
+    try:
+        _, value = pickles.load(make)
+    except CkptError as failure:
+        error, value = failure, None
+    end = pickles.position if error is None else pickles.anchor + lister.position
+    found = Pickle(start, end, error=error, value=value if type(value) is int else None)
+    found.calls, found.names = lister.listed(), list(lister.globals)
+    found.cut = error is not None and pickles.cut
+    found.nested, found.unusual = lister.nested, list(lister.unusual)
+    return found

@@ -1,0 +1,366 @@
+"""What a file would run is told without running it: by its bytes alone, wherever in it the pickle stands."""
+
+from __future__ import annotations
+
+import builtins
+import bz2
+import gzip
+import importlib
+import io
+import json
+import lzma
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+import zipfile
+import zlib
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from ckpt_tools.cli import main
+from ckpt_tools.formats.open import open_source
+from ckpt_tools.operations.check.run import check
+from ckpt_tools.operations.inspect import inspect
+from ckpt_tools.operations.safety import Safety, examine
+from tests.support.samples import (
+    PTH,
+    SAFETENSORS,
+    by_name,
+    corpus,
+)
+
+
+class Payload:
+    """Pickled as a call of whatever it is given."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+SYSTEM = Payload(os.system, "echo owned")
+RUNS = "posix.system('echo owned')" if os.name == "posix" else "nt.system('echo owned')"
+
+
+def examined(path: Path, data: bytes) -> Safety:
+    """The answer for a file of these bytes."""
+    path.write_bytes(data)
+    source = open_source(path)
+    try:
+        return examine(source)
+    finally:
+        source.close()
+
+
+def ran(safety: Safety) -> list[str]:
+    """The calls of a dangerous file."""
+    assert safety.verdict == "dangerous", safety
+    return [call.text for _, call in safety.calls]
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_every_protocol(protocol: int, tmp_path: Path) -> None:
+    """A call of os.system is named with its argument in every protocol of pickle."""
+    assert ran(examined(tmp_path / "a.pkl", pickle.dumps({"a": [SYSTEM]}, protocol))) == [RUNS]
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "shown"),
+    [
+        (builtins.eval, ("1+1",), "builtins.eval('1+1')"),
+        (builtins.exec, ("import os\x1b[31m",), "builtins.exec('import os\\x1b[31m')"),
+        (subprocess.check_output, (["ls", "-l"],), "subprocess.check_output(['ls', '-l'])"),
+        (importlib.import_module, ("this",), "importlib.import_module('this')"),
+        (builtins.getattr, (os, "system"), None),
+        (torch.load, ("other.pth",), "torch.serialization.load('other.pth')"),
+        (torch.hub.load, ("evil/repo", "model"), "torch.hub.load('evil/repo', 'model')"),
+        (np.load, ("other.npy",), None),
+        (map, (os.system, ["id"]), None),
+    ],
+    ids=str,
+)
+def test_known_harm_is_named(function: Any, args: tuple[Any, ...], shown: str | None, tmp_path: Path) -> None:
+    """Functions that run code, open files or load more are told with what they are given."""
+    try:
+        data = pickle.dumps(Payload(function, *args))
+    except TypeError:  # a module cannot be pickled by itself
+        data = b"\x80\x04cbuiltins\ngetattr\n(cos\n__dict__\nX\x06\0\0\0systemtR."
+    safety = examined(tmp_path / "a.pkl", data)
+    assert shown is None or ran(safety) == [shown]
+    assert any(call.rating == "harmful" for _, call in safety.calls)
+
+
+# By hand: how a pickle calls without saying so. One opcode a line would be a page; see CPython's Lib/pickletools.py.
+BY_HAND = {
+    "inst": b"(S'id'\nios\nsystem\n.",
+    "obj": b"(cos\nsystem\nS'id'\no.",
+    "popped": b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R0N.",
+    "popped mark": b"\x80\x02(cos\nsystem\nX\x02\0\0\0id\x85R1N.",
+    "newobj_ex": b"\x80\x04csubprocess\nPopen\nX\x02\0\0\0id\x85}\x92.",
+    "newobj": b"\x80\x02csubprocess\nPopen\nX\x02\0\0\0id\x85\x81.",
+    "stack global": b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x02id\x85R.",
+    "stack global by the memo": b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94h\0h\1\x93\x8c\x02id\x85R.",
+    "dotted name": b"\x80\x04\x8c\x09importlib\x8c\x09os.system\x93\x8c\x02id\x85R.",
+    "python 2 name": b"c__builtin__\neval\n(S'1'\ntR.",
+    "python 2 name in protocol 4": b"\x80\x04c__builtin__\neval\n(S'1'\ntR.",
+    "reconstructor with a base": b"ccopy_reg\n_reconstructor\n(csubprocess\nPopen\ncsubprocess\nPopen\nS'id'\ntR.",
+    "newobj by a call": b"ccopyreg\n__newobj__\n(csubprocess\nPopen\nS'id'\ntR.",
+    "state of a module": b"\x80\x02cos\npath\nN}X\x04\0\0\0joinK\x01s\x86b.",
+    "item of sys.modules": b"\x80\x02csys\nmodules\nX\x02\0\0\0osK\x01s.",
+    "append to sys.path": b"\x80\x02csys\npath\nX\x02\0\0\0/xa.",
+    "setstate in the instance": b"\x80\x02cm\nA\n)\x81}X\x0c\0\0\0__setstate__cos\nsystem\nsbX\x02\0\0\0idb.",
+    "append in the instance": b"\x80\x02cm\nA\n)\x81}X\x06\0\0\0appendcos\nsystem\nsbX\x02\0\0\0ida.",
+    "called by numpy": b"\x80\x02cnumpy.random._pickle\n__generator_ctor\nX\x02\0\0\0idcos\nsystem\n\x86R.",
+    "called by torch": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(cos\nsystem\nctorch\nTensor\n(X\x02\0\0\0idtNtR.",
+    "partial that is called": b"\x80\x02cfunctools\npartial\ncm\nf\n\x85R)R.",
+    "partial of harm": b"\x80\x02cfunctools\npartial\ncos\nsystem\nX\x02\0\0\0id\x86R.",
+    "default factory": b"\x80\x02ccollections\ndefaultdict\ncos\nabort\n\x85R.",
+    "computed name": b"\x80\x04\x8c\x02oscm\nf\n)R\x93\x8c\x02id\x85R.",
+    "computed arguments": b"\x80\x04cos\nsystem\ncm\nT\n)\x81R.",
+    "harm that is only named": b"\x80\x02}X\x01\0\0\0acos\nsystem\ns.",
+    "decoded by a codec": b"\x80\x02c_codecs\nencode\nX\x02\0\0\0idX\x05\0\0\0rot13\x86R.",
+    "code of a graph module": b"\x80\x02ctorch.fx.graph_module\nreduce_graph_module\n}X\x09\0\0\0import os\x86R.",
+    "temporary file that removes": b"\x80\x02ctempfile\n_TemporaryFileCloser\n)\x81}X\x04\0\0\0nameX\x02\0\0\0/xsb.",
+    "numpy map of a file": b"\x80\x02cnumpy\nmemmap\nX\x02\0\0\0/xX\x02\0\0\0w+\x86\x81.",
+    "ufunc by import": b"\x80\x02cnumpy.core\n_ufunc_reconstruct\nX\x02\0\0\0osX\x06\0\0\0system\x86R.",
+    "unknown function": b"\x80\x02cevil\nrun\nX\x02\0\0\0id\x85R.",
+    "unknown function without arguments": b"(ievil\nrun\n.",
+    "type with a body": b"\x80\x02cbuiltins\ntype\n(X\x01\0\0\0A)}tR.",
+    "items of a type by operator": b"\x80\x02coperator\ngetitem\ncm\nd\nK\0\x86R.",
+    "second call": b"\x80\x02cbuiltins\nprint\n)R0cos\nsystem\nX\x02\0\0\0id\x85R.",
+    "nested frames": b"\x80\x04\x95\x20\0\0\0\0\0\0\0\x95\x08\0\0\0\0\0\0\0cos\nsystem\n\x8c\x02id\x85R." + b"." * 8,
+    "item of a list": b"\x80\x02]K\1aK\0K\2scos\nsystem\nX\x02\0\0\0id\x85R.",
+    "second pickle": pickle.dumps({"a": 1}) + pickle.dumps(SYSTEM),
+    "breaks after the call": b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R\xff",
+    "cut after the call": b"cos\nsystem\n(S'id'\ntR",
+    "extension after the call": b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R\x82\x01.",
+    "text before": b"(dp0\nS'a'\np1\ncos\nsystem\np2\n(S'id'\np3\ntp4\nRp5\ns.",
+    "memo that is missing after the call": b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85Rh\x63.",
+    "persistent id after the call": b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85RX\x01\0\0\0aQ.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", BY_HAND.values(), ids=BY_HAND.keys())
+def test_calls_by_hand(data: bytes, tmp_path: Path) -> None:
+    """Every way in which a pickle calls or changes something is dangerous, and the call is named."""
+    calls = ran(examined(tmp_path / "a.pkl", data))
+    assert calls
+    assert all(calls)
+
+
+HARMLESS = {
+    "nothing": {"a": [1, 2.5, "b", None, True, (1,)]},
+    "containers": {"a": OrderedDict(b=1), "c": {1, 2}, "d": frozenset((1,)), "e": defaultdict(list), "f": bytearray(b"1")},
+    "numpy": {"a": np.arange(3), "b": np.float64(1.5), "c": np.random.default_rng(1), "d": np.random.RandomState(1)},
+    "path": {"a": Path("x/y")},
+    "tensor": {"a": torch.ones(2)},
+}
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize("name", HARMLESS)
+def test_data_is_not_dangerous(name: str, protocol: int, tmp_path: Path) -> None:
+    """Pickles of data are plain, or name classes of which none is known to do harm."""
+    safety = examined(tmp_path / "a.pkl", pickle.dumps(HARMLESS[name], protocol))
+    assert safety.verdict == ("plain" if name in ("nothing",) else "needs-code"), safety
+
+
+def test_whole_model_needs_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickled model of a class of the user's own names its classes, and is not called dangerous."""
+    net = type("Net", (torch.nn.Sequential,), {"__module__": "models"})
+    monkeypatch.setitem(sys.modules, "models", ModuleType("models"))
+    monkeypatch.setattr(sys.modules["models"], "Net", net, raising=False)
+    torch.save(net(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), tmp_path / "net.pth")
+    safety = inspect(tmp_path / "net.pth").safety
+    assert safety.verdict == "needs-code"
+    assert safety.classes[0] == "models.Net"
+    assert safety.text.startswith("needs code: models.Net, ")
+
+
+# --- containers
+
+
+def zipped(**members: bytes) -> bytes:
+    """A zip of these members."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+def tarred(data: bytes, kind: int = tarfile.PAX_FORMAT) -> bytes:
+    """A tar with one member."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=kind) as archive:
+        info = tarfile.TarInfo("é" * 120)
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def object_array() -> bytes:
+    """A .npy of objects."""
+    file = io.BytesIO()
+    np.save(file, np.array([SYSTEM, None], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
+def torch_saved(*, zipfile_format: bool = True) -> bytes:
+    """What torch.save makes of a payload."""
+    file = io.BytesIO()
+    torch.save({"w": torch.ones(2), "a": SYSTEM}, file, _use_new_zipfile_serialization=zipfile_format)
+    return file.getvalue()
+
+
+def beside(name: str) -> bytes:
+    """A harmless torch-zip with a pickle of a payload beside its own."""
+    file = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, file)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr(f"{archive.namelist()[0].partition('/')[0]}/{name}", pickle.dumps(SYSTEM))
+    return file.getvalue()
+
+
+def with_flag(flag: int) -> bytes:
+    """A zip whose records say that they are encrypted, patched or masked, and are not."""
+    data = bytearray(zipped(evil=pickle.dumps(SYSTEM)))
+    data[6] |= flag
+    data[data.index(b"PK\x01\x02") + 8] |= flag
+    return bytes(data)
+
+
+def misnamed() -> bytes:
+    """A zip whose local header has another name than its directory."""
+    return zipped(data=pickle.dumps(SYSTEM)).replace(b"data", b"date", 1)
+
+
+PAYLOAD = pickle.dumps(SYSTEM)
+CONTAINERS = {
+    "torch-zip": torch_saved(),
+    "torch-legacy": torch_saved(zipfile_format=False),
+    "member beside data.pkl": beside("evil.pkl"),
+    "member with another extension": beside("notes.txt"),
+    "zip of pickles": zipped(**{"a/model.bin": PAYLOAD}),
+    "zip in a zip": zipped(inner=zipped(evil=PAYLOAD)),
+    "zip of a torch-zip": zipped(**{"policy.pth": torch_saved()}),
+    "npz": zipped(**{"arr_0.npy": object_array()}),
+    "npy": object_array(),
+    "tar": tarred(PAYLOAD),
+    "GNU tar": tarred(PAYLOAD, tarfile.GNU_FORMAT),
+    "tar of a zip": tarred(zipped(evil=PAYLOAD)),
+    "gzip": gzip.compress(PAYLOAD),
+    "bzip2": bz2.compress(PAYLOAD),
+    "xz": lzma.compress(PAYLOAD),
+    "zlib, as joblib": zlib.compress(PAYLOAD),
+    "tar.gz": gzip.compress(tarred(PAYLOAD)),
+    "exported program": zipped(**{"m/archive_format": b"pt2", "m/data/sample_inputs/model.pt": torch_saved()}),
+    "encrypted flag": with_flag(1),
+    "patched flag": with_flag(1 << 5),
+    "strong encryption flag": with_flag(1 << 6),
+    "two names": misnamed(),
+    "no directory": zipped(evil=PAYLOAD)[:-22],
+    "bytes in front of a zip": b"#!" + zipped(evil=PAYLOAD),
+    "bytes of a pickle": pickle.dumps(Payload(torch.storage._load_from_bytes, torch_saved(zipfile_format=False))),
+    "small pickle of torch-legacy": PAYLOAD + torch_saved(zipfile_format=False),
+    "two archives": torch_saved() + torch_saved(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", CONTAINERS.values(), ids=CONTAINERS.keys())
+def test_every_container(data: bytes, tmp_path: Path) -> None:
+    """A pickle is found by its content wherever it lies, also in archives that no reader takes, and its call is named."""
+    assert set(ran(examined(tmp_path / "file", data))) == {RUNS}
+
+
+@pytest.mark.parametrize("magic", [b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07", b"\x28\xb5\x2f\xfd"])
+def test_what_cannot_be_looked_through_is_told(magic: bytes, tmp_path: Path) -> None:
+    """Archives that Python cannot unpack are neither plain nor nothing."""
+    assert examined(tmp_path / "file", magic + bytes(100)).verdict == "unexamined"
+
+
+# --- the commands
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """Exit code and output of a command."""
+    result = CliRunner().invoke(main, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_inspect_tells(tmp_path: Path) -> None:
+    """inspect shows the verdict, and the call as a problem; JSON has both."""
+    path = tmp_path / "a.pth"
+    path.write_bytes(torch_saved())
+    code, shown = run("inspect", str(path))
+    assert code == 0
+    assert f"safety        dangerous: it runs {RUNS}\n" in shown
+    assert f"problem: loading this without weights_only runs {RUNS} (archive/data.pkl)\n" in shown.replace(
+        "a/data", "archive/data"
+    )
+    safety = json.loads(run("inspect", "--json", str(path))[1])["safety"]
+    assert safety["verdict"] == "dangerous"
+    assert safety["calls"][0]["call"] == RUNS
+
+
+def test_inspect_tells_of_what_it_cannot_read(tmp_path: Path) -> None:
+    """A file that breaks behind a call, or is no checkpoint, is refused, and the call is told all the same."""
+    path = tmp_path / "a.pth"
+    path.write_bytes(BY_HAND["breaks after the call"])
+    code, shown = run("inspect", str(path))
+    assert code == 3
+    assert "runs os.system('id')" in shown.replace("posix", "os")
+    path.write_bytes(b"cos\nsystem\n(S'id'\ntR.")
+    assert "dangerous" in [finding.code for finding in check(path).findings]
+
+
+def test_every_pickle_counts(tmp_path: Path) -> None:
+    """A pickle beside the checkpoint's own counts for globals, verdict and weights_only."""
+    path = tmp_path / "a.pth"
+    path.write_bytes(beside("evil.pkl"))
+    found = inspect(path)
+    assert found.safety.verdict == "dangerous"
+    assert RUNS.partition("(")[0] in found.globals
+    assert not found.weights_only["loads"]
+
+
+def test_check_says_dangerous(tmp_path: Path) -> None:
+    """check has a finding of its own for a dangerous file, a problem."""
+    path = tmp_path / "a.pth"
+    path.write_bytes(torch_saved())
+    report = check(path)
+    assert report.verdict == "findings"
+    assert (report.findings[0].code, report.findings[0].severity) == ("dangerous", "problem")
+    assert report.safety is not None
+    assert report.to_json()["safety"]["verdict"] == "dangerous"
+
+
+@pytest.mark.parametrize("path", [*PTH, *SAFETENSORS], ids=by_name)
+def test_fixtures_are_not_dangerous(path: Path) -> None:
+    """No checkpoint that torch made of real training is called dangerous, by inspect or when its bytes are looked through."""
+    source = open_source(path)
+    found = examine(source)
+    source.close()
+    shown = inspect(path)
+    assert found.verdict in ("plain", "needs-code", "nothing")
+    assert shown.safety.verdict == ("plain" if found.verdict == "nothing" else found.verdict)
+    assert shown.safety.verdict == "plain" or not shown.weights_only["loads"]
+
+
+@pytest.mark.parametrize("row", corpus("torch-zip", "torch-legacy", "torch-tar", "torchscript", "safetensors", "zip-bundle"))
+def test_corpus_is_not_dangerous(row: dict[str, Any]) -> None:
+    """No real file of others is called dangerous."""
+    source = open_source(row["path"])
+    assert examine(source).verdict != "dangerous"
+    source.close()
