@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.inspect import Description, inspect
     from ckpt_tools.operations.repair.report import Repaired
     from ckpt_tools.operations.repair.run import repair
+    from ckpt_tools.operations.scan import Scanned, scan
 
 __all__ = [
     "Averaged",
@@ -31,6 +32,7 @@ __all__ = [
     "Description",
     "Difference",
     "Repaired",
+    "Scanned",
     "Stats",
     "__version__",
     "average",
@@ -41,6 +43,7 @@ __all__ = [
     "inspect",
     "open_checkpoint",
     "repair",
+    "scan",
     "stats",
 ]
 
@@ -52,6 +55,7 @@ _HOMES = {
     "Description": "operations.inspect",
     "Difference": "operations.compare.report",
     "Repaired": "operations.repair.report",
+    "Scanned": "operations.scan",
     "Stats": "operations.compare.stats",
     "average": "operations.average",
     "check": "operations.check.run",
@@ -60,6 +64,7 @@ _HOMES = {
     "inspect": "operations.inspect",
     "open_checkpoint": "formats.open",
     "repair": "operations.repair.run",
+    "scan": "operations.scan",
     "stats": "operations.compare.stats",
 }
 

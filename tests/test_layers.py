@@ -108,6 +108,7 @@ def test_public_names() -> None:
         "Description",
         "Difference",
         "Repaired",
+        "Scanned",
         "Stats",
         "__version__",
         "average",
@@ -118,6 +119,7 @@ def test_public_names() -> None:
         "inspect",
         "open_checkpoint",
         "repair",
+        "scan",
         "stats",
     ]
     assert all(getattr(ckpt_tools, name) is not None for name in ckpt_tools.__all__)

@@ -23,7 +23,8 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError
 from ckpt_tools.text import did_you_mean
 
-COMMANDS = ("inspect", "convert", "match", "check", "repair", "diff", "stats", "average", "report")  # in the order of --help
+# In the order of --help.
+COMMANDS = ("inspect", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "report")
 
 atexit.register(gc.freeze)  # the process ends: looking for cycles among all that it made would only take time
 

@@ -21,11 +21,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 
+import ckpt_tools
 from ckpt_tools.cli import main
 from ckpt_tools.formats.open import open_source
 from ckpt_tools.operations.check.run import check
@@ -37,6 +39,7 @@ from tests.support.samples import (
     by_name,
     corpus,
 )
+from tests.support.servers import Server
 
 
 class Payload:
@@ -364,3 +367,90 @@ def test_corpus_is_not_dangerous(row: dict[str, Any]) -> None:
     source = open_source(row["path"])
     assert examine(source).verdict != "dangerous"
     source.close()
+
+
+# --- scan
+
+
+def folder(top: Path) -> Path:
+    """A folder with one file of each verdict."""
+    (top / "deep").mkdir()
+    (top / "deep" / "evil.bin").write_bytes(torch_saved())
+    (top / "notes.txt").write_text("Nothing here.\nclass A:\n    import os\n")
+    (top / "packed.7z").write_bytes(b"7z\xbc\xaf\x27\x1c" + bytes(100))
+    (top / "numbers.npy").write_bytes(b"\x93NUMPY\x01\x00" + bytes(100))
+    (top / "plain.pkl").write_bytes(pickle.dumps({"a": [1]}))
+    (top / "numpy.pkl").write_bytes(pickle.dumps(np.arange(3)))
+    (top / "own.pth").write_bytes(b"\x80\x02cmodels\nNet\n)\x81}b.")
+    return top
+
+
+def test_scan_of_a_folder(tmp_path: Path) -> None:
+    """A line for every file with something to say, the others counted; exit code 1, since one is dangerous."""
+    top = folder(tmp_path)
+    code, shown = run("scan", str(top))
+    assert code == 1
+    assert f"{top / 'deep' / 'evil.bin'}: dangerous: it runs {RUNS}\n" in shown
+    assert f"{top / 'own.pth'}: needs code: models.Net; none known to do harm\n" in shown
+    assert f"{top / 'packed.7z'}: could not be looked through: a 7z archive" in shown
+    assert "notes.txt" not in shown
+    last = "7 files: 1 dangerous, 1 could not be looked through, 2 needs code, 1 plain, 2 nothing to run\n"
+    assert shown.endswith(last)
+    assert "notes.txt: nothing to run" in run("scan", "--all", str(top))[1]
+
+
+def test_scan_exits_0_where_nothing_is_dangerous(tmp_path: Path) -> None:
+    """Files that are plain or need code do not fail; one that is not there is refused, an empty folder too."""
+    (tmp_path / "a").mkdir()
+    assert run("scan", str(tmp_path / "a"))[0] == 3
+    assert run("scan", str(tmp_path / "b"))[0] == 3
+    (tmp_path / "a" / "own.pth").write_bytes(b"\x80\x02cmodels\nNet\n)\x81}b.")
+    line = f"{tmp_path / 'a' / 'own.pth'}: needs code: models.Net; none known to do harm\n"
+    assert run("scan", str(tmp_path / "a")) == (0, line)
+
+
+def test_scan_as_json(tmp_path: Path) -> None:
+    """One document a line, as the schema has it."""
+    lines = [json.loads(line) for line in run("scan", "--json", str(folder(tmp_path)))[1].splitlines()]
+    schema = json.loads(Path(__file__).parents[2].joinpath("docs", "scan.schema.json").read_text())
+    for line in lines:
+        jsonschema.validate(line, schema)
+    verdicts = {Path(line["path"]).name: line["verdict"] for line in lines}
+    assert verdicts == {
+        "evil.bin": "dangerous", "notes.txt": "nothing", "packed.7z": "unexamined", "numbers.npy": "nothing",
+        "plain.pkl": "plain", "numpy.pkl": "needs-code", "own.pth": "needs-code",
+    }  # fmt: skip
+
+
+def test_scan_as_sarif(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One log of SARIF 2.1.0 with a result for each call, with rules that exist, levels and places."""
+    folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    log = json.loads(run("scan", "--format", "sarif", "deep", "packed.7z", "own.pth")[1])
+    assert (log["version"], len(log["runs"])) == ("2.1.0", 1)
+    rules = log["runs"][0]["tool"]["driver"]["rules"]
+    results = log["runs"][0]["results"]
+    for row in results:
+        assert rules[row["ruleIndex"]]["id"] == row["ruleId"]
+        assert rules[row["ruleIndex"]]["defaultConfiguration"]["level"] == row["level"]
+    places = [row["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for row in results]
+    assert list(zip([row["ruleId"] for row in results], places, strict=True)) == [
+        ("dangerous", "deep/evil.bin"), ("unexamined", "packed.7z"), ("needs-code", "own.pth"),
+    ]  # fmt: skip
+    assert results[0]["message"]["text"] == f"loading this without weights_only runs {RUNS} (archive/data.pkl)"
+    assert results[0]["locations"][0]["logicalLocations"] == [{"fullyQualifiedName": "archive/data.pkl", "kind": "member"}]
+
+
+def test_scan_from_python(tmp_path: Path) -> None:
+    """The library returns a report for every file, in the order of their names."""
+    reports = ckpt_tools.scan(folder(tmp_path))
+    assert [Path(report.path).name for report in reports if report.failed] == ["evil.bin", "packed.7z"]
+    assert [report.path for report in reports] == sorted(report.path for report in reports)
+
+
+def test_scan_of_an_address(tmp_path: Path, server: Server) -> None:
+    """A file behind an address is looked through by ranges."""
+    (tmp_path / "evil.pth").write_bytes(torch_saved())
+    code, shown = run("scan", server.url("evil.pth"))
+    assert code == 1
+    assert f"dangerous: it runs {RUNS}" in shown

@@ -1,0 +1,60 @@
+"""`ckpt scan`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import click
+
+from ckpt_tools.cli.options import LOCATION
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="PATH...")
+@click.option("--all", "show_all", is_flag=True, help="A line also for files that hold nothing to run.")
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json", "sarif"]), default="text", show_default=True,
+    help="sarif: one SARIF 2.1.0 log, for code hosts.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json: one document a line; see docs/json.md.")
+@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes for many files; else up to 4.")
+def scan(paths: tuple[Path, ...], show_all: bool, form: str, as_json: bool, jobs: int | None) -> None:
+    """Is it safe to load? Say of every file below PATH what would run, without running it.
+
+    \b
+    ckpt scan downloads/
+    ckpt scan --json downloads/ | jq -r 'select(.verdict == "dangerous") | .path'
+    ckpt scan --format sarif models/ > scan.sarif
+
+    Every file is looked through by its content, archives in archives too. docs/scan.md says what is dangerous.
+
+    Exit code: 0 none is dangerous, 1 one is, or could not be looked through, 3 there is no such file.
+    """
+    from ckpt_tools.operations.scan import files_of, scan_files
+    from ckpt_tools.render.json import print_document
+
+    files = list(files_of(paths))
+    form = "json" if as_json else form
+    reports = []
+    for report in scan_files(files, jobs=jobs or min(4, os.cpu_count() or 1)):
+        reports.append(report)
+        if form == "json":
+            print_document(report.to_json())
+        elif form == "text" and (show_all or len(files) == 1 or report.verdict != "nothing"):
+            from ckpt_tools.render.scanned import print_scanned
+            from ckpt_tools.render.text import show
+
+            show(partial(print_scanned, report))
+    if form == "sarif":
+        from ckpt_tools.render.sarif import sarif
+
+        print_document(sarif(reports))
+    elif form == "text" and len(reports) > 1:
+        from ckpt_tools.render.scanned import print_counts
+        from ckpt_tools.render.text import show
+
+        show(partial(print_counts, reports))
+    sys.exit(int(any(report.failed for report in reports)))

@@ -1,0 +1,121 @@
+"""Scan files and folders: what would run if each file were loaded without weights_only. Everything goes by content."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.errors import CkptError, NotACheckpointError
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.open import HEAD, collector_paused, open_source
+from ckpt_tools.io.output import is_address
+from ckpt_tools.io.processes import in_processes
+from ckpt_tools.operations.safety import Safety, Verdict, examine
+
+# Worst first. The first two make the exit code 1.
+VERDICTS: tuple[Verdict, ...] = ("dangerous", "unexamined", "needs-code", "plain", "nothing")
+_FAILING = frozenset(VERDICTS[:2])
+_MANY = 200  # files from which on several processes are faster than one
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """One file, scanned. The fields are the contract of `ckpt scan --json`, see docs/json.md.
+
+    Attributes:
+        path: the file. file_bytes: its size. safety: what loading it would run.
+    """
+
+    path: str
+    file_bytes: int
+    safety: Safety
+
+    @property
+    def verdict(self) -> Verdict:
+        """The word for it."""
+        return self.safety.verdict
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is dangerous, or not all of it could be looked through."""
+        return self.verdict in _FAILING
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {"path": self.path, "file_bytes": self.file_bytes, **self.safety.to_json()}
+
+
+def scan(path: str | os.PathLike[str], *, jobs: int = 1) -> list[Scanned]:
+    """Look through a file, a folder with everything below it, or an address. Runs and imports nothing, reads no tensor.
+
+    Args:
+        path: what is scanned. jobs: how many processes share the files of a folder.
+
+    Returns:
+        A report for every file, in the order of their names; one that cannot be read is "unexamined".
+
+    Raises:
+        NotACheckpointError: there is no such file or folder, or nothing in it.
+    """
+    return list(scan_files(list(files_of([path])), jobs=jobs))
+
+
+def scan_files(paths: Sequence[str | os.PathLike[str]], *, jobs: int = 1) -> Iterator[Scanned]:
+    """Look through files, in processes of their own where there are many; the reports come in the order of the paths."""
+    jobs = min(jobs, len(paths))
+    if jobs < 2 or len(paths) < _MANY:
+        yield from map(scan_file, paths)
+    else:
+        yield from in_processes(scan_file, paths, jobs, batch=16)
+
+
+def scan_file(path: str | os.PathLike[str]) -> Scanned:
+    """Look through one file."""
+    size = 0
+    try:
+        with collector_paused(), contextlib.closing(open_source(path)) as source:
+            size = source.size
+            safety = examine(source)
+            if safety.verdict == "nothing" and safetensors.sniff(source.read(0, min(size, HEAD))):
+                safety = Safety("plain")
+    except CkptError as error:
+        safety = Safety("unexamined", unexamined=[("", error.what)])
+    return Scanned(str(path), size, safety)
+
+
+def files_of(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str | os.PathLike[str]]:
+    """The files that are meant: addresses and files as they are, of a folder all that are below it, by name.
+
+    Raises:
+        NotACheckpointError: there is no such file or folder, or nothing in it.
+    """
+    for path in paths:
+        if is_address(path) or not os.path.isdir(path):
+            if not is_address(path) and not os.path.lexists(path):
+                raise NotACheckpointError(f"{path} does not exist.")
+            yield path
+            continue
+        found = sorted(_below(path))
+        if not found:
+            raise NotACheckpointError(f"{path} is a folder without files.")
+        yield from found
+
+
+def _below(top: str | os.PathLike[str]) -> Iterator[Path]:
+    """The regular files below a folder; links to folders are not followed."""
+    for folder, _, names in os.walk(top):
+        for name in names:
+            path = Path(folder, name)
+            if path.is_file() or (path.is_symlink() and not path.exists()):  # a dangling link is told about
+                yield path
+
+
+def counts(reports: Iterable[Scanned]) -> dict[Verdict, int]:
+    """How many files there are of each verdict, worst first."""
+    found = Counter(report.verdict for report in reports)
+    return {verdict: found[verdict] for verdict in VERDICTS if found[verdict]}
