@@ -18,7 +18,7 @@ from ckpt_tools.cli.options import (
 
 @click.command()
 @click.argument("source", metavar="IN", type=LOCATION)
-@click.argument("target", metavar="OUT", type=LOCATION)
+@click.argument("target", metavar="[OUT]", type=LOCATION, required=False)
 @click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors as they are, with zeros for what is missing of them.")
 @click.option("--like", cls=Once, metavar="TARGET", help="A checkpoint or package.module:callable that OUT shall fit.")
 @click.option("--reinit", multiple=True, metavar="[GLOB=]SCHEME", help="Initial values for what --like has and IN lost.")
@@ -29,25 +29,34 @@ from ckpt_tools.cli.options import (
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def repair(
-    source: Path, target: Path, keep_damaged: bool, like: str | None, reinit: tuple[str, ...], seed: int | None,
+    source: Path, target: Path | None, keep_damaged: bool, like: str | None, reinit: tuple[str, ...], seed: int | None,
     tie_equal: bool, overwrite: bool, dry_run: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Save what is whole in a damaged checkpoint, and mend what hurts in a whole one. IN is never touched.
+
+    Without OUT it does one thing: it rolls back an edit in place (convert --in-place) that was interrupted.
 
     \b
     ckpt repair cut.pth saved.pth
     ckpt repair --dry-run cut.pth saved.pth
     ckpt repair cut.pth full.pth --like torchvision.models:resnet18 --reinit default
+    ckpt repair half-edited.pth
 
     Exit code: 0 all saved, 1 something could not be saved (OUT is written without it), 3 nothing to save.
     """
     from ckpt_tools.operations.repair.run import repair as repair_checkpoint
+    from ckpt_tools.operations.repair.run import roll_back
 
-    with show_progress(quiet=quiet) as progress:
-        report = repair_checkpoint(
-            source, target, keep_damaged=keep_damaged, tie_equal=tie_equal, like=like, reinit=reinit, seed=seed or 0,
-            overwrite=overwrite, dry_run=dry_run, progress=progress,
-        )  # fmt: skip
+    if target is None:
+        if keep_damaged or tie_equal or like or reinit or seed is not None or overwrite:
+            raise click.UsageError("Without OUT, repair rolls back an interrupted edit; its options are for an OUT.")
+        report = roll_back(source, dry_run=dry_run)
+    else:
+        with show_progress(quiet=quiet) as progress:
+            report = repair_checkpoint(
+                source, target, keep_damaged=keep_damaged, tie_equal=tie_equal, like=like, reinit=reinit, seed=seed or 0,
+                overwrite=overwrite, dry_run=dry_run, progress=progress,
+            )  # fmt: skip
     if as_json:
         from ckpt_tools.render.json import print_document
 

@@ -70,11 +70,14 @@ class Warned:
     Attributes:
         code: a short stable name.
         found: what is there. expected: what should be.
+        severity: of the finding. fix: what mends it, where that is not to write the file again.
     """
 
     code: str
     found: str
     expected: str = ""
+    severity: str = "warning"
+    fix: str = ""
 
 
 def settled(root: Node) -> list[Warned]:

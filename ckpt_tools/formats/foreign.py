@@ -6,6 +6,7 @@ import re
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.rollback import MARK, half_edited
 from ckpt_tools.tree.findings import mending
 
 # What torch wrote before 1.6: the pickled magic number 0x1950a86a20f9469cfc6c.
@@ -34,6 +35,8 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
     path = source.path
     if not head:
         return NotACheckpointError(f"{path} is an empty file.", why="Whatever should have written it wrote nothing.")
+    if head.startswith(MARK):  # a remote file, or a part of one
+        return half_edited(str(path), [])
     for magic, kind, fix in _KINDS:
         if head.startswith(magic):
             return NotACheckpointError(f"{path} is {kind}, not a checkpoint.", fix=fix)

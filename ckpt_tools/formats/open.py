@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.pickling.weights_only import refused
+from ckpt_tools.text import printable
 from ckpt_tools.tree.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.tree.nodes import (
     CONTAINERS,
@@ -93,7 +95,9 @@ class Checkpoint:
     @property
     def warnings(self) -> list[Warned]:
         """Oddities that did not keep the file from being read."""
-        return self.decoded.warnings
+        source = self.decoded.source
+        files = source.members.values() if isinstance(source, Files) else (source,)
+        return [*self.decoded.warnings, *(warned for file in files for warned in journals_of(file))]
 
     @property
     def refused_globals(self) -> list[str]:
@@ -181,6 +185,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except BaseException:
         source.close()
         raise
+
+
+def journals_of(source: Source) -> Iterator[Warned]:
+    """What is to be said of the journals beside a file."""
+    if source.half_edited:
+        found = f"an edit in place of {source.path.name} was interrupted; it is read as it was before, through its journal"
+        fix = f"ckpt repair {shlex.quote(str(source.path))}"
+        yield Warned("half-edited", found, "a file that other programs can read", "problem", printable(fix))
+    for stray in source.strays:
+        found = f"{stray.place.name} is a journal that is not this file's: {stray.why}"
+        fix = f"If no file was renamed or moved from here: rm {shlex.quote(str(stray.place))}"
+        yield Warned("stray-journal", found, "none; it is left alone", fix=printable(fix))
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:

@@ -51,7 +51,8 @@ class Clone:
     def __enter__(self) -> Self:
         try:
             self.source = Source(self.path)
-            if self.source.size < _FROM or self.source.read(0, 4) != _ZIP:  # no other container's storages can stay in place
+            known = self.source.fd >= 0 and self.source.size >= _FROM
+            if not known or self.source.read(0, 4) != _ZIP:  # no other container's storages can stay in place
                 return self
         except CkptError:  # whoever reads the input says what is wrong with it
             return self

@@ -1,45 +1,46 @@
 """Edit a file in place so that a kill at any moment leaves the old bytes or the new ones: a rollback journal beside it.
 
-    .NAME.ckpt-journal    magic, device and inode of the file, its size, (offset, length, old bytes) for every patch, CRC-32
-
-The journal is written and synced before the first byte of the file changes, and removed after the last one is synced. Whoever
-opens the file next and finds a whole journal puts the old bytes back; one that is not whole was never acted upon. A journal
-that names another inode, or belongs to another user, is refused: a stranger's archive must not be able to make us write.
-The one who edits holds a lock on the journal, so that a reader never rolls back an edit under way.
+The journal (`rollback` has its form) is written and synced before the first byte of the file changes, and removed after the
+last one is synced. Its mark goes into the file first and comes out last, each synced by itself. Whoever reads the file in
+between reads it through the journal and writes nothing; the next edit, or `ckpt repair FILE`, puts the old bytes back. An
+editor holds a lock on the file, which keeps other editors off, and one on the journal, which tells readers that it lives.
 Source of the scheme: SQLite's rollback journal (www.sqlite.org/atomiccommit.html).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import stat
-import struct
-import zlib
+import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from ckpt_tools.errors import ChangedFileError, OutputError
+from ckpt_tools.io.rollback import (
+    MARKED,
+    Record,
+    Region,
+    beside,
+    close,
+    half_edited,
+    is_marked,
+    new_mark,
+    read_at,
+)
+from ckpt_tools.io.rollback import journal_path as journal_path
 
-_MAGIC = b"ckpt journal 1\n"
-_HEAD = struct.Struct("<4Q")  # device, inode, size of the file, number of patches
-_PATCH = struct.Struct("<2Q")  # offset, length
 _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-_STEP = 4 << 20
-MAX_JOURNAL = 1 << 30  # bytes; it holds a pickle, a directory or a header
+_PATIENCE = 1.0  # seconds for a lock: a reader has it for the moment in which it looks whether an editor lives
 Patch = tuple[int, bytes]
-
-
-def journal_path(path: Path) -> Path:
-    """Where the journal of a file is."""
-    return path.with_name(f".{path.name}.ckpt-journal")
 
 
 def patch(path: Path, patches: Sequence[Patch], size: int, identity: object) -> None:
     """Write each patch at its offset and cut the file to `size`: all of it, durably, or nothing.
 
     Args:
-        path: a regular file, links resolved.
+        path: a regular file, links resolved, in which no interrupted edit is left: see `recover`.
         patches: (offset, new bytes).
         size: the file's new size in bytes.
         identity: what `files.identity_of` gave, (device, inode, size, modification time), and must still give.
@@ -53,29 +54,53 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: object) -> 
     except OSError as error:
         raise OutputError(f"{path} cannot be edited in place.", why=f"{error.strerror or error}.") from None
     try:
-        with _journal(path, fd, patches, size, identity):
-            for offset, data in patches:
-                _write(fd, offset, data)
-            os.ftruncate(fd, size)
-            os.fsync(fd)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be edited in place.", why=f"{error.strerror or error}. Nothing is changed.") from None
-    finally:
-        _close(fd)
-
-
-@contextlib.contextmanager
-def _journal(path: Path, fd: int, patches: Sequence[Patch], size: int, identity: object) -> Iterator[None]:
-    """Write the journal, let the block change the file, remove the journal; when the block fails, roll back."""
-    place = journal_path(path)
-    journal = _create(path, place)
-    try:
+        _lock(fd)
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) != identity:
             raise ChangedFileError(f"{path} changed while it was read.", fix="Run this again.")
-        old = [(offset, _read(fd, offset, len(data))) for offset, data in patches]
-        old += [(size, _read(fd, size, max(status.st_size - size, 0)))]  # what is cut off
-        _write(journal, 0, _packed(status, old))
+        record = Record(status.st_dev, status.st_ino, status.st_size, size, new_mark(), tuple(_regions(fd, patches, size)))
+        with _journal(path, fd, record):
+            _put(fd, record, new=True)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be edited in place.", why=f"{error.strerror or error}. Nothing is changed.") from None
+    finally:
+        close(fd)
+
+
+def _regions(fd: int, patches: Sequence[Patch], size: int) -> Iterator[Region]:
+    """What changes, the first bytes by themselves: while the rest changes, the mark is in their place."""
+    old = read_at(fd, 0, MARKED)
+    first = bytearray(old)
+    for offset, data in patches:
+        head = data[: max(0, MARKED - offset)]
+        first[offset : offset + len(head)] = head
+    yield Region(0, old, bytes(first))
+    for offset, data in patches:
+        skipped = max(0, MARKED - offset)
+        if data[skipped:]:
+            yield Region(offset + skipped, read_at(fd, offset + skipped, len(data) - skipped), data[skipped:])
+    yield Region(size, read_at(fd, size, max(os.fstat(fd).st_size - size, 0)), b"")  # what is cut off
+
+
+def _put(fd: int, record: Record, *, new: bool) -> None:
+    """Make the bytes the new ones, or the old ones. Until the last of them are there, the file begins with the mark."""
+    first, *others = record.regions
+    _write(fd, 0, record.mark)
+    os.fsync(fd)
+    for region in others:
+        _write(fd, region.offset, region.new if new else region.old)
+    os.ftruncate(fd, record.new_size if new else record.size)
+    os.fsync(fd)
+    _write(fd, 0, first.new if new else first.old)
+    os.fsync(fd)
+
+
+@contextlib.contextmanager
+def _journal(path: Path, fd: int, record: Record) -> Iterator[None]:
+    """Write the journal, let the block change the file, remove the journal; when the block fails, roll back."""
+    place, journal = _create(path)
+    try:
+        _write(journal, 0, record.pack())
         os.fsync(journal)
         sync_folder(path.parent)
     except BaseException:
@@ -84,166 +109,115 @@ def _journal(path: Path, fd: int, patches: Sequence[Patch], size: int, identity:
     try:
         yield
     except BaseException:
-        _undo(path, fd, status.st_size, old, journal)
+        _undo(path, fd, record, place, journal)
         _remove(place, journal)
         raise
     try:
         _remove(place, journal)
     except OSError as error:
         raise OutputError(
-            f"{path} is edited, and the edit may be undone.",
-            why=f"Its journal {place} cannot be removed for good: {error.strerror or error}.",
-            fix="Whatever opens the file next puts the old bytes back where the journal is there. Then edit it again.",
-        ) from None
+            f"{path} is edited, but its journal cannot be removed.",
+            why=f"{place}: {error.strerror or error}.", fix="The edit is whole; remove the journal.",
+        ) from None  # fmt: skip
 
 
-def _create(path: Path, place: Path) -> int:
-    """A new journal, locked; its descriptor."""
-    while True:
+def _create(path: Path) -> tuple[Path, int]:
+    """A new journal, locked, and its descriptor. The file is locked: a journal that is in its place is no living editor's."""
+    own = journal_path(path)
+    for number in itertools.count(2):
+        place = own if number == 2 else own.with_name(f".{path.name}.{number - 1}.ckpt-journal")
         try:
             journal = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
         except FileExistsError:
-            raise OutputError(f"{path} is being edited by another process.", why=f"Its journal {place} exists.") from None
+            continue
         try:
             _lock(journal)
-            if os.fstat(journal).st_nlink:
-                return journal
-        except OutputError:  # a reader has it, and removes it
-            _close(journal)
-            raise
         except BaseException:
             _remove(place, journal)
             raise
-        _close(journal)  # in the moment before it was locked, a reader took it for that of a dead editor
+        return place, journal
+    raise AssertionError("numbers do not end")
 
 
-def _undo(path: Path, fd: int, size: int, old: Sequence[Patch], journal: int) -> None:
+def _undo(path: Path, fd: int, record: Record, place: Path, journal: int) -> None:
     """Put the old bytes back after an edit that failed. Where that fails too the journal stays: nothing else has them."""
     try:
-        _put_back(fd, size, old)
+        _put(fd, record, new=False)
     except BaseException as error:
-        _close(journal)
+        close(journal)
         if not isinstance(error, OSError):
             raise
         why = f"{error.strerror or error}, and the same for putting the old bytes back."
-        fix = f"{journal_path(path)} has them: leave it there, and whatever opens the file next puts them back."
-        raise OutputError(f"{path} is half edited.", why=why, fix=fix) from None
+        fix = f"{place} has them: leave it there. The file is read through it, and ckpt repair {path} puts them back."
+        raise OutputError(f"{path} may be half edited.", why=why, fix=fix) from None
 
 
 def _remove(place: Path, journal: int) -> None:
     """Unlink before unlocking, so that nobody sees a journal that is no longer wanted; Windows unlinks closed files only."""
     if os.name != "posix":
-        _close(journal)
+        close(journal)
         journal = -1
     try:
         os.unlink(place)
     finally:
-        _close(journal)
+        close(journal)
     sync_folder(place.parent)
 
 
-def recover(path: Path) -> None:
-    """Roll back an edit of `path` that was killed, if there is a journal of one. The file stays the same, by inode.
+def recover(path: Path) -> bool:
+    """Roll back an edit of `path` that was killed, if one was; its journals go, others stay. For those who are about to write.
+
+    Args:
+        path: a regular file, links resolved. It stays the same, by inode.
+
+    Returns:
+        Whether old bytes were put back.
 
     Raises:
-        OutputError: an edit is under way, or the old bytes cannot be put back.
+        OutputError: an edit is under way, or the old bytes cannot be put back. DamagedFileError: it begins with the mark of an
+        edit whose journal is not there.
     """
-    place = journal_path(path)
-    if not os.path.lexists(place):
-        return
     try:
-        journal = os.open(place, os.O_RDWR | _BINARY | getattr(os, "O_NOFOLLOW", 0))
-    except FileNotFoundError:
-        return
+        if not _concerns(path):
+            return False
+        fd = os.open(path, os.O_RDWR | _BINARY)
+        try:
+            _lock(fd)  # from here on nobody else edits the file, makes a journal of it or removes one
+            return _recover(path, fd)
+        finally:
+            close(fd)
     except OSError as error:
-        why = f"Its journal {place} cannot be opened: {error.strerror or error}."
+        why = f"{error.strerror or error}."
         raise OutputError(f"An edit of {path} was interrupted, and cannot be rolled back.", why=why) from None
-    try:
-        _lock(journal)
-        if not os.fstat(journal).st_nlink:  # the edit was finished while we waited for nothing
-            _close(journal)
-            return
-        _roll_back(path, place, journal)
-    except OSError as error:
-        why = f"{error.strerror or error}. Its journal is {place}."
-        raise OutputError(f"An edit of {path} was interrupted, and cannot be rolled back.", why=why) from None
-    except BaseException:
-        _close(journal)
-        raise
-    _remove(place, journal)
 
 
-def _roll_back(path: Path, place: Path, journal: int) -> None:
-    status = os.fstat(journal)
-    own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
-    if status.st_size > MAX_JOURNAL:
-        raise OutputError(f"{path} has a journal of {status.st_size} bytes.", why=f"It is {place}; none is so large.")
-    whole = _unpacked(_read(journal, 0, status.st_size)) if stat.S_ISREG(status.st_mode) and own else None
-    if not own:
-        raise OutputError(f"{path} has the journal of an edit by another user.", why=f"It is {place}.")
-    if whole is None:  # the kill came before the journal was whole, and so before the file changed
-        return
-    (device, inode, size), old = whole
-    fd = os.open(path, os.O_RDWR | _BINARY)
+def _concerns(path: Path) -> bool:
+    """Whether there is something to roll back, or a journal to remove."""
     try:
-        found = os.fstat(fd)
-        if (found.st_dev, found.st_ino) != (device, inode):
-            raise OutputError(
-                f"{path} has the journal of another file.", why=f"{place} was written for another inode.",
-                fix="If the file was copied or replaced since, remove the journal.",
-            )  # fmt: skip
-        _put_back(fd, size, old)
+        fd = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0))
+    except OSError:  # whoever reads or replaces it says what is wrong
+        return False
+    try:
+        read = partial(read_at, fd)
+        return is_marked(read) or any(not found.why for found in beside(path, os.fstat(fd), read, every=True))
     finally:
-        _close(fd)
+        close(fd)
 
 
-def _close(fd: int) -> None:
-    """Close a file whose bytes have been synced, or were never written: nothing can be lost by it any more."""
-    with contextlib.suppress(OSError):
-        os.close(fd)
-
-
-def _put_back(fd: int, size: int, old: Sequence[Patch]) -> None:
-    for offset, data in old:
-        _write(fd, offset, data)
-    os.ftruncate(fd, size)
-    os.fsync(fd)
-
-
-def _packed(status: os.stat_result, old: Sequence[Patch]) -> bytes:
-    parts = [_MAGIC, _HEAD.pack(status.st_dev, status.st_ino, status.st_size, len(old))]
-    for offset, data in old:
-        parts += [_PATCH.pack(offset, len(data)), data]
-    body = b"".join(parts)
-    return body + struct.pack("<I", zlib.crc32(body))
-
-
-def _unpacked(data: bytes) -> tuple[tuple[int, int, int], list[Patch]] | None:
-    """Device, inode and size of the file, and the old bytes; None when the journal is not whole."""
-    body, crc = data[:-4], data[-4:]
-    if not body.startswith(_MAGIC) or struct.pack("<I", zlib.crc32(body)) != crc:
-        return None
-    try:
-        device, inode, size, count = _HEAD.unpack_from(body, len(_MAGIC))
-        at, old = len(_MAGIC) + _HEAD.size, []
-        for _ in range(count):
-            offset, length = _PATCH.unpack_from(body, at)
-            at += _PATCH.size
-            old.append((offset, body[at : at + length]))
-            at += length
-    except struct.error:  # a checksum is easily made right
-        return None
-    return (device, inode, size), old
-
-
-def _read(fd: int, offset: int, length: int) -> bytes:
-    """Up to `length` bytes from `offset`; fewer at the end of the file."""
-    os.lseek(fd, offset, os.SEEK_SET)
-    parts = []
-    while length and (data := os.read(fd, min(length, _STEP))):
-        parts.append(data)
-        length -= len(data)
-    return b"".join(parts)
+def _recover(path: Path, fd: int) -> bool:
+    rolled_back, read = False, partial(read_at, fd)
+    found = list(beside(path, os.fstat(fd), read, every=True))
+    if is_marked(read) and not any(journal.state == "between" for journal in found):
+        raise half_edited(str(path), found)
+    for journal in found:
+        if journal.state == "between" and journal.record is not None:
+            _put(fd, journal.record, new=False)
+            rolled_back = True
+        if not journal.why:  # the file is whole: the old one, or the new one
+            os.fsync(fd)
+            os.unlink(journal.place)
+            sync_folder(path.parent)
+    return rolled_back
 
 
 def _write(fd: int, offset: int, data: bytes) -> None:
@@ -257,16 +231,20 @@ def write_all(fd: int, left: memoryview) -> None:
         left = left[os.write(fd, left) :]
 
 
-def _lock(journal: int) -> None:
-    """Take the journal's lock, which goes with the process that holds it."""
+def _lock(fd: int) -> None:
+    """Take the lock of a file or a journal, which goes with the process that holds it."""
     try:
         import fcntl
     except ImportError:  # Windows: an open file cannot be removed there, which protects an edit under way
-        return
-    try:
-        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OutputError("The file is being edited by another process.", why="Its journal is locked.") from None
+        return None
+    end = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise OutputError("The file is being edited by another process.", why="It is locked.") from None
+            time.sleep(0.01)
 
 
 def sync_folder(folder: Path) -> None:
@@ -277,4 +255,4 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(fd)
     finally:
-        _close(fd)
+        close(fd)

@@ -10,6 +10,7 @@ import stat
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ckpt_tools.errors import (
@@ -18,7 +19,8 @@ from ckpt_tools.errors import (
     OutputError,
     OutputExistsError,
 )
-from ckpt_tools.io import journal, temporaries
+from ckpt_tools.io import journal, rollback, temporaries
+from ckpt_tools.io.rollback import Journal, is_marked
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 
@@ -37,23 +39,51 @@ def is_address(path: str | os.PathLike[str]) -> bool:
 
 
 class Source:
-    """A file opened for reading by position (pread: a memory map of a file that shrinks kills the process)."""
+    """A file opened for reading by position (pread: a memory map of a file that shrinks kills the process).
+
+    Attributes:
+        size: in bytes; of a half-edited file what it was before. half_edited: the journal that such a file is read through.
+        strays: journals that are called as this file's would be, and are not.
+    """
+
+    size: int
+    half_edited: Journal | None = None
+    strays: tuple[Journal, ...] = ()
+    _identity: object = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._fd = open_regular(self.path)
         try:
-            journal.recover(Path(os.path.realpath(self.path)))  # into this very file: the descriptor stays good
-            status = self.status()
+            self._look()
         except BaseException:
             self.close()
             raise
-        self.size = status.st_size
-        self._identity: object = identity_of(status)
+
+    def _look(self) -> None:
+        """Take the file's size and identity; find out whether it is half edited, and is to be read through a journal."""
+        status, path = self.status(), Path(os.path.realpath(self.path))
+        self.size, self._identity = status.st_size, identity_of(status)
+        read = partial(rollback.read_at, self._descriptor())
+        try:
+            found = list(rollback.beside(path, status, read))
+            marked = is_marked(read)
+        except OSError as error:
+            raise self._unreadable(error) from None
+        self.strays = tuple(row for row in found if row.why)
+        for row in found:
+            if row.state == "between" and row.record is not None:
+                self.half_edited, self.size = row, row.record.size
+                return
+        if marked:
+            raise rollback.half_edited(str(self.path), found)
 
     @property
     def fd(self) -> int:
         """The descriptor that the kernel can copy from; -1 where there is none, and the bytes have to be read."""
+        return -1 if self.half_edited else self._descriptor()
+
+    def _descriptor(self) -> int:
         return self._fd
 
     @property
@@ -74,7 +104,7 @@ class Source:
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset`."""
         while len(buffer):
-            if hasattr(os, "preadv"):
+            if hasattr(os, "preadv") and not self.half_edited:
                 try:
                     count = os.preadv(self.fd, [buffer], offset)
                 except OSError as error:
@@ -98,7 +128,7 @@ class Source:
     def status(self) -> os.stat_result:
         """What the system says of the open file now."""
         try:
-            return os.fstat(self.fd)
+            return os.fstat(self._descriptor())
         except OSError as error:
             raise self._unreadable(error) from None
 
@@ -114,11 +144,14 @@ class Source:
                 os.close(fd)
 
     def _pread(self, length: int, offset: int) -> bytes:
+        fd = self._descriptor()
         try:
+            if self.half_edited and self.half_edited.record:
+                return self.half_edited.record.over(offset, length, rollback.read_at(fd, offset, length))
             if hasattr(os, "pread"):
-                return os.pread(self.fd, length, offset)
-            os.lseek(self.fd, offset, os.SEEK_SET)
-            return os.read(self.fd, length)
+                return os.pread(fd, length, offset)
+            os.lseek(fd, offset, os.SEEK_SET)
+            return os.read(fd, length)
         except OSError as error:
             raise self._unreadable(error) from None
 
@@ -203,6 +236,8 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
         try:
             with output_errors(target):
                 replaces = target.exists()
+                if replaces:
+                    journal.recover(target)  # or its journal would lie beside what takes its place
                 fd = temporaries.create(temporary)
             if replaces:
                 _copy_mode(target, fd)

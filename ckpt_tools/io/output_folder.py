@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ckpt_tools.errors import OutputError, OutputExistsError
 from ckpt_tools.io import temporaries
-from ckpt_tools.io.journal import sync_folder
+from ckpt_tools.io.journal import recover, sync_folder
 from ckpt_tools.io.output import (
     Output,
     check_space,
@@ -166,6 +166,7 @@ def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, sta
     with contextlib.suppress(FileNotFoundError):
         (target / last).unlink()
     for name in names:
+        recover(target / name)  # or the journal of a killed edit would lie beside another file
         os.replace(temporary / name, target / name)
     for name in set(old) - set(names):
         with contextlib.suppress(FileNotFoundError):

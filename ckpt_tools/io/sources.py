@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ckpt_tools.errors import DamagedFileError, NotACheckpointError
-from ckpt_tools.io import journal
 from ckpt_tools.io.output import Source, identity_of, open_regular
 
 OPEN_FILES = 64  # of one checkpoint at a time; systems allow 256 (macOS) to 1024 in a process
@@ -93,14 +92,9 @@ class Member(Source):
     def __init__(self, files: Files, name: str) -> None:
         self.path = files.folder / name
         self._files, self._name, self._fd = files, name, -1
-        self._identity = None
-        fd = self.fd
-        journal.recover(Path(os.path.realpath(self.path)))  # as every source does that is opened
-        status = os.fstat(fd)
-        self.size, self._identity = status.st_size, identity_of(status)
+        self._look()
 
-    @property
-    def fd(self) -> int:
+    def _descriptor(self) -> int:
         """The descriptor, opened now if it is not open."""
         if self._fd < 0:
             self._open()

@@ -319,8 +319,8 @@ def _findings(
         yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", fix)
     programs = {code for code, _ in PROGRAMS.values()}
     for warned in checkpoint.warnings:
-        fix = _convert(path, " --objects plain" if warned.code in programs else needed)
-        yield Finding(warned.code, "warning", [], warned.found, warned.expected, fix)
+        fix = warned.fix or _convert(path, " --objects plain" if warned.code in programs else needed)
+        yield Finding(warned.code, warned.severity, [], warned.found, warned.expected, fix)
     if len(options) > 1:
         yield Finding("together", "info", [], "all of this can be mended at once", "", _convert(path, " ".join(options)))
 

@@ -1,19 +1,32 @@
 """Edits in place: the same result as a copy, tensors untouched, and a kill at any moment leaves the old file or the new one."""
 
+import contextlib
 import os
-import subprocess
-import sys
+import pickle
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools.cli import main
-from ckpt_tools.errors import ChangedFileError, ContainerLimitError, OutputError
-from ckpt_tools.io import journal
+from ckpt_tools.errors import (
+    ChangedFileError,
+    ContainerLimitError,
+    DamagedFileError,
+    OutputError,
+)
+from ckpt_tools.io import journal, rollback
+from ckpt_tools.io.output import Source
+from ckpt_tools.torch import load_state_dict, save
 
 
 def weights(count: int = 12) -> dict[str, torch.Tensor]:
@@ -199,8 +212,6 @@ def test_reserve_is_for_safetensors(pth: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [["out.pth"], ["--keep", "*"], ["--dtype", "bf16"], ["--overwrite"], ["--format", "pth"]])
 def test_what_does_not_go_in_place(pth: Path, options: list[str], tmp_path: Path) -> None:
     """Options that move tensors, and an OUT, are refused before anything is read."""
-    from click.testing import CliRunner
-
     old = pth.read_bytes()
     result = CliRunner().invoke(main, ["convert", str(pth), "--in-place", "--strip-module", *options])
     assert result.exit_code == 2
@@ -225,94 +236,335 @@ def test_links_are_followed(pth: Path, tmp_path: Path) -> None:
 
 # --- kills and failures
 
-CUT = """
-import os, sys
-from ckpt_tools import inplace
-calls = 0
-def counted(function):
-    def call(*arguments):
-        global calls
-        calls += 1
-        if calls == int(sys.argv[2]):
-            if sys.argv[3] == "kill":
-                if function is os.write and len(arguments[1]) > 1:
-                    function(arguments[0], arguments[1][: len(arguments[1]) // 2])
-                os.kill(os.getpid(), 9)
-            if sys.argv[3] != "broken":
-                raise OSError(int(sys.argv[3]), os.strerror(int(sys.argv[3])))
-        if sys.argv[3] == "broken" and calls >= int(sys.argv[2]) and function is not real["unlink"]:
-            raise OSError(5, os.strerror(5))
-        return function(*arguments)
-    return call
-real = {name: getattr(os, name) for name in ("write", "fsync", "ftruncate", "unlink", "lseek")}
-for name, function in real.items():
-    setattr(os, name, counted(function))
-try:
-    inplace.edit_in_place(sys.argv[1], strip_module=True)
-finally:
-    print(calls)
-"""
+CALLS = ("write", "fsync", "ftruncate", "unlink", "lseek")
+Work = Callable[[Path], object]
 
 
-def cut(path: Path, at: int, how: str) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a process ended: its exit code, -9 for a kill; what it said; how many calls it made."""
+
+    code: int
+    said: str
+    calls: int
+
+
+def strip(path: Path) -> None:
+    """The edit that is cut."""
+    ckpt_tools.edit_in_place(path, strip_module=True)
+
+
+def cut(path: Path, at: int, how: str, work: Work = strip) -> Cut:
     """Edit in a process that is killed, or whose system call fails, at call number `at`; "broken": all from then on."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run([sys.executable, "-c", CUT, str(path), str(at), how], capture_output=True, text=True, env=environment)
+    with tempfile.TemporaryFile("w+") as said:
+        pid = os.fork()
+        if pid == 0:
+            _live(path, at, how, work, said)
+        _, status = os.waitpid(pid, 0)
+        said.seek(0)
+        text, _, calls = said.read().rpartition(" ")
+        return Cut(os.waitstatus_to_exitcode(status), text, int(calls or 0))
+
+
+def _live(path: Path, at: int, how: str, work: Work, said: TextIO) -> None:
+    """The life of the forked process."""
+    calls, real, leave = 0, {name: getattr(os, name) for name in CALLS}, os._exit
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == at and how == "kill":
+                if name == "write" and len(arguments[1]) > 1:
+                    function(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            if (calls == at and how.isdigit()) or (calls >= at and how == "broken" and name != "unlink"):
+                raise OSError(int(how) if how.isdigit() else 5, "injected")
+            return function(*arguments)
+
+        return call
+
+    code = 1
+    try:
+        for name, function in real.items():
+            setattr(os, name, counted(name, function))
+        work(path)
+        code = 0
+    except BaseException as error:
+        said.write(str(error))
+    finally:
+        os.write = real["write"]
+        said.write(f" {calls}")
+        said.flush()
+        leave(code)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("how", ["kill", "5", "28", "broken"])
 def test_cut_at_every_call(pth: Path, how: str) -> None:
-    """Killed or failing at any call, the file is the old one or the new one after the next open, and no journal is left."""
+    """Killed or failing at any call, what is read is the old file or the new one; the next edit leaves no journal."""
     old = pth.read_bytes()
     done = cut(pth, 10_000, how)
-    new, calls = pth.read_bytes(), int(done.stdout.split()[-1])
+    new, calls = pth.read_bytes(), done.calls
     assert calls > 8
     assert new != old
     seen = set()
     for at in range(1, calls + 1):
         pth.write_bytes(old)
         result = cut(pth, at, how)
-        assert result.returncode != 0
-        with ckpt_tools.open_checkpoint(pth) as checkpoint:
-            assert len(checkpoint.tensors) == 14
-        assert pth.read_bytes() in (old, new), f"torn at call {at}"
-        assert not journal.journal_path(pth).exists()
-        seen.add(pth.read_bytes() == new)
-    assert False in seen
+        assert result.code != 0
+        torn = pth.read_bytes()
+        read = as_read(pth)
+        assert read in (old, new), f"torn at call {at}"
+        assert pth.read_bytes() == torn
+        assert torn in (old, new) or torn[:8] not in (old[:8], new[:8]), "half edited without a mark"
+        journal.recover(pth)
+        assert pth.read_bytes() == read
+        assert not list(pth.parent.glob(".*ckpt-journal"))
+        seen.add((read == new, torn == read))
+    assert seen >= ({(False, True), (False, False)} if how in ("kill", "broken") else {(False, True)})
 
 
-def interrupted(path: Path) -> bytes:
-    """Leave the file as a kill in the middle leaves it, with its journal; returns the old bytes."""
+def as_read(path: Path) -> bytes:
+    """The bytes of a file as every command reads them."""
+    with contextlib.closing(Source(path)) as source:
+        buffer = bytearray(source.size)
+        source.read_into(0, memoryview(buffer))
+        assert source.read(source.size // 3, source.size // 2) == buffer[source.size // 3 :][: source.size // 2]
+        return bytes(buffer)
+
+
+def interrupted(path: Path, **edit: Any) -> bytes:
+    """Leave the file as a kill leaves it, with its journal: the mark, and half of the first patch. Returns the old bytes."""
     old = path.read_bytes()
-    for at in range(1, 60):
-        path.write_bytes(old)
-        cut(path, at, "kill")
-        if path.read_bytes() != old and journal.journal_path(path).exists():
-            return old
-        journal.journal_path(path).unlink(missing_ok=True)
-    raise AssertionError("no kill left a torn file")
+    pid = os.fork()
+    if pid == 0:
+        _die_after_half_a_patch(path, edit)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    assert path.read_bytes().startswith(rollback.MARK)
+    assert path.read_bytes()[8:] != old[8:]
+    return old
+
+
+def _die_after_half_a_patch(path: Path, edit: dict[str, Any]) -> None:
+    """The life of a forked process; its locks go with it, as those of a killed one do."""
+    real, calls, leave = os.write, list[int](), os._exit
+
+    def write(fd: int, data: bytes) -> int:
+        calls.append(fd)
+        if len(calls) < 3:  # the journal, the mark
+            return real(fd, data)
+        leave(9 * real(fd, data[: (len(data) + 1) // 2]) // ((len(data) + 1) // 2))
+        return 0
+
+    try:
+        os.write = write  # type: ignore[assignment]
+        ckpt_tools.edit_in_place(path, **(edit or {"strip_module": True}))
+    finally:
+        leave(1)
+
+
+def codes(path: Path) -> dict[str, str]:
+    """Code and severity of what inspect finds."""
+    return {finding.code: finding.severity for finding in ckpt_tools.inspect(path).findings}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_a_torn_journal_and_a_foreign_one(pth: Path) -> None:
-    """A journal that is not whole is dropped; one for another inode is refused and nothing is written."""
+@pytest.mark.parametrize("kind", ["pth", "pth-legacy", "safetensors"])
+@pytest.mark.parametrize("edit", [{"strip_module": True}, {"rename": "layer=longer"}], ids=["less", "more"])
+def test_reading_a_half_edited_file_writes_nothing(tmp_path: Path, kind: str, edit: dict[str, Any]) -> None:
+    """Every command reads it as it was, through the journal; file, journal and folder stay; repair FILE rolls it back."""
+    path, whole = tmp_path / "model.bin", tmp_path / "whole.bin"
+    torch.save(weights(), path, _use_new_zipfile_serialization=kind != "pth-legacy")
+    if kind == "safetensors":
+        ckpt_tools.convert(path, path, format="safetensors", overwrite=True)
+    whole.write_bytes(path.read_bytes())
+    old = interrupted(path, **edit)
+    with pytest.raises((pickle.UnpicklingError, SafetensorError)):
+        load_file(path) if kind == "safetensors" else torch.load(path, weights_only=True)
+    before = states(tmp_path)
+    assert codes(path)["half-edited"] == "problem"
+    assert ckpt_tools.check(path).exit_code == 1
+    assert ckpt_tools.diff(path, whole).same
+    assert ckpt_tools.stats(path).tensors == ckpt_tools.stats(whole).tensors
+    state_dict = load_state_dict(path, unwrap=False)
+    assert all(torch.equal(tensor, weights()[name]) for name, tensor in state_dict.items())
+    assert states(tmp_path) == before
+    ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert list(torch.load(tmp_path / "out.pth")) == list(weights())
+    (tmp_path / "out.pth").unlink()
+    assert states(tmp_path) == before
+    result = CliRunner().invoke(main, ["repair", str(path)])
+    assert (result.exit_code, "as it was before the edit" in result.output) == (0, True), result.output
+    assert path.read_bytes() == old
+    assert not journal.journal_path(path).exists()
+    assert CliRunner().invoke(main, ["repair", str(path)]).exit_code == 2
+
+
+def states(folder: Path) -> dict[str, tuple[bytes, int, int]]:
+    """Every file with its bytes, inode and time of change."""
+    return {path.name: (path.read_bytes(), path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+def saved_by_torch(path: Path) -> None:
+    """The same inode."""
+    torch.save({"model": {name: tensor + 1 for name, tensor in weights().items()}, "epoch": 4}, path)
+
+
+def saved_with_the_new_names(path: Path) -> None:
+    """What the edit would have made, with other values."""
+    renamed = {name.removeprefix("module."): tensor + 1 for name, tensor in weights().items()}
+    torch.save({"model": renamed, "epoch": 3}, path)
+
+
+def copied_over(path: Path) -> None:
+    """As cp does it."""
+    saved_by_torch(path.with_name("other"))
+    path.write_bytes(path.with_name("other").read_bytes())
+
+
+def replaced(path: Path) -> None:
+    """Another inode."""
+    saved_by_torch(path.with_name("other"))
+    os.replace(path.with_name("other"), path)
+
+
+def cut_short(path: Path) -> None:
+    """Half of the file that is there."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+WRITERS = (saved_by_torch, saved_with_the_new_names, copied_over, replaced)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.__name__)
+def test_a_file_that_was_written_since_is_left_as_it_is(pth: Path, writer: Callable[[Path], None]) -> None:
+    """Another checkpoint under the name of a half-edited one: every command takes it as it is, and says that a journal lies
+    beside it; edits, killed or not, work on it."""
+    interrupted(pth)
+    stray = journal.journal_path(pth).read_bytes()
+    writer(pth)
+    new = pth.read_bytes()
+    loaded = torch.load(pth, weights_only=True)["model"]
+    assert codes(pth)["stray-journal"] == "warning"
+    assert ckpt_tools.check(pth).verdict == "findings"
+    assert as_read(pth) == new == pth.read_bytes()
+    assert journal.journal_path(pth).read_bytes() == stray
+    interrupted(pth, add_prefix="again.")
+    assert list(load_state_dict(pth, select="model", unwrap=False)) == list(loaded)
+    ckpt_tools.edit_in_place(pth, add_prefix="x.")
+    assert list(torch.load(pth, weights_only=True)["model"]) == [f"x.{name}" for name in loaded]
+    assert [path.read_bytes() for path in pth.parent.glob(".*ckpt-journal")] == [stray]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_kills_over_kills(pth: Path, tmp_path: Path) -> None:
+    """An edit that is killed, a rollback that is killed at every call, and again: what is read stays the old file."""
     old = interrupted(pth)
-    place = journal.journal_path(pth)
-    whole = place.read_bytes()
+    torn, whole = pth.read_bytes(), journal.journal_path(pth).read_bytes()
+    for at in range(1, 40):
+        result = cut(pth, at, "kill", journal.recover)
+        assert as_read(pth) == old
+        if result.code == 0:
+            break
+        if not journal.journal_path(pth).exists():
+            pth.write_bytes(torn)
+            journal.journal_path(pth).write_bytes(whole)
+    assert result.code == 0
+    assert at > 8
+    assert pth.read_bytes() == old
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_renamed_files_are_read_through_their_journal(pth: Path) -> None:
+    """A half-edited file that was renamed, or that another saved under its old name: each is read as what it is."""
+    old = interrupted(pth)
+    moved = pth.with_name("moved.pth")
+    pth.rename(moved)
+    saved_by_torch(pth)
+    new = pth.read_bytes()
+    assert (as_read(moved), as_read(pth)) == (old, new)
+    assert {"half-edited", "stray-journal"} == codes(moved).keys() & {"half-edited", "stray-journal"} | codes(pth).keys() & {
+        "half-edited",
+        "stray-journal",
+    }
+    ckpt_tools.edit_in_place(pth, strip_module=True)
+    assert as_read(moved) == old
+    assert CliRunner().invoke(main, ["repair", str(moved)]).exit_code == 0
+    assert moved.read_bytes() == old
+    assert "stray-journal" not in codes(pth)
+    assert not list(pth.parent.glob(".*ckpt-journal"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_half_edited_and_without_its_journal(pth: Path) -> None:
+    """Copied away without its journal, or with one that is another's or damaged: refused by every reader, and by torch."""
+    interrupted(pth)
+    whole, torn = journal.journal_path(pth).read_bytes(), pth.read_bytes()
+    copy = pth.parent / "elsewhere" / "copy.pth"
+    copy.parent.mkdir()
+    for body in (None, whole, whole[:-1], b"anything"):
+        copy.write_bytes(torn)
+        if body is not None:
+            journal.journal_path(copy).write_bytes(body)
+        for work in (ckpt_tools.inspect, ckpt_tools.open_checkpoint, load_state_dict, journal.recover):
+            with pytest.raises(DamagedFileError, match="is half edited"):
+                work(copy)
+        with pytest.raises(DamagedFileError, match="is half edited"):
+            ckpt_tools.repair(copy, copy.with_name("out.pth"))
+        assert copy.read_bytes() == torn
+        assert body is None or journal.journal_path(copy).read_bytes() == body
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(copy, weights_only=True)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("writer", [cut_short, lambda path: path.write_bytes(path.read_bytes()[:-40] + b"x" * 40)])
+def test_a_half_edited_file_with_other_bytes(pth: Path, writer: Callable[[Path], None]) -> None:
+    """Something changed a half-edited file: its journal is no longer made for it, and is not acted upon."""
+    interrupted(pth)
+    writer(pth)
     torn = pth.read_bytes()
-    copy = pth.with_name("copy.pth")
-    copy.write_bytes(torn)
-    journal.journal_path(copy).write_bytes(whole)
-    with pytest.raises(OutputError, match="another file"):
-        ckpt_tools.open_checkpoint(copy)
-    assert copy.read_bytes() == torn
-    ckpt_tools.open_checkpoint(pth).close()
-    assert pth.read_bytes() == old
-    place.write_bytes(whole[:-1])
-    ckpt_tools.open_checkpoint(pth).close()
-    assert pth.read_bytes() == old
-    assert not place.exists()
+    with pytest.raises(DamagedFileError, match="other bytes than it was made for"):
+        ckpt_tools.inspect(pth)
+    with pytest.raises(DamagedFileError, match="other bytes than it was made for"):
+        ckpt_tools.edit_in_place(pth, strip_module=True)
+    assert pth.read_bytes() == torn
+    assert journal.journal_path(pth).exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_journal_that_was_never_whole(pth: Path) -> None:
+    """Killed while it wrote the journal: the file is untouched; readers leave the rest, the next edit removes it."""
+    old = interrupted(pth)
+    whole = journal.journal_path(pth).read_bytes()
+    pth.write_bytes(old)
+    for length in (0, 5, 40, len(whole) - 1):
+        journal.journal_path(pth).write_bytes(whole[:length])
+        assert not codes(pth).keys() & {"half-edited", "stray-journal"}
+        assert journal.journal_path(pth).exists()
+    ckpt_tools.edit_in_place(pth, unwrap=True)
+    assert not journal.journal_path(pth).exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("how", ["convert", "save"])
+def test_what_replaces_a_half_edited_file_takes_its_journal_away(pth: Path, tmp_path: Path, how: str) -> None:
+    """An output over it begins by rolling back: no journal is left, and where the output fails the old file is."""
+    old = interrupted(pth)
+    if how == "convert":
+        with pytest.raises(ckpt_tools.CkptError):
+            ckpt_tools.convert(tmp_path / "nothing.pth", pth, overwrite=True)
+        assert pth.read_bytes() == old
+        old = interrupted(pth)
+        ckpt_tools.convert(pth, pth, overwrite=True, strip_module=True)
+        assert "layer.0.weight" in torch.load(pth)["model"]
+    else:
+        save({"a": torch.ones(3)}, pth)
+        assert list(torch.load(pth)) == ["a"]
+    assert not journal.journal_path(pth).exists()
+    assert not codes(pth).keys() & {"half-edited", "stray-journal"}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -320,88 +572,115 @@ def test_a_disk_that_breaks_is_told_as_it_is(pth: Path) -> None:
     """Where the edit fails and putting the old bytes back too, the error names the journal that has them."""
     old, said = pth.read_bytes(), []
     for at in range(1, 30):
-        said.append(cut(pth, at, "broken").stderr)
-        ckpt_tools.open_checkpoint(pth).close()
-        assert pth.read_bytes() == old or not said[-1] or "is edited, and the edit may be undone" in said[-1]
+        said.append(cut(pth, at, "broken").said)
+        journal.recover(pth)
+        assert pth.read_bytes() == old or not said[-1] or "journal" in said[-1]
         pth.write_bytes(old)
-    assert any("half edited" in text and str(journal.journal_path(pth)) in text for text in said)
+    assert any("may be half edited" in text and str(journal.journal_path(pth)) in text for text in said)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_a_shard_is_rolled_back_too(pth: Path, tmp_path: Path) -> None:
-    """Whoever reads a folder of shards puts the old bytes of one back whose edit was killed."""
+def test_a_shard_is_read_through_its_journal_too(pth: Path, tmp_path: Path) -> None:
+    """A folder with a half-edited shard is read as it was, and nothing written; a new checkpoint takes its journal away."""
     folder = tmp_path / "shards"
     ckpt_tools.convert(pth, folder, select="model", shard_size=20_000, format="pth")
     shard = folder / "pytorch_model-00001-of-00003.bin"
     old = interrupted(shard)
+    before = states(folder)
     with ckpt_tools.open_checkpoint(folder) as checkpoint:
         assert len(checkpoint.tensors) == 14
-    assert shard.read_bytes() == old
+    assert codes(folder)["half-edited"] == "problem"
+    loaded = load_state_dict(folder, unwrap=False)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights().items())
+    assert states(folder) == before
+    assert as_read(shard) == old
+    ckpt_tools.convert(pth, folder, select="model", shard_size=20_000, format="pth", overwrite=True)
     assert not journal.journal_path(shard).exists()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="locks")
-def test_a_journal_that_a_reader_took_away_is_made_again(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that comes between the making of a journal and its lock removes it: the edit has one all the same."""
-    lock, write, locked = journal._lock, journal._write, list[int]()
-
-    def late(fd: int) -> None:
-        if not locked:
-            journal.journal_path(pth).unlink()
-        locked.append(fd)
-        lock(fd)
-
-    def watched(fd: int, offset: int, data: bytes) -> None:
-        assert journal.journal_path(pth).exists()
-        write(fd, offset, data)
-
-    monkeypatch.setattr(journal, "_lock", late)
-    monkeypatch.setattr(journal, "_write", watched)
-    ckpt_tools.edit_in_place(pth, strip_module=True)
-    assert len(locked) == 2
-    assert "layer.0.weight" in torch.load(pth)["model"]
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everything")
+def test_a_folder_that_cannot_be_written(pth: Path) -> None:
+    """Read-only: a half-edited file is read; rolling it back is refused."""
+    old = interrupted(pth)
+    pth.chmod(0o400)
+    pth.parent.chmod(0o500)
+    try:
+        assert as_read(pth) == old
+        with pytest.raises(OutputError, match="cannot be rolled back"):
+            journal.recover(pth)
+    finally:
+        pth.parent.chmod(0o700)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="owners")
-def test_the_journal_of_another_user_is_refused(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may put a file into a folder must not be able to make somebody else write."""
+def test_the_journal_of_another_user(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may put a file into a folder must not be able to change what somebody else reads or writes."""
     old = interrupted(pth)
-    torn = pth.read_bytes()
+    torn, place = pth.read_bytes(), journal.journal_path(pth)
+    real = os.fstat
+
+    def foreign(fd: int) -> os.stat_result:
+        status = real(fd)
+        if status.st_ino != place.stat().st_ino:
+            return status
+        return os.stat_result((*status[:4], 12345, *status[5:]), {"st_mtime_ns": status.st_mtime_ns})
+
     with monkeypatch.context() as patched:
-        patched.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        with pytest.raises(OutputError, match="an edit by another user"):
+        patched.setattr(os, "fstat", foreign)
+        with pytest.raises(DamagedFileError, match="another user's"):
             ckpt_tools.open_checkpoint(pth)
+        with pytest.raises(DamagedFileError, match="another user's"):
+            journal.recover(pth)
     assert pth.read_bytes() == torn
-    ckpt_tools.open_checkpoint(pth).close()
-    assert pth.read_bytes() == old
+    assert as_read(pth) == old
 
 
 @pytest.mark.skipif(os.name != "posix", reason="locks")
 def test_an_edit_that_ends_while_a_reader_looks(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A journal that is removed between a reader's look and its lock is of an edit that is done: the new bytes stay."""
+    """A journal that is removed between a reader's look and its lock is of an edit that is done."""
+    new = pth.read_bytes()
     old = interrupted(pth)
-    torn, lock = pth.read_bytes(), journal._lock
+    real = rollback._is_locked
 
-    def late(fd: int) -> None:
+    def late(fd: int) -> bool:
         journal.journal_path(pth).unlink()
-        lock(fd)
+        pth.write_bytes(new)
+        return real(fd)
 
-    monkeypatch.setattr(journal, "_lock", late)
-    journal.recover(pth)
-    assert pth.read_bytes() == torn != old
+    monkeypatch.setattr(rollback, "_is_locked", late)
+    assert as_read(pth) == new == old
 
 
 @pytest.mark.skipif(os.name != "posix", reason="locks")
-def test_an_edit_under_way_is_waited_for_by_nobody(pth: Path) -> None:
-    """While the journal is locked, a reader says so and touches nothing."""
+def test_an_edit_under_way_is_waited_for_by_nobody(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an editor holds the journal a reader says so; while one holds the file another does; nothing is touched."""
     import fcntl
 
+    monkeypatch.setattr(journal, "_PATIENCE", 0.05)
     old = interrupted(pth)
+    torn = pth.read_bytes()
     with journal.journal_path(pth).open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(OutputError, match="edited by another process"):
             ckpt_tools.open_checkpoint(pth)
-    ckpt_tools.open_checkpoint(pth).close()
+    with pth.open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OutputError, match="edited by another process"):
+            ckpt_tools.edit_in_place(pth, strip_module=True)
+    assert pth.read_bytes() == torn
+    assert as_read(pth) == old
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks")
+def test_readers_beside_an_edit(pth: Path) -> None:
+    """A reader that looks at the journal in the moment before the editor locks it does not keep the edit from being made."""
+    import fcntl
+
+    old = interrupted(pth)
+    with journal.journal_path(pth).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        assert as_read(pth) == old
+        journal.recover(pth)
     assert pth.read_bytes() == old
 
 

@@ -69,6 +69,8 @@ def edit_in_place(
         strip_module=strip_module, add_module=add_module, unwrap=unwrap, strip_prefix=strip_prefix, add_prefix=add_prefix,
         rename=rename,
     )  # fmt: skip
+    if not dry_run:
+        journal.recover(Path(os.path.realpath(path)))
     with open_checkpoint(path) as checkpoint, collector_paused():
         source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)
         if kind is None or type(source) is not Source:  # a local file, whole

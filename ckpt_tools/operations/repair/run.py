@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -13,9 +14,16 @@ from ckpt_tools import limits
 from ckpt_tools.edit import casts, flatten
 from ckpt_tools.errors import RepairError, UsageError
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.open import Checkpoint, count_tensors
+from ckpt_tools.formats.open import (
+    Checkpoint,
+    collector_paused,
+    count_tensors,
+    open_checkpoint,
+    open_source,
+)
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Piece, total
+from ckpt_tools.io.journal import recover
 from ckpt_tools.io.output import check_space, output_target, replacing
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.check.reading import read_checkpoint
@@ -93,6 +101,36 @@ def repair(
                 check_space(output.target.parent, output.target, report.bytes)
                 write(pieces, output, progress)
                 salvaged.decoded.source.check_unchanged()
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def roll_back(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repaired:
+    """Put the old bytes back into a file in which an edit in place was interrupted, and remove the edit's journal.
+
+    Args:
+        path: a local file. dry_run: only report.
+
+    Returns:
+        The report, whose source and target are the file.
+
+    Raises:
+        UsageError: no edit of it was interrupted. OutputError: an edit is under way, or the file cannot be written.
+        DamagedFileError: its journal is not there.
+    """
+    started = time.perf_counter()
+    with contextlib.closing(open_source(path)) as source:
+        if not source.half_edited:
+            strays = "; ".join(f"{stray.place} is not its journal: {stray.why}" for stray in source.strays)
+            raise UsageError(f"No edit of {path} was interrupted.", why=strays, fix="To repair anything else, name an OUT.")
+    if not dry_run:
+        recover(Path(os.path.realpath(path)))
+    with collector_paused(), open_checkpoint(path) as checkpoint:
+        report = Repaired(str(path), str(path), checkpoint.container, dry_run, "An edit in place was interrupted.")
+        report.tensors = report.saved = len(checkpoint.tensors)
+        report.tensor_bytes = report.saved_bytes = checkpoint.decoded.storage_bytes
+        report.bytes = checkpoint.file_bytes
+    report.notes.append(("rolled-back", "The file is as it was before the edit."))
     report.seconds = time.perf_counter() - started
     return report
 

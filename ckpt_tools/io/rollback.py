@@ -1,0 +1,306 @@
+"""What the journal of an edit in place says, and whose it is: it applies only to the very bytes that it was made for.
+
+    .NAME.ckpt-journal    magic, device and inode of the file, its size before and after, a mark, the number of regions,
+                          (offset, old length, new length, old bytes, new bytes) of each, CRC-32
+
+While the edit is under way, the file's first eight bytes are the mark: 0xFF, "CKP" and a number drawn for this journal. No
+program takes such a file for a checkpoint, so that a half-edited one that lost its journal is refused, and one that begins
+otherwise is whole, whatever lies beside it. A file is half edited when it is the journal's by inode, begins with its mark, and
+every byte of its regions is the old one or the new one. It is read through the journal then; only an edit writes to it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckpt_tools.errors import DamagedFileError, OutputError
+
+_MAGIC = b"ckpt journal 2\n"
+_HEAD = struct.Struct("<4Q8sQ")  # device, inode, size before, size after, mark, number of regions
+_REGION = struct.Struct("<3Q")  # offset, length of the old bytes, length of the new ones
+_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_SUFFIX = ".ckpt-journal"
+_BLOCK = 512  # bytes of a file that are compared at once
+_STEP = 4 << 20
+MAX_JOURNAL = 1 << 30  # bytes; it holds a pickle, a directory or a header
+MARK = b"\xffCKP"
+MARKED = 8  # bytes at the start of a file that are the mark while it is edited
+State = Literal["before", "between", "after"]
+Reader = Callable[[int, int], bytes]  # (offset, length) -> the bytes, fewer at the end of the file
+
+
+def journal_path(path: Path) -> Path:
+    """Where the journal of a file is."""
+    return path.with_name(f".{path.name}{_SUFFIX}")
+
+
+def new_mark() -> bytes:
+    """The first bytes of a file that is half edited, as one journal knows them."""
+    number = 0
+    while not number:  # as a safetensors header's length it is four gigabytes and more
+        number = int.from_bytes(os.urandom(MARKED - len(MARK)))
+    return MARK + number.to_bytes(MARKED - len(MARK))
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Bytes of the file that the edit changes; old ones are missing beyond the old end, new ones beyond the new end."""
+
+    offset: int
+    old: bytes
+    new: bytes
+
+    @property
+    def length(self) -> int:
+        """How many bytes of the file it may be about."""
+        return max(len(self.old), len(self.new))
+
+    def mixed(self, data: bytes) -> bool:
+        """Whether every byte of `data` is the old or the new one, or was never written."""
+        old, new = self.old.ljust(self.length, b"\0"), self.new.ljust(self.length, b"\0")
+        return all(_mixed(data[at : at + _BLOCK], old[at : at + _BLOCK], new[at : at + _BLOCK]) for at in _blocks(data))
+
+
+def _blocks(data: bytes) -> range:
+    return range(0, len(data), _BLOCK)
+
+
+def _mixed(data: bytes, old: bytes, new: bytes) -> bool:
+    if data in (old[: len(data)], new[: len(data)]):
+        return True
+    return all(byte in pair for byte, *pair in zip(data, old, new, strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One journal.
+
+    Attributes:
+        device, inode: of the file. size, new_size: of the file before and after the edit. mark: its first bytes meanwhile.
+        regions: what changes; the first one is the file's first bytes.
+    """
+
+    device: int
+    inode: int
+    size: int
+    new_size: int
+    mark: bytes
+    regions: tuple[Region, ...]
+
+    def is_sound(self) -> bool:
+        """Whether an edit could have written this: a checksum is easily made right."""
+        end = max(self.size, self.new_size)
+        inside = all(row.offset + row.length <= end < 1 << 62 for row in self.regions)
+        return (
+            inside
+            and self.mark.startswith(MARK)
+            and [(row.offset, len(row.old), len(row.new)) for row in self.regions[:1]] == [(0, MARKED, MARKED)]
+        )
+
+    def state(self, status: os.stat_result, read: Reader) -> State | None:
+        """How far the edit of a file came; None when these are not the bytes that the journal was made for."""
+        if (status.st_dev, status.st_ino) != (self.device, self.inode):
+            return None
+        first, *others = self.regions
+        start = read(0, MARKED)
+        if start == first.old and status.st_size == self.size and _are(others, read, new=False):
+            return "before"
+        if start == first.new and status.st_size == self.new_size and _are(others, read, new=True):
+            return "after"
+        ends = [self.size, self.new_size, *(region.offset + len(region.new) for region in others)]
+        between = start not in (first.old, first.new) and min(ends[:2]) <= status.st_size <= max(ends)
+        between = between and all(
+            byte in choices for byte, *choices in zip(start, first.old, first.new, self.mark, strict=False)
+        )
+        return "between" if between and all(row.mixed(read(row.offset, row.length)) for row in others) else None
+
+    def over(self, offset: int, length: int, data: bytes) -> bytes:
+        """The old bytes of a range whose bytes in the half-edited file are `data`."""
+        length = max(0, min(length, self.size - offset))
+        whole = bytearray(data[:length].ljust(length, b"\0"))
+        for region in self.regions:
+            start, end = max(offset, region.offset), min(offset + length, region.offset + len(region.old))
+            if start < end:
+                whole[start - offset : end - offset] = region.old[start - region.offset : end - region.offset]
+        return bytes(whole)
+
+    def pack(self) -> bytes:
+        """The journal's bytes."""
+        parts = [_MAGIC, _HEAD.pack(self.device, self.inode, self.size, self.new_size, self.mark, len(self.regions))]
+        for region in self.regions:
+            parts += [_REGION.pack(region.offset, len(region.old), len(region.new)), region.old, region.new]
+        body = b"".join(parts)
+        return body + struct.pack("<I", zlib.crc32(body))
+
+
+def _are(regions: Sequence[Region], read: Reader, *, new: bool) -> bool:
+    wanted = ((region.offset, region.new if new else region.old) for region in regions)
+    return all(read(offset, len(data)) == data for offset, data in wanted)
+
+
+def unpack(data: bytes) -> Record | None:
+    """The journal with these bytes; None when it is not whole."""
+    body, crc = data[:-4], data[-4:]
+    if not body.startswith(_MAGIC) or struct.pack("<I", zlib.crc32(body)) != crc:
+        return None
+    try:
+        device, inode, size, new_size, mark, count = _HEAD.unpack_from(body, len(_MAGIC))
+        at, regions = len(_MAGIC) + _HEAD.size, []
+        for _ in range(count):
+            offset, old, new = _REGION.unpack_from(body, at)
+            at += _REGION.size
+            regions.append(Region(offset, body[at : at + old], body[at + old : at + old + new]))
+            at += old + new
+    except struct.error:
+        return None
+    record = Record(device, inode, size, new_size, mark, tuple(regions))
+    return record if at == len(body) and record.is_sound() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """A journal beside a file.
+
+    Attributes:
+        place: where it is. state: how far its edit of the file came; None where it is not this file's, or says nothing.
+        why: why it is not this file's; empty for one that is, and for one that was never finished.
+        record: what it says; None when it cannot be trusted or read.
+    """
+
+    place: Path
+    state: State | None = None
+    why: str = ""
+    record: Record | None = None
+
+
+def beside(path: Path, status: os.stat_result, read: Reader, *, every: bool = False) -> Iterator[Journal]:
+    """The journals that may be a file's: the one that is called so; for a marked file all in its folder, since it may have
+    been renamed.
+
+    Args:
+        path: the file, links resolved. status, read: of the open file.
+        every: also those that an edit made because its own name was taken.
+
+    Raises:
+        OutputError: an edit is under way.
+    """
+    own = journal_path(path)
+    places = [own] if os.path.lexists(own) else []
+    marked = is_marked(read)
+    if marked or every:
+        start = f".{path.name}."
+        places += [place for place in _journals(path.parent) if place != own and (marked or place.name.startswith(start))]
+    for place in places:
+        if (found := _judged(path, place, status, read)) is not None:
+            yield found
+
+
+def is_marked(read: Reader) -> bool:
+    """Whether a file begins as one that is being edited, or was when the edit was killed."""
+    return read(0, len(MARK)) == MARK
+
+
+def _journals(folder: Path) -> list[Path]:
+    try:
+        return [folder / name for name in sorted(os.listdir(folder)) if name.endswith(_SUFFIX)]
+    except OSError:
+        return []
+
+
+def _judged(path: Path, place: Path, status: os.stat_result, read: Reader) -> Journal | None:
+    """What a journal is to a file; None when it is gone."""
+    try:
+        fd = os.open(place, os.O_RDONLY | _BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return Journal(place, why=f"it cannot be opened: {error.strerror or error}")
+    try:
+        own = os.fstat(fd)
+        if why := _distrust(own, status):
+            return Journal(place, why=why)
+        data = read_at(fd, 0, own.st_size)
+        locked = _is_locked(fd)
+        if not os.fstat(fd).st_nlink:
+            return None
+    except OSError as error:
+        return Journal(place, why=f"it cannot be read: {error.strerror or error}")
+    finally:
+        close(fd)
+    return _told(path, place, data, locked, status, read)
+
+
+def _distrust(journal: os.stat_result, file: os.stat_result) -> str:
+    """Why a journal is not acted upon, from what the system says of it. A file's owner may write it anyway."""
+    if not stat.S_ISREG(journal.st_mode):
+        return "it is no regular file"
+    if hasattr(os, "geteuid") and journal.st_uid not in (os.geteuid(), file.st_uid, 0):
+        return "it is another user's"
+    return f"it has {journal.st_size} bytes, and none is so large" if journal.st_size > MAX_JOURNAL else ""
+
+
+def _told(path: Path, place: Path, data: bytes, locked: bool, status: os.stat_result, read: Reader) -> Journal:
+    record = unpack(data)
+    if record is None and not data.startswith(_MAGIC) and not _MAGIC.startswith(data):
+        return Journal(place, why="it is none that this version writes")
+    mine = record is None or (record.device, record.inode) == (status.st_dev, status.st_ino)
+    if locked and mine:
+        raise OutputError(f"{path} is being edited by another process.", why=f"Its journal {place} is locked.")
+    if record is None:  # the kill came before the journal was whole, and so before the file changed
+        return Journal(place)
+    state = record.state(status, read)
+    why = "the file has other bytes than it was made for" if mine else "it was made for another file"
+    return Journal(place, state, "" if state else why, record)
+
+
+def _is_locked(fd: int) -> bool:
+    """Whether an editor that lives holds the journal."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: an open file cannot be removed there, which protects an edit under way
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False  # closing it gives the lock back
+
+
+def half_edited(path: str, journals: Sequence[Journal]) -> DamagedFileError:
+    """The error for a file that begins with a mark, and that no journal makes whole."""
+    why = "; ".join(f"{found.place}: {found.why or 'it is not whole'}" for found in journals) or "Its journal is not beside it."
+    return DamagedFileError(
+        f"{path} is half edited: an edit in place was interrupted.", why=why,
+        fix="Put its journal (.NAME.ckpt-journal) into its folder, and the file where it was edited; else get the file again.",
+    )  # fmt: skip
+
+
+def read_at(fd: int, offset: int, length: int) -> bytes:
+    """Up to `length` bytes from `offset`; fewer at the end of the file."""
+    parts = []
+    while length and (data := _read(fd, offset, min(length, _STEP))):
+        parts.append(data)
+        offset, length = offset + len(data), length - len(data)
+    return b"".join(parts)
+
+
+def _read(fd: int, offset: int, length: int) -> bytes:
+    if hasattr(os, "pread"):  # threads read from one descriptor
+        return os.pread(fd, length, offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    return os.read(fd, length)
+
+
+def close(fd: int) -> None:
+    """Close a file whose bytes have been synced, or were never written: nothing can be lost by it any more."""
+    try:
+        os.close(fd)
+    except OSError:
+        return
