@@ -27,13 +27,17 @@ _JOBS = 4
 @click.option("--output", "-o", cls=Once, type=LOCATION, metavar="FILE", help="Write the digests to FILE.")
 @click.option("--against", cls=Once, metavar="FILE", help="Compare with a digest file or another checkpoint.")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings with this code. Repeatable.")
+@click.option(
+    "--device", cls=Once, metavar="DEVICE",
+    help="What the machine has that will load it (cpu, cuda:1): tags of other devices are a problem, else a note.",
+)  # fmt: skip
 @click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes for several files; else up to 4.")
 @click.option("--overwrite", is_flag=True, help="Replace the FILE of --output if it exists.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON document a line; see docs/json.md.")
 def check(
     paths: tuple[Path, ...], values: bool, digest: bool, output: Path | None, against: str | None, ignore: tuple[str, ...],
-    jobs: int | None, overwrite: bool, quiet: bool, as_json: bool,
+    device: str | None, jobs: int | None, overwrite: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Read every byte once: is it whole, and what keeps it from loading? A folder stands for the checkpoints in it.
 
@@ -53,7 +57,7 @@ def check(
     files = expand(paths)
     if output is not None and len(files) != 1:
         raise click.UsageError(f"--output holds the digests of one checkpoint; here are {len(files)}.")
-    wanted = Wanted(values, digest, None if against is None else load_digests(against), frozenset(ignore))
+    wanted = Wanted(values, digest, None if against is None else load_digests(against), frozenset(ignore), device)
     code, reports = 0, []
     with show_progress(quiet=quiet or (as_json and sys.stdout.isatty())) as progress:
         for report in check_many(files, wanted, jobs=jobs or min(_JOBS, os.cpu_count() or 1), progress=progress):

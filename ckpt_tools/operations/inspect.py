@@ -23,6 +23,7 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
 )
 from ckpt_tools.formats.parts.named import partition
+from ckpt_tools.operations.loaders import Loads, how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted, listed
@@ -89,15 +90,14 @@ def describe(checkpoint: Checkpoint) -> Description:
     """Describe an open checkpoint."""
     names, rows, state_dicts, totals = _measure(checkpoint)
     safety = of_checkpoint(checkpoint)
-    refused, reasons = _refusals(checkpoint, safety)
+    loads = how_it_loads(checkpoint, safety.classes)
     settings_too = _module_values(checkpoint.root) if checkpoint.has_modules else ()
     values = dict(islice(chain(_values(checkpoint.root), settings_too), MAX_VALUES))
     return Description(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals, _tied(checkpoint, names),
         values, _objects(checkpoint), list(map(str, dict.fromkeys((*checkpoint.decoded.globals, *safety.names)))),
-        {"loads": not refused and not reasons, "refused": refused, "reasons": reasons}, safety,
-        dict(checkpoint.decoded.metadata),
-        [*safety.findings(), *_findings(checkpoint, state_dicts, totals, refused, reasons)],
+        {"loads": loads.weights_only, "refused": loads.refused, "reasons": loads.reasons, "call": loads.call}, safety,
+        dict(checkpoint.decoded.metadata), [*safety.findings(), *_findings(checkpoint, state_dicts, totals, loads)],
     )  # fmt: skip
 
 
@@ -105,16 +105,8 @@ def find_findings(checkpoint: Checkpoint, safety: Safety | None = None) -> list[
     """The findings of `describe` alone; `safety` where it is known."""
     _, _, state_dicts, totals = _measure(checkpoint)
     safety = of_checkpoint(checkpoint) if safety is None else safety
-    return [*safety.findings(), *_findings(checkpoint, state_dicts, totals, *_refusals(checkpoint, safety))]
-
-
-def _refusals(checkpoint: Checkpoint, safety: Safety) -> tuple[list[str], list[str]]:
-    """The globals that weights_only refuses; where there is none, what else it refuses, or would elsewhere in the file."""
-    refused = checkpoint.refused_globals
-    if refused:
-        return refused, []
-    elsewhere = [f"another pickle in the file names {name}" for name in safety.classes]
-    return [], [*(f"it uses {reason}" for reason in checkpoint.decoded.unusual), *elsewhere]
+    loads = how_it_loads(checkpoint, safety.classes)
+    return [*safety.findings(), *_findings(checkpoint, state_dicts, totals, loads)]
 
 
 _Rows: TypeAlias = list[dict[str, Any]]
@@ -287,7 +279,7 @@ def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _findings(
-    checkpoint: Checkpoint, state_dicts: list[dict[str, Any]], totals: dict[str, Any], refused: list[str], reasons: list[str]
+    checkpoint: Checkpoint, state_dicts: list[dict[str, Any]], totals: dict[str, Any], loads: Loads
 ) -> Iterator[Finding]:
     wrapped = sorted(_wrapper_option(row) for row in state_dicts if row["wrappers"])
     path, options = str(checkpoint.path), dict.fromkeys(wrapped[-1:])  # --unwrap does what --strip-module does
@@ -312,17 +304,25 @@ def _findings(
         options["--compact"] = None
         found = f"{dead} of {checkpoint.file_bytes} bytes belong to nothing"
         yield Finding("dead-bytes", "info", [], found, "a file without gaps", _convert(path, "--compact" + needed))
-    if refused or reasons:
+    if loads.is_refused:
         options["--objects plain"] = None
-        found = f"torch.load(weights_only=True) refuses it: {listed(refused or reasons)}"
-        fix = _convert(path, "--objects plain")
-        yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", fix)
+    yield from _loading(path, loads, needed)
     programs = {code for code, _ in PROGRAMS.values()}
     for warned in checkpoint.warnings:
         fix = warned.fix or _convert(path, " --objects plain" if warned.code in programs else needed)
         yield Finding(warned.code, warned.severity, [], warned.found, warned.expected, fix)
     if len(options) > 1:
         yield Finding("together", "info", [], "all of this can be mended at once", "", _convert(path, " ".join(options)))
+
+
+def _loading(path: str, loads: Loads, needed: str) -> Iterator[Finding]:
+    """What keeps torch.load, or safetensors, from loading it."""
+    if loads.misnamed:
+        yield Finding("misnamed", "warning", [], loads.misnamed, "a name that says what it is", _convert(path, needed))
+    if loads.is_refused:
+        found = f"torch.load(weights_only=True) refuses it: {listed(loads.refused or loads.reasons)}"
+        fix = _convert(path, "--objects plain")
+        yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", fix)
 
 
 def _wrapper_option(row: dict[str, Any]) -> str:

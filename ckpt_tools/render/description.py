@@ -14,6 +14,7 @@ from rich.text import Text
 from ckpt_tools.render.text import (
     counted,
     label_grid,
+    loading_row,
     name_table,
     path_text,
     print_finding,
@@ -81,9 +82,8 @@ def _print_head(description: Description, view: View, out: Console) -> None:
         )
         grid.add_row("state dict", text)
     _more(grid, "state dict", len(description.state_dicts), limit)
+    grid.add_row(*loading_row(description.weights_only))
     if description.container != "safetensors":
-        loads = description.weights_only["loads"]
-        grid.add_row("weights_only", "loads" if loads else "refused by torch.load(weights_only=True)")
         grid.add_row("safety", description.safety.text)
     out.print(grid)
 

@@ -20,7 +20,12 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.writer import write
-from ckpt_tools.render.text import counted, path_text, size_text
+from ckpt_tools.render.text import (
+    counted,
+    loading_row,
+    path_text,
+    size_text,
+)
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
@@ -116,9 +121,8 @@ def _overview(description: Description) -> Sequence[tuple[str, str]]:
         tensors = f"{counted(row['tensors'], 'tensor')}, {counted(row['parameters'], 'element')}{wrapped}"
         rows.append(("state dict", f"{path_text(row['where'])}: {tensors}"))
     rows += [("tied", _text(", ".join(group[:6]))) for group in description.tied[:10]]
+    rows.append(loading_row(description.weights_only))
     if description.container != "safetensors":
-        loads = description.weights_only["loads"]
-        rows.append(("weights_only", "loads" if loads else "refused by torch.load(weights_only=True)"))
         rows.append(("safety", description.safety.text))
     return rows
 

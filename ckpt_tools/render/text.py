@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.text import printable
@@ -52,6 +52,14 @@ def show(render: Callable[[Console], None]) -> None:
     with out.capture() as captured:
         render(out)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def loading_row(weights_only: Mapping[str, Any]) -> tuple[str, str]:
+    """What torch.load says of a checkpoint, or the call that loads what is not for it."""
+    call = weights_only["call"]
+    if call.partition(",")[0] != "torch.load":
+        return "loads with", call
+    return "weights_only", "loads" if weights_only["loads"] else "refused by torch.load(weights_only=True)"
 
 
 def path_text(where: Iterable[str | int]) -> str:
@@ -120,7 +128,8 @@ def print_finding(finding: Finding, out: Console) -> None:
     if finding.expected:
         out.print(Text(f"  expected {printable(finding.expected)}", style="dim"), soft_wrap=True)
     if finding.says:
-        out.print(Text(f"  PyTorch: {printable(finding.says)}", style="dim"), soft_wrap=True)
+        who = "safetensors" if finding.says.startswith("SafetensorError") else "PyTorch"
+        out.print(Text(f"  {who}: {printable(finding.says)}", style="dim"), soft_wrap=True)
     if finding.fix:
         out.print(Text(f"  {printable(finding.fix)}", style="green"), soft_wrap=True)
 

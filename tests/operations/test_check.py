@@ -3,6 +3,7 @@
 import ast
 import json
 import pathlib
+import pickle
 import re
 import sys
 import warnings
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch import nn
 
+import ckpt_tools
 from ckpt_tools import check
 from ckpt_tools.cli import main
 from ckpt_tools.errors import DigestError, OutputExistsError, UsageError
@@ -29,7 +31,12 @@ from ckpt_tools.tree.findings import CODES
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
 from tests.hostile.zips import torch_zip
-from tests.support.samples import PTH, SAFETENSORS, corpus
+from tests.support.samples import (
+    FIXTURES,
+    PTH,
+    SAFETENSORS,
+    corpus,
+)
 from tests.support.zips import flip_byte, rewrite
 
 ROOT = Path(__file__).parents[2]
@@ -351,9 +358,15 @@ def test_safetensors_errors(tmp_path: Path, data: bytes, said: str) -> None:
     assert says == f"SafetensorError: {caught.value}"
 
 
-def test_cuda_tags_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file tagged cuda:0 on a machine without: torch's error, and convert's command."""
-    path = Path(__file__).parents[2] / "fixtures" / "cuda.pth"
+def devices(path: Path, **options: object) -> list[tuple[str, str]]:
+    """The severity and the text of what check says about devices."""
+    found = check(path, **options).findings  # type: ignore[arg-type]
+    return [(finding.severity, finding.found) for finding in found if finding.code == "no-such-device"]
+
+
+def test_cuda_tags_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file tagged cuda:0 on a machine without: a note with torch's error and convert's command."""
+    path, mixed = FIXTURES / "cuda.pth", FIXTURES / "mixed_devices.pth"
     monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: 0)
     (finding,) = [finding for finding in check(path).findings if finding.code == "no-such-device"]
     if not torch.cuda.is_available():
@@ -361,9 +374,37 @@ def test_cuda_tags_without_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "--map-location cpu" in finding.fix
     monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: 1)
     assert "no-such-device" not in codes(path)
-    mixed = Path(__file__).parents[2] / "fixtures" / "mixed_devices.pth"
     (finding,) = [finding for finding in check(mixed).findings if finding.code == "no-such-device"]
     assert "CUDA device 3 but torch.cuda.device_count() is 1" in finding.says
+
+
+@pytest.mark.parametrize("present", [0, 1, 8])
+def test_the_exit_code_is_the_same_on_every_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, present: int) -> None:
+    """What a GPU wrote is healthy wherever it is checked, unless it was said which device will be there."""
+    monkeypatch.setattr("ckpt_tools.operations.check.loading._cuda_devices", lambda: present)
+    path = tmp_path / "gpu.pth"
+    ckpt_tools.convert(FIXTURES / "cuda.pth", path, strip_module=True)
+    assert ckpt("check", path).exit_code == 0
+    assert ckpt("check", path, "--device", "cpu").exit_code == 1
+    assert ckpt("check", path, "--device", "cuda:0").exit_code == 0
+
+
+def test_a_device_that_was_asked_for(tmp_path: Path) -> None:
+    """Tags of other devices are a problem, those of the devices up to its number are none; no device is a usage error."""
+    mixed = FIXTURES / "mixed_devices.pth"
+    assert devices(mixed, device="cuda:3") == [("problem", "storages tagged mps: not there on a machine with cuda:3")]
+    assert devices(mixed, device="cuda:2") == [("problem", "storages tagged mps, cuda:3: not there on a machine with cuda:2")]
+    assert devices(mixed, device="mps") == [("problem", "storages tagged cuda:0, cuda:3: not there on a machine with mps")]
+    assert devices(FIXTURES / "cuda.pth", device="cuda:0") == []
+    (finding,) = [row for row in check(FIXTURES / "cuda.pth", device="cpu").findings if row.code == "no-such-device"]
+    if not torch.cuda.is_available():
+        assert torch_error(FIXTURES / "cuda.pth") == finding.says
+    apple = tmp_path / "apple.pth"
+    ckpt_tools.convert(FIXTURES / "cuda.pth", apple, map_location="mps")
+    assert devices(apple) == devices(apple, device="mps") == []
+    assert devices(apple, device="cpu") == [("problem", "storages tagged mps: not there on a machine with cpu")]
+    with pytest.raises(UsageError, match="no device"):
+        check(mixed, device="cuda:x")
 
 
 def test_cuda_tags_of_no_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,16 +472,41 @@ def test_windows_paths(tmp_path: Path) -> None:
     assert torch_error(path, weights_only=False) == finding.says
 
 
-@pytest.mark.parametrize(("installed", "code"), [(1, "numpy-2"), (2, "numpy-1")])
-def test_numpys_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: int, code: str) -> None:
-    """What NumPy 2 wrote, seen by NumPy 1, and the reverse."""
+def numpy_scalar(path: Path, module: bytes = b"numpy._core.multiarray", name: bytes = b"scalar") -> Path:
+    """A file that names something of NumPy's core."""
     np = pytest.importorskip("numpy")
-    path = tmp_path / "model.pth"
     torch.save({"loss": np.float64(1)}, path)
-    if code == "numpy-1":
-        renamed_global(path, b"cnumpy._core.", b"cnumpy.core.")
-    monkeypatch.setattr("ckpt_tools.operations.check.loading._major", lambda package: installed)
-    assert code in codes(path)
+    renamed_global(path, b"cnumpy._core.multiarray\nscalar\n", b"c" + module + b"\n" + name + b"\n")
+    return path
+
+
+def test_numpy_2_seen_by_numpy_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 1.26 NumPy 1 has no `numpy._core`; 1.26 has the parts that most pickles name, and does not fail."""
+    path = numpy_scalar(tmp_path / "model.pth")
+    monkeypatch.setattr("ckpt_tools.operations.check.loading._version", lambda package: (1, 25))
+    (finding,) = [finding for finding in check(path).findings if finding.code == "numpy-2"]
+    assert finding.says == "ModuleNotFoundError: No module named 'numpy._core'"
+    monkeypatch.setattr("ckpt_tools.operations.check.loading._version", lambda package: (1, 26))
+    assert "numpy-2" not in codes(path)
+    other = numpy_scalar(tmp_path / "other.pth", b"numpy._core.numeric", b"_frombuffer")
+    (finding,) = [finding for finding in check(other).findings if finding.code == "numpy-2"]
+    assert finding.says == "ModuleNotFoundError: No module named 'numpy._core.numeric'"
+
+
+@pytest.mark.parametrize(("module", "name"), [("multiarray", "scalar"), ("multiarray", "array"), ("numeric", "_frombuffer")])
+def test_numpy_1_seen_by_numpy_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    """Old names are a note; NumPy 2 warns of all but the two that most pickles have, and the quoted warning is its own."""
+    np = pytest.importorskip("numpy", "2.0")
+    assert np.__version__ >= "2"
+    path = numpy_scalar(tmp_path / "model.pth", f"numpy.core.{module}".encode(), name.encode())
+    (finding,) = [finding for finding in check(path).findings if finding.code == "numpy-1"]
+    assert finding.severity == "info"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pickle.loads(f"cnumpy.core.{module}\n{name}\n.".encode())
+    said = [f"DeprecationWarning: {row.message}" for row in caught if issubclass(row.category, DeprecationWarning)]
+    assert bool(said) is bool(finding.says)
+    assert not said or said[0].startswith(finding.says)
 
 
 # --- several files, JSON

@@ -37,12 +37,30 @@ class Found:
     end: int | None
 
 
+_STEP, _BLOCK = 4093, 4096  # in which miniz looks for the end record, backwards
+_LOOKED_AT = 0xFFFF + 22  # bytes from the end, after which it gives up
+
+
+def said_of_cut(size: int) -> str:
+    """What `torch.load` says about a zip of this size that has no end record.
+
+    In small files miniz steps to before the beginning of the file, and the system refuses to read there.
+    (Source: mz_zip_reader_locate_header_sig of miniz 3.)
+    """
+    if size < 22:
+        return "not a ZIP archive"
+    steps = -(-(_LOOKED_AT - _BLOCK) // _STEP)
+    if _BLOCK < size < _BLOCK + _STEP * steps and (size - _BLOCK) % _STEP:
+        return "[Errno 22] Invalid argument"
+    return "failed finding central directory"
+
+
 def describe_cut(source: Source) -> ZipError:
     """The error for a torch-zip without a directory, with how many of its tensors are complete."""
     what = "The zip directory at the end of the file is missing"
     fix = "The file was cut off, most often by an interrupted download or a full disk: get it again, or save what is whole: "
     fix += mending("repair", str(source.path))
-    said = f"The file ends after {source.size} bytes; PyTorch says 'failed finding central directory'."
+    said = f"The file ends after {source.size} bytes; PyTorch says {said_of_cut(source.size)!r}."
     try:
         whole, count, last = _count(source)
     except CkptError as error:

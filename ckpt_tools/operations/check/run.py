@@ -62,17 +62,21 @@ class Wanted:
         values: count NaN, infinities and the like. digest: a SHA-256 of every tensor.
         against: digests to compare with, and the name of what they are of.
         ignore: codes of findings that are left out.
+        device: what the machine has that will load it: "cpu", "cuda:1" for two cuda devices. Tags of others are problems.
 
     Raises:
-        UsageError: there is no such code.
+        UsageError: there is no such code, or no such device.
     """
 
     values: bool = False
     digest: bool = False
     against: tuple[str, list[digests.Digest]] | None = None
     ignore: Collection[str] = ()
+    device: str | None = None
 
     def __post_init__(self) -> None:
+        if self.device is not None and not loading.is_device(self.device):
+            raise UsageError(f"--device {self.device!r}: no device.", fix="Give cpu, cuda:0, mps ...")
         for code in self.ignore:
             if code not in CODES:
                 fix = did_you_mean(code, sorted(CODES))
@@ -81,7 +85,8 @@ class Wanted:
 
 def check(
     path: str | os.PathLike[str], *, values: bool = False, digest: bool = False,
-    against: str | os.PathLike[str] | None = None, ignore: Collection[str] = (), advance: Advance | None = None,
+    against: str | os.PathLike[str] | None = None, ignore: Collection[str] = (), device: str | None = None,
+    advance: Advance | None = None,
 ) -> Checked:  # fmt: skip
     """Check one checkpoint. Runs and imports nothing that the file names; memory does not grow with the tensors.
 
@@ -91,6 +96,8 @@ def check(
         digest: a SHA-256 of every tensor (see `ckpt_tools.operations.check.digests`).
         against: a digest file or another checkpoint to compare with.
         ignore: codes of findings to leave out.
+        device: what the machine has that will load it ("cpu", "cuda:1" for two cuda devices): tags of other devices are a
+            problem. Without it they are a note.
         advance: called with the number of bytes after each block that is read.
 
     Returns:
@@ -99,7 +106,7 @@ def check(
     Raises:
         CkptError: what `against` names cannot be read. UsageError: no finding has a code that is to be ignored.
     """
-    return check_one(path, Wanted(values, digest, None if against is None else load_digests(against), ignore), advance)
+    return check_one(path, Wanted(values, digest, None if against is None else load_digests(against), ignore, device), advance)
 
 
 def load_digests(path: str | os.PathLike[str]) -> tuple[str, list[digests.Digest]]:
@@ -161,7 +168,7 @@ def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None)
     if wanted.against is not None:
         name, other = wanted.against
         report.against = digests.compare(read.digests, other, name)
-    report.findings = list(_findings(checkpoint, read, report, heads))
+    report.findings = list(_findings(checkpoint, read, report, wanted, heads))
     return report
 
 
@@ -173,7 +180,9 @@ def _counts(row: values.Counted) -> dict[str, object]:
     return {"where": list(row.where), "nan": row.count.nan, "inf": row.count.inf, "values": row.entry.numel}
 
 
-def _findings(checkpoint: Checkpoint, read: Read, report: Checked, heads: frozenset[Where]) -> Iterator[Finding]:
+def _findings(
+    checkpoint: Checkpoint, read: Read, report: Checked, wanted: Wanted, heads: frozenset[Where]
+) -> Iterator[Finding]:
     yield from structure.findings(checkpoint, read)
     yield from values.findings(read.counted, heads)
     if report.against is not None:
@@ -182,7 +191,7 @@ def _findings(checkpoint: Checkpoint, read: Read, report: Checked, heads: frozen
     if read.skipped:
         text = f"{len(read.skipped)} tensors have no digest and were not counted: {_paths(read.skipped)}"
         yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
-    loads = list(loading.findings(checkpoint))
+    loads = list(loading.findings(checkpoint, wanted.device))
     for finding in find_findings(checkpoint, report.safety):
         replaced = finding.code == "device-tags" and any(other.code == "no-such-device" for other in loads)
         if finding.code != "together" and not replaced:
@@ -240,8 +249,8 @@ def _torch_says(source: Source, error: CkptError) -> str:
     """PyTorch's own error for a file that we refuse; it sees no checksums and no disorder inside a pickle."""
     head = source.read(0, min(HEAD, source.size))
     if is_zip(head):
-        damaged = isinstance(error, ZipError) and not isinstance(error, ChecksumError)
-        return torch_errors.of_zip(cut=not has_end(source)) if damaged else ""
+        cut = isinstance(error, ZipError) and not isinstance(error, ChecksumError) and not has_end(source)
+        return torch_errors.of_cut_zip(source.size) if cut else ""
     return torch_errors.of_bytes(source.path, head, source.size)
 
 

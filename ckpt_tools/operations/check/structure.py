@@ -95,9 +95,10 @@ def _zip(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
 def _safetensors(checkpoint: Checkpoint) -> Iterator[Finding]:
     source, path = checkpoint.decoded.source, str(checkpoint.path)
     if checkpoint.decoded.metadata.get("format") is None:
-        says = "OSError: The safetensors archive passed at ... does not contain the valid metadata. (transformers)"
         text = "the header's metadata has no format"
-        yield Finding("no-format", "info", [], text, "format: pt, which transformers asks for", mending("repair", path), says)
+        yield Finding(
+            "no-format", "info", [], text, "format: pt, as safetensors.torch and transformers write it", mending("repair", path)
+        )
     if int.from_bytes(source.read(0, 8), "little") % 8:
         text = "the tensors do not begin at a multiple of 8 bytes"
         yield Finding(

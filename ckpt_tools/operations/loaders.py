@@ -1,0 +1,115 @@
+"""Which call loads a checkpoint, and what `torch.load(weights_only=True)` of torch 2.13 does with it.
+
+Told from the container, the name of the file, the globals and the opcodes: nothing is loaded to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.formats.base import PROGRAMS
+from ckpt_tools.formats.open import Checkpoint
+from ckpt_tools.tree.nodes import Entry
+
+TORCH_LOAD = "torch.load"
+_SAFETENSORS = "safetensors.torch.load_file"
+_DCP = "torch.distributed.checkpoint.load"
+_CALLS = {
+    "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
+    "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
+    "zip-bundle": "the library that wrote it",
+}  # fmt: skip
+# Why torch.load with weights_only does not give what the file holds, whatever its pickles say.
+_REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for container, (_, what) in PROGRAMS.items()} | {
+    "pickle": "it is a pickle that torch.save did not write",
+    "zip-bundle": "it is an archive around checkpoints",
+    "npz": "it is a file of NumPy's",
+    "npy": "it is a file of NumPy's",
+    "torch-tar": "it is in the tar format, which weights_only does not take",
+    "dcp": f"it is a folder of torch.distributed.checkpoint, which {_DCP} loads",
+    "dcp-part": "it is one rank's part of a distributed checkpoint: torch.load finds no archive in it, or the last one only",
+}
+_TORCH_NAMES = frozenset((".pth", ".pt", ".bin", ".ckpt", ".th"))  # that people give to torch.load
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """How a checkpoint is loaded.
+
+    Attributes:
+        call: the function that gives its tensors.
+        refused: the globals that `torch.load(weights_only=True)` refuses.
+        reasons: why else it does not give what the file holds; empty where globals are refused.
+        misnamed: what the name of the file promises and its content does not keep; "" where they agree.
+    """
+
+    call: str
+    refused: list[str]
+    reasons: list[str]
+    misnamed: str = ""
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether `torch.load(path, weights_only=True)` gives what the file holds."""
+        return not self.refused and not self.reasons
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether weights_only refuses what is in the file; a name or a folder that is not for torch.load is no such thing."""
+        for_torch_load = not self.misnamed and not self.call.startswith((_DCP, _SAFETENSORS))
+        return bool(self.refused) or (for_torch_load and bool(self.reasons))
+
+
+def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads:
+    """What loads a checkpoint, and what of it weights_only refuses; `elsewhere` are globals of any pickle in the file."""
+    container, misnamed = checkpoint.container, misnaming(checkpoint)
+    if container in PROGRAMS:  # torch.load looks at none of their globals
+        reason = (
+            _REFUSED[container] if not is_first_torchscript(checkpoint) else "it is a TorchScript program of torch 1.0 or 1.1"
+        )
+        return Loads(_call(checkpoint), [], [reason], misnamed)
+    refused = checkpoint.refused_globals
+    if refused:
+        reasons = []
+    elif container in _REFUSED:
+        reasons = [_REFUSED[container]]
+    else:
+        reasons = [f"it uses {reason}" for reason in checkpoint.decoded.unusual]
+    if not refused:
+        reasons += [f"another pickle in the file names {name}" for name in elsewhere]
+    if misnamed and not refused:
+        reasons.insert(0, f"it is {misnamed}")
+    elif container == "safetensors" and checkpoint.path.suffix != ".safetensors":
+        reasons.append("it is a safetensors file, which torch.load takes under a name that ends in .safetensors only")
+    return Loads(_call(checkpoint), refused, reasons, misnamed)
+
+
+def is_first_torchscript(checkpoint: Checkpoint) -> bool:
+    """Whether it is a program in the layout of torch 1.0 and 1.1, which torch no longer reads."""
+    is_program = checkpoint.container == "torchscript"
+    return is_program and any(record.name.endswith("/model.json") for record in checkpoint.decoded.records)
+
+
+def _call(checkpoint: Checkpoint) -> str:
+    if is_first_torchscript(checkpoint):
+        return "torch.jit.load of torch 1.0 to 1.4"
+    if checkpoint.container != "sharded":
+        return _CALLS.get(checkpoint.container, TORCH_LOAD)
+    plain = (tensor.node.storage.device for tensor in checkpoint.tensors if type(tensor.node) is Entry)
+    return f"{TORCH_LOAD if any(plain) else _SAFETENSORS}, shard by shard"
+
+
+def misnaming(checkpoint: Checkpoint) -> str:
+    """What loaders that go by the name of this file will say; "" where name and content agree.
+
+    torch 2.13 hands every name that ends in `.safetensors` to safetensors; torch 2.4 goes by content alone.
+    """
+    container, suffix = checkpoint.container, checkpoint.path.suffix
+    if container in ("dcp", "sharded"):
+        return ""
+    if suffix == ".safetensors" and container != "safetensors":
+        return f"a {container} by content, but named .safetensors: safetensors refuses it, and so does torch.load of 2.13"
+    if container == "safetensors" and suffix in _TORCH_NAMES:
+        return f"a safetensors file by content, but named {suffix}: torch.load refuses it"
+    return ""

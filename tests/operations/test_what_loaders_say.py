@@ -1,0 +1,327 @@
+"""What check and inspect say that torch and safetensors do is what they do: each sentence beside the call itself."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+import ckpt_tools
+from ckpt_tools import check
+from tests.formats.test_programs import old_program
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Detected pickle protocol:UserWarning", "ignore:.*torch.jit.*:DeprecationWarning",
+    "ignore:.*torch.jit.*:UserWarning", "ignore:.*torch.jit.*:FutureWarning",
+)  # fmt: skip
+WEIGHTS = {"a.weight": torch.ones(3), "b.weight": torch.zeros(3)}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has allowed no class: importing torch.distributed.tensor allows some."""
+    monkeypatch.setattr("torch._weights_only_unpickler._marked_safe_globals_set", set())
+
+
+class Call:
+    """Pickled as a call."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.function, self.arguments
+
+
+class OfAUser:
+    """A class that torch does not know."""
+
+
+def said(path: Path, *, weights_only: bool = True) -> str:
+    """What torch.load says, with the kind of error; "" when it loads."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=weights_only)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def is_quoted(says: str, error: str) -> bool:
+    """Whether a quotation, in which ... stands for what was left out, is of this error."""
+    return re.match(".*".join(map(re.escape, says.split("..."))), " ".join(error.split())) is not None
+
+
+def findings(path: Path) -> dict[str, ckpt_tools.Finding]:
+    """What check finds, by code."""
+    return {finding.code: finding for finding in check(path).findings}
+
+
+def jit_program(path: Path) -> None:
+    """A scripted layer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+
+
+def exported_program(path: Path) -> None:
+    """An exported layer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),)), path)
+
+
+def distributed_part(path: Path) -> None:
+    """One rank's file, out of its folder."""
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": WEIGHTS}, checkpoint_id=path.parent / "folder", no_dist=True)
+    (path.parent / "folder" / "__0_0.distcp").rename(path)
+
+
+def pickled(value: Any, protocol: int) -> Callable[[Path], object]:
+    """What pickle itself writes."""
+    return lambda path: path.write_bytes(pickle.dumps(value, protocol))
+
+
+def saved(value: Any, **options: Any) -> Callable[[Path], object]:
+    """What torch.save writes."""
+    return lambda path: torch.save(value, path, **options)
+
+
+def holding(value: Any, **options: Any) -> Callable[[Path], object]:
+    """A checkpoint with weights and this."""
+    return saved({"w": torch.ones(2), "x": value}, **options)
+
+
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "zip.pth": saved(WEIGHTS),
+    "zip.safetensors": saved(WEIGHTS),
+    "legacy.pth": saved(WEIGHTS, _use_new_zipfile_serialization=False),
+    "legacy.safetensors": saved(WEIGHTS, _use_new_zipfile_serialization=False),
+    "right.safetensors": lambda path: save_file(WEIGHTS, path),
+    "wrong.pth": lambda path: save_file(WEIGHTS, path),
+    "CAPITALS.SAFETENSORS": lambda path: save_file(WEIGHTS, path),
+    "noname": lambda path: save_file(WEIGHTS, path),
+    "jit.pt": jit_program,
+    "old_jit.pt": old_program,
+    "exported.pt2": exported_program,
+    "arrays.npz": lambda path: np.savez(path, a=np.ones(3)),
+    "array.npy": lambda path: np.save(path, np.ones(3)),
+    "plain.pkl": pickled({"a": [1, 2]}, 2),
+    "arrays.pkl": pickled({"a": np.ones(3)}, 4),
+    "tensors2.pkl": pickled(WEIGHTS, 2),
+    "tensors4.pkl": pickled(WEIGHTS, 4),
+    "system.pth": holding(Call(os.system, "true")),
+    "system_legacy.pth": holding(Call(os.system, "true"), _use_new_zipfile_serialization=False),
+    "system4.pth": holding(Call(os.system, "true"), pickle_protocol=4),
+    "sys.pth": holding(Call(sys.getsizeof, 1)),
+    "eval.pth": holding(Call(eval, "1")),
+    "popen.pth": holding(Call(subprocess.Popen, "true")),
+    "value_error.pth": holding(ValueError("x")),
+    "class.pth": holding(OfAUser()),
+    "class4.pth": holding(OfAUser(), pickle_protocol=4),
+    "default_dict.pth": holding(collections.defaultdict(list)),
+    "set.pth": holding({1, 2}),
+    "long.pth": holding(1 << 3000),
+    "protocol5.pth": saved(WEIGHTS, pickle_protocol=5),
+}  # fmt: skip
+HARMFUL = frozenset(name for name in MAKERS if name.startswith(("system", "sys", "eval", "popen")))
+
+
+@pytest.fixture(params=MAKERS)
+def sample(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A file of each kind, written by its own library."""
+    path: Path = tmp_path / request.param
+    MAKERS[request.param](path)
+    return path
+
+
+def test_weights_only_is_what_torch_does(sample: Path) -> None:
+    """`weights_only.loads` of every container, name and pickle is whether torch.load takes it, and the reason is given."""
+    found = ckpt_tools.inspect(sample).weights_only
+    assert found["loads"] is (said(sample) == "")
+    assert found["loads"] is not bool(found["refused"] or found["reasons"])
+
+
+def test_every_quotation_is_torchs(sample: Path) -> None:
+    """What a finding quotes is what torch.load says about this very file, with weights_only or without."""
+    errors = [said(sample)] + ([] if sample.name in HARMFUL else [said(sample, weights_only=False)])
+    for finding in check(sample).findings:
+        quoted, _, without = finding.says.partition(" (with weights_only=False: ")
+        assert not quoted or any(is_quoted(quoted, error) for error in errors), (finding, errors)
+        assert not without or is_quoted(without.removesuffix(")"), errors[1])
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if "4" not in name and MAKERS[name].__qualname__.startswith("saved")])
+def test_refusals_are_quoted(tmp_path: Path, name: str) -> None:
+    """Where torch refuses a file that torch.save wrote, its words are there, not merely no wrong ones."""
+    path = tmp_path / name
+    MAKERS[name](path)
+    code = "misnamed" if name.endswith(".safetensors") else "weights-only-refused"
+    assert (code in findings(path)) is (said(path) != "")
+    assert code not in findings(path) or findings(path)[code].says
+
+
+def test_a_blocked_module_is_said_as_torch_says_it(tmp_path: Path) -> None:
+    """`posix.system` is refused by its module, with words of its own."""
+    path = tmp_path / "model.pth"
+    MAKERS["system.pth"](path)
+    says = findings(path)["weights-only-refused"].says
+    assert says.endswith(f"Trying to load unsupported GLOBAL {os.name}.system whose module {os.name} is blocked.")
+
+
+def test_dtensors_need_an_import(tmp_path: Path) -> None:
+    """torch has words of its own for the classes of DTensors, until torch.distributed.tensor is imported."""
+    path = tmp_path / "model.pth"
+    head = b"\x80\x02}q\x00X\x01\x00\x00\x00xq\x01c"
+    path.write_bytes(b"".join((
+        pickle.dumps(0x1950A86A20F9469CFC6C, 2), pickle.dumps(1001, 2), pickle.dumps({"little_endian": True}, 2),
+        head, b"torch.distributed.tensor\nDTensor\nq\x02s.", pickle.dumps([], 2),
+    )))  # fmt: skip
+    finding = findings(path)["weights-only-refused"]
+    assert "must be imported to load DTensors" in finding.says
+    assert is_quoted(finding.says, said(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("zip.pth", "torch.load"), ("legacy.pth", "torch.load"), ("right.safetensors", "safetensors.torch.load_file"),
+        ("jit.pt", "torch.jit.load"), ("exported.pt2", "torch.export.load"), ("plain.pkl", "pickle.load"),
+        ("arrays.npz", "numpy.load"), ("array.npy", "numpy.load"),
+    ],
+)  # fmt: skip
+def test_the_call_that_is_named_loads_it(tmp_path: Path, name: str, call: str) -> None:
+    """The function that inspect names takes the file."""
+    path = tmp_path / name
+    MAKERS[name](path)
+    assert ckpt_tools.inspect(path).weights_only["call"] == call
+    calls: dict[str, Callable[[Path], object]] = {
+        "torch.load": torch.load, "safetensors.torch.load_file": load_file, "torch.jit.load": torch.jit.load,
+        "torch.export.load": torch.export.load, "pickle.load": lambda path: pickle.loads(path.read_bytes()),
+        "numpy.load": np.load,
+    }  # fmt: skip
+    loaded = calls[call](path)
+    if hasattr(loaded, "close"):
+        loaded.close()
+
+
+def test_torchscript_loads_without_weights_only(tmp_path: Path) -> None:
+    """torch.load hands a program to torch.jit.load, which imports no class that it names: nothing is said of them."""
+    path = tmp_path / "jit.pt"
+    jit_program(path)
+    assert said(path, weights_only=False) == ""
+    assert {"not-importable", "script-class"}.isdisjoint(findings(path))
+    assert "Cannot use ``weights_only=True`` with TorchScript archives" in findings(path)["weights-only-refused"].says
+
+
+def test_a_torch_zip_named_safetensors(tmp_path: Path) -> None:
+    """safetensors refuses it, and so does torch.load by this name; both are said, and what convert makes of it loads."""
+    path = tmp_path / "model.safetensors"
+    torch.save(WEIGHTS, path)
+    finding = findings(path)["misnamed"]
+    assert finding.found.startswith("a torch-zip by content, but named .safetensors: safetensors refuses it")
+    with pytest.raises(SafetensorError) as caught:
+        load_file(path)
+    assert finding.says == f"SafetensorError: {caught.value}" == said(path)
+    ckpt_tools.convert(path, tmp_path / "model.fixed.safetensors")
+    assert list(load_file(tmp_path / "model.fixed.safetensors")) == list(WEIGHTS)
+    path.rename(tmp_path / "model.pth")
+    assert "misnamed" not in findings(tmp_path / "model.pth")
+
+
+def test_a_safetensors_file_named_pth(tmp_path: Path) -> None:
+    """torch.load refuses it by this name; safetensors takes it by any."""
+    path = tmp_path / "pytorch_model.bin"
+    save_file(WEIGHTS, path)
+    finding = findings(path)["misnamed"]
+    assert finding.found == "a safetensors file by content, but named .bin: torch.load refuses it"
+    assert list(load_file(path)) == list(WEIGHTS)
+    assert said(path)
+
+
+def test_one_ranks_part_is_for_no_loader(tmp_path: Path) -> None:
+    """torch.load takes the last of the archives in a .distcp, or none: that is not what the file holds."""
+    path = tmp_path / "__0_0.distcp"
+    distributed_part(path)
+    found = ckpt_tools.inspect(path)
+    assert (found.container, found.weights_only["loads"]) == ("dcp-part", False)
+    assert found.weights_only["call"] == "torch.distributed.checkpoint.load, from its folder with .metadata"
+    assert len(found.tensors) == 2
+    assert said(path) or isinstance(torch.load(path), torch.Tensor)
+
+
+def test_folders_are_for_their_own_loaders(tmp_path: Path) -> None:
+    """A distributed checkpoint is for its own load; shards are loaded one by one, as their format is."""
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": WEIGHTS}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    found = ckpt_tools.inspect(tmp_path / "dcp")
+    assert (found.weights_only["loads"], found.weights_only["call"]) == (False, "torch.distributed.checkpoint.load")
+    assert check(tmp_path / "dcp").verdict == "healthy"
+    for name, write, call in (("a.bin", torch.save, "torch.load"), ("a.safetensors", save_file, "safetensors.torch.load_file")):
+        folder = tmp_path / name.replace(".", "_")
+        folder.mkdir()
+        write(WEIGHTS, folder / name)
+        index = "model.safetensors.index.json" if name.endswith("safetensors") else "pytorch_model.bin.index.json"
+        (folder / index).write_text(json.dumps({"weight_map": dict.fromkeys(WEIGHTS, name)}))
+        found = ckpt_tools.inspect(folder)
+        assert (found.weights_only["loads"], found.weights_only["call"]) == (True, f"{call}, shard by shard")
+
+
+# around every boundary of the search for the end of a zip
+CUT_AT = [4, 21, 22, 100, 4096, 4097, 8189, 8190, 30_000, 65_557, 69_583, 69_584, 69_585, 90_000]
+
+
+@pytest.mark.parametrize("size", CUT_AT)
+def test_a_cut_zip_is_quoted_at_every_size(tmp_path: Path, size: int) -> None:
+    """miniz reads before the beginning of small files, and torch tells what the system said to that."""
+    whole, path = tmp_path / "whole.pth", tmp_path / "cut.pth"
+    torch.save({"a.weight": torch.randn(200, 200)}, whole)
+    path.write_bytes(whole.read_bytes()[:size])
+    (finding,) = check(path).findings
+    assert finding.says
+    assert is_quoted(finding.says, said(path))
+
+
+def test_damage_elsewhere_in_a_zip_is_not_guessed(tmp_path: Path) -> None:
+    """What torch says about a damaged directory depends on the damage; where that is not known nothing is quoted."""
+    path = tmp_path / "model.pth"
+    torch.save(WEIGHTS, path)
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"PK\x01\x02") + 46] = 0xD0  # the first letter of the last name: no UTF-8
+    path.write_bytes(data)
+    (finding,) = check(path).findings
+    assert finding.says == ""
+    assert "central directory" not in said(path)
+
+
+def test_a_wrapper_is_quoted(tmp_path: Path) -> None:
+    """`load_state_dict` says what the finding says it does."""
+    wrapped = torch.nn.DataParallel(torch.nn.Linear(2, 2))
+    torch.save(wrapped.state_dict(), tmp_path / "model.pth")
+    with pytest.raises(RuntimeError) as caught:
+        torch.nn.Linear(2, 2).load_state_dict(wrapped.state_dict())
+    says = findings(tmp_path / "model.pth")["wrapper-prefix"].says
+    error = re.sub(r"\s+", " ", f"RuntimeError: {caught.value}")
+    for part in re.findall(r'"([^"]+)"', says):
+        assert f'"{part}"' in error
+    assert error.startswith("RuntimeError: Error(s) in loading state_dict")
