@@ -74,7 +74,8 @@ if TYPE_CHECKING:
     metavar="[GLOB=]SCHEME",
     help="Initial values for tensors that IN does not have: zeros, ones, normal:STD, trunc_normal:STD, uniform:A, "
     "xavier_uniform, xavier_normal, kaiming_uniform, kaiming_normal, orthogonal, target (what its constructor gives), default "
-    "(PyTorch's own for the layer). Repeatable; of several globs the last that matches counts.",
+    "(PyTorch's own for the layer). Without GLOB it is for weights: biases get zeros, norms ones. Repeatable; of several "
+    "globs the last that matches counts.",
 )
 @click.option(
     "--on-mismatch",

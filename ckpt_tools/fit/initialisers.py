@@ -36,11 +36,18 @@ _CUT = 2.0  # trunc_normal stays within -2 and 2, whatever STD is: torch.nn.init
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One way to initialise: its name, the number of those that take one, and the row of an embedding that is padding."""
+    """One way to initialise.
+
+    Attributes:
+        kind: its name. number: the number of those that take one.
+        zero_row: the row of an embedding that is padding.
+        for_weights: it was given without a glob: biases get zeros in its place, weights of norms ones.
+    """
 
     kind: str
     number: float = 0.0
     zero_row: int | None = None
+    for_weights: bool = False
 
     def __str__(self) -> str:
         text = f"{self.kind}:{self.number:g}" if self.kind in _WITH_NUMBER or self.kind == "constant" else self.kind
@@ -98,7 +105,7 @@ def parse_scheme(text: str) -> Scheme:
 
 
 class Rules:
-    """`--reinit`: one scheme for all, and others for the names that a glob matches; of several globs the last that does."""
+    """`--reinit`: one scheme for all weights, others for the names that a glob matches; of several globs the last that does."""
 
     def __init__(self, rules: str | Sequence[str] | Mapping[str, str] | None) -> None:
         texts = [rules] if isinstance(rules, str) else rules or ()
@@ -113,7 +120,7 @@ class Rules:
             elif self.everywhere is not None or text.startswith("="):
                 raise UsageError(f"--reinit {text!r}: one scheme is for everything, and another needs a GLOB=.")
             else:
-                self.everywhere = parse_scheme(scheme)
+                self.everywhere = replace(parse_scheme(scheme), for_weights=True)
         self.unused = dict.fromkeys(self.globs)
 
     def __bool__(self) -> bool:
@@ -139,12 +146,14 @@ class Rules:
 
 
 def settle(scheme: Scheme, blank: Blank) -> Scheme:
-    """The scheme that `default` means for a tensor; any other is itself, checked.
+    """The scheme that `default`, or one for all weights, means for a tensor; any other is itself, checked.
 
     Raises:
         ConvertError: a scheme that this shape or dtype cannot have, or no rule for `default`.
     """
     settled = _default(blank) if scheme.kind == "default" else scheme
+    if settled.for_weights and settled.kind != "target":
+        settled = _of_no_weight(blank) or replace(settled, for_weights=False, zero_row=blank.padding)
     if settled.kind == "target":
         return settled
     if settled.kind not in ("zeros", "ones", "constant") and blank.dtype.family != "float":
@@ -161,6 +170,19 @@ def settle(scheme: Scheme, blank: Blank) -> Scheme:
         raise ConvertError(f"{blank.name!r} is {blank.dtype.name}, which cannot be initialised.")
     _check_bound(settled, blank)
     return settled
+
+
+def _of_no_weight(blank: Blank) -> Scheme | None:
+    """What biases, norms and slopes get where one scheme is for all weights; None for a weight.
+
+    So do the models that people take them from: a bias begins at zero, a norm as the identity.
+    """
+    if blank.layer in _NORMED:
+        return _NORMS.get(blank.own)
+    if blank.layer == "PReLU":
+        return _default(blank)
+    found = _by_name(blank)
+    return found if found is not None and found.kind in ("zeros", "ones") else None
 
 
 def _check_bound(scheme: Scheme, blank: Blank) -> None:

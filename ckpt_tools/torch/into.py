@@ -71,8 +71,8 @@ def load_into(
         path: a checkpoint in any container that ckpt reads.
         match: how partners are found: "exact+wrappers", "names", "structure" or "position"; see `ckpt match`.
         rename: `REGEX=REPLACEMENT` rules for names of the file.
-        reinit: a scheme for tensors that get initial values, `GLOB=SCHEME` texts, or a mapping of them; `ckpt convert --help`
-            lists the schemes. "target" leaves the model's own value.
+        reinit: a scheme for weights that get initial values (biases get zeros, norms ones), `GLOB=SCHEME` texts, or a mapping
+            of them, which are literal; `ckpt convert --help` lists the schemes. "target" leaves the model's own value.
         on_mismatch: for a tensor of another shape: "error"; "reinit"; "overlap" keeps what fits and initialises the
             rest; "skip" leaves the model's.
         rows: with "overlap": which rows of the file's tensors, in which order; for one name by a mapping from globs.

@@ -405,3 +405,74 @@ def test_a_target_leaves_no_trace(tmp_path: Path) -> None:
     assert found["bias"].any()
     assert sys.path == path
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- one scheme for all weights
+
+
+class Roles(nn.Module):
+    """A tensor of every role: matrices, biases, norms of two kinds, a slope, an embedding with padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.layer_norm, self.slope = nn.LayerNorm(4), nn.PReLU()
+        self.words = nn.Embedding(5, 4, padding_idx=1)
+        self.rnn, self.fc = nn.LSTM(4, 3), nn.Linear(4, 2)
+        self.kept = nn.Linear(2, 2)
+
+
+ZEROS = ("conv.bias", "norm.bias", "norm.running_mean", "norm.num_batches_tracked", "layer_norm.bias", "rnn.bias_ih_l0",
+         "rnn.bias_hh_l0", "fc.bias")  # fmt: skip
+ONES = ("norm.weight", "norm.running_var", "layer_norm.weight")
+WEIGHTS = ("conv.weight", "words.weight", "rnn.weight_ih_l0", "rnn.weight_hh_l0", "fc.weight")
+
+
+def assert_roles(state: dict[str, torch.Tensor]) -> None:
+    """Weights have numbers, biases are zero, norms the identity."""
+    for name in ZEROS:
+        assert not state[name].any(), name
+    for name in ONES:
+        assert (state[name] == 1).all(), name
+    for name in WEIGHTS:
+        assert len(state[name].unique()) > 1, name
+
+
+@pytest.mark.parametrize(
+    "scheme", ["normal:0.02", "uniform:0.1", "trunc_normal:1", "kaiming_uniform", "xavier_normal", "orthogonal"]
+)
+def test_one_scheme_is_for_weights(tmp_path: Path, scheme: str) -> None:
+    """Without a glob weights get the scheme, biases zeros, norms ones, by convert and by load_into alike."""
+    kept = {f"kept.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
+    torch.save(kept, tmp_path / "kept.pth")
+    model = Roles()
+    state = convert(model, tmp_path / "out.pth", tmp_path / "kept.pth", reinit=scheme)
+    assert_roles(state)
+    assert state["slope.weight"].item() == 0.25
+    assert not state["words.weight"][1].any()
+    report = load_into(model, tmp_path / "kept.pth", reinit=scheme)
+    assert {name: element_bytes(value) for name, value in model.state_dict().items()} == {
+        name: element_bytes(value) for name, value in state.items()
+    }
+    assert report.reinitialised["fc.bias"] == "zeros (seed 0)"
+
+
+def test_one_scheme_for_a_file(tmp_path: Path) -> None:
+    """Where the target is a file, names tell what a bias and a norm is."""
+    torch.save(Roles().state_dict(), tmp_path / "like.pth")
+    torch.save({"kept.weight": torch.ones(2, 2), "kept.bias": torch.ones(2)}, tmp_path / "kept.pth")
+    assert_roles(convert(tmp_path / "like.pth", tmp_path / "out.pth", tmp_path / "kept.pth", reinit="normal:0.02"))
+
+
+def test_a_scheme_with_a_glob_is_literal(tmp_path: Path) -> None:
+    """`*=normal:0.02` is for everything it matches; a scheme of a matrix refuses a bias that was named."""
+    torch.save({"kept.weight": torch.ones(2, 2), "kept.bias": torch.ones(2)}, tmp_path / "kept.pth")
+    model = nn.ModuleDict({"kept": nn.Linear(2, 2), "fc": nn.Linear(4, 3), "norm": nn.LayerNorm(3)})
+    state = convert(model, tmp_path / "out.pth", tmp_path / "kept.pth", reinit="*=normal:0.02")
+    for name in ("fc.weight", "fc.bias", "norm.weight", "norm.bias"):
+        assert 0 < state[name].abs().max() < 0.2, name
+    with pytest.raises(ConvertError, match="kaiming_uniform needs 2"):
+        convert(model, tmp_path / "other.pth", tmp_path / "kept.pth", reinit="*=kaiming_uniform")
+    state = convert(model, tmp_path / "mixed.pth", tmp_path / "kept.pth", reinit=["normal:0.02", "norm.*=zeros"])
+    assert not state["norm.weight"].any()
+    assert not state["fc.bias"].any()

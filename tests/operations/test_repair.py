@@ -544,6 +544,18 @@ def test_holes_are_filled(tmp_path: Path, target: str) -> None:
     assert report.exit_code == 1
 
 
+def test_one_scheme_fills_weights_only(tmp_path: Path) -> None:
+    """`--reinit normal:0.02` is for lost matrices; a lost bias is zero."""
+    network = nn.Sequential(nn.Linear(50, 60), nn.Linear(60, 50))
+    torch.save(network.state_dict(), tmp_path / "model.pth")
+    data = (tmp_path / "model.pth").read_bytes()
+    at = data.index(network.state_dict()["1.weight"].numpy().tobytes())
+    shutil.copy(tmp_path / "model.pth", tmp_path / "like.pth")
+    report, found = repaired(data[: at + 100], tmp_path, like=tmp_path / "like.pth", reinit="normal:0.02")
+    assert report.filled == {"1.weight": "normal:0.02", "1.bias": "zeros"}
+    assert not found["1.bias"].any()
+
+
 class Renaming(nn.Sequential):
     """A model whose state dict has names that lead to no module of it."""
 

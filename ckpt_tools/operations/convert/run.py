@@ -95,7 +95,8 @@ def convert(
             like_select: the dotted path of the state dict, where the target holds several.
         match: how partners are found: "exact+wrappers" (also when None), "names", "structure" or "position".
         plan: a plan file that says who is who instead. allow_reshape: take partners whose shapes differ by sizes of 1.
-        reinit: a scheme for tensors that the checkpoint does not have, `GLOB=SCHEME` texts, or a mapping of them.
+        reinit: a scheme for weights that the checkpoint does not have (biases get zeros, norms ones), `GLOB=SCHEME` texts, or a
+            mapping of them, which are literal.
         on_mismatch: for a tensor of another shape: "error"; "reinit"; "overlap" keeps what fits and initialises the rest;
             "skip" leaves it out.
         rows: with "overlap": which rows of the checkpoint's tensors, in which order; for one name by a mapping from globs.
