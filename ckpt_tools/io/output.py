@@ -331,11 +331,22 @@ def no_space(target: Path, needed: int) -> OutputError:
     return OutputError(f"{target} cannot be written: no space.", why=f"{needs} {has}".strip(), fix=fix)
 
 
-def check_space(folder: Path, target: Path, size: int, *, written: int = 0) -> None:
-    """Raise the error for a full disk when it is known that `folder` has no room for `size` bytes, `written` of them there."""
-    free = free_bytes(folder)
-    if free is not None and free + written < size:
+def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None, written: int = 0) -> None:
+    """Raise the error for a full disk when it is known that `folder` has no room for `size` bytes.
+
+    Args:
+        size: how many bytes the output will have.
+        fd: the output, where a clone is under way: the blocks that it has, also those that are only reserved, are no longer
+            free. written: how many bytes the clone has put there, for systems that tell of no blocks.
+    """
+    free = free_bytes(folder)  # first: what the clone takes from now on is counted twice, and never called missing
+    if free is not None and free + max(written, 0 if fd is None else _allocated(fd)) < size:
         raise no_space(target, size)
+
+
+def _allocated(fd: int) -> int:
+    """Bytes of disk that a file has, written or reserved; 0 where the system does not tell."""
+    return getattr(os.fstat(fd), "st_blocks", 0) * 512
 
 
 def reserve(fd: int, size: int) -> None:

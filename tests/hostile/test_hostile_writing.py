@@ -30,7 +30,7 @@ from ckpt_tools.errors import (
     OutputExistsError,
 )
 from ckpt_tools.formats import safetensors
-from ckpt_tools.io import content, temporaries
+from ckpt_tools.io import cloning, content, temporaries
 from ckpt_tools.io import output as files
 from ckpt_tools.io.rollback import (
     MARK,
@@ -414,6 +414,31 @@ def test_92_what_a_clone_has_written_needs_no_room(tmp_path: Path, monkeypatch: 
     files.check_space(tmp_path, tmp_path / "out.pth", 1000, written=900)
     with pytest.raises(OutputError, match="needs 1001 bytes"):
         files.check_space(tmp_path, tmp_path / "out.pth", 1001, written=900)
+
+
+def test_92_what_is_reserved_for_the_output_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that a clone has reserved are no longer free, and are the output's own: they are not asked for again."""
+    source = tmp_path / "in.pth"
+    torch.save({"module.a.weight": torch.randn(1 << 18)}, source)
+    size, disk = source.stat().st_size, 3 << 20
+
+    def free(folder: Path) -> int:
+        return disk - sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*") if path != source)
+
+    def reserve(fd: int, size: int) -> None:
+        os.posix_fallocate(fd, 0, 2 << 20)
+
+    monkeypatch.setattr(files, "free_bytes", free)
+    monkeypatch.setattr(cloning, "free_bytes", free)
+    monkeypatch.setattr(cloning, "reserve", reserve)
+    monkeypatch.setattr(cloning, "_FROM", 0)
+    monkeypatch.setattr(cloning.Clone, "_copy", lambda self, source: None)  # as slow as can be
+    monkeypatch.setattr(cloning, "_share", lambda source, output: False)
+    ckpt_tools.convert(source, tmp_path / "out.pth", strip_module=True)
+    assert list(torch.load(tmp_path / "out.pth")) == ["a.weight"]
+    disk = size // 2
+    with pytest.raises(OutputError, match="no space"):
+        ckpt_tools.convert(source, tmp_path / "out.pth", strip_module=True, overwrite=True)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError, ValueError, CkptError])

@@ -57,7 +57,8 @@ def run(
         pieces = edits.plan(checkpoint, report)
         report.bytes = total(pieces)
         if output is not None:
-            check_space(output.target.parent, output.target, report.bytes, written=clone.done if clone is not None else 0)
+            done = clone.done if clone is not None else 0
+            check_space(output.target.parent, output.target, report.bytes, fd=output.fd, written=done)
             write(pieces, output, progress, clone)
             checkpoint.decoded.source.check_unchanged()
             if edits.casting is not None:
