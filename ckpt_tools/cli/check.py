@@ -49,11 +49,14 @@ def check(
 
     Exit code: 0 healthy, 1 findings (warnings or problems), 3 when one cannot be read.
     """
+    from ckpt_tools.formats.output_names import check_document_name
     from ckpt_tools.operations.check.run import Wanted, check_many, load_digests
     from ckpt_tools.render.json import print_document
 
     if output is not None and not digest:
         raise click.UsageError("--output holds digests: give --digest too.")
+    if output is not None:
+        check_document_name(output, "digests", ".digest")
     files = expand(paths)
     if output is not None and len(files) != 1:
         raise click.UsageError(f"--output holds the digests of one checkpoint; here are {len(files)}.")

@@ -40,12 +40,14 @@ def report(
     Exit code: 0 written, 2 usage, 3 refused.
     """
     from ckpt_tools.errors import UsageError
+    from ckpt_tools.formats.output_names import check_document_name
     from ckpt_tools.io.output import output_target
     from ckpt_tools.operations.inspect import inspect
     from ckpt_tools.render.html import page, save
 
     if select is not None and other is None:
         raise UsageError("--select says what is compared with OTHER; OTHER is missing.")
+    check_document_name(output, "an HTML page", ".html")
     output_target(output, overwrite=overwrite)  # before every tensor is read
     description, stats, difference = inspect(path), None, None
     with show_progress(quiet=quiet) as progress:

@@ -18,6 +18,7 @@ from ckpt_tools.fit.plans import (
     StepName,
     check,
 )
+from ckpt_tools.formats.output_names import check_document_name
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import open_regular, replacing
 from ckpt_tools.io.writer import write
@@ -45,8 +46,9 @@ def write_plan(plan: Plan, path: str | os.PathLike[str], *, overwrite: bool = Fa
     """Write a plan: the whole new file, or nothing.
 
     Raises:
-        MatchPlanError: a name that TOML cannot hold. OutputError: the file cannot be written.
+        MatchPlanError: a name that TOML cannot hold. OutputError: the file cannot be written. UsageError: a checkpoint's name.
     """
+    check_document_name(path, "a plan", ".toml")
     data = "".join(line + "\n" for line in _lines(plan)).encode()
     with replacing(path, overwrite=overwrite) as output:
         write([Piece(Literal(data))], output, None, None)

@@ -25,6 +25,7 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
     tensors_outside,
 )
+from ckpt_tools.formats.output_names import Format, check_one_file, output_format
 from ckpt_tools.io.content import Content, total
 from ckpt_tools.io.output import check_space
 from ckpt_tools.io.writer import write
@@ -33,12 +34,7 @@ from ckpt_tools.operations.convert.conversion import CONTAINERS, Edits
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.object_policy import modules_first
 from ckpt_tools.operations.convert.report import Converted, Note
-from ckpt_tools.operations.convert.run import (
-    Format,
-    ObjectsPolicy,
-    open_output,
-    output_format,
-)
+from ckpt_tools.operations.convert.run import ObjectsPolicy, open_output
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.modules import is_module
@@ -129,6 +125,8 @@ def average(
     if integers not in (None, "first", "max"):
         raise UsageError(f"--integers {integers!r} is neither first nor max.")
     kind = output_format(target, format)
+    for source in sources:
+        check_one_file(source, target, format)
     edits = Edits(Names(unwrap=unwrap), kind, select=select, objects=objects)
     report = Averaged(list(map(str, sources)), parts)
     report.output = Converted(str(sources[0]), str(target), CONTAINERS[kind], dry_run)

@@ -27,6 +27,7 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
     open_source,
 )
+from ckpt_tools.formats.output_names import check_document_name
 from ckpt_tools.formats.zip.directory import has_end
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import Source, is_address, replacing
@@ -125,10 +126,11 @@ def save_digests(report: Checked, path: str | os.PathLike[str], *, overwrite: bo
     """Write the digests of a report to a digest file, whole or not at all.
 
     Raises:
-        OutputError: it exists, or cannot be written. DigestError: the report has none.
+        OutputError: it exists, or cannot be written. DigestError: the report has none. UsageError: a checkpoint's name.
     """
     if report.container is None:
         raise DigestError(f"{report.path} cannot be read, so there are no digests of it.")
+    check_document_name(path, "digests", ".digest")
     with replacing(path, overwrite=overwrite) as output:
         write([Piece(Literal(digests.text(report.digests, report.path).encode()))], output)
 

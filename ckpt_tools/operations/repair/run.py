@@ -21,6 +21,7 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
     open_source,
 )
+from ckpt_tools.formats.output_names import output_format
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.journal import recover
@@ -85,7 +86,7 @@ def repair(
         raise UsageError("--like says which tensors there should be, --reinit what is put in their place: give both.")
     started = time.perf_counter()
     holes = Holes(str(like), [reinit] if isinstance(reinit, str) else list(reinit), seed) if like is not None else None
-    kind = "safetensors" if os.fspath(target).endswith(".safetensors") else "pth"
+    kind = output_format(target, None)
     report = Repaired(str(source), str(target), "safetensors" if kind == "safetensors" else "torch-zip", dry_run)
     where = output_target(target, overwrite=overwrite or dry_run)
     if _is_one_file(where, source):
