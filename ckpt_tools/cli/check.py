@@ -49,7 +49,7 @@ def check(
 
     Exit code: 0 healthy, 1 findings (warnings or problems), 3 when one cannot be read.
     """
-    from ckpt_tools.formats.output_names import check_document_name
+    from ckpt_tools.io.output_names import check_document_name
     from ckpt_tools.operations.check.run import Wanted, check_many, load_digests
     from ckpt_tools.render.json import print_document
 

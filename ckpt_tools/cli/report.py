@@ -40,8 +40,8 @@ def report(
     Exit code: 0 written, 2 usage, 3 refused.
     """
     from ckpt_tools.errors import UsageError
-    from ckpt_tools.formats.output_names import check_document_name
     from ckpt_tools.io.output import output_target
+    from ckpt_tools.io.output_names import check_document_name
     from ckpt_tools.operations.inspect import inspect
     from ckpt_tools.render.html import page, save
 

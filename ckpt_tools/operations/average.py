@@ -25,9 +25,9 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
     tensors_outside,
 )
-from ckpt_tools.formats.output_names import Format, check_one_file, output_format
 from ckpt_tools.io.content import Content, total
 from ckpt_tools.io.output import check_space
+from ckpt_tools.io.output_names import Format, check_one_file, output_format
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.compare.sides import check_effort
 from ckpt_tools.operations.convert.conversion import CONTAINERS, Edits

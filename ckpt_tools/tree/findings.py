@@ -6,7 +6,7 @@ import os
 import shlex
 from dataclasses import dataclass
 
-from ckpt_tools.formats.output_names import writes
+from ckpt_tools.io.output_names import writes
 from ckpt_tools.text import printable
 
 

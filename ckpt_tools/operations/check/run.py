@@ -27,10 +27,10 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
     open_source,
 )
-from ckpt_tools.formats.output_names import check_document_name
 from ckpt_tools.formats.zip.directory import has_end
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import Source, is_address, replacing
+from ckpt_tools.io.output_names import check_document_name
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write

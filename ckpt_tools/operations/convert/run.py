@@ -9,18 +9,18 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.output_names import (
-    Format,
-    check_one_file,
-    names_file,
-    output_format,
-)
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.output import (
     Output,
     is_address,
     output_target,
     replacing,
+)
+from ckpt_tools.io.output_names import (
+    Format,
+    check_one_file,
+    names_file,
+    output_format,
 )
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def convert(
         adapt: fit a first convolution to other input channels, and position embeddings to another grid.
         seed: for initial values; one seed gives the same bytes on every machine.
         format: "pth", "pth-legacy" (what PyTorch before 1.6 reads), "safetensors" or "dcp" (a folder for
-            `torch.distributed.checkpoint`); else by the target's extension, see `ckpt_tools.formats.output_names`.
+            `torch.distributed.checkpoint`); else by the target's extension, see `ckpt_tools.io.output_names`.
         shard_size: the target is a folder of shards of at most so many bytes of tensors each ("5GB", "500MiB", a number),
             with their index; in safetensors unless `format` says "pth".
         ranks: the processes that share the work of a sharded output (`ckpt_tools.io.ranks.launched`).
