@@ -93,7 +93,7 @@ def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
         UsageError: there are several, or the file is called a checkpoint.
     """
     from ckpt_tools.formats.folders import find_layout
-    from ckpt_tools.io.output_names import check_document_name
+    from ckpt_tools.tree.output_names import check_document_name
 
     check_document_name(output, "digests", ".digest")
     if len(paths) == 1 and not is_address(paths[0]) and paths[0].is_dir() and find_layout(paths[0]) is not None:

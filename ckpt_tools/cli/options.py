@@ -35,7 +35,7 @@ class Expanded:
 
 def expand(paths: tuple[Path, ...]) -> Expanded:
     """Folders as the checkpoints in them and the files that are none; files and addresses as they are."""
-    from ckpt_tools.formats.in_folders import find_checkpoints
+    from ckpt_tools.operations.in_folders import find_checkpoints
 
     expanded = Expanded([], {})
     for path in paths:

@@ -20,11 +20,11 @@ from ckpt_tools.fit.plans import (
 )
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import open_regular, replacing
-from ckpt_tools.io.output_names import check_document_name
 from ckpt_tools.io.writer import write
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import printable
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS
+from ckpt_tools.tree.output_names import check_document_name
 
 FORMAT = "ckpt-plan-1"
 _HEAD = f"""\

@@ -27,7 +27,6 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.io.content import Content, total
 from ckpt_tools.io.output import check_space
-from ckpt_tools.io.output_names import Format, check_one_file, output_format
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.compare.sides import check_effort
 from ckpt_tools.operations.convert.conversion import CONTAINERS, Edits
@@ -47,6 +46,7 @@ from ckpt_tools.tree.nodes import (
     Where,
     contiguous_stride,
 )
+from ckpt_tools.tree.output_names import Format, check_one_file, output_format
 from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.numeric import (
     has_numbers,

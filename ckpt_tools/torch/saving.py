@@ -16,7 +16,6 @@ from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.io.content import CHUNK, Computed
 from ckpt_tools.io.output import Output, output_error, replacing
-from ckpt_tools.io.output_names import Format, output_format
 from ckpt_tools.io.writer import write
 from ckpt_tools.torch.live_names import renamed_state_dict
 from ckpt_tools.tree import names
@@ -29,6 +28,7 @@ from ckpt_tools.tree.nodes import (
     Node,
     Storage,
 )
+from ckpt_tools.tree.output_names import Format, output_format
 
 
 def save(

@@ -6,8 +6,8 @@ import os
 import shlex
 from dataclasses import dataclass
 
-from ckpt_tools.io.output_names import writes
 from ckpt_tools.text import printable
+from ckpt_tools.tree.output_names import writes
 
 
 @dataclass(frozen=True, slots=True)

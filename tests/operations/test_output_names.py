@@ -10,9 +10,9 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import UsageError
-from ckpt_tools.io.output_names import output_format
 from ckpt_tools.torch import save
 from ckpt_tools.tree.findings import mending
+from ckpt_tools.tree.output_names import output_format
 from tests.cli.test_cli import ckpt as run
 
 

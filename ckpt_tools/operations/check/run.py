@@ -30,7 +30,6 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.formats.zip.directory import has_end
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import Source, is_address, replacing
-from ckpt_tools.io.output_names import check_document_name
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
@@ -49,6 +48,7 @@ from ckpt_tools.operations.safety import of_checkpoint, of_unreadable
 from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree.findings import CODES, Finding, mending
 from ckpt_tools.tree.nodes import Entry, Where
+from ckpt_tools.tree.output_names import check_document_name
 from ckpt_tools.values.numeric import one_thread
 
 _EQUAL_FROM = 1024

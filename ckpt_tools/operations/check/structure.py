@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.folders import INDEX_SUFFIX
-from ckpt_tools.formats.in_folders import indexed_files
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.zip.directory import ALIGNMENT, DESCRIPTOR_64, Record
 from ckpt_tools.io.content import Deflated, Range
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.operations.check.reading import Mismatch, Read, in_file
+from ckpt_tools.operations.in_folders import indexed_files
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.nodes import Storage

@@ -16,7 +16,7 @@ from ckpt_tools.io.output import (
     output_target,
     replacing,
 )
-from ckpt_tools.io.output_names import (
+from ckpt_tools.tree.output_names import (
     Format,
     check_one_file,
     names_file,
@@ -106,7 +106,7 @@ def convert(
         adapt: fit a first convolution to other input channels, and position embeddings to another grid.
         seed: for initial values; one seed gives the same bytes on every machine.
         format: "pth", "pth-legacy" (what PyTorch before 1.6 reads), "safetensors" or "dcp" (a folder for
-            `torch.distributed.checkpoint`); else by the target's extension, see `ckpt_tools.io.output_names`.
+            `torch.distributed.checkpoint`); else by the target's extension, see `ckpt_tools.tree.output_names`.
         shard_size: the target is a folder of shards of at most so many bytes of tensors each ("5GB", "500MiB", a number),
             with their index; in safetensors unless `format` says "pth".
         ranks: the processes that share the work of a sharded output (`ckpt_tools.io.ranks.launched`).

@@ -25,7 +25,6 @@ from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.journal import recover
 from ckpt_tools.io.output import check_space, output_target, replacing
-from ckpt_tools.io.output_names import output_format
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.check.reading import read_checkpoint
 from ckpt_tools.operations.repair.holes import Holes
@@ -40,6 +39,7 @@ from ckpt_tools.tree.nodes import (
     Storage,
     Where,
 )
+from ckpt_tools.tree.output_names import output_format
 from ckpt_tools.tree.visit import reachable
 
 

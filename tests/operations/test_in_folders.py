@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools.formats.in_folders import find_checkpoints
+from ckpt_tools.operations.in_folders import find_checkpoints
 from tests.cli.test_cli import ckpt
 
 WEIGHTS = {"a.weight": torch.ones(4), "b.weight": torch.zeros(4)}
