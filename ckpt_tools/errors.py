@@ -3,6 +3,9 @@
 CkptError                      exit code 3 unless noted
 ├── UsageError                 an option that cannot be read or does not fit the others (exit code 2)
 ├── NotACheckpointError        the bytes are something else: empty, HTML, a git-LFS pointer, gzip ...
+│   ├── MissingFileError           there is no such file; a FileNotFoundError too
+│   ├── FolderError                a folder that is not a checkpoint; an IsADirectoryError too
+│   └── ForbiddenFileError         the system does not let this user read it; a PermissionError too
 ├── UnsupportedContainerError  a checkpoint, in a container that this version does not read
 ├── DamagedFileError           a checkpoint whose container breaks a promise of its format
 │   ├── ZipError                   the zip directory or a zip record
@@ -13,6 +16,9 @@ CkptError                      exit code 3 unless noted
 ├── AmbiguousFileError         two programs would read two different files in it
 ├── LimitError                 larger or deeper than any real checkpoint
 ├── RemoteError                a remote path that cannot be reached, or not in parts
+│   ├── RemoteMissingError         nothing is there; a FileNotFoundError too
+│   ├── RemoteForbiddenError       the server refuses this user; a PermissionError too
+│   └── RemoteTimeoutError         no whole answer in time; a TimeoutError too
 ├── ChangedFileError           the input changed while it was read
 ├── DigestError                a digest file that cannot be read
 ├── RepairError                nothing in the file can be saved
@@ -25,10 +31,19 @@ CkptError                      exit code 3 unless noted
 │   ├── MatchPlanError             a plan file that cannot be read, or that the input does not fit
 │   └── ContainerLimitError        something that the output container cannot hold
 └── OutputError                the output cannot be written
-    └── OutputExistsError          it exists, and overwriting was not asked for
+    ├── OutputExistsError          it exists, and overwriting was not asked for; a FileExistsError too
+    ├── OutputFolderError          its folder is missing; a FileNotFoundError too
+    ├── OutputIsFolderError        it is a folder; an IsADirectoryError too
+    └── OutputForbiddenError       its folder takes no file of this user; a PermissionError too
+
+A missing file is caught as in all of Python: `except FileNotFoundError`. The messages call an argument as Python does, between
+backticks: `dtype_only`; the command line says --dtype-only in its place (`ckpt_tools.render.wording`).
 """
 
 from __future__ import annotations
+
+import re
+from errno import EACCES, EEXIST, EISDIR, ENOENT, ETIMEDOUT
 
 MAX_SENTENCE = 1200
 
@@ -45,8 +60,17 @@ class CkptError(Exception):
     exit_code = 3
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
-        super().__init__(what)
-        self.what, self.why, self.fix = _cut(what), _cut(why), _cut(fix)
+        super().__init__(_cut(what))
+        self.why, self.fix = _cut(why), _cut(fix)
+
+    @property
+    def what(self) -> str:
+        """The sentence that says what was refused. It is the only argument, so that `repr` shows it as it is now."""
+        return str(self.args[0])
+
+    @what.setter
+    def what(self, text: str) -> None:
+        self.args = (_cut(text),)
 
     def __str__(self) -> str:
         return "\n".join(part for part in (self.what, self.why, self.fix) if part)
@@ -57,14 +81,41 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_SENTENCE else f"{text[:900]}... ({len(text)} characters) ...{text[-200:]}"
 
 
+_ARGUMENT = re.compile(r"`(\w+)(?:=[^`]*)?`")
+
+
 class UsageError(CkptError):
     """An option that cannot be read, or does not fit the others."""
 
     exit_code = 2
 
+    @property
+    def option(self) -> str:
+        """The argument that the error is about, as Python calls it; the empty text where it is about none."""
+        found = _ARGUMENT.search(self.what)
+        return found.group(1) if found else ""
+
 
 class NotACheckpointError(CkptError):
     """The bytes are something else than a checkpoint."""
+
+
+class MissingFileError(NotACheckpointError, FileNotFoundError):
+    """There is no such file."""
+
+    errno = ENOENT
+
+
+class FolderError(NotACheckpointError, IsADirectoryError):
+    """A folder that is not a checkpoint."""
+
+    errno = EISDIR
+
+
+class ForbiddenFileError(NotACheckpointError, PermissionError):
+    """The system does not let this user read the file."""
+
+    errno = EACCES
 
 
 class UnsupportedContainerError(CkptError):
@@ -105,6 +156,24 @@ class LimitError(CkptError):
 
 class RemoteError(CkptError):
     """A remote path cannot be reached, or not in parts."""
+
+
+class RemoteMissingError(RemoteError, FileNotFoundError):
+    """Nothing is there."""
+
+    errno = ENOENT
+
+
+class RemoteForbiddenError(RemoteError, PermissionError):
+    """The server refuses this user."""
+
+    errno = EACCES
+
+
+class RemoteTimeoutError(RemoteError, TimeoutError):
+    """No whole answer came in time."""
+
+    errno = ETIMEDOUT
 
 
 class ChangedFileError(CkptError):
@@ -155,5 +224,25 @@ class OutputError(CkptError):
     """The output cannot be written."""
 
 
-class OutputExistsError(OutputError):
+class OutputExistsError(OutputError, FileExistsError):
     """The output exists, and overwriting was not asked for."""
+
+    errno = EEXIST
+
+
+class OutputFolderError(OutputError, FileNotFoundError):
+    """The output's folder is missing."""
+
+    errno = ENOENT
+
+
+class OutputIsFolderError(OutputError, IsADirectoryError):
+    """The output is a folder."""
+
+    errno = EISDIR
+
+
+class OutputForbiddenError(OutputError, PermissionError):
+    """The output's folder takes no file of this user."""
+
+    errno = EACCES

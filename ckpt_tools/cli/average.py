@@ -38,8 +38,8 @@ from ckpt_tools.errors import UsageError
 @click.option(
     "--format",
     cls=Once,
-    type=click.Choice(["pth", "pth-legacy", "safetensors"]),
-    help="Container of OUT; else by its name.",
+    type=click.Choice(["pth", "pth-legacy", "safetensors", "dcp"]),
+    help="Container of OUT; else by its extension.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")

@@ -76,7 +76,7 @@ def cast_floats(root: Node, target: DType, only: Sequence[str] = ()) -> tuple[No
         if any(entry.dtype is not before for _, _, entry in views):
             raise ConvertError(f"{views[0][0]!r} shares its storage with a tensor of another dtype; it cannot be cast.")
         if before.packed > 1 or not before.in_torch:
-            raise ConvertError(f"{views[0][0]!r} is {before.name}, which torch cannot cast.", fix="Choose with --dtype-only.")
+            raise ConvertError(f"{views[0][0]!r} is {before.name}, which torch cannot cast.", fix="Choose with `dtype_only`.")
         move = f"{before.name} -> {target.name}"
         casting.moves[move] = casting.moves.get(move, 0) + len(views)
         count = casting.counts[views[0][0]] = CastCount()
@@ -112,11 +112,11 @@ def _chosen(users: dict[int, list[tuple[str, str, Entry]]], only: Sequence[str])
             if not all(hits.values()):
                 names = ", ".join(map(repr, hits))
                 raise ConvertError(
-                    f"{names} are tied, and --dtype-only matches some of them.", fix="Match all of them or none."
+                    f"{names} are tied, and `dtype_only` matches some of them.", fix="Match all of them or none."
                 )
             chosen.add(storage)
     if unused:
-        raise NothingMatchedError(f"--dtype-only {sorted(unused)[0]!r} matches no float tensor.")
+        raise NothingMatchedError(f"`dtype_only={sorted(unused)[0]!r}` matches no float tensor.")
     return chosen
 
 

@@ -22,17 +22,17 @@ def parse_map_location(spec: str) -> Callable[[str], str]:
         for device in (source, target) if equals else (source,):
             if not _DEVICE.fullmatch(device):
                 raise UsageError(
-                    f"--map-location {spec!r}: {device!r} is no device.", fix="For example: cpu, cuda:1, cuda:0=cpu."
+                    f"`map_location={spec!r}`: {device!r} is not a device.", fix="For example: cpu, cuda:1, cuda:0=cpu."
                 )
     if len(pairs) == 1 and not pairs[0][1]:
         return lambda tag: spec.strip()
     if not all(equals for _, equals, _ in pairs):
         raise UsageError(
-            f"--map-location {spec!r} mixes a single device with pairs.", fix="For example: cuda:0=cuda:1,cuda:7=cpu."
+            f"`map_location={spec!r}` mixes a single device with pairs.", fix="For example: cuda:0=cuda:1,cuda:7=cpu."
         )
     table = {_full(source): target for source, _, target in pairs}
     if len(table) != len(pairs):
-        raise UsageError(f"--map-location {spec!r} names a device twice.")
+        raise UsageError(f"`map_location={spec!r}` names a device twice.")
     return lambda tag: table.get(_full(tag), tag)
 
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from shlex import quote
 from typing import Any
 
 from ckpt_tools.edit.objects import plain
@@ -80,7 +79,7 @@ def one_state_dict(
     """
     if objects == "keep" and plain.find_unknown(root):
         raise ContainerLimitError(
-            f"{holder} holds no Python objects, so it cannot keep them.", fix="Use --objects plain or drop."
+            f"{holder} holds no Python objects, so it cannot keep them.", fix="Use `objects='plain'` or drop."
         )
     root, fates = plain.arrays_as_tensors(root)
     state_dict = _only_state_dict(root, holder)
@@ -105,14 +104,14 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
         others = _drops([where for where in wheres if where])
         raise ContainerLimitError(
             f"{holder} holds one flat state dict; this checkpoint has {len(found)}: {', '.join(map(repr, wheres))}.",
-            fix=f"Choose one: --select {quote(wheres[0])}" if wheres[0] else f"Leave out what lies in another: {others}",
+            fix=f"Choose one: `select={wheres[0]!r}`." if wheres[0] else f"Leave out what lies in another: {others}",
         )
     own = found[0] if found else StateDict((), Dict())
     outside = list(islice(_outside(root, own), 1000))
     if outside or not found:
         parts = _parts(root, own, outside)
         beside = any(where[: len(own.where)] != own.where for where in outside)
-        fixes = [f"take the state dict alone: --select {quote(wheres[0])}"] if found and beside else []
+        fixes = [f"take the state dict alone: `select={wheres[0]!r}`"] if found and beside else []
         drops = _drops(parts) if found else ""
         fixes += [f"leave them out: {drops}"] if drops else []
         fixes = fixes or ["write a .pth, which holds anything"]
@@ -136,7 +135,7 @@ def _parts(root: Node, state_dict: StateDict, outside: Sequence[Where]) -> list[
 
 
 def _drops(paths: Sequence[str]) -> str:
-    return " ".join(f"--drop {quote(path)}" for path in paths[:4])
+    return f"`drop={list(paths[:4])!r}`" if paths else ""
 
 
 def _outside(root: Node, state_dict: StateDict) -> Iterator[Where]:
@@ -158,7 +157,7 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
     for index, (name, node) in enumerate(named):
         if type(node) is Object:
             raise ContainerLimitError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
-                                      fix=f"Leave it out: --drop '{name}'.")  # fmt: skip
+                                      fix=f"Leave it out: `drop={name!r}`.")  # fmt: skip
         if users[id(node.storage)] > 1:
             view = view_of(node)
             if node.nbytes and view in first:
@@ -212,7 +211,7 @@ def _value(where: Where, node: Node, texts: _Json, flat: Flat) -> None:
     key = dotted(where)
     if key in flat.metadata and flat.metadata[key] != node:
         raise ContainerLimitError(
-            f"The value {key!r} would overwrite metadata of that name.", fix=f"Leave it out: --drop '{key}'."
+            f"The value {key!r} would overwrite metadata of that name.", fix=f"Leave it out: `drop={key!r}`."
         )
     text = node if type(node) is str else texts.dump(node)
     if text is None:

@@ -40,7 +40,7 @@ def rename_state_dict(state_dict: StateDict, rename: Rename) -> Renamed:
     renamed = {key: rename(key) if _is_name(key, value) else key for key, value in node.items if type(key) is str}
     check_unique(renamed)
     if nameless := [old for old, new in renamed.items() if old and not new]:
-        raise ConvertError(f"{nameless[0]!r} would be left without a name.", fix="Give it another with --rename.")
+        raise ConvertError(f"{nameless[0]!r} would be left without a name.", fix="Give it another with `rename`.")
     tensors = len(state_dict.names)
     changes = {old: new for old, new in renamed.items() if old != new}
     if changes:
@@ -115,12 +115,12 @@ def parse_rename(text: str) -> tuple[re.Pattern[str], str]:
     """`REGEX=REPLACEMENT`, split at the last `=` that leaves a regular expression before it."""
     pattern, separator, replacement = text.rpartition("=")
     if not separator or not pattern:
-        raise UsageError(f"--rename {text!r} is not REGEX=REPLACEMENT.", fix=r"For example: --rename '^encoder\.=backbone.'")
+        raise UsageError(f"`rename={text!r}` is not REGEX=REPLACEMENT.", fix=r"For example: `rename='^encoder\\.=backbone.'`")
     try:
         compiled = re.compile(pattern)
         re.sub(f"{pattern}|", replacement, "")  # matches nothing at least, so that the replacement is read
     except (re.error, IndexError) as error:
-        raise UsageError(f"--rename {text!r} is no regular expression with its replacement.", why=f"{error}.") from None
+        raise UsageError(f"`rename={text!r}` is not a regular expression with its replacement.", why=f"{error}.") from None
     return compiled, replacement
 
 

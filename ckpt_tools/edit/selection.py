@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import translate
-from shlex import quote
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.open import (
@@ -41,15 +40,15 @@ def select(root: Node, path: str) -> Node:
     if len(found) > 1:
         wheres = [json.dumps(list(where)) for where, _ in found.values()]
         raise ConvertError(
-            f"--select {path!r} fits {len(found)} places: {', '.join(wheres[:5])}.", why="Some keys have dots in them.",
-            fix=f"Give one as JSON: --select '{wheres[0]}'",
+            f"`select={path!r}` fits {len(found)} places: {', '.join(wheres[:5])}.", why="Some keys have dots in them.",
+            fix=f"Give one as JSON: `select={wheres[0]!r}`.",
         )  # fmt: skip
     if found:
         return next(iter(found.values()))[1]
     places = [dotted(where) for where, node in walk(root, stop=is_tensor) if where and type(node) in (Dict, List)]
     there = [dotted(state_dict.where) for state_dict in find_state_dicts(root) if state_dict.where][:5]
     why = did_you_mean(path, places) or (f"State dicts are at {', '.join(map(repr, there))}." if there else "")
-    raise NothingMatchedError(f"--select {path!r} matches nothing.", why=why)
+    raise NothingMatchedError(f"`select={path!r}` matches nothing.", why=why)
 
 
 def _at(root: Node, path: str) -> Iterator[tuple[Where, Node]]:
@@ -111,7 +110,7 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: C
     for _, node, indices in lost.values():
         tensors += _without(node, set(indices), names.get(id(node), set()))
     if gone and next(find_tensors(root), None) is None:
-        raise NothingMatchedError("No tensor would be left.", why="--keep and --drop take away all there are.")
+        raise NothingMatchedError("No tensor would be left.", why="`keep` and `drop` take away all there are.")
     _check_optimizers(root, tensors)
     return list(gone)
 
@@ -119,8 +118,8 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: C
 def _refuse_elements(where: Where, paths: Mapping[int, Where]) -> None:
     for path in paths.values():
         raise ConvertError(
-            f"--drop {dotted(path)!r} is an element of a tuple, whose length its reader counts on.",
-            fix=f"Drop the whole: --drop {dotted(where)}" if where else "Take what is wanted: --select WHERE",
+            f"`drop={dotted(path)!r}` is an element of a tuple, whose length its reader counts on.",
+            fix=f"Drop the whole: `drop={dotted(where)!r}`." if where else "Take what is wanted: `select=WHERE`.",
         )
 
 
@@ -129,7 +128,7 @@ def _shared(where: Where, first: Where) -> ConvertError:
     return ConvertError(
         f"{here!r} is one and the same dict or list as {there!r}, and would lose other parts of it.",
         why="It is in the file once, under both paths.",
-        fix=f"Drop one of them whole (--drop {quote(here)}), or give globs that take the same from both.",
+        fix=f"Drop one of them whole (`drop={here!r}`), or give globs that take the same from both.",
     )
 
 
@@ -183,9 +182,9 @@ class _Globs:
 
     def check_used(self, names: Iterable[str]) -> None:
         for glob in self.unused:
-            option = "--keep" if glob in self.keep else "--drop"
+            option = "keep" if glob in self.keep else "drop"
             why, fix = did_you_mean(glob, names), "ckpt inspect --all FILE lists the names."
-            raise NothingMatchedError(f"{option} {glob!r} matches nothing.", why=why, fix=fix)
+            raise NothingMatchedError(f"`{option}={glob!r}` matches nothing.", why=why, fix=fix)
 
 
 def _check_optimizers(root: Node, dropped: Sequence[tuple[str, Node]]) -> None:
@@ -205,5 +204,5 @@ def _check_optimizers(root: Node, dropped: Sequence[tuple[str, Node]]) -> None:
                 raise ConvertError(
                     f"{name!r} cannot go alone: the state of the optimizer {dotted(where)!r} belongs to it by its place.",
                     why="All states behind it would belong to other parameters.",
-                    fix=f"Leave the optimizer out too: --drop {dotted(where)}",
+                    fix=f"Leave the optimizer out too: `drop={dotted(where)!r}`.",
                 )

@@ -46,7 +46,7 @@ def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
     """
     found = find_state_dicts(root)
     if not found:
-        raise NothingMatchedError("There is no state dict to keep.", why="--slim keeps mappings of names to tensors.")
+        raise NothingMatchedError("There is no state dict to keep.", why="`slim` keeps mappings of names to tensors.")
     kept = {id(state_dict.node) for state_dict in found} | set(_parts(found))
     gone: list[tuple[Where, str]] = []
     root = _in_tuple((), root, kept, gone)
@@ -162,13 +162,13 @@ def averaged(root: Node) -> tuple[Node, Where]:
         raise NothingMatchedError(
             "There are no averaged weights in the checkpoint.",
             why=f"Looked for {', '.join(sorted(_EMA_KEYS)[:6])} ... and for names that start with {_LIT_EMA!r}.",
-            fix="Where they have another name: --select WHERE.",
+            fix="Where they have another name: `select=WHERE`.",
         )
     if len(found) > 1:
         wheres = [dotted(where) for where, _ in found]
         raise ConvertError(
             f"There are averaged weights in {len(found)} places: {', '.join(map(repr, wheres[:8]))}.",
-            why="Which of them is meant is not clear.", fix=f"Choose: --select {wheres[0]}",
+            why="Which of them is meant is not clear.", fix=f"Choose: `select={wheres[0]!r}`.",
         )  # fmt: skip
     where, node = found[0]
     return node, where
@@ -228,7 +228,7 @@ def _without_lit_ema(state_dict: StateDict) -> Dict:
             known = " or ".join(map(repr, whose)) or "nothing that is there"
             raise ConvertError(
                 f"{name!r} is the average of {known}.", why="Averaged names without dots are matched to the model's names.",
-                fix="Take them apart with --keep and --rename.",
+                fix="Take them apart with `keep` and `rename`.",
             )  # fmt: skip
         values[whose[0]] = value
     trained = [(name, value) for name, value in items if type(name) is not str or not name.startswith(_LIT_EMA)]

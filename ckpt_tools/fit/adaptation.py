@@ -52,9 +52,9 @@ def kept_shape(entry: Entry, shape: tuple[int, ...], rows: Sequence[int] | None)
     kept = [min(pair) for pair in zip(entry.shape, shape, strict=True)]
     if rows is not None:
         if wrong := [row for row in rows if not 0 <= row < entry.shape[0]]:
-            raise UsageError(f"--rows: there is no row {wrong[0]}; the tensor has rows 0 to {entry.shape[0] - 1}.")
+            raise UsageError(f"`rows`: there is no row {wrong[0]}; the tensor has rows 0 to {entry.shape[0] - 1}.")
         if len(rows) > shape[0]:
-            raise UsageError(f"--rows names {len(rows)} rows; the target has room for {shape[0]}.")
+            raise UsageError(f"`rows` names {len(rows)} rows; the target has room for {shape[0]}.")
         kept[0] = len(rows)
     return tuple(kept)
 

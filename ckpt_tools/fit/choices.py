@@ -36,11 +36,11 @@ class Rows:
         try:
             numbers = [int(part) for part in listed.split(",")]
         except ValueError:
-            raise UsageError(f"--rows {text!r} is no list of row numbers.", fix="For example: --rows 3,7,1") from None
+            raise UsageError(f"`rows={text!r}` is not a list of row numbers.", fix="For example: `rows=[3, 7, 1]`") from None
         if glob:
             self.globs[glob] = _whole(numbers)
         elif self.everywhere is not None:
-            raise UsageError(f"--rows {text!r}: one list is for everything, and another needs a GLOB=.")
+            raise UsageError(f"`rows={text!r}`: one list is for everything, and another needs a GLOB=.")
         else:
             self.everywhere = _whole(numbers)
 
@@ -68,8 +68,8 @@ class Rows:
         """Raise NothingMatchedError when rows were chosen for nothing."""
         for glob in sorted(self.unused):
             raise NothingMatchedError(
-                f"--rows{f' {glob!r}' if glob else ''}: no tensor changes its number of rows.",
-                fix="To reorder the rows of a tensor that keeps its shape, name it: --rows 'fc.*=3,7,1'.",
+                f"`rows{f'={glob!r}' if glob else ''}`: no tensor changes its number of rows.",
+                fix="To reorder the rows of a tensor that keeps its shape, name it: `rows='fc.*=3,7,1'`.",
             )
 
 
@@ -100,12 +100,12 @@ class Choices:
 
     def __post_init__(self) -> None:
         if self.on_mismatch not in _CHOICES:
-            raise UsageError(f"--on-mismatch {self.on_mismatch!r} is none of {', '.join(_CHOICES)}.")
+            raise UsageError(f"`on_mismatch={self.on_mismatch!r}` is none of {', '.join(_CHOICES)}.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise UsageError(f"--seed {self.seed!r} is no whole number from 0 up.")
+            raise UsageError(f"`seed={self.seed!r}` is not a whole number from 0 up.")
         if self.rows and self.on_mismatch != "overlap":
-            raise UsageError("--rows says which rows --on-mismatch overlap keeps; that is missing.")
+            raise UsageError("`rows` says which rows `on_mismatch='overlap'` keeps; that is missing.")
         if self.on_mismatch == "reinit" and not self.reinit:
-            raise UsageError("--on-mismatch reinit needs to know how.", fix="For example: --reinit default")
+            raise UsageError("`on_mismatch='reinit'` needs to know how.", fix="For example: `reinit='default'`")
         if isinstance(self.allow_missing, str) or isinstance(self.allow_unexpected, str):
             raise UsageError("allow_missing and allow_unexpected take a list of globs.", fix='For example: ["fc.*"]')

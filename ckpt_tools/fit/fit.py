@@ -144,9 +144,10 @@ class _Fitting:
         missing = [name for name in plan.missing if choices.reinit.of(name) is None]
         result.missing = [name for name in missing if _any(choices.allow_missing, name)]
         result.unexpected = [name for name in plan.unexpected if _any(choices.allow_unexpected, name)]
+        allowed_missing, allowed_unexpected = set(result.missing), set(result.unexpected)
         problems = _Problems(
-            [name for name in missing if name not in result.missing],
-            [name for name in plan.unexpected if name not in result.unexpected],
+            [name for name in missing if name not in allowed_missing],
+            [name for name in plan.unexpected if name not in allowed_unexpected],
             [row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(row[0], row[1], row[3]) is None],
             [f"{new} ({why}: {', '.join(candidates[:3])})" for new, candidates, why in plan.ambiguous],
         )
@@ -195,7 +196,7 @@ class _Fitting:
         if kept is None:
             raise ConvertError(
                 f"{name!r} cannot overlap: the checkpoint's has another number of dimensions, or is no plain tensor.",
-                fix="Initialise it (--on-mismatch reinit), or leave it out (--on-mismatch skip).",
+                fix="Initialise it (`on_mismatch='reinit'`), or leave it out (`on_mismatch='skip'`).",
             )
         scheme = self.scheme(name, blank) if kept != blank.shape else None
         if scheme is not None:
@@ -233,7 +234,7 @@ class _Fitting:
         if scheme is None:
             raise MatchError(
                 f"{name!r} needs initial values, and nobody said how.", why=f"Its shape is {_text(blank.shape)}.",
-                fix=_advice(self.choices.in_code, f"--reinit '{name}=normal:0.02'", f"reinit={{'{name}': 'normal:0.02'}}"),
+                fix=_advice(self.choices.in_code, f"`reinit='{name}=normal:0.02'`", f"reinit={{'{name}': 'normal:0.02'}}"),
             )  # fmt: skip
         return settle(scheme, blank)
 
@@ -244,7 +245,7 @@ class _Fitting:
         elif type(like) is Entry:
             blank = Blank(name, like.shape, like.dtype)
         else:
-            raise MatchError(f"{name!r} is missing, and a plan does not say what it looks like.", fix="Give --like TARGET too.")
+            raise MatchError(f"{name!r} is missing, and a plan does not say what it looks like.", fix="Give `like=TARGET` too.")
         blank = blank if shape is None else replace(blank, shape=shape)
         return replace(blank, dtype=like.dtype) if type(like) is Entry else blank
 
@@ -298,16 +299,16 @@ class _Problems:
         why = " ".join(f"{len(rows)} {word}: {listed(rows, 6)}." for word, rows in groups.items() if rows)
         advice = []
         if self.missing:
-            advice.append(_advice(in_code, "initialise missing ones with --reinit SCHEME", "reinit=... or allow_missing=[...]"))
+            advice.append(_advice(in_code, "initialise missing ones with `reinit=SCHEME`", "reinit=... or allow_missing=[...]"))
         if self.mismatched:
             choices = "reinit, overlap or skip"
-            text = f"--on-mismatch {choices}; --adapt for a first convolution or position embeddings"
+            text = f"`on_mismatch={choices}`; `adapt` for a first convolution or position embeddings"
             advice.append(_advice(in_code, text, f"on_mismatch={choices}; adapt=True"))
         if self.unexpected:
-            text = f"leave unexpected ones out with --drop '{_glob(self.unexpected)}'"
+            text = f"leave unexpected ones out with `drop={_glob(self.unexpected)!r}`"
             advice.append(_advice(in_code, text, "allow_unexpected=[...]"))
         if self.ambiguous or (self.missing and self.unexpected):
-            advice.append(_advice(in_code, "or say who is who with --rename or --plan; --match structure looks further",
+            advice.append(_advice(in_code, "or say who is who with `rename` or `plan`; `match='structure'` looks further",
                                   'rename=[...], or match="structure"'))  # fmt: skip
         text = "; ".join(advice)
         return MatchError(f"{label}.", why=why, fix=f"{text[:1].upper() if not in_code else text[:1]}{text[1:]}.")

@@ -100,8 +100,8 @@ def parse_scheme(text: str) -> Scheme:
             value = -1.0
         if math.isfinite(value) and value >= 0:
             return Scheme(kind, value)
-        raise UsageError(f"--reinit {text!r}: {kind} takes a number from 0 up.", fix=f"For example: {kind}:0.02")
-    raise UsageError(f"--reinit {text!r} is no scheme.", fix=f"Choose one of {', '.join(SCHEMES)}.")
+        raise UsageError(f"`reinit={text!r}`: {kind} takes a number from 0 up.", fix=f"For example: {kind}:0.02")
+    raise UsageError(f"`reinit={text!r}` is not a scheme.", fix=f"Choose one of {', '.join(SCHEMES)}.")
 
 
 class Rules:
@@ -118,7 +118,7 @@ class Rules:
                 self.globs.pop(glob, None)
                 self.globs[glob] = (re.compile(translate(glob)), parse_scheme(scheme))
             elif self.everywhere is not None or text.startswith("="):
-                raise UsageError(f"--reinit {text!r}: one scheme is for everything, and another needs a GLOB=.")
+                raise UsageError(f"`reinit={text!r}`: one scheme is for everything, and another needs a GLOB=.")
             else:
                 self.everywhere = replace(parse_scheme(scheme), for_weights=True)
         self.unused = dict.fromkeys(self.globs)
@@ -139,9 +139,9 @@ class Rules:
         """Raise NothingMatchedError when a glob has matched no tensor that was to be initialised."""
         for glob in self.unused:
             raise NothingMatchedError(
-                f"--reinit {glob!r} matches no tensor that has to be initialised.",
+                f"`reinit={glob!r}` matches no tensor that has to be initialised.",
                 why="Tensors that the checkpoint has are kept.",
-                fix="To initialise one anew, leave it out of the input first: --drop GLOB.",
+                fix="To initialise one anew, leave it out of the input first: `drop=GLOB`.",
             )
 
 
@@ -159,12 +159,12 @@ def settle(scheme: Scheme, blank: Blank) -> Scheme:
     if settled.kind not in ("zeros", "ones", "constant") and blank.dtype.family != "float":
         raise ConvertError(
             f"{blank.name!r} is {blank.dtype.name}; {settled} gives numbers with fractions.",
-            fix=f"Give it a scheme of its own: --reinit '{blank.name}=zeros'.",
+            fix=f"Give it a scheme of its own: `reinit='{blank.name}=zeros'`.",
         )
     if settled.kind in (*_BY_FAN, "orthogonal") and len(blank.shape) < 2:
         raise ConvertError(
             f"{blank.name!r} has {len(blank.shape)} dimensions; {settled} needs 2.",
-            fix=f"Give it a scheme of its own: --reinit '*.{blank.own}=zeros'.",
+            fix=f"Give it a scheme of its own: `reinit='*.{blank.own}=zeros'`.",
         )
     if blank.dtype.family == "quantized" or not blank.dtype.in_torch or blank.dtype.packed > 1:
         raise ConvertError(f"{blank.name!r} is {blank.dtype.name}, which cannot be initialised.")
@@ -265,7 +265,7 @@ def _default(blank: Blank) -> Scheme:
         found = replace(found, zero_row=blank.padding)
     if found is None:
         what = f"{blank.name!r} of a {blank.layer}" if blank.layer else f"{blank.name!r}"
-        raise ConvertError(f"--reinit default has no rule for {what}.", fix=f"Say how: --reinit '{blank.name}=normal:0.02'.")
+        raise ConvertError(f"`reinit='default'` has no rule for {what}.", fix=f"Say how: `reinit='{blank.name}=normal:0.02'`.")
     return found
 
 

@@ -269,7 +269,7 @@ def concatenated(entries: Sequence[Entry]) -> Entry:
     """
     first = entries[0]
     if other := next((entry for entry in entries if entry.dtype is not first.dtype), None):
-        raise MatchPlanError(f"A concat of {first.dtype.name} and {other.dtype.name}.", fix="Cast one first: --dtype.")
+        raise MatchPlanError(f"A concat of {first.dtype.name} and {other.dtype.name}.", fix="Cast one first: `dtype`.")
     contents = [row_major(entry) for entry in entries]
 
     def work() -> Iterator[bytes | memoryview]:

@@ -92,16 +92,17 @@ class Retargeting:
         self.stages: Stages = stages or "exact+wrappers"
         self.choices = Choices(Rules(reinit), on_mismatch, Rows(rows), adapt, seed)
         given = {
-            "--like-args": like_args, "--like-select": like_select, "--match": stages, "--allow-reshape": allow_reshape,
-            "--reinit": reinit, "--rows": rows, "--adapt": adapt, "--on-mismatch": on_mismatch != "error", "--seed": seed,
+            "like_args": like_args, "like_select": like_select, "match": stages, "allow_reshape": allow_reshape,
+            "reinit": self.choices.reinit, "rows": self.choices.rows, "adapt": adapt, "on_mismatch": on_mismatch != "error",
+            "seed": seed,
         }  # fmt: skip
         used = [option for option, value in given.items() if value]
         if used and like is None and plan is None:
-            raise UsageError(f"{used[0]} is about a target; --like TARGET is missing.")
+            raise UsageError(f"`{used[0]}` is about a target; `like=TARGET` is missing.")
         if like is None and (like_args or like_select):
-            raise UsageError(f"{used[0]} is about a target; --like TARGET is missing.")
+            raise UsageError(f"`{used[0]}` is about a target; `like=TARGET` is missing.")
         if plan is not None and (stages or allow_reshape):
-            raise UsageError(f"{'--match' if stages else '--allow-reshape'} does not go with --plan, which says who is who.")
+            raise UsageError(f"`{'match' if stages else 'allow_reshape'}` does not go with `plan`, which says who is who.")
 
     def __bool__(self) -> bool:
         return self.like is not None or self.plan is not None
@@ -159,7 +160,7 @@ def _only_state_dict(root: Node, path: str) -> Dict:
     wheres = ", ".join(dotted(state_dict.where) or "the root" for state_dict in found)
     raise NothingMatchedError(
         f"{path} holds {len(found)} state dicts{': ' if wheres else ''}{wheres}; one is fitted to a target.",
-        fix=f"Choose it: --select {dotted(found[0].where) or dotted(found[1].where)}" if found else "",
+        fix=f"Choose it: `select={dotted(found[0].where) or dotted(found[1].where)!r}`." if found else "",
     )
 
 

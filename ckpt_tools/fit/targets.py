@@ -89,7 +89,7 @@ def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, selec
     if isinstance(spec, str) and _CALLABLE.fullmatch(text) and not Path(text).exists():
         return _from_callable(text, _keywords(args))
     if args is not None:
-        raise UsageError("--like-args are for package.module:callable.", why=f"{text!r} is taken for a file.")
+        raise UsageError("`like_args` are for package.module:callable.", why=f"{text!r} is taken for a file.")
     return _from_checkpoint(spec, select)
 
 
@@ -98,11 +98,11 @@ def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, selec
 
 def _from_checkpoint(path: str | os.PathLike[str], select: str | None) -> Target:
     with open_checkpoint(path) as checkpoint:
-        state_dict = choose_state_dict(checkpoint, select, "--like-select")
+        state_dict = choose_state_dict(checkpoint, select, "like_select")
         return Target(str(path), params_of(state_dict.node))
 
 
-def choose_state_dict(checkpoint: Checkpoint, select: str | None, option: str = "select=...") -> StateDict:
+def choose_state_dict(checkpoint: Checkpoint, select: str | None, option: str = "select") -> StateDict:
     """The selected state dict of a checkpoint, or its only one, with its tied names. A pickled module gives its state dict.
 
     Raises:
@@ -125,7 +125,7 @@ def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDic
         try:
             node = selection.select(root, select)
         except NothingMatchedError as error:
-            error.what = error.what.replace("--select", option.partition(" ")[0].removesuffix("=..."), 1)
+            error.what = error.what.replace("`select=", f"`{option}=", 1)
             raise
         if type(node) is not Dict or not StateDict((), node).names:
             raise NothingMatchedError(f"{checkpoint.path}: {select!r} is no state dict.")
@@ -133,7 +133,8 @@ def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDic
     if len(found) != 1:
         wheres = ", ".join(repr(dotted(state_dict.where)) for state_dict in found) or "none"
         raise NothingMatchedError(
-            f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix=f"Choose one with {option}" if found else ""
+            f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.",
+            fix=f"Choose one with `{option}=WHERE`." if found else "",
         )
     return found[0]
 
@@ -155,7 +156,7 @@ def _param(name: str, node: Node) -> Param:
 # --- callables
 
 
-_EXAMPLE = """For example: --like-args '{"num_classes": 200}'"""
+_EXAMPLE = """For example: `like_args={"num_classes": 200}`"""
 
 
 def _keywords(args: str | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -163,11 +164,9 @@ def _keywords(args: str | Mapping[str, Any] | None) -> dict[str, Any]:
         try:
             args = json.loads(args)
         except ValueError as error:
-            raise UsageError(
-                "--like-args is no JSON.", why=f"{error}.", fix="""For example: '{"num_classes": 200}'"""
-            ) from None
+            raise UsageError("`like_args` is not JSON.", why=f"{error}.", fix=_EXAMPLE) from None
         if not isinstance(args, dict):
-            raise UsageError("--like-args is no JSON object.", fix=_EXAMPLE)
+            raise UsageError("`like_args` is not a JSON object.", fix=_EXAMPLE)
     return dict(args or {})
 
 
@@ -195,7 +194,7 @@ def _called(spec: str, build: Callable[[], Any]) -> Any:
     except (Exception, SystemExit) as error:
         raise TargetError(
             f"The target {spec} raised {type(error).__name__} when it was called.", why=f"{error}",
-            fix="Its arguments go into --like-args as a JSON object.",
+            fix="Its arguments go into `like_args` as a JSON object.",
         ) from error  # fmt: skip
 
 

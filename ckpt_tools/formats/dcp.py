@@ -217,7 +217,7 @@ class _Reader:
         self.keys = Keys()
         self.tied: dict[Any, Entry] = {}
         self.waiting: dict[int, tuple[Content, _Waiting]] = {}  # by the content's id, which stays its own while it is here
-        self.safetensors: dict[tuple[str, int], Decoded] = {}
+        self.safetensors: dict[tuple[str, int], dict[Node, Node]] = {}  # the tensors of each file by name
 
     def value(self, name: str, node: Node) -> Node:
         """An entry, or a value out of its archive."""
@@ -296,8 +296,8 @@ class _Reader:
         key = (place.file, place.offset)
         if key not in self.safetensors:
             window = Window(source, place.offset, source.size - place.offset)
-            self.safetensors[key] = safetensors.decode(window)
-        entry = self.safetensors[key].root.get(name)
+            self.safetensors[key] = dict(safetensors.decode(window).root.items)
+        entry = self.safetensors[key].get(name)
         if type(entry) is not Entry or entry.dtype is not dtype or entry.shape != sizes:
             raise TensorError(f"{source.path}: the chunk of {name!r} is not what .metadata says.")
         content = entry.storage.content

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ckpt_tools.errors import NotACheckpointError
+from ckpt_tools.errors import FolderError, NotACheckpointError
 
 INDEX_SUFFIX = ".index.json"
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
@@ -69,7 +69,7 @@ def layout(folder: Path, names: list[str]) -> Layout:
     found = layout_of(folder, sorted(names))
     if found is None:
         files = [name for name in sorted(names) if name.endswith(_CHECKPOINTS)]
-        raise NotACheckpointError(
+        raise FolderError(
             f"{folder} is a directory, and not a checkpoint.",
             why="It has no index of shards (*.index.json) and no distributed checkpoint (.metadata).",
             fix=": ".join(["Name a file in it", *([", ".join(files[:4])] if files else [])]) + ".",

@@ -323,7 +323,7 @@ def lay_out_in_place(tensors: Mapping[str, tuple[Entry, Content]], metadata: Map
     if len(raw) > room:
         raise ContainerLimitError(
             f"The header would take {len(raw)} bytes, and {room} is the room that it has.",
-            fix="Convert to another file; --reserve leaves room for the next edit.",
+            fix="Convert to another file; `reserve` leaves room for the next edit.",
         )
     return [
         Piece(Literal(room.to_bytes(8, "little") + raw.ljust(room))),
@@ -335,7 +335,7 @@ def _header(
     tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], offsets: Mapping[str, list[int]]
 ) -> bytes:
     if "__metadata__" in tensors:
-        raise ContainerLimitError("safetensors reserves the name '__metadata__'; a tensor has it.", fix="Use --rename.")
+        raise ContainerLimitError("safetensors reserves the name '__metadata__'; a tensor has it.", fix="Use `rename`.")
     fields = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else []
     for name, (entry, _) in tensors.items():
         shape, (begin, end) = ",".join(map(str, _safetensors_shape(entry))), offsets[name]
@@ -352,7 +352,7 @@ _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 def _code(name: str, entry: Entry) -> str:
     if entry.dtype.safetensors is None or (entry.dtype.packed > 1 and not entry.shape):
         raise ContainerLimitError(
-            f"{name!r} is {entry.dtype.name}, which safetensors has no type for.", fix=f"Leave it out: --drop '{name}'."
+            f"{name!r} is {entry.dtype.name}, which safetensors has no type for.", fix=f"Leave it out: `drop={name!r}`."
         )
     return entry.dtype.safetensors
 

@@ -15,9 +15,16 @@ from pathlib import Path
 
 from ckpt_tools.errors import (
     ChangedFileError,
+    CkptError,
+    FolderError,
+    ForbiddenFileError,
+    MissingFileError,
     NotACheckpointError,
     OutputError,
     OutputExistsError,
+    OutputFolderError,
+    OutputForbiddenError,
+    OutputIsFolderError,
 )
 from ckpt_tools.io import journal, rollback, temporaries
 from ckpt_tools.io.rollback import Journal, is_marked
@@ -177,12 +184,13 @@ def open_regular(path: Path) -> int:
         fd = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
         why = "It is a link to a file that is not there." if os.path.islink(path) else "There is no such file."
-        raise NotACheckpointError(f"{path} cannot be read.", why=why, fix=_near(path)) from None
+        raise MissingFileError(f"{path} cannot be read.", why=why, fix=_near(path)) from None
     except (OSError, ValueError) as error:
         if os.path.isdir(path):  # Windows refuses to open a directory
             raise _not_regular(path, "a directory") from None
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise NotACheckpointError(f"{path} cannot be read.", why=f"{why}.") from None
+        kind = ForbiddenFileError if isinstance(error, PermissionError) else NotACheckpointError
+        raise kind(f"{path} cannot be read.", why=f"{why}.") from None
     try:
         mode = os.fstat(fd).st_mode
     except OSError as error:
@@ -205,7 +213,8 @@ def _near(path: Path) -> str:
 
 
 def _not_regular(path: Path, what: str) -> NotACheckpointError:
-    return NotACheckpointError(f"{path} is {what}.", why="A checkpoint in torch-zip or safetensors is a single file.")
+    kind = FolderError if what == "a directory" else NotACheckpointError
+    return kind(f"{path} is {what}.", why="A checkpoint in torch-zip or safetensors is a single file.")
 
 
 @dataclass(slots=True)
@@ -276,7 +285,7 @@ def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
 def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     target = Path(os.path.realpath(path))
     if target.is_dir():
-        raise OutputError(f"{path} is a directory.", fix="Name a file in it.")
+        raise OutputIsFolderError(f"{path} is a directory.", fix="Name a file in it.")
     if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout leads to a pipe, which has no path to follow
         raise OutputError(f"{path} is no regular file.", why="An output is written beside its place and then renamed.")
     if target.exists() and not overwrite:
@@ -291,17 +300,19 @@ def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
 
 def no_folder(path: str | os.PathLike[str], folder: Path) -> OutputError:
     """The error for an output in a folder that is not there."""
-    return OutputError(f"{path} cannot be written.", why=f"There is no folder {folder}.", fix="Make the folder first.")
+    return OutputFolderError(f"{path} cannot be written.", why=f"There is no folder {folder}.", fix="Make the folder first.")
 
 
 def read_only(path: str | os.PathLike[str], folder: Path) -> OutputError:
     """The error for an output in a folder that takes none."""
-    return OutputError(f"{path} cannot be written.", why=f"The folder {folder} is read-only.", fix="Name another folder.")
+    return OutputForbiddenError(
+        f"{path} cannot be written.", why=f"The folder {folder} is read-only.", fix="Name another folder."
+    )
 
 
 def exists_error(target: Path) -> OutputExistsError:
     """The error for an output that is already there."""
-    return OutputExistsError(f"{target} already exists.", fix="Give --overwrite (overwrite=True) to replace it.")
+    return OutputExistsError(f"{target} already exists.", fix="Give `overwrite=True` to replace it.")
 
 
 @contextlib.contextmanager
@@ -309,6 +320,8 @@ def output_errors(target: Path) -> Iterator[None]:
     """What the system says against writing a target, as our error."""
     try:
         yield
+    except CkptError:  # some of ours are an OSError too
+        raise
     except OSError as error:
         raise output_error(target, error) from None
     except ValueError as error:  # a path with a NUL in it
@@ -319,7 +332,8 @@ def output_error(target: Path, error: OSError, needed: int = 0) -> OutputError:
     """An OSError of the output as ours; for a full disk with what was needed and what there is."""
     if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", -1), errno.EFBIG):
         return no_space(target, needed)
-    return OutputError(f"{target} cannot be written.", why=f"{error.strerror or error}.")
+    kind = OutputForbiddenError if isinstance(error, PermissionError) else OutputError
+    return kind(f"{target} cannot be written.", why=f"{error.strerror or error}.")
 
 
 def no_space(target: Path, needed: int) -> OutputError:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ckpt_tools.errors import OutputError, OutputExistsError
+from ckpt_tools.errors import OutputError, OutputExistsError, OutputIsFolderError
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.journal import recover, sync_folder
 from ckpt_tools.io.output import (
@@ -96,7 +96,7 @@ def _checked_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     if target.is_dir() and not overwrite and any(target.iterdir()):
         raise OutputExistsError(
             f"{path} already exists and is not empty.",
-            fix="Give --overwrite (overwrite=True) to replace the checkpoint in it; its other files stay.",
+            fix="Give `overwrite=True` to replace the checkpoint in it; its other files stay.",
         )
     return target
 
@@ -162,7 +162,7 @@ def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, sta
     old = [name for name in os.listdir(target) if stale.fullmatch(name)]
     for name in names:
         if (target / name).is_dir():
-            raise OutputError(f"{target / name} is a directory where a file of the checkpoint goes.")
+            raise OutputIsFolderError(f"{target / name} is a directory where a file of the checkpoint goes.")
     with contextlib.suppress(FileNotFoundError):
         (target / last).unlink()
     for name in names:

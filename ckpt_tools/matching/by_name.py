@@ -11,6 +11,7 @@ from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.matching.pairing import Pairing
 from ckpt_tools.matching.records import Reason
 from ckpt_tools.tree.names import (
+    LEADING_WRAPPERS,
     MODULE,
     check_unique,
     strip_inner,
@@ -33,7 +34,7 @@ def apply_rules(pairing: Pairing, rules: Sequence[str]) -> None:
         pattern, replacement = parse_rename(rule)
         renamed = {old: pattern.sub(replacement, name) for old, name in pairing.known.items()}
         if renamed == pairing.known:
-            raise NothingMatchedError(f"--rename {rule!r} changes no name.", fix="ckpt inspect --all FILE lists the names.")
+            raise NothingMatchedError(f"`rename={rule!r}` changes no name.", fix="ckpt inspect --all FILE lists the names.")
         check_unique(renamed)
         pairing.known = renamed
 
@@ -56,8 +57,8 @@ def match_whole_wrapper(pairing: Pairing) -> None:
     best = as_they_are = _meet(sources, targets)
     for side in ("source", "target"):
         names = sources if side == "source" else targets
-        while names and all(name.startswith(MODULE) or name == _AVERAGED for name in names.values()):
-            shorter = {name: known if known == _AVERAGED else known.removeprefix(MODULE) for name, known in names.items()}
+        while names and (wrapper := _around(names.values())):
+            shorter = {name: known if known == _AVERAGED else known.removeprefix(wrapper) for name, known in names.items()}
             if shorter == names or not all(shorter.values()):
                 break
             names = shorter
@@ -66,6 +67,12 @@ def match_whole_wrapper(pairing: Pairing) -> None:
     if len(best) > len(as_they_are):
         for old, new in best.items():
             pairing.pair(old, new, _said(pairing, old, "wrapper"))
+
+
+def _around(names: Iterable[str]) -> str:
+    """The wrapper that every name starts with, or the empty text."""
+    wanted = [name for name in names if name != _AVERAGED]
+    return next((wrapper for wrapper in LEADING_WRAPPERS if all(name.startswith(wrapper) for name in wanted)), "")
 
 
 def _meet(sources: Mapping[str, str], targets: Mapping[str, str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ def match_position(pairing: Pairing) -> None:
             raise MatchError(
                 f"By position, tensor {number + 1} of {len(rows)} disagrees.",
                 why=f"The checkpoint has {_text(old)}, the target {_text(new)}.",
-                fix="--match structure looks for partners in any order.",
+                fix="`match='structure'` looks for partners in any order.",
             )
     for _, (old, new) in rows:
         pairing.pair(old.name, new.name, "position", CONFIDENCE)

@@ -25,15 +25,22 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
     tensors_outside,
 )
-from ckpt_tools.io.content import Content, total
-from ckpt_tools.io.output import check_space
+from ckpt_tools.io.content import Content, Piece, total
+from ckpt_tools.io.output import Output, check_space
+from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.compare.sides import check_effort
 from ckpt_tools.operations.convert.conversion import CONTAINERS, Edits
+from ckpt_tools.operations.convert.folder import FolderTarget, run_dcp
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.object_policy import modules_first
 from ckpt_tools.operations.convert.report import Converted, Note
-from ckpt_tools.operations.convert.run import ObjectsPolicy, open_output
+from ckpt_tools.operations.convert.run import (
+    Format,
+    ObjectsPolicy,
+    open_output,
+    output_format,
+)
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.modules import is_module
@@ -46,7 +53,6 @@ from ckpt_tools.tree.nodes import (
     Where,
     contiguous_stride,
 )
-from ckpt_tools.tree.output_names import Format, check_one_file, output_format
 from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.numeric import (
     has_numbers,
@@ -123,28 +129,39 @@ def average(
     """
     parts = _weights(weights, len(sources))
     if integers not in (None, "first", "max"):
-        raise UsageError(f"--integers {integers!r} is neither first nor max.")
+        raise UsageError(f"`integers={integers!r}` is neither first nor max.")
     kind = output_format(target, format)
-    for source in sources:
-        check_one_file(source, target, format)
+    to_folder = kind == "dcp"
     edits = Edits(Names(unwrap=unwrap), kind, select=select, objects=objects)
     report = Averaged(list(map(str, sources)), parts)
     report.output = Converted(str(sources[0]), str(target), CONTAINERS[kind], dry_run)
+    folder = FolderTarget(target, kind, overwrite=overwrite, durable=fsync, dry_run=dry_run, ranks=Ranks())
     with ExitStack() as stack:
-        output = open_output(stack, target, overwrite=overwrite, durable=fsync, dry_run=dry_run)
+        output = None
+        if to_folder:
+            folder.check()
+        else:
+            output = open_output(stack, target, overwrite=overwrite, durable=fsync, dry_run=dry_run)
         stack.enter_context(collector_paused())
         checkpoints = [stack.enter_context(open_checkpoint(path)) for path in sources]
         if objects == "plain":
             _take_state_dicts(checkpoints, report.output)
         _Mean(checkpoints, parts, select, integers, report, unwrapped=unwrap).apply()
-        pieces = edits.plan(checkpoints[0], report.output)
-        report.output.bytes = total(pieces)
-        if output is not None:
-            check_space(output.target.parent, output.target, report.output.bytes)
-            write(pieces, output, progress)
+        if to_folder:
+            run_dcp(checkpoints[0], folder, edits, report.output, progress)
+        else:
+            _write_file(edits.plan(checkpoints[0], report.output), output, report.output, progress)
         for checkpoint in checkpoints:
             checkpoint.decoded.source.check_unchanged()
     return report
+
+
+def _write_file(pieces: list[Piece], output: Output | None, report: Converted, progress: Progress | None) -> None:
+    """One file; nothing in a dry run."""
+    report.bytes = total(pieces)
+    if output is not None:
+        check_space(output.target.parent, output.target, report.bytes)
+        write(pieces, output, progress)
 
 
 def _weights(given: Sequence[float] | None, count: int) -> list[float]:
@@ -153,10 +170,10 @@ def _weights(given: Sequence[float] | None, count: int) -> list[float]:
         raise UsageError("An average takes two checkpoints or more, and the file to write.")
     weights = [1.0] * count if given is None else list(given)
     if len(weights) != count:
-        raise UsageError(f"--weights names {len(weights)} numbers for {count} checkpoints.")
+        raise UsageError(f"`weights` names {len(weights)} numbers for {count} checkpoints.")
     whole = math.fsum(weights)
     if not all(map(math.isfinite, weights)) or not math.isfinite(whole) or whole == 0:
-        raise UsageError("--weights must be finite numbers that do not sum to zero.")
+        raise UsageError("`weights` must be finite numbers that do not sum to zero.")
     return [weight / whole for weight in weights]
 
 
@@ -223,7 +240,7 @@ class _Mean:
             wheres = ", ".join(dotted(state_dict.where) or "(root)" for state_dict in found) or "none"
             raise ConvertError(
                 f"{path} has no state dict at {dotted(base.where) or 'the root'}.", why=f"It has {wheres}.",
-                fix="Choose one that all have: --select WHERE.",
+                fix="Choose one that all have: `select=WHERE`.",
             )  # fmt: skip
         return same[0]
 
@@ -264,7 +281,7 @@ class _Mean:
             raise ConvertError(
                 f"{name!r} is {first.dtype.name} and differs between {sides[0].path} and the others.",
                 why="Float and complex tensors have a mean; one of integers would have to be rounded.",
-                fix=f"Say what is taken: --integers first{' or max' if _has_largest(first.dtype) else ''}.",
+                fix=f"Say what is taken: `integers='first'`{' or max' if _has_largest(first.dtype) else ''}.",
             )
         self.report.largest.append(name)
         return self.entry(entries, largest([(row_major(entry), entry.dtype) for entry in entries], first.dtype))
@@ -291,7 +308,7 @@ class _Mean:
 def _no_state_dict(path: str, root: Node) -> ConvertError:
     fix = f"ckpt inspect {path} shows what it holds."
     if any(is_module(node) for _, node in walk(root, plain=False)):
-        fix = "The state dict of a pickled model is taken out with --objects plain."
+        fix = "The state dict of a pickled model is taken out with `objects='plain'`."
     return ConvertError(f"{path} holds no state dict.", why="Only the tensors of state dicts are averaged.", fix=fix)
 
 
@@ -314,7 +331,7 @@ def _check_names(first: _Names, other: _Names) -> None:
         if names
     ]
     alike = {unwrap_name(name) for name in first.nodes} == {unwrap_name(name) for name in other.nodes}
-    fix = "They agree without wrappers: --unwrap." if alike else f"ckpt diff {first.path} {other.path} shows all of it."
+    fix = "They agree without wrappers: `unwrap=True`." if alike else f"ckpt diff {first.path} {other.path} shows all of it."
     raise ConvertError(f"{first.path} and {other.path} have other names.", why=" ".join(both), fix=fix)
 
 

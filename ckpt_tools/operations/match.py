@@ -48,7 +48,7 @@ def match_checkpoint(
     """
     target = read_target(like, args=like_args, select=like_select)
     with open_checkpoint(source) as checkpoint:
-        state_dict = choose_state_dict(checkpoint, select, "--select WHERE")
+        state_dict = choose_state_dict(checkpoint, select)
         params = params_of(state_dict.node)
     matching = match(params, target.params, stages=stages, rename=rename, allow_reshape=allow_reshape)
     return MatchReport(str(source), target.label, matching)

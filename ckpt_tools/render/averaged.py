@@ -14,6 +14,7 @@ from ckpt_tools.render.text import (
     label_grid,
     size_text,
 )
+from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
@@ -36,5 +37,5 @@ def print_averaged(report: Averaged, out: Console) -> None:
     add_lines(grid, "first", report.first)
     for row in object_rows(output):
         grid.add_row(*row)
-    add_lines(grid, "note", [note.text for note in output.notes])
+    add_lines(grid, "note", [as_options(note.text) for note in output.notes])
     out.print(grid)

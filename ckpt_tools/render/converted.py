@@ -12,6 +12,7 @@ from ckpt_tools.render.text import (
     path_text,
     size_text,
 )
+from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _rows(report: Converted) -> list[Row]:
     rows += up_to_ten("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
     rows += up_to_ten("dropped", [f"{path} ({why})" for path, why in report.dropped])
     rows += object_rows(report)
-    rows += up_to_ten("note", [note.text for note in report.notes])
+    rows += up_to_ten("note", [as_options(note.text) for note in report.notes])
     if not report.dry_run:
         copied = all(note.code != "in-place" for note in report.notes)
         speed = f", {size_text(int(report.bytes / report.seconds))}/s" if copied and report.bytes >= _SPEED_FROM else ""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CkptError
+from ckpt_tools.render.wording import as_options
 
 
 def line(document: dict[str, Any]) -> str:
@@ -22,11 +21,7 @@ def print_document(document: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def folder_document(folder: Path, others: Sequence[Path]) -> dict[str, Any]:
-    """What follows the documents of the checkpoints in a folder: the files that are none."""
-    return {"folder": str(folder), "no_checkpoints": [str(path) for path in others]}
-
-
 def error_document(path: str, error: CkptError) -> dict[str, Any]:
     """What stands in the place of a description that could not be made."""
-    return {"path": path, "error": type(error).__name__, "what": error.what, "why": error.why, "fix": error.fix}
+    said = {"what": as_options(error.what), "why": as_options(error.why), "fix": as_options(error.fix)}
+    return {"path": path, "error": type(error).__name__, **said}

@@ -71,11 +71,13 @@ def print_error(error: CkptError) -> None:
     """What, why and what to do, on standard error."""
     from rich.text import Text
 
+    from ckpt_tools.render.wording import as_options
+
     out = console(stderr=True)
-    out.print(Text("Error: ", style="bold red") + Text(printable(error.what)), soft_wrap=True)
+    out.print(Text("Error: ", style="bold red") + Text(printable(as_options(error.what))), soft_wrap=True)
     for part, style in ((error.why, ""), (error.fix, "green")):
         if part:
-            out.print(Text(printable(part), style=style), soft_wrap=True)
+            out.print(Text(printable(as_options(part)), style=style), soft_wrap=True)
 
 
 def label_grid() -> Table:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 
 from ckpt_tools.edit import casts
-from ckpt_tools.errors import ConvertError, MatchError, UsageError
+from ckpt_tools.errors import ConvertError, MatchError, TargetError, UsageError
 from ckpt_tools.fit.choices import (
     Choices,
     OnMismatch,
@@ -64,7 +66,8 @@ def load_into(
     the meta device are made on the default device (the CPU, unless `torch.set_default_device` says another). Every
     rank of a DDP job may call this at once. Load hooks of modules are not called, except `set_extra_state`.
 
-    When it raises, nothing in the model has changed, unless the disk fails or the file changes under the reading.
+    When it raises, nothing in the model has changed, unless the disk fails or the file changes under the reading. Where a
+    module's `set_extra_state` raises, it and those before it get back the state that they had, no more can be undone.
 
     Args:
         model: the model.
@@ -172,7 +175,10 @@ class _Loading:
             if type(node) is not Entry:
                 raise ConvertError(f"{name!r} is a sparse, quantised, nested or meta tensor in {self.checkpoint.path}.",
                                    why="It cannot be copied into a plain parameter.")  # fmt: skip
-            _check_castable(name, node, slot)
+            if self.assign:
+                _check_assignable(name, node, slot)
+            else:
+                _check_castable(name, node, slot)
             _check_readable(node.storage.content)
             if slot.place in taken:
                 self._check_same(name, node, *taken[slot.place])
@@ -196,15 +202,17 @@ class _Loading:
 
     def _fill_report(self, matching: Matching, fitted: Fitted) -> None:
         report = self.report
-        report.loaded = [name for name in fitted.tensors if name not in {row.name for row in fitted.initialised}]
-        report.loaded += [name for name in fitted.adapted if name not in report.loaded]
+        initialised = {row.name for row in fitted.initialised}
+        report.loaded = [name for name in fitted.tensors if name not in initialised]
+        loaded, kept_own = set(report.loaded), set(fitted.kept_own)
+        report.loaded += [name for name in fitted.adapted if name not in loaded]
         report.renamed = {row.old: (row.new, row.reason) for row in matching.matched if row.old != row.new}
         adapted = (row for row in matching.mismatched if row.new in fitted.adapted and row.old != row.new)
         report.renamed.update((row.old, (row.new, row.reason)) for row in adapted)
         report.missing, report.unexpected = fitted.missing, fitted.unexpected
         report.mismatched, report.adapted = fitted.skipped, fitted.adapted
         report.reinitialised = {
-            row.name: "the model's own value" if row.name in fitted.kept_own else f"{row.scheme} (seed {row.seed})"
+            row.name: "the model's own value" if row.name in kept_own else f"{row.scheme} (seed {row.seed})"
             for row in fitted.initialised
         }
         for copy in self.copies:
@@ -238,21 +246,65 @@ class _Loading:
 
     def run(self) -> None:
         """Give modules their extra state, copy, and put new tensors in place."""
-        for module, state in self.extra_state:
-            module.set_extra_state(state)
+        tensors = [_new_tensor(copy, self.assign) if copy.into is None else copy.into for copy in self.copies]
+        _set_extra_state(self.extra_state)
         with torch.no_grad():
-            tensors = [_new_tensor(copy, self.assign) if copy.into is None else copy.into for copy in self.copies]
             copy_all((copy.entry, tensor) for copy, tensor in zip(self.copies, tensors, strict=True))
             for tensor in tensors:
                 torch.autograd.graph.increment_version(tensor)  # autograd has not seen what was read into its memory
-        for copy, tensor in zip(self.copies, tensors, strict=True):
-            if copy.into is None:
-                _put(copy.slot, tensor)
+        slots = [copy.slot for copy in self.copies]
+        made = [
+            (slot, _in_kind(slot, tensor)) for slot, tensor in zip(slots, tensors, strict=True) if tensor is not slot.tensor
+        ]
+        for slot, tensor in made:
+            _put(slot, tensor)
+
+
+def _set_extra_state(states: Sequence[tuple[torch.nn.Module, Any]]) -> None:
+    """Give modules their extra state; when one of them refuses, all have what they had.
+
+    Raises:
+        TargetError: a module's own `set_extra_state` or `get_extra_state` raised.
+    """
+    before: list[tuple[torch.nn.Module, Any]] = []
+    for module, state in states:
+        try:
+            before.append((module, _copied(module.get_extra_state())))
+            module.set_extra_state(state)
+        except Exception as error:
+            for other, old in reversed(before):
+                with contextlib.suppress(Exception):  # the module's own code, which has just raised
+                    other.set_extra_state(old)
+            raise TargetError(
+                f"A {type(module).__name__} of the model does not take its extra state.",
+                why=f"set_extra_state raised {type(error).__name__}: {error}",
+            ) from error
+
+
+def _copied(state: Any) -> Any:
+    """A copy that the module cannot change; the state itself where it cannot be copied."""
+    try:
+        return deepcopy(state)
+    except Exception:
+        return state
 
 
 def _first_names(slots: Slots) -> dict[str, str]:
     first: dict[object, str] = {}
     return {name: first.setdefault(slot.place, name) for name, slot in slots.tensors.items()}
+
+
+def _check_assignable(name: str, entry: Entry, slot: Slot) -> None:
+    """A new Parameter takes any dtype that torch has, but one that needs a gradient takes floats only."""
+    packed = entry.dtype.packed > 1 and entry.dtype.name != slot.dtype
+    if not entry.dtype.in_torch or packed:
+        raise ConvertError(f"{name!r} is {entry.dtype.name}, which cannot stand in for {slot.dtype}.")
+    needs = isinstance(slot.tensor, torch.nn.Parameter) and slot.tensor.requires_grad
+    if needs and entry.dtype.family not in ("float", "complex"):
+        raise ConvertError(
+            f"{name!r} is {entry.dtype.name}, and a parameter in the model that needs a gradient; only floats have one.",
+            fix="Turn that off first: parameter.requires_grad_(False).",
+        )
 
 
 def _check_castable(name: str, entry: Entry, slot: Slot) -> None:
@@ -289,12 +341,17 @@ def _new_tensor(copy: _Copy, assign: bool) -> torch.Tensor:
     return torch.empty(old.shape, dtype=dtype, device=device)
 
 
-def _put(slot: Slot, tensor: torch.Tensor) -> None:
-    """Put a new tensor wherever the old one is."""
+def _in_kind(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor as what the old one is: a Parameter with all that was put on it, or a buffer."""
     old = slot.tensor
     if isinstance(old, torch.nn.Parameter):
         tensor = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
         vars(tensor).update(vars(old))
+    return tensor
+
+
+def _put(slot: Slot, tensor: torch.Tensor) -> None:
+    """Put a new tensor wherever the old one is."""
     for module, own in slot.owners:
         held: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
         held[own] = tensor

@@ -17,6 +17,7 @@ from ckpt_tools.formats import safetensors
 from ckpt_tools.io.content import CHUNK, Computed
 from ckpt_tools.io.output import Output, output_error, replacing
 from ckpt_tools.io.writer import write
+from ckpt_tools.operations.convert.run import Format, output_format
 from ckpt_tools.torch.live_names import renamed_state_dict
 from ckpt_tools.tree import names
 from ckpt_tools.tree import nodes as trees
@@ -28,7 +29,6 @@ from ckpt_tools.tree.nodes import (
     Node,
     Storage,
 )
-from ckpt_tools.tree.output_names import Format, output_format
 
 
 def save(
@@ -41,8 +41,8 @@ def save(
         model_or_mapping: a module, wrapped by DP, DDP, FSDP1 or compile or not; or a mapping, saved as it is, but for modules
             in it: each becomes its state dict, as if it were saved alone. (`torch.save` would pickle its class.)
         path: the file; replaced when it exists.
-        format: "pth" (what `torch.save` writes), "pth-legacy" (what it wrote before 1.6) or "safetensors" (one flat state dict,
-            ties kept); else by extension.
+        format: "pth" (what `torch.save` writes), "pth-legacy" (what it wrote before 1.6), "safetensors" (one flat state dict,
+            ties kept) or "dcp" (a folder for `torch.distributed.checkpoint`); else by extension.
         wrapped: keep the wrapper's names of a module.
 
     Raises:
@@ -51,10 +51,15 @@ def save(
     kind = output_format(path, format)
     data = _without_modules(model_or_mapping, wrapped, set())
     if kind == "safetensors":
-        flat = flatten(_tree_of(data))
+        flat = flatten(_tree_of(data, "safetensors"))
         pieces = safetensors.lay_out(flat.tensors, flat.metadata)
         with replacing(path, overwrite=True, durable=True) as output:
             write(pieces, output)
+        return
+    if kind == "dcp":
+        from ckpt_tools.operations.convert.folder import write_dcp
+
+        write_dcp(_tree_of(data, "a distributed checkpoint"), path)
         return
     with replacing(path, overwrite=True, durable=True) as output:
         _save_pth(data, output, zipped=kind == "pth")
@@ -119,36 +124,49 @@ def _state_dict_of(model: torch.nn.Module, wrapped: bool) -> Mapping[str, Any]:
     while True:
         if isinstance(model, torch.nn.DataParallel | torch.nn.parallel.DistributedDataParallel):
             model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), torch.nn.Module):
+        elif (inner := _inside(model)) is not None:
             model = inner
         else:
             return renamed_state_dict(model.state_dict(), names.strip_inner)
 
 
-def _tree_of(data: Mapping[str, Any]) -> Node:
-    """A mapping as a tree; tensors on one storage stay on one."""
+def _inside(model: torch.nn.Module) -> torch.nn.Module | None:
+    """What torch.compile or Opacus has wrapped."""
+    opacus = type(model).__module__.startswith("opacus.")
+    inner = getattr(model, "_orig_mod", None) or (getattr(model, "_module", None) if opacus else None)
+    return inner if isinstance(inner, torch.nn.Module) else None
+
+
+_DEEPEST = 100  # mappings in mappings
+
+
+def _tree_of(data: Mapping[str, Any], holder: str) -> Node:
+    """A mapping as a tree for what it is to be held by; tensors on one storage stay on one."""
     storages: dict[int, Storage] = {}
 
-    def node(value: Any, name: str) -> Node:
+    def node(value: Any, name: str, above: frozenset[int] = frozenset()) -> Node:
         if isinstance(value, torch.Tensor):
-            return _entry_of(value, name, storages)
+            return _entry_of(value, name, storages, holder)
+        if id(value) in above or len(above) > _DEEPEST:
+            raise ContainerLimitError(f"{name!r} is nested in itself, or too deep, which {holder} cannot hold.")
+        inside = above | {id(value)}
         if isinstance(value, Mapping):
-            made = Dict([(key, node(item, str(key))) for key, item in value.items()], ordered=True)
+            made = Dict([(key, node(item, str(key), inside)) for key, item in value.items()], ordered=True)
             if isinstance(metadata := getattr(value, "_metadata", None), Mapping):
                 made.attributes = Dict([("_metadata", node(metadata, "_metadata"))])
             return made
         if isinstance(value, list | tuple):
-            return List([node(item, name) for item in value])
+            return List([node(item, name, inside) for item in value])
         if value is None or isinstance(value, str | int | float | bool):
             return value
-        raise ContainerLimitError(f"{name!r} is a {type(value).__name__}, which safetensors cannot hold.")
+        raise ContainerLimitError(f"{name!r} is a {type(value).__name__}, which {holder} cannot hold.")
 
     return node(data, "the mapping")
 
 
-def _entry_of(tensor: torch.Tensor, name: str, storages: dict[int, Storage]) -> Entry:
+def _entry_of(tensor: torch.Tensor, name: str, storages: dict[int, Storage], holder: str) -> Entry:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise ContainerLimitError(f"{name!r} is a sparse, quantised or meta tensor, which safetensors cannot hold.")
+        raise ContainerLimitError(f"{name!r} is a sparse, quantised or meta tensor, which {holder} cannot hold.")
     tensor = tensor.detach().resolve_conj().resolve_neg()
     dtype: DType = DTYPES[str(tensor.dtype).removeprefix("torch.")]
     live = tensor.untyped_storage()

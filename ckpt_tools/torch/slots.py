@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,10 +71,11 @@ def find_slots(model: torch.nn.Module) -> Slots:
             distributed or sharded tensor, a lazy parameter that has no shape yet. All of them are named.
     """
     owners, modules = _owners(model), dict(model.named_modules(remove_duplicate=False))
+    holders = _holders(modules)
     slots, unusual = Slots(), []
     for name, value in model.state_dict(keep_vars=True).items():
         path, _, own = name.rpartition(".")
-        module = modules.get(path)
+        module = holders.get(path)
         if own == "_extra_state" and module is not None:
             slots.extra_state[name] = module
         elif module is None or not isinstance(value, torch.Tensor) or (id(module), own) not in owners.get(id(value), {}):
@@ -96,6 +97,16 @@ def find_slots(model: torch.nn.Module) -> Slots:
         if (buffer := module._buffers.get(own)) is not None and buffer.is_meta
     ]
     return slots
+
+
+# Wrappers that take their own name out of the state dict, by a hook.
+_TRANSPARENT = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def _holders(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """The module that holds what a state dict has below a path: inside a transparent wrapper, the wrapped one."""
+    plain = {".".join(part for part in path.split(".") if part not in _TRANSPARENT): module for path, module in modules.items()}
+    return {**modules, **plain}
 
 
 def _owners(model: torch.nn.Module) -> dict[int, dict[tuple[int, str], torch.nn.Module]]:

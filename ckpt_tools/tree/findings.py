@@ -7,7 +7,6 @@ import shlex
 from dataclasses import dataclass
 
 from ckpt_tools.text import printable
-from ckpt_tools.tree.output_names import writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ CODES = frozenset((
     "half-edited", "stray-journal",
 ))  # fmt: skip
 
-_NOT_WRITTEN = (".pkl", ".pickle", ".tar")  # the names of older formats, which a torch-zip may have too
+_READ_ONLY = (".npz", ".npy", ".pkl", ".pickle", ".tar", ".zip", ".pt2")
 
 
 def mending(command: str, path: str, options: str = "", *, suffix: str | None = None) -> str:
@@ -57,9 +56,9 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     Args:
         suffix: the extension of the output where it is not the input's; never one of a format that nobody writes here.
     """
-    stem, own = (path.rstrip("/"), ".pth") if os.path.isdir(path) else os.path.splitext(path)
+    stem, own = os.path.splitext(path)
     stem = stem.rpartition("/")[2] if "://" in path else stem  # the output of what has an address is written here
-    own = ".pth" if own.lower() in _NOT_WRITTEN or not writes(own) else own
+    own = ".pth" if own.lower() in _READ_ONLY else own
     target = f"{stem}.fixed{own if suffix is None else suffix}"
     return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))
 

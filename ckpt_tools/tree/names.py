@@ -1,7 +1,8 @@
 """Dotted tensor names and the wrapper prefixes that training puts in front of them. Pure functions.
 
 `nn.DataParallel` and `DistributedDataParallel` register the model as `module`, `torch.compile` as `_orig_mod`, FSDP1 as
-`_fsdp_wrapped_module`, activation checkpointing as `_checkpoint_wrapped_module`.
+`_fsdp_wrapped_module`, activation checkpointing as `_checkpoint_wrapped_module`, Lightning as `_forward_module`, Opacus'
+GradSampleModule as `_module`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from ckpt_tools.errors import CollisionError
 MODULE = "module."
 # Names that no user gives an attribute: safe to remove at any depth. "module" is not one of them: real models have a
 # sub-module of that name (model.norm1.module.weight), so it is only removed where it leads.
-INNER_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-WRAPPERS = (MODULE, *INNER_WRAPPERS)
+INNER_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
+# Nor is "_module": AllenNLP's TimeDistributed calls what it holds so.
+LEADING_WRAPPERS = (MODULE, "_module.")
+WRAPPERS = (*LEADING_WRAPPERS, *INNER_WRAPPERS)
 _LEAD = re.compile(f"(?:{'|'.join(map(re.escape, WRAPPERS))})+(?=.)")
 Row = TypeVar("Row")
 _INNER_PARTS = frozenset(wrapper[:-1] for wrapper in INNER_WRAPPERS)
@@ -67,12 +70,16 @@ def strip_inner(name: str) -> str:
 
 
 def unwrap(name: str) -> str:
-    """Remove every known wrapper, in any order; `module.` only where it leads.
+    """Remove every known wrapper, in any order; `module.` and `_module.` only where they lead.
 
     >>> unwrap("_orig_mod.module.layer1._checkpoint_wrapped_module.norm.module.weight")
     'layer1.norm.module.weight'
     """
-    return strip_module(strip_inner(name))
+    name = strip_inner(name)
+    at = 0
+    while prefix := next((w for w in LEADING_WRAPPERS if name.startswith(w, at) and len(name) > at + len(w)), None):
+        at += len(prefix)
+    return name[at:]
 
 
 def leading_wrappers(name: str) -> tuple[str, ...]:
@@ -92,21 +99,23 @@ def leading_wrappers(name: str) -> tuple[str, ...]:
 def wrappers_in(names: Iterable[str]) -> tuple[str, ...]:
     """The wrappers around a model with these names, each once, in order of appearance.
 
-    `module.` counts when every dotted name starts with it: in front of a part of them it is a sub-module that its author
-    called so. (`n_averaged`, beside the wrapped names of an AveragedModel, has no dot.)
+    `module.` and `_module.` count when every dotted name starts with them: in front of a part of them it is a sub-module that
+    its author called so. (`n_averaged`, beside the wrapped names of an AveragedModel, has no dot.)
     """
     found: dict[str, None] = {}
-    leads: set[str] = set()
-    bare = False
+    leads: dict[str, tuple[str, ...]] = {"": ()}
+    bare: set[str] = set()  # leading wrappers that some name does without
     for name in names:
         lead = _LEAD.match(name)
-        bare = bare or ("." in name and (lead is None or MODULE not in lead.group()))
-        if lead is not None and lead.group() not in leads:
-            leads.add(lead.group())
-            found.update(dict.fromkeys(leading_wrappers(name)))
+        text = lead.group() if lead is not None else ""
+        if text not in leads:
+            leads[text] = leading_wrappers(name)
+            found.update(dict.fromkeys(leads[text]))
+        if "." in name and len(bare) < len(LEADING_WRAPPERS):
+            bare.update(wrapper for wrapper in LEADING_WRAPPERS if wrapper not in leads[text])
         if "._" in name:
             found.update(dict.fromkeys(w for w in INNER_WRAPPERS if f".{w}" in name))
-    return tuple(wrapper for wrapper in found if wrapper != MODULE or not bare)
+    return tuple(wrapper for wrapper in found if wrapper not in bare)
 
 
 def check_unique(renamed: Mapping[str, str]) -> None:
@@ -119,7 +128,7 @@ def check_unique(renamed: Mapping[str, str]) -> None:
             raise CollisionError(
                 f"{first[new]!r} and {old!r} would both be named {new!r}.",
                 why="One of the two tensors would be lost.",
-                fix="Rename or drop one of them: --rename 'REGEX=REPLACEMENT', --drop GLOB.",
+                fix="Rename or drop one of them: `rename='REGEX=REPLACEMENT'`, `drop=GLOB`.",
             )
         first[new] = old
 

@@ -242,7 +242,7 @@ def test_a_tensor_with_optimizer_state_does_not_go_alone(tmp_path: Path, named: 
     path = saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     with pytest.raises(ConvertError, match="belongs to it by its place") as caught:
         converted(path, drop="3.*")
-    assert caught.value.fix.endswith("--drop optimizer")
+    assert caught.value.fix.endswith("`drop='optimizer'`.")
     loaded, _ = converted(path, drop=["3.*", "optimizer"])
     assert set(loaded) == {"model"}
     loaded, _ = converted(path, drop="*.num_batches_tracked")

@@ -165,14 +165,14 @@ def test_without_a_choice(tmp_path: Path) -> None:
     with pytest.raises(MatchError, match="does not fit") as caught:
         convert(with_head(20), tmp_path / "m.pth")
     assert "fc2.weight (10x8, wanted 20x8)" in caught.value.why
-    assert "--on-mismatch" in caught.value.fix
+    assert "`on_mismatch=" in caught.value.fix
     target = with_head(10)
     target.extra = nn.Linear(2, 2)
     del target.fc1
     with pytest.raises(MatchError, match="2 missing") as caught:
         convert(target, tmp_path / "m.pth")
     assert "2 unexpected" in caught.value.why
-    assert "--drop 'module.fc1.*'" in caught.value.fix
+    assert "`drop='module.fc1.*'`" in caught.value.fix
     assert not (tmp_path / "m.pth").exists()
 
 
@@ -210,7 +210,7 @@ def test_rows_of_a_tensor_that_keeps_its_shape(tmp_path: Path) -> None:
     """A glob picks rows anywhere; without one, rows that no tensor needs are refused."""
     state = convert(network(), tmp_path / "m.pth", on_mismatch="overlap", rows={"fc2.*": [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]})
     assert torch.equal(state["fc2.weight"], network().state_dict()["fc2.weight"].flip(0))
-    with pytest.raises(NothingMatchedError, match="--rows"):
+    with pytest.raises(NothingMatchedError, match="`rows`"):
         convert(network(), tmp_path / "n.pth", on_mismatch="overlap", rows=[1])
 
 
@@ -340,17 +340,17 @@ def test_a_plan_is_replayed(tmp_path: Path) -> None:
 
 
 BAD: list[tuple[dict[str, Any], type[CkptError], str]] = [
-    ({"reinit": "zeros"}, UsageError, "--like TARGET is missing"),
-    ({"like_select": "model"}, UsageError, "--like TARGET is missing"),
-    ({"plan": "p.toml", "like_args": "{}"}, UsageError, "--like TARGET is missing"),
-    ({"seed": 3}, UsageError, "--like TARGET is missing"),
-    ({"like": "fixtures.make:network", "rows": [1]}, UsageError, "--rows"),
-    ({"like": "fixtures.make:network", "on_mismatch": "overlap", "rows": ["x"]}, UsageError, "--rows"),
+    ({"reinit": "zeros"}, UsageError, "`like=TARGET` is missing"),
+    ({"like_select": "model"}, UsageError, "`like=TARGET` is missing"),
+    ({"plan": "p.toml", "like_args": "{}"}, UsageError, "`like=TARGET` is missing"),
+    ({"seed": 3}, UsageError, "`like=TARGET` is missing"),
+    ({"like": "fixtures.make:network", "rows": [1]}, UsageError, "`rows"),
+    ({"like": "fixtures.make:network", "on_mismatch": "overlap", "rows": ["x"]}, UsageError, "`rows="),
     ({"like": "fixtures.make:network", "on_mismatch": "reinit"}, UsageError, "needs to know how"),
     ({"like": "fixtures.make:network", "reinit": "head.*=zeros"}, NothingMatchedError, "matches no tensor that has to be"),
     ({"like": "fixtures.make:nowhere"}, TargetError, "nowhere"),
-    ({"like": "fixtures.make:network", "plan": "p.toml", "match": "names"}, UsageError, "does not go with --plan"),
-    ({"plan": "p.toml", "add_module": True}, UsageError, "--add-module does not go with --plan"),
+    ({"like": "fixtures.make:network", "plan": "p.toml", "match": "names"}, UsageError, "does not go with `plan`"),
+    ({"plan": "p.toml", "add_module": True}, UsageError, "`add_module` does not go with `plan`"),
 ]
 
 

@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+import ckpt_tools.torch
 from ckpt_tools import average
 from ckpt_tools.cli import main
 from ckpt_tools.errors import ConvertError, OutputExistsError, UsageError
@@ -102,9 +103,9 @@ def test_everything_else_comes_from_the_first(tmp_path: Path) -> None:
 
 
 def test_wrappers(tmp_path: Path) -> None:
-    """Wrapped and plain names disagree, and the error says --unwrap, which writes plain names."""
+    """Wrapped and plain names disagree, and the error says `unwrap`, which writes plain names."""
     paths = [FIXTURES / "ddp.pth", FIXTURES / "single.pth", FIXTURES / "single.safetensors"]
-    with pytest.raises(ConvertError, match="--unwrap"):
+    with pytest.raises(ConvertError, match="`unwrap=True`"):
         average(paths, tmp_path / "out.pth")
     average(paths, tmp_path / "out.pth", unwrap=True)
     found, expected = load(tmp_path / "out.pth"), load(FIXTURES / "single.pth")
@@ -131,7 +132,7 @@ def test_what_has_no_mean_is_refused(tmp_path: Path, other: Any, words: str) -> 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [float("nan"), 1.0]])
 def test_weights_that_do_not_fit(tmp_path: Path, weights: list[float]) -> None:
     """Too few weights, a sum of zero, and NaN are refused as usage."""
-    with pytest.raises(UsageError, match="--weights"):
+    with pytest.raises(UsageError, match="`weights`"):
         average(files(tmp_path, {"a.w": torch.ones(2)}, {"a.w": torch.ones(2)}), tmp_path / "out.pth", weights=weights)
 
 
@@ -173,3 +174,13 @@ def test_conjugate_views_have_a_mean(tmp_path: Path) -> None:
     one, other = torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([3 + 4j, 1 + 5j])
     average(files(tmp_path, {"a.w": one.conj()}, {"a.w": other}), tmp_path / "out.pth")
     assert load(tmp_path / "out.pth")["a.w"].tolist() == ((one.conj() + other) / 2).tolist()
+
+
+def test_the_mean_as_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """format="dcp" writes a folder that holds the mean; a dry run writes none."""
+    paths = files(tmp_path, {"a.w": torch.tensor([1.0, 2.0]), "n": 1}, {"a.w": torch.tensor([3.0, 6.0]), "n": 2})
+    assert average(paths, tmp_path / "out", format="dcp", dry_run=True).averaged == 1
+    assert not (tmp_path / "out").exists()
+    report = average(paths, tmp_path / "out", format="dcp")
+    assert (report.output.container, report.output.files) == ("dcp", 1)
+    assert ckpt_tools.torch.load_state_dict(tmp_path / "out")["a.w"].tolist() == [2.0, 4.0]

@@ -94,10 +94,13 @@ def test_an_unknown_code_is_refused(wrapped_file: Path) -> None:
     """A code that no finding has would be ignored in silence: a usage error that names the near ones."""
     done = ckpt("check", wrapped_file, "--ignore", "wrapper-prefixes")
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "--ignore 'wrapper-prefixes': no finding has this code." in done.stderr
+    assert "--ignore wrapper-prefixes: no finding has this code." in done.stderr
     assert "Did you mean 'wrapper-prefix'?" in done.stderr
-    with pytest.raises(UsageError, match="'w': no finding") as caught:
-        check(wrapped_file, ignore="wrapper-prefix")  # as text, not a list of codes
+    assert not [
+        finding for finding in check(wrapped_file, ignore="wrapper-prefix").findings if finding.code == "wrapper-prefix"
+    ]
+    with pytest.raises(UsageError, match="`ignore='w'`: no finding") as caught:
+        check(wrapped_file, ignore=["w"])
     assert "docs/check.md" in caught.value.fix
 
 

@@ -205,7 +205,7 @@ def test_reserve_is_for_safetensors(pth: Path, tmp_path: Path) -> None:
         path = tmp_path / "room.safetensors"
         ckpt_tools.convert(pth, path, select="model", reserve=reserve, add_prefix="x" * (reserve + 1), overwrite=True)
         assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
-    with pytest.raises(ckpt_tools.CkptError, match="--reserve"):
+    with pytest.raises(ckpt_tools.CkptError, match="`reserve`"):
         ckpt_tools.convert(pth, tmp_path / "out.pth", reserve=10)
 
 

@@ -282,7 +282,7 @@ def test_a_damaged_pickle(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
     damaged = data.replace(b"layer3.weight", b"layerX.weight", 1)
     with pytest.raises(RepairError, match="Nothing can be saved") as caught:
         repaired(damaged, tmp_path)
-    assert "--keep-damaged" in caught.value.fix
+    assert "`keep_damaged=True`" in caught.value.fix
     _, found = repaired(damaged, tmp_path, keep_damaged=True)
     assert found["layerX.weight"].equal(tensors["layer3.weight"])
 

@@ -242,12 +242,17 @@ def test_safetensors_and_select(tmp_path: Path) -> None:
 # --- refused, and nothing has changed
 
 
+def _seen(value: Any) -> Any:
+    """What tells whether a tensor, or extra state, has changed."""
+    return (id(value), element_bytes(value)) if isinstance(value, torch.Tensor) else value
+
+
 def refused(model: nn.Module, path: Path, error: type[CkptError], saying: str, **options: Any) -> CkptError:
     """load_into raises, and every tensor of the model is what it was."""
-    before = {name: (id(value), element_bytes(value)) for name, value in model.state_dict(keep_vars=True).items()}
+    before = {name: _seen(value) for name, value in model.state_dict(keep_vars=True).items()}
     with pytest.raises(error, match=saying) as caught:
         ckpt.load_into(model, path, **options)
-    after = {name: (id(value), element_bytes(value)) for name, value in model.state_dict(keep_vars=True).items()}
+    after = {name: _seen(value) for name, value in model.state_dict(keep_vars=True).items()}
     assert after == before
     return caught.value
 
@@ -611,3 +616,62 @@ def test_a_model_made_for_inference_is_refused(tmp_path: Path) -> None:
         model = nn.Linear(3, 2)
     with pytest.raises(TargetError, match=r"made under torch\.inference_mode"):
         ckpt.load_into(model, tmp_path / "in.pth")
+
+
+def test_a_model_under_activation_checkpointing(tmp_path: Path) -> None:
+    """torch's checkpoint_wrapper takes its name out of the state dict; what it wraps is found, also under two of them."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def model(value: float) -> nn.Module:
+        counting = Counting(2, 2)
+        counting.count = int(value)
+        inner = checkpoint_wrapper(checkpoint_wrapper(nn.Sequential(counting, nn.BatchNorm1d(2))))
+        made = nn.DataParallel(nn.Sequential(inner, checkpoint_wrapper(nn.Linear(2, 2))))
+        with torch.no_grad():
+            for tensor in made.state_dict().values():
+                if isinstance(tensor, torch.Tensor):
+                    tensor.fill_(value)
+        return made
+
+    path, target = tmp_path / "in.pth", model(0)
+    torch.save(model(5).state_dict(), path)
+    assert ckpt.load_into(target, path)
+    for name, value in target.state_dict().items():
+        assert value == 5 if name.endswith("_extra_state") else bool((value == 5).all()), name
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_integers_for_a_parameter_that_needs_a_gradient(tmp_path: Path, assign: bool) -> None:
+    """assign refuses what no Parameter can be before anything changes, and takes it where no gradient is needed."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    path = tmp_path / "in.pth"
+    torch.save({name: torch.ones_like(value, dtype=torch.int8) for name, value in model.state_dict().items()}, path)
+    if assign:
+        model[0].requires_grad_(False)
+        refused(model, path, ConvertError, "'1.weight' is int8, and a parameter in the model", assign=True)
+        model.requires_grad_(False)
+    assert ckpt.load_into(model, path, assign=assign)
+    assert model[1].weight.dtype is (torch.int8 if assign else torch.float32)
+
+
+class Picky(nn.Linear):
+    """A layer that refuses some extra state."""
+
+    state = 0
+
+    def get_extra_state(self) -> int:
+        return self.state
+
+    def set_extra_state(self, state: int) -> None:
+        self.state = state
+        if state > 1:
+            raise ValueError("not this one")
+
+
+def test_extra_state_that_is_refused(tmp_path: Path) -> None:
+    """When a module does not take its extra state, neither tensors nor extra state of any module have changed."""
+    path, model = tmp_path / "in.pth", nn.Sequential(Picky(2, 2), Picky(2, 2))
+    torch.save(nn.Sequential(Picky(2, 2), Picky(2, 2)).state_dict() | {"0._extra_state": 1, "1._extra_state": 2}, path)
+    error = refused(model, path, TargetError, "does not take its extra state")
+    assert "ValueError: not this one" in error.why
+    assert [layer.state for layer in model] == [0, 0]

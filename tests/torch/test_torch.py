@@ -447,3 +447,45 @@ def test_a_file_is_mapped_only_where_it_is_aligned(tmp_path: Path) -> None:
     assert len(header) % 2 == 1
     assert loaded.data_ptr() % 4 == 0
     assert torch.equal(loaded, values)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # one process is what is wanted
+def test_save_as_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """format="dcp" writes a folder that torch's own reader loads: nested, tied, beside plain values; again over itself."""
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+
+    model = network()
+    for _ in range(2):
+        ckpt.save({"model": nn.DataParallel(model), "epoch": 3}, tmp_path / "out", format="dcp")
+    wanted = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}, "epoch": 0}
+    load_dcp(wanted, storage_reader=FileSystemReader(tmp_path / "out"), no_dist=True)
+    assert wanted["epoch"] == 3
+    assert_same(wanted["model"], dict(model.state_dict()))
+    assert_same(dict(ckpt.load_state_dict(tmp_path / "out", mmap=False)), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("format_", ["safetensors", "dcp"])
+def test_a_mapping_inside_itself_is_refused(tmp_path: Path, format_: Any) -> None:
+    """What contains itself is an error of ours, in containers that hold no references."""
+    data: dict[str, Any] = {"weight": torch.ones(1)}
+    data["self"] = data
+    with pytest.raises(ContainerLimitError, match="nested in itself"):
+        ckpt.save(data, tmp_path / "out", format=format_)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_save_of_a_model_under_opacus(tmp_path: Path) -> None:
+    """The `_module.` of Opacus' GradSampleModule goes, as those of other wrappers do; a user's own `_module` stays."""
+
+    class GradSampleModule(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self._module = inner
+
+    wrapped = GradSampleModule(network())
+    ckpt.save(wrapped, tmp_path / "own.pth")
+    assert next(iter(torch.load(tmp_path / "own.pth"))).startswith("_module.")
+    GradSampleModule.__module__ = "opacus.grad_sample.grad_sample_module"
+    ckpt.save(nn.DataParallel(wrapped), tmp_path / "out.pth")
+    assert_is_network(torch.load(tmp_path / "out.pth"))

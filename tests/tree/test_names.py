@@ -190,3 +190,13 @@ def test_wrappers_found() -> None:
 def test_examples_in_docstrings() -> None:
     """The examples in names.py are right."""
     assert doctest.testmod(names).failed == 0
+
+
+def test_wrappers_of_lightning_and_opacus() -> None:
+    """`_forward_module.` goes at any depth, Opacus' `_module.` only where it leads: AllenNLP's own modules are called so."""
+    assert names.unwrap("_forward_module.module._module.model.weight") == "model.weight"
+    assert names.unwrap("embedder._module.weight") == "embedder._module.weight"
+    assert names.unwrap("_module.weight") == "weight"
+    assert names.wrappers_in(["_module.a.weight", "_module.b.weight", "epoch"]) == ("_module.",)
+    assert names.wrappers_in(["_module.a.weight", "b.weight"]) == ()
+    assert names.wrappers_in(["_fsdp_wrapped_module.a.weight", "module.b.weight"]) == ("_fsdp_wrapped_module.",)

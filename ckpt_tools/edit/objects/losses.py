@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from fnmatch import translate
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from ckpt_tools.errors import ObjectsError
@@ -164,8 +163,7 @@ def _lost_error(path: Path, lost: Sequence[Where]) -> ObjectsError:
     return ObjectsError(
         f"{tensors_of(path, lost)} would be lost: {listed([dotted(where) for where in lost], 8)}.",
         why="They lie in objects whose plain form, the state dict of a module for example, does not hold them.",
-        fix="To leave them out, say so: " + " ".join(f"--drop {quote(owner)}" for owner in owners[:8])
-        + (f" and {len(owners) - 8} more" if len(owners) > 8 else ""),
+        fix=f"To leave them out, say so: `drop={owners[:8]!r}`" + (f" and {len(owners) - 8} more" if len(owners) > 8 else ""),
     )  # fmt: skip
 
 

@@ -48,7 +48,6 @@ from ckpt_tools.operations.safety import of_checkpoint, of_unreadable
 from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree.findings import CODES, Finding, mending
 from ckpt_tools.tree.nodes import Entry, Where
-from ckpt_tools.tree.output_names import check_document_name
 from ckpt_tools.values.numeric import one_thread
 
 _EQUAL_FROM = 1024
@@ -81,7 +80,7 @@ class Wanted:
         for code in self.ignore:
             if code not in CODES:
                 fix = did_you_mean(code, sorted(CODES))
-                raise UsageError(f"--ignore {code!r}: no finding has this code.", fix=fix or "docs/check.md lists the codes.")
+                raise UsageError(f"`ignore={code!r}`: no finding has this code.", fix=fix or "docs/check.md lists the codes.")
 
 
 def check(
@@ -107,6 +106,7 @@ def check(
     Raises:
         CkptError: what `against` names cannot be read. UsageError: no finding has a code that is to be ignored.
     """
+    ignore = (ignore,) if isinstance(ignore, str) else ignore
     return check_one(path, Wanted(values, digest, None if against is None else load_digests(against), ignore, device), advance)
 
 
@@ -126,11 +126,10 @@ def save_digests(report: Checked, path: str | os.PathLike[str], *, overwrite: bo
     """Write the digests of a report to a digest file, whole or not at all.
 
     Raises:
-        OutputError: it exists, or cannot be written. DigestError: the report has none. UsageError: a checkpoint's name.
+        OutputError: it exists, or cannot be written. DigestError: the report has none.
     """
     if report.container is None:
         raise DigestError(f"{report.path} cannot be read, so there are no digests of it.")
-    check_document_name(path, "digests", ".digest")
     with replacing(path, overwrite=overwrite) as output:
         write([Piece(Literal(digests.text(report.digests, report.path).encode()))], output)
 

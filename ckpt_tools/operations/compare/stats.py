@@ -119,7 +119,7 @@ def _chosen(tensors: list[Tensor], pattern: str | None) -> list[Tensor]:
     if not found:
         why = did_you_mean(pattern, (dotted(tensor.where) for tensor in tensors))
         fix = "ckpt inspect --all FILE lists the names."
-        raise NothingMatchedError(f"--filter {pattern!r} matches no tensor.", why=why, fix=fix)
+        raise NothingMatchedError(f"`filter={pattern!r}` matches no tensor.", why=why, fix=fix)
     return found
 
 

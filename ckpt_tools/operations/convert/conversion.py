@@ -39,7 +39,7 @@ from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.nodes import Node
 
-CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors"}
+CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp"}
 _RESERVE = 4096  # bytes of room in a safetensors header
 
 if TYPE_CHECKING:
@@ -76,17 +76,17 @@ class Edits:
         retargeting: Retargeting | None = None, verify: bool = False, reserve: int | None = None, compact: bool = False,
     ) -> None:  # fmt: skip
         if reserve is not None and (kind != "safetensors" or reserve < 0):
-            raise UsageError("--reserve is the room in a safetensors header; a .pth puts a longer pickle behind its tensors.")
+            raise UsageError("`reserve` is the room in a safetensors header; a .pth puts a longer pickle behind its tensors.")
         if dtype is not None and dtype not in CAST_TARGETS:
             raise UsageError(f"--dtype {dtype!r} is none of bf16, fp16, fp32, fp64.")
         if dtype_only and dtype is None:
-            raise UsageError("--dtype-only says which tensors --dtype casts; --dtype is missing.")
+            raise UsageError("`dtype_only` says which tensors `dtype` casts; `dtype` is missing.")
         if objects not in (None, "keep", "plain", "drop"):
-            raise UsageError(f"--objects {objects!r} is none of keep, plain, drop.")
+            raise UsageError(f"`objects={objects!r}` is none of keep, plain, drop.")
         if slim and objects == "keep":
-            raise UsageError("--slim drops objects, so --objects keep contradicts it.")
+            raise UsageError("`slim` drops objects, so `objects='keep'` contradicts it.")
         if retargeting is not None and retargeting.plan is not None and names.steps:
-            raise UsageError(f"{names.steps[0][0]} does not go with --plan, which says every name.")
+            raise UsageError(f"`{names.steps[0][0]}` does not go with `plan`, which says every name.")
         self.names, self.kind, self.keep, self.drop, self.select = names, kind, several(keep), several(drop), select
         self.map_location = map_location
         self.retag = devices.parse_map_location(map_location) if map_location is not None else None

@@ -63,7 +63,7 @@ def collect(root: Node, file_bytes: int = 0) -> Items:
     """
     if type(root) is not Dict:
         raise ContainerLimitError(
-            "A distributed checkpoint holds a mapping; this checkpoint is something else.", fix="Take one out of it: --select."
+            "A distributed checkpoint holds a mapping; this checkpoint is something else.", fix="Take one out of it: `select`."
         )
     found = Items()
     names: dict[str, Path] = {}
@@ -72,7 +72,7 @@ def collect(root: Node, file_bytes: int = 0) -> Items:
         name = dotted(path)
         if name in names:
             raise CollisionError(
-                f"Two places of the checkpoint have the name {name!r} in a distributed one.", fix="Rename one: --rename."
+                f"Two places of the checkpoint have the name {name!r} in a distributed one.", fix="Rename one: `rename`."
             )
         names[name] = path
         item = _item(name, path, node)
@@ -92,7 +92,7 @@ def _item(name: str, path: Path, node: Node) -> Item:
     if is_tensor(node):
         raise ContainerLimitError(
             f"{name!r} is a sparse, quantised, nested or meta tensor, which a distributed checkpoint cannot hold.",
-            fix=f"Leave it out: --drop '{name}'.",
+            fix=f"Leave it out: `drop={name!r}`.",
         )
     return Item(name, path, None, None, to_bytes(torch_layout.lay_out(node, trust_crc=False)))
 

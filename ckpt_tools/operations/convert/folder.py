@@ -98,7 +98,7 @@ def run_folder(
     report = Converted(str(source), str(target.path), "dcp" if target.kind == "dcp" else "sharded", target.dry_run)
     with open_checkpoint(source) as checkpoint:
         if target.kind == "dcp":
-            _run_dcp(checkpoint, target, edits, report, progress)
+            run_dcp(checkpoint, target, edits, report, progress)
         else:
             _run_shards(checkpoint, target, edits, limit, report, progress)
     return report
@@ -185,7 +185,8 @@ def _merge_counts(edits: Edits, report: Converted, ranks: Ranks) -> None:
                 counts[name] = counts.get(name, 0) + count
 
 
-def _run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: Converted, progress: Progress | None) -> None:
+def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: Converted, progress: Progress | None) -> None:
+    """Plan and write a distributed checkpoint; `target.check` has been asked."""
     ranks = target.ranks
 
     def plan() -> Items:
@@ -213,6 +214,21 @@ def _run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report:
     ranks.agree(lambda: None)  # the folder is in its place before any process says that it is done
 
 
+def write_dcp(root: Node, path: str | os.PathLike[str]) -> None:
+    """Write a tree as a distributed checkpoint, in the place of one that is there; durable.
+
+    Raises:
+        ContainerLimitError, CollisionError: see `collect`. OutputError: the folder cannot be written.
+    """
+    target = FolderTarget(path, "dcp", overwrite=True, durable=True, dry_run=False, ranks=Ranks())
+    target.check()
+    found = collect(root)
+    with ExitStack() as stack:
+        staging = target.staged(stack, ".metadata")
+        staging.check_space(sum(item.nbytes for item in found.items))
+        _save(found, staging, target.ranks, None)
+
+
 def _note_dcp(text_keys: int, attributes: bool, report: Converted) -> None:
     if text_keys:
         text = f"{text_keys} keys that are no text became text, as torch.distributed.checkpoint makes them."
@@ -230,6 +246,8 @@ def _save(found: Items, staging: Staging, ranks: Ranks, progress: Progress | Non
     try:
         with ranks.connected():
             save(found, staging, ranks, progress)
+    except CkptError:  # some of ours are an OSError too
+        raise
     except OSError as error:
         raise output_error(staging.target, error) from None
     except CheckpointException as error:
@@ -241,7 +259,7 @@ def _own_error(error: CheckpointException, staging: Staging, ranks: Ranks) -> Ba
     rank, (failure, _) = min(error.failures.items())
     if isinstance(failure, KeyboardInterrupt | SystemExit):  # torch takes Ctrl-C and SIGTERM for failures of the writing
         return failure
-    if isinstance(failure, OSError):
+    if isinstance(failure, OSError) and not isinstance(failure, CkptError):
         failure = output_error(staging.target, failure)
     elif not isinstance(failure, CkptError):
         failure = OutputError(f"{staging.target} cannot be written.", why=f"torch.distributed.checkpoint: {failure}")

@@ -21,21 +21,21 @@ class Names:
         add_prefix: str | None = None, rename: str | Sequence[str] = (),
     ) -> None:  # fmt: skip
         if strip_module and add_module:
-            raise UsageError("--strip-module and --add-module contradict each other.")
+            raise UsageError("`strip_module` and `add_module` contradict each other.")
         if strip_prefix == "" or add_prefix == "":
             raise UsageError("A prefix cannot be empty.")
         self.steps: list[tuple[str, Rename]] = []
         self.known: dict[str, str] = {}  # names that have been renamed already, each asked for several times
         if strip_module:
-            self.steps.append(("--strip-module", names.strip_module))
+            self.steps.append(("strip_module", names.strip_module))
         if unwrap:
-            self.steps.append(("--unwrap", names.unwrap))
+            self.steps.append(("unwrap", names.unwrap))
         if strip_prefix is not None:
-            self.steps.append((f"--strip-prefix {strip_prefix}", lambda name: names.strip_leading(name, strip_prefix)))
+            self.steps.append((f"strip_prefix={strip_prefix!r}", lambda name: names.strip_leading(name, strip_prefix)))
         for text in several(rename):
             pattern, replacement = renaming.parse_rename(text)
-            self.steps.append((f"--rename {text!r}", lambda name, p=pattern, r=replacement: p.sub(r, name)))  # type: ignore[misc]
-        for option, prefix in (("--add-prefix", add_prefix), ("--add-module", names.MODULE if add_module else None)):
+            self.steps.append((f"rename={text!r}", lambda name, p=pattern, r=replacement: p.sub(r, name)))  # type: ignore[misc]
+        for option, prefix in (("add_prefix", add_prefix), ("add_module", names.MODULE if add_module else None)):
             if prefix is not None:
                 self.steps.append((option, lambda name, prefix=prefix: prefix + name))  # type: ignore[misc]
 
@@ -69,29 +69,27 @@ class Names:
         return new
 
     def _check_matches(self, found: list[StateDict], report: Converted) -> None:
-        """A --rename that changes nothing is refused; another option that changes nothing is noted."""
+        """A `rename` that changes nothing is refused; another option that changes nothing is noted."""
         if not found:
             raise NothingMatchedError("There is no state dict to rename in.", why="No mapping of names to tensors was found.")
         old = current = [name for state_dict in found for name in state_dict.names]
         for option, step in self.steps:
             new = [step(name) for name in current]
-            if new == current and option.startswith("--rename"):
-                raise NothingMatchedError(f"{option} changes no name.", fix="ckpt inspect --all FILE lists the names.")
+            if new == current and option.startswith("rename="):
+                raise NothingMatchedError(f"`{option}` changes no name.", fix="ckpt inspect --all FILE lists the names.")
             if new == current:
-                report.notes.append(Note("no-prefix", f"{option}: no name has the prefix; the names stay as they are."))
+                report.notes.append(Note("no-prefix", f"`{option}`: no name has the prefix; the names stay as they are."))
             current = new
         self.known = dict(zip(old, current, strict=True))
 
     def _note_uneven(self, found: list[StateDict], report: Converted) -> None:
         """Say so where some names of a state dict lose more than one `module.`, and others one."""
-        options = [option for option, _ in self.steps if option in ("--strip-module", "--unwrap")]
+        options = [option for option, _ in self.steps if option in ("strip_module", "unwrap")]
         for state_dict in found if options else ():
-            pair = names.uneven(map(names.strip_inner, state_dict.names) if "--unwrap" in options else state_dict.names)
+            pair = names.uneven(map(names.strip_inner, state_dict.names) if "unwrap" in options else state_dict.names)
             if pair is not None:
-                text = (
-                    f"{options[0]}: {pair[0]!r} loses one 'module.', {pair[1]!r} more. Where the model itself has a sub-module "
-                )
-                fix = r"of that name, remove one only: --rename '^module\.='."
+                text = f"`{options[0]}`: {pair[0]!r} loses one 'module.', {pair[1]!r} more. "
+                fix = r"Where the model itself has a sub-module of that name, remove one only: `rename='^module\\.='`."
                 report.notes.append(Note("uneven-prefix", text + fix))
 
 

@@ -120,7 +120,7 @@ def _check_program(checkpoint: Checkpoint, policy: str | None, report: Converted
     if policy != "plain":
         raise ObjectsError(
             f"{checkpoint.path} is {PROGRAMS[checkpoint.container][1]}, not a plain checkpoint.", why="convert keeps no code.",
-            fix="Take its state dict out: --objects plain",
+            fix="Take its state dict out: `objects='plain'`",
         )  # fmt: skip
     report.dropped.append(("code", "a state dict holds no program"))
 
@@ -131,5 +131,5 @@ def _objects_error(checkpoint: Checkpoint, unknown: list[tuple[Where, str]], hid
     more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
     return ObjectsError(
         f"{checkpoint.path} holds objects that are not plain data.", why="; ".join(lines[:8]) + more + ".",
-        fix="Choose with --objects: 'plain' makes data of them, 'drop' leaves them out, 'keep' keeps them as they are.",
+        fix="Choose with `objects`: 'plain' makes data of them, 'drop' leaves them out, 'keep' keeps them as they are.",
     )  # fmt: skip

@@ -26,7 +26,7 @@ class Holes:
 
     def __init__(self, like: str, reinit: Sequence[str], seed: int) -> None:
         if any(text.rpartition("=")[2] == "target" for text in reinit):
-            raise UsageError("--reinit target is for ckpt convert; repair fills holes with initial values.")
+            raise UsageError("`reinit='target'` is for ckpt convert; repair fills holes with initial values.")
         self.target = read_target(like)
         self.choices = Choices(Rules(reinit), seed=seed, allow_unexpected=("*",))
 

@@ -113,7 +113,7 @@ def _pickle(source: Source, walked: Walked, keep_damaged: bool) -> Found:
     else:
         raise ChecksumError(
             "The pickle that lists the tensors is damaged or cut.", why="Names and shapes could be wrong.",
-            fix="Take it as it is: --keep-damaged.",
+            fix="Take it as it is: `keep_damaged=True`.",
         )  # fmt: skip
     check_pickle(source, chosen.size or 0, deflated=chosen.deflated)
     return chosen

@@ -1,0 +1,102 @@
+"""Errors: Python's own classes where there are some, what they say now, arguments as Python or the command line calls them."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_tools
+import ckpt_tools.torch
+from ckpt_tools import errors
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.render import wording
+from tests.support.samples import FIXTURES
+
+SINGLE = FIXTURES / "single.pth"
+ALL = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, CkptError)]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_error_shows_what_it_says_now(kind: type[CkptError]) -> None:
+    """What is set after an error was made is in its repr, its text and its copy in another process."""
+    error = kind("before", why="because", fix="do that")
+    error.what = "after"
+    assert repr(error) == f"{kind.__name__}('after')"
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), type(copy), copy.exit_code) == ("after\nbecause\ndo that", kind, error.exit_code)
+
+
+READING: list[Callable[[Path], object]] = [
+    ckpt_tools.inspect,
+    ckpt_tools.open_checkpoint,
+    ckpt_tools.torch.load,
+    ckpt_tools.torch.load_state_dict,
+    ckpt_tools.stats,
+    lambda path: ckpt_tools.torch.load_into(torch.nn.Linear(1, 1), path),
+    lambda path: ckpt_tools.convert(path, path.parent / "out.pth"),
+    lambda path: ckpt_tools.average([path, path], path.parent / "out.pth"),
+    lambda path: ckpt_tools.repair(path, path.parent / "out.pth"),
+    lambda path: ckpt_tools.diff(SINGLE, path),
+    lambda path: ckpt_tools.edit_in_place(path, unwrap=True),
+]
+
+
+@pytest.mark.parametrize("call", READING)
+def test_a_missing_file_is_a_file_not_found_error(tmp_path: Path, call: Callable[[Path], object]) -> None:
+    """Every call says that a file is not there as Python does, with exit code 3."""
+    with pytest.raises(FileNotFoundError, match="There is no such file") as caught:
+        call(tmp_path / "nowhere.pth")
+    assert isinstance(caught.value, CkptError)
+    assert (caught.value.exit_code, caught.value.errno) == (3, 2)
+
+
+def test_outputs_that_cannot_be(tmp_path: Path) -> None:
+    """An output that exists, is a folder, or has none is refused by Python's class for it, and is our OutputError."""
+    there = tmp_path / "there.pth"
+    there.write_bytes(b"x")
+    for target, kind in (
+        (there, FileExistsError),
+        (tmp_path, IsADirectoryError),
+        (tmp_path / "no" / "o.pth", FileNotFoundError),
+    ):
+        with pytest.raises(kind) as caught:
+            ckpt_tools.convert(SINGLE, target)
+        assert isinstance(caught.value, errors.OutputError)
+    assert there.read_bytes() == b"x"
+    with pytest.raises(IsADirectoryError):
+        ckpt_tools.inspect(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may do anything")
+def test_what_is_not_permitted(tmp_path: Path) -> None:
+    """A file that may not be read, and a folder that may not be written, are PermissionErrors."""
+    closed, folder = tmp_path / "closed.pth", tmp_path / "folder"
+    closed.write_bytes(SINGLE.read_bytes())
+    closed.chmod(0)
+    folder.mkdir(0o555)
+    with pytest.raises(PermissionError):
+        ckpt_tools.inspect(closed)
+    with pytest.raises(PermissionError):
+        ckpt_tools.convert(SINGLE, folder / "out.pth")
+
+
+def test_arguments_are_called_as_their_reader_knows_them(tmp_path: Path) -> None:
+    """The library says `dtype_only`, with the fact beside it; the command line's words for the same are its option."""
+    with pytest.raises(UsageError, match="`dtype_only` says which tensors `dtype` casts; `dtype` is missing") as caught:
+        ckpt_tools.convert(SINGLE, tmp_path / "out.pth", dtype_only="*")
+    assert caught.value.option == "dtype_only"
+    assert "--" not in str(caught.value)
+    assert wording.as_options(caught.value.what) == "--dtype-only says which tensors --dtype casts; --dtype is missing."
+    assert UsageError("nothing about any").option == ""
+
+
+def test_examples_of_wording() -> None:
+    """The docstring's example holds, and text that is no argument stays."""
+    assert not doctest.testmod(wording).failed
+    assert wording.as_options("`Net` and ``, `select=WHERE`, `rows=[3, 1]`") == "`Net` and ``, --select WHERE, --rows 3,1"
