@@ -45,6 +45,11 @@ _DATA = ALLOWED | _named(
     "build_tensor_from_id,restore_type_tag torch._C:_TensorBase,TensorBase "
     # members of enumerations, which are pickled as calls of their class
     "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING "
+    "torch.distributed._shard.sharded_tensor.metadata:MEM_FORMAT_ENCODING "
+    "megatron.core.transformer.enums:AttnMaskType,AttnType,AttnBackend,LayerType,ModelType "
+    "torch.distributed.checkpoint.planner:WriteItemType,LoadItemType "
+    "deepspeed.runtime.zero.config:ZeroStageEnum deepspeed.runtime.zero.offload_config:OffloadDeviceEnum "
+    "megatron.core.enums:ModelType,Fp8Recipe peft.utils.peft_types:PeftType,TaskType "
     "torch.distributed.fsdp.api:StateDictType,ShardingStrategy,BackwardPrefetch "
     "transformers.trainer_utils:IntervalStrategy,SchedulerType,HubStrategy,SaveStrategy,EvaluationStrategy,FSDPOption "
     "transformers.training_args:OptimizerNames,ParallelMode transformers.utils.generic:ExplicitEnum "
@@ -56,10 +61,9 @@ _DATA = ALLOWED | _named(
 _NUMPY_DTYPE = re.compile(r"\w+DType")
 
 # Of these what they are given is called, or made an instance of: their arguments are judged as calls.
-CALLING = _named(
-    "torch._tensor:_rebuild_from_type_v2 torch.tensor:_rebuild_from_type_v2 "
-    "numpy.random._pickle:__randomstate_ctor,__generator_ctor,__bit_generator_ctor"
-)
+CALLING = _named("numpy.random._pickle:__randomstate_ctor,__generator_ctor,__bit_generator_ctor")
+# (function, class, arguments, state): the function is called with the arguments.
+FROM_TYPE = _named("torch._tensor:_rebuild_from_type_v2 torch.tensor:_rebuild_from_type_v2")
 # The first argument is a class, of which an instance is made without its `__init__`.
 OF_CLASS = _named(
     "torch._utils:_rebuild_wrapper_subclass numpy.core.multiarray:_reconstruct numpy._core.multiarray:_reconstruct "
@@ -71,6 +75,8 @@ TEXT_CODECS = frozenset(("latin1", "latin-1", "utf-8", "utf8", "ascii"))
 OF_ONE = frozenset((Global("builtins", "type"), Global("builtins", "iter")))  # of one argument harmless, of more not
 GETATTR = Global("builtins", "getattr")  # of a class and a plain name: a member of an enumeration
 GETITEM = frozenset((Global("_operator", "getitem"), Global("operator", "getitem")))  # of a type: typing.List[int]
+# What is given to these may be called later: a default factory.
+HOLDS_CALLABLES = _named("functools:partial collections:defaultdict")
 # What calls of these make can be called in turn, or be given to what calls it.
 MAKES_CALLABLES = frozenset((Global("functools", "partial"), GETATTR))
 

@@ -46,34 +46,39 @@ def of_call(function: Node, args: Node) -> Rating:
         return "harmful" if type(function) is Object and of_reference(function) == "harmful" else "unknown"
     name = callables.of_python3(function)
     given = args if type(args) is tuple else (args,)
+    special = _of_special(name, given)
+    if special is not None:
+        return special
+    if callables.is_data(name):
+        return _of_references(given[:1]) if name in callables.HOLDS_CALLABLES else "data"
+    return "harmful" if callables.is_harmful(name) else "unknown"
+
+
+def _of_special(name: Global, given: tuple[Node, ...]) -> Rating | None:
+    """Of functions that make data of some arguments only; None for any other."""
     if name == callables.RECONSTRUCTOR:
         return _of_reconstructor(given)
-    if name == callables.ENCODE:
-        return "data" if len(given) == 1 or _is_text_codec(given[1]) else "unknown"
-    if name in callables.OF_ONE and len(given) == 1:
-        return "data"
-    if name == callables.GETATTR and _is_member(given):
-        return "class"
-    if name in callables.GETITEM and _is_typing(given):
-        return "data"
+    if name in callables.FROM_TYPE:
+        return _of_rebuild(given)
     if name in callables.OF_CLASS:
         return worst(of_instance(given[0], ()) if given else "unknown", _of_references(given[1:]))
     if name in callables.CALLING:
         return _of_called_arguments(given)
-    if callables.is_data(name):
-        return worst("data", _of_makers(name, given))
-    return "harmful" if callables.is_harmful(name) else "unknown"
+    return _of_harmless_use(name, given)
+
+
+def _of_harmless_use(name: Global, given: tuple[Node, ...]) -> Rating | None:
+    """Of functions that can do harm, those uses of them that pickles of data have."""
+    if name == callables.ENCODE:
+        return "data" if len(given) == 1 or _is_text_codec(given[1]) else "unknown"
+    if name == callables.GETATTR and _is_member(given):
+        return "class"
+    harmless = (name in callables.OF_ONE and len(given) == 1) or (name in callables.GETITEM and _is_typing(given))
+    return "data" if harmless else None
 
 
 def _is_text_codec(codec: Node) -> bool:
     return type(codec) is str and codec in callables.TEXT_CODECS
-
-
-def _of_makers(name: Global, given: tuple[Node, ...]) -> Rating:
-    """What makes data of a class or function that it is given (a default factory) is as harmful as that."""
-    if name.name in ("partial", "defaultdict"):
-        return _of_references(given[:1])
-    return "data"
 
 
 def _of_reconstructor(given: tuple[Node, ...]) -> Rating:
@@ -89,9 +94,25 @@ def _of_reconstructor(given: tuple[Node, ...]) -> Rating:
     )
 
 
-def _is_member(given: tuple[Node, ...]) -> bool:
+def _of_rebuild(given: tuple[Node, ...]) -> Rating:
+    """torch's `_rebuild_from_type_v2(function, class, arguments, state)`: the function is called, a state is set."""
+    if len(given) != 4:
+        return "unknown"
+    function, cls, args, state = given
+    if type(function) is not Global or function in callables.FROM_TYPE:
+        return "unknown"
+    return worst(of_call(function, args), of_instance(cls, ()), of_state(None, state))
+
+
+def _is_member(given: Node) -> bool:
     """Whether getattr has a class of the user's and a plain name: how Python 3.11 pickles members of enumerations."""
-    if len(given) != 2 or type(given[0]) is not Global or type(given[1]) is not str or given[1].startswith("_"):
+    if (
+        type(given) is not tuple
+        or len(given) != 2
+        or type(given[0]) is not Global
+        or type(given[1]) is not str
+        or given[1].startswith("_")
+    ):
         return False
     name = callables.of_python3(given[0])
     return not callables.is_standard(name) and not callables.is_harmful(name) and given[1].isidentifier()
@@ -115,6 +136,8 @@ def _of_called_arguments(given: tuple[Node, ...]) -> Rating:
 
 def of_instance(cls: Node, args: Node) -> Rating:
     """`cls.__new__(cls, *args)`: NEWOBJ, which makes an instance without its `__init__`."""
+    if type(cls) is Object and type(cls.function) is Global and cls.function == callables.GETATTR and _is_member(cls.args):
+        return worst("class", _of_references(args))  # a class inside a class
     if type(cls) is not Global:
         return "unknown"
     name = callables.of_python3(cls)
