@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree.nodes import Global
 
@@ -143,6 +144,8 @@ _STANDARD = _words(
     "uuid venv warnings wave weakref webbrowser winreg winsound wsgiref xdrlib xml xmlrpc zipapp zipfile zipimport zlib "
     "zoneinfo "
 )  # fmt: skip
+# Nearly all calls of a checkpoint: these make data of whatever they are given.
+QUIET = _DATA - FROM_TYPE - CALLING - OF_CLASS - HOLDS_CALLABLES - {RECONSTRUCTOR, ENCODE, LOAD_FROM_BYTES}
 
 
 def is_data(name: Global) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ckpt_tools.errors import CkptError
 from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.arrays_behind import array_bytes
+from ckpt_tools.pickling.callables import QUIET
 from ckpt_tools.pickling.ratings import Rating
 from ckpt_tools.pickling.reader import OPCODES, Machine
 from ckpt_tools.pickling.stream import Part, Pickles
@@ -27,6 +28,7 @@ from ckpt_tools.tree.nodes import (
 )
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
+_WINDOW = 4 << 20  # most pickles are read at once
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _PICKLES_OF_LEGACY = 5  # magic number, protocol, sys_info, the object, the keys; raw bytes follow
 _MOST_PICKLES = 10_000  # one behind another that are looked through
@@ -89,10 +91,14 @@ class Lister(Machine):
 
     def make(self, function: Node, args: Node) -> None:
         """Rate a call, then stand in for its result."""
+        if type(function) is not Global or function not in QUIET:
+            self._listen(function, args)
+        super().make(function, args)
+
+    def _listen(self, function: Node, args: Node) -> None:
         self.rate(ratings.of_call(function, args), function, args)
         if type(function) is Global and function == LOAD_FROM_BYTES:
             self._load_from_bytes(args)
-        super().make(function, args)
 
     def _load_from_bytes(self, args: Node) -> None:
         data = args[0] if type(args) is tuple and len(args) == 1 else None
@@ -244,7 +250,7 @@ def list_pickles(part: Part) -> Iterator[Pickle]:
 
     The first one comes whether it can be read or not, another one that breaks only where it names something.
     """
-    pickles = Pickles(part)
+    pickles = Pickles(part, _WINDOW)
     count, most = 0, _MOST_PICKLES
     while pickles.left and count < most:
         found = _list_one(pickles)
