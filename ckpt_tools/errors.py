@@ -25,6 +25,7 @@ CkptError                      exit code 3 unless noted
 ├── ConvertError               the conversion that was asked for cannot be done without loss or guessing
 │   ├── CollisionError             two tensors would get one name
 │   ├── NothingMatchedError        an option that matches nothing, or a result without tensors
+│   ├── PartError              one process's part of a model, where the model is wanted
 │   ├── ObjectsError               objects that are not plain data, and no word on what to do with them
 │   ├── TargetError                a target model that cannot be imported, built or read
 │   ├── MatchError                 a checkpoint that does not fit the target, and no word on what to do about it
@@ -198,6 +199,10 @@ class CollisionError(ConvertError):
 
 class NothingMatchedError(ConvertError):
     """An option matches nothing, or nothing would be left."""
+
+
+class PartError(ConvertError):
+    """The file is one process's part of a model, and the model is wanted."""
 
 
 class ObjectsError(ConvertError):

@@ -43,12 +43,8 @@ from ckpt_tools.fit.targets import (
     params_of,
     read_target,
 )
-from ckpt_tools.formats.open import (
-    find_optimizers,
-    find_state_dicts,
-    is_tensor,
-    open_checkpoint,
-)
+from ckpt_tools.formats.open import find_optimizers, find_state_dicts, is_tensor
+from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Content
 from ckpt_tools.matching import Stages, match
 from ckpt_tools.text import dotted
@@ -212,7 +208,7 @@ class _OwnValues:
         value = self.tensors[name]
         if type(value) is Entry:
             return row_major(value)
-        if is_tensor(value) or value.is_meta:
+        if is_tensor(value) or value.is_meta or hasattr(value, "full_tensor"):  # a DTensor's values are on many processes
             raise ConvertError(f"{name!r} has no values in {self.target.label}.", fix='Choose another scheme than "target".')
         check_finite(value.detach(), name)
         return live_content(value)
@@ -224,7 +220,7 @@ class _OwnValues:
             return made if isinstance(made, Mapping) else _state_dict(made)
         if self.target.tensors is not None:
             return self.target.tensors
-        checkpoint = self.stack.enter_context(open_checkpoint(self.target.label))
+        checkpoint = self.stack.enter_context(open_whole(self.target.label))
         state_dict = choose_state_dict(checkpoint, self.select)
         root = to_little_endian(state_dict.node, checkpoint.decoded.byteorder)
         return {key: value for key, value in root.items if type(key) is str and is_tensor(value)}

@@ -25,8 +25,8 @@ from ckpt_tools.formats.open import (
     StateDict,
     find_state_dicts,
     is_tensor,
-    open_checkpoint,
 )
+from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.matching.params import Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted
@@ -97,7 +97,7 @@ def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, selec
 
 
 def _from_checkpoint(path: str | os.PathLike[str], select: str | None) -> Target:
-    with open_checkpoint(path) as checkpoint:
+    with open_whole(path) as checkpoint:
         state_dict = choose_state_dict(checkpoint, select, "like_select")
         return Target(str(path), params_of(state_dict.node))
 

@@ -22,9 +22,9 @@ from ckpt_tools.formats.open import (
     find_tensors,
     is_tensor,
     naming,
-    open_checkpoint,
     tensors_outside,
 )
+from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Content, Piece, total
 from ckpt_tools.io.output import Output, check_space
 from ckpt_tools.io.ranks import Ranks
@@ -143,7 +143,7 @@ def average(
         else:
             output = open_output(stack, target, overwrite=overwrite, durable=fsync, dry_run=dry_run)
         stack.enter_context(collector_paused())
-        checkpoints = [stack.enter_context(open_checkpoint(path)) for path in sources]
+        checkpoints = [stack.enter_context(open_whole(path)) for path in sources]
         if objects == "plain":
             _take_state_dicts(checkpoints, report.output)
         _Mean(checkpoints, parts, select, integers, report, unwrapped=unwrap).apply()

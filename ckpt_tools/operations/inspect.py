@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.edit.objects.plain import as_value, is_known
-from ckpt_tools.errors import LimitError
+from ckpt_tools.errors import LimitError, TensorError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -22,7 +22,8 @@ from ckpt_tools.formats.open import (
     is_tensor,
     open_checkpoint,
 )
-from ckpt_tools.formats.parts.named import partition
+from ckpt_tools.formats.parts.named import Partition, partition, without_advice
+from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
 from ckpt_tools.operations.loaders import Loads, how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.pickling.weights_only import ALLOWED
@@ -68,6 +69,7 @@ class Description:
     safety: Safety
     metadata: dict[str, str]
     findings: list[Finding]
+    part: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The description as plain data."""
@@ -91,13 +93,15 @@ def describe(checkpoint: Checkpoint) -> Description:
     names, rows, state_dicts, totals = _measure(checkpoint)
     safety = of_checkpoint(checkpoint)
     loads = how_it_loads(checkpoint, safety.classes)
+    part = partition(checkpoint)
     settings_too = _module_values(checkpoint.root) if checkpoint.has_modules else ()
     values = dict(islice(chain(_values(checkpoint.root), settings_too), MAX_VALUES))
     return Description(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals, _tied(checkpoint, names),
         values, _objects(checkpoint), list(map(str, dict.fromkeys((*checkpoint.decoded.globals, *safety.names)))),
         {"loads": loads.weights_only, "refused": loads.refused, "reasons": loads.reasons, "call": loads.call}, safety,
-        dict(checkpoint.decoded.metadata), [*safety.findings(), *_findings(checkpoint, state_dicts, totals, loads)],
+        dict(checkpoint.decoded.metadata), list(_findings(checkpoint, safety, part, state_dicts, totals, loads)),
+        _part_row(part) if part is not None else None,
     )  # fmt: skip
 
 
@@ -106,7 +110,11 @@ def find_findings(checkpoint: Checkpoint, safety: Safety | None = None) -> list[
     _, _, state_dicts, totals = _measure(checkpoint)
     safety = of_checkpoint(checkpoint) if safety is None else safety
     loads = how_it_loads(checkpoint, safety.classes)
-    return [*safety.findings(), *_findings(checkpoint, state_dicts, totals, loads)]
+    return list(_findings(checkpoint, safety, partition(checkpoint), state_dicts, totals, loads))
+
+
+def _part_row(part: Partition) -> dict[str, Any]:
+    return {name: getattr(part, name) for name in ("family", "rank", "world", "parts", "tensors")}
 
 
 _Rows: TypeAlias = list[dict[str, Any]]
@@ -116,7 +124,8 @@ def _measure(checkpoint: Checkpoint) -> tuple[dict[Where, frozenset[str]], _Rows
     """Names by state dict; a row for each tensor and each state dict; the totals."""
     tensors = checkpoint.tensors
     names = {state_dict.where: frozenset(state_dict.names) for state_dict in checkpoint.state_dicts}
-    rows = [_tensor_row(tensor, names) for tensor in tensors]
+    reader = PartReader()
+    rows = [_tensor_row(tensor, names, reader) for tensor in tensors]
     state_dicts = _state_dicts(checkpoint, rows)
     totals = {
         "tensors": len(rows),
@@ -129,7 +138,7 @@ def _measure(checkpoint: Checkpoint) -> tuple[dict[Where, frozenset[str]], _Rows
     return names, rows, state_dicts, totals
 
 
-def _tensor_row(tensor: Tensor, names: dict[Where, frozenset[str]]) -> dict[str, Any]:
+def _tensor_row(tensor: Tensor, names: dict[Where, frozenset[str]], reader: PartReader) -> dict[str, Any]:
     where, node = tensor.where, tensor.node
     last = where[-1] if where else None
     name = last if isinstance(last, str) and last in names.get(where[:-1], ()) else None
@@ -141,13 +150,32 @@ def _tensor_row(tensor: Tensor, names: dict[Where, frozenset[str]]) -> dict[str,
             "device": storage.device, "bytes": node.nbytes, "storage": storage.key, "requires_grad": node.requires_grad,
             "kind": node.kind,
         }  # fmt: skip
-    unusual, storages = tensor.unusual, _storages(node)
+    unusual = tensor.unusual
     assert unusual is not None
+    if unusual.kind in PART_KINDS:
+        with contextlib.suppress(TensorError):  # what cannot be placed is told by a finding
+            if (part := reader.read(node)) is not None:
+                return row | _of_part(part)
+    storages = _storages(node)
     return row | {
         "dtype": unusual.dtype.name if unusual.dtype else None,
         "shape": _list(unusual.shape), "stride": _list(unusual.stride), "offset": None,
         "device": "meta" if unusual.kind == "meta" else storages[0].device if storages else None,
         "bytes": sum(storage.nbytes for storage in storages), "storage": None, "requires_grad": None, "kind": unusual.kind,
+    }  # fmt: skip
+
+
+def _of_part(part: Part) -> dict[str, Any]:
+    """The whole tensor, and which of its boxes are here."""
+    entries = [box.entry for box in part.held]
+    mesh = None if part.mesh is None else {"shape": list(part.mesh.shape), "names": list(part.mesh.names)}
+    held = [{"offsets": list(box.offsets), "shape": list(box.sizes)} for box in part.held]
+    placements = [str(place) for place in part.placements]
+    return {
+        "dtype": part.dtype.name, "shape": list(part.shape), "stride": None, "offset": None,
+        "device": entries[0].storage.device if entries else None, "bytes": sum(entry.nbytes for entry in entries),
+        "storage": None, "requires_grad": part.requires_grad, "kind": part.kind,
+        "part": {"rank": part.rank, "world": part.world, "held": held, "mesh": mesh, "placements": placements},
     }  # fmt: skip
 
 
@@ -279,8 +307,18 @@ def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _findings(
-    checkpoint: Checkpoint, state_dicts: list[dict[str, Any]], totals: dict[str, Any], loads: Loads
+    checkpoint: Checkpoint, safety: Safety, part: Partition | None, state_dicts: _Rows, totals: dict[str, Any], loads: Loads
 ) -> Iterator[Finding]:
+    """What is worth knowing; of a part first that it is one."""
+    found = chain(safety.findings(), _each_finding(checkpoint, state_dicts, totals, loads))
+    if part is None:
+        yield from found
+        return
+    yield Finding("partition", "warning", [], part.found, "whole tensors under their names", part.fix)
+    yield from (finding for finding in without_advice(found) if finding.code != "together")
+
+
+def _each_finding(checkpoint: Checkpoint, state_dicts: _Rows, totals: dict[str, Any], loads: Loads) -> Iterator[Finding]:
     wrapped = sorted(_wrapper_option(row) for row in state_dicts if row["wrappers"])
     path, options = str(checkpoint.path), dict.fromkeys(wrapped[-1:])  # --unwrap does what --strip-module does
     # Without it convert refuses such a file, so every command that is shown has it.
@@ -296,8 +334,6 @@ def _findings(
         yield Finding("device-tags", "info", [], found, expected, _convert(path, "--map-location cpu" + needed))
     if checkpoint.decoded.byteorder == "big":
         yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", _convert(path, needed))
-    if part := partition(checkpoint.root):
-        yield Finding("partition", "warning", [], part[0], "whole tensors under their names", part[1])
     yield from _oversized(checkpoint, totals)
     dead = checkpoint.decoded.dead_bytes()
     if dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > checkpoint.file_bytes):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.fit.targets import choose_state_dict, params_of, read_target
-from ckpt_tools.formats.open import open_checkpoint
+from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.matching import Matching, Stages, match
 
 
@@ -47,7 +47,7 @@ def match_checkpoint(
         CkptError: a file that cannot be read, a target that cannot be built, options that do not fit; see `match.match`.
     """
     target = read_target(like, args=like_args, select=like_select)
-    with open_checkpoint(source) as checkpoint:
+    with open_whole(source) as checkpoint:
         state_dict = choose_state_dict(checkpoint, select)
         params = params_of(state_dict.node)
     matching = match(params, target.params, stages=stages, rename=rename, allow_reshape=allow_reshape)

@@ -271,8 +271,8 @@ MAKERS: dict[Global, Maker] = {
 class UnusualTensor:
     """A sparse, quantised, nested or meta tensor: kept as an Object, listed with what its arguments tell.
 
-    `kind` is "sparse", "quantized", "nested", "meta", "subclass" or "device"; `dtype`, `shape` and `stride` are None where
-    only the values tell.
+    `kind` is "sparse", "quantized", "nested", "meta", "subclass", "device", or, of one rank's part of a tensor, "dtensor" or
+    "sharded"; `dtype`, `shape` and `stride` are None where only the values tell.
     """
 
     kind: str
@@ -303,9 +303,20 @@ def _describe(node: Any) -> UnusualTensor:
             node = node.args[0]
         elif node.name not in _FROM_TYPE:
             return _UNUSUAL[node.name](node.args) if node.name in _UNUSUAL else UnusualTensor("subclass")
+        elif (kind := _DISTRIBUTED.get(node.args[1].name)) and node.args[1].module.startswith("torch.distributed."):
+            return replace(_wrapper_subclass(node.args[2]), kind=kind)
         else:
             node = Object("reduce", node.args[0], node.args[2])
     raise TensorError("A tensor is wrapped in too many others.")
+
+
+def unwrapped(node: Object) -> Object:
+    """The tensor in the Parameters around it."""
+    for _ in range(MAX_WRAPPINGS):
+        if node.name not in _PARAMETERS or type(node.args) is not tuple:
+            break
+        node = node.args[0]
+    return node
 
 
 def _checked(unusual: UnusualTensor) -> UnusualTensor:
@@ -352,6 +363,7 @@ _UNUSUAL: dict[str, Callable[[Any], UnusualTensor]] = {
     "torch._utils._rebuild_wrapper_subclass": _wrapper_subclass,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu_tensor,
 }
+_DISTRIBUTED = {"DTensor": "dtensor", "ShardedTensor": "sharded"}
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2")
 _REBUILDS = frozenset((*_UNUSUAL, *_PARAMETERS, *_FROM_TYPE))

@@ -82,6 +82,10 @@ def _print_head(description: Description, view: View, out: Console) -> None:
         )
         grid.add_row("state dict", text)
     _more(grid, "state dict", len(description.state_dicts), limit)
+    if part := description.part:
+        whose = "one" if part["rank"] is None else f"rank {part['rank']}"
+        of = f"{whose} of {part['world']}, " if part["world"] else ""
+        grid.add_row("part", f"{of}{part['family']}: no model by itself")
     grid.add_row(*loading_row(description.weights_only))
     if description.container != "safetensors":
         grid.add_row("safety", description.safety.text)
@@ -139,9 +143,16 @@ def _tensor_table(rows: list[dict[str, Any]], view: View, out: Console) -> Table
 
 def _line(row: dict[str, Any]) -> _Line:
     name = ".".join(map(str, row["where"])) or ('""' if row["where"] else "(the whole file)")
-    shape = "?" if row["shape"] is None else "x".join(map(str, row["shape"])) or "scalar"
+    shape = "?" if row["shape"] is None else _sizes(row["shape"])
+    if part := row.get("part"):
+        held = [_sizes(box["shape"]) for box in part["held"]] or ["none"]
+        shape = shape if held == [shape] else f"{' + '.join(held)} of {shape}"
     kind = "" if row["kind"] in ("tensor", "parameter") else f" {row['kind']}"
     return _Line(name, shape, (row["dtype"] or "?") + kind, row["device"] or "-", row["bytes"], 1, row["name"] is not None)
+
+
+def _sizes(shape: list[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def _by_depth(rows: list[dict[str, Any]], depth: int) -> list[_Line]:

@@ -30,8 +30,8 @@ from ckpt_tools.formats.open import (
     collector_paused,
     is_extra,
     is_tensor,
-    open_checkpoint,
 )
+from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import (
     Computed,
     Content,
@@ -45,6 +45,7 @@ from ckpt_tools.matching import match as find_partners
 from ckpt_tools.matching.params import Param
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.copying import copy_all
+from ckpt_tools.torch.gathering import fill, is_dtensor
 from ckpt_tools.torch.loading import choose, loadable
 from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
@@ -65,6 +66,9 @@ def load_into(
     copy of the model. The model may be wrapped by DP, DDP, FSDP1 names or compile, or not, and the file too. Parameters on
     the meta device are made on the default device (the CPU, unless `torch.set_default_device` says another). Every
     rank of a DDP job may call this at once. Load hooks of modules are not called, except `set_extra_state`.
+
+    Where parameters are DTensors (FSDP2, HSDP, tensor parallelism) every rank calls it, and each takes its part of what it
+    reads; nothing is sent between them.
 
     When it raises, nothing in the model has changed, unless the disk fails or the file changes under the reading. Where a
     module's `set_extra_state` raises, it and those before it get back the state that they had, no more can be undone.
@@ -98,7 +102,7 @@ def load_into(
     choices = Choices(Rules(reinit), on_mismatch, Rows(rows), adapt, seed, allow_missing, allow_unexpected, in_code=True)
     slots = find_slots(model)
     _check_assign(model, slots, assign)
-    with open_checkpoint(path) as checkpoint:
+    with open_whole(path) as checkpoint:
         with collector_paused():
             loading = _Loading(checkpoint, choose(checkpoint, select), slots, choices, assign)
             loading.plan(match, rules)
@@ -110,6 +114,11 @@ def load_into(
 def _check_assign(model: torch.nn.Module, slots: Slots, assign: bool) -> None:
     """DDP holds on to the parameters that it was given."""
     new = assign or any(slot.tensor.is_meta for slot in slots.tensors.values())
+    if new and any(is_dtensor(slot.tensor) for slot in slots.tensors.values()):
+        raise UsageError(
+            "Parameters that are DTensors are filled, not exchanged: FSDP2 holds on to them.",
+            fix="On the meta device give them memory first, model.to_empty(device=...); and leave assign=True out.",
+        )
     if new and any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise UsageError(
             "Parameters of a DistributedDataParallel model cannot be exchanged.", fix="Load into the model before wrapping it."
@@ -249,9 +258,13 @@ class _Loading:
         tensors = [_new_tensor(copy, self.assign) if copy.into is None else copy.into for copy in self.copies]
         _set_extra_state(self.extra_state)
         with torch.no_grad():
-            copy_all((copy.entry, tensor) for copy, tensor in zip(self.copies, tensors, strict=True))
-            for tensor in tensors:
-                torch.autograd.graph.increment_version(tensor)  # autograd has not seen what was read into its memory
+            pairs = [(copy.entry, tensor) for copy, tensor in zip(self.copies, tensors, strict=True)]
+            copy_all(pair for pair in pairs if not is_dtensor(pair[1]))
+            for entry, tensor in pairs:
+                if is_dtensor(tensor):
+                    _fill_part(entry, tensor)
+                else:
+                    torch.autograd.graph.increment_version(tensor)  # autograd has not seen what was read into its memory
         slots = [copy.slot for copy in self.copies]
         made = [
             (slot, _in_kind(slot, tensor)) for slot, tensor in zip(slots, tensors, strict=True) if tensor is not slot.tensor
@@ -339,6 +352,13 @@ def _new_tensor(copy: _Copy, assign: bool) -> torch.Tensor:
     device = torch.get_default_device() if old.is_meta else old.device
     dtype = torch_dtype(copy.entry.dtype) if assign else old.dtype
     return torch.empty(old.shape, dtype=dtype, device=device)
+
+
+def _fill_part(entry: Entry, tensor: torch.Tensor) -> None:
+    """This rank's part of a tensor; the whole is in memory meanwhile, on the CPU, one tensor at a time."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    copy_all([(entry, whole)])
+    fill(tensor, whole)
 
 
 def _in_kind(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,8 @@ from ckpt_tools.edit.objects import plain
 from ckpt_tools.edit.objects.losses import check_state_dict, tensors_of
 from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.fit.targets import choose_state_dict
-from ckpt_tools.formats.open import (
-    Checkpoint,
-    StateDict,
-    is_tensor,
-    open_checkpoint,
-)
+from ckpt_tools.formats.open import Checkpoint, StateDict, is_tensor
+from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder, MapLocation
 from ckpt_tools.tree import names
@@ -38,7 +34,7 @@ def load(path: str | os.PathLike[str], *, map_location: MapLocation = "cpu") -> 
     Raises:
         ObjectsError: an object that is not plain data. CkptError: the file cannot be read.
     """
-    with open_checkpoint(path) as checkpoint:
+    with open_whole(path) as checkpoint:
         unknown = plain.find_unknown(checkpoint.root)
         if unknown:
             raise _objects_error(path, unknown)
@@ -82,7 +78,7 @@ def load_state_dict(
         CkptError: the file cannot be read.
     """
     target = None if dtype is None else _cast_target(dtype)
-    with open_checkpoint(path) as checkpoint:
+    with open_whole(path) as checkpoint:
         state_dict = choose(checkpoint, select)
         if unwrap:
             renaming.rename_state_dict(state_dict, names.unwrap)

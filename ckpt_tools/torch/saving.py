@@ -18,6 +18,7 @@ from ckpt_tools.io.content import CHUNK, Computed
 from ckpt_tools.io.output import Output, output_error, replacing
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.convert.run import Format, output_format
+from ckpt_tools.torch.gathering import has_parts, write_gathered
 from ckpt_tools.torch.live_names import renamed_state_dict
 from ckpt_tools.tree import names
 from ckpt_tools.tree import nodes as trees
@@ -37,6 +38,9 @@ def save(
 ) -> None:  # fmt: skip
     """Save a model's state dict, or any mapping, so that the file is the old one or the whole new one, and durable.
 
+    DTensors (FSDP2, HSDP, tensor parallelism) are gathered first, so that the file holds the model: every process of the job
+    must call this then, and the first one writes. It returns in all of them once the file is there, or fails in all.
+
     Args:
         model_or_mapping: a module, wrapped by DP, DDP, FSDP1 or compile or not; or a mapping, saved as it is, but for modules
             in it: each becomes its state dict, as if it were saved alone. (`torch.save` would pickle its class.)
@@ -47,9 +51,18 @@ def save(
 
     Raises:
         ContainerLimitError: a mapping that safetensors cannot hold. OutputError: the file cannot be written.
+        PartError: ShardedTensors of FSDP1, each one process's part; the message says how to take them whole.
+        UsageError: processes that hold different tensors give one path.
     """
     kind = output_format(path, format)
     data = _without_modules(model_or_mapping, wrapped, set())
+    if has_parts(data):
+        write_gathered(data, path, lambda whole: _write(whole, path, kind))
+    else:
+        _write(data, path, kind)
+
+
+def _write(data: Mapping[str, Any], path: str | os.PathLike[str], kind: Format) -> None:
     if kind == "safetensors":
         flat = flatten(_tree_of(data, "safetensors"))
         pieces = safetensors.lay_out(flat.tensors, flat.metadata)

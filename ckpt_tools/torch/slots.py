@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ckpt_tools.errors import TargetError
+from ckpt_tools.errors import TargetError, TensorError
+from ckpt_tools.torch.gathering import is_dtensor, own_box
 from ckpt_tools.tree.dtypes import DTYPES
 
 Owner = tuple[torch.nn.Module, str]
@@ -43,9 +44,10 @@ class Slot:
     @property
     def place(self) -> object:
         """Equal for tensors that are the same elements in memory."""
-        if self.tensor.is_meta or not self.tensor.numel():
+        held = self.tensor._local_tensor if is_dtensor(self.tensor) else self.tensor  # type: ignore[attr-defined]
+        if held.is_meta or not held.numel():
             return id(self.tensor)
-        return self.tensor.data_ptr(), self.shape, self.tensor.stride()
+        return held.data_ptr(), self.shape, held.stride()
 
 
 @dataclass(slots=True)
@@ -68,12 +70,13 @@ def find_slots(model: torch.nn.Module) -> Slots:
 
     Raises:
         TargetError: something in its state dict that is no plain tensor of its modules: packed weights of a quantised layer, a
-            distributed or sharded tensor, a lazy parameter that has no shape yet. All of them are named.
+            ShardedTensor, a lazy parameter that has no shape yet. All of them are named.
     """
+    state_dict = model.state_dict(keep_vars=True)  # first: FSDP2 puts its parts in the place of parameters that are whole now
     owners, modules = _owners(model), dict(model.named_modules(remove_duplicate=False))
     holders = _holders(modules)
     slots, unusual = Slots(), []
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in state_dict.items():
         path, _, own = name.rpartition(".")
         module = holders.get(path)
         if own == "_extra_state" and module is not None:
@@ -131,6 +134,8 @@ def _unusual(tensor: torch.Tensor) -> str:
     """Why nothing can be written into a tensor as it is, or the empty text."""
     if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return "lazy, without a shape; run the model once first"
+    if is_dtensor(tensor):
+        return _unusual_part(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if type(tensor.data) is not torch.Tensor:
@@ -142,3 +147,12 @@ def _unusual(tensor: torch.Tensor) -> str:
     if tensor.is_inference():
         return "made under torch.inference_mode"
     return ""
+
+
+def _unusual_part(tensor: Any) -> str:
+    """Why nothing can be written into this rank's part of a DTensor, or the empty text."""
+    try:
+        own_box(tensor)
+    except TensorError as error:
+        return f"a DTensor {error.what}"
+    return _unusual(tensor._local_tensor)

@@ -19,7 +19,12 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import ContainerLimitError, NotACheckpointError, ObjectsError
+from ckpt_tools.errors import (
+    ContainerLimitError,
+    NotACheckpointError,
+    ObjectsError,
+    PartError,
+)
 from ckpt_tools.torch import load_state_dict
 from tests.support.graphs import assert_same
 
@@ -206,9 +211,25 @@ def test_deepspeed_zero_is_said_to_be_a_part(tmp_path: Path, classes: Callable[.
     for path, text in ((empty, "9 of 9 tensors have no elements"), (part, "one process's part")):
         found = {finding.code: finding for finding in ckpt_tools.inspect(path).findings}["partition"]
         assert text in found.found
-        assert "zero_to_fp32.py" in found.fix
-        report = ckpt_tools.convert(path, path.with_suffix(".out"), objects="plain")
-        assert any(note.code == "partition" for note in report.notes)
+        assert "save_16bit_model" in found.fix
+        assert "zero_to_fp32" not in found.fix  # a script that a stranger's folder brings along is not to be run
+        with pytest.raises(PartError, match=text):
+            ckpt_tools.convert(path, path.with_suffix(".out"), objects="plain")
+        with pytest.raises(PartError, match=text):
+            load_state_dict(path, select="module")
+
+
+@pytest.mark.parametrize(("name", "extra", "text"), [
+    ("mp_rank_00_model_states.pt", {"ds_version": "0.14", "mp_world_size": 2}, "one of 2 parts"),
+    ("layer_03-model_00-model_states.pt", {}, "one layer of a pipeline"),
+    ("layer_0_expert_3_mp_rank_00_model_states.pt", {}, "the experts of one layer"),
+])  # fmt: skip
+def test_parts_of_deepspeed_that_look_whole(tmp_path: Path, name: str, extra: dict[str, Any], text: str) -> None:
+    """A tensor parallel part says so by its sizes, a layer and its experts by the names that DeepSpeed gives the files."""
+    path = write(tmp_path / name, {**weights(), **extra})
+    assert text in ckpt_tools.inspect(path).findings[0].found
+    with pytest.raises(PartError, match=text):
+        load_state_dict(path)
 
 
 @pytest.mark.parametrize(("size", "parts"), [(1, 0), (2, 1)])
@@ -222,7 +243,13 @@ def test_megatron(tmp_path: Path, size: int, parts: int) -> None:
     })  # fmt: skip
     assert state_dicts(path) == ["model.language_model.embedding.word_embeddings", "model.language_model.encoder"]
     assert sum(finding.code == "partition" for finding in ckpt_tools.inspect(path).findings) == parts
-    assert list(plain(path, slim=True)) == ["args", "checkpoint_version", "model"]
+    if parts:
+        with pytest.raises(PartError, match="one of 2 parts"):
+            ckpt_tools.convert(path, tmp_path / "out.pth", slim=True)
+        ckpt_tools.edit_in_place(path, add_prefix="net.", objects="keep")
+        assert ckpt_tools.inspect(path).part is not None
+    else:
+        assert list(plain(path, slim=True)) == ["args", "checkpoint_version", "model"]
 
 
 @pytest.mark.parametrize("nested", [True, False])

@@ -1,53 +1,252 @@
-"""Files that hold one process's part of every tensor: read like any other, and worth a word, since no model loads them alone.
+"""Files that hold one process's part of a model: named as what they are, and never taken for the model.
 
-Source: deepspeed/runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`), Megatron-LM's
+Source: torch/distributed (DTensor, ShardedTensor; see rank_parts.py), deepspeed/runtime/engine.py (`_save_checkpoint`,
+`_save_zero_checkpoint`, `_get_expert_ckpt_name`), deepspeed/runtime/pipe/module.py (`ckpt_layer_path`), Megatron-LM's
 `megatron/training/checkpointing.py`.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_tools.errors import PartError, TensorError
+from ckpt_tools.formats.base import Warned
+from ckpt_tools.formats.open import Checkpoint, find_tensors, open_checkpoint
+from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
+from ckpt_tools.tree import exchange, visit
+from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
+    Global,
     List,
     Node,
     Object,
 )
 
-_MERGE = "In the folder of the checkpoint: python zero_to_fp32.py . OUT (DeepSpeed puts the script there)."
+_GATHER = (
+    "Load them where they were saved, on as many processes, and save the whole there: ckpt_tools.torch.save(model, OUT), or "
+    "torch's get_model_state_dict with full_state_dict=True."
+)
+_ZERO = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
+_MEGATRON = "Megatron-LM's tools/checkpoint/convert.py writes it for one process."
 
 
-def partition(root: Node) -> tuple[str, str] | None:
-    """What part of what a checkpoint is, and how to get the whole; None for anything that is no part."""
-    if type(root) is not Dict:
-        return None
-    return _of_zero(root) or _of_megatron(root)
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """What part of what a checkpoint is, and how to get the whole.
+
+    Attributes:
+        found: the sentence. fix: what to do.
+        family: who cut it: "FSDP1", "FSDP2", "HSDP", "TP", "FSDP2 x TP", "DTensor", "DeepSpeed", "Megatron-LM".
+        rank, world: whose part it is, and of how many; None where the file does not say.
+        parts, tensors: how many of how many tensors are parts.
+    """
+
+    found: str
+    fix: str
+    family: str
+    rank: int | None = None
+    world: int | None = None
+    parts: int | None = None
+    tensors: int | None = None
 
 
-def _of_zero(root: Dict) -> tuple[str, str] | None:
+def partition(checkpoint: Checkpoint) -> Partition | None:
+    """What part of what a checkpoint is; None for anything that is no part, or whole on this rank."""
+    if checkpoint.container in ("safetensors", "dcp"):
+        return None  # which hold whole tensors; what a dcp keeps of Megatron-LM's arguments is no part's
+    root = checkpoint.root
+    by_records = _of_tensors(root) if _names_parts(checkpoint.decoded.globals) else None
+    if by_records is not None or type(root) is not Dict:
+        return by_records
+    return _of_zero(root) or _of_megatron(root) or _of_module(checkpoint)
+
+
+def _names_parts(names: Iterable[Global]) -> bool:
+    return any(name.module.startswith("torch.distributed.") and name.name in ("DTensor", "ShardedTensor") for name in names)
+
+
+def open_whole(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare.
+
+    Distributed tensors that are whole on this rank (replicated, or in a world of one) become plain ones.
+
+    Raises:
+        PartError: it is one process's part. CkptError: see `open_checkpoint`.
+    """
+    checkpoint = open_checkpoint(path)
+    try:
+        if (part := partition(checkpoint)) is not None:
+            raise part_error(checkpoint, part)
+        take_whole(checkpoint)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+def part_error(checkpoint: Checkpoint, part: Partition) -> PartError:
+    """The error for a part that is to be used as a model."""
+    return PartError(f"{checkpoint.path} is a part of a model, and not one: {part.found}.", fix=part.fix)
+
+
+def take_whole(checkpoint: Checkpoint) -> None:
+    """Exchange distributed tensors that are whole on this rank for plain ones; the warnings say so."""
+    if not _names_parts(checkpoint.decoded.globals):
+        return
+    reader, taken = PartReader(), list[Object]()
+
+    def swap(node: Node) -> Node:
+        part = reader.read(node) if type(node) is Object else None
+        if part is None or not part.is_whole:
+            return node
+        taken.append(node)
+        entry = next(box.entry for box in part.held if box.sizes == part.shape)
+        return replace(entry, requires_grad=part.requires_grad)
+
+    decoded = checkpoint.decoded
+    checkpoint.root = decoded.root = exchange.replace(checkpoint.root, swap)
+    if taken:
+        left = {node for node in visit.reachable(checkpoint.root) if type(node) is Global}
+        gone = {node for node in visit.reachable(tuple(taken)) if type(node) is Global} - left
+        decoded.globals = [name for name in decoded.globals if name not in gone]
+        text = f"{len(taken)} distributed tensors are whole on this rank; they are taken as plain ones"
+        decoded.warnings = [*decoded.warnings, Warned("distributed-tensors", text)]
+
+
+def without_advice(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Findings about a part, without commands that would be refused for it."""
+    return (finding if not finding.fix.startswith("ckpt convert ") else replace(finding, fix="") for finding in findings)
+
+
+# --- DTensor and ShardedTensor
+
+
+def _of_tensors(root: Node) -> Partition | None:
+    """By the tensors of which only a part is here."""
+    reader, parts, unread, count = PartReader(), list[Part](), list[str](), 0
+    for tensor in find_tensors(root):
+        count += 1
+        if tensor.unusual is None or tensor.unusual.kind not in PART_KINDS:
+            continue
+        try:
+            part = reader.read(tensor.node)
+        except TensorError as error:
+            unread.append(str(error).replace("\n", " "))
+            continue
+        if part is not None and not part.is_whole:
+            parts.append(part)
+    if unread:
+        found = f"{len(unread)} of {count} tensors are distributed, and cannot be placed: {unread[0]}"
+        return Partition(found.rstrip("."), _GATHER, "DTensor", parts=len(unread) + len(parts), tensors=count)
+    return _described(parts, count) if parts else None
+
+
+def _described(parts: Sequence[Part], count: int) -> Partition:
+    family, world = family_of(parts), max(part.world for part in parts)
+    rank = next((part.rank for part in parts if part.rank is not None), None)
+    shares = max(part.shares for part in parts)
+    whole = f", {count - len(parts)} are whole" if len(parts) < count else ""
+    found = f"{_rank_text(rank, world)}, {family}: 1/{shares} of {len(parts)} tensors{whole}"
+    if any(part.is_partial for part in parts):
+        found += "; sums that the ranks have not added up (Partial)"
+    return Partition(found, _GATHER, family, rank, world, len(parts), count)
+
+
+def _rank_text(rank: int | None, world: int) -> str:
+    return f"one of {world} ranks" if rank is None else f"rank {rank} of {world}"
+
+
+_TP = re.compile(r"tp|tensor|model", re.IGNORECASE)
+
+
+def family_of(parts: Sequence[Part]) -> str:
+    """What cut these parts, told by what their placements are and by what the mesh's dimensions are called."""
+    if any(part.kind == "sharded" for part in parts):
+        return "FSDP1"
+    widest = max((part for part in parts if part.mesh is not None), key=lambda part: len(part.placements))
+    assert widest.mesh is not None
+    by_columns = any(place.kind == "shard" and place.dim > 0 for part in parts for place in part.placements)
+    named_tp = any(map(_TP.search, widest.mesh.names))
+    kinds = {place.kind for part in parts for place in part.placements}
+    if len(widest.placements) == 1:
+        return "TP" if named_tp or (by_columns and not widest.mesh.names) else "FSDP2"
+    if "strided" in kinds or named_tp:
+        return "FSDP2 x TP"
+    return "HSDP" if len(widest.placements) == 2 and widest.placements[0].kind == "replicate" else "DTensor"
+
+
+# --- DeepSpeed
+
+
+def _of_zero(root: Dict) -> Partition | None:
     optimizer = root.get("optimizer_state_dict")
-    if "ds_config" in root and type(optimizer) is Dict and "partition_count" in optimizer:
-        return "one process's part of a DeepSpeed ZeRO optimizer, its weights in one row without names", _MERGE
-    if "ds_version" not in root or type(root.get("param_shapes")) not in (List, Dict):
+    if type(optimizer) is Dict and any(key in optimizer for key in _ZERO_KEYS):
+        found = "one process's part of a DeepSpeed ZeRO optimizer, its weights in one row without names"
+        return Partition(found, _ZERO, "DeepSpeed", None, _partition_count(optimizer.get("partition_count")))
+    if "ds_version" not in root:
         return None
+    size = root.get("mp_world_size")
+    if type(size) is int and size > 1:
+        return Partition(f"one of {size} parts (tensor parallel) of a DeepSpeed checkpoint", _ZERO, "DeepSpeed", None, size)
+    return _of_zero_3(root) if type(root.get("param_shapes")) in (List, Dict) else None
+
+
+def _partition_count(node: Node) -> int | None:
+    """Of how many processes: a number, or one for each group of parameters."""
+    counts = [count for count in (node.items if type(node) is List else [node]) if type(count) is int]
+    return max(counts, default=None)
+
+
+_ZERO_KEYS = ("partition_count", "single_partition_of_fp32_groups", "fp32_flat_groups")
+
+
+def _of_zero_3(root: Dict) -> Partition | None:
+    """Stage 3: the names are there, and the tensors have no elements."""
     weights = root.get("module")
     entries = [value for _, value in weights.items if type(value) is Entry] if type(weights) is Dict else []
     empty = sum(not entry.numel for entry in entries)
-    if weights is None or (empty and empty * 2 >= len(entries)):
-        what = f"{empty} of {len(entries)} tensors have no elements" if entries else "there are no weights"
-        return f"{what}: DeepSpeed ZeRO 3 keeps the parts of the weights in the files zero_pp_rank_*", _MERGE
-    return None
+    if weights is not None and not (empty and empty * 2 >= len(entries)):
+        return None
+    what = f"{empty} of {len(entries)} tensors have no elements" if entries else "there are no weights"
+    found = f"{what}: DeepSpeed ZeRO 3 keeps the parts of the weights in the files zero_pp_rank_*"
+    size = root.get("dp_world_size")
+    return Partition(found, _ZERO, "DeepSpeed", None, size if type(size) is int else None)
 
 
-def _of_megatron(root: Dict) -> tuple[str, str] | None:
+# What these hold is plain tensors under names: only their own names say that the rest is elsewhere.
+_MODULES = {
+    re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt"): "the experts of one layer",
+    re.compile(r"layer_\d+-model_\d+-model_states\.pt"): "one layer of a pipeline",
+}
+
+
+def _of_module(checkpoint: Checkpoint) -> Partition | None:
+    found = (what for rule, what in _MODULES.items() if rule.fullmatch(checkpoint.path.name))
+    what = next(found, None)
+    return None if what is None else Partition(f"{what}, of a DeepSpeed checkpoint", _ZERO, "DeepSpeed")
+
+
+# --- Megatron-LM
+
+
+def _of_megatron(root: Dict) -> Partition | None:
     arguments = root.get("args")
-    state = attributes(arguments) if type(arguments) is Object and "checkpoint_version" in root else None
-    if state is None:
+    state = arguments if type(arguments) is Dict else attributes(arguments)  # a dict where it was made plain
+    if state is None or "checkpoint_version" not in root:
         return None
-    sizes = [state.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
-    counts = [size if type(size) is int else 1 for size in sizes]
-    if counts[0] * counts[1] < 2:
+    sizes = {kind: state.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")}
+    cut = {kind: size for kind, size in sizes.items() if type(size) is int and size > 1}
+    if not cut:
         return None
-    found = f"one of {counts[0]} x {counts[1]} parts (tensor x pipeline parallel) of a Megatron-LM checkpoint"
-    return found, "Megatron-LM's tools/checkpoint/convert.py writes it for one process."
+    world = 1
+    for size in cut.values():
+        world *= size
+    shown = " x ".join(f"{size} {kind}" for kind, size in cut.items())
+    found = f"one of {world} parts ({shown} parallel) of a Megatron-LM checkpoint"
+    return Partition(found, _MEGATRON, "Megatron-LM", None, world)

@@ -27,6 +27,7 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
     open_source,
 )
+from ckpt_tools.formats.parts.named import partition, without_advice
 from ckpt_tools.formats.zip.directory import has_end
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import Source, is_address, replacing
@@ -193,6 +194,8 @@ def _findings(
         text = f"{len(read.skipped)} tensors have no digest and were not counted: {_paths(read.skipped)}"
         yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
     loads = list(loading.findings(checkpoint, wanted.device))
+    if partition(checkpoint) is not None:
+        loads = list(without_advice(loads))
     for finding in find_findings(checkpoint, report.safety):
         replaced = finding.code == "device-tags" and any(other.code == "no-such-device" for other in loads)
         if finding.code != "together" and not replaced:

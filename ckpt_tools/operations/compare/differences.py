@@ -13,8 +13,8 @@ from ckpt_tools.formats.open import (
     StateDict,
     Tensor,
     collector_paused,
-    open_checkpoint,
 )
+from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.operations.compare.renames import (
     MOST_FOR_STRUCTURE,
     Pair,
@@ -80,7 +80,7 @@ def diff(
         CkptError: one of the two cannot be read.
     """
     where_left, where_right = _places(select)
-    with collector_paused(), open_checkpoint(left) as one, open_checkpoint(right) as other:
+    with collector_paused(), open_whole(left) as one, open_whole(right) as other:
         sides = open_side(one, where_left), open_side(other, where_right)
         report = Difference(_file(one), _file(other))
         pairs = _pair_tensors(*sides, report)

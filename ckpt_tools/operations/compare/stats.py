@@ -10,7 +10,8 @@ from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import NothingMatchedError
-from ckpt_tools.formats.open import Tensor, collector_paused, open_checkpoint
+from ckpt_tools.formats.open import Tensor, collector_paused
+from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.operations.compare.sides import check_effort, open_side
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.nodes import Entry
@@ -90,7 +91,7 @@ def stats(
     Raises:
         CkptError: it cannot be read. NothingMatchedError: select or filter matches nothing.
     """
-    with collector_paused(), open_checkpoint(path) as checkpoint:
+    with collector_paused(), open_whole(path) as checkpoint:
         side = open_side(checkpoint, select)
         tensors = _chosen(list(side.tensors.values()), filter)
         entries = [tensor.node for tensor in tensors if type(tensor.node) is Entry]

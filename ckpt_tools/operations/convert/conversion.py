@@ -23,10 +23,9 @@ from ckpt_tools.formats.open import (
     collector_paused,
     count_tensors,
     find_state_dicts,
-    open_checkpoint,
     tensors_outside,
 )
-from ckpt_tools.formats.parts.named import partition
+from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
@@ -53,7 +52,7 @@ def run(
 ) -> Converted:  # fmt: skip
     """Read, plan and, with an output, write; the input must still be what was read when the output takes its name."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
-    with open_checkpoint(source) as checkpoint:
+    with open_whole(source) as checkpoint:
         pieces = edits.plan(checkpoint, report)
         report.bytes = total(pieces)
         if output is not None:
@@ -141,8 +140,6 @@ class Edits:
         """Find the bytes, tell what is odd about the input, tie what its metadata says is tied."""
         checkpoint.locate()
         report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
-        if part := partition(checkpoint.root):
-            report.notes.append(Note("partition", f"The input is a part: {part[0]}. {part[1]}"))
         self.ties = renaming.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
         if self.ties:
             names = ", ".join(f"{name} = {kept}" for name, kept in self.ties.items())

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import CkptError, OutputError
-from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.formats.open import Checkpoint, collector_paused
+from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Literal, Piece, total
 from ckpt_tools.io.output import is_address, output_error, output_errors
 from ckpt_tools.io.output_folder import Staging, check_folder, replacing_folder
@@ -96,7 +97,7 @@ def run_folder(
     """
     target.check()
     report = Converted(str(source), str(target.path), "dcp" if target.kind == "dcp" else "sharded", target.dry_run)
-    with open_checkpoint(source) as checkpoint:
+    with open_whole(source) as checkpoint:
         if target.kind == "dcp":
             run_dcp(checkpoint, target, edits, report, progress)
         else:

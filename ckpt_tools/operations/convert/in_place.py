@@ -13,6 +13,7 @@ from ckpt_tools.errors import ContainerLimitError, OutputError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.formats.parts.named import part_error, partition
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io import journal
 from ckpt_tools.io.content import (
@@ -77,8 +78,13 @@ def edit_in_place(
             raise ContainerLimitError(
                 f"{path} is a {checkpoint.container} file, which cannot be edited in place.", fix="Convert it to another file."
             )
+        part = partition(checkpoint)
+        if part is not None and objects in ("plain", "drop"):
+            raise part_error(checkpoint, part)
         edits = Edits(names, kind, map_location=map_location, objects=objects)
         report = Converted(str(path), str(path), checkpoint.container, dry_run)
+        if part is not None:
+            report.notes.append(Note("partition", f"The file is a part of a model, and stays one: {part.found}."))
         pieces = _lay_out(edits.edit(checkpoint, report), checkpoint, report)
         report.bytes = total(pieces)
         patches = _differing(source, _patches(pieces, source))

@@ -14,6 +14,7 @@ from ckpt_tools import limits
 from ckpt_tools.edit import casts, flatten
 from ckpt_tools.errors import RepairError, UsageError
 from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import (
     Checkpoint,
     collector_paused,
@@ -21,6 +22,7 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
     open_source,
 )
+from ckpt_tools.formats.parts.named import part_error, partition
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.journal import recover
@@ -146,6 +148,7 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> list[Piece
     """Leave out what is lost, mend the rest, lay it out; fill in the report."""
     decoded = salvaged.decoded
     report.notes += salvaged.notes
+    _check_part(decoded, choices, report)
     _count(salvaged, choices.keep_damaged, report)
     if report.tensors and not report.saved and not (choices.keep_damaged and report.missing):
         why = report.missing[0].why if report.missing else ""
@@ -165,6 +168,16 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> list[Piece
     if choices.holes is not None:
         report.filled = choices.holes.fill(root)
     return _lay_out(root, salvaged, choices.kind, report)
+
+
+def _check_part(decoded: Decoded, choices: _Choices, report: Repaired) -> None:
+    """One process's part stays one: it is mended as the records that it is, and never becomes a model."""
+    checkpoint = Checkpoint(decoded)
+    if (part := partition(checkpoint)) is None:
+        return
+    if choices.kind == "safetensors" or choices.holes is not None:
+        raise part_error(checkpoint, part)
+    report.notes.append(("partition", f"The file is a part of a model, and stays one: {part.found}."))
 
 
 def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:

@@ -1,0 +1,368 @@
+"""One rank's part of a tensor: what a pickled DTensor or ShardedTensor says of the whole, and the boxes of it that are here.
+
+Source: torch/distributed/tensor (_dtensor_spec.py, placement_types.py), torch/distributed/device_mesh.py (up to torch 2.8 a
+mesh pickles its `mesh`, later `_layout` and `_rank_map`), torch/distributed/_shard/sharded_tensor (api.py, metadata.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Literal, TypeAlias
+
+from ckpt_tools.errors import TensorError
+from ckpt_tools.io.content import read
+from ckpt_tools.pickling.torch_objects import sizes_of, unusual_tensor, unwrapped
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.nodes import (
+    Dict,
+    Entry,
+    Global,
+    List,
+    Node,
+    Object,
+)
+from ckpt_tools.values.numeric import part
+
+Sizes: TypeAlias = tuple[int, ...]
+_MOST_DIMENSIONS = 16  # of a mesh; torch's own have up to five
+_MOST_RANKS = 1 << 20
+PART_KINDS = ("dtensor", "sharded")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The ranks that share a tensor, row-major in `shape`; `names` of its dimensions, where they have some."""
+
+    shape: Sizes
+    ranks: Sizes
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What one dimension of the mesh does to the tensor. `factor`, of a strided one: into how many it had been cut before."""
+
+    kind: Literal["shard", "strided", "replicate", "partial"]
+    dim: int = 0
+    factor: int = 1
+
+    def __str__(self) -> str:
+        return {"shard": f"Shard({self.dim})", "strided": f"_StridedShard({self.dim}, sf={self.factor})"}.get(
+            self.kind, self.kind.capitalize()
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A box of the whole tensor that is here, and its elements."""
+
+    offsets: Sizes
+    sizes: Sizes
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What one rank holds of one tensor.
+
+    Attributes:
+        kind: "dtensor" or "sharded".
+        dtype, shape: of the whole.
+        held: the boxes that are here; a rank may hold none, or an empty one.
+        rank, world: whose file it is, and of how many; None and 0 where it does not say.
+        listed: the boxes of all ranks, which a ShardedTensor lists.
+        mesh, placements: of a DTensor.
+        requires_grad: as torch says it of a tensor.
+    """
+
+    kind: Literal["dtensor", "sharded"]
+    dtype: DType
+    shape: Sizes
+    held: tuple[Held, ...]
+    rank: int | None
+    world: int
+    listed: tuple[tuple[Sizes, Sizes], ...] = ()
+    mesh: Mesh | None = None
+    placements: tuple[Placement, ...] = ()
+    requires_grad: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of the tensor, and not as a summand."""
+        return not self.is_partial and any(box.sizes == self.shape for box in self.held)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the ranks hold summands."""
+        sizes = self.mesh.shape if self.mesh is not None else ()
+        return any(place.kind == "partial" and size > 1 for place, size in zip(self.placements, sizes, strict=False))
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares the tensor is cut."""
+        if self.mesh is None:
+            return self.world
+        cut = zip(self.placements, self.mesh.shape, strict=True)
+        return prod(size for place, size in cut if place.kind in ("shard", "strided"))
+
+
+class PartReader:
+    """Reads parts; a mesh that many tensors share is read once."""
+
+    def __init__(self) -> None:
+        self.meshes: dict[int, tuple[Mesh, int | None, Sizes | None, int]] = {}
+
+    def read(self, node: Node) -> Part | None:
+        """The part of a tensor that an Object rebuilds; None for anything else.
+
+        Raises:
+            TensorError: its place in the whole cannot be read, or contradicts what is here.
+        """
+        unusual = unusual_tensor(node)
+        if unusual is None or unusual.kind not in PART_KINDS:
+            return None
+        if unusual.dtype is None or unusual.shape is None:
+            raise TensorError("A distributed tensor has no dtype or shape.")
+        tensor = unwrapped(node)
+        try:
+            if unusual.kind == "dtensor":
+                made = self._dtensor(tensor, unusual.dtype, unusual.shape)
+            else:
+                made = _sharded(tensor, unusual.dtype, unusual.shape)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            raise TensorError("A distributed tensor does not say where its part lies in the whole.") from None
+        return made
+
+    def _dtensor(self, node: Object, dtype: DType, shape: Sizes) -> Part:
+        state = _state(node.args[3])
+        entry, spec = state["_local_tensor"], _record(state["_spec"], "DTensorSpec")
+        if type(entry) is not Entry:
+            raise TensorError("The local part of a DTensor is no plain tensor.")
+        mesh, rank, coordinate, world = self._mesh(spec["mesh"])
+        placements = tuple(_placement(place, len(shape)) for place in spec["placements"])
+        if len(placements) != len(mesh.shape):
+            raise TensorError(f"A DTensor has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions.")
+        held: tuple[Held, ...] = ()
+        if coordinate is not None:
+            order = _shard_order(spec.get("shard_order"), placements)
+            offsets, sizes = box_at(shape, mesh.shape, placements, coordinate, order)
+            if entry.shape != sizes:
+                raise TensorError(
+                    f"A DTensor of shape {list(shape)} holds {list(entry.shape)} on rank {rank}.",
+                    why=f"Its place in the mesh, {list(coordinate)}, stands for {list(sizes)}.",
+                )
+            held = (Held(offsets, sizes, entry),)
+        grad = node.args[2][6] is True
+        return Part("dtensor", dtype, shape, held, rank, world, (), mesh, placements, grad)
+
+    def _mesh(self, node: Node) -> tuple[Mesh, int | None, Sizes | None, int]:
+        if id(node) not in self.meshes:
+            self.meshes[id(node)] = _mesh(_record(node, "DeviceMesh"))
+        return self.meshes[id(node)]
+
+
+# --- DTensor
+
+
+def box_at(
+    shape: Sizes, mesh: Sizes, placements: Sequence[Placement], coordinate: Sizes, order: Sequence[int] | None = None
+) -> tuple[Sizes, Sizes]:
+    """Where the box of one rank begins in the whole tensor, and its sizes: what `torch.chunk` gives, cut by cut.
+
+    Args:
+        shape: of the whole tensor. mesh: the sizes of the mesh. placements: one for each of its dimensions.
+        coordinate: of the rank. order: in which order the mesh's dimensions cut; else as the placements say.
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    for number in cut_order(mesh, placements) if order is None else order:
+        dim, parts = placements[number].dim, mesh[number]
+        chunk = -(-sizes[dim] // parts)
+        start = min(coordinate[number] * chunk, sizes[dim])
+        offsets[dim], sizes[dim] = offsets[dim] + start, min(chunk, sizes[dim] - start)
+    return tuple(offsets), tuple(sizes)
+
+
+def cut_order(mesh: Sizes, placements: Sequence[Placement]) -> list[int]:
+    """In which order the dimensions of a mesh cut a tensor: from left to right, but for strided ones.
+
+    FSDP cuts what tensor parallelism has cut, and its dimension comes first in the mesh: `_StridedShard(0, split_factor=2)`
+    says that dimensions to its right, two shares in all, come before it.
+    """
+    cuts: dict[int, list[int]] = {}
+    for number in reversed(range(len(placements))):
+        place = placements[number]
+        if place.kind not in ("shard", "strided"):
+            continue
+        later = cuts.setdefault(place.dim, [])
+        first, shares = 0, 1
+        while place.kind == "strided" and shares < place.factor and first < len(later):
+            shares *= mesh[later[first]]
+            first += 1
+        if place.kind == "strided" and shares != place.factor:
+            raise TensorError(f"A DTensor is cut in a way that ckpt does not read: {', '.join(map(str, placements))}.")
+        later.insert(first, number)
+    return [number for numbers in cuts.values() for number in numbers]
+
+
+def _shard_order(node: Node, placements: Sequence[Placement]) -> list[int] | None:
+    """The order that a spec of torch 2.10 and later says; None where the placements say it."""
+    if node is None or any(place.kind == "strided" for place in placements):
+        return None
+    cuts = [number for entry in node for number in entry.args[1]]
+    wanted = [number for number, place in enumerate(placements) if place.kind == "shard"]
+    if sorted(cuts) != wanted:
+        raise TensorError("A DTensor's shard_order names other dimensions than its placements.")
+    return cuts
+
+
+def _placement(node: Node, dimensions: int) -> Placement:
+    record = _record(node, "Shard", "_StridedShard", "Replicate", "Partial", "_Partial", "_MaskPartial")
+    name = node.function.name
+    if name == "Replicate":
+        return Placement("replicate")
+    if "Partial" in name:
+        return Placement("partial")
+    dim, factor = record["dim"], record.get("split_factor", 1)
+    dim = dim + dimensions if type(dim) is int and dim < 0 else dim
+    if type(dim) is not int or type(factor) is not int or not 0 <= dim < dimensions or factor < 1:
+        raise TensorError("A DTensor is cut along a dimension that it does not have.")
+    return Placement("strided" if name == "_StridedShard" else "shard", dim, factor)
+
+
+def _mesh(state: dict[str, Node]) -> tuple[Mesh, int | None, Sizes | None, int]:
+    """A mesh, this rank, its coordinate (None where it is not in the mesh), and how many ranks there are in all."""
+    names = state.get("mesh_dim_names", state.get("_mesh_dim_names")) or ()
+    coordinate = state.get("_coordinate_on_dim")
+    coordinate = None if coordinate is None else _ints(coordinate)
+    if "_layout" in state:
+        mesh, rank, world = _mesh_by_layout(state, coordinate)
+    else:
+        shape = state["mesh"].shape
+        ranks = _numbers(state.get("_flatten_mesh_list"), state["mesh"])
+        mesh, rank, world = Mesh(shape, ranks), None, len(ranks)
+    _check_mesh(mesh, coordinate)
+    if coordinate is not None:
+        own = mesh.ranks[_position(mesh.shape, coordinate)]
+        if rank is not None and own != rank:
+            raise TensorError(f"Rank {rank} claims the place of rank {own} in a mesh.")
+        rank = own
+    return Mesh(mesh.shape, mesh.ranks, tuple(map(str, names))), rank, coordinate, world
+
+
+def _check_mesh(mesh: Mesh, coordinate: Sizes | None) -> None:
+    good = len(mesh.shape) <= _MOST_DIMENSIONS and min(mesh.shape, default=1) > 0 and prod(mesh.shape) == len(mesh.ranks)
+    if not good or min(mesh.ranks, default=0) < 0 or len(set(mesh.ranks)) != len(mesh.ranks):
+        raise TensorError("A mesh has impossible sizes or ranks.")
+    if coordinate is not None and not (
+        len(coordinate) == len(mesh.shape) and all(0 <= at < size for at, size in zip(coordinate, mesh.shape, strict=True))
+    ):
+        raise TensorError(f"A rank is at {list(coordinate)} in a mesh of {list(mesh.shape)}.")
+
+
+def _mesh_by_layout(state: dict[str, Node], coordinate: Sizes | None) -> tuple[Mesh, int | None, int]:
+    """A mesh as torch 2.9 and later pickle it: sizes and strides over the ranks of the mesh that it is a part of."""
+    everyone = _numbers(state.get("_flatten_rank_map"), state["_rank_map"])
+    shape, axes = _axes(_record(state["_layout"], "_MeshLayout"))
+    rank = state.get("_rank")
+    if type(rank) is not int or coordinate is None:
+        return Mesh(shape, everyone[: prod(shape)]), None, len(everyone)
+    if prod(shape) > len(everyone) or len(coordinate) != len(axes):
+        raise TensorError("A mesh has more ranks than there are.")
+    first = everyone.index(rank) - sum(axis[at] for axis, at in zip(axes, coordinate, strict=True))
+    places = [first + sum(steps) for steps in product(*axes)]
+    if min(places) < 0:
+        raise TensorError("A mesh has ranks that are not there.")
+    return Mesh(shape, tuple(everyone[place] for place in places)), rank, len(everyone)
+
+
+def _axes(state: dict[str, Node]) -> tuple[Sizes, list[list[int]]]:
+    """The sizes of a mesh, and for each dimension how far each of its coordinates leads."""
+    if "axes" in state:  # torch 2.13: each dimension has sizes and strides of its own
+        pairs = [_record(axis, "_FlatLayout") for axis in state["axes"]]
+        rows = [(_ints(pair["shape"]), _ints(pair["stride"])) for pair in pairs]
+    else:  # torch 2.9
+        rows = [((size,), (step,)) for size, step in zip(_ints(state["shape"]), _ints(state["stride"]), strict=True)]
+    sizes = tuple(prod(shape) for shape, _ in rows)
+    if len(sizes) > _MOST_DIMENSIONS or any(min(shape, default=1) < 1 for shape, _ in rows) or prod(sizes) > _MOST_RANKS:
+        raise TensorError("A mesh has impossible sizes.")
+    steps = [[range(0, size * step, step) if step else (0,) * size for size, step in zip(*row, strict=True)] for row in rows]
+    return sizes, [[sum(at) for at in product(*row)] for row in steps]
+
+
+def _position(shape: Sizes, coordinate: Sizes) -> int:
+    at = 0
+    for size, index in zip(shape, coordinate, strict=True):
+        at = at * size + index
+    return at
+
+
+# --- ShardedTensor
+
+
+def _sharded(node: Object, dtype: DType, shape: Sizes) -> Part:
+    shards, metadata, process_group, *_ = node.args[3]
+    listed = tuple(_box(row, shape) for row in _record(metadata, "ShardedTensorMetadata")["shards_metadata"].items)
+    group = process_group.state if type(process_group) is Object else None
+    known = _state(group) if group is not None else {}
+    held = []
+    for shard in shards.items:
+        record = _record(shard, "Shard")
+        entry, (offsets, sizes) = record["tensor"], _box(record["metadata"], shape)
+        if type(entry) is not Entry or entry.shape != sizes or (offsets, sizes) not in listed:
+            raise TensorError(f"A ShardedTensor of shape {list(shape)} holds a shard that is not what its metadata lists.")
+        held.append(Held(offsets, sizes, entry))
+    rank, world = known.get("global_rank"), known.get("global_world_size")
+    world = world if type(world) is int else len(listed)
+    return Part("sharded", dtype, shape, tuple(held), rank if type(rank) is int else None, world, listed)
+
+
+def _box(node: Node, shape: Sizes) -> tuple[Sizes, Sizes]:
+    record = _record(node, "ShardMetadata")
+    offsets, sizes = _ints(record["shard_offsets"]), _ints(record["shard_sizes"])
+    inside = all(0 <= at <= at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True))
+    if not inside:
+        raise TensorError(f"A shard reaches outside of the tensor's shape {list(shape)}.")
+    return offsets, sizes
+
+
+# --- records
+
+
+def _record(node: Node, *names: str) -> dict[str, Node]:
+    """The attributes of an object of one of torch.distributed's classes."""
+    known = type(node) is Object and type(node.function) is Global and node.function.module.startswith("torch.distributed.")
+    if not known or node.function.name not in names:
+        raise TensorError(f"A distributed tensor has something else where a {names[0]} is expected.")
+    return _state(node.state) if node.state is not None else {}
+
+
+def _state(node: Node) -> dict[str, Node]:
+    """What a state sets: a dict, or a pair of dict and slots."""
+    parts = node if type(node) is tuple else (node,)
+    return {key: value for part in parts if type(part) is Dict for key, value in part.items if type(key) is str}
+
+
+def _ints(node: Node) -> Sizes:
+    found = (node,) if type(node) is int else sizes_of(node)
+    if found is None or any(number.bit_length() > 62 for number in found):
+        raise TensorError("A distributed tensor has sizes that are no numbers.")
+    return found
+
+
+def _numbers(listed: Node, tensor: Node) -> Sizes:
+    """The ranks of a mesh: from the list beside the tensor, or from the tensor itself."""
+    if type(listed) in (tuple, List):
+        return _ints(listed)
+    if type(tensor) is not Entry or tensor.dtype.name not in ("int32", "int64"):
+        raise TensorError("The ranks of a mesh cannot be read.")
+    if max(tensor.numel, tensor.span) > _MOST_RANKS:
+        raise TensorError("A mesh has impossible sizes.")
+    width = tensor.dtype.itemsize
+    data = read(part(tensor.storage.content, tensor.offset * width, tensor.span * width))
+    axes = zip(tensor.shape, tensor.stride, strict=True)
+    steps = (range(0, size * step, step) if step else (0,) * size for size, step in axes)
+    starts = (sum(at) * width for at in product(*steps))
+    return tuple(int.from_bytes(data[at : at + width], "little", signed=True) for at in starts)
