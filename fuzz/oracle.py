@@ -1,19 +1,35 @@
-"""What torch and safetensors make of a file, in the form of the rows of `ckpt inspect`; and where the two differ."""
+"""What torch, safetensors and NumPy make of a file, in the form of the rows of `ckpt inspect`; and where the two differ."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
-from tests.support.graphs import parts_of
+from tests.support.graphs import element_bytes, parts_of
 
 Row = dict[str, Any]
+UNORDERED = ("safetensors_rows", "numpy_rows")
+_LARGEST = 1 << 16  # elements of a tensor whose bytes are compared
 _MOST = 20_000
 _VIEW = ("stride", "offset", "requires_grad", "kind")
+
+
+def loaders(data: bytes) -> list[Callable[[Path], list[Row] | str]]:
+    """Who else reads a file with these bytes."""
+    if data.startswith(b"\x93NUMPY"):
+        return [numpy_rows]
+    if data[8:9] == b"{" and not data.startswith(b"PK"):
+        return [safetensors_rows, pickle_rows]
+    return [torch_rows, pickle_rows, *([numpy_rows] if data.startswith(b"PK") and b".npy" in data else [])]
 
 
 def torch_rows(path: Path) -> list[Row] | str:
@@ -23,6 +39,61 @@ def torch_rows(path: Path) -> list[Row] | str:
         return [_row(where, tensor) for where, tensor in _tensors(loaded)]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+class _Unpickler(pickle.Unpickler):
+    """Python's own, which finds a few names and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What is as harmless as the data it makes."""
+        if module == "torch" and name.endswith("Storage"):
+            return torch.serialization.StorageType(name)
+        if (module, name) not in _HARMLESS:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return _HARMLESS[module, name]
+
+
+_REBUILDS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter")
+_HARMLESS: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): collections.OrderedDict, ("torch", "Size"): torch.Size,
+    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    **{("torch._utils", name): getattr(torch._utils, name) for name in _REBUILDS},
+    **{("torch", name): getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int64", "uint8", "bool")},
+}  # fmt: skip
+_PICKLE = SimpleNamespace(
+    __name__="harmless", Unpickler=_Unpickler, load=lambda file, **options: _Unpickler(file, **options).load()
+)
+
+
+def pickle_rows(path: Path) -> list[Row] | str:
+    """The tensors that `torch.load(weights_only=False)` finds, with an unpickler that knows harmless names only."""
+    if path.suffix == ".safetensors":
+        return "torch would ask safetensors"
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_PICKLE)
+        return [_row(where, tensor) for where, tensor in _tensors(loaded)]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def numpy_rows(path: Path) -> list[Row] | str:
+    """The arrays that `numpy.load` finds, by name; its message when it refuses the file."""
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        arrays = {(): loaded} if isinstance(loaded, np.ndarray) else {(name,): loaded[name] for name in loaded.files}
+        return [_plain(_row(where, _tensor(array))) for where, array in arrays.items()]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    native = array.astype(array.dtype.newbyteorder("="))
+    return torch.from_numpy(np.ascontiguousarray(native)).reshape(array.shape)
+
+
+def _plain(row: Row) -> Row:
+    """Without what only torch has."""
+    return {key: value for key, value in row.items() if key not in _VIEW}
 
 
 def _tensors(root: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
@@ -49,6 +120,9 @@ def _row(where: tuple[str | int, ...], tensor: torch.Tensor) -> Row:
             "requires_grad": tensor.requires_grad,
             "kind": kind,
         }
+        if tensor.numel() <= _LARGEST and tensor.dtype is not torch.bool:  # whose bytes are 0 and 1 once they are copied
+            head = f"{row['dtype']} [{','.join(map(str, tensor.shape))}]\n"
+            row["sha256"] = hashlib.sha256(head.encode() + element_bytes(tensor)).hexdigest()
     return row
 
 
@@ -62,8 +136,7 @@ def safetensors_rows(path: Path) -> list[Row] | str:
 
 
 def _named(name: str, file: Any) -> Row:
-    part = file.get_tensor(name)
-    return {"where": [name], "dtype": str(part.dtype).removeprefix("torch."), "shape": list(part.shape)}
+    return _plain(_row((name,), file.get_tensor(name)))
 
 
 def difference(ours: list[Row], theirs: list[Row]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import shutil
 from collections import Counter, OrderedDict, deque
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
+
+from tests.formats.test_programs import old_program
+from tests.support import containers
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 _LARGEST = 20_000  # bytes; small files are mutated more often where it matters
@@ -52,5 +56,9 @@ def _write(folder: Path) -> None:
         folder / "small.safetensors",
         {"format": "pt"},
     )
+    for name in ("torch-tar", "torchscript", "npz", "npy", "zip-bundle", "dcp-part", "pickled model"):
+        containers.MAKERS[name](folder)
+    shutil.rmtree(folder / "dcp", ignore_errors=True)
+    old_program(folder / "old_program.pt")
     (folder / "plain.pkl").write_bytes(pickle.dumps({"a": np.arange(3.0), "b": [1, 2.0, "x"]}))
     np.savez(folder / "arrays.npz", a=np.arange(6.0), b=np.ones((2, 2), np.float16))

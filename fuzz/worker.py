@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import json
 import pkgutil
@@ -28,6 +29,8 @@ def main(seed: int, first: int, count: int, seconds: float, compare_every: int, 
         for module in pkgutil.walk_packages(ckpt_tools.__path__, "ckpt_tools."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
+        for codec in ("utf-32-le", "utf-32-be"):  # of text in arrays; one module each
+            codecs.lookup(codec)
         for number in range(-300, 0):  # whatever is imported late is imported now
             _try(cases, number, compare=True, convert=True, quiet=True)
         cases.guard.armed = True

@@ -11,7 +11,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
-from fuzz import headers, pickles, raw
+from fuzz import arrays, headers, pickles, raw
 from fuzz.values import NUMBERS, number, some_bytes
 from tests.hostile.zips import Rec, build
 
@@ -59,8 +59,26 @@ def _mutate_contents(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> N
         if row.name.endswith(b".pkl"):
             other = next((record.data for record in others if record.name.endswith(b".pkl")), row.data)
             row.data = pickles.mutate(rng, row.data, other) if rng.random() < 0.95 else raw.mutate(rng, row.data, other)
-        elif row.name.endswith(b"_weights_config.json"):
+        elif row.name.endswith((b"_weights_config.json", b"/model.json", b"_constants_config.json")):
             row.data = headers.mutate_json(rng, row.data)
+        elif row.name.endswith(b".py"):
+            row.data = _code(rng, row.data)
+        elif row.name.endswith(b".npy"):
+            row.data = arrays.mutate(rng, row.data, row.data)
+
+
+_TOKENS = (
+    b'"', b"\\", b"[", b"]", b"__parameters__ = [", b"__buffers__ = [", b"class X(Module):\n", b'"weight", ', b'\\"', b"\n",
+    b"\xff", b'"' * 40, b'\\"' * 40, b"  __parameters__ = []\n" * 3, b"\x1b[1m",
+)  # fmt: skip
+
+
+def _code(rng: Random, data: bytes) -> bytes:
+    """The code of a program with something else in it."""
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at = rng.choice([data.find(b"__") + 1, data.find(b'"') + 1, rng.randrange(len(data) + 1)])
+        data = data[:at] + rng.choice(_TOKENS) + data[at + rng.choice((0, 1, 8)) :]
+    return data
 
 
 def _field(rng: Random, data: bytes) -> bytes:

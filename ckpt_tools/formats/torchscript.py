@@ -22,7 +22,7 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned
+from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, repeated
 from ckpt_tools.formats.zip.directory import Directory, Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.dtypes import DTYPES
@@ -131,12 +131,12 @@ def _decode_json(source: Source, directory: Directory, folder: str, records: Map
     record = records[f"{folder}/model.json"]
     limits.PROGRAM_BYTES.check(record.size, f"The program's model.json claims {record.size} bytes.")
     try:
-        model = json.loads(torch_zip.read_record(source, record, check=False).decode())
+        model = json.loads(torch_zip.read_record(source, record, check=False).decode(), object_pairs_hook=_unique)
         tensors = _JsonTensors(source, records, folder, model.get("tensors", []))
         root = _json_module(model["mainModule"], tensors, 0)
     except CkptError:
         raise
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, UnicodeDecodeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ZipError("The program's model.json is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
     size = sum(row.size for name, row in records.items() if name.startswith(f"{folder}/tensors/"))
     checksums = any(row.crc for row in directory.records)
@@ -144,6 +144,13 @@ def _decode_json(source: Source, directory: Directory, folder: str, records: Map
         "torchscript", root, source, [_SCRIPT_MODULE], storage_bytes=size, has_checksums=checksums, root_folder=folder,
         records=directory.records,
     )  # fmt: skip
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A map of JSON, in which no key is there twice."""
+    if (key := repeated(pairs)) is not None:
+        raise ValueError(f"the key {key!r} is there twice")
+    return dict(pairs)
 
 
 _SCRIPT_MODULE = Global("torch.jit", "ScriptModule")

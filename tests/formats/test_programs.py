@@ -240,6 +240,8 @@ def changed(**rows: Any) -> dict[str, Any]:
         (changed(dims=["2", "300"]), TensorError, "outside its storage"),
         (changed(offset="-1"), TensorError, "negative"),
         (changed(dims=["9" * 5000]), ZipError, "malformed"),
+        (changed(offset=float("inf")), ZipError, "malformed"),
+        ('{"tensors": [], "tensors": []}', ZipError, "'tensors' is there twice"),
         ('{"mainModule": ' + '{"submodules": [' * 5000 + "]}" * 5000 + "}", ZipError, "malformed"),
     ],
 )

@@ -44,12 +44,6 @@ def test_fuzz_finds_nothing(tmp_path: Path) -> None:
     assert "800 cases" in done.stdout
 
 
-def test_fuzz_lets_an_archive_inflate_its_members(tmp_path: Path) -> None:
-    """Found by the fuzzer: the first nameless temporary file of a process was taken for a file that reading writes."""
-    done = fuzz("--seed", "611", "--first", "4869", "--cases", "1", "--save", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.parametrize(
     ("code", "error"),
     [

@@ -54,7 +54,7 @@ class Read:
         storages: every storage that a tensor lies on. bytes: bytes read. records: records with a CRC-32 that was checked.
         mismatches: records whose bytes do not match.
         digests, counted: per tensor, where asked. skipped: tensors without either: no plain view on a storage, of a dtype
-            that torch lacks, or overlapping so often that it would take many times the file.
+            that torch lacks, overlapping so often that it would take many times the file, or not to be inflated.
     """
 
     storages: list[Storage] = field(default_factory=list)
@@ -110,7 +110,7 @@ def read_checkpoint(
     read.records = len(checks)
     found = [Mismatch(source, record, crc) for source, record, check in checks if (crc := check()) != record.crc]
     read.mismatches = found
-    _gather(gathered, decoded.byteorder, damaged=bool(found))
+    _gather(gathered, decoded.byteorder, read)
     _collect(views, checkpoint, read)
     return read
 
@@ -227,16 +227,18 @@ def _streams(view: _View, byteorder: str, spans: dict[Source, list[Span]]) -> bo
     return True
 
 
-def _gather(views: list[_View], byteorder: str, *, damaged: bool) -> None:
-    """Take in what does not lie in the file as it is: strided, deflated, big-endian."""
+def _gather(views: list[_View], byteorder: str, read: Read) -> None:
+    """Take in what does not lie in the file as it is: strided, deflated, big-endian. What cannot be inflated is skipped."""
     for view in views:
         root = to_little_endian((view.entry,), byteorder)
         try:
             for chunk in chunks(row_major(root[0])):
                 view.take(chunk)
         except DamagedFileError:
-            if not damaged:  # else it was said already, with the record's name
+            if not read.mismatches:  # else it was said already, with the record's name
                 raise
+            view.hash = view.count = None
+            read.skipped += view.wheres
 
 
 def _collect(views: list[_View], checkpoint: Checkpoint, read: Read) -> None:
