@@ -22,6 +22,9 @@ PROGRAMS = {
 }
 
 
+CUT_ARCHIVE = "cut-archive"  # the code of the warning that another archive begins behind the one that is read
+
+
 def is_zip(head: bytes) -> bool:
     """Whether a file that starts with these bytes may be a zip: what torch.save writes, or another."""
     return head.startswith((b"PK\x03\x04", b"PK\x05\x06"))

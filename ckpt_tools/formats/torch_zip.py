@@ -18,7 +18,7 @@ from functools import partial
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ChecksumError, TensorError, ZipError
-from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing
 from ckpt_tools.formats.zip.directory import Directory, Record, RecordRange
 from ckpt_tools.io.content import Content, Deflated, read
 from ckpt_tools.io.crc import crc32
@@ -26,6 +26,9 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
+from ckpt_tools.tree.findings import mending
+
+_RECORD = b"PK\x03\x04"
 
 
 def decode(source: Source, directory: Directory, folder: str, member: str = "", keys: str = "") -> Decoded:
@@ -166,10 +169,19 @@ def read_byteorder(source: Source, record: Record | None) -> str:
     return text.decode()
 
 
+def behind(source: Source, directory: Directory) -> list[Warned]:
+    """What is to be said of the bytes behind an archive: nothing that anybody wants, or another archive without its end."""
+    left = directory.trailing
+    start = source.read(source.size - left, min(left, len(_RECORD)))
+    if not left or not _RECORD.startswith(start):
+        return trailing(left, "the archive")
+    found = f"{left} bytes of another archive behind this one: a part of a distributed checkpoint, and it is cut"
+    fix = "Get it again, or save what is whole: " + mending("repair", str(source.path), suffix=".pth")
+    return [Warned(CUT_ARCHIVE, found, "the whole part, with its folder's .metadata", "problem", fix)]
+
+
 def odd_records(source: Source, records: dict[str, Record], folder: str, directory: Directory) -> list[Warned]:
-    warnings = []
-    if directory.trailing:
-        warnings.append(Warned("trailing-bytes", f"{directory.trailing} bytes after the archive", "nothing; they are not kept"))
+    warnings = behind(source, directory)
     for name, good in ((".format_version", ("1",)), (".storage_alignment", ("64",)), ("version", ("2", "3", "4"))):
         record = records.get(f"{folder}/{name}") or (records.get(f"{folder}/.data/version") if name == "version" else None)
         text = None

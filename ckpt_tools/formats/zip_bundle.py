@@ -81,8 +81,7 @@ def decode(source: Source, directory: Directory) -> Decoded:
     """
     unusual = ["an archive around checkpoints"]
     decoded = Decoded("zip-bundle", Dict(), source, unusual=unusual, has_checksums=True, records=directory.records)
-    if directory.trailing:
-        decoded.warnings.append(Warned("trailing-bytes", f"{directory.trailing} bytes after the archive", "nothing; not kept"))
+    decoded.warnings += torch_zip.behind(source, directory)
     bundle = _Bundle(source, decoded)
     for record in directory.records:
         bundle.add(record)

@@ -44,7 +44,7 @@ CODES = frozenset((
     "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
     "other-members", "several-archives", "torchscript-program", "exported-program", "embedded-source", "null-metadata",
     "extra-field", "left-out", "unread-member",
-    "half-edited", "stray-journal",
+    "half-edited", "stray-journal", "cut-archive",
 ))  # fmt: skip
 
 _READ_ONLY = (".npz", ".npy", ".pkl", ".pickle", ".tar", ".zip", ".pt2")

@@ -14,13 +14,14 @@ from ckpt_tools import limits
 from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import (
     CkptError,
+    DamagedFileError,
     LimitError,
     NotACheckpointError,
     RepairError,
     UnsupportedContainerError,
 )
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import PROGRAMS, is_zip
+from ckpt_tools.formats.base import CUT_ARCHIVE, PROGRAMS, is_zip
 from ckpt_tools.formats.open import (
     HEAD,
     Checkpoint,
@@ -35,6 +36,7 @@ from ckpt_tools.io.content import Content, Deflated, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.operations.check.reading import Mismatch, read_checkpoint
+from ckpt_tools.operations.repair import several
 from ckpt_tools.operations.repair.garbage import (
     find_legacy,
     find_safetensors,
@@ -46,12 +48,12 @@ from ckpt_tools.operations.repair.salvage import (
     Salvaged,
     filled,
     salvage_legacy,
-    salvage_zip,
 )
+from ckpt_tools.operations.repair.several import salvage_zips
 from ckpt_tools.tree.findings import counted_bytes, mending
 from ckpt_tools.tree.nodes import Storage
 
-_REPAIRED = ("torch-zip", "torch-legacy", "torch-tar", "safetensors")
+_REPAIRED = ("torch-zip", "torch-legacy", "torch-tar", "safetensors", "dcp-part")
 
 
 @contextlib.contextmanager
@@ -84,6 +86,9 @@ def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack
         return _salvaged(source, error, keep_damaged, scratch, stack)
     if checkpoint.container not in _REPAIRED:
         raise _not_repaired(path, checkpoint.container)
+    cut = next((warned.found for warned in checkpoint.warnings if warned.code == CUT_ARCHIVE), "")
+    if cut:
+        return _salvage(checkpoint.decoded.source, DamagedFileError(f"{cut}."), keep_damaged), cut
     return proved(checkpoint), ""
 
 
@@ -91,7 +96,9 @@ def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedCo
     """The error for what opens, in a container that repair does not mend; with the command that helps."""
     if container in ("sharded", "dcp"):
         return _of_several_files(path, "Its structure is whole.")
-    taken = "Its state dict can be taken out" if container in PROGRAMS else "What it holds can be written anew"
+    if container in PROGRAMS:
+        return several.no_program(str(path))
+    taken = "What it holds can be written anew"
     fix = f"{taken}: {mending('convert', str(path), '--objects plain')}"
     return UnsupportedContainerError(f"{path} opens, and ckpt repair does not mend {container}.", fix=fix)
 
@@ -108,14 +115,14 @@ def proved(checkpoint: Checkpoint) -> Salvaged:
     """An open checkpoint with the storages marked that do not match their CRC-32."""
     decoded = checkpoint.decoded
     mismatches = read_checkpoint(checkpoint).mismatches
-    bad = {row.record.data: row for row in mismatches}
+    bad = {(id(row.source), row.record.data): row for row in mismatches}
     salvaged = Salvaged(decoded)
 
     def mark(storage: Storage) -> Storage:
         content = storage.content
-        row = bad.get(content.offset) if isinstance(content, RecordRange | Deflated) else None
-        if row is None or not isinstance(content, RecordRange | Deflated) or content.source is not row.source:
+        if not isinstance(content, RecordRange | Deflated) or (id(content.source), content.offset) not in bad:
             return storage
+        row = bad[id(content.source), content.offset]
         if row.other_writer:
             return replace(storage, content=Range(content.source, content.offset, storage.nbytes))
         changed = replace(storage, content=_as_it_is(content, row))
@@ -179,7 +186,7 @@ def _salvage(source: Source, error: CkptError, keep_damaged: bool) -> Salvaged:
     try:
         with naming(source), limits.of_file(source.size):
             return _by_kind(source, keep_damaged)
-    except NotACheckpointError:  # the disk failed
+    except (NotACheckpointError, UnsupportedContainerError):  # the disk failed; a program
         raise
     except CkptError as problem:
         told = error if isinstance(error, NotACheckpointError) and not _has_zip(source) else problem
@@ -192,7 +199,7 @@ def _by_kind(source: Source, keep_damaged: bool) -> Salvaged:
     """What is whole in the container that begins first in the file; in a zip where no other does."""
     head = source.read(0, min(HEAD, source.size))
     if is_zip(head):
-        return salvage_zip(source, keep_damaged=keep_damaged)
+        return salvage_zips(source, keep_damaged=keep_damaged)
     if (start := 0 if safetensors.sniff(head) else find_safetensors(source)) is not None:
         return salvage_safetensors(source, start)
     if (start := find_legacy(source)) is not None:
@@ -200,7 +207,7 @@ def _by_kind(source: Source, keep_damaged: bool) -> Salvaged:
         if start:
             salvaged.notes.append(("leading-bytes", f"{counted_bytes(start)} before the stream are left out."))
         return salvaged
-    return salvage_zip(source, keep_damaged=keep_damaged)
+    return salvage_zips(source, keep_damaged=keep_damaged)
 
 
 def _has_zip(source: Source) -> bool:

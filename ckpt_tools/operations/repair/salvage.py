@@ -26,7 +26,6 @@ from ckpt_tools.operations.repair.zip_walk import (
     Walked,
     by_name,
     names_of_pickles,
-    walk_zip,
 )
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
@@ -50,11 +49,22 @@ class Salvaged:
         decoded: the tree and what else was found.
         lost: id of a storage -> why its bytes are not whole.
         notes: (code, sentence) for the report.
+        archives: those of a file of several of which nothing can be had.
     """
 
     decoded: Decoded
     lost: dict[int, str] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
+    archives: list[LostArchive] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class LostArchive:
+    """An archive whose pickle is lost: its place among the file's archives, and the bytes of its records."""
+
+    index: int
+    bytes: int
+    why: str
 
 
 def filled(content: Content | None, nbytes: int) -> Computed:
@@ -72,17 +82,16 @@ def filled(content: Content | None, nbytes: int) -> Computed:
     return Computed(nbytes, work)
 
 
-def salvage_zip(source: Source, *, keep_damaged: bool = False) -> Salvaged:
+def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False) -> Salvaged:
     """A torch-zip from its records, without trusting its directory.
 
     Args:
-        source: the file; anything may stand before, between and after the records.
+        source: one archive; anything may stand before, between and after the records. walked: its records.
         keep_damaged: take a pickle that nothing proves.
 
     Raises:
         ZipError: no record is a pickle that lists tensors. ChecksumError: the pickle is damaged. PickleError: it is malformed.
     """
-    walked = walk_zip(source)
     pickle = _pickle(source, walked, keep_damaged)
     folder = pickle.name.removesuffix("/data.pkl")
     locator = _Locator(source, by_name(walked.records), folder)

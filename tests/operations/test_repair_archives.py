@@ -1,0 +1,120 @@
+"""`ckpt repair` of several archives in one file, and of programs: nothing is joined, nothing said to be whole that is not."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+from ckpt_tools import check, inspect, repair
+from ckpt_tools.errors import CkptError
+
+STATE = {f"layer{index}.weight": torch.arange(210.0).reshape(21, 10) + 1000 * index for index in range(4)}
+
+
+@pytest.fixture(scope="module")
+def part(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What one rank wrote: four archives of one tensor each, with equal names and equal pickles."""
+    folder = tmp_path_factory.mktemp("dcp")
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(STATE, checkpoint_id=folder, no_dist=True)
+    return (folder / "__0_0.distcp").read_bytes()
+
+
+def archives(data: bytes) -> list[int]:
+    """Where each archive of a part ends."""
+    return [at + 22 for at in range(len(data)) if data.startswith(b"PK\x05\x06", at)]
+
+
+def flips(data: bytes) -> Iterator[bytes]:
+    """A bit flipped here and there, and at every signature."""
+    for at in [*range(0, len(data), 211), *(at for at in range(len(data)) if data.startswith(b"PK", at))]:
+        yield data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :]
+
+
+def repaired(path: Path, data: bytes) -> tuple[int, list[torch.Tensor]]:
+    """Exit code and the tensors of the output; 3 and none where it is refused."""
+    path.write_bytes(data)
+    try:
+        report = repair(path, path.with_name("out.pth"), overwrite=True)
+    except CkptError:
+        return 3, []
+    loaded = torch.load(path.with_name("out.pth"), weights_only=True)
+    tensors = [tensor for tensor in (loaded if isinstance(loaded, list) else [loaded]) if tensor is not None]
+    assert report.saved == len(tensors)
+    return report.exit_code, tensors
+
+
+def are_whole(tensors: list[torch.Tensor]) -> bool:
+    """Whether each is one of those that were saved, and none comes twice."""
+    found = [[index for index, saved in enumerate(STATE.values()) if torch.equal(tensor, saved)] for tensor in tensors]
+    return all(len(rows) == 1 for rows in found) and len({rows[0] for rows in found}) == len(tensors)
+
+
+def test_flips_join_no_archives(part: bytes, tmp_path: Path) -> None:
+    """Whatever bit is flipped: each tensor that is written is one that was saved, and exit code 0 means all of them."""
+    codes = set()
+    for data in flips(part):
+        code, tensors = repaired(tmp_path / "__0_0.distcp", data)
+        assert are_whole(tensors)
+        assert code != 0 or len(tensors) == len(STATE)
+        assert len(tensors) >= len(STATE) - 1
+        codes.add(code)
+    assert codes == {0, 1}
+
+
+def test_cuts_are_never_all_that_there_was(part: bytes, tmp_path: Path) -> None:
+    """Wherever a part is cut, within an archive or between two: what is written is whole, and exit code 0 is not said."""
+    ends = archives(part)
+    assert len(ends) == 4
+    for at in [*range(50, len(part), 397), *(end + more for end in ends[:-1] for more in (-30, -1, 1, 3, 40))]:
+        code, tensors = repaired(tmp_path / "__0_0.distcp", part[:at])
+        assert are_whole(tensors)
+        assert code in (1, 3), at
+        assert code == 3 or len(tensors) >= sum(end <= at for end in ends)
+
+
+def test_bytes_that_are_missing(part: bytes, tmp_path: Path) -> None:
+    """From the middle of one archive to the middle of the next: the pickle of the one takes no tensor of the other."""
+    first, second, *_ = archives(part)
+    for start in range(100, first, 300):
+        code, tensors = repaired(tmp_path / "__0_0.distcp", part[:start] + part[first + 700 : second] + part[second:])
+        assert are_whole(tensors)
+        assert code == 3 or len(tensors) >= 2
+
+
+def test_an_archive_that_begins_behind_another(part: bytes, tmp_path: Path) -> None:
+    """A cut soon behind a whole archive is more than trailing bytes: a problem, which check and inspect tell."""
+    path, end = tmp_path / "__0_0.distcp", archives(part)[0]
+    for more in (2, 60, 700):
+        path.write_bytes(part[: end + more])
+        codes = {finding.code: finding.severity for finding in inspect(path).findings}
+        assert codes["cut-archive"] == "problem"
+        assert check(path).exit_code == 1
+    path.write_bytes(part[:end] + b"\0" * 60)
+    assert "trailing-bytes" in {finding.code for finding in inspect(path).findings}
+
+
+def test_a_damaged_tensor_of_a_part_that_opens(part: bytes, tmp_path: Path) -> None:
+    """The archives have their tensors at the same offsets: the damage of each is told from that of the others."""
+    data = bytearray(part)
+    for tensor in (0, 2):
+        at = data.index(list(STATE.values())[tensor].numpy().tobytes())
+        data[at + 5] ^= 255
+        data[at + 90] ^= 255
+    code, tensors = repaired(tmp_path / "__0_0.distcp", bytes(data))
+    assert (code, len(tensors), are_whole(tensors)) == (1, 2, True)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_programs_are_refused_whatever_is_wrong(tmp_path: Path) -> None:
+    """TorchScript: whole, flipped or cut, repair writes nothing."""
+    path = tmp_path / "program.pt"
+    torch.jit.save(torch.jit.script(nn.Linear(7, 3)), path)
+    data = path.read_bytes()
+    for broken in [data, *(data[:at] for at in range(100, len(data), 499)), *flips(data)]:
+        assert repaired(path, broken) == (3, [])
+        assert not (tmp_path / "out.pth").exists()
