@@ -39,7 +39,7 @@ from ckpt_tools.errors import UsageError
     "--format",
     cls=Once,
     type=click.Choice(["pth", "pth-legacy", "safetensors", "dcp"]),
-    help="Container of OUT; else by its extension.",
+    help="Container of OUT; else by its name.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")

@@ -11,11 +11,14 @@ import click
 
 from ckpt_tools.cli.options import (
     LOCATION,
+    Expanded,
     Once,
     expand,
+    print_others,
     quiet_option,
     show_progress,
 )
+from ckpt_tools.io.output import is_address
 
 _JOBS = 4
 
@@ -43,7 +46,7 @@ def check(
 
     \b
     ckpt check model.pth
-    ckpt check --values --json runs/ | jq -r 'select(.verdict != "healthy") | .path'
+    ckpt check --values --json runs/ | jq -r 'select(.verdict and .verdict != "healthy") | .path'
     ckpt check --digest -o model.digest model.pth
     ckpt check --against model.digest model.safetensors
 
@@ -54,9 +57,8 @@ def check(
 
     if output is not None and not digest:
         raise click.UsageError("--output holds digests: give --digest too.")
-    files = expand(paths)
-    if output is not None and len(files) != 1:
-        raise click.UsageError(f"--output holds the digests of one checkpoint; here are {len(files)}.")
+    expanded = expand(paths) if output is None else _only(paths, output)
+    files = expanded.checkpoints
     wanted = Wanted(values, digest, None if against is None else load_digests(against), frozenset(ignore), device)
     code, reports = 0, []
     with show_progress(quiet=quiet or (as_json and sys.stdout.isatty())) as progress:
@@ -79,4 +81,24 @@ def check(
         from ckpt_tools.render.text import show
 
         show(partial(print_checked, reports, digests=digest and output is None))
+    if as_json or not quiet:
+        print_others(expanded.others, as_json=as_json)
     sys.exit(code)
+
+
+def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
+    """The one checkpoint whose digests go into a file: a folder that is one counts alone, whatever lies beside its shards.
+
+    Raises:
+        UsageError: there are several, or the file is called a checkpoint.
+    """
+    from ckpt_tools.formats.folders import find_layout
+    from ckpt_tools.tree.output_names import check_document_name
+
+    check_document_name(output, "digests", ".digest")
+    if len(paths) == 1 and not is_address(paths[0]) and paths[0].is_dir() and find_layout(paths[0]) is not None:
+        return Expanded(list(paths), {})
+    expanded = expand(paths)
+    if len(expanded.checkpoints) != 1:
+        raise click.UsageError(f"--output holds the digests of one checkpoint; here are {len(expanded.checkpoints)}.")
+    return expanded

@@ -107,7 +107,7 @@ if TYPE_CHECKING:
     "format_",
     cls=Once,
     type=click.Choice(["pth", "pth-legacy", "safetensors", "dcp"]),
-    help="Container of OUT; else by its extension. pth-legacy: for PyTorch before 1.6. dcp: a folder for distributed jobs.",
+    help="Container of OUT; else by its name. pth-legacy: for PyTorch before 1.6. dcp: a folder for distributed jobs.",
 )
 @click.option("--shard-size", cls=Once, metavar="SIZE", help="OUT is a folder of shards of at most 5GB, 500MiB ... each.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")

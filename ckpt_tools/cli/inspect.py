@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli.completion import complete_names
-from ckpt_tools.cli.options import LOCATION, expand, print_failure
+from ckpt_tools.cli.options import LOCATION, expand, print_failure, print_others
 from ckpt_tools.errors import CkptError
 
 if TYPE_CHECKING:
@@ -44,11 +44,12 @@ def inspect(
     \b
     ckpt inspect model.pth
     ckpt inspect --filter '*.weight' --sort size model.pth
-    ckpt inspect --json runs/ | jq .totals.parameters
+    ckpt inspect --json runs/ | jq 'select(.totals) | .totals.parameters'
 
     Exit code: 0 all shown, 3 when one cannot be read (the others are shown).
     """
-    files, code = expand(paths), 0
+    expanded, code = expand(paths), 0
+    files = expanded.checkpoints
     options = (show_all, bool(tree), tree is False, depth, pattern, sort)
     jobs = min(jobs or (min(4, os.cpu_count() or 1) if len(files) >= _MANY else 1), len(files))
     described: Iterable[Any] = map(_json_line if as_json else _described, files)
@@ -64,6 +65,7 @@ def inspect(
             click.echo(result)
         else:
             _show(result, number, options)
+    print_others(expanded.others, as_json=as_json)
     sys.exit(code)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,42 +22,49 @@ if TYPE_CHECKING:
     from ckpt_tools.io.writer import Progress
     from ckpt_tools.operations.safety import Safety
 
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 _PROGRESS_AFTER = 1.0  # seconds
-_SUFFIXES = {".pth", ".pt", ".pt2", ".ckpt", ".bin", ".safetensors", ".th", ".t7", ".tar", ".model", ".pkl", ".dat"}
 
 
-def expand(paths: tuple[Path, ...]) -> list[Path]:
-    """Folders as the checkpoints below them, sorted; files, and folders that are one checkpoint, as they are."""
-    from ckpt_tools.formats.folders import find_layout
+@dataclass(frozen=True, slots=True)
+class Expanded:
+    """What the paths of a command stand for: the checkpoints, and by folder the files in it that are none."""
 
-    files: list[Path] = []
+    checkpoints: list[Path]
+    others: dict[Path, list[Path]]
+
+
+def expand(paths: tuple[Path, ...]) -> Expanded:
+    """Folders as the checkpoints in them and the files that are none; files and addresses as they are."""
+    from ckpt_tools.operations.in_folders import find_checkpoints
+
+    expanded = Expanded([], {})
     for path in paths:
-        if is_address(path) or not path.is_dir() or find_layout(path):
-            files.append(path)
+        if is_address(path) or not path.is_dir():
+            expanded.checkpoints.append(path)
             continue
-        found = sorted(_below(path))
-        if not found:
-            raise NotACheckpointError(
-                f"{path} is a folder without checkpoints.", why=f"Looked for {', '.join(sorted(_SUFFIXES))}."
-            )
-        files += found
-    return files
+        found = find_checkpoints(path)
+        if not found.checkpoints:
+            count = f"None of its {len(found.others)} files is one" if found.others else "It has no files"
+            raise NotACheckpointError(f"{path} is a folder without checkpoints.", why=f"{count}.")
+        expanded.checkpoints.extend(found.checkpoints)
+        if found.others:
+            expanded.others[path] = found.others
+    return expanded
 
 
-def _below(top: Path) -> Iterator[Path]:
-    """The files that may be checkpoints by their name, and the folders that are one, without the shards of those."""
-    from ckpt_tools.formats.folders import find_layout
+def print_others(others: dict[Path, list[Path]], *, as_json: bool) -> None:
+    """The files of folders that are no checkpoints: how many and which; all of them as a JSON line."""
+    for folder, paths in others.items():
+        if as_json:
+            from ckpt_tools.render.json import folder_document, print_document
 
-    for folder, _, names in os.walk(top):
-        layout = find_layout(folder)
-        if layout is not None:
-            yield Path(folder)
-        for name in names:
-            path = Path(folder, name)
-            there = path.is_file() or not path.exists()  # a dangling link is told about; a socket is no checkpoint
-            if path.suffix.lower() in _SUFFIXES and there and not (layout and _SHARD.search(name)):
-                yield path
+            print_document(folder_document(folder, paths))
+        else:
+            from ckpt_tools.text import listed, printable
+
+            names = listed([str(path.relative_to(folder)) for path in paths])
+            count = "1 file is no checkpoint" if len(paths) == 1 else f"{len(paths)} files are no checkpoints"
+            sys.stdout.write("\n" + printable(f"{folder}: {count}: {names}") + "\n")
 
 
 def print_failure(path: Path, error: CkptError, *, as_json: bool, safety: Safety | None = None) -> None:

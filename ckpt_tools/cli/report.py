@@ -43,9 +43,11 @@ def report(
     from ckpt_tools.io.output import output_target
     from ckpt_tools.operations.inspect import inspect
     from ckpt_tools.render.html import page, save
+    from ckpt_tools.tree.output_names import check_document_name
 
     if select is not None and other is None:
         raise UsageError("--select says what is compared with OTHER; OTHER is missing.")
+    check_document_name(output, "an HTML page", ".html")
     output_target(output, overwrite=overwrite)  # before every tensor is read
     description, stats, difference = inspect(path), None, None
     with show_progress(quiet=quiet) as progress:

@@ -24,6 +24,7 @@ from ckpt_tools.io.writer import write
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import printable
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS
+from ckpt_tools.tree.output_names import check_document_name
 
 FORMAT = "ckpt-plan-1"
 _HEAD = f"""\
@@ -45,8 +46,9 @@ def write_plan(plan: Plan, path: str | os.PathLike[str], *, overwrite: bool = Fa
     """Write a plan: the whole new file, or nothing.
 
     Raises:
-        MatchPlanError: a name that TOML cannot hold. OutputError: the file cannot be written.
+        MatchPlanError: a name that TOML cannot hold. OutputError: the file cannot be written. UsageError: a checkpoint's name.
     """
+    check_document_name(path, "a plan", ".toml")
     data = "".join(line + "\n" for line in _lines(plan)).encode()
     with replacing(path, overwrite=overwrite) as output:
         write([Piece(Literal(data))], output, None, None)

@@ -35,12 +35,7 @@ from ckpt_tools.operations.convert.folder import FolderTarget, run_dcp
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.object_policy import modules_first
 from ckpt_tools.operations.convert.report import Converted, Note
-from ckpt_tools.operations.convert.run import (
-    Format,
-    ObjectsPolicy,
-    open_output,
-    output_format,
-)
+from ckpt_tools.operations.convert.run import ObjectsPolicy, open_output
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.modules import is_module
@@ -53,6 +48,7 @@ from ckpt_tools.tree.nodes import (
     Where,
     contiguous_stride,
 )
+from ckpt_tools.tree.output_names import Format, check_one_file, output_format
 from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.numeric import (
     has_numbers,
@@ -132,6 +128,8 @@ def average(
         raise UsageError(f"`integers={integers!r}` is neither first nor max.")
     kind = output_format(target, format)
     to_folder = kind == "dcp"
+    for source in sources:
+        check_one_file(source, target, format)
     edits = Edits(Names(unwrap=unwrap), kind, select=select, objects=objects)
     report = Averaged(list(map(str, sources)), parts)
     report.output = Converted(str(sources[0]), str(target), CONTAINERS[kind], dry_run)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CkptError
@@ -19,6 +21,11 @@ def print_document(document: dict[str, Any]) -> None:
     """A document as one line of standard output."""
     sys.stdout.write(line(document) + "\n")
     sys.stdout.flush()
+
+
+def folder_document(folder: Path, others: Sequence[Path]) -> dict[str, Any]:
+    """What follows the documents of the checkpoints in a folder: the files that are none."""
+    return {"folder": str(folder), "no_checkpoints": [str(path) for path in others]}
 
 
 def error_document(path: str, error: CkptError) -> dict[str, Any]:

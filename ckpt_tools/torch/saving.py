@@ -17,7 +17,6 @@ from ckpt_tools.formats import safetensors
 from ckpt_tools.io.content import CHUNK, Computed
 from ckpt_tools.io.output import Output, output_error, replacing
 from ckpt_tools.io.writer import write
-from ckpt_tools.operations.convert.run import Format, output_format
 from ckpt_tools.torch.gathering import has_parts, write_gathered
 from ckpt_tools.torch.live_names import renamed_state_dict
 from ckpt_tools.tree import names
@@ -30,6 +29,7 @@ from ckpt_tools.tree.nodes import (
     Node,
     Storage,
 )
+from ckpt_tools.tree.output_names import Format, output_format
 
 
 def save(

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 
 from ckpt_tools.text import printable
+from ckpt_tools.tree.output_names import writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ CODES = frozenset((
     "half-edited", "stray-journal", "cut-archive",
 ))  # fmt: skip
 
-_READ_ONLY = (".npz", ".npy", ".pkl", ".pickle", ".tar", ".zip", ".pt2")
+_NOT_WRITTEN = (".pkl", ".pickle", ".tar")  # the names of older formats, which a torch-zip may have too
 
 
 def mending(command: str, path: str, options: str = "", *, suffix: str | None = None) -> str:
@@ -56,9 +57,9 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     Args:
         suffix: the extension of the output where it is not the input's; never one of a format that nobody writes here.
     """
-    stem, own = os.path.splitext(path)
+    stem, own = (path.rstrip("/"), ".pth") if os.path.isdir(path) else os.path.splitext(path)
     stem = stem.rpartition("/")[2] if "://" in path else stem  # the output of what has an address is written here
-    own = ".pth" if own.lower() in _READ_ONLY else own
+    own = ".pth" if own.lower() in _NOT_WRITTEN or not writes(own) else own
     target = f"{stem}.fixed{own if suffix is None else suffix}"
     return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))
 

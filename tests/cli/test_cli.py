@@ -110,10 +110,12 @@ def test_json_is_the_library(training_file: Path) -> None:
 
 
 def test_folders_and_several_paths(training_file: Path, wrapped_file: Path) -> None:
-    """A folder stands for the checkpoints in it, sorted; other files in it are passed over."""
+    """A folder stands for the checkpoints in it, sorted; other files in it are listed behind them."""
     (training_file.parent / "notes.txt").write_text("no checkpoint")
     result = ckpt("inspect", "--json", training_file.parent)
-    assert [json.loads(line)["path"] for line in result.output.splitlines()] == [str(training_file), str(wrapped_file)]
+    *documents, rest = map(json.loads, result.output.splitlines())
+    assert [document["path"] for document in documents] == [str(training_file), str(wrapped_file)]
+    assert rest == {"folder": str(training_file.parent), "no_checkpoints": [str(training_file.with_name("notes.txt"))]}
 
 
 def test_a_dangling_link_in_a_folder_is_told(training_file: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_job_of_two_processes(tmp_path: Path) -> None:
     report = convert(tmp_path / "in.pth", tmp_path / "ours", format="dcp")
     assert report.aliases == {"tied": "model.0.weight"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
-    job = [*command, "tests/distributed_job.py", str(tmp_path / "ours"), str(tmp_path / "theirs")]
+    job = [*command, "tests/support/distributed_job.py", str(tmp_path / "ours"), str(tmp_path / "theirs")]
     done = subprocess.run(job, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     with open_checkpoint(tmp_path / "theirs") as checkpoint:

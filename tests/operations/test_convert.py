@@ -749,12 +749,13 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
 
 
 def test_tensors_that_go_with_their_object_are_reported(tmp_path: Path) -> None:
-    """A pickled module's state dict leaves out what is neither parameter nor persistent buffer: the report says so."""
+    """A pickled module's state dict leaves out what is neither parameter nor persistent buffer: named, and in the report."""
     module = nn.Linear(2, 2)
     module.loss_weight = torch.ones(3)
+    module.register_buffer("cache", torch.ones(1), persistent=False)
     torch.save(module, tmp_path / "module.pth")
-    report = ckpt_tools.convert(tmp_path / "module.pth", tmp_path / "plain.pth", objects="plain")
-    assert [path for path, _ in report.dropped] == ["loss_weight"]
+    report = ckpt_tools.convert(tmp_path / "module.pth", tmp_path / "plain.pth", objects="plain", drop="loss_weight")
+    assert [path for path, _ in report.dropped] == ["_buffers.cache", "loss_weight"]
 
 
 def test_underflow_is_counted(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ from ckpt_tools.operations.safety import of_checkpoint, of_unreadable
 from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree.findings import CODES, Finding, mending
 from ckpt_tools.tree.nodes import Entry, Where
+from ckpt_tools.tree.output_names import check_document_name
 from ckpt_tools.values.numeric import one_thread
 
 _EQUAL_FROM = 1024
@@ -127,10 +128,11 @@ def save_digests(report: Checked, path: str | os.PathLike[str], *, overwrite: bo
     """Write the digests of a report to a digest file, whole or not at all.
 
     Raises:
-        OutputError: it exists, or cannot be written. DigestError: the report has none.
+        OutputError: it exists, or cannot be written. DigestError: the report has none. UsageError: a checkpoint's name.
     """
     if report.container is None:
         raise DigestError(f"{report.path} cannot be read, so there are no digests of it.")
+    check_document_name(path, "digests", ".digest")
     with replacing(path, overwrite=overwrite) as output:
         write([Piece(Literal(digests.text(report.digests, report.path).encode()))], output)
 

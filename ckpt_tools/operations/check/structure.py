@@ -7,11 +7,13 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.folders import INDEX_SUFFIX
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.zip.directory import ALIGNMENT, DESCRIPTOR_64, Record
 from ckpt_tools.io.content import Deflated, Range
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.operations.check.reading import Mismatch, Read, in_file
+from ckpt_tools.operations.in_folders import indexed_files
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.nodes import Storage
@@ -114,11 +116,14 @@ def _unused(decoded: Decoded, keys: Iterable[str], records: Sequence[Record]) ->
 
 
 def _sharded(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Files that look like shards and that the index does not name; what it names was found, or the file did not open."""
+    """Files that look like shards and that no index names; what this one names was found, or the file did not open."""
     files = checkpoint.decoded.source
     if not isinstance(files, Files):
         return
-    stray = [name for name in sorted(files.names()) if _SHARD.search(name) and name not in files.members]
+    there = sorted(files.names())
+    indexes = [files.folder / name for name in there if name.endswith(INDEX_SUFFIX) and name not in files.members]
+    named = {name for path in indexes for name in indexed_files(path) or ()}
+    stray = [name for name in there if _SHARD.search(name) and name not in files.members and name not in named]
     if stray:
         text = f"{len(stray)} shards that the index does not name: {listed(stray)}"
         yield Finding("stray-shard", "warning", [], text, "the shards of one checkpoint", "Remove what an earlier save left.")

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
@@ -16,6 +15,12 @@ from ckpt_tools.io.output import (
     is_address,
     output_target,
     replacing,
+)
+from ckpt_tools.tree.output_names import (
+    Format,
+    check_one_file,
+    names_file,
+    output_format,
 )
 
 if TYPE_CHECKING:
@@ -27,8 +32,6 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.convert.report import Converted
 
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
-Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors", "dcp"]
-_SUFFIXES: dict[str, Format] = {".safetensors": "safetensors"}
 
 
 def convert(
@@ -103,7 +106,7 @@ def convert(
         adapt: fit a first convolution to other input channels, and position embeddings to another grid.
         seed: for initial values; one seed gives the same bytes on every machine.
         format: "pth", "pth-legacy" (what PyTorch before 1.6 reads), "safetensors" or "dcp" (a folder for
-            `torch.distributed.checkpoint`); else by the target's extension.
+            `torch.distributed.checkpoint`); else by the target's extension, see `ckpt_tools.tree.output_names`.
         shard_size: the target is a folder of shards of at most so many bytes of tensors each ("5GB", "500MiB", a number),
             with their index; in safetensors unless `format` says "pth".
         ranks: the processes that share the work of a sharded output (`ckpt_tools.io.ranks.launched`).
@@ -123,6 +126,8 @@ def convert(
     limit = None if shard_size is None else shard_limit(target, shard_size, format)
     kind = format or "safetensors" if limit is not None else output_format(target, format)
     to_folder = limit is not None or kind == "dcp"
+    if not to_folder:
+        check_one_file(source, target, format)
     with ExitStack() as stack:
         output = None
         if not to_folder:  # which is looked at by whoever writes it
@@ -202,16 +207,9 @@ def shard_limit(target: str | os.PathLike[str], shard_size: str | int, format: F
 
     if format in ("dcp", "pth-legacy"):
         raise UsageError(f"`shard_size` is for safetensors and pth; {format} has no shards of that kind.")
-    if Path(target).suffix.lower() in (".safetensors", ".pth", ".pt", ".bin", ".ckpt"):
+    if names_file(target):
         raise UsageError(f"`shard_size` writes a folder; {target} looks like a file.", fix="Name a folder.")
     try:
         return parse_size(shard_size)
     except ValueError:
         raise UsageError(f"`shard_size={shard_size!r}` is not a size.", fix="For example: 5GB, 500MB, 2GiB.") from None
-
-
-def output_format(target: str | os.PathLike[str], format: Format | None) -> Format:
-    """The container of an output: as said, else by extension; anything but `.safetensors` is a torch-zip."""
-    if format not in (None, "pth", "pth-legacy", "safetensors", "dcp"):
-        raise UsageError(f"`format={format!r}` is none of pth, pth-legacy, safetensors, dcp.")
-    return format or _SUFFIXES.get(Path(target).suffix.lower(), "pth")

@@ -41,6 +41,7 @@ from ckpt_tools.tree.nodes import (
     Storage,
     Where,
 )
+from ckpt_tools.tree.output_names import output_format
 from ckpt_tools.tree.visit import reachable
 
 
@@ -87,7 +88,7 @@ def repair(
         raise UsageError("`like` says which tensors there should be, `reinit` what is put in their place: give both.")
     started = time.perf_counter()
     holes = Holes(str(like), [reinit] if isinstance(reinit, str) else list(reinit), seed) if like is not None else None
-    kind = "safetensors" if os.fspath(target).endswith(".safetensors") else "pth"
+    kind = output_format(target, None)
     report = Repaired(str(source), str(target), "safetensors" if kind == "safetensors" else "torch-zip", dry_run)
     where = output_target(target, overwrite=overwrite or dry_run)
     if _is_one_file(where, source):

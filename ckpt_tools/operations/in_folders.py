@@ -1,0 +1,159 @@
+"""The checkpoints in a folder, told by what they are; and every file that is none, so that nothing is passed over in silence.
+
+A name of a checkpoint is enough to be examined: a `.pth` that is damaged is to be told about. A file of any other name is one
+by its first bytes, whatever it is called. Files are not read further, but for the directory of a zip and an index of shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt_tools import limits
+from ckpt_tools.errors import CkptError, NotACheckpointError
+from ckpt_tools.formats.base import is_zip
+from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX, Layout, layout_of
+from ckpt_tools.io.output import Source
+
+_HEAD = 512
+_ALWAYS = frozenset((".pth", ".pt", ".pt2", ".ckpt", ".bin", ".safetensors", ".th", ".t7"))
+_TARRED = (".pth.tar", ".pt.tar", ".ckpt.tar")
+# Names that tokenizers and data sets have too: examined where the bytes are a checkpoint's, or were never written.
+_MAYBE = frozenset((".tar", ".model", ".pkl", ".pickle", ".dat", ".zip", ".jit", ".ptl", ".npz", ".npy", ".distcp"))
+_NO_CONTENT = re.compile(rb"\0+\Z|version https://git-lfs|\s*<(?:!doctype|html)|\Z", re.IGNORECASE)
+_TORCH_RECORDS = ("/data.pkl", "/constants.pkl", "/archive_format", "/byteorder", ".data/serialization_id", ".npy")
+_TORCH_TAR = frozenset((b"sys_info", b"pickle", b"storages", b"tensors"))
+_SAFETENSORS_HEADER = re.compile(rb'\{\s*["}]')
+_Sniff = Callable[[bytes], bool]
+_SKIPPED = frozenset((".git",))  # which may hold every file a second time
+
+
+@dataclass(slots=True)
+class Found:
+    """What is below a folder.
+
+    Attributes:
+        checkpoints: files, and folders that are one checkpoint, in the order of their paths.
+        others: the files that are none, likewise.
+    """
+
+    checkpoints: list[Path] = field(default_factory=list)
+    others: list[Path] = field(default_factory=list)
+
+
+def find_checkpoints(top: Path) -> Found:
+    """Every checkpoint below a folder, the folder itself among them where it is one, and every other file.
+
+    A file that a link in the folder leads to counts once, under the name of the link (Hugging Face's cache).
+
+    Raises:
+        NotACheckpointError: a folder cannot be read.
+    """
+    found, linked = Found(), set()
+    for folder, folders, names in os.walk(top, onerror=_unreadable):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED)
+        wholes, parts = _wholes(Path(folder), sorted(names))
+        found.checkpoints += wholes
+        for path in (Path(folder, name) for name in names if name not in parts):
+            if path.is_symlink():
+                linked.add(os.path.realpath(path))
+            (found.checkpoints if _is_checkpoint(path) else found.others).append(path)
+        linked |= {os.path.realpath(Path(folder, name)) for name in parts if Path(folder, name).is_symlink()}
+    found.checkpoints = sorted(path for path in found.checkpoints if path.is_symlink() or str(path.absolute()) not in linked)
+    found.others.sort()
+    return found
+
+
+def _unreadable(error: OSError) -> None:
+    raise NotACheckpointError(f"{error.filename} cannot be read.", why=f"{error.strerror or error}.") from None
+
+
+def _wholes(folder: Path, names: Sequence[str]) -> tuple[list[Path], set[str]]:
+    """What in a folder is a checkpoint of several files, by the folder or an index; and the names of those files."""
+    indexes = {
+        name: files for name in names if name.endswith(INDEX_SUFFIX) and (files := indexed_files(folder / name)) is not None
+    }
+    try:
+        layout = layout_of(folder, list(names))
+    except NotACheckpointError:  # several: each index by itself, the rest by what it is
+        layout = None
+    if layout is not None and layout.container == "sharded" and not indexes:
+        layout = None
+    parts = {name for files in indexes.values() for name in files} | set(indexes)
+    if layout is not None:
+        return [folder], parts | _own(layout, names)
+    return [folder / name for name in indexes], parts
+
+
+def _own(layout: Layout, names: Sequence[str]) -> set[str]:
+    """The files of a folder's one checkpoint that no index names."""
+    distributed = {name for name in names if name.endswith(".distcp")} if DCP_METADATA in layout.names else set()
+    return set(layout.names) | distributed
+
+
+def indexed_files(path: Path) -> list[str] | None:
+    """The files that an index of shards names; None for any other JSON."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if path.stat().st_size <= limits.INDEX_BYTES.value:
+            content = json.loads(path.read_bytes())
+            if isinstance(content, dict) and isinstance(weight_map := content.get("weight_map"), dict):
+                return list(dict.fromkeys(name for name in weight_map.values() if isinstance(name, str)))
+    return None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    suffix, name = path.suffix.lower(), path.name.lower()
+    if not path.exists():  # a dangling link is told about where a checkpoint is missing
+        return suffix in _ALWAYS | _MAYBE
+    if not path.is_file():  # a socket, a pipe
+        return False
+    if suffix in _ALWAYS or name.endswith(_TARRED):
+        return True
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except OSError:  # told about when it is opened
+        return True
+    return is_checkpoint_head(path, head) or (suffix in _MAYBE and _NO_CONTENT.match(head) is not None)
+
+
+def is_checkpoint_head(path: Path, head: bytes) -> bool:
+    """Whether a file that starts with these bytes is a checkpoint, whatever it is called."""
+    if is_zip(head):
+        return _is_torch_zip(path)
+    return _is_safetensors(head) or any(sniff(head) for sniff in _sniffs())
+
+
+def _sniffs() -> Iterator[_Sniff]:
+    from ckpt_tools.formats import numpy_files, plain_pickle
+    from ckpt_tools.formats.legacy import torch_legacy
+
+    yield from (torch_legacy.sniff, plain_pickle.sniff, numpy_files.sniff, _is_torch_tar)
+
+
+def _is_torch_tar(head: bytes) -> bool:
+    return head[257:262] == b"ustar" and head[:100].rstrip(b"\0").removeprefix(b"./").rstrip(b"/") in _TORCH_TAR
+
+
+def _is_safetensors(head: bytes) -> bool:
+    length = int.from_bytes(head[:8], "little")
+    return 2 <= length <= limits.HEADER_BYTES.value and _SAFETENSORS_HEADER.match(head, 8) is not None
+
+
+def _is_torch_zip(path: Path) -> bool:
+    """Whether a zip has the records of a checkpoint, or of an archive of some; one that cannot be read is told about."""
+    from ckpt_tools.formats.zip.directory import read_directory
+
+    try:
+        with contextlib.closing(Source(path)) as source:
+            names = [record.name for record in read_directory(source).records]
+    except CkptError:
+        return True
+    suffixes = tuple(_ALWAYS)
+    old_program = any("/tensors/" in name for name in names) and any(name.endswith("/model.json") for name in names)
+    return old_program or any(name.endswith(_TORCH_RECORDS) or name.lower().endswith(suffixes) for name in names)

@@ -1,0 +1,119 @@
+"""What the name of an output says about its container: extensions of checkpoints, of other formats, slips in typing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import PurePath
+from typing import Literal, TypeAlias
+
+from ckpt_tools.errors import UsageError
+
+Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors", "dcp"]
+FORMATS: tuple[Format, ...] = ("pth", "pth-legacy", "safetensors", "dcp")
+_SAFETENSORS = ".safetensors"
+# What torch.save is given as a name: the first that is near is suggested for a slip.
+_TORCH = (
+    ".pth", ".pt", ".ckpt", ".bin", ".th", ".tar", ".t7", ".dat", ".model", ".pkl", ".pickle", ".checkpoint", ".weights",
+    ".params", ".state", ".mdl", ".net", ".pyt", ".pytorch", ".torch",
+)  # fmt: skip
+_KINDS = {
+    "a llama.cpp model": ".gguf .ggml", "an ONNX model": ".onnx .ort", "an HDF5 file": ".h5 .hdf5", "a Keras model": ".keras",
+    "NumPy arrays": ".npz .npy", "a TensorFlow Lite model": ".tflite", "a TensorFlow graph": ".pb", "Flax weights": ".msgpack",
+    "a joblib pickle": ".joblib", "a Core ML model": ".mlmodel .mlpackage", "a TensorRT engine": ".engine .plan",
+    "an ExecuTorch program": ".pte", "an exported program": ".pt2", "a TorchScript program": ".ptl .jit .torchscript",
+    "a TorchServe archive": ".mar", "a NeMo archive": ".nemo", "Paddle weights": ".pdparams", "MATLAB arrays": ".mat",
+    "a table": ".csv .parquet .arrow", "a part of a distributed checkpoint": ".distcp",
+    "an archive": ".zip .gz .tgz .xz .bz2 .zst .7z .rar", "a settings file": ".json .jsonl .yaml .yml .toml",
+    "a text": ".txt .md .html .htm .py .pdf", "a picture": ".png .jpg", "a digest file": ".digest",
+}  # fmt: skip
+_OTHERS = {suffix: kind for kind, suffixes in _KINDS.items() for suffix in suffixes.split()}
+_SHORT_FOR_SAFETENSORS = (".st", ".sft", ".safe")
+
+
+def extension(path: str | os.PathLike[str]) -> str:
+    """The extension of a path or an address, in small letters.
+
+    >>> extension("best.pth.TAR"), extension("s3://bucket/model")
+    ('.tar', '')
+    """
+    return PurePath(os.fspath(path)).suffix.lower()
+
+
+def output_format(target: str | os.PathLike[str], format: Format | None) -> Format:
+    """The container of an output: as said, else `.safetensors` by its extension, a torch-zip by any that means nothing else.
+
+    Raises:
+        UsageError: no such format; or the extension is another format's, or near one that is meant.
+    """
+    if format is not None:
+        if format not in FORMATS:
+            raise UsageError(f"`format={format!r}` is none of {', '.join(FORMATS)}.")
+        return format
+    found = extension(target)
+    if found == _SAFETENSORS:
+        return "safetensors"
+    if other := _OTHERS.get(found):
+        raise UsageError(
+            f"{target} would be called {other}, which ckpt does not write.",
+            fix="Name OUT .pth or .safetensors; `format='pth'` writes a .pth under any name.",
+        )
+    if found not in _TORCH and (meant := _meant(found)):
+        raise UsageError(
+            f"{target}: {found} is no extension of a checkpoint.", fix=f"Did you mean {meant}? `format` decides too."
+        )
+    return "pth"
+
+
+def writes(suffix: str) -> bool:
+    """Whether a checkpoint is written under a name with this extension unasked."""
+    return suffix.lower() not in _OTHERS and not _meant(suffix.lower())
+
+
+def names_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a path looks like a file's, not a folder's: its extension is a checkpoint's, another format's, or near one."""
+    found = extension(path)
+    return found in (_SAFETENSORS, *_TORCH, *_OTHERS) or bool(_meant(found))
+
+
+def check_one_file(source: str | os.PathLike[str], target: str | os.PathLike[str], format: Format | None) -> None:
+    """Make sure that a folder becomes one file only where that was said: by the name, or by the format.
+
+    Raises:
+        UsageError: IN is a folder or an index of shards, and OUT has a name that a folder could have.
+    """
+    if format is None and not names_file(target) and _may_be_folder(source):
+        raise UsageError(
+            f"Is {target} to be a file or a folder? {source} is a folder.",
+            fix=f"One file: name it {target}.safetensors or .pth, or give `format`. Shards: `shard_size='5GB'`. "
+            "For torch.distributed.checkpoint: `format='dcp'`.",
+        )  # fmt: skip
+
+
+def _may_be_folder(source: str | os.PathLike[str]) -> bool:
+    text = os.fspath(source)
+    if "://" in text:
+        return text.endswith(".index.json") or not names_file(text)
+    return text.endswith(".index.json") or os.path.isdir(text)
+
+
+def check_document_name(path: str | os.PathLike[str], what: str, own: str) -> None:
+    """Make sure that a page, plan or digest is not called a checkpoint.
+
+    Raises:
+        UsageError: it is.
+    """
+    if extension(path) in (_SAFETENSORS, *_TORCH):
+        raise UsageError(f"{path} is a checkpoint's name; this writes {what}.", fix=f"For example: {PurePath(path).stem}{own}")
+
+
+def _meant(found: str) -> str:
+    """The extension that was meant by one that is near it; empty where none is."""
+    import difflib
+
+    if found in _SHORT_FOR_SAFETENSORS or difflib.SequenceMatcher(None, found, _SAFETENSORS).ratio() > _NEAR:
+        return _SAFETENSORS
+    near = (known for known in _TORCH if set(known) == set(found) and abs(len(known) - len(found)) < 2)
+    return next(near, "") if found not in _TORCH else ""
+
+
+_NEAR = 0.8

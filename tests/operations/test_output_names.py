@@ -1,0 +1,123 @@
+"""What an output's name says about its container; names that say something else, or two things, are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.errors import UsageError
+from ckpt_tools.torch import save
+from ckpt_tools.tree.findings import mending
+from ckpt_tools.tree.output_names import output_format
+from tests.cli.test_cli import ckpt as run
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A state dict."""
+    torch.save({"a.weight": torch.ones(2)}, tmp_path / "in.pth")
+    return tmp_path / "in.pth"
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("a.SAFETENSORS", "safetensors"), ("best.pth.tar", "pth"), ("a.dat", "pth"), ("a.t7", "pth"), ("a.model", "pth"),
+     ("a", "pth"), ("a.th", "pth"),
+     ("resnet-1.5", "pth"), ("epoch=6-step=83.ckpt", "pth"), ("s3://bucket/a.safetensors", "safetensors"),
+     ("a.bin", "pth"), ("model.epoch10", "pth")],
+)  # fmt: skip
+def test_real_names(name: str, format: str) -> None:
+    """The names that checkpoints have in real life, and names that mean nothing, say what they always said."""
+    assert output_format(name, None) == format
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a.gguf", "a llama.cpp model"), ("a.ONNX", "an ONNX model"), ("a.h5", "an HDF5 file"), ("a.npz", "NumPy arrays"),
+     ("a.pt2", "an exported program"), ("a.zip", "an archive"), ("a.safetensor", r"Did you mean \.safetensors"),
+     ("a.saftensors", r"Did you mean \.safetensors"), ("a.sft", r"Did you mean \.safetensors"),
+     ("a.pht", r"Did you mean \.pth"),
+     ("a.ckptt", r"Did you mean \.ckpt"), ("s3://bucket/a.safetensor", r"Did you mean \.safetensors")],
+)  # fmt: skip
+def test_names_of_something_else(path: Path, tmp_path: Path, name: str, message: str) -> None:
+    """Another format's extension, and a slip in typing one, are refused by whatever writes a checkpoint; nothing is written."""
+    target = name if "://" in name else tmp_path / name
+    for write in (
+        lambda: ckpt_tools.convert(path, target),
+        lambda: ckpt_tools.average([path, path], target),
+        lambda: ckpt_tools.repair(path, target),
+        lambda: save({"a": torch.ones(1)}, target),
+    ):
+        with pytest.raises(UsageError, match=message):
+            write()
+    assert [file.name for file in tmp_path.iterdir()] == ["in.pth"]
+
+
+def test_the_format_decides(path: Path, tmp_path: Path) -> None:
+    """--format is meant: any name will do."""
+    ckpt_tools.convert(path, tmp_path / "a.gguf", format="pth")
+    assert ckpt_tools.inspect(tmp_path / "a.gguf").container == "torch-zip"
+    ckpt_tools.convert(path, tmp_path / "a.safetensor", format="safetensors")
+    assert ckpt_tools.inspect(tmp_path / "a.safetensor").container == "safetensors"
+
+
+def test_repair_reads_names_as_convert_does(path: Path, tmp_path: Path) -> None:
+    """repair X OUT.SAFETENSORS writes safetensors."""
+    ckpt_tools.repair(path, tmp_path / "out.SAFETENSORS")
+    assert ckpt_tools.inspect(tmp_path / "out.SAFETENSORS").container == "safetensors"
+
+
+@pytest.mark.parametrize("name", ["out", "llama-3.1-8B"])
+@pytest.mark.parametrize("index", [False, True])
+def test_a_folder_asks(path: Path, tmp_path: Path, name: str, index: bool) -> None:
+    """A folder in, and out a name that a folder could have: asked, with both ways named; each of them works."""
+    ckpt_tools.convert(path, tmp_path / "shards", shard_size="1KB")
+    source = tmp_path / "shards" / "model.safetensors.index.json" if index else tmp_path / "shards"
+    with pytest.raises(UsageError, match=f"Is .*{name} to be a file or a folder") as caught:
+        ckpt_tools.convert(source, tmp_path / name)
+    assert "--shard-size 5GB" in caught.value.fix
+    with pytest.raises(UsageError, match="to be a file or a folder"):
+        ckpt_tools.average([source, source], tmp_path / name)
+    ckpt_tools.convert(source, tmp_path / name, shard_size="5GB")
+    ckpt_tools.convert(source, tmp_path / "one", format="pth")
+    ckpt_tools.convert(source, tmp_path / "two.pth")
+    assert (tmp_path / name).is_dir()
+    assert (tmp_path / "one").is_file()
+
+
+@pytest.mark.parametrize("name", ["a.gguf", "a.safetensor", "a.th", "a.safetensors"])
+def test_shards_need_a_folders_name(path: Path, tmp_path: Path, name: str) -> None:
+    """--shard-size with what looks like a file's name is refused, also where the name is no checkpoint's."""
+    with pytest.raises(UsageError, match="looks like a file"):
+        ckpt_tools.convert(path, tmp_path / name, shard_size="1GB")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["report", "in.pth", "-o", "page.pth"], ["check", "--digest", "-o", "in.safetensors", "in.pth"],
+     ["match", "in.pth", "--like", "in.pth", "-o", "plan.ckpt"]],
+    ids=["report", "check", "match"],
+)  # fmt: skip
+def test_documents_are_not_called_checkpoints(path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    """A page, digests, a plan: under the name of a checkpoint they are refused."""
+    monkeypatch.chdir(path.parent)
+    result: Any = run(*arguments)
+    assert result.exit_code == 2
+    assert "is a checkpoint's name" in result.stderr
+    assert [file.name for file in path.parent.iterdir()] == ["in.pth"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fixed"),
+    [("a.jit", "a.fixed.pth"), ("a.gguf", "a.fixed.pth"), ("a.ckpt", "a.fixed.ckpt"), ("model.safetensors.index.json",
+     "model.safetensors.index.fixed.pth"), ("rank_0", "rank_0.fixed"), ("llama-3.1", "llama-3.1.fixed.pth")],
+)  # fmt: skip
+def test_advice_names_what_is_written(tmp_path: Path, name: str, fixed: str) -> None:
+    """The command that a finding shows has an output that convert takes, for folders too."""
+    if name == "llama-3.1":
+        (tmp_path / name).mkdir()
+    assert mending("convert", str(tmp_path / name)) == f"ckpt convert {tmp_path / name} {tmp_path / fixed}"
