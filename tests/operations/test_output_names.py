@@ -79,7 +79,7 @@ def test_a_folder_asks(path: Path, tmp_path: Path, name: str, index: bool) -> No
     source = tmp_path / "shards" / "model.safetensors.index.json" if index else tmp_path / "shards"
     with pytest.raises(UsageError, match=f"Is .*{name} to be a file or a folder") as caught:
         ckpt_tools.convert(source, tmp_path / name)
-    assert "--shard-size 5GB" in caught.value.fix
+    assert "`shard_size='5GB'`" in caught.value.fix
     with pytest.raises(UsageError, match="to be a file or a folder"):
         ckpt_tools.average([source, source], tmp_path / name)
     ckpt_tools.convert(source, tmp_path / name, shard_size="5GB")
