@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -71,3 +72,16 @@ def _escape(character: str) -> str:
         code = ord(character)
         return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
     return character
+
+
+def natural(text: str) -> tuple[object, ...]:
+    """A key that sorts numbers in a text by their value: `layers.2` before `layers.10`.
+
+    >>> sorted(["l.10", "l.2"], key=natural)
+    ['l.2', 'l.10']
+    """
+    parts = _DIGITS.split(text)  # text and digits in turns; digits are compared by length first, since there may be thousands
+    return tuple(part if index % 2 == 0 else (len(part.lstrip("0")), part.lstrip("0")) for index, part in enumerate(parts))
+
+
+_DIGITS = re.compile(r"([0-9]+)")

@@ -112,7 +112,7 @@ def _chosen(users: dict[int, list[tuple[str, str, Entry]]], only: Sequence[str])
             if not all(hits.values()):
                 names = ", ".join(map(repr, hits))
                 raise ConvertError(
-                    f"{names} are tied, and `dtype_only` matches some of them.", fix="Match all of them or none."
+                    f"{names} share one storage, and `dtype_only` matches some of them.", fix="Match all of them or none."
                 )
             chosen.add(storage)
     if unused:

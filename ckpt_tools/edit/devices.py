@@ -41,7 +41,7 @@ def _full(device: str) -> str:
 
 
 def map_storages(root: Node, change: Callable[[Storage], Storage]) -> Node:
-    """Exchange storages everywhere, each once; entries on one storage stay tied. Returns the root."""
+    """Exchange storages everywhere, each once; entries on one storage stay on one. Returns the root."""
     changed: dict[int, Storage] = {}
 
     def new(storage: Storage) -> Storage:

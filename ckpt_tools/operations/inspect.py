@@ -26,6 +26,7 @@ from ckpt_tools.formats.parts.named import Partition, partition, without_advice
 from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
 from ckpt_tools.operations.loaders import Loads, how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
+from ckpt_tools.operations.sharing import find_sharing
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.findings import Finding, mending
@@ -62,6 +63,7 @@ class Description:
     tensors: list[dict[str, Any]]
     totals: dict[str, Any]
     tied: list[list[str]]
+    shared: list[list[str]]
     values: dict[str, Any]
     objects: list[dict[str, Any]]
     globals: list[str]
@@ -90,15 +92,17 @@ def inspect(path: str | os.PathLike[str]) -> Description:
 
 def describe(checkpoint: Checkpoint) -> Description:
     """Describe an open checkpoint."""
-    names, rows, state_dicts, totals = _measure(checkpoint)
+    rows, state_dicts, totals = _measure(checkpoint)
     safety = of_checkpoint(checkpoint)
     loads = how_it_loads(checkpoint, safety.classes)
     part = partition(checkpoint)
+    sharing = find_sharing(checkpoint)
     settings_too = _module_values(checkpoint.root) if checkpoint.has_modules else ()
     values = dict(islice(chain(_values(checkpoint.root), settings_too), MAX_VALUES))
     return Description(
-        str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals, _tied(checkpoint, names),
-        values, _objects(checkpoint), list(map(str, dict.fromkeys((*checkpoint.decoded.globals, *safety.names)))),
+        str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals,
+        sharing.tied, sharing.shared, values, _objects(checkpoint),
+        list(map(str, dict.fromkeys((*checkpoint.decoded.globals, *safety.names)))),
         {"loads": loads.weights_only, "refused": loads.refused, "reasons": loads.reasons, "call": loads.call}, safety,
         dict(checkpoint.decoded.metadata), list(_findings(checkpoint, safety, part, state_dicts, totals, loads)),
         _part_row(part) if part is not None else None,
@@ -107,7 +111,7 @@ def describe(checkpoint: Checkpoint) -> Description:
 
 def find_findings(checkpoint: Checkpoint, safety: Safety | None = None) -> list[Finding]:
     """The findings of `describe` alone; `safety` where it is known."""
-    _, _, state_dicts, totals = _measure(checkpoint)
+    _, state_dicts, totals = _measure(checkpoint)
     safety = of_checkpoint(checkpoint) if safety is None else safety
     loads = how_it_loads(checkpoint, safety.classes)
     return list(_findings(checkpoint, safety, partition(checkpoint), state_dicts, totals, loads))
@@ -120,8 +124,8 @@ def _part_row(part: Partition) -> dict[str, Any]:
 _Rows: TypeAlias = list[dict[str, Any]]
 
 
-def _measure(checkpoint: Checkpoint) -> tuple[dict[Where, frozenset[str]], _Rows, _Rows, dict[str, Any]]:
-    """Names by state dict; a row for each tensor and each state dict; the totals."""
+def _measure(checkpoint: Checkpoint) -> tuple[_Rows, _Rows, dict[str, Any]]:
+    """A row for each tensor and each state dict; the totals."""
     tensors = checkpoint.tensors
     names = {state_dict.where: frozenset(state_dict.names) for state_dict in checkpoint.state_dicts}
     reader = PartReader()
@@ -129,13 +133,14 @@ def _measure(checkpoint: Checkpoint) -> tuple[dict[Where, frozenset[str]], _Rows
     state_dicts = _state_dicts(checkpoint, rows)
     totals = {
         "tensors": len(rows),
+        "elements": _numbers(rows),
         "parameters": sum(row["parameters"] for row in state_dicts) if state_dicts else _numbers(rows),
         "bytes": sum(row["bytes"] for row in rows),
         "storage_bytes": checkpoint.decoded.storage_bytes,
         "dtypes": dict(Counter(row["dtype"] or "unknown" for row in rows)),
         "devices": dict(Counter(row["device"] for row in rows if row["device"] is not None)),
     }
-    return names, rows, state_dicts, totals
+    return rows, state_dicts, totals
 
 
 def _tensor_row(tensor: Tensor, names: dict[Where, frozenset[str]], reader: PartReader) -> dict[str, Any]:
@@ -213,20 +218,6 @@ def _state_dicts(checkpoint: Checkpoint, rows: list[dict[str, Any]]) -> list[dic
         }
         for state_dict in checkpoint.state_dicts
     ]
-
-
-def _tied(checkpoint: Checkpoint, names: dict[Where, frozenset[str]]) -> list[list[str]]:
-    """Groups of tensors on one storage: names inside one state dict, dotted paths across several."""
-    groups: dict[int, list[Where]] = {}
-    for tensor in checkpoint.tensors:
-        if type(tensor.node) is Entry and tensor.node.nbytes:
-            groups.setdefault(id(tensor.node.storage), []).append(tensor.where)
-    tied = []
-    for wheres in groups.values():
-        if len(wheres) > 1:
-            inside = len({where[:-1] for where in wheres}) == 1 and wheres[0][:-1] in names
-            tied.append([str(where[-1]) if inside else dotted(where) for where in wheres])
-    return tied
 
 
 def _values(root: Node) -> Iterator[tuple[str, Any]]:

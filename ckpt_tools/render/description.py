@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,7 @@ from ckpt_tools.render.text import (
 from ckpt_tools.text import (
     did_you_mean,
     listed,
+    natural,
     printable,
     shortened,
 )
@@ -69,7 +71,7 @@ def _print_head(description: Description, view: View, out: Console) -> None:
     grid.add_row("container", f"{description.container}, {size_text(description.file_bytes)}")
     spent = totals["storage_bytes"]
     extra = f" in {size_text(spent)} of storage" if spent != totals["bytes"] else ""
-    tensors = f"{totals['tensors']:,}, {counted(totals['parameters'], 'element')}, {size_text(totals['bytes'])}{extra}"
+    tensors = f"{totals['tensors']:,}, {counted(totals['elements'], 'element')}, {size_text(totals['bytes'])}{extra}"
     grid.add_row("tensors", tensors)
     grid.add_row("dtypes", _counts(totals["dtypes"]))
     if totals["devices"]:
@@ -100,7 +102,7 @@ def _chosen(rows: list[dict[str, Any]], view: View) -> list[dict[str, Any]]:
     if view.filter is not None:
         rows = [row for row in rows if _matches(row, view.filter)]
     if view.sort == "name":
-        return sorted(rows, key=lambda row: [str(part) for part in row["where"]])
+        return sorted(rows, key=lambda row: [natural(str(part)) for part in row["where"]])
     return sorted(rows, key=lambda row: -row["bytes"]) if view.sort == "size" else rows
 
 
@@ -211,14 +213,31 @@ def _folded(pattern: str, group: list[tuple[int, _Line]]) -> _Line:
     if len(group) == 1:
         return first
     numbers = [number for number, _ in group]
-    counted = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    text = f"{numbers[0]}-{numbers[-1]}" if counted else ",".join(map(str, numbers[:8])) + (",..." if len(numbers) > 8 else "")
-    name = pattern.replace("\0", f"{{{text}}}")
+    name = pattern.replace("\0", f"{{{ranges(numbers)}}}")
     lines = [line for _, line in group]
     shape = (
         f"{first.shape} each" if len({line.shape for line in lines}) == 1 else f"{sum(line.count for line in lines)} tensors"
     )
     return _Line(name, shape, first.dtype, first.device, sum(line.bytes for line in lines), sum(line.count for line in lines))
+
+
+_SHOWN_RANGES = 8
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers in their order, runs of them as `first-last`, the first eight of those.
+
+    >>> ranges([0, 1, 10, 11, 2])
+    '0-2,10-11'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN_RANGES]]
+    return ",".join([*texts, "..."] if len(runs) > _SHOWN_RANGES else texts)
 
 
 def _tensor_tree(rows: list[dict[str, Any]], view: View) -> Any:
@@ -248,6 +267,9 @@ def _print_rest(description: Description, view: View, out: Console) -> None:
     for group in description.tied[:limit]:
         grid.add_row("tied", printable(listed(group, 6)))
     _more(grid, "tied", len(description.tied), limit)
+    for group in description.shared[:limit]:
+        grid.add_row("one storage", printable(listed(group, 6)))
+    _more(grid, "one storage", len(description.shared), limit)
     values = sorted(description.values.items(), key=lambda item: item[0].count("."))  # epoch before config.data.workers
     for name, value in values[:limit]:
         grid.add_row("value", printable(f"{name} = {shortened(str(value), 120)}"))

@@ -26,7 +26,7 @@ from ckpt_tools.render.text import (
     path_text,
     size_text,
 )
-from ckpt_tools.text import printable
+from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.compare.report import Change, Difference, Only
@@ -112,7 +112,7 @@ def _overview(description: Description) -> Sequence[tuple[str, str]]:
     totals = description.totals
     rows = [("file", printable(os.path.abspath(description.path))),
             ("container", f"{description.container}, {size_text(description.file_bytes)}"),
-            ("tensors", f"{totals['tensors']:,}, {counted(totals['parameters'], 'element')}, {size_text(totals['bytes'])}"),
+            ("tensors", f"{totals['tensors']:,}, {counted(totals['elements'], 'element')}, {size_text(totals['bytes'])}"),
             ("dtypes", _counts(totals["dtypes"]))]  # fmt: skip
     if totals["devices"]:
         rows.append(("devices", _counts(totals["devices"])))
@@ -120,7 +120,8 @@ def _overview(description: Description) -> Sequence[tuple[str, str]]:
         wrapped = f", wrapped in {' '.join(row['wrappers'])}" if row["wrappers"] else ""
         tensors = f"{counted(row['tensors'], 'tensor')}, {counted(row['parameters'], 'element')}{wrapped}"
         rows.append(("state dict", f"{path_text(row['where'])}: {tensors}"))
-    rows += [("tied", _text(", ".join(group[:6]))) for group in description.tied[:10]]
+    rows += [("tied", _text(listed(group, 6))) for group in description.tied[:10]]
+    rows += [("one storage", _text(listed(group, 6))) for group in description.shared[:10]]
     rows.append(loading_row(description.weights_only))
     if description.container != "safetensors":
         rows.append(("safety", description.safety.text))

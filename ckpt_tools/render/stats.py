@@ -16,7 +16,7 @@ from ckpt_tools.render.text import (
     name_table,
     room_for_names,
 )
-from ckpt_tools.text import listed, printable
+from ckpt_tools.text import listed, natural, printable
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.compare.stats import Stats
@@ -73,7 +73,7 @@ def _sorted(rows: list[_Row], sort: StatsSort) -> list[_Row]:
     if sort == "file":
         return rows
     if sort == "name":
-        return sorted(rows, key=lambda row: row.name)
+        return sorted(rows, key=lambda row: natural(row.name))
     if sort == "zeros":
         return sorted(rows, key=lambda row: -_share(row.numbers))
     key = {"size": "elements", "max": "max", "mean": "mean", "std": "std"}[sort]

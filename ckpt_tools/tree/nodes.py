@@ -23,7 +23,7 @@ Where: TypeAlias = tuple["str | int", ...]
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """One run of bytes that entries view. Two entries on one storage are tied.
+    """One run of bytes that entries view. Entries that are the same elements of it are tied.
 
     Attributes:
         key: its name in the container, unique there.

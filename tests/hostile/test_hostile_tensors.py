@@ -174,7 +174,7 @@ def test_75_tied_and_overlapping(tmp_path: Path) -> None:
     base = torch.arange(1000.0)
     torch.save({"a.w": base, "b.w": base, "c.w": base[100:300], "d.w": base[200:400].reshape(10, 20).t()}, tmp_path / "in.pth")
     found = ckpt_tools.inspect(tmp_path / "in.pth")
-    assert found.tied == [["a.w", "b.w", "c.w", "d.w"]]
+    assert (found.tied, found.shared) == ([["a.w", "b.w"]], [["a.w", "b.w", "c.w", "d.w"]])
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth")
     loaded = torch.load(tmp_path / "out.pth")
     assert len({tensor.untyped_storage().data_ptr() for tensor in loaded.values()}) == 1

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from safetensors.torch import save_file
 
 from ckpt_tools import diff, inspect, stats
 from ckpt_tools.cli import COMMANDS, main, options
-from ckpt_tools.render.description import View, print_description
+from ckpt_tools.render.description import View, print_description, ranges
 from ckpt_tools.render.difference import print_difference
 from ckpt_tools.render.stats import StatsView, print_stats
 from ckpt_tools.render.text import counted, wrapped
+from ckpt_tools.text import natural
 from tests.support.samples import FIXTURES, by_name
 
 PAGES = [FIXTURES / name for name in ("training.pth", "fsdp.pth", "dtypes.pth", "whole_module.pth")]
@@ -214,3 +217,58 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, quiet: bool, seconds: float, 
         time.sleep(0)
     assert ("4.0 MiB of 8.0 MiB" in terminal.getvalue()) == shown
     assert ("MiB/s" in terminal.getvalue()) == shown
+
+
+def test_layers_are_counted_in_their_order(tmp_path: Path) -> None:
+    """safetensors sorts names as text; blocks are folded with their numbers in order and in ranges."""
+    save_file({f"layers.{number}.weight": torch.zeros(2, 2) for number in (*range(13), 20)}, tmp_path / "model.safetensors")
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "model.safetensors")]).stdout
+    assert "layers.{0-12,20}.weight" in shown
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([0, 1, 10, 11, 2], "0-2,10-11"),
+        ([5], "5"),
+        ([3, 1], "1,3"),
+        (range(0, 40, 2), "0,2,4,6,8,10,12,14,..."),
+        ([7, 8], "7-8"),
+    ],
+)
+def test_ranges(numbers: Iterable[int], text: str) -> None:
+    """Runs become ranges, the rest is listed, and what is cut is said to be."""
+    assert ranges(numbers) == text
+
+
+@given(st.lists(st.integers(0, 9999), max_size=7))
+def test_ranges_hold_every_number(numbers: list[int]) -> None:
+    """What is written in ranges is the set that was given."""
+    runs = [tuple(map(int, part.split("-"))) for part in ranges(numbers).split(",") if part]
+    assert {number for run in runs for number in range(run[0], run[-1] + 1)} == set(numbers)
+
+
+@pytest.mark.parametrize("command", ["inspect", "stats"])
+def test_names_are_sorted_by_their_numbers(tmp_path: Path, command: str) -> None:
+    """`--sort name` puts layer 2 before layer 10, however long a number may be."""
+    names = ["l.10.w", "l.2.w", "l.300.w", "l.02.b", "a.w"]
+    torch.save({name: torch.zeros(2, index + 1) for index, name in enumerate(names)}, tmp_path / "model.pth")
+    flat = ["--flat"] if command == "inspect" else []
+    shown = CliRunner().invoke(main, [command, "--sort", "name", *flat, str(tmp_path / "model.pth")]).stdout
+    places = [shown.index(f"\n{name}") for name in ("a.w", "l.02.b", "l.2.w", "l.10.w", "l.300.w")]
+    assert places == sorted(places)
+    assert sorted(["9" * 9000, "1" * 9001, "0002", "1"], key=natural) == ["1", "0002", "9" * 9000, "1" * 9001]
+
+
+def test_totals_count_one_set(tmp_path: Path) -> None:
+    """Tensors, elements and bytes of the total are those of the weights and of the optimizer; parameters are the weights'."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth")
+    totals = inspect(tmp_path / "run.pth").totals
+    assert (totals["tensors"], totals["elements"], totals["parameters"]) == (8, 20 * 3 + 2, 20)
+    assert totals["bytes"] == totals["elements"] * 4
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "run.pth")]).stdout
+    assert "tensors       8, 62 elements, 248 B" in shown
