@@ -12,8 +12,9 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from itertools import pairwise, takewhile
 from typing import Any, TextIO
 
 import click
@@ -40,8 +41,16 @@ _LIMIT = click.Option(
 )  # fmt: skip
 
 
+def _wants_json(args: Sequence[str]) -> bool:
+    """Whether a command line asks for JSON, told before it is parsed: what cannot be parsed is an error in JSON too."""
+    given = list(takewhile(lambda arg: arg != "--", args))
+    return "--json" in given or "--format=json" in given or ("--format", "json") in pairwise(given)
+
+
 class _Group(click.Group):
-    """Turns our errors into a message and an exit code, Ctrl-C and SIGTERM into 130 and 143."""
+    """Turns our errors into a message and an exit code, Ctrl-C and SIGTERM into 130 and 143; under --json a document too."""
+
+    as_json = False
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -61,11 +70,15 @@ class _Group(click.Group):
         return super().main(*args, **extra)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
+        self.as_json = _wants_json(args[1] if len(args) > 1 else extra["args"])
         try:
             return super().make_context(*args, **extra)
         except KeyboardInterrupt:  # while the options are read; click by itself would exit with 1
-            click.echo("Interrupted.", err=True)
+            self.tell_interrupted()
             raise click.exceptions.Exit(130) from None
+        except click.ClickException as error:
+            self.print_failure(_usage_document, error)
+            raise
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in COMMANDS and not ctx.resilient_parsing:
@@ -82,12 +95,15 @@ class _Group(click.Group):
         except CkptError as error:
             from ckpt_tools.render.text import print_error
 
+            self.print_failure(_error_document, error)
             with _telling():
                 print_error(error)
             ctx.exit(error.exit_code)
+        except click.ClickException as error:  # options of a command; click prints it
+            self.print_failure(_usage_document, error)
+            raise
         except KeyboardInterrupt:
-            with _telling():
-                click.echo("Interrupted.", err=True)
+            self.tell_interrupted()
             ctx.exit(130)
         except BrokenPipeError:
             # The reader of our output (head, less) has gone.
@@ -99,6 +115,43 @@ class _Group(click.Group):
             with _telling():
                 click.echo(f"Error: {what}: {error.strerror or error}.", err=True)
             ctx.exit(3)
+
+    def print_failure(self, document: Callable[[Any], dict[str, Any]], error: object) -> None:
+        """Why there is no report, as the JSON that was asked for; where it cannot be printed, the exit code has to do."""
+        if not self.as_json:
+            return
+        from ckpt_tools.render.json import print_document
+
+        try:
+            print_document(document(error))
+        except OSError:
+            _silence(sys.stdout)
+
+    def tell_interrupted(self) -> None:
+        """Ctrl-C, in words and in JSON."""
+        self.print_failure(_interrupted_document, None)
+        with _telling():
+            click.echo("Interrupted.", err=True)
+
+
+def _error_document(error: CkptError) -> dict[str, Any]:
+    from ckpt_tools.render.json import error_document
+
+    return error_document(None, error)
+
+
+def _usage_document(error: click.ClickException) -> dict[str, Any]:
+    from ckpt_tools.render.json import failure_document
+
+    ctx = getattr(error, "ctx", None)
+    fix = f"{ctx.command_path} --help lists the options." if ctx is not None else ""
+    return failure_document("UsageError", error.format_message(), exit_code=error.exit_code, fix=fix)
+
+
+def _interrupted_document(_: object) -> dict[str, Any]:
+    from ckpt_tools.render.json import failure_document
+
+    return failure_document("Interrupted", "Interrupted.", exit_code=130)
 
 
 @contextlib.contextmanager

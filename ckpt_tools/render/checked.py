@@ -57,7 +57,7 @@ def _print_one(report: Checked, out: Console, *, digests: bool) -> None:
     for code, findings in _by_code(report).items():
         for finding in findings[:_SHOWN]:
             out.print()
-            print_finding(finding, out)
+            print_finding(finding, out, with_code=True)
         if len(findings) > _SHOWN:
             out.print(f"\n... {len(findings) - _SHOWN} more of {code} (--json shows all)")
 

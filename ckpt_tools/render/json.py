@@ -28,7 +28,15 @@ def folder_document(folder: Path, others: Sequence[Path]) -> dict[str, Any]:
     return {"folder": str(folder), "no_checkpoints": [str(path) for path in others]}
 
 
-def error_document(path: str, error: CkptError) -> dict[str, Any]:
-    """What stands in the place of a description that could not be made."""
-    said = {"what": as_options(error.what), "why": as_options(error.why), "fix": as_options(error.fix)}
-    return {"path": path, "error": type(error).__name__, **said}
+def error_document(path: str | None, error: CkptError) -> dict[str, Any]:
+    """What stands in the place of a report that could not be made; of one file among several with its path."""
+    kind = type(error).__name__
+    what, why, fix = map(as_options, (error.what, error.why, error.fix))
+    return failure_document(kind, what, why=why, fix=fix, exit_code=error.exit_code, path=path)
+
+
+def failure_document(
+    kind: str, what: str, *, exit_code: int, why: str = "", fix: str = "", path: str | None = None
+) -> dict[str, Any]:
+    """The contract of docs/error.schema.json."""
+    return {"path": path, "error": kind, "what": what, "why": why, "fix": fix, "exit_code": exit_code}

@@ -120,12 +120,13 @@ def by_reason(counts: Mapping[str, int]) -> list[str]:
 _SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
 
 
-def print_finding(finding: Finding, out: Console) -> None:
-    """What was found, what was expected, what PyTorch says about it, what mends it."""
+def print_finding(finding: Finding, out: Console, *, with_code: bool = False) -> None:
+    """What was found, what was expected, what PyTorch says about it, what mends it; with the code that --ignore takes."""
     from rich.text import Text
 
     where = f" in {path_text(finding.where)}" if finding.where else ""
-    head = Text(f"{finding.severity}{where}: ", style=_SEVERITY[finding.severity])
+    code = f" [{finding.code}]" if with_code else ""
+    head = Text(f"{finding.severity}{code}{where}: ", style=_SEVERITY[finding.severity])
     out.print(head + Text(printable(finding.found), style="default"), soft_wrap=True)
     if finding.expected:
         out.print(Text(f"  expected {printable(finding.expected)}", style="dim"), soft_wrap=True)

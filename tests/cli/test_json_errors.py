@@ -1,0 +1,110 @@
+"""Under --json every error is a document on standard output, whatever the command and whatever went wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from click.testing import Result
+
+from tests.cli.test_cli import ROOT, ckpt
+
+SCHEMA = json.loads((ROOT / "docs" / "error.schema.json").read_text())
+
+
+def failure(result: Result) -> dict[str, Any]:
+    """The one document of a command that failed; standard error has the words, and the exit code is the same."""
+    document: dict[str, Any] = json.loads(result.stdout)
+    jsonschema.validate(document, SCHEMA)
+    assert document["exit_code"] == result.exit_code
+    assert result.stderr
+    return document
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with one checkpoint and a page that is none."""
+    torch.save({"a.weight": torch.ones(2)}, tmp_path / "in.pth")
+    (tmp_path / "page.pth").write_text("<html>")
+    monkeypatch.chdir(tmp_path)
+
+
+REFUSED = [
+    "inspect gone.pth", "convert gone.pth out.pth", "convert page.pth out.pth", "convert in.pth in.pth",
+    "match gone.pth --like in.pth", "match in.pth --like gone.pth", "repair gone.pth out.pth", "diff in.pth gone.pth",
+    "stats gone.pth", "average gone.pth in.pth out.pth", "convert in.pth --in-place --rename a=b --rename (=c",
+    "convert in.pth out.pth --drop absent", "check --against gone.pth in.pth", "convert gone.pth out --shard-size 1GB",
+    "scan gone.pth",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_refusals(command: str) -> None:
+    """A missing file, a page in its place, an output that exists, an option that matches nothing."""
+    document = failure(ckpt(*command.split(), "--json"))
+    assert document["what"]
+    assert document["error"] != "CkptError"
+
+
+USAGE = [
+    "inspect", "convert in.pth", "convert in.pth out.pth --dtype int3", "convert in.pth out.pth --absent",
+    "check --jobs 0 in.pth", "check --ignore absent in.pth", "check --output a.digest in.pth", "match in.pth",
+    "repair in.pth", "diff in.pth", "stats --depth x in.pth", "average in.pth out.pth",
+    "average a.pth b.pth out.pth --weights x", "convert in.pth out.gguf", "absent", "scan", "report in.pth -o page.html",
+    "convert in.pth out.pth --select a --select b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", USAGE)
+def test_usage(command: str) -> None:
+    """Options and arguments that cannot be parsed, or do not fit, with the command's --help or what to do."""
+    document = failure(ckpt(*command.split(), "--json"))
+    assert (document["error"], document["exit_code"]) == ("UsageError", 2)
+
+
+def test_scan_has_a_format() -> None:
+    """`--format json` is --json."""
+    failure(ckpt("scan", "--format", "json", "gone.pth"))
+
+
+@pytest.mark.parametrize("name", ["inspect", "convert"])
+def test_ctrl_c(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted command says so in JSON, and exits with 130."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckpt_tools.formats.open.open_source", interrupted)
+    document = failure(ckpt(name, "in.pth", *["out.pth"][: name == "convert"], "--json"))
+    assert (document["error"], document["exit_code"]) == ("Interrupted", 130)
+
+
+def test_without_json_nothing_changes() -> None:
+    """Standard output stays empty where no JSON was asked for, also where a value reads so behind `--`."""
+    assert ckpt("convert", "gone.pth", "out.pth").stdout == ""
+    assert ckpt("convert", "gone.pth", "--", "--json").stdout == ""
+
+
+def test_one_of_several_has_its_path() -> None:
+    """A file of several that cannot be read keeps its place among the documents."""
+    lines = ckpt("inspect", "--json", "page.pth", "in.pth").stdout.splitlines()
+    document = json.loads(lines[0])
+    jsonschema.validate(document, SCHEMA)
+    assert document["path"] == "page.pth"
+    assert json.loads(lines[1])["container"] == "torch-zip"
+
+
+def test_codes_are_printed_where_ignore_takes_them() -> None:
+    """The code in brackets before a finding of `check` is what --ignore takes."""
+    torch.save({"module.a.weight": torch.ones(2)}, "wrapped.pth")
+    result = ckpt("check", "wrapped.pth")
+    assert result.exit_code == 1
+    codes = re.findall(r"^\w+ \[([\w-]+)\]", result.stdout, re.MULTILINE)
+    assert "wrapper-prefix" in codes
+    options = [option for code in codes for option in ("--ignore", code)]
+    assert ckpt("check", *options, "wrapped.pth").exit_code == 0
