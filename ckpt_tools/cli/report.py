@@ -60,7 +60,9 @@ def report(
             from ckpt_tools.operations.compare.differences import diff
 
             difference = diff(path, other, values=True, select=select, progress=progress)
-    size = save(page(description, stats, difference), output, overwrite=overwrite)
+    size = save(
+        page(description, stats, difference), output, overwrite=overwrite, inputs=[item for item in (path, other) if item]
+    )
     if not quiet:
         from ckpt_tools.render.text import size_text
         from ckpt_tools.text import printable

@@ -38,7 +38,7 @@ from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.directory import Directory, Record, read_directory
 from ckpt_tools.formats.zip.names import refuse_two_readings, single_folder
 from ckpt_tools.io.content import chunks, read
-from ckpt_tools.io.journal import write_all
+from ckpt_tools.io.in_place.journal import write_all
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.tree.nodes import Dict, List, Node

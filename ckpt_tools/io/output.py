@@ -26,8 +26,9 @@ from ckpt_tools.errors import (
     OutputForbiddenError,
     OutputIsFolderError,
 )
-from ckpt_tools.io import journal, rollback, temporaries
-from ckpt_tools.io.rollback import Journal, is_marked
+from ckpt_tools.io import attributes, temporaries
+from ckpt_tools.io.in_place import journal, rollback
+from ckpt_tools.io.in_place.rollback import Journal, is_marked
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 
@@ -226,12 +227,15 @@ class Output:
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable: bool = False) -> Iterator[Output]:
+def replacing(
+    path: str | os.PathLike[str], *, overwrite: bool = False, durable: bool = False, inputs: attributes.Inputs = ()
+) -> Iterator[Output]:
     """A temporary file beside `path` that takes its name when the block ends well, and vanishes when it does not.
 
-    The mode is what a plain `open` gives, or that of the file replaced; a symlink keeps pointing where it points. A file
-    that is replaced is made durable first (fsync of file and folder); a new one only with `durable`. Temporaries that killed
-    processes left for this very target are removed (see `temporaries`).
+    A file that is replaced hands on its mode, owner, group and extended attributes; a new one gets the mode that a plain `open`
+    gives, without what one of `inputs` (the files that it is made of) keeps to itself. A symlink keeps pointing where it
+    points. A file that is replaced is made durable first (fsync of file and folder); a new one only with `durable`.
+    Temporaries that killed processes left for this very target are removed (see `temporaries`).
 
     Raises:
         OutputExistsError: `path` exists and `overwrite` is false, also when it appears while the block runs.
@@ -248,8 +252,10 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool = False, durable:
                 if replaces:
                     journal.recover(target)  # or its journal would lie beside what takes its place
                 fd = temporaries.create(temporary)
-            if replaces:
-                _copy_mode(target, fd)
+                if replaces:
+                    attributes.keep(target, fd)
+                else:
+                    attributes.narrow(fd, inputs)
             yield Output(fd, target)
             with output_errors(target):
                 if durable or replaces:
@@ -387,12 +393,6 @@ def free_bytes(folder: Path) -> int | None:
     except OSError:
         return None
     return status.f_bavail * status.f_frsize
-
-
-def _copy_mode(target: Path, fd: int) -> None:
-    if hasattr(os, "fchmod"):
-        with contextlib.suppress(OSError):
-            os.fchmod(fd, stat.S_IMODE(target.stat().st_mode))
 
 
 def _commit(temporary: Path, target: Path, *, overwrite: bool) -> None:

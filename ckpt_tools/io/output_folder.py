@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ckpt_tools.errors import OutputError, OutputExistsError, OutputIsFolderError
-from ckpt_tools.io import temporaries
-from ckpt_tools.io.journal import recover, sync_folder
+from ckpt_tools.io import attributes, temporaries
+from ckpt_tools.io.in_place.journal import recover, sync_folder
 from ckpt_tools.io.output import (
     Output,
     check_space,
@@ -51,10 +51,11 @@ class LocalStaging:
 
     path: Path
     target: Path
+    inputs: tuple[str | os.PathLike[str], ...] = ()
 
     def output(self, name: str) -> AbstractContextManager[Output]:
         """A new file, written beside its place."""
-        return replacing(self.path / name)
+        return replacing(self.path / name, inputs=self.inputs)
 
     def sizes(self) -> dict[str, int]:
         """The files written so far, and their bytes."""
@@ -103,7 +104,13 @@ def _checked_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
 
 @contextlib.contextmanager
 def replacing_folder(
-    path: str | os.PathLike[str], *, last: str, stale: re.Pattern[str], overwrite: bool = False, durable: bool = False
+    path: str | os.PathLike[str],
+    *,
+    last: str,
+    stale: re.Pattern[str],
+    overwrite: bool = False,
+    durable: bool = False,
+    inputs: tuple[str | os.PathLike[str], ...] = (),
 ) -> Iterator[LocalStaging]:
     """A temporary folder whose files take their places when the block ends well, and which vanishes when it does not.
 
@@ -115,6 +122,7 @@ def replacing_folder(
     Args:
         path: the folder. last: the name of the index. stale: names of files that belong to a checkpoint of this kind.
         overwrite: whether the folder may hold something already. durable: fsync also for a new folder.
+        inputs: what the files are made of; what one of these keeps to itself nobody else may read in the output.
     """
     target = check_folder(path, overwrite=overwrite)
     existing = target.is_dir() and any(target.iterdir())
@@ -124,7 +132,7 @@ def replacing_folder(
     try:
         with output_errors(target):
             lock = temporaries.create_folder(temporary)
-        yield LocalStaging(temporary, target)
+        yield LocalStaging(temporary, target, inputs)
         with output_errors(target):
             names = sorted(os.listdir(temporary), key=lambda name: (name == last, name))
             if durable or existing:
@@ -163,6 +171,7 @@ def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, sta
     for name in names:
         if (target / name).is_dir():
             raise OutputIsFolderError(f"{target / name} is a directory where a file of the checkpoint goes.")
+        _keep_attributes(target / name, temporary / name)
     with contextlib.suppress(FileNotFoundError):
         (target / last).unlink()
     for name in names:
@@ -171,3 +180,12 @@ def _move_in(temporary: Path, target: Path, names: Sequence[str], last: str, sta
     for name in set(old) - set(names):
         with contextlib.suppress(FileNotFoundError):
             (target / name).unlink()
+
+
+def _keep_attributes(old: Path, new: Path) -> None:
+    if old.is_file():
+        fd = os.open(new, os.O_RDWR)
+        try:
+            attributes.keep(old, fd)
+        finally:
+            os.close(fd)

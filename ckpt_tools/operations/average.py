@@ -133,13 +133,13 @@ def average(
     edits = Edits(Names(unwrap=unwrap), kind, select=select, objects=objects)
     report = Averaged(list(map(str, sources)), parts)
     report.output = Converted(str(sources[0]), str(target), CONTAINERS[kind], dry_run)
-    folder = FolderTarget(target, kind, overwrite=overwrite, durable=fsync, dry_run=dry_run, ranks=Ranks())
+    folder = FolderTarget(target, kind, overwrite=overwrite, durable=fsync, dry_run=dry_run, ranks=Ranks(), inputs=sources)
     with ExitStack() as stack:
         output = None
         if to_folder:
             folder.check()
         else:
-            output = open_output(stack, target, overwrite=overwrite, durable=fsync, dry_run=dry_run)
+            output = open_output(stack, target, sources, overwrite=overwrite, durable=fsync, dry_run=dry_run)
         stack.enter_context(collector_paused())
         checkpoints = [stack.enter_context(open_whole(path)) for path in sources]
         if objects == "plain":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError
+from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.writer import write
@@ -67,13 +68,13 @@ def page(description: Description, stats: Stats | None = None, difference: Diffe
     return made
 
 
-def save(text: str, path: str | os.PathLike[str], *, overwrite: bool = False) -> int:
-    """Write a page, whole or not at all; returns its size in bytes.
+def save(text: str, path: str | os.PathLike[str], *, overwrite: bool = False, inputs: Inputs = ()) -> int:
+    """Write a page about some inputs, whole or not at all; returns its size in bytes.
 
     Raises:
         OutputError: it exists, or cannot be written.
     """
-    with replacing(path, overwrite=overwrite) as output:
+    with replacing(path, overwrite=overwrite, inputs=inputs) as output:
         return write([Piece(Literal(text.encode()))], output)
 
 

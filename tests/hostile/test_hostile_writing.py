@@ -32,7 +32,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats import safetensors
 from ckpt_tools.io import cloning, content, temporaries
 from ckpt_tools.io import output as files
-from ckpt_tools.io.rollback import (
+from ckpt_tools.io.in_place.rollback import (
     MARK,
     Record,
     Region,

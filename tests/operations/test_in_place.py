@@ -24,7 +24,7 @@ from ckpt_tools.errors import (
     DamagedFileError,
     OutputError,
 )
-from ckpt_tools.io import journal, rollback
+from ckpt_tools.io.in_place import journal, rollback
 from ckpt_tools.io.output import Source
 from ckpt_tools.torch import load_state_dict, save
 

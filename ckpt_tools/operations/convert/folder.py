@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import CkptError, OutputError
 from ckpt_tools.formats.open import Checkpoint, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.content import Literal, Piece, total
 from ckpt_tools.io.output import is_address, output_error, output_errors
 from ckpt_tools.io.output_folder import Staging, check_folder, replacing_folder
@@ -37,9 +38,17 @@ class FolderTarget:
     """The output folder of a conversion and how it is written."""
 
     def __init__(
-        self, path: str | os.PathLike[str], kind: str, *, overwrite: bool, durable: bool, dry_run: bool, ranks: Ranks
+        self,
+        path: str | os.PathLike[str],
+        kind: str,
+        *,
+        overwrite: bool,
+        durable: bool,
+        dry_run: bool,
+        ranks: Ranks,
+        inputs: Inputs = (),
     ) -> None:
-        self.path, self.kind = path, kind
+        self.path, self.kind, self.inputs = path, kind, tuple(inputs)
         self.overwrite, self.durable, self.dry_run, self.ranks = overwrite, durable, dry_run, ranks
 
     def check(self) -> None:
@@ -84,7 +93,9 @@ class FolderTarget:
             from ckpt_tools.io import uploads
 
             return uploads.uploading_folder(os.fspath(self.path), last=last, stale=rule, overwrite=self.overwrite)
-        return replacing_folder(self.path, last=last, stale=rule, overwrite=self.overwrite, durable=self.durable)
+        return replacing_folder(
+            self.path, last=last, stale=rule, overwrite=self.overwrite, durable=self.durable, inputs=self.inputs
+        )
 
 
 def run_folder(

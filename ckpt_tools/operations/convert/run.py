@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.output import (
     Output,
@@ -131,7 +132,7 @@ def convert(
     with ExitStack() as stack:
         output = None
         if not to_folder:  # which is looked at by whoever writes it
-            output = open_output(stack, target, overwrite=overwrite, durable=fsync, dry_run=dry_run)
+            output = open_output(stack, target, (source,), overwrite=overwrite, durable=fsync, dry_run=dry_run)
         targeted = like is not None or plan is not None
         moving = keep or drop or select or dtype or verify or compact or targeted or slim or ema
         clone = None
@@ -157,7 +158,13 @@ def convert(
             from ckpt_tools.operations.convert.folder import FolderTarget, run_folder
 
             place = FolderTarget(
-                target, kind, overwrite=overwrite, durable=fsync, dry_run=dry_run, ranks=ranks if ranks is not None else Ranks()
+                target,
+                kind,
+                overwrite=overwrite,
+                durable=fsync,
+                dry_run=dry_run,
+                inputs=(source,),
+                ranks=ranks if ranks is not None else Ranks(),
             )
             report = run_folder(source, place, edits, limit or 0, progress)
         else:
@@ -176,17 +183,17 @@ def _retargeting(like: Any, like_args: Any, *options: Any) -> Retargeting | None
 
 
 def open_output(
-    stack: ExitStack, target: str | os.PathLike[str], *, overwrite: bool, durable: bool, dry_run: bool
+    stack: ExitStack, target: str | os.PathLike[str], inputs: Inputs, *, overwrite: bool, durable: bool, dry_run: bool
 ) -> Output | None:
-    """The file to write, until the stack ends, which gives it its name; None in a dry run. What writes to an address is
-    imported for it only.
+    """The file to write, until the stack ends, which gives it its name; None in a dry run. It may be read by those who may
+    read its inputs. What writes to an address is imported for it only.
 
     Raises:
         OutputError: it cannot be written, or is there already.
     """
     if not is_address(target):
         if not dry_run:
-            return stack.enter_context(replacing(target, overwrite=overwrite, durable=durable))
+            return stack.enter_context(replacing(target, overwrite=overwrite, durable=durable, inputs=inputs))
         output_target(target, overwrite=True)
     else:
         from ckpt_tools.io.uploads import check_upload, uploading

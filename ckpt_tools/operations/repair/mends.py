@@ -5,7 +5,7 @@ Each mend needs evidence in the file itself; where there is none it is left alon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.edit import renaming
@@ -43,12 +43,16 @@ class Mended:
     left: bool = False
 
 
-def mend(root: Node) -> Iterator[Mended]:
-    """Mend every state dict below `root`, in place."""
+def mend(root: Node, lost: Collection[Where] = ()) -> Iterator[Mended]:
+    """Mend every state dict below `root`, in place.
+
+    Args:
+        lost: tensors that were in the file and could not be saved: nobody knows their values, so none is made up.
+    """
     for state_dict in find_state_dicts(root):
         yield from _mend_prefixes(state_dict)
         yield from _mend_metadata(state_dict)
-        yield from _mend_counters(state_dict, root)
+        yield from _mend_counters(state_dict, root, frozenset(lost))
 
 
 # --- prefixes
@@ -158,7 +162,7 @@ def _home(path: str, modules: set[str]) -> str | None:
 # --- batch norms
 
 
-def _mend_counters(state_dict: StateDict, root: Node) -> Iterator[Mended]:
+def _mend_counters(state_dict: StateDict, root: Node, lost: frozenset[Where]) -> Iterator[Mended]:
     """Batch norms of version 2 without num_batches_tracked, which a strict `load_state_dict` asks for."""
     versions = _versions(state_dict.node)
     names = set(state_dict.names)
@@ -169,6 +173,7 @@ def _mend_counters(state_dict: StateDict, root: Node) -> Iterator[Mended]:
         if versions.get(parent) == _COUNTS_BATCHES
         and _joined(parent, "running_var") in names
         and _joined(parent, "num_batches_tracked") not in names
+        and (*state_dict.where, _joined(parent, "num_batches_tracked")) not in lost
     ]
     if not lacking:
         return

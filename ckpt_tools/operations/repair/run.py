@@ -25,7 +25,7 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.formats.parts.named import part_error, partition
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Piece, total
-from ckpt_tools.io.journal import recover
+from ckpt_tools.io.in_place.journal import recover
 from ckpt_tools.io.output import check_space, output_target, replacing
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.check.reading import read_checkpoint
@@ -100,7 +100,7 @@ def repair(
         report.bytes = total(pieces)
         with ExitStack() as stack:
             if not dry_run:
-                output = stack.enter_context(replacing(target, overwrite=overwrite))
+                output = stack.enter_context(replacing(target, overwrite=overwrite, inputs=(source,)))
                 check_space(output.target.parent, output.target, report.bytes)
                 write(pieces, output, progress)
                 salvaged.decoded.source.check_unchanged()
@@ -161,7 +161,7 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> list[Piece
         raise RepairError(f"Nothing can be saved from {report.source}.", why="The only tensor is damaged.")
     report.mended += [Mended(row.code, [], f"{row.found}; it is not kept") for row in decoded.warnings]
     report.mended += _header_mends(salvaged, report.container)
-    report.mended += mend(root)
+    report.mended += mend(root, [tuple(row.where) for row in report.missing])
     root = casts.to_little_endian(root, decoded.byteorder)
     decoded.root, decoded.byteorder = root, "little"
     if choices.tie_equal:

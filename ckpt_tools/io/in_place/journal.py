@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_tools.errors import ChangedFileError, OutputError
-from ckpt_tools.io.rollback import (
+from ckpt_tools.io.in_place.rollback import (
     MARKED,
     Record,
     Region,
@@ -29,7 +29,7 @@ from ckpt_tools.io.rollback import (
     new_mark,
     read_at,
 )
-from ckpt_tools.io.rollback import journal_path as journal_path
+from ckpt_tools.io.in_place.rollback import journal_path as journal_path
 
 _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _PATIENCE = 1.0  # seconds for a lock: a reader has it for the moment in which it looks whether an editor lives

@@ -1,0 +1,159 @@
+"""Who may read an output: no more than may read what it is made of; what replaces a file keeps what that one had."""
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools.cli import main
+from ckpt_tools.errors import NotACheckpointError, OutputError
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes")
+KERNEL = 2 << 20
+
+
+@pytest.fixture(autouse=True)
+def plain_umask() -> Iterator[None]:
+    """What is usual: others may read."""
+    old = os.umask(0o022)
+    yield
+    os.umask(old)
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    """A checkpoint that nobody else may read."""
+    path = tmp_path / "in.pth"
+    torch.save({"a.w": torch.rand(600), "b.w": torch.rand(600)}, path)
+    path.chmod(0o600)
+    return path
+
+
+def mode(path: Path) -> int:
+    """Its permissions."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+COMMANDS = {
+    "convert": lambda path, out: ckpt_tools.convert(path, out),
+    "cast": lambda path, out: ckpt_tools.convert(path, out, dtype="fp16"),
+    "average": lambda path, out: ckpt_tools.average([path, path], out),
+    "repair": lambda path, out: ckpt_tools.repair(path, out),
+    "report": lambda path, out: CliRunner().invoke(main, ["report", str(path), "-o", str(out)]),
+}
+
+
+@pytest.mark.parametrize("bits", [0o600, 0o640, 0o644, 0o400])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_output_is_no_more_open_than_its_input(command: str, bits: int, private: Path) -> None:
+    """A new file may be read by those who may read its input; its owner may write it."""
+    private.chmod(bits)
+    out = private.with_name("out.html" if command == "report" else "out.pth")
+    COMMANDS[command](private, out)
+    assert mode(out) == bits & 0o644 | 0o600
+
+
+def test_one_private_input_of_two(private: Path) -> None:
+    """An average is as private as the most private of its inputs."""
+    public = private.with_name("public.pth")
+    public.write_bytes(private.read_bytes())
+    ckpt_tools.average([public, private], private.with_name("out.pth"))
+    assert (mode(public), mode(private.with_name("out.pth"))) == (0o644, 0o600)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+@pytest.mark.filterwarnings("ignore:.*")
+def test_folders(format: str, private: Path, tmp_path: Path) -> None:
+    """Shards, the files of a dcp, and what is made of them again; an old folder's files keep their modes."""
+    folder, again = tmp_path / "shards", tmp_path / "again.pth"
+    options = {"shard_size": 1000} if format == "safetensors" else {"format": format}
+    ckpt_tools.convert(private, folder, **options)  # type: ignore[arg-type]
+    files = list(folder.iterdir())
+    assert {mode(path) for path in files} == {0o600}
+    ckpt_tools.convert(folder, again)
+    assert mode(again) == 0o600
+    for path in files:
+        path.chmod(0o640)
+    ckpt_tools.convert(private, folder, overwrite=True, **options)  # type: ignore[arg-type]
+    assert {mode(path) for path in files} == {0o640}
+
+
+@pytest.mark.parametrize("bits", [0o600, 0o664, 0o640])
+def test_what_is_replaced_hands_on_what_it_had(bits: int, private: Path) -> None:
+    """--overwrite keeps mode, group and extended attributes of the old file, wherever the system lets it."""
+    out = private.with_name("out.pth")
+    out.write_bytes(b"old")
+    out.chmod(bits)
+    groups = [group for group in os.getgroups() if group != out.stat().st_gid]
+    if groups or os.geteuid() == 0:
+        os.chown(out, -1, groups[0] if groups else 12345)
+    try:
+        os.setxattr(out, "user.note", b"mine")
+        kept = [b"mine"]
+    except OSError:
+        kept = []
+    group = out.stat().st_gid
+    ckpt_tools.convert(private, out, overwrite=True)
+    assert (mode(out), out.stat().st_gid) == (bits, group)
+    assert [os.getxattr(out, "user.note") for _ in kept] == kept
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives files away")
+def test_the_owner_stays(private: Path) -> None:
+    """Root replaces a user's file: it stays the user's."""
+    out = private.with_name("out.pth")
+    out.write_bytes(b"old")
+    os.chown(out, 12345, 12346)
+    ckpt_tools.convert(private, out, overwrite=True)
+    assert (out.stat().st_uid, out.stat().st_gid) == (12345, 12346)
+
+
+def failing(number: int, after: int, real: Callable[..., int]) -> Callable[..., int]:
+    """A call that fails from some call on."""
+    calls: list[int] = []
+
+    def call(*arguments: object) -> int:
+        calls.append(1)
+        if len(calls) > after:
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("broken", ["input", "output"])
+def test_a_disk_that_fails_under_a_kernel_copy(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """copy_file_range says EIO for either file: the error names the one that cannot be read, or cannot be written."""
+    path = tmp_path / "in.pth"
+    torch.save({"a.w": torch.rand(KERNEL), "b.w": torch.rand(KERNEL)}, path)
+    monkeypatch.setattr(os, "copy_file_range", failing(errno.EIO, 0, os.copy_file_range), raising=False)
+    if broken == "input":
+        monkeypatch.setattr(os, "preadv", failing(errno.EIO, 0, os.preadv))
+    else:
+        monkeypatch.setattr(os, "write", failing(errno.EIO, 0, os.write))
+    with pytest.raises(NotACheckpointError if broken == "input" else OutputError) as caught:
+        ckpt_tools.convert(path, tmp_path / "out.pth", drop="b.w")
+    assert ("in.pth cannot be read" if broken == "input" else "out.pth cannot be written") in caught.value.what
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_a_lost_counter_is_lost(tmp_path: Path) -> None:
+    """num_batches_tracked that the damage took is missing, and not said to have been lacking; 0 is not its value."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[1].num_batches_tracked += 1234567
+    path = tmp_path / "in.pth"
+    torch.save(model.state_dict(), path)
+    data = path.read_bytes()
+    at = data.index((1234567).to_bytes(8, "little"))
+    path.write_bytes(data[:at] + b"\xff\xff\xff\xff" + data[at + 4 :])
+    report = ckpt_tools.repair(path, tmp_path / "out.pth")
+    assert (report.exit_code, [row.where for row in report.missing]) == (1, [["1.num_batches_tracked"]])
+    assert "num-batches-tracked" not in {row.code for row in report.mended}
+    assert "1.num_batches_tracked" not in torch.load(tmp_path / "out.pth")
