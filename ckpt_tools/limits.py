@@ -55,41 +55,45 @@ class Limit:
 
 LIMITS: dict[str, Limit] = {}
 
-# pickles
+# what reading a file may take in and make, all of its parts together: see Budget
 CONTAINERS = Limit("containers", 400_000, "dicts, lists, tuples and objects, and one more for every 32 bytes of the file")
+PICKLES = Limit("pickles", 1 << 20, "bytes of all pickles, and 2 more for every byte of the file", times=2)
+TEXT_BYTES = Limit("text_bytes", 32 << 20, "bytes of JSON, text and code, and 2 more for every byte of the file", times=2)
+INFLATED = Limit("inflated", 512 << 20, "bytes of deflated records, and 16 more for every byte of the file", times=16)
+# one part of a file
+PICKLE_BYTES = Limit("pickle_bytes", 1 << 30, "bytes of what is read whole: a pickle, an index, a plan, a digest file")
+HEADER_BYTES = Limit("header_bytes", 100_000_000, "bytes of a safetensors header")  # safetensors refuses more
+RECORDS = Limit("records", 1_000_000, "records of a zip, and archives one after another")
 DEPTH = Limit("depth", 10_000, "levels of nesting")  # C pickle itself cannot write deeper
+JSON_DEPTH = Limit("json_depth", 128, "levels of nesting in JSON, or of modules in a program")  # serde_json's limit
 GLOBALS = Limit("globals", 100_000, "different globals")  # a checkpoint names a few dozen
 KEY_DEPTH = Limit("key_depth", 100, "tuples in one another as a dict key")  # hashing a deep one crashes C pickle and torch
 KEY_PARTS = Limit("key_parts", 4_000_000, "parts of all dict keys, shared ones counted each time")  # as Python hashes them
-PICKLE_BYTES = Limit("pickle_bytes", 1 << 30, "bytes of one pickle")  # a state dict of a million tensors takes 300 MB
-INFLATED_PICKLE = Limit("inflated_pickle", 1 << 20, "bytes of a deflated pickle, or as many as the file has")
-# other parts of files
-INFLATED = Limit("inflated", 512 << 20, "bytes of all deflated records, and 16 more for every byte of the file", times=16)
-RECORDS = Limit("records", 1_000_000, "records of a zip")
-ARCHIVES = Limit("archives", 1_000_000, "archives one after another in one file")
-HEADER_BYTES = Limit("header_bytes", 100_000_000, "bytes of a safetensors header")  # safetensors refuses more
-JSON_DEPTH = Limit("json_depth", 128, "levels of nesting in a safetensors header")  # serde_json's limit
-INDEX_BYTES = Limit("index_bytes", 100_000_000, "bytes of an index of shards")
-METADATA_BYTES = Limit("metadata_bytes", 1 << 30, "bytes of a .metadata file")
 LIST_ITEMS = Limit("list_items", 1_000_000, "places of lists that a .metadata file describes")
 CHUNKS = Limit("chunks", 4096, "chunks of one tensor that are no whole rows")  # each is compared with the others
-CODE_BYTES = Limit("code_bytes", 16 << 20, "bytes of the code of a TorchScript program")
-PROGRAM_BYTES = Limit(
-    "program_bytes", 64 << 20, "bytes of the model.json of TorchScript 1.0, or of an exported program's table of weights"
-)
-MODULE_DEPTH = Limit("module_depth", 500, "modules in one another in a TorchScript program of version 1.0")
-TEXT_BYTES = Limit("text_bytes", 16 << 20, "bytes of an array of text, or of a file beside checkpoints in an archive")
-DIGEST_BYTES = Limit("digest_bytes", 1 << 30, "bytes of a digest file")
-PLAN_BYTES = Limit("plan_bytes", 256 << 20, "bytes of a match plan")
-FILLED = Limit("filled", 512 << 20, "bytes of zeros for what is lost, and 16 more for every byte of the file", times=16)
-PROVED = Limit("proved", 64 << 20, "bytes read to prove the records of a damaged zip, beyond 4 times the file", times=4)
-# what is made of them
+# what is made of it
 TENSORS = Limit("tensors", 60_000, "tensors, and one more for every 192 bytes of the file", per=192)  # torch: 300
 OBJECTS = Limit("objects", 50_000, "places of objects, and one more for every 64 bytes of the file", per=64)
 PATHS = Limit("paths", 4_000_000, "parts of all paths, beyond 16 for every place")
 NAME_PARTS = Limit("name_parts", 1000, "dots in the name of a tensor that is renamed")
 SUBMODULES = Limit("submodules", 100_000_000, "characters of the names in one pickled module")
-WORK_BYTES = Limit("work_bytes", 1 << 28, "bytes to be hashed and counted, beyond 8 times the file", times=8)
+WORK_BYTES = Limit("work_bytes", 1 << 28, "bytes to be hashed, counted and proved, beyond 8 times the file", times=8)
+
+# what earlier versions called them
+_REPLACED = {
+    "inflated_pickle": "pickles", "code_bytes": "text_bytes", "program_bytes": "text_bytes", "module_depth": "json_depth",
+    "index_bytes": "pickle_bytes", "metadata_bytes": "pickle_bytes", "digest_bytes": "pickle_bytes",
+    "plan_bytes": "pickle_bytes", "archives": "records", "filled": "inflated", "proved": "work_bytes",
+}  # fmt: skip
+
+
+def exhausted(error: MemoryError | RecursionError, what: str) -> LimitError:
+    """The error for what Python itself ran out of, in whichever part: nothing of it may end in a traceback."""
+    if isinstance(error, MemoryError):
+        return LimitError(
+            f"{what}: there is not enough memory for it.", why="The machine, or a limit of its system, has no more."
+        )
+    return LimitError(f"{what}: it is nested deeper than Python can follow.")
 
 
 # --- raising them
@@ -103,7 +107,9 @@ def parse(text: str) -> tuple[str, int]:
     """
     name, _, number = text.partition("=")
     if name not in LIMITS:
-        raise UsageError(f"--limit {text!r}: there is no limit {name!r}.", why=f"There are {', '.join(sorted(LIMITS))}.")
+        fix = f"It is a part of {_REPLACED[name]!r} now." if name in _REPLACED else ""
+        why = f"There are {', '.join(sorted(LIMITS))}."
+        raise UsageError(f"--limit {text!r}: there is no limit {name!r}.", why=why, fix=fix)
     if not (number.isascii() and number.isdecimal() and 0 < len(number) < 19 and int(number)):
         raise UsageError(f"--limit {text!r}: the value is no whole number above 0.", fix=f"For example: --limit {name}=1000000")
     return name, int(number)
@@ -143,7 +149,7 @@ def kept() -> Iterator[None]:
         set_limits(before)
 
 
-# --- how many containers the pickles of one file may make
+# --- what the reading of one file may take in and make
 
 _BYTES_PER_CONTAINER = 32  # in a small file; a tensor makes 7, and takes 300 bytes with its record
 BYTES_PER_NODE = 6  # beyond: tensors that share a storage take 66 bytes in a pickle
@@ -151,29 +157,69 @@ LONG_TEXT = 1024  # characters; using a longer one again costs a container for e
 BYTES_OF_SHARED_TEXT = 16
 
 
-class Allowance:
-    """How many containers the pickles of a file may still make, all of them together."""
+class Budget:
+    """What all parts of a file together may still cost, however they are nested, deflated or repeated in it.
 
-    __slots__ = ("left",)
+    Attributes:
+        containers: how many dicts, lists, tuples and objects may still be made.
+    """
+
+    __slots__ = ("containers", "file_bytes", "spent")
 
     def __init__(self, file_bytes: int) -> None:
         small = min(file_bytes, SMALL_FILE)
-        self.left = CONTAINERS.value + small // _BYTES_PER_CONTAINER + (file_bytes - small) // BYTES_PER_NODE
+        self.containers = CONTAINERS.value + small // _BYTES_PER_CONTAINER + (file_bytes - small) // BYTES_PER_NODE
+        self.file_bytes = file_bytes
+        self.spent: dict[str, int] = {}
+
+    def make(self, count: int, what: str) -> None:
+        """Count containers, before they are made; the error of `what` where they are too many.
+
+        Raises:
+            LimitError: they are.
+        """
+        if count > self.containers:
+            raise CONTAINERS.error(what)
+        self.containers -= count
+
+    def take(self, limit: Limit, count: int, what: str) -> None:
+        """Count bytes against a limit, before they are read; the error of `what` where they are too many.
+
+        Raises:
+            LimitError: they are.
+        """
+        spent = self.spent.get(limit.name, 0) + count
+        limit.check(spent, what, self.file_bytes)
+        self.spent[limit.name] = spent
+
+    def room(self, limit: Limit) -> int:
+        """How many bytes a limit still leaves."""
+        return limit.most(self.file_bytes) - self.spent.get(limit.name, 0)
+
+    def copy(self) -> Budget:
+        """What has been spent so far, for `restore`."""
+        copied = Budget(self.file_bytes)
+        copied.restore(self)
+        return copied
+
+    def restore(self, before: Budget) -> None:
+        """Take back what was spent since."""
+        self.containers, self.spent = before.containers, dict(before.spent)
 
 
-_allowance: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
+_budget: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 
 @contextlib.contextmanager
 def of_file(file_bytes: int) -> Iterator[None]:
-    """All pickles that are read inside the block are of one file of this size, and share its allowance."""
-    before = _allowance.set(Allowance(file_bytes))
+    """All that is read inside the block is of one file of this size, and shares its budget."""
+    before = _budget.set(Budget(file_bytes))
     try:
         yield
     finally:
-        _allowance.reset(before)
+        _budget.reset(before)
 
 
-def allowance(file_bytes: int) -> Allowance:
-    """The allowance of the file that is being read; outside of `of_file` one for this size."""
-    return _allowance.get() or Allowance(file_bytes)
+def budget(file_bytes: int) -> Budget:
+    """The budget of the file that is being read; outside of `of_file` one for this size."""
+    return _budget.get() or Budget(file_bytes)

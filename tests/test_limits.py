@@ -100,11 +100,26 @@ def test_a_command_leaves_the_limits_as_they_were(many_globals: Path) -> None:
     assert limits.changed() == []
 
 
-def test_pickles_of_one_file_share_their_allowance() -> None:
-    """Many pickles in one file may not make more than one of its size; another file has its own allowance."""
+def test_parts_of_one_file_share_a_budget() -> None:
+    """All parts of one file may not make or take in more than one of its size; another file has its own budget."""
     with limits.of_file(3200):
-        limits.allowance(100).left -= limits.CONTAINERS.value
-        assert limits.allowance(100).left == 100
+        limits.budget(100).make(limits.CONTAINERS.value, "too many")
+        assert limits.budget(100).containers == 100
+        with pytest.raises(LimitError, match="too many"):
+            limits.budget(100).make(101, "too many")
+        limits.budget(100).take(limits.TEXT_BYTES, limits.TEXT_BYTES.value, "too long")
+        assert limits.budget(100).room(limits.TEXT_BYTES) == 6400
+        with pytest.raises(LimitError, match="too long"):
+            limits.budget(100).take(limits.TEXT_BYTES, 6401, "too long")
         with limits.of_file(64):
-            assert limits.allowance(100).left == limits.CONTAINERS.value + 2
-    assert limits.allowance(320).left == limits.CONTAINERS.value + 10
+            assert limits.budget(100).containers == limits.CONTAINERS.value + 2
+            assert limits.budget(100).room(limits.TEXT_BYTES) == limits.TEXT_BYTES.value + 128
+    assert limits.budget(320).containers == limits.CONTAINERS.value + 10
+
+
+@pytest.mark.parametrize("name", ["code_bytes", "index_bytes", "filled", "archives"])
+def test_a_limit_that_is_a_part_of_another_now(name: str) -> None:
+    """Who raises a limit of an earlier version is told which one it is now."""
+    with pytest.raises(UsageError, match="there is no limit") as caught:
+        limits.parse(f"{name}=5")
+    assert caught.value.fix.split("'")[1] in limits.LIMITS

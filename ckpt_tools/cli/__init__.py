@@ -92,9 +92,10 @@ class _Group(click.Group):
                     return super().invoke(ctx)
                 finally:
                     sys.stdout.flush()  # what cannot be printed is told now, not at the exit
-        except CkptError as error:
+        except (CkptError, MemoryError, RecursionError) as problem:
             from ckpt_tools.render.text import print_error
 
+            error = problem if isinstance(problem, CkptError) else limits.exhausted(problem, "The command cannot be finished")
             self.print_failure(_error_document, error)
             with _telling():
                 print_error(error)

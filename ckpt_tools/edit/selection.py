@@ -14,6 +14,7 @@ from ckpt_tools.formats.open import (
     find_tensors,
     is_tensor,
 )
+from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree import nodes, visit
 from ckpt_tools.tree.nodes import (
@@ -70,8 +71,8 @@ def _at(root: Node, path: str) -> Iterator[tuple[Where, Node]]:
 def _json_path(text: str) -> Where | None:
     """A path written as a JSON list of texts and numbers; None for any other text."""
     try:
-        steps = json.loads(text) if text.startswith("[") else None
-    except (ValueError, RecursionError):
+        steps = load_json(text) if text.startswith("[") else None
+    except ValueError:
         return None
     return tuple(steps) if type(steps) is list and all(type(step) in (str, int) for step in steps) else None
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +16,7 @@ from ckpt_tools.fit.plans import (
     StepName,
     check,
 )
+from ckpt_tools.formats.parts.parsers import brief, load_toml
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import open_regular, replacing
 from ckpt_tools.io.writer import write
@@ -114,8 +113,8 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
         MatchPlanError: it cannot be read, is no TOML, has unknown or wrong fields, or steps that cannot be done.
     """
     try:
-        document = tomllib.loads(_text(Path(path)))
-    except (tomllib.TOMLDecodeError, ValueError, RecursionError) as error:
+        document = load_toml(_text(Path(path)))
+    except ValueError as error:
         raise MatchPlanError(f"The plan {path} is no TOML.", why=f"{error}.") from None
     try:
         plan = _plan(document)
@@ -132,8 +131,8 @@ def _text(path: Path) -> str:
     except NotACheckpointError as error:  # missing, a folder, a pipe
         raise MatchPlanError(f"The plan {path} cannot be read.", why=error.why, fix=error.fix) from None
     with open(fd, "rb") as file:
-        data = file.read(limits.PLAN_BYTES.value + 1)
-    limits.PLAN_BYTES.check(len(data), f"{path} is larger than any plan.")
+        data = file.read(limits.PICKLE_BYTES.value + 1)
+    limits.PICKLE_BYTES.check(len(data), f"{path} is larger than any plan.")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
@@ -143,7 +142,7 @@ def _text(path: Path) -> str:
 def _plan(document: dict[str, Any]) -> Plan:
     _known(document, ("format", "drop", "unexpected", "missing", "tensor", "mismatched", "ambiguous"), "the plan")
     if document.get("format") != FORMAT:
-        raise MatchPlanError(f"It says format = {document.get('format')!r}; this version reads {FORMAT!r}.")
+        raise MatchPlanError(f"It says format = {brief(document.get('format'))}; this version reads {FORMAT!r}.")
     lists = {key: _names(document.get(key, []), key) for key, _ in _LISTS}
     return Plan(
         tuple(_step(row, f"tensor {number}") for number, row in _rows(document, "tensor")),
@@ -164,13 +163,13 @@ def _step(row: dict[str, Any], label: str) -> PlanStep:
     _known(row, ("old", "new", "step", "reason", "confidence", "shape", "to"), label)
     step = row.get("step", "copy")
     if step not in STEPS:
-        raise MatchPlanError(f"{label}: step = {step!r} is none of {', '.join(STEPS)}.")
+        raise MatchPlanError(f"{label}: step = {brief(step)} is none of {', '.join(STEPS)}.")
     old, new = (_several(row.get(key), _name, f"{label}: {key}") for key in ("old", "new"))
     old_shapes = _several(row.get("shape"), _shape, f"{label}: shape")
     new_shapes = old_shapes if step == "copy" and "to" not in row else _several(row.get("to"), _shape, f"{label}: to")
     confidence, reason = row.get("confidence", 1.0), row.get("reason", "edited")
-    if isinstance(confidence, bool) or not isinstance(confidence, (int, float)) or not math.isfinite(confidence):
-        raise MatchPlanError(f"{label}: confidence = {confidence!r} is no number.")
+    if type(confidence) not in (int, float) or not -1e9 < confidence < 1e9:
+        raise MatchPlanError(f"{label}: confidence = {brief(confidence)} is no number.")
     return PlanStep(
         cast("StepName", step), old, new, old_shapes, new_shapes, _name(reason, f"{label}: reason"), float(confidence)
     )
@@ -196,7 +195,7 @@ def _known(row: dict[str, Any], keys: tuple[str, ...], label: str) -> None:
 
 def _name(value: Any, label: str) -> str:
     if not isinstance(value, str) or not value:
-        raise MatchPlanError(f"{label} must be text, not {value!r}.")
+        raise MatchPlanError(f"{label} must be text, not {brief(value)}.")
     return value
 
 
@@ -212,7 +211,7 @@ def _names(value: Any, label: str) -> tuple[str, ...]:
 def _shape(value: Any, label: str) -> Shape:
     good = isinstance(value, list) and len(value) <= MAX_DIMENSIONS and all(type(size) is int for size in value)
     if not good or not all(0 <= size <= MAX_ELEMENTS for size in value):
-        raise MatchPlanError(f"{label} must be a list of sizes, not {value!r}.")
+        raise MatchPlanError(f"{label} must be a list of sizes, not {brief(value)}.")
     return tuple(value)
 
 

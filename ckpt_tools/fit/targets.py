@@ -7,7 +7,6 @@ from a state dict. torch is imported inside functions, and for the last three on
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import sys
@@ -27,6 +26,7 @@ from ckpt_tools.formats.open import (
     is_tensor,
 )
 from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.matching.params import Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted
@@ -65,7 +65,7 @@ class Target:
         }
 
 
-_CALLABLE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+_CALLABLE = re.compile(r"[^\W\d]\w*+(?:\.[^\W\d]\w*+)*:[^\W\d]\w*+(?:\.[^\W\d]\w*+)*")
 
 
 def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, select: str | None = None) -> Target:
@@ -162,7 +162,7 @@ _EXAMPLE = """For example: `like_args={"num_classes": 200}`"""
 def _keywords(args: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if isinstance(args, str):
         try:
-            args = json.loads(args)
+            args = load_json(args)
         except ValueError as error:
             raise UsageError("`like_args` is not JSON.", why=f"{error}.", fix=_EXAMPLE) from None
         if not isinstance(args, dict):

@@ -15,7 +15,6 @@ ranks has tens of thousands of archives, and `inspect` needs none of them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +30,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, is_zip
+from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.sharded import Keys, joined
 from ckpt_tools.formats.zip import archives
 from ckpt_tools.io.content import (
@@ -88,7 +88,7 @@ def decode(source: Source, files: Files) -> Decoded:
     Raises:
         DamagedFileError: malformed, or a chunk is missing. UnsupportedContainerError: transformed (compressed) chunks.
     """
-    limits.METADATA_BYTES.check(source.size, f"{source.path} has {source.size} bytes.")
+    limits.PICKLE_BYTES.check(source.size, f"{source.path} has {source.size} bytes.")
     machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
     record = machine.load()
     settle(record)
@@ -379,11 +379,11 @@ def decode_safetensors(names: tuple[str, ...], files: Files) -> Decoded:
 
 def _sharding_info(decoded: Decoded) -> dict[str, Sizes]:
     try:
-        info = json.loads(decoded.metadata.get("DCP_SHARDING_INFO", "{}"))
+        info = load_json(decoded.metadata.get("DCP_SHARDING_INFO", "{}"))
         found = {name: tuple(row["saved_offsets"]) for name, row in info.items()}
         if not all(type(at) is int for offsets in found.values() for at in offsets):
             raise TypeError
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedFileError(f"{decoded.source.path} has a DCP_SHARDING_INFO that cannot be read.") from None
     return found
 

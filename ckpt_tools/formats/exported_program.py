@@ -11,11 +11,9 @@ the table) is an archive of checkpoints. Source: torch/export/pt2_archive/_packa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import (
@@ -24,6 +22,7 @@ from ckpt_tools.formats.base import (
     Warned,
     repeated,
 )
+from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.directory import Directory, Record
 from ckpt_tools.formats.zip_bundle import Inflated, decode_archive
@@ -93,18 +92,14 @@ class _Weights:
     def read(self, name: str) -> Dict:
         """The state dict that one model's table describes."""
         record = self.records[name]
-        limits.PROGRAM_BYTES.check(record.size, f"{name} claims {record.size} bytes.")
+        torch_zip.check_text(self.program.source, record)
         data = torch_zip.read_record(self.program.source, record, check=self.program.has_checksums)
-        containers, allowance = sum(map(data.count, b"[{")), limits.allowance(len(data))
-        allowance.left -= containers
-        if allowance.left < 0:
-            raise limits.CONTAINERS.error(f"{name} describes more than a model of its size can hold.")
         try:
-            config: dict[str, Any] = json.loads(data.decode(), object_pairs_hook=_unique)["config"]
+            config: dict[str, Any] = load_json(data, pairs=_unique)["config"]
             return Dict([(key, self._tensor(key, row)) for key, row in config.items()])
         except CkptError:
             raise
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ZipError(f"{name} is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
 
     def _tensor(self, name: str, row: dict[str, Any]) -> Node:

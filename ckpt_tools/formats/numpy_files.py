@@ -13,6 +13,8 @@ Source: numpy/lib/_format_impl.py (its docstring is the specification), numpy/li
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ from ckpt_tools.formats.base import (
     trailing,
 )
 from ckpt_tools.formats.legacy.stream import Blobs
-from ckpt_tools.formats.torch_zip import record_content, record_head
+from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
 from ckpt_tools.formats.zip.directory import Directory, Record
 from ckpt_tools.io.content import Content, Range, read
 from ckpt_tools.io.output import Source
@@ -46,6 +48,7 @@ from ckpt_tools.pickling.stream import (
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import BY_NUMPY
 from ckpt_tools.tree.nodes import (
+    MAX_DIMENSIONS,
     Dict,
     Entry,
     Global,
@@ -95,7 +98,7 @@ def decode_npy(source: Source) -> Decoded:
     Raises:
         DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: elements that torch has not.
     """
-    arrays = Arrays()
+    arrays = Arrays(source)
     header = parse_header(source.read(0, min(source.size, _MAX_HEADER + 12)))
     root = arrays.node(header, Range(source, 0, source.size), FilePart(source, header.length, source.size), "the array")
     decoded = arrays.decoded("npy", root, source)
@@ -109,7 +112,7 @@ def decode_npz(source: Source, directory: Directory) -> Decoded:
     Raises:
         DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: elements that torch has not.
     """
-    arrays = Arrays()
+    arrays = Arrays(source)
     items: list[tuple[Node, Node]] = []
     for record in directory.records:
         name = record.name.removesuffix(".npy")
@@ -130,8 +133,7 @@ def _part(source: Source, record: Record, header: Header) -> Part:
         return FilePart(source, record.data + header.length, record.end)
     if header.code != "O":
         return BytesPart(b"")
-    if record.size > min(limits.PICKLE_BYTES.value, max(source.size, 1 << 20) * 16):
-        raise limits.PICKLE_BYTES.error(f"The zip record {record.name!r} claims a pickle of {record.size} bytes.")
+    check_pickle(source, record.size, deflated=True)
     return BytesPart(read(record_content(source, record))[header.length :])
 
 
@@ -153,8 +155,15 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if fields is None or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
     shape, fortran = fields["shape"], fields["fortran_order"]
-    if type(shape) is not tuple or any(type(size) is not int or size < 0 for size in shape) or type(fortran) is not bool:
-        raise DamagedFileError(f"{what} has a malformed header.", why="Its shape or order is of the wrong type.")
+    if (
+        type(shape) is not tuple
+        or len(shape) > MAX_DIMENSIONS
+        or any(type(size) is not int or size < 0 for size in shape)
+        or type(fortran) is not bool
+    ):
+        raise DamagedFileError(
+            f"{what} has a malformed header.", why="Its shape or order is of the wrong type, or of too many dimensions."
+        )
     descr = fields["descr"]
     found = _DESCR.fullmatch(descr) if type(descr) is str else None
     code = "" if not found else "O" if found[2] == "O" else found[2] + found[3]  # NumPy wrote "|O8" before 1.7
@@ -166,7 +175,7 @@ def parse_header(head: bytes, name: str = "") -> Header:
 # One field of the header, the text of a Python dict. `ast.literal_eval` would compile what a stranger wrote.
 # Python 2 wrote sizes as 3L.
 _FIELD = re.compile(
-    r"""\s*(['"])(\w+)\1\s*:\s*(?:(['"])([^'"\\]*)\3|(True|False)|\(((?:\s*-?\d{1,20}L?\s*(?:,|(?=\))))*)\s*\)|(\[.*\]))\s*(?:,|$)""",
+    r"""\s*(['"])(\w+)\1\s*:\s*(?:(['"])([^'"\\]*)\3|(True|False)|\(((?:\s*+-?\d{1,20}L?\s*+(?:,|(?=\))))*+)\s*+\)|(\[.*\]))\s*(?:,|$)""",
     re.DOTALL,
 )
 
@@ -205,7 +214,8 @@ class Arrays:
         left: bytes behind the last one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: Source) -> None:
+        self.budget = limits.budget(source.size)
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
         self.count = self.storage_bytes = self.left = 0
@@ -252,10 +262,11 @@ class Arrays:
         """Text, or nested lists of it."""
         width = int(header.code[1:] or 0) * (4 if header.code[0] == "U" else 1)
         count = _elements(header.shape)
-        most = limits.TEXT_BYTES.value
-        if count * width > most or count > most // 8 or header.fortran or not width:
-            raise UnsupportedContainerError(f"{what.capitalize()} holds text in a size or order that no checkpoint has.")
+        if header.fortran or not width:
+            raise UnsupportedContainerError(f"{what.capitalize()} holds text in an order that no checkpoint has, or none.")
         self._take(header, count * width, content.length, what)
+        self.budget.take(limits.TEXT_BYTES, count * width, f"{what.capitalize()} brings the file's text to more than any has.")
+        self.budget.make(_lists(header.shape) + count // _TEXTS_PER_CONTAINER, _TOO_MANY)
         data = read(part(content, header.length, count * width))
         codec = "latin1" if header.code[0] == "S" else f"utf-32-{'be' if header.big else 'le'}"
         cells = [data[at : at + width].decode(codec, "replace").rstrip("\0") for at in range(0, len(data), width)]
@@ -280,6 +291,7 @@ class Arrays:
         items = state[4] if type(state) is tuple and len(state) == 5 else None
         if type(items) is not List or len(items.items) != _elements(header.shape):
             raise PickleError("An array of objects is not pickled as NumPy pickles it.")
+        self.budget.make(_lists(header.shape), _TOO_MANY)
         held = items.items[0] if header.shape == () else _nested(items.items, header.shape)
         return modernise(self.as_tensors(held, blobs), machine.globals)
 
@@ -339,6 +351,15 @@ def _elements(shape: tuple[int, ...]) -> int:
         if count.bit_length() > 63:
             raise TensorError("An array claims more than 2**63 elements.")
     return count
+
+
+_TEXTS_PER_CONTAINER = 4
+_TOO_MANY = "The arrays make more lists, or texts, than a file of its size can hold."
+
+
+def _lists(shape: tuple[int, ...]) -> int:
+    """How many lists the cells of an array are nested in."""
+    return sum(itertools.accumulate(shape[:-1], operator.mul, initial=1)) if shape else 0
 
 
 def _nested(cells: list[Node], shape: tuple[int, ...]) -> Node:

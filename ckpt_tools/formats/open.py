@@ -221,6 +221,8 @@ def naming(source: Source) -> Iterator[None]:
         if str(source.path) not in error.what:
             error.what = f"{source.path}: {error.what}"
         raise
+    except (MemoryError, RecursionError) as error:
+        raise limits.exhausted(error, str(source.path)) from None
 
 
 def _decode(source: Source) -> Decoded:

@@ -75,7 +75,7 @@ def decode(source: Source) -> Decoded:
         return torch_legacy.decode(source)
     if left and _may_be(root, MAGIC_NUMBER):
         _refuse_computed_magic(pickles)
-    arrays = Arrays()
+    arrays = Arrays(source)
     root = modernise(arrays.as_tensors(root, blobs), machine.globals)
     return Decoded(
         "pickle", root, source, list(machine.globals), ["a pickle that torch.save did not write", *machine.unusual],

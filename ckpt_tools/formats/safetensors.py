@@ -24,6 +24,7 @@ from ckpt_tools.formats.base import (
     moves_tensors,
     repeated,
 )
+from ckpt_tools.formats.parts.parsers import brief, load_json
 from ckpt_tools.io.content import (
     Content,
     Literal,
@@ -103,10 +104,10 @@ def _parse(raw: bytes) -> dict[str, Any]:
         # "-0" is a whole number to Python and none to safetensors; a hook for each number takes time, so only where it matters
         whole = _no_minus_zero if b"-0" in raw else None
         text = raw.decode("utf-8")
-        header: dict[str, Any] = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=whole)
+        header: dict[str, Any] = load_json(text, pairs=_unique, constant=_no_constant, whole=whole)
     except UnicodeDecodeError:
         raise SafetensorsError("The safetensors header is not UTF-8.") from None
-    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or a number of thousands of digits
+    except ValueError as error:
         raise SafetensorsError("The safetensors header is not JSON.", why=f"{error}.") from None
     return header
 
@@ -159,12 +160,12 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
             warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
     dtype = BY_SAFETENSORS.get(info["dtype"]) if isinstance(info["dtype"], str) else None
     if dtype is None:
-        raise SafetensorsError(f"Tensor {name!r} has the unknown dtype {_brief(info['dtype'])}.")
+        raise SafetensorsError(f"Tensor {name!r} has the unknown dtype {brief(info['dtype'])}.")
     shape, offsets = info["shape"], info["data_offsets"]
     if not isinstance(shape, list) or len(shape) > 1024 or any(type(size) is not int or size < 0 for size in shape):
-        raise SafetensorsError(f"Tensor {name!r} has the malformed shape {_brief(shape)}.")
+        raise SafetensorsError(f"Tensor {name!r} has the malformed shape {brief(shape)}.")
     if not isinstance(offsets, list) or len(offsets) != 2 or any(type(at) is not int or at < 0 for at in offsets):
-        raise SafetensorsError(f"Tensor {name!r} has the malformed data_offsets {_brief(offsets)}.")
+        raise SafetensorsError(f"Tensor {name!r} has the malformed data_offsets {brief(offsets)}.")
     begin, end = offsets
     bits = _elements(name, shape) * dtype.bits // dtype.packed
     if bits % 8:
@@ -174,20 +175,12 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
     return dtype, _torch_shape(name, shape, dtype), begin, end
 
 
-def _brief(value: Any) -> str:
-    """A JSON value for a message, cut; not what is nested in it, which could be deep."""
-    if isinstance(value, list):
-        shown = ", ".join("..." if isinstance(part, list | dict) else repr(part)[:20] for part in value[:8])
-        return f"[{shown}{', ...' if len(value) > 8 else ''}]"
-    return "a map" if isinstance(value, dict) else repr(value)[:40]
-
-
 def _elements(name: str, shape: list[int]) -> int:
     count = 1
     for size in shape:
         count *= size
         if count > MAX_ELEMENTS or size > MAX_ELEMENTS:
-            raise SafetensorsError(f"Tensor {name!r} has the impossible shape {_brief(shape)}.")
+            raise SafetensorsError(f"Tensor {name!r} has the impossible shape {brief(shape)}.")
     return count
 
 
@@ -269,8 +262,8 @@ def restore_state_dict_metadata(metadata: Mapping[str, str]) -> Dict | None:
 
 def _json_map(text: str | None) -> dict[str, Any] | None:
     try:
-        found = json.loads(text) if text else None
-    except (ValueError, RecursionError):
+        found = load_json(text) if text else None
+    except ValueError:
         return None
     return found if isinstance(found, dict) else None
 

@@ -27,6 +27,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, Warned, repeated
+from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.io.content import Content
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
@@ -47,7 +48,7 @@ DecodeFile = Callable[[Source], Decoded]
 
 def sniff(head: bytes, source: Source) -> bool:
     """Whether a file is the index of a sharded checkpoint: a JSON object that has a weight_map."""
-    if not head.lstrip().startswith(b"{") or b"\0" in head or source.size > limits.INDEX_BYTES.value:
+    if not head.lstrip().startswith(b"{") or b"\0" in head or source.size > limits.PICKLE_BYTES.value:
         return False
     return b'"weight_map"' in head or b'"weight_map"' in source.read(0, source.size)
 
@@ -103,10 +104,10 @@ def _warnings(parts: Sequence[Decoded]) -> list[Warned]:
 
 def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
     """weight_map, and the metadata as text."""
-    limits.INDEX_BYTES.check(index.size, f"The index has {index.size} bytes.")
+    limits.PICKLE_BYTES.check(index.size, f"The index has {index.size} bytes.")
     try:
-        content = json.loads(index.read(0, index.size).decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        content = load_json(index.read(0, index.size), pairs=_unique)
+    except ValueError as error:
         raise DamagedFileError(f"{index.path} is not an index: no JSON.", why=f"{error}.") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -269,8 +270,8 @@ def index_text(weight_map: Mapping[str, str], total_size: int, metadata: Mapping
         text = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8")
     except UnicodeEncodeError:
         raise ContainerLimitError("A tensor's name holds a lone surrogate, which an index cannot.") from None
-    if len(text) > limits.INDEX_BYTES.value:
-        raise ContainerLimitError(f"The index would take {len(text)} bytes; {limits.INDEX_BYTES.value} is the limit.")
+    if len(text) > limits.PICKLE_BYTES.value:
+        raise ContainerLimitError(f"The index would take {len(text)} bytes; {limits.PICKLE_BYTES.value} is the limit.")
     return text
 
 

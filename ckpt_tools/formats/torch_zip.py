@@ -138,7 +138,7 @@ def record_head(source: Source, record: Record, length: int) -> bytes:
 
 
 def read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
-    """The pickle. A deflated one may be as long as the file: the records that it lists take more than their names in it."""
+    """The pickle. A deflated one has a limit by the file's size: the records that it lists take more than their names do."""
     check_pickle(source, record.size, deflated=record.deflated)
     return read_record(source, record, check=check)
 
@@ -146,8 +146,14 @@ def read_pickle(source: Source, record: Record, *, check: bool) -> bytes:
 def check_pickle(source: Source, size: int, *, deflated: bool) -> None:
     """Raise LimitError where a record claims a longer pickle than it may."""
     limits.PICKLE_BYTES.check(size, f"The pickle claims {size} bytes.")
-    if deflated and size > max(source.size, limits.INFLATED_PICKLE.value):
-        raise limits.INFLATED_PICKLE.error(f"The pickle claims {size} bytes, deflated; the file has fewer.", size)
+    if deflated and size > limits.budget(source.size).room(limits.PICKLES):
+        raise limits.PICKLES.error(f"The pickle claims {size} bytes, deflated; the file has fewer.", size)
+
+
+def check_text(source: Source, record: Record) -> None:
+    """Raise LimitError where a record claims a longer text than it may; `load_json` and the like count it once it is read."""
+    if record.size > limits.budget(source.size).room(limits.TEXT_BYTES):
+        raise limits.TEXT_BYTES.error(f"{record.name} claims {record.size} bytes.", record.size)
 
 
 def read_record(source: Source, record: Record, *, check: bool) -> bytes:

@@ -14,7 +14,6 @@ torch.proto.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +22,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, repeated
+from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.zip.directory import Directory, Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.dtypes import DTYPES
@@ -38,9 +38,9 @@ from ckpt_tools.tree.nodes import (
 )
 from ckpt_tools.tree.visit import reachable
 
-_CLASS = re.compile(r"^class (\w+)\(Module\):\n((?:  __(?:parameters|buffers)__ = \[.*\]\n)*)", re.MULTILINE)
-_DECLARED = re.compile(r"__(parameters|buffers)__ = \[(.*)\]")
-_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_CLASS = re.compile(r"^class (\w++)\(Module\):\n", re.MULTILINE)
+_DECLARED = re.compile(r"  __(parameters|buffers)__ = \[(.*+)\n")
+_QUOTED = re.compile(r'"([^"\\]*+(?:\\.[^"\\]*+)*+)(?:"|\\?\Z)')  # one that does not end goes up to the end of the line
 _Declared = Mapping[str, tuple[frozenset[str], frozenset[str]]]
 
 
@@ -88,18 +88,32 @@ def _program(records: Mapping[str, Record], folder: str) -> Warned:
 
 def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _Declared:
     """For each module class that the code declares, the names of its parameters and of its buffers."""
-    found, size = {}, 0
+    found: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
+    budget = limits.budget(source.size)
     for name, record in records.items():
         if not name.startswith(f"{folder}/code/") or not name.endswith(".py"):
             continue
-        size += record.size
-        limits.CODE_BYTES.check(size, "The program's code is longer than that of any model.")
+        budget.take(limits.TEXT_BYTES, record.size, "The program's code is longer than that of any model.")
         text = torch_zip.read_record(source, record, check=False).decode("utf-8", "replace")
         module = name.removeprefix(f"{folder}/code/").removesuffix(".py").replace("/", ".")
         for match in _CLASS.finditer(text):
-            lists = {kind: frozenset(_QUOTED.findall(names)) for kind, names in _DECLARED.findall(match.group(2))}
+            lists = _names_behind(text, match.end(), budget)
             found[f"{module}.{match.group(1)}"] = (lists.get("parameters", frozenset()), lists.get("buffers", frozenset()))
     return found
+
+
+def _names_behind(text: str, at: int, budget: limits.Budget) -> dict[str, frozenset[str]]:
+    """The lists of names that a class begins with, each on a line of its own."""
+    lists = {}
+    budget.make(1, _TOO_MANY)
+    while (line := _DECLARED.match(text, at)) is not None and line[2].endswith("]"):
+        budget.make(line[2].count('"') // 2, _TOO_MANY)
+        lists[line[1]] = frozenset(_QUOTED.findall(line[2]))
+        at = line.end()
+    return lists
+
+
+_TOO_MANY = "The program declares more than a model of its size can hold."
 
 
 def _as_module(node: Object, parameters: frozenset[str], buffers: frozenset[str], declared: _Declared) -> None:
@@ -129,14 +143,14 @@ _DATA_TYPES = {
 
 def _decode_json(source: Source, directory: Directory, folder: str, records: Mapping[str, Record]) -> Decoded:
     record = records[f"{folder}/model.json"]
-    limits.PROGRAM_BYTES.check(record.size, f"The program's model.json claims {record.size} bytes.")
+    torch_zip.check_text(source, record)
     try:
-        model = json.loads(torch_zip.read_record(source, record, check=False).decode(), object_pairs_hook=_unique)
+        model = load_json(torch_zip.read_record(source, record, check=False), pairs=_unique)
         tensors = _JsonTensors(source, records, folder, model.get("tensors", []))
         root = _json_module(model["mainModule"], tensors, 0)
     except CkptError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ZipError("The program's model.json is malformed.", why=f"{type(error).__name__}: {error}"[:200]) from None
     size = sum(row.size for name, row in records.items() if name.startswith(f"{folder}/tensors/"))
     checksums = any(row.crc for row in directory.records)
@@ -162,6 +176,7 @@ class _JsonTensors:
     def __init__(self, source: Source, records: Mapping[str, Record], folder: str, rows: list[dict[str, Any]]) -> None:
         self.source, self.records, self.folder, self.rows = source, records, folder, rows
         self.storages: dict[str, Storage] = {}
+        self.budget = limits.budget(source.size)
 
     def entry(self, number: int, *, parameter: bool) -> Entry:
         """The tensor with this number."""
@@ -171,6 +186,7 @@ class _JsonTensors:
         dtype = DTYPES.get(_DATA_TYPES.get(row["dataType"], ""))
         if dtype is None:
             raise TensorError(f"A tensor has the unknown type {str(row['dataType'])[:40]!r}.")
+        self.budget.make(1 + len(row.get("dims", [])) // 8, _TOO_MANY)  # any number of parameters may be on one row
         shape = tuple(int(size) for size in row.get("dims", []))
         stride = tuple(int(step) for step in row.get("strides", contiguous_stride(shape)))
         storage = self.storage(row["data"]["key"], dtype.name, str(row.get("device", "cpu")))
@@ -196,11 +212,8 @@ _CONTAINERS_OF_A_MODULE = 16  # its tables, the objects in them, and their rows 
 
 
 def _json_module(row: dict[str, Any], tensors: _JsonTensors, depth: int) -> Object:
-    limits.MODULE_DEPTH.check(depth, "The program nests its modules too deep.")
-    allowance = limits.allowance(0)
-    allowance.left -= _CONTAINERS_OF_A_MODULE
-    if allowance.left < 0:
-        raise limits.CONTAINERS.error("The program has more modules than one of its size can hold.")
+    limits.JSON_DEPTH.check(depth, "The program nests its modules too deep.")
+    tensors.budget.make(_CONTAINERS_OF_A_MODULE, "The program has more modules than one of its size can hold.")
     parameters, buffers = Dict(), Dict()
     for parameter in row.get("parameters", []):
         is_buffer = bool(parameter.get("isBuffer", False))

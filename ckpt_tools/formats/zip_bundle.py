@@ -11,7 +11,6 @@ inflated into a temporary file without a name first. Source: stable_baselines3/c
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from ckpt_tools.formats import (
 )
 from ckpt_tools.formats.base import Decoded, Warned
 from ckpt_tools.formats.legacy import torch_legacy, torch_tar
+from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.directory import Directory, Record, read_directory
@@ -46,7 +46,8 @@ from ckpt_tools.tree.nodes import Dict, List, Node
 _ZIP = b"PK\x03\x04"
 _HEAD = 512  # bytes of a member that tell what it is
 _MAX_MEMBERS = 1000
-_MAX_JSON_DEPTH, _MAX_JSON_VALUES = 100, 1_000_000
+_MAX_JSON_DEPTH = 100
+_JSON_STARTS = frozenset('{["-0123456789tfn')
 
 _Decode = Callable[[Source], Decoded]
 # Beside zips: whether a member is one by its first bytes, and its reader.
@@ -98,7 +99,7 @@ class _Bundle:
         self.inflated = Inflated(source)
         self.keys = Keys()
         self.byteorders: set[str] = set()
-        self.inline = 0
+        self.budget = limits.budget(source.size)
 
     def add(self, record: Record) -> None:
         """Read a member as what it is."""
@@ -130,11 +131,10 @@ class _Bundle:
 
     def _keep(self, record: Record) -> None:
         """A member that is no checkpoint: a value; one that is too large to be one is left out."""
-        self.inline += record.size
-        if record.size > limits.TEXT_BYTES.value or self.inline > 4 * limits.TEXT_BYTES.value:
-            self.inline -= record.size
+        if record.size > self.budget.room(limits.TEXT_BYTES) // 2:
             self._warn("left-out", f"the member {record.name!r}, {record.size} bytes that are no checkpoint: they are not kept")
             return
+        self.budget.take(limits.TEXT_BYTES, record.size, f"The member {record.name!r} is too long.")
         self.decoded.root.items.append((record.name, _value(read(torch_zip.record_content(self.source, record)))))
 
     def _warn(self, code: str, found: str) -> None:
@@ -195,13 +195,11 @@ def _value(data: bytes) -> Node:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
         return data
-    containers, allowance = sum(map(text.count, "[{")), limits.allowance(len(data))
-    if containers > allowance.left or text.count(",") > _MAX_JSON_VALUES:
+    if text.lstrip()[:1] not in _JSON_STARTS:
         return text
-    allowance.left -= containers
     try:
-        return _node(json.loads(text), 0)
-    except (ValueError, RecursionError):
+        return _node(load_json(text), 0)
+    except (ValueError, LimitError):
         return text
 
 

@@ -7,7 +7,6 @@ by its first bytes, whatever it is called. Files are not read further, but for t
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.base import is_zip
 from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX, Layout, layout_of
+from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.io.output import Source
 
 _HEAD = 512
@@ -98,9 +98,9 @@ def _own(layout: Layout, names: Sequence[str]) -> set[str]:
 
 def indexed_files(path: Path) -> list[str] | None:
     """The files that an index of shards names; None for any other JSON."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        if path.stat().st_size <= limits.INDEX_BYTES.value:
-            content = json.loads(path.read_bytes())
+    with contextlib.suppress(OSError, ValueError, CkptError):
+        if path.stat().st_size <= limits.PICKLE_BYTES.value:
+            content = load_json(path.read_bytes())
             if isinstance(content, dict) and isinstance(weight_map := content.get("weight_map"), dict):
                 return list(dict.fromkeys(name for name in weight_map.values() if isinstance(name, str)))
     return None

@@ -83,8 +83,8 @@ class Machine:
         self.places: dict[int, tuple[int, bytes]] = {}
         self.cut, self.needed = False, 0
         self.most_marks = 2 * limits.DEPTH.value
-        self.allowance = limits.allowance(self.end - offset)
-        self.budget = self.allowance.left
+        self.start, self.shared = offset, limits.budget(self.end - offset)
+        self.budget = self.shared.containers
 
     def load(self) -> Node:
         """Run to STOP and return the object.
@@ -95,7 +95,6 @@ class Machine:
         try:
             return self._run()
         except _Stop as stop:
-            self.allowance.left = min(self.allowance.left, self.budget)
             return stop.value
         except IndexError:
             self.cut = self.position >= self.end
@@ -107,6 +106,10 @@ class Machine:
             if "offset" not in error.what:
                 error.why = f"{error.why} It ends at offset {self.position} of the pickle.".strip()
             raise
+        finally:  # pickles that break at their end take as long as others
+            self.shared.containers = min(self.shared.containers, max(0, self.budget))
+            what = "The file's pickles are read again and again, or come to far more bytes than the file has."
+            self.shared.take(limits.PICKLES, min(self.position, self.end) - self.start, what)
 
     def _run(self) -> NoReturn:
         """The hot loop; a `_Stop` ends it."""
@@ -515,7 +518,7 @@ def _string(machine: Machine) -> None:
 
 
 _ESCAPE = re.compile(rb"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|(.)?)", re.DOTALL)
-_UNITS = re.compile(rb"(?:[^\\]+|\\(?:[0-7]{1,3}|x[0-9a-fA-F]{2}|.|\Z)){1,10000}", re.DOTALL)
+_UNITS = re.compile(rb"(?:[^\\]++|\\(?:[0-7]{1,3}|x[0-9a-fA-F]{2}|.|\Z)){1,10000}", re.DOTALL)
 _KNOWN_ESCAPES: dict[bytes, bytes] = {}  # a few hundred at most: they have four bytes at most, and most of those are alike
 _ESCAPED = {b"\n": b"", b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
 
@@ -546,7 +549,13 @@ def _unescape_new(found: re.Match[bytes]) -> bytes:
 
 @_opcode(b"C", unusual="SHORT_BINBYTES")
 def _short_binbytes(machine: Machine) -> None:
-    machine.stack.append(machine.take(machine.number(_U8)))
+    # the shortest way: a file may hold millions of them
+    start = machine.position + 1
+    end = start + machine.data[start - 1] if start <= machine.limit else start
+    if end > machine.limit or start > machine.limit:
+        machine.take(machine.number(_U8))
+    machine.position = end
+    machine.stack.append(machine.data[start:end])
 
 
 @_opcode(b"B", unusual="BINBYTES")

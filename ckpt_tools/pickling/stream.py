@@ -93,7 +93,9 @@ class Pickles:
         """
         if not self._ready:
             self._fill(self.window)
+        budget = limits.budget(self.left)
         while True:
+            before = budget.copy()
             machine = make(self.data, self.position - self.anchor)
             try:
                 root = machine.load()
@@ -104,8 +106,12 @@ class Pickles:
                     raise
                 if len(self.data) >= limits.PICKLE_BYTES.value:
                     raise limits.PICKLE_BYTES.error("The pickle is longer than any real one.") from None
+                budget.restore(before)  # the same bytes again are no further ones
                 growth = _GROWTH if self._ready < limits.SMALL_FILE else _SLOW_GROWTH
-                self._fill(max(self.window, growth * self._ready))
+                most = budget.room(limits.PICKLES) + self.window
+                if self._ready >= most:
+                    raise limits.PICKLES.error("The pickles are longer than a file of this size may have them.") from None
+                self._fill(min(max(self.window, growth * self._ready), most))
             else:
                 self.position = self.anchor + machine.position
                 return machine, root

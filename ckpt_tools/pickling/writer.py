@@ -38,6 +38,7 @@ _U32 = struct.Struct("<I").pack
 _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 _BYTE_STORAGE = Global("torch", "ByteStorage")
+_ENCODE = Global("_codecs", "encode")
 _REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 _REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
@@ -92,7 +93,7 @@ class Survey:
                     found[id(node.storage)] = node.storage
                 else:
                     below = parts(node)
-                    if not _are_short(below):
+                    if not _are_short(below) and not _are_short_bytes(below):
                         todo += [part for part in below if type(part) not in PLAIN or _is_long(part)]
             elif _is_long(node):
                 (shared if id(node) in seen else seen).add(id(node))
@@ -173,8 +174,12 @@ class _Writer:
         index = self.memo.get(key)
         if index is None:
             return False
-        self.out += b"h" + bytes((index,)) if index < 256 else b"j" + struct.pack("<I", index)
+        self.out += self.again(index)
         return True
+
+    def again(self, index: int) -> bytes:
+        """The opcode that takes what is in the memo."""
+        return b"h" + bytes((index,)) if index < 256 else b"j" + struct.pack("<I", index)
 
     def begin(self, node: Node) -> None:
         """Note that the parts of a tuple or call are being written, before it can be in the memo."""
@@ -359,6 +364,8 @@ class _Writer:
             row = items[start : start + _ROW]
             if _are_short(row):
                 self.out += b"".join([_ENCODERS[type(item)](item) for item in row])
+            elif _are_short_bytes(row):
+                self.many_bytes(row)
             else:
                 for item in row:
                     self.leaf(item)
@@ -399,10 +406,19 @@ class _Writer:
         self.remember(node)
 
     def bytes(self, data: bytes) -> None:
-        self.global_(Global("_codecs", "encode"))
+        self.global_(_ENCODE)
         self.text(data.decode("latin1"))
         self.constant("latin1")
         self.out += b"\x86R"
+
+    def many_bytes(self, row: Sequence[Any]) -> None:
+        """The same for several in a row: the first one puts into the memo what all have in common."""
+        self.bytes(row[0])
+        encode, latin1 = (self.again(self.memo[key]) for key in (_ENCODE, "latin1"))
+        texts = [_text(data.decode("latin1")) for data in row[1:]]
+        between = latin1 + b"\x86R" + encode
+        if texts:
+            self.out += encode + between.join(texts) + latin1 + b"\x86R"
 
     def storage(self, storage: Storage) -> None:
         """The persistent id ("storage", class, key, location, number of elements)."""
@@ -478,6 +494,10 @@ _ENCODERS: dict[type, Callable[[Any], bytes]] = {
     bool: lambda value: b"\x88" if value else b"\x89",
     type(None): lambda _: b"N",
 }
+
+
+def _are_short_bytes(items: Sequence[Any]) -> bool:
+    return set(map(type, items)) == {bytes} and max(map(len, items)) <= _LONG
 
 
 def _are_short(items: Sequence[Node]) -> bool:

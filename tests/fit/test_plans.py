@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.errors import CkptError, LimitError, MatchPlanError
 from ckpt_tools.fit.plan_files import read_plan, write_plan
 from ckpt_tools.fit.plans import Plan, PlanStep, apply
 from ckpt_tools.formats.open import open_checkpoint
@@ -17,6 +17,7 @@ from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.writer import write
 
+FORMAT = 'format = "ckpt-plan-1"\n'
 QKV = torch.arange(24.0).reshape(6, 4)
 STATE = {
     "qkv.weight": QKV, "q.bias": torch.ones(2), "k.bias": torch.zeros(3), "conv.weight": QKV.reshape(6, 4, 1, 1),
@@ -161,6 +162,28 @@ def test_rubbish_is_refused(change: Callable[[str], str], tmp_path: Path) -> Non
     """A plan file that is no TOML, of another version, or with a field too many, too few or of another type."""
     edit(change, tmp_path / "plan.toml")
     with pytest.raises(MatchPlanError):
+        read_plan(tmp_path / "plan.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a." * 1000 + "a = 1\n", MatchPlanError),
+        ("".join(f"{number}.a.a = 1\n" for number in range(40_000)), LimitError),
+        ("".join(f"[{number}]\n" for number in range(100_000)), LimitError),
+        ("x = [" + "[]," * 400_000 + "]", LimitError),
+        ("format = 0x" + "f" * 20_000, MatchPlanError),
+        (f'{FORMAT}[[tensor]]\nold = 0x{"f" * 20_000}\nnew = "b"\nshape = [1]\n', MatchPlanError),
+        (f'{FORMAT}[[tensor]]\nold = "a"\nnew = "b"\nshape = [1]\nconfidence = 1{"0" * 400}\n', MatchPlanError),
+        (f'{FORMAT}[[tensor]]\nold = "a"\nnew = "b"\nshape = [0x{"f" * 20_000}]\n', MatchPlanError),
+        ("x = " + "9" * 5000, MatchPlanError),
+        ('x = "' + '\\"' * 10_000, MatchPlanError),
+    ],
+)
+def test_plans_that_ask_for_much_are_refused(text: str, error: type[CkptError], tmp_path: Path) -> None:
+    """Dotted keys, of which tomllib notes down every part, tables, lists, and numbers of thousands of digits."""
+    (tmp_path / "plan.toml").write_text(text)
+    with pytest.raises(error):
         read_plan(tmp_path / "plan.toml")
 
 

@@ -22,8 +22,11 @@ COMMANDS: dict[str, Sequence[str]] = {
     "inspect": ("inspect", "IN"),
     "inspect --json": ("inspect", "--json", "IN"),
     "check": ("check", "IN"),
+    "check --values": ("check", "--values", "IN"),
+    "stats": ("stats", "IN"),
     "repair": ("repair", "IN", "out.pth"),
-    "convert": ("convert", "IN", "out.pth", "--objects", "plain"),
+    "convert": ("convert", "IN", "out.pth"),
+    "plain": ("convert", "IN", "out.pth", "--objects", "plain"),
     "to safetensors": ("convert", "IN", "out.safetensors", "--objects", "plain"),
 }
 
@@ -90,6 +93,7 @@ def main() -> None:
         formats,
         long_names,
         many_nodes,
+        small_files,
     )
 
     assert long_names.bomb is many_nodes.bomb is formats.bomb is bombs.bomb  # their builders are in the table
@@ -100,7 +104,7 @@ def main() -> None:
     parser.add_argument("--over", action="store_true", help="print only what is over the limit, or within a fifth of it")
     options = parser.parse_args()
     bombs.SIZE = options.size
-    for name, make in bombs.BOMBS.items():
+    for name, make in (bombs.BOMBS | small_files.SMALL).items():
         if options.names and not any(part in name for part in options.names):
             continue
         with tempfile.TemporaryDirectory() as folder:

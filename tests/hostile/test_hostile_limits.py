@@ -21,6 +21,7 @@ from tests.hostile import (
     formats,
     long_names,
     many_nodes,
+    small_files,
 )
 from tests.hostile import pickles as p
 from tests.hostile.bombs import BOMBS
@@ -61,9 +62,29 @@ def measured(*arguments: Path) -> tuple[str, float, int]:
     return said, seconds, megabytes
 
 
+ALL_MEASURED = textwrap.dedent("""
+    import json, resource, sys, time
+    resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+    import ckpt_tools
+    rows = []
+
+    def work(path, what):
+        started, said = time.process_time(), "read"
+        try:
+            what()
+        except ckpt_tools.CkptError as error:
+            said = type(error).__name__
+        rows.append([said, path, time.process_time() - started])
+
+    for path in sys.argv[1:]:
+        work(path, lambda: ckpt_tools.inspect(path))
+        if "bytes" in path:  # what costs little to read, and much to make plain
+            work(path, lambda: ckpt_tools.convert(path, path + ".out", objects="plain", dry_run=True))
+    print(json.dumps([*rows, ["", "", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10]]))
+""")
 REFUSED = (
     "LimitError", "SafetensorsError", "PickleError", "ZipError", "TensorError", "DamagedFileError", "NotACheckpointError",
-    "UnsupportedContainerError",
+    "UnsupportedContainerError", "ContainerLimitError", "NothingMatchedError", "ObjectsError", "ConvertError",
 )  # fmt: skip
 
 
@@ -74,6 +95,17 @@ def test_bombs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     said, seconds, megabytes = measured(write(tmp_path, BOMBS[name]()))
     assert said == "read" or said.split(":")[0] in REFUSED, said
     assert (seconds < CPU_SECONDS, megabytes < MEGABYTES) == (True, True), (said, seconds, megabytes)
+
+
+def test_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kilobytes that ask for gigabytes, one after another in one process: each is described or refused, or left as it is."""
+    monkeypatch.setattr(bombs, "SIZE", 300_000)
+    paths = [write(tmp_path, make(), name) for name, make in small_files.SMALL.items()]
+    command = [sys.executable, "-W", "error", "-c", ALL_MEASURED, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, cwd=ROOT, check=True)
+    *rows, (_, _, megabytes) = json.loads(done.stdout)
+    assert [row for row in rows if row[0] not in ("read", *REFUSED) or row[2] > 2 * CPU_SECONDS] == []
+    assert megabytes < 1.5 * MEGABYTES  # of all together
 
 
 @pytest.mark.parametrize("name", ["row_62_most_pairs", "row_62_most_byte_strings", "row_62_most_globals"])

@@ -743,9 +743,9 @@ def test_headers_that_overlap_cannot_take_for_ever(tmp_path: Path) -> None:
 def test_the_limit_of_proving_can_be_raised(tmp_path: Path) -> None:
     """The error names the limit; with another value the same file is walked to its end."""
     with closing(headers_that_overlap(tmp_path / "in.pth", 60_000)) as source:
-        with limits.raised(proved=1_000_000), pytest.raises(LimitError, match="overlap") as caught:
+        with limits.raised(work_bytes=1_000_000), pytest.raises(LimitError, match="overlap") as caught:
             walk_zip(source)
-        assert "--limit proved=2000000" in caught.value.fix
+        assert "--limit work_bytes=2000000" in caught.value.fix
         assert len(walk_zip(source).records) == 60_000 // 35
 
 

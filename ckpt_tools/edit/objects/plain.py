@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ckpt_tools import limits
 from ckpt_tools.edit.objects.keys import plain_keys
 from ckpt_tools.edit.objects.values import (
     PATHS,
@@ -111,12 +112,14 @@ def _unknown_name(node: Node) -> str | None:
     return str(node) if type(node) is Global and not is_known(node) else None
 
 
-def _places(root: Node, *, values: bool = False) -> dict[int, Where]:
-    """Where each container and record is met first; with `values`, bytes too."""
+def _places(root: Node, *, values: bool = False, made: Callable[[], object] = lambda: None) -> dict[int, Where]:
+    """Where each container and record is met first; with `values`, bytes too: `made` is called for each of their places."""
     places: dict[int, Where] = {}
     for where, node in visit.walk(root, plain=False, values=_BYTES if values else frozenset()):
         if type(node) in tree.PLAIN and type(node) is not bytes:
             continue
+        if type(node) is bytes:
+            made()
         places.setdefault(id(node), where)
         if type(node) is Dict:
             for key, _ in node.items:
@@ -161,18 +164,23 @@ _BYTES = frozenset((bytes,))
 _KEYS = frozenset((type(None), bool, int, float, str))
 
 
-def make_plain(root: Node, *, oldest: bool = False) -> tuple[Node, list[Fate]]:
+def make_plain(root: Node, *, oldest: bool = False, file_bytes: int = 0) -> tuple[Node, list[Fate]]:
     """Exchange every object for plain data; what has no plain form is dropped. Returns the root and every object's fate.
 
     Args:
         root: the tree.
         oldest: whether torch 2.4's weights_only has to take it too: sets become lists, bytes and complex numbers tensors.
+        file_bytes: the size of the file that it is from, by which the tensors that are made are limited.
+
+    Raises:
+        LimitError: they are more than a file of this size may have.
     """
-    numbers = iter(range(1 << 62))
-    places = _places(root, values=oldest)
+    new, numbers = _New(file_bytes), iter(range(1 << 62))
+    places = _places(root, values=oldest, made=_New(file_bytes).add)
     unknown = find_unknown(root, places)
 
     def key() -> str:
+        new.add()
         return f"plain{next(numbers)}"
 
     def swap(node: Node) -> Node:
@@ -187,6 +195,19 @@ def make_plain(root: Node, *, oldest: bool = False) -> tuple[Node, list[Fate]]:
     told = {(fate.where, fate.name) for fate in fates} | {(_INSIDE, fate.name) for fate in fates}
     fates += [Fate(where, name, WITH_OUTER) for where, name in unknown if (where, name) not in told]
     return root, fates
+
+
+class _New:
+    """Counts the tensors that bytes, numbers and arrays become, and their places: no more than a file of this size may have."""
+
+    def __init__(self, file_bytes: int) -> None:
+        self.left = self.most = limits.TENSORS.most(file_bytes)
+
+    def add(self) -> None:
+        """One more."""
+        self.left -= 1
+        if self.left < 0:
+            raise limits.TENSORS.error(f"Bytes, numbers and arrays would become more than {self.most} tensors.")
 
 
 def _exchange(

@@ -28,7 +28,7 @@ def split(source: Source) -> list[tuple[int, int]]:
 
 def _backwards(source: Source) -> Iterator[tuple[int, int]]:
     end = source.size
-    for _ in range(limits.ARCHIVES.value):
+    for _ in range(limits.RECORDS.value):
         if end < _ENDS:
             return
         ends = source.read(end - _ENDS, _ENDS)
@@ -38,7 +38,7 @@ def _backwards(source: Source) -> Iterator[tuple[int, int]]:
             return
         yield begin, end - begin
         end = begin
-    raise limits.ARCHIVES.error(f"{source.path} holds more archives than any checkpoint.")
+    raise limits.RECORDS.error(f"{source.path} holds more archives than any checkpoint.")
 
 
 def decode(source: Source, spans: list[tuple[int, int]]) -> Decoded:

@@ -29,7 +29,7 @@ _MAX_COMMENT = 65535
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _PATCHED, _STRONG, _MASKED = 1, 1 << 5, 1 << 6, 1 << 13
 _ODD_FLAGS = _ENCRYPTED | _PATCHED | _STRONG | _MASKED
-_ORDINARY_NAME = re.compile(rb"[\w.-]*\w(?:/[\w.-]*\w)*")  # ASCII, no folder called "..", nothing empty
+_ORDINARY_NAME = re.compile(rb"[\w.-]++(?<=\w)(?:/[\w.-]++(?<=\w))*+")  # ASCII, no folder called "..", nothing empty
 _METHODS = {1: "shrink", 9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz", 98: "ppmd"}
 
 
@@ -118,7 +118,7 @@ def _read_directory(source: Source) -> Directory:
     _check_names(records)
     inflated = sum(record.size for record in records if record.deflated)
     what = f"The file's deflated records come to {inflated} bytes, and the file has {source.size}."
-    limits.INFLATED.check(inflated, what, source.size)
+    limits.budget(source.size).take(limits.INFLATED, inflated, what)
     return Directory(_in_file_order(records, start), start, trailing)
 
 

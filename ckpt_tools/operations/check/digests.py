@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DigestError
+from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Where
 
@@ -89,7 +90,7 @@ def read(path: Path) -> list[Digest]:
         DigestError: it cannot be read, or a line is malformed.
     """
     try:
-        limits.DIGEST_BYTES.check(path.stat().st_size, f"{path} is too large for a digest file.")
+        limits.PICKLE_BYTES.check(path.stat().st_size, f"{path} is too large for a digest file.")
         lines = path.read_text("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DigestError(f"{path} cannot be read.", why=f"{error}.") from None
@@ -101,8 +102,8 @@ def read(path: Path) -> list[Digest]:
 def _parse(path: Path, number: int, line: str) -> Digest:
     fields = line.rstrip("\r").split("\t")
     try:
-        sha256, dtype, shape, where = fields[0], fields[1], json.loads(fields[2]), json.loads(fields[3])
-    except (IndexError, ValueError, RecursionError):
+        sha256, dtype, shape, where = fields[0], fields[1], load_json(fields[2]), load_json(fields[3])
+    except (IndexError, ValueError):
         raise _malformed(path, number) from None
     sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     parts = isinstance(where, list) and all(type(part) in (str, int) for part in where)

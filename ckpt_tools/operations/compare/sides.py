@@ -20,6 +20,7 @@ from ckpt_tools.formats.open import (
     is_tensor,
     naming,
 )
+from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
 from ckpt_tools.io.content import Literal, Range
 from ckpt_tools.text import dotted
@@ -184,8 +185,8 @@ def as_texts(values: dict[str, Node]) -> dict[str, str]:
 
 def _leaves(path: str, text: str) -> Iterator[tuple[str, str]]:
     try:
-        stack: list[tuple[str, Any]] = [(path, json.loads(text))] if text[:1] == "{" else []
-    except (ValueError, RecursionError):
+        stack: list[tuple[str, Any]] = [(path, load_json(text))] if text[:1] == "{" else []
+    except (ValueError, LimitError):  # as a whole, it is compared all the same
         stack = []
     if not stack:
         yield path, text

@@ -105,7 +105,9 @@ def _without_objects(
     outside = losses.outside_state(root) if checkpoint.has_modules else set()
     before = losses.Held(find_tensors(root))
     known = {tensor.where for tensor in before.tensors if id(tensor.node) in outside}
-    root, fates = plain.make_plain(root, oldest=True) if policy == "plain" else plain.drop_unknown(root)
+    root, fates = (
+        plain.make_plain(root, oldest=True, file_bytes=checkpoint.file_bytes) if policy == "plain" else plain.drop_unknown(root)
+    )
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
     lost = before.lost(root)
     if policy == "drop":

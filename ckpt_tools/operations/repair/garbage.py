@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import SafetensorsError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.legacy import torch_legacy
+from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.safetensors import MAX_HEADER
 from ckpt_tools.io.content import CHUNK, Range
 from ckpt_tools.io.output import Source
@@ -118,9 +118,9 @@ def salvage_safetensors(source: Source, start: int) -> Salvaged:
 def _end(source: Source, at: int, length: int) -> int | None:
     """Where the last tensor ends, as a header says; None when it is none."""
     try:
-        header = json.loads(source.read(at, length).decode("utf-8"))
+        header = load_json(source.read(at, length))
         rows = [info["data_offsets"] for name, info in header.items() if name != "__metadata__"]
         ends = [end for _, end in rows]
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return max(ends, default=0) if all(type(end) is int and 0 <= end < 1 << 60 for end in ends) else None

@@ -193,7 +193,7 @@ def _count(salvaged: Salvaged, keep_damaged: bool, report: Repaired) -> None:
     report.saved_bytes = sum(size for key, size in sizes.items() if key not in salvaged.lost)
     if keep_damaged:
         zeros, size = report.tensor_bytes - report.saved_bytes, salvaged.decoded.source.size
-        limits.FILLED.check(zeros, f"What is lost comes to {zeros} bytes, and the file has {size}.", size)
+        limits.INFLATED.check(zeros, f"What is lost comes to {zeros} bytes, and the file has {size}.", size)
 
 
 def _header_mends(salvaged: Salvaged, container: str) -> list[Mended]:
