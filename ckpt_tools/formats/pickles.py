@@ -10,8 +10,10 @@ import bz2
 import lzma
 import re
 import tarfile
+import tempfile
+import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from io import RawIOBase
 from typing import Any
@@ -27,16 +29,19 @@ from ckpt_tools.formats.zip.directory import (
     has_end,
     read_directory,
 )
-from ckpt_tools.io.content import read
+from ckpt_tools.io.content import chunks, read
+from ckpt_tools.io.journal import write_all
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.pickling.calls import Pickle, list_pickles
 from ckpt_tools.pickling.stream import BytesPart, FilePart
 
 _HEAD = 4096
-_BLOCK = 4 << 20
+_BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 20
 _MOST_DEPTH = 8  # archives and pickles in one another
 _MOST_LISTED = 10_000  # pickles of one file
+_INFLATED_PICKLE = 64 << 20  # bytes of a pickle that has to be inflated, or four times the file: it is read as a whole
+_MOST_PARTS = 50_000  # members of all archives in one file
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[^\W\d]\w*+(?:\.\w++)*+")
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
@@ -98,17 +103,37 @@ class _InMemory(Source):
         """Nothing to close."""
 
 
+class _Spooled(Source):
+    """Bytes that were inflated into a temporary file without a name, which goes when nothing refers to it any more."""
+
+    def __init__(self, source: Source, blocks: Iterable[bytes | memoryview]) -> None:
+        self.path, self.size, self._identity = source.path, 0, object()
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed with this source
+        weakref.finalize(self, file.close)
+        self._fd = file.fileno()
+        for block in blocks:
+            write_all(self._fd, memoryview(block))
+            self.size += len(block)
+
+    def close(self) -> None:
+        """Nothing: it ends when nothing refers to it."""
+
+
 class _Walk:
     """One file on its way through: how much may still be inflated, and what has been found."""
 
     def __init__(self, size: int) -> None:
         self.found = Pickles()
-        self.left = limits.INFLATED.most(size)
+        self.left, self.parts = limits.INFLATED.most(size), 0
+        self.longest = max(_INFLATED_PICKLE, 4 * size)
 
     def examine(self, source: Source, where: str, depth: int) -> None:
         """A file, a member of an archive, or bytes that a pickle loads: as whatever it may be read as."""
-        if depth > _MOST_DEPTH or len(self.found.pickles) >= _MOST_LISTED:
-            self.skip(where, "it lies too deep, or there are too many pickles")
+        self.parts += 1
+        if depth > _MOST_DEPTH or len(self.found.pickles) >= _MOST_LISTED or self.parts > _MOST_PARTS:
+            if self.parts <= _MOST_PARTS + 1:
+                where = "" if self.parts > _MOST_PARTS else where
+                self.skip(where, "it lies too deep, or the file has too many pickles or parts")
             return
         head = source.read(0, min(_HEAD, source.size))
         locked = next((kind for magic, kind in _LOCKED if head.startswith(magic)), None)
@@ -142,8 +167,11 @@ class _Walk:
 
     def stream(self, source: Source, where: str, depth: int, start: int = 0) -> None:
         """Pickles one behind another, if there are any."""
-        for number, pickle in enumerate(list_pickles(FilePart(source, min(start, source.size), source.size))):
-            if not number and not _is_pickle(source, start, pickle):
+        end = min(source.size, start + self.longest) if isinstance(source, _Spooled) else source.size
+        for number, pickle in enumerate(list_pickles(FilePart(source, min(start, end), end))):
+            if pickle.cut and end < source.size:
+                self.skip(where, f"a pickle goes on beyond {self.longest} bytes that were inflated")
+            elif not number and not _is_pickle(source, start, pickle):
                 return
             pickle.where = where
             self.found.pickles.append(pickle)
@@ -152,6 +180,7 @@ class _Walk:
             for data in pickle.nested:
                 self.examine(_InMemory(data, source), _inside(where, "bytes that it loads"), depth + 1)
             if len(self.found.pickles) >= _MOST_LISTED:
+                self.skip(where, f"there are more than {_MOST_LISTED} pickles")
                 return
 
     # --- archives
@@ -170,7 +199,7 @@ class _Walk:
         names = {record.name for record in records}
         self.found.program |= any(name.endswith(_OF_PROGRAMS) for name in names)
         for record in records:
-            if not _is_raw(record.name, names):
+            if not _is_raw(record.name, names) and self.parts <= _MOST_PARTS:
                 self.member(source, record, where, depth)
 
     def damaged_archive(self, source: Source, where: str, depth: int, error: CkptError) -> None:
@@ -178,6 +207,8 @@ class _Walk:
         self.skip(where, error.what)
         for name, member in _by_signatures(source, self):
             self.examine(member, _inside(where, name), depth + 1)
+            if self.parts > _MOST_PARTS:
+                return
 
     def member(self, source: Source, record: Record, where: str, depth: int) -> None:
         """One record of a zip."""
@@ -190,11 +221,13 @@ class _Walk:
         self.guarded(name, look)
 
     def opened(self, source: Source, record: Record) -> Source:
-        """A record as a source of its own; a deflated one is inflated into memory."""
+        """A record as a source of its own; a deflated one is inflated."""
         if not record.deflated:
             return Window(source, record.data, record.size)
         self.spend(record.size)
-        return _InMemory(read(record_content(source, record)), source)
+        if record.size <= _BLOCK:
+            return _InMemory(read(record_content(source, record)), source)
+        return _Spooled(source, chunks(record_content(source, record)))
 
     def spend(self, count: int) -> None:
         """Count bytes that are inflated.
@@ -217,23 +250,24 @@ class _Walk:
     def compressed(self, source: Source, where: str, depth: int, kind: str, make: Callable[[], Any]) -> None:
         """What a compressed file holds."""
         try:
-            data = self.inflated(source, 0, make)
+            opened = _Spooled(source, self.inflated(source, 0, make))
         except (zlib.error, lzma.LZMAError):
             if kind in ("zlib", "lzma"):
                 return
             raise
-        self.examine(_InMemory(data, source), _inside(where, f"({kind})"), depth + 1)
+        self.examine(opened, _inside(where, f"({kind})"), depth + 1)
 
-    def inflated(self, source: Source, start: int, make: Callable[[], Any]) -> bytes:
-        """What a compressed run of bytes from `start` on gives, up to where it ends or breaks."""
-        opened, pieces, at = make(), [], start
+    def inflated(self, source: Source, start: int, make: Callable[[], Any]) -> Iterator[bytes]:
+        """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends."""
+        opened, at = make(), start
         while at < source.size and not opened.eof:
-            data = source.read(at, min(_BLOCK, source.size - at))
+            data = source.read(at, min(_PACKED_BLOCK, source.size - at))
             at += len(data)
-            piece = opened.decompress(data, self.left + 1)
-            self.spend(len(piece))
-            pieces.append(piece)
-        return b"".join(pieces)
+            piece = opened.decompress(data, _BLOCK)
+            while piece:
+                self.spend(len(piece))
+                yield piece
+                piece = b"" if opened.eof else opened.decompress(getattr(opened, "unconsumed_tail", b""), _BLOCK)
 
 
 _OF_PROGRAMS = ("/constants.pkl", "/archive_format", "/model.json", "/models/model.json", "/serialized_exported_program.json")
@@ -305,7 +339,7 @@ def _by_signatures(source: Source, walk: _Walk) -> Iterator[tuple[str, Source]]:
             yield name, window
             continue
         try:
-            yield name, _InMemory(walk.inflated(window, 0, lambda: zlib.decompressobj(-15)), source)
+            yield name, _Spooled(source, walk.inflated(window, 0, lambda: zlib.decompressobj(-15)))
         except (zlib.error, LimitError) as error:
             walk.skip(name, f"it cannot be inflated: {error}")
 

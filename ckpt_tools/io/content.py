@@ -166,15 +166,17 @@ def _inflate(content: Deflated) -> Iterator[bytes]:
     try:
         for data in chunks(Range(content.source, content.offset, content.compressed)):
             pending = bytes(data)
-            while pending and not inflater.eof:
+            while not inflater.eof:
                 # One byte more than declared may come out: that is how a size lie is seen.
                 out = inflater.decompress(pending, min(CHUNK, left + 1))
                 left -= len(out)
                 if left < 0:
                     raise ZipError("A deflated record holds more bytes than the zip directory says.")
+                pending = inflater.unconsumed_tail
+                if not out and not pending:  # it may hold back bytes when all of its input is taken
+                    break
                 checksum.update(out)
                 yield out
-                pending = inflater.unconsumed_tail
     except zlib.error as error:
         raise ZipError("A deflated record cannot be inflated.", why=str(error)) from None
     if left:

@@ -28,10 +28,11 @@ from ckpt_tools.tree.nodes import (
 )
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
+_MOST_TOLD = 10_000  # the same ones counted each time
+_COST_OF_RATING = 8  # in containers: arguments are looked through
 _WINDOW = 4 << 20  # most pickles are read at once
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _PICKLES_OF_LEGACY = 5  # magic number, protocol, sys_info, the object, the keys; raw bytes follow
-_MOST_PICKLES = 10_000  # one behind another that are looked through
 _MAKERS = {
     name: MAKERS[name]
     for name in (Global("collections", "OrderedDict"), Global("_codecs", "encode"), Global("builtins", "bytes"))
@@ -88,6 +89,7 @@ class Lister(Machine):
         self.opcodes = _LENIENT
         self.calls: dict[tuple[str, str], Call] = {}
         self.nested: list[bytes] = []
+        self.told = 0
 
     def make(self, function: Node, args: Node) -> None:
         """Rate a call, then stand in for its result."""
@@ -96,6 +98,7 @@ class Lister(Machine):
         super().make(function, args)
 
     def _listen(self, function: Node, args: Node) -> None:
+        self.spend(_COST_OF_RATING)
         self.rate(ratings.of_call(function, args), function, args)
         if type(function) is Global and function == LOAD_FROM_BYTES:
             self._load_from_bytes(args)
@@ -109,7 +112,8 @@ class Lister(Machine):
 
     def rate(self, rating: Rating, function: Node, args: Node, does: str = "runs") -> None:
         """Keep a call that is dangerous."""
-        if ratings.is_dangerous(rating) and len(self.calls) < _MOST_CALLS:
+        if ratings.is_dangerous(rating) and len(self.calls) < _MOST_CALLS and self.told < _MOST_TOLD:
+            self.told += 1
             text = ratings.call_text(function, args) if does == "runs" else ratings.function_text(function)
             found = Call(text, ratings.function_text(function), self.position, rating, does)
             self.calls.setdefault((does, text), found)
@@ -159,7 +163,7 @@ def _new(machine: Lister, kwargs: Node = None) -> None:
     args = machine.stack.pop()
     given = args if type(args) is tuple else (args,)
     cls = machine.stack.pop()
-    machine.spend()
+    machine.spend(_COST_OF_RATING if given else 1)
     machine.rate(ratings.of_instance(cls, given), cls, given if kwargs is None else (*given, kwargs))
     machine.stack.append(Object("new", cls, given))
 
@@ -182,7 +186,7 @@ def _obj(machine: Lister) -> None:
 
 def _build(machine: Lister) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
-    machine.spend()
+    machine.spend(1 + sum(len(part.items) for part in (state if type(state) is tuple else (state,)) if type(part) is Dict) // 8)
     changed = target.function if type(target) is Object else target
     machine.rate(ratings.of_state(target, state), changed, (), "changes")
     if type(target) is Object:
@@ -251,8 +255,8 @@ def list_pickles(part: Part) -> Iterator[Pickle]:
     The first one comes whether it can be read or not, another one that breaks only where it names something.
     """
     pickles = Pickles(part, _WINDOW)
-    count, most = 0, _MOST_PICKLES
-    while pickles.left and count < most:
+    count, most = 0, None
+    while pickles.left and count != most:
         found = _list_one(pickles)
         if found.error is not None and count and not found.names:
             return

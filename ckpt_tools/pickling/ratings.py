@@ -20,7 +20,7 @@ from ckpt_tools.tree.nodes import (
 Rating: TypeAlias = Literal["data", "class", "unknown", "harmful"]
 RATINGS: tuple[Rating, ...] = ("data", "class", "unknown", "harmful")
 _DANGEROUS = RATINGS[2:]
-_MOST_PARTS = 1000  # of the arguments of one call that are looked through
+_MOST_PARTS = 64  # of the arguments of one call that are looked through
 _MOST_DEPTH = 4
 _BASES = frozenset(
     Global("builtins", name)
@@ -177,14 +177,14 @@ def _of_references(args: Node) -> Rating:
 
 
 def _parts(root: Node) -> list[Node]:
-    """The globals and objects in arguments, a thousand parts at most."""
+    """The globals and objects in arguments, in their first parts."""
     found, level = [], [root]
     for _ in range(_MOST_DEPTH):
         below: list[Node] = []
         for node in level:
             if type(node) in (Global, Object):
                 found.append(node)
-            below += _below(node)[:_MOST_PARTS]
+            below += _below(node)
             if len(below) > _MOST_PARTS:
                 break
         level = below[:_MOST_PARTS]
@@ -193,13 +193,13 @@ def _parts(root: Node) -> list[Node]:
 
 def _below(node: Node) -> list[Node]:
     if type(node) is tuple:
-        return list(node)
+        return list(node[:_MOST_PARTS])
     if type(node) is List:
-        return node.items
+        return node.items[:_MOST_PARTS]
     if type(node) is Dict:
-        return [part for pair in node.items for part in pair]
+        return [part for pair in node.items[: _MOST_PARTS // 2] for part in pair]
     if type(node) is Object:
-        return [node.function, *(node.args if type(node.args) is tuple else (node.args,))]
+        return [node.function, *(node.args[:_MOST_PARTS] if type(node.args) is tuple else (node.args,))]
     return []
 
 

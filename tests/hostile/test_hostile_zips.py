@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from tests.hostile.zips import (
     torch_zip,
     wide_end,
 )
+from tests.support.zips import rewrite
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}
 PICKLE = p.pickle(p.dict_of(**{"a.w": p.tensor()}))
@@ -547,3 +549,11 @@ def test_45_wide_end_is_accepted(tmp_path: Path) -> None:
     """The zip64 end record that torch always writes, by hand."""
     assert names(write(tmp_path, torch_zip(PICKLE, FLOATS, wide_disks=1))) == ["a.w"]
     assert wide_end(1, 2, 3, 4)[:4] == b"PK\x06\x06"
+
+
+def test_deflated_zeros_come_out_whole(tmp_path: Path) -> None:
+    """A byte of zeros that the inflater holds back when it has taken all of its input is not said to be missing."""
+    size = (4 << 20) + 1
+    torch.save({"a": torch.zeros(size, dtype=torch.uint8)}, tmp_path / "stored.pth")
+    rewrite(tmp_path / "stored.pth", tmp_path / "a.pth", method=zipfile.ZIP_DEFLATED)
+    assert ckpt_tools.check(tmp_path / "a.pth").verdict == "healthy"

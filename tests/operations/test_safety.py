@@ -144,6 +144,7 @@ BY_HAND = {
     "second call": b"\x80\x02cbuiltins\nprint\n)R0cos\nsystem\nX\x02\0\0\0id\x85R.",
     "nested frames": b"\x80\x04\x95\x20\0\0\0\0\0\0\0\x95\x08\0\0\0\0\0\0\0cos\nsystem\n\x8c\x02id\x85R." + b"." * 8,
     "item of a list": b"\x80\x02]K\1aK\0K\2scos\nsystem\nX\x02\0\0\0id\x85R.",
+    "behind many pickles": b"\x80\x02N." * 2000 + b"cos\nsystem\n(S'id'\ntR.",
     "second pickle": pickle.dumps({"a": 1}) + pickle.dumps(SYSTEM),
     "breaks after the call": b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R\xff",
     "cut after the call": b"cos\nsystem\n(S'id'\ntR",
@@ -291,6 +292,18 @@ def test_every_container(data: bytes, tmp_path: Path) -> None:
 def test_what_cannot_be_looked_through_is_told(magic: bytes, tmp_path: Path) -> None:
     """Archives that Python cannot unpack are neither plain nor nothing."""
     assert examined(tmp_path / "file", magic + bytes(100)).verdict == "unexamined"
+
+
+def test_no_limit_hides_a_call(tmp_path: Path) -> None:
+    """A file with more pickles or levels, or a longer pickle, than is looked through is not called plain."""
+    call = b"cos\nsystem\n(S'id'\ntR."
+    assert examined(tmp_path / "a", b"\x80\x02N." * 10_001 + call).verdict == "unexamined"
+    deep = zipped(a=call)
+    for _ in range(9):
+        deep = zipped(a=deep)
+    assert examined(tmp_path / "b", deep).verdict == "unexamined"
+    long = b"\x80\x02B" + (80 << 20).to_bytes(4, "little") + bytes(80 << 20) + b"0" + call
+    assert examined(tmp_path / "c", gzip.compress(long, 1)).verdict == "unexamined"
 
 
 # --- the commands
