@@ -30,7 +30,7 @@ from ckpt_tools.formats.zip.directory import (
     read_directory,
 )
 from ckpt_tools.io.content import chunks, read
-from ckpt_tools.io.journal import write_all
+from ckpt_tools.io.in_place.journal import write_all
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.pickling.calls import Pickle, list_pickles
