@@ -36,6 +36,7 @@ from ckpt_tools.tree.nodes import (
     Storage,
     contiguous_stride,
 )
+from ckpt_tools.tree.prefixes import between
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +295,8 @@ class _Problems:
 
     def error(self, label: str, *, in_code: bool) -> MatchError:
         """The error that lists all of it, with the choices that there are."""
+        if found := self._prefixed(label, in_code=in_code):
+            return found
         shapes = [f"{new} ({_text(before)}, wanted {_text(after)})" for _, new, before, after in self.mismatched]
         groups = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": shapes, "ambiguous": self.ambiguous}
         why = " ".join(f"{len(rows)} {word}: {listed(rows, 6)}." for word, rows in groups.items() if rows)
@@ -312,6 +315,33 @@ class _Problems:
                                   'rename=[...], or match="structure"'))  # fmt: skip
         text = "; ".join(advice)
         return MatchError(f"{label}.", why=why, fix=f"{text[:1].upper() if not in_code else text[:1]}{text[1:]}.")
+
+    def _prefixed(self, label: str, *, in_code: bool) -> MatchError | None:
+        """The error where names of one side are those of the other behind a plain prefix: that is what to mend first."""
+        taken, given = between(self.unexpected, self.missing), between(self.missing, self.unexpected)
+        prefix = taken or given
+        if prefix is None:
+            return None
+        longer, shorter = (self.unexpected, self.missing) if taken is not None else (self.missing, self.unexpected)
+        others, without = _left(longer, prefix.longer), _left(shorter, prefix.shorter)
+        sides = ("in the checkpoint", "yours") if taken is not None else ("of yours", "the checkpoint's")
+        why = f"Every name {sides[0]} is {prefix.text!r} plus {sides[1]}."
+        if others or without:
+            why = f"{len(prefix.longer)} names {sides[0]} are {prefix.text!r} plus {sides[1]}."
+            why += "".join(f" Without a partner: {listed(names, 6)}." for names in (others, without) if names)
+        option = prefix.removal if taken is not None else f"add_prefix={prefix.text!r}"
+        fix = _advice(in_code, f"Give `{option}` too", 'match="names" takes a common prefix')
+        missing, unexpected = (without, others) if taken is not None else (others, without)
+        if unexpected:
+            fix += _advice(in_code, f"; leave the others out with `drop={_glob(unexpected)!r}`", "; allow_unexpected=[...]")
+        if missing:
+            fix += _advice(in_code, "; initialise missing ones with `reinit=SCHEME`", "; reinit=... or allow_missing=[...]")
+        return MatchError(f"{label}.", why=why, fix=f"{fix}.")
+
+
+def _left(names: Sequence[str], taken: Sequence[str]) -> list[str]:
+    known = frozenset(taken)
+    return [name for name in names if name not in known]
 
 
 def _advice(in_code: bool, option: str, argument: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -43,6 +45,7 @@ from ckpt_tools.tree.nodes import (
     Storage,
     Where,
 )
+from ckpt_tools.tree.prefixes import HOLDERS, of_all
 from ckpt_tools.tree.visit import reachable, walk
 
 MAX_VALUES = 1000
@@ -318,6 +321,7 @@ def _each_finding(checkpoint: Checkpoint, state_dicts: _Rows, totals: dict[str, 
         if row["wrappers"]:
             found, fix = f"names start with {', '.join(row['wrappers'])}", _convert(path, _wrapper_option(row) + needed)
             yield Finding("wrapper-prefix", "warning", row["where"], found, "names of the plain model", fix)
+    yield from _prefixes(checkpoint, needed)
     devices = [device for device in totals["devices"] if device not in ("cpu", "meta")]
     if devices:
         options["--map-location cpu"] = None
@@ -340,6 +344,23 @@ def _each_finding(checkpoint: Checkpoint, state_dicts: _Rows, totals: dict[str, 
         yield Finding(warned.code, warned.severity, [], warned.found, warned.expected, fix)
     if len(options) > 1:
         yield Finding("together", "info", [], "all of this can be mended at once", "", _convert(path, " ".join(options)))
+
+
+def _prefixes(checkpoint: Checkpoint, needed: str) -> Iterator[Finding]:
+    """State dicts of which every name starts with an attribute of a training module, as Lightning's do."""
+    root = checkpoint.root
+    holders = None if type(root) is Dict and root.get("pytorch-lightning_version") is not None else HOLDERS
+    for state_dict in checkpoint.state_dicts:
+        names = state_dict.names
+        prefix = None if wrappers_in(names) else of_all(names, holders)
+        if prefix is not None:
+            option, _, value = prefix.removal.partition("=")
+            select = f" --select {shlex.quote(dotted(state_dict.where))}" if state_dict.where else ""
+            fix = f"--{option.replace('_', '-')} {shlex.quote(ast.literal_eval(value))}{select}{needed}"
+            found = f"every name starts with {prefix.text}"
+            expected = "names without it, where your model has no such attribute"
+            fix = _convert(str(checkpoint.path), fix)
+            yield Finding("common-prefix", "info", list(state_dict.where), found, expected, fix)
 
 
 def _loading(path: str, loads: Loads, needed: str) -> Iterator[Finding]:

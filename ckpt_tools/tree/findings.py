@@ -36,7 +36,8 @@ class Finding:
 CODES = frozenset((
     "unreadable", "damaged-record", "mixed-writers", "different", "missing", "unexpected",
     "not-finite", "uninitialised", "all-zero", "fresh-head", "skipped", "equal-tensors",
-    "wrapper-prefix", "partition", "weights-only-refused", "no-such-device", "device-tags", "misnamed", "big-endian",
+    "wrapper-prefix", "common-prefix", "partition",
+    "weights-only-refused", "no-such-device", "device-tags", "misnamed", "big-endian",
     "not-importable", "script-class", "numpy-1", "numpy-2", "foreign-path", "newer-path",
     "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums",
     "no-format", "unaligned", "stray-shard",
