@@ -111,9 +111,9 @@ def _rename_list(names: Node, rename: Rename, done: set[int]) -> int:
     return changed
 
 
-def parse_rename(text: str) -> tuple[re.Pattern[str], str]:
-    """`REGEX=REPLACEMENT`, split at the last `=` that leaves a regular expression before it."""
-    pattern, separator, replacement = text.rpartition("=")
+def parse_rename(text: str | tuple[str, str]) -> tuple[re.Pattern[str], str]:
+    """`REGEX=REPLACEMENT`, split at the last `=` that leaves a regular expression before it; or the two as a pair."""
+    pattern, separator, replacement = text.rpartition("=") if isinstance(text, str) else (text[0], "=", text[1])
     if not separator or not pattern:
         raise UsageError(f"`rename={text!r}` is not REGEX=REPLACEMENT.", fix=r"For example: `rename='^encoder\\.=backbone.'`")
     try:

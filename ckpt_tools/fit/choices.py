@@ -76,7 +76,7 @@ class Rows:
 def _whole(rows: Sequence[object]) -> list[int]:
     found = [row for row in rows if isinstance(row, int) and row >= 0]
     if len(found) < len(rows) or not found:
-        raise UsageError(f"--rows {list(rows)!r} is no list of row numbers from 0 up.")
+        raise UsageError(f"`rows={list(rows)!r}` is not a list of row numbers from 0 up.")
     return found
 
 

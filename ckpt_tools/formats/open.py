@@ -23,6 +23,7 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.pickling.weights_only import refused
 from ckpt_tools.text import printable
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.tree.nodes import (
     CONTAINERS,
@@ -164,6 +165,7 @@ class StateDict:
         return [key for key, value in self.node.items if type(key) is str and is_tensor(value)]
 
 
+@natural
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint and decode its structure. Runs nothing, imports nothing, reads no tensor bytes.
 

@@ -39,7 +39,7 @@ def match(
     target: Sequence[Param],
     *,
     stages: Stages = "exact+wrappers",
-    rename: Sequence[str] = (),
+    rename: Sequence[str | tuple[str, str]] = (),
     allow_reshape: bool = False,
 ) -> Matching:
     """Find the partner of every tensor.

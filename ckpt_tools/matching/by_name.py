@@ -24,7 +24,7 @@ _Affixed: TypeAlias = tuple[str, str]  # what was taken from a name, and the nam
 _ROLES = {".weight", ".bias"}  # no suffix: a matrix that is a parameter of its own may be kept as [in, out]
 
 
-def apply_rules(pairing: Pairing, rules: Sequence[str]) -> None:
+def apply_rules(pairing: Pairing, rules: Sequence[str | tuple[str, str]]) -> None:
     """Rename the checkpoint's tensors by the user's rules; a rule that changes nothing is refused.
 
     Raises:

@@ -37,6 +37,7 @@ from ckpt_tools.operations.convert.object_policy import modules_first
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.run import ObjectsPolicy, open_output
 from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.names import unwrap as unwrap_name
@@ -90,6 +91,7 @@ class Averaged:
         return asdict(self)
 
 
+@natural
 def average(
     sources: Sequence[str | os.PathLike[str]],
     target: str | os.PathLike[str],

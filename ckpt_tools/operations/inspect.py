@@ -31,6 +31,7 @@ from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.operations.sharing import find_sharing
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.modules import is_module, settings
 from ckpt_tools.tree.names import MODULE, wrappers_in
@@ -83,6 +84,7 @@ class Description:
         }  # fmt: skip
 
 
+@natural
 def inspect(path: str | os.PathLike[str]) -> Description:
     """Describe the checkpoint at a path. Reads its structure, no tensor bytes; runs and imports nothing.
 

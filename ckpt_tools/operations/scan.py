@@ -16,6 +16,7 @@ from ckpt_tools.formats.open import HEAD, collector_paused, open_source
 from ckpt_tools.io.output import is_address
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.operations.safety import Safety, Verdict, examine
+from ckpt_tools.tree.arguments import natural
 
 # Worst first. The first two make the exit code 1.
 VERDICTS: tuple[Verdict, ...] = ("dangerous", "unexamined", "needs-code", "plain", "nothing")
@@ -50,6 +51,7 @@ class Scanned:
         return {"path": self.path, "file_bytes": self.file_bytes, **self.safety.to_json()}
 
 
+@natural
 def scan(path: str | os.PathLike[str], *, jobs: int = 1) -> list[Scanned]:
     """Look through a file, a folder with everything below it, or an address. Runs and imports nothing, reads no tensor.
 

@@ -132,7 +132,7 @@ class Builder:
             try:
                 self.devices[tag] = torch.device(wanted)
                 torch.empty(0, device=wanted)
-            except (RuntimeError, AssertionError, NotImplementedError) as error:
+            except (RuntimeError, AssertionError, NotImplementedError, TypeError, ValueError) as error:
                 raise UsageError(
                     f"{self.path} has tensors tagged {tag!r}, which cannot be placed on {str(wanted)!r} here.",
                     why=str(error).splitlines()[0], fix="Choose another device with map_location.",

@@ -49,13 +49,15 @@ from ckpt_tools.torch.gathering import fill, is_dtensor
 from ckpt_tools.torch.loading import choose, loadable
 from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
+from ckpt_tools.tree.arguments import Renames, natural
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import Entry, Node
 from ckpt_tools.values.numeric import row_major, torch_dtype
 
 
+@natural
 def load_into(
-    model: torch.nn.Module, path: str | os.PathLike[str], *, match: Stages = "exact+wrappers", rename: str | Sequence[str] = (),
+    model: torch.nn.Module, path: str | os.PathLike[str], *, match: Stages = "exact+wrappers", rename: Renames = (),
     reinit: str | Sequence[str] | Mapping[str, str] | None = None, on_mismatch: OnMismatch = "error", rows: RowChoice = None,
     adapt: bool = False, allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = (), assign: bool = False,
     select: str | None = None, seed: int = 0,
@@ -98,7 +100,7 @@ def load_into(
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"load_into takes a torch.nn.Module, not a {type(model).__name__}.")
-    rules = (rename,) if isinstance(rename, str) else rename
+    rules = [rename] if isinstance(rename, str) else list(rename.items() if isinstance(rename, Mapping) else rename)
     choices = Choices(Rules(reinit), on_mismatch, Rows(rows), adapt, seed, allow_missing, allow_unexpected, in_code=True)
     slots = find_slots(model)
     _check_assign(model, slots, assign)
@@ -149,7 +151,7 @@ class _Loading:
 
     # --- checking
 
-    def plan(self, stages: Stages, rename: Sequence[str]) -> None:
+    def plan(self, stages: Stages, rename: Sequence[str | tuple[str, str]]) -> None:
         """Decide the fate of every name; nothing in the model changes."""
         slots = self.slots.tensors
         params = [Param(slot.name, slot.shape, slot.dtype, slot.place, type(slot.module).__name__) for slot in slots.values()]

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 import torch
 
 from ckpt_tools.tree import names
+from ckpt_tools.tree.arguments import natural
 
 _StateDict = TypeVar("_StateDict", bound=Mapping[str, Any])
 
 
+@natural
 def strip_prefix(state_dict: _StateDict, prefix: str = "module.") -> _StateDict:
     """A state dict of the same kind without a leading prefix (repeated ones too); order and `_metadata` are kept.
 
@@ -22,11 +24,13 @@ def strip_prefix(state_dict: _StateDict, prefix: str = "module.") -> _StateDict:
     return renamed_state_dict(state_dict, lambda name: names.strip_leading(name, prefix))
 
 
+@natural
 def add_prefix(state_dict: _StateDict, prefix: str = "module.") -> _StateDict:
     """A state dict of the same kind with a prefix before every name; order and `_metadata` are kept."""
     return renamed_state_dict(state_dict, lambda name: prefix + name)
 
 
+@natural
 def unwrap(state_dict: _StateDict) -> _StateDict:
     """A state dict of the same kind without the wrappers of DP, DDP, compile, FSDP1 and activation checkpointing.
 

@@ -17,10 +17,12 @@ from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder, MapLocation
 from ckpt_tools.tree import names
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.tree.nodes import Dict, Where
 
 
+@natural
 def load(path: str | os.PathLike[str], *, map_location: MapLocation = "cpu") -> Any:
     """The whole checkpoint as Python data with live tensors. Executes nothing in the file.
 
@@ -53,6 +55,7 @@ def _objects_error(path: str | os.PathLike[str], found: list[tuple[Where, str]])
     )
 
 
+@natural
 def load_state_dict(
     path: str | os.PathLike[str], *, map_location: MapLocation = "cpu", select: str | None = None, unwrap: bool = True,
     dtype: torch.dtype | str | None = None, mmap: bool = True,
@@ -91,7 +94,7 @@ def load_state_dict(
 
 
 def _cast_target(dtype: torch.dtype | str) -> DType:
-    name = CAST_TARGETS.get(dtype, "") if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    name = CAST_TARGETS.get(dtype, dtype) if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     row = DTYPES.get(name)
     if row is None or row.family != "float" or row.packed > 1:
         raise UsageError(f"dtype={dtype} is no float type that torch casts to.")

@@ -6,6 +6,7 @@ import collections
 import ctypes
 import io
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from ckpt_tools.torch.gathering import has_parts, write_gathered
 from ckpt_tools.torch.live_names import renamed_state_dict
 from ckpt_tools.tree import names
 from ckpt_tools.tree import nodes as trees
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import (
     Dict,
@@ -32,6 +34,7 @@ from ckpt_tools.tree.nodes import (
 from ckpt_tools.tree.output_names import Format, output_format
 
 
+@natural
 def save(
     model_or_mapping: torch.nn.Module | Mapping[str, Any], path: str | os.PathLike[str], *, format: Format | None = None,
     wrapped: bool = False,
@@ -84,9 +87,11 @@ def _save_pth(data: Any, output: Output, *, zipped: bool) -> None:
     try:
         with io.BufferedWriter(raw, CHUNK) as stream:
             torch.save(data, stream, _use_new_zipfile_serialization=zipped)
-    except BaseException:
+    except BaseException as error:
         if raw.failed is not None:
             raise raw.failed from None
+        if isinstance(error, pickle.PicklingError):
+            raise ContainerLimitError(f"{output.target} would hold what cannot be pickled.", why=f"{error}.") from error
         raise
 
 

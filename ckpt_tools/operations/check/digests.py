@@ -79,7 +79,7 @@ def is_digest_file(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(14) == b"# ckpt digest "
-    except OSError:
+    except (OSError, ValueError):  # a path with a NUL in it
         return False
 
 

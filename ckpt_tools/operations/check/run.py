@@ -47,6 +47,7 @@ from ckpt_tools.operations.check.report import Checked, Verdict
 from ckpt_tools.operations.inspect import find_findings
 from ckpt_tools.operations.safety import of_checkpoint, of_unreadable
 from ckpt_tools.text import did_you_mean, dotted, listed
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import CODES, Finding, mending
 from ckpt_tools.tree.nodes import Entry, Where
 from ckpt_tools.tree.output_names import check_document_name
@@ -78,13 +79,14 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if self.device is not None and not loading.is_device(self.device):
-            raise UsageError(f"--device {self.device!r}: no device.", fix="Give cpu, cuda:0, mps ...")
+            raise UsageError(f"`device={self.device!r}` is not a device.", fix="Give cpu, cuda:0, mps ...")
         for code in self.ignore:
             if code not in CODES:
                 fix = did_you_mean(code, sorted(CODES))
                 raise UsageError(f"`ignore={code!r}`: no finding has this code.", fix=fix or "docs/check.md lists the codes.")
 
 
+@natural
 def check(
     path: str | os.PathLike[str], *, values: bool = False, digest: bool = False,
     against: str | os.PathLike[str] | None = None, ignore: Collection[str] = (), device: str | None = None,

@@ -39,6 +39,7 @@ from ckpt_tools.operations.compare.sides import (
 )
 from ckpt_tools.operations.inspect import value_text
 from ckpt_tools.text import dotted
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import (
     has_numbers,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from ckpt_tools.values.measures import Gap
 
 
+@natural
 def diff(
     left: str | os.PathLike[str],
     right: str | os.PathLike[str],

@@ -14,6 +14,7 @@ from ckpt_tools.formats.open import Tensor, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.operations.compare.sides import check_effort, open_side
 from ckpt_tools.text import did_you_mean, dotted
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.measures import Moments, histogram
 from ckpt_tools.values.numeric import (
@@ -70,6 +71,7 @@ class Stats:
         return asdict(self)
 
 
+@natural
 def stats(
     path: str | os.PathLike[str],
     *,

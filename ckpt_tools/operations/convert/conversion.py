@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.edit import (
     casts,
@@ -35,6 +35,7 @@ from ckpt_tools.operations.convert import object_policy
 from ckpt_tools.operations.convert.names import Names, several
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree.arguments import Location
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.nodes import Node
 
@@ -70,14 +71,14 @@ class Edits:
 
     def __init__(
         self, names: Names, kind: str = "pth", *, keep: str | Sequence[str] = (), drop: str | Sequence[str] = (),
-        select: str | None = None, map_location: str | None = None, dtype: str | None = None,
+        select: str | None = None, map_location: Location | None = None, dtype: Any = None,
         dtype_only: str | Sequence[str] = (), objects: str | None = None, slim: bool = False, ema: bool = False,
         retargeting: Retargeting | None = None, verify: bool = False, reserve: int | None = None, compact: bool = False,
     ) -> None:  # fmt: skip
         if reserve is not None and (kind != "safetensors" or reserve < 0):
             raise UsageError("`reserve` is the room in a safetensors header; a .pth puts a longer pickle behind its tensors.")
         if dtype is not None and dtype not in CAST_TARGETS:
-            raise UsageError(f"--dtype {dtype!r} is none of bf16, fp16, fp32, fp64.")
+            raise UsageError(f"`dtype={dtype!r}` is none of bf16, fp16, fp32, fp64.")
         if dtype_only and dtype is None:
             raise UsageError("`dtype_only` says which tensors `dtype` casts; `dtype` is missing.")
         if objects not in (None, "keep", "plain", "drop"):
@@ -87,8 +88,8 @@ class Edits:
         if retargeting is not None and retargeting.plan is not None and names.steps:
             raise UsageError(f"`{names.steps[0][0]}` does not go with `plan`, which says every name.")
         self.names, self.kind, self.keep, self.drop, self.select = names, kind, several(keep), several(drop), select
-        self.map_location = map_location
-        self.retag = devices.parse_map_location(map_location) if map_location is not None else None
+        self.map_location = _spec(map_location)
+        self.retag = devices.parse_map_location(self.map_location) if self.map_location is not None else None
         self.dtype = DTYPES[CAST_TARGETS[dtype]] if dtype is not None else None
         self.dtype_only, self.objects, self.slim, self.ema = several(dtype_only), objects, slim, ema
         self.retargeting, self.verify, self.compact = retargeting, verify, compact
@@ -179,6 +180,13 @@ class Edits:
         root, done = compaction.compact(root, verify=self.verify)
         report.compacted, report.saved = done.storages, done.saved
         return root
+
+
+def _spec(location: Location | None) -> str | None:
+    """A device, or `from=to` pairs with commas between."""
+    if isinstance(location, Mapping):
+        return ",".join(f"{tag}={device}" for tag, device in location.items()) or None
+    return None if location is None else str(location)
 
 
 def _note_outside(root: Node, report: Converted) -> None:

@@ -27,6 +27,7 @@ from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.operations.convert.conversion import Edits, report_flat
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.report import Converted, Note
+from ckpt_tools.tree.arguments import Location, Renames, natural
 from ckpt_tools.tree.nodes import Node
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _FORMATS = {"torch-zip": "pth", "torch-legacy": "pth-legacy", "safetensors": "sa
 _LIMIT = 256 << 20  # bytes to rewrite; more than this is work for a copy
 
 
+@natural
 def edit_in_place(
     path: str | os.PathLike[str],
     *,
@@ -44,8 +46,8 @@ def edit_in_place(
     unwrap: bool = False,
     strip_prefix: str | None = None,
     add_prefix: str | None = None,
-    rename: str | Sequence[str] = (),
-    map_location: str | None = None,
+    rename: Renames = (),
+    map_location: Location | None = None,
     objects: ObjectsPolicy | None = None,
     dry_run: bool = False,
 ) -> Converted:

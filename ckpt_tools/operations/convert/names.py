@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.renaming import Rename
@@ -10,6 +10,7 @@ from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.formats.open import StateDict, find_state_dicts
 from ckpt_tools.operations.convert.report import Converted, Note, RenamedNames
 from ckpt_tools.tree import names
+from ckpt_tools.tree.arguments import Renames
 from ckpt_tools.tree.nodes import Node
 
 
@@ -18,7 +19,7 @@ class Names:
 
     def __init__(
         self, *, strip_module: bool = False, add_module: bool = False, unwrap: bool = False, strip_prefix: str | None = None,
-        add_prefix: str | None = None, rename: str | Sequence[str] = (),
+        add_prefix: str | None = None, rename: Renames = (),
     ) -> None:  # fmt: skip
         if strip_module and add_module:
             raise UsageError("`strip_module` and `add_module` contradict each other.")
@@ -32,7 +33,7 @@ class Names:
             self.steps.append(("unwrap", names.unwrap))
         if strip_prefix is not None:
             self.steps.append((f"strip_prefix={strip_prefix!r}", lambda name: names.strip_leading(name, strip_prefix)))
-        for text in several(rename):
+        for text in [rename] if isinstance(rename, str) else rename.items() if isinstance(rename, Mapping) else rename:
             pattern, replacement = renaming.parse_rename(text)
             self.steps.append((f"rename={text!r}", lambda name, p=pattern, r=replacement: p.sub(r, name)))  # type: ignore[misc]
         for option, prefix in (("add_prefix", add_prefix), ("add_module", names.MODULE if add_module else None)):

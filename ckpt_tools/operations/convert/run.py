@@ -17,6 +17,7 @@ from ckpt_tools.io.output import (
     output_target,
     replacing,
 )
+from ckpt_tools.tree.arguments import Location, Renames, natural
 from ckpt_tools.tree.output_names import (
     Format,
     check_one_file,
@@ -25,6 +26,8 @@ from ckpt_tools.tree.output_names import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from ckpt_tools.fit.choices import OnMismatch, RowChoice
     from ckpt_tools.fit.retarget import Retargeting
     from ckpt_tools.io.ranks import Ranks
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
 
 
+@natural
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -44,12 +48,12 @@ def convert(
     unwrap: bool = False,
     strip_prefix: str | None = None,
     add_prefix: str | None = None,
-    rename: str | Sequence[str] = (),
+    rename: Renames = (),
     keep: str | Sequence[str] = (),
     drop: str | Sequence[str] = (),
     select: str | None = None,
-    map_location: str | None = None,
-    dtype: str | None = None,
+    map_location: Location | None = None,
+    dtype: str | torch.dtype | None = None,
     dtype_only: str | Sequence[str] = (),
     objects: ObjectsPolicy | None = None,
     slim: bool = False,
@@ -86,11 +90,11 @@ def convert(
         strip_module: remove leading `module.`, repeated ones too, in every state dict. add_module: put one before every name.
         unwrap: remove every known wrapper, in any order and depth.
         strip_prefix, add_prefix: any literal prefix.
-        rename: `REGEX=REPLACEMENT`, applied in order with `re.sub`.
+        rename: `REGEX=REPLACEMENT`, a pair of the two, or several in a list or mapping; applied in order with `re.sub`.
         keep, drop: globs on tensor names or dotted paths.
         select: the dotted path of a state dict or subtree that becomes the whole output.
-        map_location: one device for all storages, or `from=to` pairs separated by commas.
-        dtype: cast float tensors: bf16, fp16, fp32 or fp64. dtype_only: globs that say which.
+        map_location: one device for all storages, or `from=to` pairs separated by commas, or a mapping of them.
+        dtype: cast float tensors: bf16, fp16, fp32, fp64, or a torch.dtype. dtype_only: globs that say which.
         objects: what happens to objects that are not plain data; without it a file that has some is refused.
         slim: keep state dicts and plain values alone, on storages no larger than they need be.
         ema: the averaged weights become the whole output.

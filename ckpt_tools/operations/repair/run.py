@@ -34,6 +34,7 @@ from ckpt_tools.operations.repair.mends import Mended, mend, tie
 from ckpt_tools.operations.repair.opening import opened, scratch_place
 from ckpt_tools.operations.repair.report import Missing, Repaired
 from ckpt_tools.operations.repair.salvage import Salvaged, find_lost, leave_out
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.nodes import (
     Entry,
@@ -53,6 +54,7 @@ class _Choices:
     kind: str
 
 
+@natural
 def repair(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -84,6 +86,8 @@ def repair(
     Raises:
         RepairError: nothing can be saved. OutputError: the target cannot be written. CkptError: what an option names is wrong.
     """
+    if not isinstance(like, str | os.PathLike | None):
+        raise UsageError(f"`like` is a {type(like).__name__}.", why="It takes a checkpoint's path, or package.module:callable.")
     if bool(like) != bool(reinit):
         raise UsageError("`like` says which tensors there should be, `reinit` what is put in their place: give both.")
     started = time.perf_counter()

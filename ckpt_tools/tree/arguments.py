@@ -1,0 +1,272 @@
+"""What callers of the library give: what is natural in Python becomes what the library takes, the rest is a UsageError.
+
+An argument means the same in every public call, so one table says by name what it may be.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, Union
+
+from ckpt_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Reader = Callable[[str, Any], Any]
+Renames: TypeAlias = str | Sequence[str | tuple[str, str]] | Mapping[str, str]
+Device: TypeAlias = Union[str, "torch.device"]
+Location: TypeAlias = Union[str, "torch.device", Mapping[Device, Device], Mapping[str, str]]
+
+
+def natural(function: Callable[P, R]) -> Callable[P, R]:
+    """A public function whose arguments are read by the table before it sees them; a default is left as it is."""
+    code = function.__code__
+    positions = code.co_varnames[: code.co_argcount]
+    defaults = _defaults(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        if len(args) > len(positions) or not keywords.keys() <= _READERS.keys():
+            return function(*args, **keywords)  # which raises the TypeError
+        given: list[Any] = [_read(name, value, defaults) for name, value in zip(positions, args, strict=False)]
+        named: dict[str, Any] = {name: _read(name, value, defaults) for name, value in keywords.items()}
+        return function(*given, **named)
+
+    return call
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    code, given = function.__code__, function.__defaults__ or ()
+    positions = code.co_varnames[: code.co_argcount]
+    return dict(zip(positions[len(positions) - len(given) :], given, strict=True)) | (function.__kwdefaults__ or {})
+
+
+def _read(name: str, value: Any, defaults: Mapping[str, Any]) -> Any:
+    return value if name in defaults and value is defaults[name] else _READERS[name](name, value)
+
+
+def _refused(name: str, value: Any, wanted: str) -> UsageError:
+    """The one sentence for a value of a kind that an argument does not take."""
+    try:
+        shown = reprlib.repr(value)
+    except Exception:  # the value's own __repr__
+        shown = "..."
+    return UsageError(f"`{name}` is {shown.replace('`', '')}, a {type(value).__name__}.", why=f"It takes {wanted}.")
+
+
+def _anything(_name: str, value: Any) -> Any:
+    return value
+
+
+def _path(name: str, value: Any) -> Any:
+    """A str or os.PathLike of one."""
+    try:
+        text = os.fspath(value)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise _refused(name, value, "a path: a str or a pathlib.Path")
+    return value
+
+
+def _paths(name: str, value: Any) -> list[Any]:
+    if isinstance(value, str | bytes | os.PathLike | Mapping) or not isinstance(value, Iterable):
+        raise _refused(name, value, "a list of paths")
+    return [_path(name, one) for one in _items(name, value)]
+
+
+def _optional(reader: Reader) -> Reader:
+    return lambda name, value: None if value is None else reader(name, value)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _refused(name, value, "text")
+    return value
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    """One text, or any number of them."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, bytes | Mapping) or not isinstance(value, Iterable):
+        raise _refused(name, value, "text, or a list of texts")
+    return [_text(name, one) for one in _items(name, value)]
+
+
+def _items(name: str, value: Iterable[Any]) -> list[Any]:
+    try:
+        return list(value)
+    except TypeError:  # an array without dimensions
+        raise _refused(name, value, "a list") from None
+
+
+def _rules(name: str, value: Any) -> list[Any]:
+    """`REGEX=REPLACEMENT` texts, pairs of the two, or a mapping."""
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if value is None or isinstance(value, str):
+        return _texts(name, value)
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        raise _refused(name, value, "'REGEX=REPLACEMENT', a list of them, or pairs")
+    return [one if isinstance(one, str) else _pair(name, one) for one in _items(name, value)]
+
+
+def _pair(name: str, value: Any) -> tuple[str, str]:
+    if not isinstance(value, list | tuple) or len(value) != 2 or not all(isinstance(part, str) for part in value):
+        raise _refused(name, value, "'REGEX=REPLACEMENT', a list of them, or pairs of texts")
+    return value[0], value[1]
+
+
+def _schemes(name: str, value: Any) -> Any:
+    """One scheme, `GLOB=SCHEME` texts, or a mapping from globs."""
+    if isinstance(value, Mapping):
+        return {_text(name, glob): _text(name, scheme) for glob, scheme in value.items()}
+    return _texts(name, value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    """True or False; NumPy's too. A text such as "no" would be true."""
+    if isinstance(value, bool):
+        return value
+    if type(value).__name__ in ("bool", "bool_") and hasattr(value, "item"):
+        return bool(value)
+    raise _refused(name, value, "True or False")
+
+
+def _whole(name: str, value: Any) -> int:
+    """A whole number from 0 up; NumPy's too."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise _refused(name, value, "a whole number") from None
+    if isinstance(value, bool) or number < 0:
+        raise _refused(name, value, "a whole number from 0 up")
+    return number
+
+
+def _size(name: str, value: Any) -> Any:
+    """A text such as "5GB", or a number of bytes, 5e9 too."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, str) else _whole(name, value)
+
+
+def _rows(name: str, value: Any) -> Any:
+    """Row numbers in anything that has them in order, or a mapping from globs to such; or texts of the command line."""
+    if isinstance(value, Mapping):
+        return {_text(name, glob): _numbers(name, rows, _whole) for glob, rows in value.items()}
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list | tuple) and value and all(isinstance(row, str) for row in value):
+        return list(value)
+    return _numbers(name, value, _whole)
+
+
+def _numbers(name: str, value: Any, reader: Reader) -> list[Any]:
+    """The numbers of a list, range, array or tensor."""
+    if isinstance(value, str | bytes | Mapping) or not (hasattr(value, "tolist") or isinstance(value, Iterable)):
+        raise _refused(name, value, "a list of numbers")
+    found = value.tolist() if hasattr(value, "tolist") else _items(name, value)
+    if not isinstance(found, list):
+        raise _refused(name, value, "a list of numbers")
+    return [reader(name, number) for number in found]
+
+
+def _weight(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise _refused(name, value, "numbers") from None
+
+
+def _weights(name: str, value: Any) -> list[float]:
+    return _numbers(name, value, _weight)
+
+
+def _dtype(name: str, value: Any) -> Any:
+    """torch's own dtype, or the name of one."""
+    if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
+        return str(value).removeprefix("torch.")
+    return _text(name, value).removeprefix("torch.")
+
+
+def _location(name: str, value: Any) -> Any:
+    """A device, or a mapping from device tag to device."""
+    if isinstance(value, Mapping):
+        return {_device(name, tag): _device(name, target) for tag, target in value.items()}
+    return _device(name, value)
+
+
+def _device(name: str, value: Any) -> str:
+    if type(value).__name__ == "device" and type(value).__module__ == "torch":
+        return str(value)
+    if not isinstance(value, str):
+        raise _refused(name, value, 'a device ("cpu", torch.device("cuda:1")), or a mapping from device to device')
+    return value
+
+
+def _call(name: str, value: Any) -> Any:
+    if not callable(value):
+        raise _refused(name, value, "a function")
+    return value
+
+
+def _keywords(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_text(name, key): one for key, one in value.items()}
+    return _text(name, value)
+
+
+def _state_dict(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise _refused(name, value, "a mapping from names to tensors")
+    return value
+
+
+def _ranks(name: str, value: Any) -> Any:
+    if not hasattr(value, "world"):
+        raise _refused(name, value, "what ckpt_tools.io.ranks.launched gives")
+    return value
+
+
+_READERS: dict[str, Reader] = {
+    **dict.fromkeys(("path", "source", "target", "left", "right"), _path),
+    **dict.fromkeys(("against", "plan"), _optional(_path)),
+    "sources": _paths,
+    **dict.fromkeys(
+        ("strip_module", "add_module", "unwrap", "slim", "ema", "allow_reshape", "adapt", "overwrite", "dry_run", "verify",
+         "compact", "fsync", "keep_damaged", "tie_equal", "values", "digest", "contents", "assign", "mmap", "wrapped"),
+        _flag,
+    ),
+    **dict.fromkeys(
+        ("strip_prefix", "add_prefix", "select", "like_select", "objects", "match", "on_mismatch", "format", "integers",
+         "filter", "device"),
+        _optional(_text),
+    ),
+    "prefix": _text,
+    **dict.fromkeys(("keep", "drop", "dtype_only", "ignore", "allow_missing", "allow_unexpected"), _texts),
+    "rename": _rules,
+    "reinit": _schemes,
+    "rows": _optional(_rows),
+    "weights": _optional(_weights),
+    **dict.fromkeys(("seed", "jobs"), _whole),
+    **dict.fromkeys(("reserve", "depth"), _optional(_whole)),
+    "shard_size": _optional(_size),
+    "dtype": _optional(_dtype),
+    "map_location": _optional(_location),
+    **dict.fromkeys(("progress", "advance"), _optional(_call)),
+    "like_args": _optional(_keywords),
+    "ranks": _optional(_ranks),
+    "state_dict": _state_dict,
+    **dict.fromkeys(("like", "model", "model_or_mapping"), _anything),
+}  # fmt: skip

@@ -1,0 +1,166 @@
+"""Arguments of public calls: what is natural in Python is taken, and anything else is one clear UsageError."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ckpt_tools
+import ckpt_tools.torch as load_code
+from ckpt_tools.errors import CkptError, NothingMatchedError, UsageError
+from ckpt_tools.tree import arguments
+from tests.support.samples import FIXTURES
+
+SINGLE = FIXTURES / "single.pth"
+PUBLIC: dict[str, Callable[..., Any]] = {
+    name: getattr(home, name)
+    for home in (ckpt_tools, load_code)
+    for name in home.__all__
+    if inspect.isfunction(getattr(home, name))
+}
+
+
+class Rude:
+    """A value that answers nothing it is asked."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+    def __bool__(self) -> bool:
+        raise ValueError("no")
+
+
+WILD: list[Any] = [
+    None, 3, -1, 2.5, float("nan"), True, "", "nonsense", "a=b", "\0", "\udc80", b"bytes", object(), Rude(), [], [3], ["x"],
+    [None], (1, 2), {}, {"a": "b"}, {1: 2}, {"a": 3}, {3}, range(2), datetime.date(2024, 1, 1), np.arange(2), np.float32(1),
+    np.array(None), torch.ones(2), torch.bfloat16, torch.device("cpu"), nn.Linear(1, 1), lambda *_: None,
+]  # fmt: skip
+ARGUMENTS = [(name, argument) for name, function in PUBLIC.items() for argument in inspect.signature(function).parameters]
+
+
+def asked(folder: Path, function: Callable[..., Any], given: dict[str, Any]) -> None:
+    """Call a function with what it cannot do without, and one argument more; only our own errors come out."""
+    out, state = folder / "out.pth", {"weight": torch.ones(1, 1)}
+    needed = {
+        "path": SINGLE, "source": SINGLE, "target": out, "left": SINGLE, "right": SINGLE, "sources": [SINGLE, SINGLE],
+        "model": nn.Linear(1, 1), "state_dict": state, "model_or_mapping": state,
+    }  # fmt: skip
+    wanted = inspect.signature(function).parameters
+    keywords = {name: value for name, value in needed.items() if name in wanted} | given
+    if function is load_code.save and "path" not in given:
+        keywords["path"] = out
+    if function is ckpt_tools.edit_in_place:
+        keywords.setdefault("dry_run", True)
+    with contextlib.suppress(CkptError):
+        made = function(**keywords)
+        if isinstance(made, ckpt_tools.Checkpoint):
+            made.close()
+    out.unlink(missing_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
+def test_whatever_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, argument: str) -> None:
+    """Any value for any argument of any public call ends well or in an error of ours."""
+    monkeypatch.chdir(tmp_path)
+    for value in WILD:
+        if argument in ("progress", "advance") and isinstance(value, nn.Module):
+            continue  # a function that takes other arguments: its error is the caller's
+        asked(tmp_path, PUBLIC[name], {argument: value})
+
+
+def test_every_argument_has_its_row() -> None:
+    """The table knows each argument of each public call; what no signature has is Python's own TypeError."""
+    assert {argument for _, argument in ARGUMENTS} <= set(arguments._READERS)
+    with pytest.raises(TypeError, match="no_such"):
+        ckpt_tools.inspect(SINGLE, no_such=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        ckpt_tools.inspect(SINGLE, SINGLE)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        ckpt_tools.convert(SINGLE)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"map_location": torch.device("cuda:1")},
+        {"map_location": {torch.device("cpu"): "cuda:1"}},
+        {"map_location": {"cpu": torch.device("cuda:1")}},
+    ],
+)
+def test_devices_in_convert(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A torch.device does as well as its name, alone or in a mapping."""
+    report = ckpt_tools.convert(SINGLE, tmp_path / "out.pth", **options)
+    assert list(report.devices) == ["cpu -> cuda:1"]
+
+
+@pytest.mark.parametrize("rename", [[("^fc", "head=")], (("^fc", "head="),), {"^fc": "head="}, iter([("^fc", "head=")])])
+def test_renames_as_pairs(tmp_path: Path, rename: Any) -> None:
+    """Pairs and mappings say a rule without a = that could be read in two ways."""
+    ckpt_tools.convert(SINGLE, tmp_path / "out.pth", rename=rename)
+    assert "head=1.weight" in torch.load(tmp_path / "out.pth")
+
+
+def test_renames_as_pairs_in_load_code() -> None:
+    """load_into takes them too, and a rule that changes nothing is refused in its own words."""
+    model = nn.ModuleDict({"head": nn.Linear(16, 8)})
+    load_code.load_into(model, SINGLE, rename={"^fc1": "head"}, allow_unexpected="*")
+    assert torch.equal(model["head"].weight, torch.load(SINGLE)["fc1.weight"])
+    with pytest.raises(NothingMatchedError, match="changes no name"):
+        load_code.load_into(model, SINGLE, rename=[("^nowhere", "x")], allow_unexpected=["*"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"])
+def test_dtypes(tmp_path: Path, dtype: Any) -> None:
+    """torch's own dtype does as well as its name."""
+    ckpt_tools.convert(SINGLE, tmp_path / "out.pth", dtype=dtype)
+    assert torch.load(tmp_path / "out.pth")["fc1.weight"].dtype is torch.bfloat16
+    assert load_code.load_state_dict(SINGLE, dtype=dtype)["fc1.weight"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [np.array([9, 0]), torch.tensor([9, 0]), (9, 0), {"fc2.*": np.array([9, 0])}])
+def test_rows(tmp_path: Path, rows: Any) -> None:
+    """Row numbers come in anything that holds numbers in order."""
+    target = {name: tensor[:2] if name.startswith("fc2") else tensor for name, tensor in torch.load(SINGLE).items()}
+    ckpt_tools.convert(SINGLE, tmp_path / "out.pth", like=target, on_mismatch="overlap", rows=rows)
+    assert torch.equal(torch.load(tmp_path / "out.pth")["fc2.bias"], torch.load(SINGLE)["fc2.bias"][[9, 0]])
+
+
+def test_numbers_of_other_kinds(tmp_path: Path) -> None:
+    """NumPy's numbers, a size as a float, weights as a tensor, globs as a set."""
+    ckpt_tools.convert(SINGLE, tmp_path / "shards", shard_size=1e6, overwrite=np.bool_(True))
+    weights: Any = torch.tensor([0.25, 0.75])
+    assert ckpt_tools.average([SINGLE, str(SINGLE)], tmp_path / "mean.pth", weights=weights).weights == [0.25, 0.75]
+    assert ckpt_tools.stats(SINGLE, depth=np.int64(1))
+    ckpt_tools.convert(SINGLE, tmp_path / "less.pth", drop={"fc1.*", "fc2.*"})
+    assert not any(name.startswith("fc") for name in torch.load(tmp_path / "less.pth"))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"reinit": 3}, "`reinit` is 3, a int"),
+        ({"rename": [3]}, "`rename` is 3"),
+        ({"rows": 3.5}, "`rows` is 3.5"),
+        ({"dtype": 16}, "`dtype` is 16"),
+        ({"map_location": lambda tag: tag}, "`map_location` is <function"),
+        ({"overwrite": "no"}, "`overwrite` is 'no', a str"),
+        ({"drop": b"x"}, "`drop` is b'x'"),
+    ],
+)
+def test_the_rest_is_one_sentence(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    """What no argument can be is refused with the argument, the value and its type; nothing is written."""
+    with pytest.raises(UsageError) as caught:
+        ckpt_tools.convert(SINGLE, tmp_path / "out.pth", **options)
+    assert str(caught.value).startswith(says)
+    assert caught.value.option == next(iter(options))
+    assert list(tmp_path.iterdir()) == []
