@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, ContainerLimitError, ObjectsError
+from ckpt_tools.errors import CkptError, ContainerLimitError, NothingMatchedError, ObjectsError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.edit.test_objects import Wrapped
 from tests.support import classes
@@ -127,6 +127,16 @@ def test_attributes_of_modules_are_not_lost(tmp_path: Path) -> None:
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", objects="plain", drop="anchors")
     assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["layer.weight", "layer.bias"]
     assert list(load_state_dict(tmp_path / "in.pth")) == ["layer.weight", "layer.bias"]
+
+
+@pytest.mark.parametrize("options", [{"objects": "plain"}, {"slim": True}], ids=str)
+def test_a_frozen_program_does_not_become_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    """torch.jit.freeze makes constants of the weights: there is no state dict to take out, and no empty file instead."""
+    program = torch.jit.freeze(torch.jit.script(nn.Linear(2, 2).eval()))  # type: ignore[no-untyped-call]
+    torch.jit.save(program, str(tmp_path / "in.pt"))  # type: ignore[no-untyped-call]
+    with pytest.raises(NothingMatchedError, match=r"No tensor would be left|There is no state dict to keep"):
+        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pth", **options)
+    assert not (tmp_path / "out.pth").exists()
 
 
 @pytest.mark.parametrize("name", ["optimizer", "scheduler"])

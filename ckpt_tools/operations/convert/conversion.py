@@ -18,6 +18,7 @@ from ckpt_tools.edit.objects import plain
 from ckpt_tools.edit.objects.values import is_array
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import (
     Checkpoint,
     collector_paused,
@@ -133,8 +134,10 @@ class Edits:
                 text = f"{self.casting.steps} step counters of optimizers keep their dtype; --dtype-only '*.step' casts them."
                 report.notes.append(Note("steps-kept", text))
         report.tensors = count_tensors(root)
-        if not report.tensors and checkpoint.tensors:
-            raise NothingMatchedError("No tensor would be left.")
+        if not report.tensors and (checkpoint.tensors or checkpoint.container in PROGRAMS):
+            frozen = not checkpoint.tensors
+            why = "The weights of a frozen program are constants of its code, and no state dict holds them." if frozen else ""
+            raise NothingMatchedError("No tensor would be left.", why=why)
         return root
 
     def _begin(self, checkpoint: Checkpoint, report: Converted) -> None:
