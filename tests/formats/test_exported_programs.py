@@ -112,7 +112,7 @@ def test_a_program_is_not_converted_unasked(program: Path, tmp_path: Path, objec
     """convert keeps no graph: it says so, and what to ask for."""
     with pytest.raises(ObjectsError, match="an exported program") as caught:
         ckpt_tools.convert(program, tmp_path / "out.pth", objects=objects)
-    assert "--objects plain" in caught.value.fix
+    assert "objects='plain'" in caught.value.fix
 
 
 def test_several_models_are_several_state_dicts(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_a_program_is_not_converted_unasked(tmp_path: Path, objects: Any) -> Non
     path = program(tmp_path / "net.pt", Wrapper())
     with pytest.raises(ObjectsError, match="TorchScript program") as caught:
         ckpt_tools.convert(path, tmp_path / "out.pth", objects=objects)
-    assert "--objects plain" in caught.value.fix
+    assert "objects='plain'" in caught.value.fix
     assert not (tmp_path / "out.pth").exists()
 
 
