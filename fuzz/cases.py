@@ -15,7 +15,7 @@ from ckpt_tools import CkptError
 from ckpt_tools.render.description import View, print_description
 from ckpt_tools.render.json import line
 from ckpt_tools.render.text import console
-from fuzz import arrays, headers, oracle, pickles, raw, splices, tars, zips
+from fuzz import arrays, headers, oracle, others, pickles, raw, splices, tars, zips
 from fuzz.guard import MEGABYTES, ForbiddenError, Guard, TooSlowError
 
 _CONVERSIONS = (
@@ -23,6 +23,9 @@ _CONVERSIONS = (
     ("out.safetensors", {"objects": "plain"}), ("out.pth", {"objects": "plain", "strip_module": True, "verify": True}),
     ("out.pth", {"objects": "plain", "dtype": "fp16"}), ("out.safetensors", {"objects": "plain", "add_prefix": "x."}),
 )  # fmt: skip
+
+
+_OTHERS = 1 / 8  # of the cases
 
 
 class FindingError(Exception):
@@ -59,9 +62,13 @@ class Cases:
         Raises:
             FindingError: with what went wrong.
         """
-        name, data = self.make(number)
         for left in self.folder.iterdir():
             left.unlink()
+        rng = Random(f"{self.seed}:{number}:other")
+        if rng.random() < _OTHERS:
+            self._try_other(rng)
+            return
+        name, data = self.make(number)
         path = self.folder / f"case{'.safetensors' if name.endswith('.safetensors') else '.pth'}"
         path.write_bytes(data)
         self.counts["cases"] += 1
@@ -77,6 +84,23 @@ class Cases:
                 return
         if compare:
             self._compare(path, rows, data)
+
+    def _try_other(self, rng: Random) -> None:
+        """Something that is no checkpoint: our own error, or nothing at all."""
+        kind = rng.choice(others.KINDS)
+        use = kind(rng, self.folder)
+        self.counts["cases"] += 1
+        try:
+            with _ExpectingOurErrors(), self.guard.watching(writing=True, asking=True):
+                try:
+                    use()
+                except CkptError as error:
+                    _check_message(error)
+                    self.counts["refused"] += 1
+                else:
+                    self.counts["read"] += 1
+        except (ForbiddenError, TooSlowError) as error:
+            raise FindingError(f"{kind.__name__}: {type(error).__name__}: {error}") from None
 
     def _read(self, path: Path, *, render: bool) -> list[oracle.Row] | None:
         """Our rows, None when we refuse the file."""

@@ -41,7 +41,7 @@ class Guard:
     def __init__(self, folder: str) -> None:
         self.folder = os.path.join(folder, "")
         self.temporaries = tempfile.gettempdir()  # asked for now: the first answer is found by writing a file there
-        self.armed = self.active = self.writing = False
+        self.armed = self.active = self.writing = self.asking = False
         self.broken: ForbiddenError | None = None
         sys.addaudithook(self._hook)
         signal.signal(signal.SIGVTALRM, self._too_slow)
@@ -54,13 +54,13 @@ class Guard:
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
     @contextlib.contextmanager
-    def watching(self, *, writing: bool = False) -> Iterator[None]:
-        """Reading happens inside; with `writing`, outputs in the folder too.
+    def watching(self, *, writing: bool = False, asking: bool = False) -> Iterator[None]:
+        """Reading happens inside; with `writing`, outputs in the folder too, with `asking`, requests to servers.
 
         Raises:
             ForbiddenError, TooSlowError: what was caught.
         """
-        self.active, self.writing, self.broken = self.armed, writing, None
+        self.active, self.writing, self.asking, self.broken = self.armed, writing, asking, None
         try:
             with self.hurrying():
                 yield
@@ -102,7 +102,7 @@ class Guard:
             return not (self.writing and str(path).startswith(self.folder))
         if event in _CHANGES:
             return not (self.writing and str(arguments[0]).startswith((self.folder, *map(str, range(10)))))
-        return event.startswith(_FORBIDDEN)
+        return event.startswith(_FORBIDDEN) and not (self.asking and event == "urllib.Request")
 
     def _is_nameless(self, path: object, mode: object, flags: object) -> bool:
         """Whether what is opened is a temporary file that has no name and can get none: for inflated members of archives.

@@ -80,6 +80,8 @@ def numpy_rows(path: Path) -> list[Row] | str:
     """The arrays that `numpy.load` finds, by name; its message when it refuses the file."""
     try:
         loaded = np.load(path, allow_pickle=False)
+        if not isinstance(loaded, np.ndarray) and not all(name.endswith(".npy") for name in loaded.zip.namelist()):
+            return "an archive of more than arrays"
         arrays = {(): loaded} if isinstance(loaded, np.ndarray) else {(name,): loaded[name] for name in loaded.files}
         return [_plain(_row(where, _tensor(array))) for where, array in arrays.items()]
     except Exception as error:
