@@ -18,6 +18,7 @@ from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import (
     PROGRAMS,
+    TWO_FILES,
     Decoded,
     Warned,
     repeated,
@@ -67,6 +68,9 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
     )  # fmt: skip
     weights = _Weights(program, records, start)
     models = [name for name in records if name.startswith(start) and name.endswith(_CONFIG)]
+    for name in models:
+        if (older := f"{name.removesuffix(_CONFIG)}.pt") in records:
+            raise ZipError(f"The archive has {name!r}, and {older!r}, which torch.export.load would take.", why=TWO_FILES)
     state_dicts = [(name[len(start) : -len(_CONFIG)], weights.read(name)) for name in models]
     program.root = state_dicts[0][1] if len(state_dicts) == 1 else Dict(list(state_dicts))
     program.storage_bytes = sum(row.size for name, row in records.items() if name.startswith(start) and name not in models)

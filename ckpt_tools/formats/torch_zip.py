@@ -54,6 +54,7 @@ def decode(source: Source, directory: Directory, folder: str, member: str = "", 
 
         root = modernise(root, machine.globals)
     storages.check_found()
+    warnings += _misplaced(source, records, folder, storages)
     warnings += [Warned("repeated-key", f"the key {key!r} is set twice; the last value wins") for key in settle(root)[:20]]
     if machine.position != len(stream):
         count = len(stream) - machine.position
@@ -66,6 +67,18 @@ def decode(source: Source, directory: Directory, folder: str, member: str = "", 
     )  # fmt: skip
 
 
+def _misplaced(source: Source, records: dict[str, Record], folder: str, storages: Storages) -> list[Warned]:
+    """The warning for storages that torch would compute to be somewhere else, where the file says that it may compute."""
+    version, alignment = (records.get(f"{folder}/{name}") for name in (".format_version", ".storage_alignment"))
+    if version is None or max(version.size, alignment.size if alignment else 0) > _SMALL:
+        return []
+    from ckpt_tools.formats.zip.computed import misplaced
+
+    said = (read_record(source, version, check=False), read_record(source, alignment, check=False) if alignment else b"64")
+    return misplaced(records, folder, ((key, storage.nbytes) for key, (_, storage) in storages.by_key.items()), *said)
+
+
+_SMALL = 64  # bytes of a record that says one word
 _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
 
 

@@ -30,6 +30,7 @@ from tests.hostile.zips import (
     build,
     central_entry,
     local_header,
+    torch_zip,
     wide_end,
 )
 from tests.support import tars
@@ -274,6 +275,42 @@ def test_archives_of_one_length(tmp_path: Path) -> None:
     found = ckpt_tools.inspect(path)
     assert [row["where"] for row in found.tensors] == [[0, "a.w"], [1, "bb.w"], [2, "a.w"]]
     assert "torch.load gives the first of them alone" in found.findings[0].found
+
+
+def test_records_that_torch_computes_to_be_elsewhere(tmp_path: Path) -> None:
+    """With `calculate_storage_offsets` torch does not look where a record is: that it would read another is said."""
+    rows = records(saved({"a.w": torch.ones(64), "b.w": torch.zeros(64)}))
+    path = write(tmp_path, build([*rows[:5], Rec(b"archive/gap", b"x" * 300), *rows[5:]]))
+    good = write(tmp_path, saved({"a.w": torch.ones(64), "b.w": torch.zeros(7), "e": torch.zeros(0)}), "good.pth")
+    with torch.utils.serialization.config.patch({"load.calculate_storage_offsets": True}):  # type: ignore[attr-defined]
+        assert torch.load(path, mmap=True)["b.w"].tolist() != [0] * 64
+        assert torch.load(good, mmap=True)["b.w"].tolist() == [0] * 7
+    assert "odd-storage-alignment" in [row.code for row in ckpt_tools.inspect(path).findings]
+    assert ckpt_tools.inspect(good).findings == []
+
+
+def exported(tmp_path: Path) -> list[Rec]:
+    """The records of an exported program."""
+    torch.export.save(torch.export.export(torch.nn.Linear(3, 2), (torch.ones(1, 3),)), tmp_path / "good.pt2")
+    return records((tmp_path / "good.pt2").read_bytes())
+
+
+def test_a_call_in_the_sample_inputs(tmp_path: Path) -> None:
+    """torch.export.load loads them with weights_only=False where they do not load with it."""
+    rows = exported(tmp_path)
+    for row in rows:
+        row.data = torch_zip(pickle(CALL)) if b"/sample_inputs/" in row.name else row.data
+    found = ckpt_tools.inspect(write(tmp_path, build(rows), "bad.pt2"))
+    assert "os.system" in found.to_json()["globals"]
+    assert found.findings[0].code == "dangerous"
+
+
+def test_weights_in_two_layouts(tmp_path: Path) -> None:
+    """torch.export.load takes the older one, MODEL.pt."""
+    rows = exported(tmp_path)
+    root = rows[0].name.partition(b"/")[0]
+    rows.append(Rec(root + b"/data/weights/model.pt", saved({"other": torch.ones(1)})))
+    refused(write(tmp_path, build(rows), "bad.pt2"), ZipError, "which torch.export.load would take")
 
 
 # --- what the small pickles call
