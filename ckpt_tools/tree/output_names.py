@@ -57,7 +57,7 @@ def output_format(target: str | os.PathLike[str], format: Format | None) -> Form
             f"{target} would be called {other}, which ckpt does not write.",
             fix="Name OUT .pth or .safetensors; `format='pth'` writes a .pth under any name.",
         )
-    if found not in _TORCH and (meant := _meant(found)):
+    if meant := _meant(found):
         raise UsageError(
             f"{target}: {found} is no extension of a checkpoint.", fix=f"Did you mean {meant}? `format` decides too."
         )
@@ -110,10 +110,12 @@ def _meant(found: str) -> str:
     """The extension that was meant by one that is near it; empty where none is."""
     import difflib
 
+    if found in (_SAFETENSORS, *_TORCH):
+        return ""
     if found in _SHORT_FOR_SAFETENSORS or difflib.SequenceMatcher(None, found, _SAFETENSORS).ratio() > _NEAR:
         return _SAFETENSORS
     near = (known for known in _TORCH if set(known) == set(found) and abs(len(known) - len(found)) < 2)
-    return next(near, "") if found not in _TORCH else ""
+    return next(near, "")
 
 
 _NEAR = 0.8
