@@ -192,6 +192,10 @@ class Budget:
         limit.check(spent, what, self.file_bytes)
         self.spent[limit.name] = spent
 
+    def note(self, limit: Limit, count: int) -> None:
+        """Count bytes that have been read already; there may be less than no room then."""
+        self.spent[limit.name] = self.spent.get(limit.name, 0) + count
+
     def room(self, limit: Limit) -> int:
         """How many bytes a limit still leaves."""
         return limit.most(self.file_bytes) - self.spent.get(limit.name, 0)

@@ -189,6 +189,8 @@ class _Walk:
         """The records of a zip but those that hold the numbers of tensors; of a damaged one whatever has a local header."""
         try:
             records = read_directory(source).records
+        except LimitError:  # no damage: what stands behind local headers would be as much
+            raise
         except CkptError as error:
             spans = concatenated.split(source)
             for start, size in spans:

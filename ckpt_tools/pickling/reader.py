@@ -92,6 +92,10 @@ class Machine:
         Raises:
             PickleError: malformed, with the offset. LimitError: the node budget or the depth is used up.
         """
+        if self.shared.room(limits.PICKLES) < 0:
+            raise limits.PICKLES.error(
+                "The file's pickles come to far more bytes than the file has, or are read again and again."
+            )
         try:
             return self._run()
         except _Stop as stop:
@@ -108,8 +112,7 @@ class Machine:
             raise
         finally:  # pickles that break at their end take as long as others
             self.shared.containers = min(self.shared.containers, max(0, self.budget))
-            what = "The file's pickles are read again and again, or come to far more bytes than the file has."
-            self.shared.take(limits.PICKLES, min(self.position, self.end) - self.start, what)
+            self.shared.note(limits.PICKLES, min(self.position, self.end) - self.start)
 
     def _run(self) -> NoReturn:
         """The hot loop; a `_Stop` ends it."""
