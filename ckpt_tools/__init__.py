@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
+if sys.argv[:1] == ["-m"] and sys.orig_argv[1:3] == ["-m", __name__] and not sys.flags.safe_path:
+    sys.path[:1] = []  # the folder of whoever says `python -m ckpt_tools`: a rich.py in it is not to be run
+
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools._version import __version__

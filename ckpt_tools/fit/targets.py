@@ -6,7 +6,7 @@ from a state dict. torch is imported inside functions, and for the last three on
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -65,7 +65,13 @@ class Target:
         }
 
 
-_CALLABLE = re.compile(r"[^\W\d]\w*+(?:\.[^\W\d]\w*+)*:[^\W\d]\w*+(?:\.[^\W\d]\w*+)*")
+_DOTTED = re.compile(r"[^\W\d]\w*+(?:\.[^\W\d]\w*+)*")
+
+
+def _is_callable(text: str) -> bool:
+    """Whether text is `package.module:callable` or `folder/models.py:callable`."""
+    module, _, attribute = text.rpartition(":")
+    return bool(_DOTTED.fullmatch(attribute)) and (module.endswith(".py") or bool(_DOTTED.fullmatch(module)))
 
 
 def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, select: str | None = None) -> Target:
@@ -86,7 +92,7 @@ def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, selec
             raise UsageError("Arguments for the target are for package.module:callable only.")
         return _from_live(spec, f"a {type(spec).__name__}")
     text = os.fspath(spec)
-    if isinstance(spec, str) and _CALLABLE.fullmatch(text) and not Path(text).exists():
+    if isinstance(spec, str) and _is_callable(text) and not Path(text).exists():
         return _from_callable(text, _keywords(args))
     if args is not None:
         raise UsageError("`like_args` are for package.module:callable.", why=f"{text!r} is taken for a file.")
@@ -199,11 +205,11 @@ def _called(spec: str, build: Callable[[], Any]) -> Any:
 
 
 def _imported(spec: str) -> Callable[..., Any]:
-    module_name, _, attribute = spec.partition(":")
+    module_name, _, attribute = spec.rpartition(":")
     with _from_here():
         try:
             with redirect_stdout(sys.stderr):
-                found: Any = importlib.import_module(module_name)
+                found: Any = _run_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
         except (Exception, SystemExit) as error:
             fix = "The current folder and what is installed here can be imported." if isinstance(error, ImportError) else ""
             if isinstance(error, SystemExit):  # a script that parses its arguments, or runs, when it is imported
@@ -223,14 +229,29 @@ def _imported(spec: str) -> Callable[..., Any]:
 
 @contextmanager
 def _from_here() -> Iterator[None]:
-    """The working directory on Python's path, as under `python -m`."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
+    """The working directory last on Python's path: what is installed is never taken from a stranger's folder."""
+    here, before = str(Path.cwd()), list(sys.path)
+    sys.path[:] = [place for place in before if place not in ("", here)] + [here]
     try:
         yield
     finally:
-        if here in sys.path:
-            sys.path.remove(here)
+        sys.path[:] = before
+
+
+def _run_file(path: str) -> Any:
+    """A file as a module; what it imports may lie beside it."""
+    place = Path(path).resolve()
+    spec = importlib.util.spec_from_file_location(f"{place.stem} of --like", place)
+    if spec is None or spec.loader is None or not place.is_file():
+        raise ImportError(f"there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(place.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(place.parent))
+    return module
 
 
 # --- live modules and state dicts
