@@ -21,12 +21,12 @@ from fuzz.values import number, text
 _PLAN = """format = "ckpt-plan-1"
 drop = ["c.weight"]
 unexpected = []
-missing = ["d.weight"]
+missing = []
 
 [[tensor]]
 old = "a.weight"
 new = "x.weight"
-step = "rename"
+step = "copy"
 reason = "structure"
 confidence = 0.9
 shape = [2, 3]

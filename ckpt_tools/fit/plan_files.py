@@ -131,8 +131,8 @@ def _text(path: Path) -> str:
     except NotACheckpointError as error:  # missing, a folder, a pipe
         raise MatchPlanError(f"The plan {path} cannot be read.", why=error.why, fix=error.fix) from None
     with open(fd, "rb") as file:
-        data = file.read(limits.PICKLE_BYTES.value + 1)
-    limits.PICKLE_BYTES.check(len(data), f"{path} is larger than any plan.")
+        limits.PICKLE_BYTES.check(os.fstat(fd).st_size, f"{path} is larger than any plan.")
+        data = file.read()
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:

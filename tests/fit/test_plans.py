@@ -1,5 +1,6 @@
 """Plans: written, read, applied exactly or refused."""
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,18 @@ def test_plans_that_ask_for_much_are_refused(text: str, error: type[CkptError], 
     (tmp_path / "plan.toml").write_text(text)
     with pytest.raises(error):
         read_plan(tmp_path / "plan.toml")
+
+
+def test_a_small_plan_takes_little_memory(tmp_path: Path) -> None:
+    """Room is made for what the file has, and not for what the largest may have."""
+    path = tmp_path / "plan.toml"
+    path.write_text(FORMAT)
+    tracemalloc.start()
+    try:
+        read_plan(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
