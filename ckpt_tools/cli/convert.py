@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     "--objects",
     cls=Once,
     type=click.Choice(["keep", "plain", "drop"]),
-    help="What happens to objects that are not plain data.",
+    help="What happens to objects that are not plain data. plain: a tensor that would be lost with one is an error.",
 )
 @click.option(
     "--slim",

@@ -10,6 +10,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools.operations.in_folders import find_checkpoints
-from tests.cli.test_cli import ckpt
+from tests.cli.test_cli import SCHEMA, ckpt
 
 WEIGHTS = {"a.weight": torch.ones(4), "b.weight": torch.zeros(4)}
 
@@ -66,6 +67,8 @@ def test_what_lies_beside_shards_is_examined(sharded: Path) -> None:
 @pytest.mark.parametrize("command", ["check", "inspect"])
 def test_the_rest_is_counted_in_text(sharded: Path, command: str) -> None:
     """What is no checkpoint is named below the page, and not with --quiet."""
+    rest = json.loads(ckpt(command, "--json", sharded).stdout.splitlines()[-1])
+    jsonschema.validate(rest, SCHEMA)
     told = f"{sharded}: 2 files are no checkpoints: config.json, tokenizer.model"
     assert told in ckpt(command, sharded).stdout
     if command == "check":

@@ -28,6 +28,7 @@ from ckpt_tools.tree.modules import (
     mapping,
 )
 from ckpt_tools.tree.nodes import (
+    Dict,
     Entry,
     Global,
     Node,
@@ -179,11 +180,8 @@ def check_state_dict(checkpoint: Checkpoint, state_dict: StateDict) -> None:
     Raises:
         ObjectsError: it would not.
     """
-    inner = [
-        (key, value)
-        for key, value in state_dict.node.items
-        if is_part(key, value) and not is_tensor(value) and not is_extra(key)
-    ]
+    parts = [(key, value) for key, value in state_dict.node.items if is_part(key, value)]
+    inner = [(key, value) for key, value in parts if not is_tensor(value) and not is_extra(key) and type(value) is not Dict]
     lost = [(key, *tensor.where) for key, value in inner for tensor in find_tensors(value)]
     where = state_dict.where
     if checkpoint.has_modules and not any(node is state_dict.node for node in reachable(checkpoint.root)):
