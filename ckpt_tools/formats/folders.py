@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_tools.errors import FolderError, NotACheckpointError
+from ckpt_tools.formats.parts.grouping import model_group
 
 INDEX_SUFFIX = ".index.json"
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
@@ -22,7 +23,7 @@ _DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors
 class Layout:
     """A folder that is one checkpoint: its container, and the files that say what is in it."""
 
-    container: Literal["sharded", "dcp", "dcp-safetensors"]
+    container: Literal["sharded", "dcp", "dcp-safetensors", "rank-files"]
     names: tuple[str, ...]
 
 
@@ -51,7 +52,10 @@ def layout_of(folder: str | os.PathLike[str], names: list[str]) -> Layout | None
     if indexes:
         return Layout("sharded", indexes)
     shards = tuple(name for name in names if _DCP_SAFETENSORS.fullmatch(name))
-    return Layout("dcp-safetensors", shards) if shards else None
+    if shards:
+        return Layout("dcp-safetensors", shards)
+    group = model_group(names)
+    return Layout("rank-files", group.every) if group is not None else None
 
 
 def _several(folder: str | os.PathLike[str], names: list[str] | tuple[str, ...]) -> NotACheckpointError:
@@ -71,7 +75,7 @@ def layout(folder: Path, names: list[str]) -> Layout:
         files = [name for name in sorted(names) if name.endswith(_CHECKPOINTS)]
         raise FolderError(
             f"{folder} is a directory, and not a checkpoint.",
-            why="It has no index of shards (*.index.json) and no distributed checkpoint (.metadata).",
+            why="It has no index of shards (*.index.json), no distributed checkpoint (.metadata) and no files of ranks.",
             fix=": ".join(["Name a file in it", *([", ".join(files[:4])] if files else [])]) + ".",
         )
     return found

@@ -263,7 +263,19 @@ def _decode_folder(files: Files) -> Decoded:
         return dcp.decode(files.open(layout.names[0]), files)
     if layout.container == "dcp-safetensors":
         return dcp.decode_safetensors(layout.names, files)
+    if layout.container == "rank-files":
+        return decode_ranks(files, layout.names[0], layout.names)
     return sharded.decode(files.open(layout.names[0]), files, decode_file)
+
+
+def decode_ranks(files: Files, name: str, names: Sequence[str]) -> Decoded:
+    """Decode the rank files that this one is one of; `names` are those there are."""
+    from ckpt_tools.formats.parts.grouping import group_of
+    from ckpt_tools.formats.parts.rank_files import decode
+
+    group = group_of(name, names)
+    assert group is not None, "whoever asks has seen that it has a rank"
+    return decode(group, files, decode_file)
 
 
 def decode_file(source: Source) -> Decoded:

@@ -15,10 +15,11 @@ from ckpt_tools.tree.nodes import Entry
 TORCH_LOAD = "torch.load"
 _SAFETENSORS = "safetensors.torch.load_file"
 _DCP = "torch.distributed.checkpoint.load"
+_RANK_FILES = f"{TORCH_LOAD}, one rank's part each"
 _CALLS = {
     "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
     "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
-    "zip-bundle": "the library that wrote it",
+    "zip-bundle": "the library that wrote it", "rank-files": _RANK_FILES,
 }  # fmt: skip
 # Why torch.load with weights_only does not give what the file holds, whatever its pickles say.
 _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for container, (_, what) in PROGRAMS.items()} | {
@@ -28,6 +29,7 @@ _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for cont
     "npy": "it is a file of NumPy's",
     "torch-tar": "it is in the tar format, which weights_only does not take",
     "dcp": f"it is a folder of torch.distributed.checkpoint, which {_DCP} loads",
+    "rank-files": "it is a file for each rank, each with that rank's parts of the tensors",
     "dcp-part": "it is one rank's part of a distributed checkpoint: torch.load finds no archive in it, or the last one only",
 }
 _TORCH_NAMES = frozenset((".pth", ".pt", ".bin", ".ckpt", ".th"))  # that people give to torch.load
@@ -57,7 +59,7 @@ class Loads:
     @property
     def is_refused(self) -> bool:
         """Whether weights_only refuses what is in the file; a name or a folder that is not for torch.load is no such thing."""
-        for_torch_load = not self.misnamed and not self.call.startswith((_DCP, _SAFETENSORS))
+        for_torch_load = not self.misnamed and not self.call.startswith((_DCP, _SAFETENSORS, _RANK_FILES))
         return bool(self.refused) or (for_torch_load and bool(self.reasons))
 
 
@@ -106,7 +108,7 @@ def misnaming(checkpoint: Checkpoint) -> str:
     torch 2.13 hands every name that ends in `.safetensors` to safetensors; torch 2.4 goes by content alone.
     """
     container, suffix = checkpoint.container, checkpoint.path.suffix
-    if container in ("dcp", "sharded"):
+    if container in ("dcp", "sharded", "rank-files"):
         return ""
     if suffix == ".safetensors" and container != "safetensors":
         return f"a {container} by content, but named .safetensors: safetensors refuses it, and so does torch.load of 2.13"

@@ -86,8 +86,9 @@ def fsdp_tp(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
 
 def fsdp1(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
     """What FSDP1's SHARDED_STATE_DICT holds: ShardedTensors of rows, buffers whole."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {name: sharded(value, rank, world) if name in parameters else value for name, value in model.state_dict().items()}
+    made = {id(value): sharded(value, rank, world) for value in model.parameters()}
+    state = model.state_dict(keep_vars=True)
+    return {name: made.get(id(value), value) for name, value in state.items()}
 
 
 def sharded(tensor: torch.Tensor, rank: int, world: int) -> ShardedTensor:

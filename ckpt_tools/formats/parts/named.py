@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import Warned
-from ckpt_tools.formats.open import Checkpoint, find_tensors, open_checkpoint
+from ckpt_tools.formats.open import Checkpoint, collector_paused, decode_ranks, find_tensors, naming, open_checkpoint
+from ckpt_tools.formats.parts.grouping import Group, group_of
 from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
+from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.io.sources import Files
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import attributes
@@ -58,10 +63,15 @@ class Partition:
 
 def partition(checkpoint: Checkpoint) -> Partition | None:
     """What part of what a checkpoint is; None for anything that is no part, or whole on this rank."""
-    if checkpoint.container in ("safetensors", "dcp"):
+    if checkpoint.container in ("safetensors", "dcp", "rank-files"):
         return None  # which hold whole tensors; what a dcp keeps of Megatron-LM's arguments is no part's
     root = checkpoint.root
     by_records = _of_tensors(root) if _names_parts(checkpoint.decoded.globals) else None
+    if by_records is not None and (group := _siblings(checkpoint)) is not None and len(group.names) == by_records.world:
+        path = shlex.quote(str(checkpoint.path))
+        return replace(
+            by_records, fix=f"All {by_records.world} parts are here; they become one: ckpt convert {path} OUT.safetensors"
+        )
     if by_records is not None or type(root) is not Dict:
         return by_records
     return _of_zero(root) or _of_megatron(root) or _of_module(checkpoint)
@@ -74,20 +84,46 @@ def _names_parts(names: Iterable[Global]) -> bool:
 def open_whole(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare.
 
-    Distributed tensors that are whole on this rank (replicated, or in a world of one) become plain ones.
+    Distributed tensors that are whole on this rank (replicated, or in a world of one) become plain ones; a rank's file becomes
+    the whole with the others beside it.
 
     Raises:
-        PartError: it is one process's part. CkptError: see `open_checkpoint`.
+        PartError: it is one process's part, and the others are not there, or do not fit. CkptError: see `open_checkpoint`.
     """
     checkpoint = open_checkpoint(path)
     try:
         if (part := partition(checkpoint)) is not None:
-            raise part_error(checkpoint, part)
+            group = _siblings(checkpoint)
+            if group is None:
+                raise part_error(checkpoint, part)
+            checkpoint.close()
+            checkpoint = _with_siblings(checkpoint.path, group)
         take_whole(checkpoint)
+        if checkpoint.container == "rank-files":
+            checkpoint.locate()  # compares what several ranks hold, before anything is made of it
     except BaseException:
         checkpoint.close()
         raise
     return checkpoint
+
+
+def _siblings(checkpoint: Checkpoint) -> Group | None:
+    """The files of the other ranks beside one rank's file, as far as they are there; None where there are none."""
+    path = checkpoint.path
+    if type(checkpoint.decoded.source) is not Source or is_address(str(path)):
+        return None
+    group = group_of(path.name, os.listdir(path.parent))
+    return group if group is not None and len(group.names) > 1 else None
+
+
+def _with_siblings(path: Path, group: Group) -> Checkpoint:
+    files = Files(path, path.parent)
+    try:
+        with collector_paused(), naming(files):
+            return Checkpoint(decode_ranks(files, path.name, group.every))
+    except BaseException:
+        files.close()
+        raise
 
 
 def part_error(checkpoint: Checkpoint, part: Partition) -> PartError:

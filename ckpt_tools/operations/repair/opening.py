@@ -94,7 +94,7 @@ def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack
 
 def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedContainerError:
     """The error for what opens, in a container that repair does not mend; with the command that helps."""
-    if container in ("sharded", "dcp"):
+    if container in ("sharded", "dcp", "rank-files"):
         return _of_several_files(path, "Its structure is whole.")
     if container in PROGRAMS:
         return several.no_program(str(path))

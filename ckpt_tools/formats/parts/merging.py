@@ -1,0 +1,130 @@
+"""The core of every family of parts: tensors put together from the boxes of them that ranks hold.
+
+Boxes that are whole rows stay ranges of their files, others are put together in blocks while they are read (`values.boxes`). A
+box that several ranks hold is taken from the first of them; whether the others hold the same is compared by `check_replicas`,
+which reads them, before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckpt_tools.errors import PartError
+from ckpt_tools.formats.sharded import Keys
+from ckpt_tools.text import listed, some
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.nodes import Entry, Storage, contiguous_stride
+from ckpt_tools.values.boxes import Chunk, Sizes, assemble
+from ckpt_tools.values.numeric import row_major
+from ckpt_tools.values.same_bytes import same_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """A box of a tensor that one rank holds, and its elements: an entry of the box's sizes in that rank's file."""
+
+    rank: int
+    offsets: Sizes
+    sizes: Sizes
+    entry: Entry
+
+
+class Merger:
+    """Puts the tensors of one checkpoint together. Names whose shares are the same in every file are tied.
+
+    Args:
+        keys: gives the storages their keys, unique in the whole checkpoint.
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self.keys = keys
+        self.tied: dict[Any, Entry] = {}
+        self.replicas: list[tuple[str, Share, Share]] = []
+
+    def tensor(
+        self, name: str, dtype: DType, shape: Sizes, shares: Sequence[Share], *, measured: Sizes | None = None,
+        requires_grad: bool = False,
+    ) -> Entry:  # fmt: skip
+        """One tensor.
+
+        Args:
+            name: for errors. dtype, shape: of the whole.
+            shares: its boxes, by rank; those of several ranks that are one box are replicas.
+            measured: the shape that the boxes are boxes of, where it is another: `(n,)` for runs of a flattened tensor.
+
+        Raises:
+            PartError: the boxes leave something out, or have another dtype. TensorError: they overlap or reach outside.
+        """
+        boxes: dict[tuple[Sizes, Sizes], Share] = {}
+        for share in (share for share in shares if prod(share.sizes)):
+            self._check_share(name, dtype, share)
+            first = boxes.setdefault((share.offsets, share.sizes), share)
+            if first is not share:
+                self.replicas.append((name, first, share))
+        whole = shape if measured is None else measured
+        _check_covered(name, whole, list(boxes.values()), shares)
+        key = (dtype.name, shape, tuple((box, *_view(share.entry)) for box, share in boxes.items()))
+        if prod(shape) and key in self.tied:
+            return replace(self.tied[key], requires_grad=requires_grad)
+        chunks = [Chunk(*box, row_major(share.entry)) for box, share in boxes.items()]
+        content = assemble(name, whole, dtype.itemsize, chunks)
+        storage = Storage(self.keys.next(), dtype, content.length, _device(shares), content)
+        self.tied[key] = Entry(storage, dtype, shape, contiguous_stride(shape), 0, requires_grad)
+        return self.tied[key]
+
+    def replicated(self, name: str, entries: Sequence[tuple[int, Entry]]) -> Entry:
+        """A tensor that every rank has whole: the first rank's, with the others to be compared."""
+        rank, first = entries[0]
+        own = Share(rank, (0,) * len(first.shape), first.shape, first)
+        for other, entry in entries[1:]:
+            if (entry.shape, entry.dtype.name) != (first.shape, first.dtype.name):
+                raise _disagreeing([name], [rank, other], "have other shapes or dtypes")
+            self.replicas.append((name, own, replace(own, rank=other, entry=entry)))
+        return first
+
+    def check_replicas(self) -> None:
+        """Read what several ranks hold, and compare it.
+
+        Raises:
+            PartError: ranks disagree; all such tensors are named, with the ranks.
+        """
+        wrong: dict[str, set[int]] = {}
+        for name, one, other in self.replicas:
+            if one.entry.numel and not same_bytes(one.entry, other.entry):
+                wrong.setdefault(name, set()).update((one.rank, other.rank))
+        if wrong:
+            raise _disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
+        self.replicas.clear()
+
+    @staticmethod
+    def _check_share(name: str, dtype: DType, share: Share) -> None:
+        if share.entry.dtype.name != dtype.name:
+            raise PartError(f"{name!r} is {dtype.name}, and {share.entry.dtype.name} on rank {share.rank}.")
+
+
+def _view(entry: Entry) -> tuple[int, int, Sizes]:
+    return id(entry.storage), entry.offset, entry.stride
+
+
+def _device(shares: Sequence[Share]) -> str | None:
+    return shares[0].entry.storage.device if shares else "cpu"
+
+
+def _check_covered(name: str, shape: Sizes, boxes: Sequence[Share], shares: Sequence[Share]) -> None:
+    held, wanted = sum(prod(share.sizes) for share in boxes), prod(shape)
+    if held < wanted:
+        ranks = sorted({share.rank for share in shares})
+        raise PartError(
+            f"{name!r} is not whole: the ranks {listed(ranks)} hold {held} of its {wanted} elements.",
+            why="A part is missing, or is of another job.",
+        )
+
+
+def _disagreeing(names: Sequence[str], ranks: Sequence[int], what: str) -> PartError:
+    return PartError(
+        f"The ranks {listed(ranks)} {what} for {some(names)}.", why="All of them have it whole, and it must be the same.",
+        fix="Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well.",
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""rank-files: a file for each rank of a job, with its parts of the tensors; FSDP1, FSDP2, HSDP, tensor parallelism.
+
+    model_world_size_4_rank_0.pt ... _rank_3.pt     MUST  one pickle a rank, alike but for the parts: DTensors or ShardedTensors
+    optim_world_size_4_rank_0.pt ...                a checkpoint of its own, beside it
+    model.rank_0.pth ...                            the same under another name: one number is the rank
+
+Source: verl's `utils/checkpoint/fsdp_checkpoint_manager.py` (names), dinov2's `fsdp/__init__.py`; torch.save of what
+`model.state_dict()` or `get_model_state_dict` gives. A plain tensor in such a file is replicated, never a part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ckpt_tools.errors import PartError, TensorError
+from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.parts.grouping import Group
+from ckpt_tools.formats.parts.merging import Merger, Share
+from ckpt_tools.formats.parts.rank_parts import Part, PartReader
+from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Files
+from ckpt_tools.pickling.torch_objects import unusual_tensor
+from ckpt_tools.text import dotted, listed, some
+from ckpt_tools.tree import exchange
+from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Where
+from ckpt_tools.tree.visit import reachable, walk
+
+CONTAINER = "rank-files"
+_STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step", "global_steps"))
+_OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
+
+
+def decode(group: Group, files: Files, decode_file: Callable[[Source], Decoded]) -> Decoded:
+    """Read the structure of every rank's file and put the tensors together; no tensor bytes.
+
+    Raises:
+        PartError: a rank is missing, is another's, or has other tensors; boxes leave something out; sums (`Partial`).
+    """
+    taken = set(group.names.values())
+    if doubled := [name for name in group.every if name not in taken]:
+        raise PartError(f"{some(doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
+    _check_world(group, group.world or len(group.names))
+    keys, ranks = Keys(), sorted(group.names)
+    parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
+    base = parts[ranks[0]]
+    base.root = keys.renew(base.root)
+    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, keys)
+    made = joined(CONTAINER, merging.run(), files, list(parts.values()), {})
+    made.globals = [name for name in made.globals if name not in merging.globals_of_parts()]
+    made.has_checksums = False  # those of the ranks' records are not looked at
+    made.warnings += merging.warnings
+    made.locate = merging.locate
+    return made
+
+
+def _check_world(group: Group, world: int) -> None:
+    missing = [rank for rank in range(world) if rank not in group.names]
+    beyond = [rank for rank in group.names if rank >= world]
+    if missing or beyond:
+        what = f"the ranks {listed(missing)} are missing" if missing else ""
+        what = what or f"the ranks {listed(sorted(beyond))} are beyond it"
+        there = next(iter(group.names.values()))
+        raise PartError(
+            f"{there} is one of {world} parts, and {what}.", why=f"{len(group.names)} of {world} files are there.",
+            fix="Get the others too: a model needs the parts of all ranks.",
+        )  # fmt: skip
+
+
+def is_tensor(node: Node) -> bool:
+    """Whether a node is a tensor, plain or unusual."""
+    return type(node) is Entry or (type(node) is Object and unusual_tensor(node) is not None)
+
+
+class _Merging:
+    """The trees of all ranks on their way into one: the first rank's, with whole tensors in it."""
+
+    def __init__(self, group: Group, roots: Mapping[int, Node], keys: Keys) -> None:
+        self.group, self.roots, self.ranks = group, roots, sorted(roots)
+        self.merger = Merger(keys)
+        self.reader = PartReader()
+        self.warnings: list[Warned] = []
+        self.objects: list[Object] = []
+
+    def run(self) -> Node:
+        """The merged tree."""
+        tensors = {rank: dict(_tensors(root)) for rank, root in self.roots.items()}
+        self._check_names(tensors)
+        self._check_values()
+        first = tensors[self.ranks[0]]
+        new = {id(node): self._merged(where, [tensors[rank][where] for rank in self.ranks]) for where, node in first.items()}
+        self.root = exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node), node))
+        return self.root
+
+    def locate(self, root: Node) -> Node:
+        """Compare what several ranks hold; the bytes are where they are."""
+        self.merger.check_replicas()
+        return root
+
+    def globals_of_parts(self) -> set[Global]:
+        """The globals that only parts name, which are whole tensors now."""
+        left = {node for node in reachable(self.root) if type(node) is Global}
+        return {node for node in reachable(tuple(self.objects)) if type(node) is Global} - left
+
+    def _check_names(self, tensors: Mapping[int, Mapping[Where, Node]]) -> None:
+        every = {where: None for found in tensors.values() for where in found}
+        for rank, found in tensors.items():
+            if missing := [dotted(where) for where in every if where not in found]:
+                raise PartError(
+                    f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.",
+                    fix="Are these files of one job? Stages of a pipeline are no parts of one another.",
+                )  # fmt: skip
+
+    def _check_values(self) -> None:
+        """Values that count steps must agree; of others the first rank's are taken, with a word."""
+        values = {rank: dict(_values(root)) for rank, root in self.roots.items()}
+        first, own = values[self.ranks[0]], list[str]()
+        for where, value in first.items():
+            ranks = [rank for rank in self.ranks if where not in values[rank] or not _same(values[rank][where], value)]
+            if ranks and where and where[-1] in _STEPS:
+                raise PartError(
+                    f"{dotted(where)!r} is {value!r} on rank {self.ranks[0]}, and another on the ranks {listed(ranks)}.",
+                    why="They were saved at different steps.",
+                )
+            own += [dotted(where)] if ranks else []
+        if own:
+            self.warnings.append(
+                Warned("parts-differ", f"values differ between ranks, the first rank's are taken: {some(own)}")
+            )
+
+    def _merged(self, where: Where, nodes: Sequence[Node]) -> Node:
+        name = dotted(where)
+        if all(type(node) is Entry for node in nodes):
+            if any(type(key) is str and _OWN_STATE.search(key) for key in where):
+                return nodes[0]  # every rank's random numbers are its own
+            return self.merger.replicated(name, list(zip(self.ranks, nodes, strict=True)))
+        self.objects += [node for node in nodes if type(node) is Object]
+        parts = [self._part(name, rank, node) for rank, node in zip(self.ranks, nodes, strict=True)]
+        self._check_alike(name, parts)
+        shares = [Share(rank, box.offsets, box.sizes, box.entry) for rank, part in zip(self.ranks, parts, strict=True)
+                  for box in part.held]  # fmt: skip
+        return self.merger.tensor(name, parts[0].dtype, parts[0].shape, shares, requires_grad=parts[0].requires_grad)
+
+    def _part(self, name: str, rank: int, node: Node) -> Part:
+        file = self.group.names[rank]
+        try:
+            part = self.reader.read(node)
+        except TensorError as error:
+            raise PartError(f"{name!r} in {file} cannot be placed.", why=str(error)) from None
+        if part is None:
+            raise PartError(f"{name!r} is a part on some ranks, and something else in {file}.")
+        if part.rank is not None and part.rank != rank:
+            raise PartError(f"{file} says by its name that it is rank {rank}'s, and holds the part of rank {part.rank}.")
+        if name.rpartition(".")[2] in ("_flat_param", "flat_param"):
+            raise PartError(
+                f"{name!r} is all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT.",
+                fix="Save it again with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT.",
+            )
+        return part
+
+    def _check_alike(self, name: str, parts: Sequence[Part]) -> None:
+        world = len(self.ranks)
+        for rank, part in zip(self.ranks, parts, strict=True):
+            if (part.kind, part.shape, part.dtype.name) != (parts[0].kind, parts[0].shape, parts[0].dtype.name):
+                raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.ranks[0]}.")
+            if part.is_partial:
+                raise PartError(f"{name!r} is a sum that the ranks have not added up (Partial).")
+            ranks = part.mesh.ranks if part.mesh is not None else (part.world - 1,)
+            if max(ranks, default=0) >= world:
+                other = max(part.world, max(ranks) + 1)
+                raise PartError(f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {world}.")
+
+
+def _tensors(root: Node) -> Iterator[tuple[Where, Node]]:
+    return ((where, node) for where, node in walk(root, stop=is_tensor, plain=False) if is_tensor(node))
+
+
+def _values(root: Node) -> Iterator[tuple[Where, Node]]:
+    """Plain values by their paths, those inside objects left out."""
+    for where, node in walk(root, stop=lambda node: type(node) in (Object, Entry)):
+        if type(node) in PLAIN:
+            yield where, node
+
+
+def _same(one: Node, other: Node) -> bool:
+    return type(one) is type(other) and (one == other or one != one)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return some([str(rank) for rank in ranks])

@@ -1,0 +1,276 @@
+"""The files of all ranks become one checkpoint, equal to the model that was cut, or an error names what does not fit."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+
+import ckpt_tools
+from ckpt_tools.cli import main
+from ckpt_tools.errors import FolderError, PartError
+from ckpt_tools.formats.open import open_checkpoint
+from ckpt_tools.io.content import Joined
+from ckpt_tools.torch import load, load_into, load_state_dict
+from tests.support.rank_files import (
+    Net,
+    State,
+    fsdp1,
+    fsdp2,
+    fsdp_tp,
+    hsdp,
+    net,
+    rank_of,
+    save_ranks,
+    sharded,
+    tp,
+)
+
+Cut = Callable[[nn.Module, int, int], Mapping[str, Any]]
+CASES = [
+    *((cut, world) for cut in (fsdp1, fsdp2, tp) for world in (1, 2, 3, 4)),
+    *((cut, world) for cut in (hsdp, fsdp_tp) for world in (2, 4)),
+    (fsdp2, 16), (fsdp_tp, 8),  # more ranks than rows
+]  # fmt: skip
+
+
+def equal(found: Mapping[str, torch.Tensor], expected: State) -> bool:
+    """Whether two state dicts have the same names in order, dtypes and values."""
+    same = all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
+    return list(found) == list(expected) and same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("cut", "world"), CASES)
+def test_the_merged_tensors_are_the_models(cut: Cut, world: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Bit for bit, in the model's order, tied weights tied, from the folder and from any one of its files."""
+    expected = save_ranks(tmp_path / "in", cut, world, dtype=dtype)
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    written = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert equal(written, expected)
+    assert written["head.weight"].data_ptr() == written["emb.weight"].data_ptr()
+    one = tmp_path / "in" / f"model_world_size_{world}_rank_{world - 1}.pt"
+    assert equal(load_state_dict(one), expected)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of FSDP2 on 3 ranks."""
+    save_ranks(tmp_path / "in", fsdp2, 3)
+    return tmp_path / "in"
+
+
+def test_every_command_takes_the_folder(folder: Path, tmp_path: Path) -> None:
+    """inspect, check, diff, stats, average, match and load code see the whole tensors; convert writes every container."""
+    expected = net().state_dict()
+    torch.save(expected, tmp_path / "model.pth")
+    described = ckpt_tools.inspect(folder)
+    assert described.container == "rank-files"
+    assert described.part is None
+    assert {row["name"]: tuple(row["shape"]) for row in described.tensors} == {
+        name: tuple(value.shape) for name, value in expected.items()
+    }
+    assert described.tied == [["emb.weight", "head.weight"]]
+    digests, whole = (ckpt_tools.check(path, digest=True).digests for path in (folder, tmp_path / "model.pth"))
+    assert [row.sha256 for row in digests] == [row.sha256 for row in whole]
+    assert ckpt_tools.diff(folder, tmp_path / "model.pth").same
+    assert ckpt_tools.stats(folder).total == ckpt_tools.stats(tmp_path / "model.pth").total
+    ckpt_tools.average([folder, tmp_path / "model.pth"], tmp_path / "mean.pth")
+    assert ckpt_tools.diff(tmp_path / "mean.pth", tmp_path / "model.pth").same
+    assert load_into(Net(), folder)
+    assert equal(load(folder), expected)
+    for name, options in (("a.safetensors", {}), ("shards", {"shard_size": "1KB"}), ("dcp", {"format": "dcp"})):
+        ckpt_tools.convert(folder, tmp_path / name, **options)  # type: ignore[arg-type]
+        assert ckpt_tools.diff(tmp_path / name, tmp_path / "model.pth").same
+    shown = CliRunner().invoke(main, ["check", str(folder)])
+    assert shown.exit_code == 0, shown.output
+
+
+def test_rows_stay_ranges(folder: Path) -> None:
+    """What FSDP cut by rows is copied out of the files as it lies there; nothing is put together in memory."""
+    with open_checkpoint(folder) as checkpoint:
+        content = checkpoint.root.get("emb.weight").storage.content
+        assert isinstance(content, Joined)
+        assert len(content.parts) == 3
+
+
+def test_one_file_names_the_command(folder: Path) -> None:
+    """`inspect` of one file says that it is a part, and the command that is shown works."""
+    findings = ckpt_tools.inspect(folder / "model_world_size_3_rank_1.pt").findings
+    finding = next(row for row in findings if row.code == "partition")
+    assert finding.found == "rank 1 of 3, FSDP2: 1/3 of 8 tensors, 3 are whole"
+    assert f"ckpt convert {folder}/model_world_size_3_rank_1.pt OUT.safetensors" in finding.fix
+
+
+def cut_optimizer(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
+    """The state of AdamW after a step of an FSDP2 model."""
+    fsdp2(model, rank, world)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = parameter.detach() * (number + 1)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def test_optimizer_files(tmp_path: Path) -> None:
+    """The optimizer's files beside the model's are a checkpoint of their own, merged when one of them is named."""
+    expected = save_ranks(tmp_path, fsdp2, 2)
+    save_ranks(tmp_path, cut_optimizer, 2, name="optim_world_size_{world}_rank_{rank}.pt")
+    assert equal(load_state_dict(tmp_path), expected)
+    ckpt_tools.convert(tmp_path / "optim_world_size_2_rank_0.pt", tmp_path / "optim.pth")
+    merged = torch.load(tmp_path / "optim.pth", weights_only=True)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = parameter.detach() * (number + 1)
+    optimizer.step()
+    whole = optimizer.state_dict()
+    assert merged["param_groups"] == whole["param_groups"]
+    for number, state in whole["state"].items():
+        assert all(torch.equal(merged["state"][number][key], value) for key, value in state.items())
+
+
+def test_a_rank_is_missing(folder: Path, tmp_path: Path) -> None:
+    """The error names the ranks, from the folder and from a file; check says it too."""
+    (folder / "model_world_size_3_rank_1.pt").unlink()
+    for path in (folder, folder / "model_world_size_3_rank_2.pt"):
+        with pytest.raises(PartError, match="one of 3 parts, and the ranks 1 are missing"):
+            ckpt_tools.convert(path, tmp_path / "out.pth")
+    assert ckpt_tools.check(folder).verdict == "unreadable"
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_a_rank_is_there_twice(folder: Path) -> None:
+    """Two names for one rank are no guess."""
+    (folder / "model_world_size_3_rank_01.pt").write_bytes((folder / "model_world_size_3_rank_1.pt").read_bytes())
+    with pytest.raises(PartError, match=r"rank_1\.pt' are parts of ranks that have a file already"):
+        ckpt_tools.inspect(folder)
+
+
+def test_a_rank_under_another_name(folder: Path) -> None:
+    """A file that says by its content that it is another rank's."""
+    (folder / "model_world_size_3_rank_2.pt").write_bytes((folder / "model_world_size_3_rank_1.pt").read_bytes())
+    with pytest.raises(PartError, match="it is rank 2's, and holds the part of rank 1"):
+        ckpt_tools.inspect(folder)
+
+
+def test_another_world(folder: Path, tmp_path: Path) -> None:
+    """A file of a job with more ranks is told by its mesh."""
+    save_ranks(tmp_path / "four", fsdp2, 4)
+    (folder / "model_world_size_3_rank_1.pt").write_bytes((tmp_path / "four" / "model_world_size_4_rank_1.pt").read_bytes())
+    with pytest.raises(PartError, match="on rank 1 is of a job of 4 ranks; here are files of 3"):
+        ckpt_tools.inspect(folder)
+
+
+def test_another_step(tmp_path: Path) -> None:
+    """Tensors that every rank has whole must be equal; a step that differs is said before a byte is read."""
+
+    def cut(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
+        model.bn.num_batches_tracked.fill_(rank)  # type: ignore[union-attr, operator]
+        return fsdp2(model, rank, world)
+
+    save_ranks(tmp_path / "a", cut, 2)
+    assert ckpt_tools.inspect(tmp_path / "a").container == "rank-files"
+    with pytest.raises(PartError, match=r"The ranks 0, 1 hold different values for 'bn\.num_batches_tracked'"):
+        ckpt_tools.convert(tmp_path / "a", tmp_path / "out.pth")
+    save_ranks(tmp_path / "b", lambda model, rank, world: {"model": fsdp2(model, rank, world), "step": rank, "host": rank}, 2)
+    with pytest.raises(PartError, match="'step' is 0 on rank 0, and another on the ranks 1"):
+        load_state_dict(tmp_path / "b")
+    save_ranks(tmp_path / "c", lambda model, rank, world: {"model": fsdp2(model, rank, world), "step": 7, "host": rank}, 2)
+    assert "parts-differ" in [note.code for note in ckpt_tools.convert(tmp_path / "c", tmp_path / "c.pth").notes]
+    assert torch.load(tmp_path / "c.pth", weights_only=True)["step"] == 7
+
+
+def test_replicas_must_agree(tmp_path: Path) -> None:
+    """HSDP's two groups hold the same; where they do not, the ranks and the tensor are named."""
+
+    def cut(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
+        state = hsdp(model, rank, world)
+        if rank == 3:
+            with torch.no_grad():
+                state["a.weight"]._local_tensor.add_(1)
+        return state
+
+    save_ranks(tmp_path / "in", cut, 4)
+    with pytest.raises(PartError, match=r"The ranks 1, 3 hold different values for 'a\.weight'"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_other_tensors_on_a_rank(tmp_path: Path) -> None:
+    """A name that a rank does not have is said with the rank."""
+    save_ranks(tmp_path, lambda model, rank, world: {
+        name: value for name, value in fsdp2(model, rank, world).items() if rank == 0 or name != "a.bias"
+    }, 2)  # fmt: skip
+    with pytest.raises(PartError, match=r"Rank 1 does not have 'a\.bias'"):
+        ckpt_tools.inspect(tmp_path)
+
+
+def test_sums_and_flat_rows_are_refused(tmp_path: Path) -> None:
+    """Partial tensors, and FSDP1's one row of all parameters, are refused by name."""
+
+    def partial(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
+        return {"w.weight": DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (world,)), [Partial()], run_check=False)}
+
+    save_ranks(tmp_path / "a", partial, 2)
+    with pytest.raises(PartError, match=r"'w\.weight' is a sum"):
+        ckpt_tools.inspect(tmp_path / "a")
+    save_ranks(tmp_path / "b", lambda _, rank, world: {"net._flat_param": sharded(torch.arange(6.0), rank, world)}, 2)
+    with pytest.raises(PartError, match="LOCAL_STATE_DICT"):
+        ckpt_tools.inspect(tmp_path / "b")
+
+
+def test_boxes_that_leave_something_out(tmp_path: Path) -> None:
+    """A rank that holds nothing of what it should leaves a hole, which is said in elements."""
+
+    def cut(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
+        made = sharded(torch.arange(6.0), rank, world)
+        if rank == 1:
+            made._local_shards = []
+        return {"w.weight": made}
+
+    save_ranks(tmp_path, cut, 2)
+    with pytest.raises(PartError, match=r"'w\.weight' is not whole: the ranks 0 hold 3 of its 6 elements"):
+        ckpt_tools.inspect(tmp_path)
+
+
+def test_names_of_rank_files(tmp_path: Path) -> None:
+    """dinov2's names work as verl's do; several models in one folder are a question, answered by naming a file."""
+    expected = save_ranks(tmp_path, fsdp2, 2, name="model_0001.rank_{rank}.pth")
+    assert equal(load_state_dict(tmp_path), expected)
+    save_ranks(tmp_path, fsdp2, 2, name="model_0002.rank_{rank}.pth")
+    with pytest.raises(FolderError, match="not a checkpoint"):
+        load_state_dict(tmp_path)
+    assert equal(load_state_dict(tmp_path / "model_0002.rank_1.pth"), expected)
+
+
+def test_what_lies_beside_the_parts_is_checked(tmp_path: Path) -> None:
+    """`ckpt check FOLDER` takes the parts together, and every other checkpoint in the folder by itself."""
+    save_ranks(tmp_path, fsdp2, 2)
+    torch.save({"w.weight": torch.ones(2)}, tmp_path / "other.pth")
+    shown = CliRunner().invoke(main, ["check", "--json", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert "other.pth" in shown.output
+    assert "rank_1" not in shown.output
+
+
+def test_a_state_beside_that_is_each_ranks_own(tmp_path: Path) -> None:
+    """Random states differ between ranks by their nature; the first rank's is taken."""
+    save_ranks(tmp_path / "in", lambda model, rank, world: {
+        "model": fsdp2(model, rank, world), "rng_state": torch.full((4,), rank, dtype=torch.uint8)
+    }, 2)  # fmt: skip
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["rng_state"].tolist() == [0, 0, 0, 0]
+
+
+def test_empty_worlds(tmp_path: Path) -> None:
+    """One process alone can be asked for by world size too."""
+    with rank_of(0, 1):
+        pass
+    expected = save_ranks(tmp_path, fsdp1, 1)
+    assert equal(load_state_dict(tmp_path), expected)
