@@ -220,10 +220,11 @@ def _not_regular(path: Path, what: str) -> NotACheckpointError:
 
 @dataclass(slots=True)
 class Output:
-    """The temporary file of `replacing`: write to `fd`, which is closed by `replacing`."""
+    """The temporary file of `replacing`: write to `fd`, which is closed by `replacing`; `path` is where it is until then."""
 
     fd: int
     target: Path
+    path: Path | None = None
 
 
 @contextlib.contextmanager
@@ -256,7 +257,7 @@ def replacing(
                     attributes.keep(target, fd)
                 else:
                     attributes.narrow(fd, inputs)
-            yield Output(fd, target)
+            yield Output(fd, target, temporary)
             with output_errors(target):
                 if durable or replaces:
                     os.fsync(fd)

@@ -1,6 +1,7 @@
 """`ckpt repair`: what is whole comes back bit for bit, what is not is listed, and the input is never touched."""
 
 import json
+import os
 import pickle
 import shlex
 import shutil
@@ -38,7 +39,7 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.io.output import Source
-from ckpt_tools.operations.repair import garbage
+from ckpt_tools.operations.repair import garbage, run
 from ckpt_tools.operations.repair.report import Repaired
 from ckpt_tools.operations.repair.zip_walk import Found, by_name, walk_zip
 from tests.hostile import pickles as p
@@ -190,11 +191,11 @@ def test_no_checksums(tmp_path: Path) -> None:
 # --- damage in the middle
 
 
-def test_a_flipped_bit(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
+def test_flipped_bits(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
     """A storage that does not match its CRC-32 is left out; --keep-damaged keeps it, under the CRC-32 that it has now."""
     data, tensors = whole
     damaged = bytearray(data)
-    damaged[data.index(tensors["layer3.weight"].numpy().tobytes()) + 100] ^= 1
+    damaged[data.index(tensors["layer3.weight"].numpy().tobytes()) + 100] ^= 5
     report, found = repaired(bytes(damaged), tmp_path)
     assert "layer3.weight" not in found
     assert (len(found), report.exit_code) == (19, 1)
@@ -825,3 +826,23 @@ def test_line_ends_at_the_ends_of_blocks(tmp_path: Path, monkeypatch: pytest.Mon
         with closing(Source(tmp_path / "file")) as source:
             assert garbage.is_text_mode(source) == (b"\r\n" in data and b"\n" not in data.replace(b"\r\n", b""))
             assert b"".join(garbage.without_carriage_returns(source)) == data.replace(b"\r\n", b"\n")
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_what_was_written_is_read_back(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that gives back another byte than it took: said, and OUT is not there; an old OUT stays."""
+    model(tmp_path / "in.pth")
+    out = tmp_path / f"out.{suffix}"
+    out.write_bytes(b"old")
+    real = run.write
+
+    def worn_out(pieces: Any, output: Any, *more: Any) -> int:
+        count = real(pieces, output, *more)
+        os.pwrite(output.fd, bytes([os.pread(output.fd, 1, count // 2)[0] ^ 1]), count // 2)
+        return count
+
+    monkeypatch.setattr(run, "write", worn_out)
+    with pytest.raises(RepairError, match="is not what was read"):
+        repair(tmp_path / "in.pth", out, overwrite=True)
+    assert out.read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", out.name]

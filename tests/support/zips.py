@@ -40,8 +40,8 @@ def big_endian(source: Path, target: Path, widths: dict[str, int]) -> None:
 
 
 def flip_byte(path: Path, needle: bytes) -> None:
-    """Flip one bit of the first occurrence of some bytes."""
+    """Flip two bits of the first occurrence of some bytes: no CRC-32 tells which."""
     data = bytearray(path.read_bytes())
     at = data.index(needle)
-    data[at] ^= 1
+    data[at] ^= 3
     path.write_bytes(data)

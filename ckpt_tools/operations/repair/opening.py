@@ -37,6 +37,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.operations.check.reading import Mismatch, read_checkpoint
 from ckpt_tools.operations.repair import several
+from ckpt_tools.operations.repair.flipped_bits import FlippedBits, flipped_back, told
 from ckpt_tools.operations.repair.garbage import (
     find_legacy,
     find_safetensors,
@@ -117,12 +118,15 @@ def proved(checkpoint: Checkpoint) -> Salvaged:
     mismatches = read_checkpoint(checkpoint).mismatches
     bad = {(id(row.source), row.record.data): row for row in mismatches}
     salvaged = Salvaged(decoded)
+    mended = _flipped(mismatches)
 
     def mark(storage: Storage) -> Storage:
         content = storage.content
         if not isinstance(content, RecordRange | Deflated) or (id(content.source), content.offset) not in bad:
             return storage
         row = bad[id(content.source), content.offset]
+        if type(content) is RecordRange and row in mended:
+            return replace(storage, content=flipped_back(content, mended[row]))
         if row.other_writer:
             return replace(storage, content=Range(content.source, content.offset, storage.nbytes))
         changed = replace(storage, content=_as_it_is(content, row))
@@ -130,8 +134,20 @@ def proved(checkpoint: Checkpoint) -> Salvaged:
         return changed
 
     decoded.root = map_storages(decoded.root, mark) if bad else decoded.root
-    salvaged.notes += _writers(mismatches)
+    salvaged.notes += [told(row.record.name, bit, row.record.size) for row, bit in mended.items()]
+    salvaged.notes += _writers([row for row in mismatches if row not in mended])
     return salvaged
+
+
+def _flipped(mismatches: list[Mismatch]) -> dict[Mismatch, int]:
+    """The records that a single flipped bit explains, and the bit."""
+    bits, found = FlippedBits(), {}
+    for row in mismatches:
+        if row.found is not None and not row.record.deflated:
+            bit = bits.find(row.found, row.record.crc, row.record.size)
+            if bit is not None and (bit < 0 or not row.other_writer):
+                found[row] = bit
+    return found
 
 
 def _as_it_is(content: RecordRange | Deflated, row: Mismatch) -> Content:

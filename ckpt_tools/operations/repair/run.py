@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.edit import casts, flatten
@@ -34,6 +35,7 @@ from ckpt_tools.operations.repair.mends import Mended, mend, tie
 from ckpt_tools.operations.repair.opening import opened, scratch_place
 from ckpt_tools.operations.repair.report import Missing, Repaired
 from ckpt_tools.operations.repair.salvage import Salvaged, find_lost, leave_out
+from ckpt_tools.operations.repair.verification import entries, verify
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.nodes import (
@@ -44,6 +46,8 @@ from ckpt_tools.tree.nodes import (
 )
 from ckpt_tools.tree.output_names import output_format
 from ckpt_tools.tree.visit import reachable
+
+Expected: TypeAlias = list[tuple[Where, Entry]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +104,15 @@ def repair(
     choices = _Choices(keep_damaged, tie_equal, holes, kind)
     with opened(source, keep_damaged=keep_damaged, scratch=scratch_place(where, dry_run=dry_run)) as (salvaged, was):
         report.was = was
-        pieces = _plan(salvaged, choices, report)
+        pieces, expected = _plan(salvaged, choices, report)
         report.bytes = total(pieces)
         with ExitStack() as stack:
             if not dry_run:
                 output = stack.enter_context(replacing(target, overwrite=overwrite, inputs=(source,)))
                 check_space(output.target.parent, output.target, report.bytes)
                 write(pieces, output, progress)
+                if output.path is not None:
+                    verify(output.path, expected, str(target))
                 salvaged.decoded.source.check_unchanged()
     report.seconds = time.perf_counter() - started
     return report
@@ -149,7 +155,7 @@ def _is_one_file(one: Path, two: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> list[Piece]:
+def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list[Piece], Expected]:
     """Leave out what is lost, mend the rest, lay it out; fill in the report."""
     decoded = salvaged.decoded
     report.notes += salvaged.notes
@@ -224,10 +230,12 @@ def _equal(checkpoint: Checkpoint) -> dict[Where, str]:
     return {row.where: row.sha256 for row in read.digests if row.where in matrices}
 
 
-def _lay_out(root: Node, salvaged: Salvaged, kind: str, report: Repaired) -> list[Piece]:
+def _lay_out(root: Node, salvaged: Salvaged, kind: str, report: Repaired) -> tuple[list[Piece], Expected]:
+    """The pieces of the output, and its tensors by their paths in it."""
     decoded = salvaged.decoded
     if kind == "safetensors":
         flat = flatten.flatten(root, metadata=decoded.metadata)
         report.notes += flat.notes
-        return safetensors.lay_out(flat.tensors, flat.metadata)
-    return torch_layout.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
+        return safetensors.lay_out(flat.tensors, flat.metadata), [((name,), entry) for name, (entry, _) in flat.tensors.items()]
+    pieces = torch_layout.lay_out(root, folder=decoded.root_folder, trust_crc=decoded.has_checksums)
+    return pieces, list(entries(root))

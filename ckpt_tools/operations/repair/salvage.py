@@ -21,6 +21,7 @@ from ckpt_tools.io.content import (
     read,
 )
 from ckpt_tools.io.output import Source
+from ckpt_tools.operations.repair.flipped_bits import told
 from ckpt_tools.operations.repair.zip_walk import (
     Found,
     Walked,
@@ -170,6 +171,9 @@ def _notes(walked: Walked, locator: _Locator, source: Source) -> Iterator[tuple[
         yield "leading-bytes", f"{first} bytes before the archive are left out."
     if not walked.has_checksums:
         yield "no-checksums", "The file carries no checksums: records were told by their sizes alone."
+    yield from (
+        told(found.name, found.bit, found.size or 0) for found in locator.records.values() if found.proof == "flipped bit"
+    )
     twice = len(walked.records) - len(locator.records)
     if twice:
         yield "repeated-records", f"{twice} records have the name of another; of each name the last whole one was taken."

@@ -26,12 +26,13 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.io.crc import crc32
 from ckpt_tools.io.output import Source
+from ckpt_tools.operations.repair.flipped_bits import LONGEST, FlippedBits, flipped_back
 
 _LOCAL, _DESCRIPTOR, _CENTRAL = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
 _HAS_DESCRIPTOR, _DEFLATED = 8, 8
 _DESCRIPTOR_32 = 16
 _LONGEST_NAME, _FULL32 = 4096, 0xFFFFFFFF
-Proof = Literal["directory", "descriptor", "header", "size", ""]
+Proof = Literal["directory", "descriptor", "header", "size", "flipped bit", ""]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,14 @@ class Found:
     deflated: bool
     proof: Proof
     crc: int = 0
+    bit: int = -1
 
     def content(self, source: Source) -> Content:
         """Its bytes."""
         if self.deflated:
             return Deflated(source, self.data, self.compressed, self.size or 0, self.crc)
-        return Range(source, self.data, self.compressed)
+        whole = Range(source, self.data, self.compressed)
+        return flipped_back(whole, self.bit) if self.proof == "flipped bit" else whole
 
 
 @dataclass(slots=True)
@@ -157,6 +160,7 @@ class _Walk:
         self.source, self.centrals, self.descriptors = source, centrals, descriptors
         self.has_checksums = has_checksums
         self.records: list[Found] = []
+        self.flipped = FlippedBits()
         self.end = 0
         self.read = 0  # a file of nothing but headers could ask for each byte many times
 
@@ -176,7 +180,7 @@ class _Walk:
         claims = [*self.centrals.get(name, []), *self.descriptors.get(data, [])]
         if not flags & _HAS_DESCRIPTOR:
             claims.append(Claim("header", compressed, size, crc))
-        found = self.proved(name, at, data, method == _DEFLATED, claims)
+        found = self.proved(name, at, data, method == _DEFLATED, claims) or self.mended(name, at, data, claims)
         if found is None:
             size_in_file = claims[0].compressed if claims else following - data
             found = Found(name, at, data, size_in_file, claims[0].size if claims else None, method == _DEFLATED, "")
@@ -213,6 +217,18 @@ class _Walk:
                 return found
         return None
 
+    def mended(self, name: str, header: int, data: int, claims: Sequence[Claim]) -> Found | None:
+        """The record, if with one bit flipped back one of the claims is true."""
+        for claim in claims if self.has_checksums else ():
+            if claim.size != claim.compressed or not 0 < claim.size <= LONGEST or data + claim.size > self.source.size:
+                continue
+            found = Found(name, header, data, claim.size, claim.size, False, "", claim.crc)
+            crc = self.crc(found)
+            bit = self.flipped.find(crc, claim.crc, claim.size) if crc is not None else None
+            if bit is not None:
+                return replace(found, proof="flipped bit", bit=bit)
+        return None
+
     def crc(self, found: Found) -> int | None:
         """The CRC-32 of a record's bytes; None when they cannot be inflated."""
         self.read += found.compressed + (found.size or 0 if found.deflated else 0)
@@ -238,7 +254,7 @@ def by_name(records: Sequence[Found]) -> dict[str, Found]:
 
 
 def _rank(found: Found) -> int:
-    return 2 if found.proof == "directory" else 1 if found.proof else 0
+    return 3 if found.proof == "directory" else 1 if found.proof == "flipped bit" else 2 if found.proof else 0
 
 
 def names_of_pickles(records: Sequence[Found]) -> Iterator[Found]:

@@ -1,0 +1,108 @@
+"""`ckpt repair` of a single flipped bit: a CRC-32 tells which one it was."""
+
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_tools import repair
+from ckpt_tools.errors import CkptError
+from ckpt_tools.operations.repair.flipped_bits import LONGEST, MOST, flipped_bit, odds
+
+
+@pytest.mark.parametrize("size", [1, 2, 9, 1000, 65536, LONGEST])
+def test_every_bit_is_found(size: int) -> None:
+    """The bit that was flipped, and a bit of the checksum itself; nothing where nothing or two bits were flipped."""
+    numbers = random.Random(size)
+    data = bytearray(numbers.randbytes(size))
+    wanted = zlib.crc32(data)
+    for bit in {0, 8 * size - 1, *(numbers.randrange(8 * size) for _ in range(4))}:
+        data[bit // 8] ^= 1 << bit % 8
+        assert flipped_bit(zlib.crc32(data), wanted, size) == bit
+        data[bit // 8] ^= 1 << bit % 8
+    assert flipped_bit(wanted, wanted ^ 1 << numbers.randrange(32), size) == -1
+    assert flipped_bit(wanted, wanted, size) is None
+    data[0] ^= 3
+    assert size > 70_000 or flipped_bit(zlib.crc32(data), wanted, size) is None
+
+
+def test_longer_records_are_left_alone() -> None:
+    """By chance other damage looks like a flipped bit the oftener the longer the record is."""
+    assert flipped_bit(1, 0, LONGEST + 1) is None
+    assert odds(LONGEST) > 500
+    assert odds(100) > 5_000_000
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A small checkpoint."""
+    made = {f"layer{index}.weight": torch.arange(60.0) + 100 * index for index in range(3)}
+    torch.save(made, tmp_path / "in.pth")
+    return tmp_path / "in.pth", made
+
+
+def equal(path: Path, made: dict[str, torch.Tensor]) -> bool:
+    """Whether a file holds exactly these tensors."""
+    found = torch.load(path, weights_only=True)
+    return list(found) == list(made) and all(torch.equal(found[name], tensor) for name, tensor in made.items())
+
+
+def test_flips_anywhere(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """Any bit in the pickle or a tensor: all is saved, exactly, and the report says which bit it was."""
+    path, made = saved
+    data, out = path.read_bytes(), path.with_name("out.pth")
+    pickle, last = data.index(b"\x80\x02"), data.index(made["layer2.weight"].numpy().tobytes())
+    spots = [
+        *range(pickle, pickle + 90, 13),
+        *(data.index(tensor.numpy().tobytes()) + 77 for tensor in made.values()),
+        last + 239,
+    ]
+    for spot in spots:
+        path.write_bytes(data[:spot] + bytes([data[spot] ^ 32]) + data[spot + 1 :])
+        report = repair(path, out, overwrite=True)
+        assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), spot
+        assert [text for code, text in report.notes if code == "flipped-bit" and "bit 5 of byte" in text]
+
+
+def test_a_flip_in_the_checksum(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """The directory's CRC-32 of a tensor: its bytes are right."""
+    path, made = saved
+    data = bytearray(path.read_bytes())
+    crc = zlib.crc32(made["layer1.weight"].numpy().tobytes()).to_bytes(4, "little")
+    data[data.rindex(crc) + 2] ^= 4
+    path.write_bytes(data)
+    report = repair(path, path.with_name("out.pth"))
+    assert (report.exit_code, equal(path.with_name("out.pth"), made)) == (0, True)
+    assert any("a bit of the checksum" in text for _, text in report.notes)
+
+
+def test_more_than_a_bit_is_lost(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """Two bits of one tensor: it is left out, as before; a pickle with two is refused."""
+    path, made = saved
+    data = bytearray(path.read_bytes())
+    at = data.index(made["layer1.weight"].numpy().tobytes())
+    data[at] ^= 1
+    data[at + 50] ^= 1
+    path.write_bytes(data)
+    report = repair(path, path.with_name("out.pth"))
+    assert (report.exit_code, report.saved) == (1, 2)
+    pickle = data.index(b"\x80\x02")
+    data[pickle + 30] ^= 1
+    data[pickle + 40] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CkptError, match="Nothing can be saved"):
+        repair(path, path.with_name("other.pth"))
+
+
+def test_many_damaged_records_cost_little(tmp_path: Path) -> None:
+    """A file in which hundreds of records do not match is not searched for bits."""
+    made = {f"layer{index}.weight": torch.full((20,), float(index + 1)) for index in range(3 * MOST)}
+    torch.save(made, tmp_path / "in.pth")
+    data = bytearray((tmp_path / "in.pth").read_bytes())
+    for tensor in made.values():
+        data[data.index(tensor.numpy().tobytes()) + 7] ^= 64
+    (tmp_path / "in.pth").write_bytes(data)
+    report = repair(tmp_path / "in.pth", tmp_path / "out.pth")
+    assert report.saved == MOST
