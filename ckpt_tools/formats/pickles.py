@@ -43,7 +43,7 @@ _MOST_LISTED = 10_000  # pickles of one file
 _INFLATED_PICKLE = 64 << 20  # bytes of a pickle that has to be inflated, or four times the file: it is read as a whole
 _MOST_PARTS = 50_000  # members of all archives in one file
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
-_MODULE = re.compile(r"[^\W\d]\w*+(?:\.\w++)*+")
+_MODULE = re.compile(r"[\w.+-]+")
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
 _NUMPY = b"\x93NUMPY"
 _LOCAL_SIGNATURE = b"PK\x03\x04"
@@ -286,7 +286,7 @@ def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
     head = source.read(start, min(2, source.size - start))
     if _STARTS.match(head):
         return pickle.error is None or bool(pickle.names) or pickle.end > pickle.start + _BY_CHANCE
-    if not pickle.names or not all(_MODULE.fullmatch(name.module) for name in pickle.names):
+    if not pickle.names or not _MODULE.fullmatch(pickle.names[0].module):  # Python would go no further than such an import
         return False
     return bool(pickle.calls) or pickle.error is None
 

@@ -145,6 +145,7 @@ BY_HAND = {
     "nested frames": b"\x80\x04\x95\x20\0\0\0\0\0\0\0\x95\x08\0\0\0\0\0\0\0cos\nsystem\n\x8c\x02id\x85R." + b"." * 8,
     "item of a list": b"\x80\x02]K\1aK\0K\2scos\nsystem\nX\x02\0\0\0id\x85R.",
     "behind many pickles": b"\x80\x02N." * 2000 + b"cos\nsystem\n(S'id'\ntR.",
+    "a name that is none behind the call": b"cos\nsystem\n(S'id'\ntR0c)\n!\n.",
     "second pickle": pickle.dumps({"a": 1}) + pickle.dumps(SYSTEM),
     "breaks after the call": b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R\xff",
     "cut after the call": b"cos\nsystem\n(S'id'\ntR",
