@@ -22,7 +22,9 @@ _TAR, _SAFETENSORS = "a tar archive", "a safetensors file"
 def refuse_polyglot(source: Source, head: bytes) -> None:
     """Raise AmbiguousFileError for a file whose bytes, which start with `head`, are more than one container."""
     kinds = list(_kinds(head))
-    if kinds == [_TAR] and _pickle_in(source, harmless=True):
+    if not head or head[0] not in _FIRST:
+        pass
+    elif kinds == [_TAR] and _pickle_in(source, harmless=True):
         kinds.append("a pickle")
     elif kinds == [_SAFETENSORS] and _pickle_in(source, harmless=False):
         kinds.append("a pickle that torch.load would run")
@@ -47,7 +49,8 @@ def _kinds(head: bytes) -> Iterator[str]:
 # --- pickles that something else begins with
 
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # of torch-legacy
-_MOST_OPCODES, _LONGEST_LINE = 250_000, 1 << 20
+_MOST_OPCODES, _LONGEST_LINE, _LONGEST_NUMBER = 250_000, 1 << 20, 1 << 13  # Python reads numbers of 4300 digits
+_FIRST = frozenset(b"()BCFGIJKLMNSTUVX]cghjpqr}\x80\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x95\x96\x97")  # need nothing below them
 _NAMES_A_GLOBAL = frozenset(b"ci\x93")
 _ENDS = b"P\x82\x83\x84"  # persistent ids, of which torch takes none here, and extensions, of which there are none
 _NUMBER = re.compile(rb"[\s\w.+-]*")
@@ -86,7 +89,7 @@ def _number(code: int, argument: bytes) -> int | None:
     if code in b"\x8a\x8b":
         return int.from_bytes(argument, "little", signed=True)
     try:
-        return int(argument.strip().rstrip(b"L")[:100])
+        return int(argument.strip().rstrip(b"L"), 0)  # C's pickle takes 0x too
     except ValueError:
         return None
 
@@ -96,8 +99,6 @@ def _opcodes(source: Source) -> Iterator[tuple[int, bytes]]:
     from pickletools import opcodes
 
     sizes = {ord(opcode.code): opcode.arg.n if opcode.arg else 0 for opcode in opcodes}
-    if not source.size or any(source.read(0, 1) == opcode.code.encode("latin-1") and opcode.stack_before for opcode in opcodes):
-        raise _NoPickleError  # the stack is empty yet
     position = 0
     for _ in range(_MOST_OPCODES):
         head = source.read(position, min(256, source.size - position))
@@ -106,7 +107,7 @@ def _opcodes(source: Source) -> Iterator[tuple[int, bytes]]:
         start, length = _argument(source, position + 1, head, sizes[head[0]])
         if start + length > source.size:
             raise _NoPickleError
-        yield head[0], source.read(start, min(length, 4096))
+        yield head[0], source.read(start, min(length, _LONGEST_NUMBER))
         position = start + length
 
 

@@ -153,6 +153,16 @@ def test_safetensors_that_are_a_legacy_stream_too(tmp_path: Path) -> None:
         refused(name, AmbiguousFileError, "a safetensors file, and a pickle")
 
 
+@pytest.mark.parametrize(
+    "number", [b"%dL" % MAGIC_NUMBER, b"0x%xL" % MAGIC_NUMBER, b"0x" + b"0" * 4000 + b"%xL" % MAGIC_NUMBER]
+)
+def test_a_magic_number_in_text(number: bytes, tmp_path: Path) -> None:
+    """Numbers may be text, of any base."""
+    data = leaping(b"0L" + number + b"\n." + PROTOCOL + SYS_INFO + pickle(b"}") + pickle(b"]"))
+    assert torch.load(io.BytesIO(data), weights_only=False) == {}
+    refused(write(tmp_path, data), AmbiguousFileError, "a pickle that torch.load would run")
+
+
 def test_safetensors_whose_start_calls(tmp_path: Path) -> None:
     """torch.load would run the call before it says that the magic number is wrong."""
     refused(write(tmp_path, leaping(b"0" + CALL + b".")), AmbiguousFileError, "a pickle that torch.load would run")
