@@ -7,10 +7,13 @@ imported for such paths only.
 from __future__ import annotations
 
 import bisect
+import ipaddress
 import queue
+import socket
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,7 +23,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar, cast
 
 from ckpt_tools._version import __version__
-from ckpt_tools.errors import CkptError, RemoteError
+from ckpt_tools.errors import (
+    CkptError,
+    DamagedFileError,
+    RemoteError,
+    RemoteForbiddenError,
+    RemoteMissingError,
+    RemoteTimeoutError,
+)
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 
@@ -29,6 +39,7 @@ _KEPT = 16  # blocks
 _GAP = 4 << 10  # ranges nearer than this are fetched in one
 _AT_ONCE = 16
 SECONDS, _TRIES = 60, 3
+_SLOWEST = 16 << 10  # bytes a second
 _TAKEN_WHOLE = 16 << 20  # from a server without ranges
 T = TypeVar("T")
 
@@ -52,8 +63,15 @@ class Address(PurePosixPath):
         return Address, (str(self),)  # a path would be put together from its parts
 
     def beside(self, name: str) -> str:
-        """The address of another file in its folder."""
-        return str(self).split("?")[0].rpartition("/")[0] + "/" + name
+        """The address of another file in its folder, whose name is no address: `%` and `?` are letters of it.
+
+        Raises:
+            DamagedFileError: a name that would be a path once the server has decoded it.
+        """
+        if any(mark in urllib.parse.unquote(name) for mark in ("/", "\\", "\0")) or urllib.parse.unquote(name) in (".", ".."):
+            raise DamagedFileError(f"{self} names the file {name!r}, which is not a name inside its folder.")
+        web = str(self).startswith(("http://", "https://"))
+        return str(self).split("?")[0].rpartition("/")[0] + "/" + (urllib.parse.quote(name) if web else name)
 
 
 class Remote(Protocol):
@@ -185,6 +203,86 @@ def _open_remote(url: str) -> Remote:
     return _HttpObject(url) if url.startswith(("http://", "https://")) else _FsspecObject(url)
 
 
+def in_ascii(url: str) -> str:
+    """An address as HTTP sends it: an `é` in a path or a host is what a browser makes of it.
+
+    Raises:
+        ValueError: a host that has no such form.
+    """
+    scheme, rest = url.split("://", 1)
+    host, slash, path = rest.partition("/")
+    name = host if host.isascii() else host.encode("idna").decode()
+    return f"{scheme}://{name}{slash}{urllib.parse.quote(path, safe=_AS_THEY_ARE, errors='surrogateescape')}"
+
+
+_AS_THEY_ARE = "%/:?#[]@!$&'()*+,;=~-._"
+_STATUS = {401: RemoteForbiddenError, 403: RemoteForbiddenError, 404: RemoteMissingError, 410: RemoteMissingError}
+
+
+def _is_number(text: str) -> bool:
+    """Whether a header's text is a number of bytes that a file can have."""
+    return text.isascii() and text.isdecimal() and len(text) < 20
+
+
+def _patience(size: int) -> float:
+    """Seconds until so many bytes should be there, tried again or not."""
+    return 2 * SECONDS + size / _SLOWEST
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows a redirect to HTTP's own schemes, never away from encryption, never from a public into a private network."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        self.check(newurl)
+        return super().redirect_request(req, fp, code, msg, headers, in_ascii(newurl))
+
+    def http_error_302(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+        """The answer is closed also where it leads nowhere."""
+        try:
+            return super().http_error_302(req, fp, code, msg, headers)
+        except BaseException:
+            fp.close()
+            raise
+
+    http_error_301 = http_error_303 = http_error_307 = http_error_308 = http_error_302
+
+    def check(self, newurl: str) -> None:
+        """Refuse a place that is not to be followed to."""
+        if not newurl.startswith(("https://",) if self.url.startswith("https://") else ("https://", "http://")):
+            raise _unreachable(self.url, f"It redirects to another scheme: {newurl[:200]}.")
+        if _is_private(newurl) and not _is_private(self.url):
+            raise _unreachable(self.url, f"It redirects into a private network: {newurl[:200]}.")
+
+
+def _is_private(url: str) -> bool:
+    """Whether a host is of this machine or its network; one that cannot be found is reported by whoever connects to it."""
+    host = urllib.parse.urlsplit(in_ascii(url)).hostname or ""
+    try:
+        found = addresses(host)
+    except OSError:
+        return False
+    return any(not ipaddress.ip_address(address.partition("%")[0]).is_global for address in found)
+
+
+def addresses(host: str) -> list[str]:
+    """The numeric addresses of a host."""
+    return [str(row[4][0]) for row in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+
+
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """HTTP and HTTPS with the proxies of the environment, and nothing else: no ftp, no file."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(), urllib.request.HTTPHandler(), urllib.request.HTTPSHandler(), _Redirects(url),
+        urllib.request.HTTPDefaultErrorHandler(), urllib.request.HTTPErrorProcessor(),
+    ):  # fmt: skip
+        opener.add_handler(handler)
+    return opener
+
+
 class _HttpObject:
     """An object of an HTTP server, by range requests."""
 
@@ -199,6 +297,9 @@ class _HttpObject:
         """The bytes from `start` to `end`, by one request; three tries."""
         if self.whole is not None:
             return self.whole[start:end]
+        return bounded(self.url, lambda: self._tried(start, end), _patience(end - start))
+
+    def _tried(self, start: int, end: int) -> bytes:
         for left in reversed(range(_TRIES)):
             try:
                 return self._request(start, end)
@@ -209,7 +310,14 @@ class _HttpObject:
                         return b""
                     moved, self.place = self.place != self.url, self.url  # a signed address behind a redirect runs out
                     if not left or not (error.code >= 500 or error.code == 429 or moved):
-                        raise _unreachable(self.url, f"The server answers {error.code} {error.reason}.") from None
+                        kind = _STATUS.get(error.code, RemoteError)
+                        raise kind(
+                            f"{self.url} cannot be read.", why=f"The server answers {error.code} {error.reason}."
+                        ) from None
+            except CkptError:
+                raise
+            except ValueError as error:  # an address that is none, a host that has no name
+                raise _unreachable(self.url, f"{error}.") from None
             except (OSError, HTTPException) as error:
                 if not left:
                     raise _unreachable(
@@ -224,13 +332,13 @@ class _HttpObject:
             "User-Agent": f"ckpt-tools/{__version__}",
             "Accept-Encoding": "identity",
         }
-        request = urllib.request.Request(self.place, headers=headers)  # noqa: S310  http and https only, see open_remote
-        with urllib.request.urlopen(request, timeout=SECONDS) as response:  # noqa: S310
+        request = urllib.request.Request(in_ascii(self.place), headers=headers)  # noqa: S310  http and https only, see open_remote
+        with _opener(self.url).open(request, timeout=SECONDS) as response:
             if response.status != 206:
                 return self._take_whole(response, start, end)
             self.place = response.geturl()
             span, _, size = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
-            if not size.isdecimal() or not span.startswith(f"{start}-"):
+            if not _is_number(size) or not span.startswith(f"{start}-"):
                 raise _unreachable(self.url, "The server does not say which range of what it sends.")
             self._note(int(size), response.headers)
             data = bytes(response.read(end - start))
@@ -248,8 +356,8 @@ class _HttpObject:
     def _take_whole(self, response: Any, start: int, end: int) -> bytes:
         """A server that ignores ranges sends all of it: fine for a small file."""
         length = response.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > _TAKEN_WHOLE:
-            size = f"{length} bytes" if length.isdecimal() else "a file of unknown size"
+        if not _is_number(length) or int(length) > _TAKEN_WHOLE:
+            size = f"{length} bytes" if _is_number(length) else "a file of unknown size"
             raise RemoteError(
                 f"{self.url} cannot be read in parts: the server ignores range requests.",
                 why=f"It would send {size} for every look at it; up to {_TAKEN_WHOLE} bytes are taken whole.",
@@ -323,9 +431,7 @@ class ForeignError(RemoteError):
     """An error of a driver, kept."""
 
     def __init__(self, url: str, error: BaseException) -> None:
-        text = (
-            f"{type(error).__name__}: {error}"[:300] if not isinstance(error, FileNotFoundError) else "There is no such file."
-        )
+        text = f"{type(error).__name__}: {error}"[:300]
         super().__init__(f"{url} cannot be reached.", why=text)
         self.error = error
 
@@ -348,7 +454,9 @@ def bounded(url: str, call: Callable[[], T], seconds: float = SECONDS) -> T:
     try:
         good, value = done.get(timeout=seconds)
     except queue.Empty:
-        raise _unreachable(url, f"No answer for {seconds} seconds.") from None
+        raise RemoteTimeoutError(f"{url} cannot be read.", why=f"No whole answer within {seconds:.0f} seconds.") from None
+    if not good and isinstance(value, FileNotFoundError) and not isinstance(value, CkptError):
+        raise RemoteMissingError(f"{url} cannot be reached.", why="There is no such file.") from None
     if not good:
         raise value if isinstance(value, CkptError) else ForeignError(url, value) from None
     return cast("T", value)

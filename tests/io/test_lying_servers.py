@@ -1,0 +1,176 @@
+"""Servers that lie, stall or lead elsewhere: an error of ours, soon; and honest addresses that are not ASCII."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, DamagedFileError, RemoteError, RemoteTimeoutError
+from ckpt_tools.io import remote
+from tests.support.samples import FIXTURES
+from tests.support.servers import Server
+
+Answer = Callable[[str], bytes]
+
+
+class Canned(socketserver.ThreadingTCPServer):
+    """Answers every request with the bytes that a function makes of its first line, and waits until the client has gone."""
+
+    daemon_threads = True
+
+    def __init__(self, answer: Answer, endless: bytes = b"") -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer, self.endless = answer, endless
+        self.over = threading.Event()
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/{name}"
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    server: Canned
+
+    def handle(self) -> None:
+        line = self.rfile.readline().decode("latin-1")
+        while self.rfile.readline().strip():
+            pass
+        try:
+            self.wfile.write(self.server.answer(line))
+            while self.server.endless and not self.server.over.wait(0.01):
+                self.wfile.write(self.server.endless)
+        except OSError:
+            pass
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Canned]]:
+    """Starts servers, which end with the test; tries again are not waited for."""
+    monkeypatch.setattr(remote.time, "sleep", lambda _: None)
+    running: list[Canned] = []
+
+    def start(answer: Answer | bytes, endless: bytes = b"") -> Canned:
+        server = Canned(answer if callable(answer) else lambda _: answer, endless)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        running.append(server)
+        return server
+
+    yield start
+    for server in running:
+        server.over.set()
+        server.shutdown()
+        server.server_close()
+
+
+def partial(head: bytes, body: bytes = b"x") -> bytes:
+    return b"HTTP/1.1 206 Partial Content\r\n" + head + b"\r\nConnection: close\r\n\r\n" + body
+
+
+LIES = {
+    "range of 5,000 digits": partial(b"Content-Range: bytes 0-1/" + b"9" * 5000),
+    "length of 5,000 digits": b"HTTP/1.1 200 OK\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n",
+    "digits of another script": partial("Content-Range: bytes 0-1/\u00b2".encode("latin-1")),
+    "unparsable host": b"HTTP/1.1 302 Found\r\nLocation: http://[::1/x\r\nContent-Length: 0\r\n\r\n",
+    "port that is none": b"HTTP/1.1 302 Found\r\nLocation: http://h:port/x\r\nContent-Length: 0\r\n\r\n",
+    "raw bytes in Location": b"HTTP/1.1 302 Found\r\nLocation: http://\xff\xfe\x80\xad/\xe9\r\nContent-Length: 0\r\n\r\n",
+    "no HTTP at all": b"\xff\xfe\x00" * 9,
+    "status without a number": b"HTTP/1.1 abc\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_is_an_error_of_ours(serve: Callable[..., Canned], name: str) -> None:
+    """Lengths that no file has, hosts that are none and raw bytes end in a RemoteError, never in a traceback."""
+    with pytest.raises(RemoteError):
+        ckpt_tools.inspect(serve(LIES[name]).url("model.pth"))
+
+
+@pytest.mark.parametrize(
+    ("first", "endless"),
+    [
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (partial(b"Content-Range: bytes 0-65535/65536", b""), b"x"),
+        (b"HTTP/1.1 206 ", b"x"),
+    ],
+)
+def test_an_answer_that_never_ends(
+    serve: Callable[..., Canned], monkeypatch: pytest.MonkeyPatch, first: bytes, endless: bytes
+) -> None:
+    """Whatever drips, body, header or `100 Continue`: there is one deadline for the whole answer."""
+    monkeypatch.setattr(remote, "_patience", lambda _: 0.05)
+    with pytest.raises(RemoteTimeoutError, match="cannot be read") as caught:
+        ckpt_tools.inspect(serve(first, endless).url("model.pth"))
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_patience_grows_with_what_is_asked_for() -> None:
+    """A large range may take its time; a small one two minutes."""
+    assert remote._patience(0) == 2 * remote.SECONDS
+    assert remote._patience(1 << 30) > 3600
+
+
+@pytest.mark.parametrize("place", ["ftp://127.0.0.1/x", "file:///etc/passwd", "data:text/plain,x"])
+def test_redirects_to_other_schemes_are_refused(serve: Callable[..., Canned], place: str) -> None:
+    """Only HTTP leads on, and encryption is not given up."""
+    server = serve(f"HTTP/1.1 302 Found\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n".encode())
+    with pytest.raises(RemoteError):
+        ckpt_tools.inspect(server.url("model.pth"))
+    with pytest.raises(RemoteError, match="another scheme"):
+        remote._Redirects("https://a.example/x").redirect_request(None, None, 302, "", {}, "http://a.example/x")
+
+
+def test_redirects_into_a_private_network_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A public server does not send us to this machine or its network; a private one may send us about in it."""
+    known = {"public.example": ["93.184.216.34"], "inside.example": ["10.0.0.7"], "127.0.0.1": ["127.0.0.1"], "::1": ["::1"]}
+    monkeypatch.setattr(remote, "addresses", known.__getitem__)
+    for place in ("http://inside.example/x", "http://127.0.0.1/x", "http://[::1]:8000/x"):
+        with pytest.raises(RemoteError, match="private network"):
+            remote._Redirects("http://public.example/x").redirect_request(None, None, 302, "", {}, place)
+    assert remote._is_private("http://127.0.0.1/")
+    assert not remote._is_private("http://public.example/")
+
+
+def test_honest_addresses(tmp_path: Path) -> None:
+    """A name with an é, a space or raw UTF-8 in an address is asked for as a browser does."""
+    asked: list[str] = []
+    data = (FIXTURES / "single.safetensors").read_bytes()
+
+    def answer(line: str) -> bytes:
+        asked.append(line.split(" ")[1])
+        head = f"Content-Range: bytes 0-{len(data) - 1}/{len(data)}\r\nContent-Length: {len(data)}".encode()
+        return partial(head, data)
+
+    server = Canned(answer)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        remote.open_remote(server.url("modèle é.safetensors")).close()
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert set(asked) == {"/mod%C3%A8le%20%C3%A9.safetensors"}
+    assert remote.in_ascii("https://bücher.example/ä%20b?c=d") == "https://xn--bcher-kva.example/%C3%A4%20b?c=d"
+
+
+@pytest.mark.parametrize("name", ["%2e%2e%2fsecret", "%2e%2e", "..%2fx", "%5cx", "a%00"])
+def test_names_that_a_server_would_read_as_paths(name: str) -> None:
+    """A remote index may not name what its server would decode to another folder; other signs are letters of the name."""
+    with pytest.raises(DamagedFileError, match="not a name inside its folder"):
+        remote.Address("https://h.example/d/model.index.json").beside(name)
+    assert remote.Address("https://h.example/d/i.json?token=1").beside("a?b é.bin") == "https://h.example/d/a%3Fb%20%C3%A9.bin"
+
+
+def test_a_missing_remote_file(tmp_path: Path) -> None:
+    """404 is a FileNotFoundError too, and an error of ours."""
+    server = Server(tmp_path)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        with pytest.raises(FileNotFoundError) as caught:
+            ckpt_tools.inspect(server.url("nowhere.pth"))
+        assert isinstance(caught.value, CkptError)
+    finally:
+        server.shutdown()
+        server.server_close()
