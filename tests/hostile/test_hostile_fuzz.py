@@ -18,12 +18,14 @@ from ckpt_tools.errors import (
     TensorError,
     ZipError,
 )
+from fuzz import oracle
 from fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
 from tests.hostile.zips import (
     Rec,
     build,
+    deflated,
     torch_records,
     torch_zip,
 )
@@ -69,6 +71,26 @@ def test_the_guard_sees_something(code: str, error: type[BaseException] | None) 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.stdout.strip() == ("" if error is None else error.__name__), done.stderr
     assert done.stderr == ""
+
+
+def test_the_oracle_that_unpickles_calls_nothing(tmp_path: Path) -> None:
+    """It finds what weights_only finds, and no name that a file could mean harm by."""
+    torch.save({"a.w": torch.ones(2), "b": [torch.zeros(3)]}, tmp_path / "good.pth")
+    assert oracle.pickle_rows(tmp_path / "good.pth") == oracle.torch_rows(tmp_path / "good.pth")
+    bad = write(tmp_path, torch_zip(p.pickle(p.call("os", "system", p.text(f"touch {tmp_path / 'ran'}")))))
+    assert oracle.pickle_rows(bad) == "UnpicklingError: os.system"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_cannot_be_inflated_has_no_digest(tmp_path: Path) -> None:
+    """Found by the fuzzer: the digest was that of no bytes, or of some; torch gives what memory held."""
+    rows = torch_records(p.pickle(p.dict_of(w=p.tensor())), {"0": bytes(24)})
+    at = next(number for number, row in enumerate(rows) if row.name.endswith(b"data/0"))
+    rows[at] = deflated(b"archive/data/0", bytes(24))
+    rows[at].data = b"\xff" * len(rows[at].data)
+    report = ckpt_tools.check(write(tmp_path, build(rows)), digest=True)
+    assert (report.digests, report.skipped) == ([], [["w"]])
+    assert report.findings[0].code == "damaged-record"
 
 
 def test_empty_tensor_cast(tmp_path: Path) -> None:
