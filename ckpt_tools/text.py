@@ -85,3 +85,19 @@ def natural(text: str) -> tuple[object, ...]:
 
 
 _DIGITS = re.compile(r"([0-9]+)")
+
+
+def brief(report: object) -> str:
+    """The repr of a report: short values as they are, of long texts and collections how much there is of them."""
+    shown = [f"{name}={_brief(value)}" for name, value in ((name, getattr(report, name)) for name in _fields(report)) if value]
+    return f"{type(report).__name__}({', '.join(shown)})"
+
+
+def _fields(report: object) -> tuple[str, ...]:
+    return tuple(getattr(type(report), "__dataclass_fields__", ()))
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, list | tuple | dict | set):
+        return f"<{len(value)}>"
+    return shortened(repr(value), 100)

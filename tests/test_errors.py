@@ -100,3 +100,17 @@ def test_examples_of_wording() -> None:
     """The docstring's example holds, and text that is no argument stays."""
     assert not doctest.testmod(wording).failed
     assert wording.as_options("`Net` and ``, `select=WHERE`, `rows=[3, 1]`") == "`Net` and ``, --select WHERE, --rows 3,1"
+
+
+def test_reports_are_short_to_look_at(tmp_path: Path) -> None:
+    """The repr of a report names its class and counts what is long; it fits a few lines, whatever the file holds."""
+    big = tmp_path / "big.pth"
+    torch.save({f"layer{number}.weight": torch.ones(1) for number in range(500)}, big)
+    model = torch.nn.ModuleDict({f"layer{number}": torch.nn.PReLU() for number in range(500)})
+    for report in (
+        ckpt_tools.inspect(big), ckpt_tools.check(big, digest=True), ckpt_tools.stats(big), ckpt_tools.diff(big, SINGLE),
+        ckpt_tools.convert(big, tmp_path / "a.pth", add_module=True), ckpt_tools.average([big, big], tmp_path / "b.pth"),
+        ckpt_tools.repair(big, tmp_path / "c.pth"), ckpt_tools.scan(big)[0], ckpt_tools.torch.load_into(model, big),
+    ):  # fmt: skip
+        assert repr(report).startswith(f"{type(report).__name__}(")
+        assert len(repr(report)) < 1000

@@ -36,7 +36,7 @@ from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.object_policy import modules_first
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.run import ObjectsPolicy, open_output
-from ckpt_tools.text import dotted, listed
+from ckpt_tools.text import brief, dotted, listed
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.modules import is_module
@@ -85,6 +85,8 @@ class Averaged:
     largest: list[str] = field(default_factory=list)
     first: list[str] = field(default_factory=list)
     output: Converted = field(default_factory=lambda: Converted("", ""))
+
+    __repr__ = brief
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -30,7 +30,7 @@ from ckpt_tools.operations.loaders import Loads, how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.operations.sharing import find_sharing
 from ckpt_tools.pickling.weights_only import ALLOWED
-from ckpt_tools.text import dotted, listed
+from ckpt_tools.text import brief, dotted, listed
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.modules import is_module, settings
@@ -76,6 +76,8 @@ class Description:
     metadata: dict[str, str]
     findings: list[Finding]
     part: dict[str, Any] | None = None
+
+    __repr__ = brief
 
     def to_json(self) -> dict[str, Any]:
         """The description as plain data."""

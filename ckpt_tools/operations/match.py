@@ -10,6 +10,7 @@ from typing import Any
 from ckpt_tools.fit.targets import choose_state_dict, params_of, read_target
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.matching import Matching, Stages, match
+from ckpt_tools.text import brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class MatchReport:
     source: str
     target: str
     matching: Matching
+
+    __repr__ = brief
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; `complete` is true when nothing is left over."""

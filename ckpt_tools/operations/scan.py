@@ -16,6 +16,7 @@ from ckpt_tools.formats.open import HEAD, collector_paused, open_source
 from ckpt_tools.io.output import is_address
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.operations.safety import Safety, Verdict, examine
+from ckpt_tools.text import brief
 from ckpt_tools.tree.arguments import natural
 
 # Worst first. The first two make the exit code 1.
@@ -45,6 +46,8 @@ class Scanned:
     def failed(self) -> bool:
         """Whether it is dangerous, or not all of it could be looked through."""
         return self.verdict in _FAILING
+
+    __repr__ = brief
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt_tools.errors import MatchError
-from ckpt_tools.text import printable
+from ckpt_tools.text import brief, printable
 
 _SHOWN = 6
 
@@ -64,6 +64,8 @@ class LoadReport:
         """Raise MatchError unless every tensor of the model and of the file was loaded."""
         if not self:
             raise MatchError("The checkpoint was not loaded whole.", why="; ".join(str(self).splitlines()[1:]))
+
+    __repr__ = brief
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ckpt_tools.operations.check.digests import Compared, Digest
 from ckpt_tools.operations.safety import Safety
+from ckpt_tools.text import brief
 from ckpt_tools.tree.findings import Finding
 
 Verdict = Literal["healthy", "findings", "unreadable"]
@@ -43,6 +44,8 @@ class Checked:
     against: Compared | None = None
     seconds: float = 0.0
     safety: Safety | None = None
+
+    __repr__ = brief
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

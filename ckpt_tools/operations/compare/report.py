@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tools.operations.compare.renames import Pair, removed_prefix
 from ckpt_tools.operations.compare.sides import Side
-from ckpt_tools.text import dotted
+from ckpt_tools.text import brief, dotted
 from ckpt_tools.tree.names import wrappers_in
 
 
@@ -93,6 +93,8 @@ class Difference:
     tensors: dict[str, int] = field(default_factory=dict)
     changed: list[TensorChange] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    __repr__ = brief
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -13,7 +13,7 @@ from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.open import Tensor, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.operations.compare.sides import check_effort, open_side
-from ckpt_tools.text import did_you_mean, dotted
+from ckpt_tools.text import brief, did_you_mean, dotted
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.measures import Moments, histogram
@@ -65,6 +65,8 @@ class Stats:
     tensors: list[TensorStats] = field(default_factory=list)
     modules: list[ModuleStats] = field(default_factory=list)
     total: dict[str, Any] = field(default_factory=dict)
+
+    __repr__ = brief
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.text import brief
+
 if TYPE_CHECKING:
     from ckpt_tools.fit.retarget import FittedTo
 
@@ -77,6 +79,8 @@ class Converted:
     files: int = 1
     bytes: int = 0
     seconds: float = 0.0
+
+    __repr__ = brief
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt_tools.operations.repair.mends import Mended
+from ckpt_tools.text import brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class Repaired:
     notes: list[tuple[str, str]] = field(default_factory=list)
     bytes: int = 0
     seconds: float = 0.0
+
+    __repr__ = brief
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
