@@ -497,7 +497,7 @@ _ENCODERS: dict[type, Callable[[Any], bytes]] = {
 
 
 def _are_short_bytes(items: Sequence[Any]) -> bool:
-    return set(map(type, items)) == {bytes} and max(map(len, items)) <= _LONG
+    return type(items[0]) is bytes and set(map(type, items)) == {bytes} and max(map(len, items)) <= _LONG
 
 
 def _are_short(items: Sequence[Node]) -> bool:

@@ -25,6 +25,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools
+from ckpt_tools import limits
 from ckpt_tools.errors import (
     CkptError,
     ContainerLimitError,
@@ -673,3 +674,29 @@ def test_inspect_names_a_module_as_its_state_dict(tmp_path: Path, wrap: Any) -> 
     prefix = "nets.0.module" if isinstance(model, nn.DataParallel) else "nets.0"
     assert (found.values["epoch"], found.values[f"{prefix}.1.eps"]) == (1, 1e-05)
     assert all("--objects plain" in finding.fix for finding in found.findings)
+
+
+def test_many_short_bytes_in_a_row(tmp_path: Path) -> None:
+    """They are written without asking for each what it is; what torch reads is the same, long ones between them too."""
+    rows = [bytes([number % 256, number // 256]) for number in range(1000)]
+    state = {
+        "a.w": torch.zeros(2),
+        "many": rows,
+        "long": [*rows[:300], b"x" * 100, *rows[300:600]],
+        "mixed": [*rows[:300], None, "a"],
+    }
+    torch.save(state, tmp_path / "in.pth", pickle_protocol=4)
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth")
+    found = torch.load(tmp_path / "out.pth", weights_only=False)
+    assert [found[key] for key in ("many", "long", "mixed")] == [state[key] for key in ("many", "long", "mixed")]
+
+
+def test_bytes_become_no_more_tensors_than_a_file_has(tmp_path: Path) -> None:
+    """Each becomes a tensor with a record of its own where torch 2.4 is to read them, one that is used again in every place."""
+    rows = [b"ab" * (number + 1) for number in range(50)]
+    for name, values in {"several": rows, "one": [rows[0]] * 50}.items():
+        torch.save({"a.w": torch.zeros(2), "x": values}, tmp_path / f"{name}.pth", pickle_protocol=4)
+        ckpt_tools.convert(tmp_path / f"{name}.pth", tmp_path / f"{name}.out.pth", objects="plain")
+        with limits.raised(tensors=1), pytest.raises(LimitError, match="tensors") as caught:
+            ckpt_tools.convert(tmp_path / f"{name}.pth", tmp_path / "out.pth", objects="plain")
+        assert "raise the limit: --limit tensors=" in caught.value.fix
