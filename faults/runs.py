@@ -139,11 +139,9 @@ class Rig:
         found = snapshot(self.folder)
         same = name != "in.pth" and (self.folder / name).stat().st_ino == written
         allowed = (self.before["in.pth"], self.after["in.pth"]) if same else (found[name],)
-        for _ in range(2):
-            _expect(self._as_read(name) in allowed, f"{name} is read as something else")
-            _expect(snapshot(self.folder) == found, "reading wrote something")
-            code = _in_child(lambda: _command(self.folder, ("check", "--quiet", name)), self.output)
-            _expect(code in (0, 1) and snapshot(self.folder) == found, f"check: {self.output.read_text()}")
+        _expect(self._as_read(name) in allowed, f"{name} is read as something else")
+        code = _in_child(lambda: _command(self.folder, ("check", "--quiet", name)), self.output)
+        _expect(code in (0, 1) and snapshot(self.folder) == found, f"check: {self.output.read_text()}")
         code = _in_child(lambda: _command(self.folder, ("convert", "--in-place", name, "--add-prefix", "x.")), self.output)
         _expect(code == 0, f"the next edit: {self.output.read_text()}")
 

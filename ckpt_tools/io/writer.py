@@ -173,7 +173,10 @@ class _Loop:
             try:
                 count = os.copy_file_range(content.source.fd, self.output.fd, min(left, 16 * CHUNK), offset)
             except OSError as error:
-                if error.errno not in _NO_KERNEL_COPY and error.errno != errno.EIO:  # of which file, only a buffer tells
+                if error.errno == errno.EIO:  # of which file? Reading tells, by an error of its own
+                    for _ in chunks(Range(content.source, offset, min(left, 16 * CHUNK))):
+                        pass
+                if error.errno not in _NO_KERNEL_COPY:
                     raise output_error(self.output.target, error, self.size) from None
                 self.kernel_copy = False
                 break

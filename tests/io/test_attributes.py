@@ -3,7 +3,7 @@
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -115,29 +115,21 @@ def test_the_owner_stays(private: Path) -> None:
     assert (out.stat().st_uid, out.stat().st_gid) == (12345, 12346)
 
 
-def failing(number: int, after: int, real: Callable[..., int]) -> Callable[..., int]:
-    """A call that fails from some call on."""
-    calls: list[int] = []
-
-    def call(*arguments: object) -> int:
-        calls.append(1)
-        if len(calls) > after:
-            raise OSError(number, os.strerror(number))
-        return real(*arguments)
-
-    return call
-
-
 @pytest.mark.parametrize("broken", ["input", "output"])
 def test_a_disk_that_fails_under_a_kernel_copy(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """copy_file_range says EIO for either file: the error names the one that cannot be read, or cannot be written."""
     path = tmp_path / "in.pth"
     torch.save({"a.w": torch.rand(KERNEL), "b.w": torch.rand(KERNEL)}, path)
-    monkeypatch.setattr(os, "copy_file_range", failing(errno.EIO, 0, os.copy_file_range), raising=False)
-    if broken == "input":
-        monkeypatch.setattr(os, "preadv", failing(errno.EIO, 0, os.preadv))
-    else:
-        monkeypatch.setattr(os, "write", failing(errno.EIO, 0, os.write))
+
+    def copy(*_: object) -> int:
+        if broken == "input":
+            monkeypatch.setattr(os, "pread", fail)
+        return fail()
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "copy_file_range", copy, raising=False)
     with pytest.raises(NotACheckpointError if broken == "input" else OutputError) as caught:
         ckpt_tools.convert(path, tmp_path / "out.pth", drop="b.w")
     assert ("in.pth cannot be read" if broken == "input" else "out.pth cannot be written") in caught.value.what
