@@ -35,6 +35,12 @@ def array_bytes(node: Object, machine: Machine) -> int:
     return length
 
 
+def is_pickled_behind(node: Object) -> bool:
+    """Whether a pickle of its own follows, with a memo of its own: joblib writes arrays of objects so."""
+    state = node.state if type(node.function) is Global and node.function == _WRAPPER else None
+    return type(state) is Dict and not _itemsize(state.get("dtype"))
+
+
 def _itemsize(dtype: Node) -> int:
     code = dtype.args[0] if type(dtype) is Object and type(dtype.args) is tuple and dtype.args else None
     if type(code) is not str:

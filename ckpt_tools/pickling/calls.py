@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.pickling import ratings
-from ckpt_tools.pickling.arrays_behind import array_bytes
+from ckpt_tools.pickling.arrays_behind import array_bytes, is_pickled_behind
 from ckpt_tools.pickling.callables import QUIET
 from ckpt_tools.pickling.ratings import Rating
-from ckpt_tools.pickling.reader import OPCODES, Machine
+from ckpt_tools.pickling.reader import OPCODES, Machine, Stop
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
 from ckpt_tools.tree.nodes import (
@@ -90,6 +90,7 @@ class Lister(Machine):
         self.calls: dict[tuple[str, str], Call] = {}
         self.nested: list[bytes] = []
         self.told = 0
+        self.outer: list[tuple[list[Node], list[list[Node]], list[Node], dict[int, Node]]] = []  # pickles around this one
 
     def make(self, function: Node, args: Node) -> None:
         """Rate a call, then stand in for its result."""
@@ -192,6 +193,15 @@ def _build(machine: Lister) -> None:
     if type(target) is Object:
         target.steps.append(("build", state))
         machine.position += array_bytes(target, machine)
+        if is_pickled_behind(target):
+            machine.outer.append((machine.stack, machine.marks, machine.memo, machine.far_memo))
+            machine.stack, machine.marks, machine.memo, machine.far_memo = [], [], [], {}
+
+
+def _stop(machine: Lister) -> None:
+    if not machine.outer:
+        raise Stop(machine.stack.pop())
+    machine.stack, machine.marks, machine.memo, machine.far_memo = machine.outer.pop()
 
 
 def _append(machine: Lister) -> None:
@@ -242,6 +252,7 @@ def _of_change(target: Global) -> Rating:
 for _code, _handler in (
     (b"\x95", _frame), (b"\x93", _stack_global), (b"R", _reduce), (b"\x81", _new), (b"\x92", _newobj_ex), (b"i", _inst),
     (b"o", _obj), (b"b", _build), (b"a", _append), (b"e", _appends), (b"s", _setitem), (b"u", _setitems), (b"\x90", _additems),
+    (b".", _stop),
 ):  # fmt: skip
     _LENIENT[_code[0]] = _handler  # type: ignore[assignment]  # only a Lister has this table
 

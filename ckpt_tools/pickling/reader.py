@@ -98,7 +98,7 @@ class Machine:
             )
         try:
             return self._run()
-        except _Stop as stop:
+        except Stop as stop:
             return stop.value
         except IndexError:
             self.cut = self.position >= self.end
@@ -115,7 +115,7 @@ class Machine:
             self.shared.note(limits.PICKLES, min(self.position, self.end) - self.start)
 
     def _run(self) -> NoReturn:
-        """The hot loop; a `_Stop` ends it."""
+        """The hot loop; a `Stop` ends it."""
         data, opcodes = self.data, self.opcodes
         while True:
             while self.position < self.limit:
@@ -257,7 +257,7 @@ def _cost(made: Node) -> int:
     return len(made) // BYTES_PER_NODE if type(made) is bytes else 0
 
 
-class _Stop(Exception):  # noqa: N818  not an error: how the loop ends
+class Stop(Exception):  # noqa: N818  not an error: how the loop ends
     def __init__(self, value: Node) -> None:
         self.value = value
 
@@ -317,7 +317,7 @@ def _frame(machine: Machine) -> None:
 
 @_opcode(b".")
 def _stop(machine: Machine) -> None:
-    raise _Stop(machine.stack.pop())
+    raise Stop(machine.stack.pop())
 
 
 @_opcode(b"(")

@@ -104,6 +104,11 @@ def test_known_harm_is_named(function: Any, args: tuple[Any, ...], shown: str | 
     assert any(call.rating == "harmful" for _, call in safety.calls)
 
 
+# What joblib writes for an array of one element, which follows where no opcode is.
+JOBLIB = (
+    b"\x80\x03N0cjoblib.numpy_pickle\nNumpyArrayWrapper\nq\0)\x81}(X\x05\0\0\0dtypecnumpy\ndtype\nX\x02\0\0\0%bK\0K\1\x87R"
+    b"X\x05\0\0\0shapeK\1\x85X\x1b\0\0\0numpy_array_alignment_bytesK\x10ub%b"
+)
 # By hand: how a pickle calls without saying so. One opcode a line would be a page; see CPython's Lib/pickletools.py.
 BY_HAND = {
     "inst": b"(S'id'\nios\nsystem\n.",
@@ -146,6 +151,9 @@ BY_HAND = {
     "item of a list": b"\x80\x02]K\1aK\0K\2scos\nsystem\nX\x02\0\0\0id\x85R.",
     "behind many pickles": b"\x80\x02N." * 2000 + b"cos\nsystem\n(S'id'\ntR.",
     "a name that is none behind the call": b"cos\nsystem\n(S'id'\ntR0c)\n!\n.",
+    "behind joblib's array": JOBLIB % (b"f8", b"\x01" + bytes(9)) + b"0cos\nsystem\nX\x02\0\0\0id\x85R.",
+    "in joblib's array of objects": JOBLIB % (b"O8", b"\x80\x03cos\nsystem\nX\x02\0\0\0id\x85R.") + b".",
+    "behind joblib's array of objects": JOBLIB % (b"O8", b"\x80\x03]q\0.") + b"q\1h\0cos\nsystem\nX\x02\0\0\0id\x85R.",
     "second pickle": pickle.dumps({"a": 1}) + pickle.dumps(SYSTEM),
     "breaks after the call": b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R\xff",
     "cut after the call": b"cos\nsystem\n(S'id'\ntR",
