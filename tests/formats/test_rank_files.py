@@ -8,12 +8,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import ckpt_tools
 from ckpt_tools.cli import main
-from ckpt_tools.errors import FolderError, PartError
+from ckpt_tools.errors import FolderError, PartError, TensorError
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.content import Joined
 from ckpt_tools.torch import load, load_into, load_state_dict
@@ -25,7 +25,6 @@ from tests.support.rank_files import (
     fsdp_tp,
     hsdp,
     net,
-    rank_of,
     save_ranks,
     sharded,
     tp,
@@ -268,9 +267,43 @@ def test_a_state_beside_that_is_each_ranks_own(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out.pth", weights_only=True)["rng_state"].tolist() == [0, 0, 0, 0]
 
 
-def test_empty_worlds(tmp_path: Path) -> None:
-    """One process alone can be asked for by world size too."""
-    with rank_of(0, 1):
-        pass
-    expected = save_ranks(tmp_path, fsdp1, 1)
-    assert equal(load_state_dict(tmp_path), expected)
+def test_boxes_that_overlap(tmp_path: Path) -> None:
+    """Ranks that hold overlapping boxes, of which a hostile folder could show either, are refused."""
+
+    def cut(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
+        made = sharded(torch.arange(8.0), rank, world)
+        box = made._metadata.shards_metadata[rank]
+        if rank == 1:
+            box.shard_offsets[0] = made._local_shards[0].metadata.shard_offsets[0] = 2
+        return {"w.weight": made}
+
+    save_ranks(tmp_path, cut, 2)
+    with pytest.raises(TensorError, match=r"Two chunks of 'w\.weight' overlap"):
+        ckpt_tools.inspect(tmp_path)
+
+
+def test_a_shard_outside_of_its_tensor(tmp_path: Path) -> None:
+    """A box that reaches over the tensor's end is no place."""
+
+    def cut(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
+        made = sharded(torch.arange(8.0), rank, world)
+        made._metadata.shards_metadata[1].shard_offsets[0] = 1 << 40
+        return {"w.weight": made}
+
+    save_ranks(tmp_path, cut, 2)
+    with pytest.raises(PartError, match="cannot be placed"):
+        ckpt_tools.inspect(tmp_path)
+
+
+@pytest.mark.parametrize("state", [
+    {"_rank": 5}, {"_coordinate_on_dim": (7,)}, {"_flatten_rank_map": (0, 0)}, {"_flatten_rank_map": ()}, {"_layout": None},
+    {"_coordinate_on_dim": (-1,)}, {"_rank_map": 3, "_flatten_rank_map": None}, {"_coordinate_on_dim": ((),)},
+])  # fmt: skip
+def test_meshes_that_cannot_be(state: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh with impossible ranks, sizes or coordinates is an error of ours, and never a guess."""
+    plain = DeviceMesh.__getstate__
+    monkeypatch.setattr(DeviceMesh, "__getstate__", lambda mesh: {**plain(mesh), **state})
+    save_ranks(tmp_path, fsdp2, 2)
+    with pytest.raises(PartError):
+        ckpt_tools.inspect(tmp_path)
+    assert "cannot be placed" in ckpt_tools.inspect(tmp_path / "model_world_size_2_rank_1.pt").findings[0].found

@@ -202,7 +202,7 @@ def test_sums_are_refused(tmp_path: Path) -> None:
 def old_state(mesh: DeviceMesh) -> dict[str, Any]:
     """What torch 2.4 to 2.8 pickle of a mesh."""
     coordinate = mesh.get_coordinate()
-    return {"device_type": "cpu", "mesh": mesh.mesh, "mesh_dim_names": mesh.mesh_dim_names, "_thread_id": None,
+    return {"device_type": "cpu", "mesh": mesh.mesh, "mesh_dim_names": list(mesh.mesh_dim_names or ()), "_thread_id": None,
             "_coordinate_on_dim": None if coordinate is None else list(coordinate)}  # fmt: skip
 
 

@@ -48,7 +48,8 @@ def decode(group: Group, files: Files, decode_file: Callable[[Source], Decoded])
     base.root = keys.renew(base.root)
     merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, keys)
     made = joined(CONTAINER, merging.run(), files, list(parts.values()), {})
-    made.globals = [name for name in made.globals if name not in merging.globals_of_parts()]
+    gone = merging.globals_of_parts()
+    made.globals = [name for name in made.globals if name not in gone]
     made.has_checksums = False  # those of the ranks' records are not looked at
     made.warnings += merging.warnings
     made.locate = merging.locate

@@ -142,7 +142,7 @@ class PartReader:
         if type(entry) is not Entry:
             raise TensorError("The local part of a DTensor is no plain tensor.")
         mesh, rank, coordinate, world = self._mesh(spec["mesh"])
-        placements = tuple(_placement(place, len(shape)) for place in spec["placements"])
+        placements = tuple(_placement(place, len(shape)) for place in _row(spec["placements"]))
         if len(placements) != len(mesh.shape):
             raise TensorError(f"A DTensor has {len(placements)} placements on a mesh of {len(mesh.shape)} dimensions.")
         held: tuple[Held, ...] = ()
@@ -211,7 +211,7 @@ def _shard_order(node: Node, placements: Sequence[Placement]) -> list[int] | Non
     """The order that a spec of torch 2.10 and later says; None where the placements say it."""
     if node is None or any(place.kind == "strided" for place in placements):
         return None
-    cuts = [number for entry in node for number in entry.args[1]]
+    cuts = [number for entry in _row(node) for number in _row(entry.args[1])]
     wanted = [number for number, place in enumerate(placements) if place.kind == "shard"]
     if sorted(cuts) != wanted:
         raise TensorError("A DTensor's shard_order names other dimensions than its placements.")
@@ -249,7 +249,7 @@ def _mesh(state: dict[str, Node]) -> tuple[Mesh, int | None, Sizes | None, int]:
         if rank is not None and own != rank:
             raise TensorError(f"Rank {rank} claims the place of rank {own} in a mesh.")
         rank = own
-    return Mesh(mesh.shape, mesh.ranks, tuple(map(str, names))), rank, coordinate, world
+    return Mesh(mesh.shape, mesh.ranks, tuple(map(str, _row(names)))), rank, coordinate, world
 
 
 def _check_mesh(mesh: Mesh, coordinate: Sizes | None) -> None:
@@ -281,7 +281,7 @@ def _mesh_by_layout(state: dict[str, Node], coordinate: Sizes | None) -> tuple[M
 def _axes(state: dict[str, Node]) -> tuple[Sizes, list[list[int]]]:
     """The sizes of a mesh, and for each dimension how far each of its coordinates leads."""
     if "axes" in state:  # torch 2.13: each dimension has sizes and strides of its own
-        pairs = [_record(axis, "_FlatLayout") for axis in state["axes"]]
+        pairs = [_record(axis, "_FlatLayout") for axis in _row(state["axes"])]
         rows = [(_ints(pair["shape"]), _ints(pair["stride"])) for pair in pairs]
     else:  # torch 2.9
         rows = [((size,), (step,)) for size, step in zip(_ints(state["shape"]), _ints(state["stride"]), strict=True)]
@@ -343,6 +343,11 @@ def _state(node: Node) -> dict[str, Node]:
     """What a state sets: a dict, or a pair of dict and slots."""
     parts = node if type(node) is tuple else (node,)
     return {key: value for part in parts if type(part) is Dict for key, value in part.items if type(key) is str}
+
+
+def _row(node: Node) -> Sequence[Node]:
+    """The items of a tuple or a list: which of them it is has changed between versions."""
+    return node.items if type(node) is List else node if type(node) is tuple else ()
 
 
 def _ints(node: Node) -> Sizes:
