@@ -91,7 +91,7 @@ def test_every_protocol(protocol: int, tmp_path: Path) -> None:
         (np.load, ("other.npy",), None),
         (map, (os.system, ["id"]), None),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__qualname__", None),  # the same in every process
 )
 def test_known_harm_is_named(function: Any, args: tuple[Any, ...], shown: str | None, tmp_path: Path) -> None:
     """Functions that run code, open files or load more are told with what they are given."""
