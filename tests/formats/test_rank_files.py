@@ -25,6 +25,7 @@ from tests.support.rank_files import (
     fsdp_tp,
     hsdp,
     net,
+    rank_of,
     save_ranks,
     sharded,
     tp,
@@ -88,6 +89,20 @@ def test_every_command_takes_the_folder(folder: Path, tmp_path: Path) -> None:
         assert ckpt_tools.diff(tmp_path / name, tmp_path / "model.pth").same
     shown = CliRunner().invoke(main, ["check", str(folder)])
     assert shown.exit_code == 0, shown.output
+
+
+def test_check_reads_every_record_of_every_rank(folder: Path) -> None:
+    """A flipped bit in one rank's part is found, and the file named."""
+    assert ckpt_tools.check(folder).records == sum(ckpt_tools.check(path).records for path in folder.iterdir())
+    path = folder / "model_world_size_3_rank_1.pt"
+    data = bytearray(path.read_bytes())
+    with rank_of(1, 3):
+        part = fsdp2(net(), 1, 3)["emb.weight"].to_local().detach()
+    at = data.index(part.numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    damaged = [row for row in ckpt_tools.check(folder).findings if row.code == "damaged-record"]
+    assert "rank_1.pt" in damaged[0].found
 
 
 def test_rows_stay_ranges(folder: Path) -> None:
@@ -198,6 +213,8 @@ def test_replicas_must_agree(tmp_path: Path) -> None:
     save_ranks(tmp_path / "in", cut, 4)
     with pytest.raises(PartError, match=r"The ranks 1, 3 hold different values for 'a\.weight'"):
         ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    checked = ckpt_tools.check(tmp_path / "in")
+    assert [row.code for row in checked.findings if row.severity == "problem"] == ["parts-disagree"]
     assert not (tmp_path / "out.pth").exists()
 
 

@@ -143,14 +143,14 @@ Check = Callable[[], int | None]
 
 
 def _records(decoded: Decoded, contents: Sequence[Range | Deflated]) -> list[tuple[Source, Record]]:
-    """The records that have a CRC-32, each once: of the zip, of every zip, of the archives in the parts of a dcp checkpoint."""
+    """The records that have a CRC-32, each once: of the zip, of every zip, of the archives in the parts of many ranks."""
     found = {id(record): (decoded.source, record) for record in decoded.records if decoded.has_checksums}
     for content in contents:
         if isinstance(content, RecordRange):
             found[id(content.record)] = (content.source, content.record)
     if isinstance(decoded.source, Files):
         for source in decoded.source.members.values():
-            if source.path.suffix == ".distcp":
+            if source.path.suffix == ".distcp" or decoded.container == "rank-files":
                 found |= {id(record): (part, record) for part, record in _archived(source)}
     places = {(*in_file(source, record.data), record.size): (source, record) for source, record in found.values()}
     checked = list(places.values())
@@ -158,7 +158,7 @@ def _records(decoded: Decoded, contents: Sequence[Range | Deflated]) -> list[tup
 
 
 def _archived(source: Source) -> Iterator[tuple[Source, Record]]:
-    """The records of the archives in a part of a dcp checkpoint, one archive a tensor."""
+    """The records of the archives in one rank's part: one archive, or in a dcp one a tensor."""
     if not is_zip(source.read(0, min(4, source.size))):
         return
     for start, size in concatenated.split(source) or [(0, source.size)]:

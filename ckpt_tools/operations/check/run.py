@@ -15,6 +15,7 @@ from ckpt_tools.errors import (
     CkptError,
     DamagedFileError,
     DigestError,
+    PartError,
     RemoteError,
     UsageError,
     ZipError,
@@ -197,6 +198,7 @@ def _findings(
     if read.skipped:
         text = f"{len(read.skipped)} tensors have no digest and were not counted: {_paths(read.skipped)}"
         yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
+    yield from _disagreeing(checkpoint)
     loads = list(loading.findings(checkpoint, wanted.device))
     if partition(checkpoint) is not None:
         loads = list(without_advice(loads))
@@ -231,6 +233,15 @@ def _differences(compared: digests.Compared) -> Iterator[Finding]:
     for code, wheres, what in rows:
         if wheres:
             yield Finding(code, "problem", [], f"{len(wheres)} tensors are {what} {compared.against}: {_paths(wheres)}")
+
+
+def _disagreeing(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """What several ranks hold, and do not hold alike."""
+    if checkpoint.container == "rank-files":
+        try:
+            checkpoint.locate()
+        except PartError as error:
+            yield Finding("parts-disagree", "problem", [], error.what, error.why, error.fix)
 
 
 def _paths(wheres: Sequence[Where]) -> str:
