@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -34,23 +35,28 @@ def repair(
 ) -> None:  # fmt: skip
     """Save what is whole in a damaged checkpoint, and mend what hurts in a whole one. IN is never touched.
 
-    Without OUT it does one thing: it rolls back an edit in place (convert --in-place) that was interrupted.
+    Without OUT it does one of two things: in a file it rolls back an edit in place (convert --in-place) that was interrupted;
+    for a folder of shards it writes the index that is missing.
 
     \b
     ckpt repair cut.pth saved.pth
     ckpt repair --dry-run cut.pth saved.pth
     ckpt repair cut.pth full.pth --like torchvision.models:resnet18 --reinit default
     ckpt repair half-edited.pth
+    ckpt repair folder
 
     Exit code: 0 all saved, 1 something could not be saved (OUT is written without it), 3 nothing to save.
     """
+    from ckpt_tools.operations.repair.missing_index import write_index
     from ckpt_tools.operations.repair.run import repair as repair_checkpoint
     from ckpt_tools.operations.repair.run import roll_back
 
     if target is None:
         if keep_damaged or tie_equal or like or reinit or seed is not None or overwrite:
-            raise click.UsageError("Without OUT, repair rolls back an interrupted edit; its options are for an OUT.")
-        report = roll_back(source, dry_run=dry_run)
+            raise click.UsageError(
+                "Without OUT, repair rolls back an interrupted edit or writes a missing index; its options are for an OUT."
+            )
+        report = write_index(source, dry_run=dry_run) if os.path.isdir(source) else roll_back(source, dry_run=dry_run)
     else:
         with show_progress(quiet=quiet) as progress:
             report = repair_checkpoint(

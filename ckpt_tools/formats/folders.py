@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_tools.errors import FolderError, NotACheckpointError
-from ckpt_tools.formats.parts.grouping import model_group
+from ckpt_tools.formats.parts.grouping import model_group, shard_groups
 
 INDEX_SUFFIX = ".index.json"
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
@@ -23,7 +23,7 @@ _DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors
 class Layout:
     """A folder that is one checkpoint: its container, and the files that say what is in it."""
 
-    container: Literal["sharded", "dcp", "dcp-safetensors", "rank-files"]
+    container: Literal["sharded", "dcp", "dcp-safetensors", "rank-files", "shards"]
     names: tuple[str, ...]
 
 
@@ -54,14 +54,21 @@ def layout_of(folder: str | os.PathLike[str], names: list[str]) -> Layout | None
     shards = tuple(name for name in names if _DCP_SAFETENSORS.fullmatch(name))
     if shards:
         return Layout("dcp-safetensors", shards)
+    groups = shard_groups(names)
+    if len(groups) > 1:
+        raise _several(folder, [group[0] for group in groups], "They are shards without an index, and of several checkpoints.")
+    if groups:
+        return Layout("shards", groups[0])
     group = model_group(names)
     return Layout("rank-files", group.every) if group is not None else None
 
 
-def _several(folder: str | os.PathLike[str], names: list[str] | tuple[str, ...]) -> NotACheckpointError:
+def _several(
+    folder: str | os.PathLike[str], names: list[str] | tuple[str, ...], why: str = "Each index is one of its own."
+) -> NotACheckpointError:
     listed = ", ".join(names[:5])
     fix = f"Name one of them: {Path(folder) / names[-1]}"
-    return NotACheckpointError(f"{folder} holds several checkpoints: {listed}.", why="Each index is one of its own.", fix=fix)
+    return NotACheckpointError(f"{folder} holds several checkpoints: {listed}.", why=why, fix=fix)
 
 
 def layout(folder: Path, names: list[str]) -> Layout:
@@ -75,7 +82,7 @@ def layout(folder: Path, names: list[str]) -> Layout:
         files = [name for name in sorted(names) if name.endswith(_CHECKPOINTS)]
         raise FolderError(
             f"{folder} is a directory, and not a checkpoint.",
-            why="It has no index of shards (*.index.json), no distributed checkpoint (.metadata) and no files of ranks.",
+            why="It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata), no files of ranks.",
             fix=": ".join(["Name a file in it", *([", ".join(files[:4])] if files else [])]) + ".",
         )
     return found

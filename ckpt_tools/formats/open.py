@@ -265,6 +265,10 @@ def _decode_folder(files: Files) -> Decoded:
         return dcp.decode_safetensors(layout.names, files)
     if layout.container == "rank-files":
         return decode_ranks(files, layout.names[0], layout.names)
+    if layout.container == "shards":
+        from ckpt_tools.formats.parts import loose_shards
+
+        return loose_shards.decode(loose_shards.read(layout.names, files, decode_file), files)
     return sharded.decode(files.open(layout.names[0]), files, decode_file)
 
 

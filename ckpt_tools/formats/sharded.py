@@ -66,16 +66,21 @@ def decode(index: Source, files: Files, decode_file: DecodeFile) -> Decoded:
         DamagedFileError: the index is malformed; a shard or a tensor is missing, in the wrong shard, or in two.
     """
     weight_map, metadata = _read_index(index)
-    shards = {name: _shard(name, files, decode_file) for name in sorted({*weight_map.values()})}
-    places = _places(shards)
+    shards = {name: read_shard(name, files, decode_file) for name in sorted({*weight_map.values()})}
+    places = places_of(shards)
     _check_map(weight_map, places, shards, index)
-    found = list(shards.values())
-    keys = Keys()
-    for decoded in found:
-        decoded.root = keys.renew(decoded.root)
+    found = renewed(shards.values())
     root = Dict(_ordered(weight_map, found, metadata), ordered=True)
     root.attributes = safetensors.restore_state_dict_metadata(metadata)
-    return joined("sharded", root, files, found, _own_metadata(found, metadata))
+    return joined("sharded", root, files, found, own_metadata(found, metadata))
+
+
+def renewed(parts: Iterable[Decoded]) -> list[Decoded]:
+    """The parts, each storage under a key that no other part's has."""
+    keys, found = Keys(), list(parts)
+    for decoded in found:
+        decoded.root = keys.renew(decoded.root)
+    return found
 
 
 def joined(container: str, root: Node, files: Files, parts: Sequence[Decoded], metadata: Mapping[str, str]) -> Decoded:
@@ -129,7 +134,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _shard(name: str, files: Files, decode_file: DecodeFile) -> Decoded:
+def read_shard(name: str, files: Files, decode_file: DecodeFile) -> Decoded:
     """One shard: a file with a flat state dict."""
     try:
         decoded = decode_file(files.open(name))
@@ -144,7 +149,7 @@ def _shard(name: str, files: Files, decode_file: DecodeFile) -> Decoded:
     return decoded
 
 
-def _places(shards: Mapping[str, Decoded]) -> dict[str, str]:
+def places_of(shards: Mapping[str, Decoded]) -> dict[str, str]:
     """Name -> the shard that holds it."""
     places: dict[str, str] = {}
     for file, decoded in shards.items():
@@ -184,7 +189,7 @@ def _ordered(weight_map: Mapping[str, str], shards: Sequence[Decoded], metadata:
     return safetensors.restore_aliases([*listed, *rest], metadata) if aliases else [*listed, *rest]
 
 
-def _own_metadata(shards: Sequence[Decoded], metadata: Mapping[str, str]) -> dict[str, str]:
+def own_metadata(shards: Sequence[Decoded], metadata: Mapping[str, str]) -> dict[str, str]:
     """The texts of the index and of the shards; where they differ, the index's."""
     own = (safetensors.ALIASES, safetensors.STATE_DICT_METADATA, ORDER)
     found: dict[str, str] = {}

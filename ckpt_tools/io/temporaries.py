@@ -16,7 +16,8 @@ from pathlib import Path
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 _CLOEXEC: int = getattr(os, "O_CLOEXEC", 0)
-_ENDING = re.compile(r"[0-9a-f]{12}\.ckpt-tmp")
+SUFFIX = ".ckpt-tmp"
+_ENDING = re.compile(rf"[0-9a-f]{{12}}\{SUFFIX}")
 
 
 def name(folder: Path, prefix: str) -> Path:
@@ -26,7 +27,7 @@ def name(folder: Path, prefix: str) -> Path:
 
 def new_name(prefix: str) -> str:
     """A name for a temporary, which nothing has yet."""
-    return f"{prefix}{os.urandom(6).hex()}.ckpt-tmp"
+    return f"{prefix}{os.urandom(6).hex()}{SUFFIX}"
 
 
 def prefix_of(target: Path) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 _NAME = re.compile(r"(?P<head>.*rank[_-]?)(?P<rank>\d{1,6})(?P<tail>\D*\.(?:pt|pth|bin|ckpt|th))", re.IGNORECASE)
 _WORLD = re.compile(r"world[_-]?size[_-]?(\d{1,6})", re.IGNORECASE)
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<suffix>\.safetensors|\.bin|\.pth|\.pt)")
 _DEEPSPEED = re.compile(r"(?:mp|pp|expp)_rank_\d")
 
 
@@ -54,3 +55,28 @@ def model_group(names: Sequence[str]) -> Group | None:
     if len(groups) > 1:
         groups = [group for group in groups if group.stem.lower().startswith("model")]
     return groups[0] if len(groups) == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardName:
+    """What the name of a shard says: `model-00001-of-00003.safetensors`."""
+
+    stem: str
+    number: int
+    count: int
+    suffix: str
+
+
+def shard_name(name: str) -> ShardName | None:
+    """What the name of a file says of a shard; None for any other."""
+    match = _SHARD.fullmatch(name)
+    return ShardName(match["stem"], int(match["number"]), int(match["count"]), match["suffix"]) if match else None
+
+
+def shard_groups(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The files that call themselves shards, those together that differ in the number alone."""
+    groups: dict[tuple[str, int, str], list[str]] = {}
+    for name in sorted(names):
+        if said := shard_name(name):
+            groups.setdefault((said.stem, said.count, said.suffix), []).append(name)
+    return [tuple(group) for group in groups.values()]

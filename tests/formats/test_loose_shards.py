@@ -1,0 +1,151 @@
+"""Shards whose index is gone are one checkpoint when all are there, and `ckpt repair FOLDER` writes the index."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file, save_model
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools.cli import main
+from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError, PartError, UsageError
+from ckpt_tools.torch import load_state_dict
+
+State = dict[str, torch.Tensor]
+PARTS: list[State] = [{"b.w": torch.arange(6.0).view(2, 3)}, {"a.w": torch.ones(3), "c.w": torch.zeros(2)}]
+
+
+def shards(folder: Path, suffix: str = ".safetensors", parts: list[State] = PARTS, stem: str = "model") -> State:
+    """Shards as Hugging Face names them, without an index; returns what is in them."""
+    folder.mkdir(exist_ok=True)
+    for number, part in enumerate(parts, 1):
+        path = folder / f"{stem}-{number:05d}-of-{len(parts):05d}{suffix}"
+        if suffix == ".safetensors":
+            save_file(part, path, {"format": "pt"})
+        else:
+            torch.save(part, path)
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def equal(found: State, expected: State) -> bool:
+    """The same names in order with the same values."""
+    return list(found) == list(expected) and all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_every_command_takes_the_folder(suffix: str, tmp_path: Path) -> None:
+    """All shards together are the checkpoint, with a note that names the command for the index."""
+    folder = tmp_path / "in"
+    expected = shards(folder, suffix)
+    torch.save(expected, tmp_path / "model.pth")
+    described = ckpt_tools.inspect(folder)
+    assert described.container == "sharded"
+    note = next(row for row in described.findings if row.code == "no-index")
+    assert (note.found, note.fix) == ("the index of the 2 shards is missing; all of them are here", f"ckpt repair {folder}")
+    assert equal(load_state_dict(folder), expected)
+    assert ckpt_tools.diff(folder, tmp_path / "model.pth").same
+    assert ckpt_tools.stats(folder).total == ckpt_tools.stats(tmp_path / "model.pth").total
+    ckpt_tools.convert(folder, tmp_path / "out.pth")
+    assert equal(torch.load(tmp_path / "out.pth", weights_only=True), expected)
+    shown = CliRunner().invoke(main, ["check", str(folder)])
+    assert shown.exit_code == 1, shown.output  # other programs do not load it
+    assert "00002-of" not in shown.output
+
+
+@pytest.mark.parametrize(("suffix", "stem"), [(".safetensors", "model"), (".bin", "pytorch_model")])
+def test_repair_writes_the_index(suffix: str, stem: str, tmp_path: Path) -> None:
+    """The index has the ecosystem's name and form; the shards stay; a dry run writes nothing; a second time is refused."""
+    folder = tmp_path / "in"
+    expected = shards(folder, suffix, stem=stem)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert CliRunner().invoke(main, ["repair", "--dry-run", str(folder)]).exit_code == 0
+    assert {path.name for path in folder.iterdir()} == set(before)
+    done = CliRunner().invoke(main, ["repair", "--json", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.output)["saved"] == 3
+    index = json.loads((folder / f"{stem}{suffix}.index.json").read_text())
+    assert index["metadata"]["total_size"] == 44
+    one, two = (f"{stem}-{number:05d}-of-00002{suffix}" for number in (1, 2))
+    assert index["weight_map"] == {"b.w": one, "a.w": two, "c.w": two}
+    assert all((folder / name).read_bytes() == data for name, data in before.items())
+    assert equal(load_state_dict(folder), expected)
+    assert "no-index" not in [row.code for row in ckpt_tools.inspect(folder).findings]
+    assert CliRunner().invoke(main, ["repair", str(folder)]).exit_code == UsageError.exit_code
+
+
+def test_tied_names_come_back(tmp_path: Path) -> None:
+    """A tied name in a shard's metadata is a name of the checkpoint, before the index is written and after it."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    save_model(model, str(tmp_path / "model-00001-of-00002.safetensors"))
+    save_file({"z.w": torch.ones(1)}, tmp_path / "model-00002-of-00002.safetensors")
+    expected = [*load_state_dict(tmp_path)]
+    assert set(expected) == {*model.state_dict(), "z.w"}
+    assert CliRunner().invoke(main, ["repair", str(tmp_path)]).exit_code == 0
+    assert {*load_state_dict(tmp_path)} == {*expected}
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert all(name in load_file(tmp_path / file) for name, file in weight_map.items())
+
+
+def test_a_shard_is_missing(tmp_path: Path) -> None:
+    """Missing shards are named, by every command, and no index is written."""
+    shards(tmp_path / "in", parts=[*PARTS, {"d.w": torch.ones(1)}, {"e.w": torch.ones(1)}])
+    for number in (1, 3):
+        (tmp_path / "in" / f"model-{number:05d}-of-00004.safetensors").unlink()
+    for call in (lambda: ckpt_tools.inspect(tmp_path / "in"), lambda: ckpt_tools.convert(tmp_path / "in", tmp_path / "o.pth")):
+        with pytest.raises(PartError, match=r"2 of 4 .* model-00001-of-00004\.safetensors, model-00003-of-00004\.safetensors"):
+            call()
+    assert CliRunner().invoke(main, ["repair", str(tmp_path / "in")]).exit_code == 3
+    assert len([*(tmp_path / "in").iterdir()]) == 2
+
+
+def twice(folder: Path) -> None:
+    """One number under two names."""
+    (folder / "model-000002-of-000002.safetensors").write_bytes((folder / "model-00002-of-00002.safetensors").read_bytes())
+
+
+def beyond(folder: Path) -> None:
+    """A number above the count."""
+    save_file({"x.w": torch.ones(1)}, folder / "model-00003-of-00002.safetensors")
+
+
+def same_name(folder: Path) -> None:
+    """A tensor in two shards."""
+    save_file({"b.w": torch.ones(1)}, folder / "model-00002-of-00002.safetensors")
+
+
+def two_models(folder: Path) -> None:
+    """Shards of another model beside these."""
+    shards(folder, stem="other")
+
+
+def interrupted(folder: Path) -> None:
+    """What an interrupted write of the folder leaves."""
+    (folder / ".0123456789ab.ckpt-tmp").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "text"),
+    [
+        (twice, PartError, "is there twice"),
+        (beyond, PartError, "has another number"),
+        (same_name, DamagedFileError, "'b.w' is in two shards"),
+        (two_models, NotACheckpointError, "holds several checkpoints"),
+        (interrupted, PartError, "interrupted"),
+    ],
+)
+def test_what_is_no_one_checkpoint(spoil: object, kind: type[CkptError], text: str, tmp_path: Path) -> None:
+    """Shards of which two programs could make two checkpoints are refused."""
+    shards(tmp_path)
+    spoil(tmp_path)  # type: ignore[operator]
+    with pytest.raises(kind, match=text):
+        load_state_dict(tmp_path)
+
+
+def test_one_shard_stays_a_file(tmp_path: Path) -> None:
+    """A shard that is named holds whole tensors, and is read alone, as beside an index."""
+    shards(tmp_path)
+    assert [*load_state_dict(tmp_path / "model-00001-of-00002.safetensors")] == ["b.w"]
