@@ -101,6 +101,8 @@ def test_check_reads_every_record_of_every_rank(folder: Path) -> None:
     at = data.index(part.numpy().tobytes())
     data[at] ^= 1
     path.write_bytes(data)
+    notes = ckpt_tools.convert(folder, folder.parent / "out.pth", verify=True).notes
+    assert "not-verified" in [note.code for note in notes]  # what --verify does not do is said
     damaged = [row for row in ckpt_tools.check(folder).findings if row.code == "damaged-record"]
     assert "rank_1.pt" in damaged[0].found
 

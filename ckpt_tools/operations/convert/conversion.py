@@ -18,7 +18,7 @@ from ckpt_tools.edit.objects import plain
 from ckpt_tools.edit.objects.values import is_array
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import PROGRAMS
+from ckpt_tools.formats.base import PROGRAMS, Decoded
 from ckpt_tools.formats.open import (
     Checkpoint,
     collector_paused,
@@ -217,10 +217,17 @@ def report_flat(flat: flatten.Flat, report: Converted) -> None:
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in flat.fates]
 
 
+def not_verified(decoded: Decoded) -> Note:
+    """Why --verify compares nothing."""
+    if decoded.container in ("dcp", "rank-files"):
+        return Note("not-verified", "--verify: the checksums of the parts of many ranks are compared by ckpt check, not here.")
+    return Note("no-checksums", "--verify: the input carries no checksums.")
+
+
 def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
     decoded, verify = checkpoint.decoded, edits.verify
     if verify and not decoded.has_checksums:
-        report.notes.append(Note("no-checksums", "--verify: the input carries no checksums."))
+        report.notes.append(not_verified(decoded))
     if edits.kind == "safetensors":
         flat = flatten.flatten(root, objects=edits.objects, metadata=decoded.metadata)
         report_flat(flat, report)

@@ -18,7 +18,7 @@ from ckpt_tools.io.output_folder import Staging, check_folder, replacing_folder
 from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert import sharding
-from ckpt_tools.operations.convert.conversion import Edits, report_flat
+from ckpt_tools.operations.convert.conversion import Edits, not_verified, report_flat
 from ckpt_tools.operations.convert.dcp_items import Items, collect
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.sharding import Shards
@@ -146,7 +146,7 @@ def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report
     decoded = checkpoint.decoded
     verify = edits.verify and decoded.has_checksums
     if edits.verify and not decoded.has_checksums:
-        report.notes.append(Note("no-checksums", "--verify: the input carries no checksums."))
+        report.notes.append(not_verified(decoded))
     if edits.kind == "safetensors":
         shards = sharding.safetensors_shards(root, limit, objects=edits.objects, metadata=decoded.metadata)
     else:
