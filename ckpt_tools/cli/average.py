@@ -45,7 +45,7 @@ from ckpt_tools.errors import UsageError
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
 @click.option("--fsync", is_flag=True, help="Make a new OUT durable before returning (a replaced one always is).")
 @quiet_option
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/compare.md.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def average(paths: tuple[Path, ...], weights: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write the mean of several checkpoints of one model. OUT is the whole new file or is left alone.
 

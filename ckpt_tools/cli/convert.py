@@ -120,7 +120,7 @@ if TYPE_CHECKING:
 @click.option("--compact", is_flag=True, help="Leave no gaps, at the price of moving every tensor.")
 @click.option("--fsync", is_flag=True, help="Make a new OUT durable before returning (a replaced one always is).")
 @quiet_option
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def convert(
     source: Path, target: Path | None, format_: str | None, in_place: bool, quiet: bool, as_json: bool, on_mismatch: str | None,
     seed: int | None, **options: Any,

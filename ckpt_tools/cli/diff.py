@@ -31,7 +31,7 @@ from ckpt_tools.cli.options import (
 )
 @click.option("--all", "show_all", is_flag=True, help="Show every line; nothing cut.")
 @quiet_option
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/compare.md.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def diff(
     left: Path, right: Path, values: bool, contents: bool, select: str | None, show_all: bool, quiet: bool, as_json: bool
 ) -> None:

@@ -38,7 +38,7 @@ from ckpt_tools.cli.options import (
 @click.option("--overwrite", is_flag=True, help="Replace PLAN if it exists.")
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor; nothing folded or cut.")
 @quiet_option
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/matching.md.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def match(
     source: Path,
     output: Path | None,

@@ -35,7 +35,7 @@ from ckpt_tools.cli.options import LOCATION, Once, show_progress
     help="Order; numbers largest first, by magnitude.",
 )  # fmt: skip
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor.")
-@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/compare.md.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def stats(
     path: Path, select: str | None, pattern: str | None, depth: int | None, sort: str, show_all: bool, as_json: bool
 ) -> None:
