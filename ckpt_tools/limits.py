@@ -63,7 +63,7 @@ INFLATED = Limit("inflated", 512 << 20, "bytes of deflated records, and 16 more 
 # one part of a file
 PICKLE_BYTES = Limit("pickle_bytes", 1 << 30, "bytes of what is read whole: a pickle, an index, a plan, a digest file")
 HEADER_BYTES = Limit("header_bytes", 100_000_000, "bytes of a safetensors header")  # safetensors refuses more
-RECORDS = Limit("records", 1_000_000, "records of a zip, and archives one after another")
+RECORDS = Limit("records", 1_000_000, "records of a zip, or archives in one file")
 DEPTH = Limit("depth", 10_000, "levels of nesting")  # C pickle itself cannot write deeper
 JSON_DEPTH = Limit("json_depth", 128, "levels of nesting in JSON, or of modules in a program")  # serde_json's limit
 GLOBALS = Limit("globals", 100_000, "different globals")  # a checkpoint names a few dozen

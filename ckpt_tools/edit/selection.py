@@ -14,7 +14,7 @@ from ckpt_tools.formats.open import (
     find_tensors,
     is_tensor,
 )
-from ckpt_tools.formats.parts.parsers import load_json
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree import nodes, visit
 from ckpt_tools.tree.nodes import (

@@ -16,9 +16,9 @@ from ckpt_tools.fit.plans import (
     StepName,
     check,
 )
-from ckpt_tools.formats.parts.parsers import brief, load_toml
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import open_regular, replacing
+from ckpt_tools.io.parsers import brief, load_toml
 from ckpt_tools.io.writer import write
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import printable

@@ -26,7 +26,7 @@ from ckpt_tools.formats.open import (
     is_tensor,
 )
 from ckpt_tools.formats.parts.named import open_whole
-from ckpt_tools.formats.parts.parsers import load_json
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.matching.params import Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted

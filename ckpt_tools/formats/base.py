@@ -41,14 +41,14 @@ def is_tar(head: bytes) -> bool:
     The magic word "ustar" does not; it is missing in the oldest tars.
     """
     block = head[:TAR_BLOCK]
-    if len(block) < TAR_BLOCK or not block[_SUM].strip(b" \0"):
+    if len(block) < TAR_BLOCK:
         return False
     field = block[_SUM]
     if field[0] in (0x80, 0xFF):
-        said = int.from_bytes(field[1:], "big")
+        said = int.from_bytes(field[1:], "big") - (field[0] == 0xFF) * 256**7
     else:
         try:
-            said = int(field.partition(b"\0")[0].strip() or b"0", 8)
+            said = int(field.partition(b"\0")[0].decode("ascii").strip() or "0", 8)
         except ValueError:
             return False
     others = block[:148] + b" " * 8 + block[156:]

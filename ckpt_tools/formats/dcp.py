@@ -30,7 +30,6 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, is_zip
-from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.sharded import Keys, joined
 from ckpt_tools.formats.zip import archives
 from ckpt_tools.io.content import (
@@ -40,6 +39,7 @@ from ckpt_tools.io.content import (
     chunks,
 )
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine

@@ -23,11 +23,11 @@ from ckpt_tools.formats.base import (
     Warned,
     repeated,
 )
-from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.directory import Directory, Record
 from ckpt_tools.formats.zip_bundle import Inflated, decode_archive
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import (

@@ -20,7 +20,7 @@ from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError
-from ckpt_tools.formats.base import is_zip
+from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip import concatenated
 from ckpt_tools.formats.zip.directory import (
@@ -144,7 +144,7 @@ class _Walk:
             self.guarded(where, lambda: self.compressed(source, where, depth, *opener))
         if is_zip(head) or has_end(source):
             self.guarded(where, lambda: self.archive(source, where, depth))
-        if _is_tar(head):
+        if is_tar(head):
             self.guarded(where, lambda: self.tar(source, where, depth))
         if not head.startswith(_NUMPY):
             self.stream(source, where, depth)
@@ -291,21 +291,11 @@ def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
     return bool(pickle.calls) or pickle.error is None
 
 
-def _is_tar(head: bytes) -> bool:
-    if len(head) < tarfile.BLOCKSIZE or not any(head[: tarfile.BLOCKSIZE]):
-        return False
-    try:
-        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
-    except (tarfile.TarError, ValueError):
-        return False
-    return True
-
-
 def _may_hold_pickles(head: bytes) -> bool:
     """Whether it is worth inflating what begins so: an archive, an array of objects, or what can be read as a pickle so far."""
     if head.startswith(_NUMPY):
         return _holds_objects(head)
-    if is_zip(head) or _is_tar(head) or head.startswith(_PACKED):
+    if is_zip(head) or is_tar(head) or head.startswith(_PACKED):
         return True
     return any(pickle.names or pickle.cut or pickle.error is None for pickle in list_pickles(BytesPart(head)))
 

@@ -24,7 +24,6 @@ from ckpt_tools.formats.base import (
     moves_tensors,
     repeated,
 )
-from ckpt_tools.formats.parts.parsers import brief, load_json
 from ckpt_tools.io.content import (
     Content,
     Literal,
@@ -32,6 +31,7 @@ from ckpt_tools.io.content import (
     Range,
 )
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import brief, load_json
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS, DType
 from ckpt_tools.tree.findings import GET_AGAIN
 from ckpt_tools.tree.nodes import (

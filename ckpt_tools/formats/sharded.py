@@ -27,9 +27,9 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, Warned, repeated
-from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.io.content import Content
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.tree import exchange

@@ -22,9 +22,9 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, repeated
-from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.zip.directory import Directory, Record
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import (
     Dict,

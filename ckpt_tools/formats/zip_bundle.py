@@ -32,7 +32,6 @@ from ckpt_tools.formats import (
 )
 from ckpt_tools.formats.base import Decoded, Warned
 from ckpt_tools.formats.legacy import torch_legacy, torch_tar
-from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.directory import Directory, Record, read_directory
@@ -40,6 +39,7 @@ from ckpt_tools.formats.zip.names import refuse_two_readings, single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.in_place.journal import write_all
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Window
 from ckpt_tools.tree.nodes import Dict, List, Node
 

@@ -17,8 +17,8 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.base import is_zip
 from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX, Layout, layout_of
-from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
 
 _HEAD = 512
 _ALWAYS = frozenset((".pth", ".pt", ".pt2", ".ckpt", ".bin", ".safetensors", ".th", ".t7"))

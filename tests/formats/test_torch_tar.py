@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tarfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ckpt_tools.errors import (
     TensorError,
     UnsupportedContainerError,
 )
+from ckpt_tools.formats.base import is_tar
 from ckpt_tools.io.output import Source
 from tests.formats.test_oracle import assert_lists, described
 from tests.hostile.pickles import (
@@ -189,13 +191,40 @@ def test_12_broken_promises(
 
 
 def test_12_dimensions(tmp_path: Path) -> None:
-    """A tensor of two milliards of dimensions costs nothing."""
+    """A tensor of two billion dimensions costs nothing."""
     bad = tensors((20, 10, (1,), (1,), 0)).replace(struct.pack("<ii", 1, 0), struct.pack("<ii", 2**31 - 1, 0))
     refused(write(tmp_path, torch_tar(ROOT, STORED, bad)), TensorError, "2147483647 dimensions")
 
 
+@pytest.mark.parametrize(
+    ("byte", "checksum"),
+    [
+        (b"a", b"%07o\0" % (256 + 97)),
+        (b"a", b"%07o\0" % (256 + 98)),
+        (b"a", b"\x1c\x1f%o \0" % (256 + 97)),
+        (b"a", b"\x80" + (256 + 97).to_bytes(7, "big")),
+        (b"\x80\x80\x80", b"\xff" + (2**56 - 128).to_bytes(7, "big")),
+        (b"\x80\x80", b"\0" * 8),
+        (b"\x80\x80", b" " * 8),
+        (b"", b"\0" * 8),
+        (b"a", b"\xe9" * 8),
+    ],
+)
+def test_tells_a_tar_as_tarfile_does(byte: bytes, checksum: bytes) -> None:
+    """The checksum of the first block is read as Python's tarfile reads it: octal or not, signed or not, blank or not."""
+    block = bytearray(tarfile.BLOCKSIZE)
+    block[: len(byte)] = byte
+    block[148:156] = checksum
+    try:
+        tarfile.TarInfo.frombuf(bytes(block), "utf-8", "surrogateescape")
+        expected = True
+    except tarfile.TarError:
+        expected = False
+    assert is_tar(bytes(block)) is expected
+
+
 def test_many_storages_are_read_in_few_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of small storages: what is read of the file stays near its size, and most of it is read once."""
+    """Thousands of small storages: what is read to open the file stays near its size, and most of it is read once."""
     count = 3000
     stored = storages(*((index, "FloatStorage", floats(index)) for index in range(count)))
     made = tensors(*((count + index, index, (1,), (1,), 0) for index in range(count)))
@@ -204,6 +233,7 @@ def test_many_storages_are_read_in_few_windows(tmp_path: Path, monkeypatch: pyte
     read: list[int] = []
     pread = Source._pread
     monkeypatch.setattr(Source, "_pread", lambda self, length, offset: read.append(length) or pread(self, length, offset))  # type: ignore[func-returns-value]
-    assert len(ckpt_tools.inspect(path).tensors) == count
+    with ckpt_tools.open_checkpoint(path) as checkpoint:
+        assert len(checkpoint.tensors) == count
     assert sum(read) < 2 * path.stat().st_size
     assert len(read) < 200

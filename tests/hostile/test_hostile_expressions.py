@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import ckpt_tools
-from ckpt_tools.formats.parts.parsers import _JSON_STRING, _TOML_STRING
 from ckpt_tools.formats.torchscript import _QUOTED
+from ckpt_tools.io.parsers import _JSON_STRING, _TOML_STRING
 
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 _MANY = 64  # repeated as often as this at most, it is no matter

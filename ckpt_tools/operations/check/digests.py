@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DigestError
-from ckpt_tools.formats.parts.parsers import load_json
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Where
 

@@ -20,9 +20,9 @@ from ckpt_tools.formats.open import (
     is_tensor,
     naming,
 )
-from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
 from ckpt_tools.io.content import Literal, Range
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.modules import classes, is_module, settings
 from ckpt_tools.tree.nodes import (

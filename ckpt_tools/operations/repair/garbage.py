@@ -10,10 +10,10 @@ from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import SafetensorsError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.legacy import torch_legacy
-from ckpt_tools.formats.parts.parsers import load_json
 from ckpt_tools.formats.safetensors import MAX_HEADER
 from ckpt_tools.io.content import CHUNK, Range
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Window
 from ckpt_tools.operations.repair.salvage import Salvaged, filled
 from ckpt_tools.tree.findings import counted_bytes
