@@ -147,6 +147,9 @@ class ChecksumError(DamagedFileError):
     """Bytes do not match their CRC-32."""
 
 
+TWO_FILES = "Two programs would read two files."
+
+
 class AmbiguousFileError(CkptError):
     """Two programs would read two different files in these bytes."""
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,13 @@ def test_imports_fall_one_way(module: str) -> None:
     assert room in FLOOR, f"{room} is on no floor: give it one"
     above = {name for name in imported(module) if (other := name.split(".")[0]) != room and FLOOR[other] >= FLOOR[room]}
     assert not above, f"{module} imports {above}: not from below"
+
+
+def test_no_circle() -> None:
+    """No module imports itself through others, inside a room either, typing and function-level imports counted."""
+    TopologicalSorter(
+        {module: imported(module) - {module} for module in MODULES}
+    ).prepare()  # a circle is an error that names it
 
 
 def test_chains_are_short() -> None:

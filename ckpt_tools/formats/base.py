@@ -30,7 +30,6 @@ def is_zip(head: bytes) -> bool:
     return head.startswith((b"PK\x03\x04", b"PK\x05\x06"))
 
 
-TWO_FILES = "Two programs would read two files."
 TAR_BLOCK = 512
 _SUM = slice(148, 156)  # where a tar header has its checksum
 

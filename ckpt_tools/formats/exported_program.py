@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tools.errors import CkptError, TensorError, ZipError
+from ckpt_tools.errors import TWO_FILES, CkptError, TensorError, ZipError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import (
     PROGRAMS,
-    TWO_FILES,
     Decoded,
     Warned,
     repeated,

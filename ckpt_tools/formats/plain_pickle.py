@@ -17,13 +17,13 @@ import re
 from types import NoneType
 
 from ckpt_tools.errors import (
+    TWO_FILES,
     AmbiguousFileError,
     CkptError,
     LimitError,
     PickleError,
 )
 from ckpt_tools.formats.base import (
-    TWO_FILES,
     Decoded,
     settled,
     trailing,

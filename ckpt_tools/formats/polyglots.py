@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ckpt_tools.errors import AmbiguousFileError
-from ckpt_tools.formats.base import TWO_FILES, is_tar, is_zip
+from ckpt_tools.errors import TWO_FILES, AmbiguousFileError
+from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.io.output import Source
 
 _TAR, _SAFETENSORS = "a tar archive", "a safetensors file"

@@ -10,22 +10,16 @@ path; a test compares the two.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
+from ckpt_tools.pickling.state import State
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
-    Global,
     Storage,
     check,
 )
 
-if TYPE_CHECKING:
-    from ckpt_tools.pickling.reader import Machine
-
-REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
-ORDERED_DICT = Global("collections", "OrderedDict")
 _INT = rb"(?:K.|M..|J...[\0-\x7f])"
 _SIZES = rb"(\)|(?:%b){1,3}[\x85-\x87]|\((?:%b){4,8}t)" % (_INT, _INT)
 _PUT = rb"r(....)"
@@ -41,7 +35,7 @@ _COUNTING = [(sum(1 << 32 * i for i in range(count)), sum(i << 32 * i for i in r
 _TUPLE_OPCODES = {0x85: 1, 0x86: 2, 0x87: 3}
 
 
-def tensors(machine: Machine) -> None:
+def tensors(machine: State) -> None:
     """Do what is left of a tensor after its rebuild function was recalled, and all of the keys and tensors behind it.
 
     Stops before the first bytes that are not of that shape.
@@ -63,7 +57,7 @@ def tensors(machine: Machine) -> None:
             return
 
 
-def _tensor(machine: Machine, found: re.Match[bytes], put_name: bytes, name: str) -> bool:
+def _tensor(machine: State, found: re.Match[bytes], put_name: bytes, name: str) -> bool:
     """Put the tensor that was matched in the place of its rebuild function; False when it is not as it looked."""
     (_, _, word, kind, length, key, put_key, device, numel, put_pid, offset, size, put_size, stride, put_stride, grad, hooks,
      put_hooks, put_args, put_tensor) = found.groups(b"")  # fmt: skip
@@ -95,7 +89,7 @@ def _tensor(machine: Machine, found: re.Match[bytes], put_name: bytes, name: str
     return True
 
 
-def _sizes(machine: Machine, code: bytes) -> tuple[int, ...] | None:
+def _sizes(machine: State, code: bytes) -> tuple[int, ...] | None:
     """The tuple that these opcodes make, kept: models repeat few shapes."""
     items, at, end = [], int(code[0] == 0x28), len(code) - 1
     while at < end:

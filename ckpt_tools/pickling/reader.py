@@ -6,18 +6,17 @@ popping below a mark is an underflow. One dispatch table; no recursion; every le
 
 from __future__ import annotations
 
-import _compat_pickle
 import codecs
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Any, NoReturn, TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PickleError
-from ckpt_tools.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, LONG_TEXT
 from ckpt_tools.pickling import fused
+from ckpt_tools.pickling.state import State
 from ckpt_tools.pickling.weights_only import BUILT
 from ckpt_tools.tree.nodes import (
     ByteString,
@@ -38,53 +37,14 @@ _SHORT = frozenset((type(None), bool, int, float, bytes))  # what costs nothing 
 _PLACE_OF_A_TENSOR = 3  # containers that one more place of a tensor costs: it has a row in every report
 
 
-class Machine:
-    """One reading of one pickle stream.
-
-    Args:
-        data: the stream.
-        makers: what a call of a known global makes: args tuple -> node. A maker that returns None leaves an Object.
-        persistent_load: turns a persistent id into a node.
-        offset: where in `data` the stream starts.
-        fast: whether tensors in the usual shape may take the fused path (`pickling.fused`).
+class Machine(State):
+    """One reading of one pickle stream: runs its opcodes.
 
     Attributes:
-        globals: every global that the stream names, in order, also those whose result is popped.
-        unusual: opcodes and uses that torch's weights_only unpickler refuses.
-        position: after `load`, where the stream ended.
-        places: where in `data` the long byte strings lie: id -> (start, the bytes, kept so that the id stays their own).
-        cut: after an error, whether more bytes behind `data` might have helped; needed: how long it must be at least.
+        opcodes: what each byte does; `calls.Lister` has a table of its own.
     """
 
-    def __init__(
-        self,
-        data: bytes,
-        makers: Mapping[Global, Maker],
-        persistent_load: PersistentLoad,
-        offset: int = 0,
-        *,
-        fast: bool = True,
-    ) -> None:
-        self.data, self.position, self.end = data, offset, len(data)
-        self.limit = self.end
-        self.makers, self.persistent_load, self.fused = makers, persistent_load, fast
-        self.opcodes = OPCODES
-        self.stack: list[Node] = []
-        self.marks: list[list[Node]] = []
-        self.memo: list[Node] = []
-        self.sizes: dict[bytes, tuple[int, ...]] = {}
-        self.far_memo: dict[int, Node] = {}
-        self.sets: dict[int, Node] = {}  # what EMPTY_SET made, by id, kept so that the id stays its own
-        self.rebuild: Node = _MISSING  # the records of two globals that every tensor names, as the fused path knows them again
-        self.ordered_dict: Node = _MISSING
-        self.protocol = 0
-        self.globals: dict[Global, None] = {}
-        self.unusual: dict[str, None] = {}
-        self.places: dict[int, tuple[int, bytes]] = {}
-        self.cut, self.needed = False, 0
-        self.most_marks = 2 * limits.DEPTH.value
-        self.start, self.shared = offset, limits.budget(self.end - offset)
-        self.budget = self.shared.containers
+    opcodes: Sequence[Callable[[Any], None]]  # set where the table is
 
     def load(self) -> Node:
         """Run to STOP and return the object.
@@ -126,147 +86,10 @@ class Machine:
                 raise self.short("ends beyond its frame or the stream")
             self.limit = self.end
 
-    def error(self, what: str) -> PickleError:
-        """A PickleError at the current position."""
-        at = min(self.position, self.end)
-        return PickleError(f"The pickle is malformed: the opcode before offset {at} {what}.")
-
-    def short(self, what: str, needed: int = 0) -> PickleError:
-        """A PickleError where bytes are missing: those of the frame, or those behind `data`."""
-        self.cut, self.needed = self.limit == self.end, needed
-        return self.error(what)
-
-    def spend(self, count: int = 1) -> None:
-        """Count containers against the budget."""
-        self.budget -= count
-        if self.budget < 0:
-            raise limits.CONTAINERS.error("The pickle makes more objects than a checkpoint of its size can hold.")
-
-    def take(self, length: int) -> bytes:
-        """The next `length` bytes of the stream."""
-        start = self.position
-        if length < 0 or length > self.limit - start:
-            raise self.short(f"claims {length} bytes where {self.limit - start} are left", start + length)
-        self.position = start + length
-        return self.data[start : start + length]
-
-    def number(self, form: Struct) -> Any:
-        """The next number in this form."""
-        (value,) = form.unpack_from(self.data, self.position)
-        self.position += form.size
-        return value
-
-    def line(self) -> bytes:
-        """Bytes up to the next newline, which is taken too."""
-        stop = self.data.find(b"\n", self.position, self.limit)
-        if stop < 0:
-            raise self.short("needs a line that does not end")
-        line = self.data[self.position : stop]
-        self.position = stop + 1
-        return line
-
-    def text_line(self) -> str:
-        """A line as text."""
-        return self.text(self.line())
-
-    def text(self, data: bytes) -> str:
-        """UTF-8 with lone surrogates, as pickle writes it."""
-        try:
-            return data.decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            raise self.error("holds text that is not UTF-8") from None
-
-    def pop_mark(self) -> list[Node]:
-        """What was pushed since the last MARK."""
-        items, self.stack = self.stack, self.marks.pop()
-        return items
-
-    def remember(self, index: int) -> None:
-        """Memoize the top of the stack. Real streams count up; any other index costs one dict slot, never a list."""
-        top = self.stack[-1]
-        if index == len(self.memo):
-            self.memo.append(top)
-            if self.far_memo:
-                self.far_memo.pop(index, None)  # written there before, when the memo was shorter
-        elif 0 <= index < len(self.memo):
-            self.memo[index] = top
-        elif index < 0:
-            raise self.error("memoizes under a negative index")
-        else:
-            self.spend()
-            self.far_memo[index] = top
-
-    def recall(self, index: int) -> None:
-        """Push a memoized value."""
-        if 0 <= index < len(self.memo):
-            value = self.memo[index]
-        else:
-            value = self.far_memo.get(index, _MISSING)
-            if value is _MISSING:
-                raise self.error(f"reads memo {index}, which was never written")
-        if type(value) not in _SHORT:
-            self.spend_on_sharing(value)
-        self.stack.append(value)
-
-    def spend_on_sharing(self, value: Node) -> None:
-        """Count what is used again: whoever looks for tensors and objects looks at every place, and writes it down."""
-        kind = type(value)
-        if kind is Global and value not in self.makers and not value.name.endswith("Storage"):  # not for a tensor
-            self.spend(2)
-        elif kind is not str and kind is not Global:
-            self.spend(_PLACE_OF_A_TENSOR if kind is Entry else 2 if kind is Object else 1)
-        length = len(value) if kind is str else len(value.name) + len(value.module) if kind is Global else 0
-        if length > LONG_TEXT:
-            self.spend(length // BYTES_OF_SHARED_TEXT)
-
-    def name_global(self, module: str, name: str) -> None:
-        """Push the inert record of a global."""
-        self.spend()
-        if self.protocol < 3:
-            module, name = python3_name(module, name)
-        found = Global(module, name)
-        if found == fused.REBUILD and found in self.makers:
-            self.rebuild = found
-        elif found == fused.ORDERED_DICT:
-            self.ordered_dict = found
-        self.globals[found] = None
-        if len(self.globals) > limits.GLOBALS.value:
-            raise limits.GLOBALS.error("The pickle names more globals than any checkpoint.")
-        self.stack.append(found)
-
-    def make(self, function: Node, args: Node) -> None:
-        """Push what `function(*args)` would make: by a maker where the global is known, else an inert Object."""
-        self.spend()
-        if type(function) is not Global:
-            self.unusual["call of something that is no global"] = None
-        elif maker := self.makers.get(function):
-            made = maker(args)
-            if made is not None:
-                self.spend(_cost(made))
-                self.stack.append(made)
-                return
-        self.stack.append(Object("reduce", function, args))
-
-
-def _cost(made: Node) -> int:
-    """What a maker's result costs beyond one container. The same arguments, memoized, can be given again and again."""
-    if type(made) is Entry:
-        return len(made.shape) if len(made.shape) > 16 else 1
-    if type(made) is Dict:
-        return len(made.items) // 2
-    return len(made) // BYTES_PER_NODE if type(made) is bytes else 0
-
 
 class Stop(Exception):  # noqa: N818  not an error: how the loop ends
     def __init__(self, value: Node) -> None:
         self.value = value
-
-
-def python3_name(module: str, name: str) -> tuple[str, str]:
-    """The Python 3 name of a Python 2 global, as pickle and torch map it for protocols below 3."""
-    if (module, name) in _compat_pickle.NAME_MAPPING:
-        return _compat_pickle.NAME_MAPPING[module, name]
-    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
 
 
 def _unsupported(machine: Machine) -> NoReturn:
@@ -276,6 +99,7 @@ def _unsupported(machine: Machine) -> NoReturn:
 
 
 OPCODES: list[Callable[[Machine], None]] = [_unsupported] * 256
+Machine.opcodes = OPCODES
 _Handler: TypeAlias = Callable[[Machine], None]
 
 

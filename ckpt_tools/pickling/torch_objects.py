@@ -11,8 +11,7 @@ from typing import Any
 
 from ckpt_tools.errors import PickleError, TensorError, ZipError
 from ckpt_tools.io.content import Content, Literal
-from ckpt_tools.pickling.fused import ORDERED_DICT
-from ckpt_tools.pickling.reader import Maker
+from ckpt_tools.pickling.state import ORDERED_DICT, Maker
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import (
     BY_STORAGE,

@@ -14,8 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from ckpt_tools.errors import ContainerLimitError, PickleError
-from ckpt_tools.pickling.fused import ORDERED_DICT
-from ckpt_tools.pickling.reader import python3_name
+from ckpt_tools.pickling.state import ORDERED_DICT, python3_name
 from ckpt_tools.tree.nodes import (
     CONTAINERS,
     PLAIN,

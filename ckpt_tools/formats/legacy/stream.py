@@ -21,7 +21,8 @@ from ckpt_tools.errors import (
 from ckpt_tools.io.content import Content, Literal, Range
 from ckpt_tools.limits import BYTES_PER_NODE
 from ckpt_tools.pickling.old_tensors import modernise
-from ckpt_tools.pickling.reader import Machine, Maker
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.state import Maker
 from ckpt_tools.pickling.stream import (
     BytesPart,
     FilePart,

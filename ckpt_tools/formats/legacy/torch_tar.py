@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import (
+    TWO_FILES,
     AmbiguousFileError,
     CkptError,
     DamagedFileError,
@@ -32,7 +33,6 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.base import (
     TAR_BLOCK,
-    TWO_FILES,
     Decoded,
     Warned,
     is_tar,
@@ -41,7 +41,8 @@ from ckpt_tools.formats.base import (
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
-from ckpt_tools.pickling.reader import Machine, Maker
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.state import Maker
 from ckpt_tools.pickling.stream import FilePart, Pickles, SmallPickles
 from ckpt_tools.pickling.torch_objects import MAKERS, rebuild_tensor, storage_dtype
 from ckpt_tools.tree.dtypes import UINT8

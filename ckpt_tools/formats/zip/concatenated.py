@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tools import limits
-from ckpt_tools.errors import AmbiguousFileError, UnsupportedContainerError
-from ckpt_tools.formats.base import TWO_FILES, Decoded, Warned
+from ckpt_tools.errors import TWO_FILES, AmbiguousFileError, UnsupportedContainerError
+from ckpt_tools.formats.base import Decoded, Warned
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip import archives
 from ckpt_tools.formats.zip.directory import END, END64, LOCATOR64

@@ -13,8 +13,7 @@ from struct import Struct
 from typing import Final
 
 from ckpt_tools import limits
-from ckpt_tools.errors import ZipError
-from ckpt_tools.formats.base import TWO_FILES
+from ckpt_tools.errors import TWO_FILES, ZipError
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.findings import mending

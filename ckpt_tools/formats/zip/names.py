@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt_tools.errors import ZipError
-from ckpt_tools.formats.base import TWO_FILES
+from ckpt_tools.errors import TWO_FILES, ZipError
 from ckpt_tools.formats.zip.directory import Record
 from ckpt_tools.text import some
 
