@@ -41,7 +41,7 @@ from ckpt_tools.tree.prefixes import between
 
 @dataclass(frozen=True, slots=True)
 class Initialised:
-    """A tensor, or a part of one, that got initial values."""
+    """A tensor, or a part of one, that got initial values: its name, the scheme, the seed, the shape that was filled."""
 
     name: str
     scheme: str

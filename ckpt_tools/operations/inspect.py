@@ -58,7 +58,19 @@ _ROW = frozenset((type(None), bool, int, float, str))
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a checkpoint holds. The fields are the contract of `ckpt inspect --json`, see docs/json.md."""
+    """What a checkpoint holds. The fields are the contract of `ckpt inspect --json`; docs/json.md says what is in each row.
+
+    Attributes:
+        path, container, file_bytes: as it was named; the file format; its size, of a folder that of its files.
+        state_dicts: where each is, its tensors, parameters, bytes and wrappers.
+        tensors: every tensor, in order. totals: counts and bytes of all of them.
+        tied: groups of tensors that are the same elements. shared: groups on one storage that are not.
+        values: plain values by dotted path. objects: what weights_only does not know, with its path.
+        globals: all that the file names, as `module.name`.
+        weights_only: what `torch.load(weights_only=True)` says. safety: what loading without it would run.
+        metadata: the text in a safetensors header. findings: problems and facts, with the command that mends them.
+        part: of one process's part of a model, whose and of how many; else None.
+    """
 
     path: str
     container: str

@@ -18,6 +18,9 @@ _StateDict = TypeVar("_StateDict", bound=Mapping[str, Any])
 def strip_prefix(state_dict: _StateDict, prefix: str = "module.") -> _StateDict:
     """A state dict of the same kind without a leading prefix (repeated ones too); order and `_metadata` are kept.
 
+    Args:
+        state_dict: of a model; it is left as it is. prefix: what is removed.
+
     Raises:
         CollisionError: two tensors would get one name.
     """
@@ -26,13 +29,20 @@ def strip_prefix(state_dict: _StateDict, prefix: str = "module.") -> _StateDict:
 
 @natural
 def add_prefix(state_dict: _StateDict, prefix: str = "module.") -> _StateDict:
-    """A state dict of the same kind with a prefix before every name; order and `_metadata` are kept."""
+    """A state dict of the same kind with a prefix before every name; order and `_metadata` are kept.
+
+    Args:
+        state_dict: of a model; it is left as it is. prefix: what is added.
+    """
     return renamed_state_dict(state_dict, lambda name: prefix + name)
 
 
 @natural
 def unwrap(state_dict: _StateDict) -> _StateDict:
     """A state dict of the same kind without the wrappers of DP, DDP, compile, FSDP1 and activation checkpointing.
+
+    Args:
+        state_dict: of a model; it is left as it is.
 
     Raises:
         CollisionError: two tensors would get one name.

@@ -97,7 +97,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function that the file names; never imported. Python 2 module names are already mapped."""
+    """A class or function that the file names: module and name; never imported. Python 2 module names are already mapped."""
 
     module: str
     name: str

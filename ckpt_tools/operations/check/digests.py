@@ -28,7 +28,7 @@ HEAD = '# ckpt digest 1: SHA-256 of "DTYPE [SHAPE]\\n" and the elements row-majo
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The digest of one tensor."""
+    """The digest of one tensor: `where` it is, its dtype and shape, and `sha256`, sixty-four hexadecimal digits."""
 
     where: Where
     dtype: str
@@ -45,6 +45,7 @@ class Compared:
     """What a comparison of two sets of digests found; paths are those of the file that is checked, where it has them.
 
     Attributes:
+        against: the path of what it was compared with.
         equal: how many are the same.
         renamed: how many of these were found under another path (by name, or by name without wrappers).
         different: the same tensor with other bytes, shape or dtype, with what differs.

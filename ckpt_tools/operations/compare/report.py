@@ -14,7 +14,7 @@ from ckpt_tools.tree.names import wrappers_in
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A tensor that only one side has."""
+    """A tensor that only one side has: `where`, its dotted path; dtype, shape and bytes."""
 
     where: str
     dtype: str | None
@@ -24,7 +24,7 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """A tensor that has another name on the right; `reason` is "wrapper", "prefix" or "structure"."""
+    """A tensor with one name on the left and another on the right; `reason` is "wrapper", "prefix" or "structure"."""
 
     left: str
     right: str
@@ -33,7 +33,7 @@ class Renaming:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that both sides have and that is not the same; `where` is the dotted path on the left."""
+    """Something that is not the same on the left and on the right; `where` is the dotted path on the left."""
 
     where: str
     left: Any
@@ -42,7 +42,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ValueChange:
-    """A plain value or an object that differs; `kind` is "added", "removed" or "changed"."""
+    """A plain value or an object that differs (left, right); `where` is its path, `kind` "added", "removed" or "changed"."""
 
     where: str
     kind: str
@@ -52,7 +52,10 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """A tensor whose bytes differ; `gap` says how far, where that was asked for and can be told, else `reason` why not."""
+    """A tensor whose bytes differ: `where` on the left, its path on the `right`, dtype and shape of the left one.
+
+    `gap` says how far, where that was asked for and can be told, else `reason` why not.
+    """
 
     where: str
     right: str

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """One tensor. `numbers` is null where torch cannot tell its values, and `reason` says why.
+    """One tensor: `where` it is, its dotted `name`, dtype and shape.
 
-    `numbers` holds elements, mean, std, min, max, zeros, nan, inf; `histogram` counts finite values in equal parts from min
-    to max.
+    `numbers` is null where torch cannot tell its values, and `reason` says why; it holds elements, mean, std, min, max, zeros,
+    nan, inf. `histogram` counts finite values in equal parts from min to max.
     """
 
     where: list[str | int]
@@ -58,7 +58,12 @@ class ModuleStats:
 
 @dataclass(slots=True)
 class Stats:
-    """What `ckpt stats` tells: every tensor, every module, and all of it."""
+    """What `ckpt stats` tells.
+
+    Attributes:
+        path, container: of the checkpoint.
+        tensors: every tensor. modules: those below one path together. total: all of them, and how many have no numbers.
+    """
 
     path: str
     container: str

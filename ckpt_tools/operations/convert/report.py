@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RenamedNames:
-    """What happened to the names of one state dict."""
+    """What happened to the names of one state dict: `where` it is, how many `tensors` it has, how many were `renamed`.
+
+    `examples` are some of them, old name and new.
+    """
 
     where: list[str | int]
     tensors: int
@@ -23,7 +26,7 @@ class RenamedNames:
 
 @dataclass(frozen=True, slots=True)
 class ObjectFate:
-    """What became of one object."""
+    """What became of one object: `where` it is, the `name` of its class or function, and what it `became`."""
 
     where: list[str | int]
     name: str

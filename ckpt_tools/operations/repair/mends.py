@@ -35,7 +35,10 @@ _COUNTS_BATCHES = 2
 
 @dataclass(frozen=True, slots=True)
 class Mended:
-    """One thing that was mended, or `left` as it is because the file does not tell what is right."""
+    """One thing that was mended: its stable `code`, `where` it is, and a sentence, `text`.
+
+    It is `left` as it is where the file does not tell what is right.
+    """
 
     code: str
     where: list[str | int]

@@ -11,7 +11,7 @@ from ckpt_tools.text import brief
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A tensor that could not be saved whole: its bytes, why, and whether `--keep-damaged` kept what there is of it."""
+    """A tensor that could not be saved whole: `where` it is, its bytes, why, and whether what there is of it was kept."""
 
     where: list[str | int]
     bytes: int
