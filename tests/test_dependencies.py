@@ -1,0 +1,66 @@
+"""Whatever is imported from elsewhere is declared in pyproject.toml, where whoever installs it gets it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+OURS = {"ckpt_tools", "train", "tests", "fixtures", "fuzz", "faults", "benchmarks", "docs"}
+
+
+def declared(*extras: str) -> set[str]:
+    """The distributions that are installed with these extras, by their normal names."""
+    wanted = [*PROJECT["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
+    return {normal(re.split(r"[\[<>=~!; ]", line)[0]) for line in wanted}
+
+
+def normal(name: str) -> str:
+    """A distribution's name as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def imported(folder: str) -> Iterator[tuple[str, str]]:
+    """The packages that the modules of a folder import from elsewhere, and where."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [str(node.module)]
+            for name in (name.partition(".")[0] for name in names):
+                if name not in sys.stdlib_module_names and name not in OURS:
+                    yield name, str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"),
+    [
+        ("ckpt_tools", ["fast"]), ("train", ["train", "vision"]), ("fixtures", ["dev"]), ("tests", ["dev", "train"]),
+        ("fuzz", ["dev"]), ("faults", ["dev"]), ("benchmarks", ["dev"]), ("docs", ["dev", "docs"]),
+    ],
+)  # fmt: skip
+def test_what_is_imported_is_declared(folder: str, extras: list[str]) -> None:
+    """Each package that a folder imports is a dependency, or in the extra that the folder is for."""
+    known, homes = declared(*extras), packages_distributions()
+    found = list(imported(folder))
+    assert found
+    for name, where in found:
+        assert known & {normal(home) for home in homes.get(name, [name])}, f"{where} imports {name}"
+
+
+def test_the_library_needs_no_extra() -> None:
+    """Without extras everything is there but isal, which has a stand-in."""
+    homes = packages_distributions()
+    missing = {
+        name for name, _ in imported("ckpt_tools") if not declared() & {normal(home) for home in homes.get(name, [name])}
+    }
+    assert missing == {"isal"}
