@@ -34,14 +34,15 @@ _DATA = ALLOWED | _named(
     "dataclasses:Field,_MISSING_TYPE inspect:Signature,Parameter,_ParameterKind string:Template contextlib:nullcontext "
     "re:_compile logging:getLogger,Logger zoneinfo:ZoneInfo._unpickle pytz:_UTC,_p dateutil.tz.tz:tzutc "
     "numpy:dtype,ndarray,bool_,bool,float16,float32,float64,int8,int16,int32,int64,uint8,uint16,uint32,uint64,str_,bytes_,"
-    "complex64,complex128,datetime64,timedelta64,longlong,ulonglong,intc,uintc "
+    "complex64,complex128,datetime64,timedelta64,longlong,ulonglong,intc,uintc,record,recarray numpy.rec:recarray "
     "numpy.core.multiarray:_reconstruct,scalar numpy._core.multiarray:_reconstruct,scalar "
     "numpy.core.numeric:_frombuffer numpy._core.numeric:_frombuffer numpy.ma.core:_mareconstruct,MaskedArray "
     "numpy.random._pickle:__randomstate_ctor,__generator_ctor,__bit_generator_ctor numpy.random._mt19937:MT19937 "
     "numpy.random.bit_generator:__pyx_unpickle_SeedSequence numpy.random._pcg64:PCG64,PCG64DXSM "
     "numpy.random._philox:Philox numpy.random._sfc64:SFC64 "
     "torch.storage:_load_from_bytes,UntypedStorage,TypedStorage torch._utils:_rebuild_sparse_csr_tensor,_rebuild_xla_tensor "
-    "torch.tensor:_rebuild_from_type_v2 torch.nn.parameter:Buffer,UninitializedParameter torch.autograd.variable:Variable "
+    "torch.tensor:_rebuild_from_type_v2 torch.nn.parameter:Buffer,UninitializedParameter,UninitializedBuffer "
+    "torch.autograd.variable:Variable "
     "torch.jit._pickle:build_intlist,build_floatlist,build_doublelist,build_boollist,build_tensorlist,"
     "build_tensor_from_id,restore_type_tag torch._C:_TensorBase,TensorBase "
     # members of enumerations, which are pickled as calls of their class
@@ -59,6 +60,7 @@ _DATA = ALLOWED | _named(
     "pytorch_lightning.utilities.enums:GradClipAlgorithmType,AMPType,DistributedType,DeviceType,PrecisionType "
     "lightning.pytorch.utilities.enums:GradClipAlgorithmType "
 )  # fmt: skip
+_MOST_DOTS = 16  # of a name that are looked at
 _NUMPY_DTYPE = re.compile(r"\w+DType")
 
 # Of these what they are given is called, or made an instance of: their arguments are judged as calls.
@@ -73,11 +75,26 @@ OF_CLASS = _named(
 RECONSTRUCTOR = Global("copyreg", "_reconstructor")  # of (class, base, state): the base is called
 ENCODE = Global("_codecs", "encode")
 TEXT_CODECS = frozenset(("latin1", "latin-1", "utf-8", "utf8", "ascii"))
-OF_ONE = frozenset((Global("builtins", "type"), Global("builtins", "iter")))  # of one argument harmless, of more not
+ITER = Global("builtins", "iter")  # of one argument harmless, of two it calls the first
+TYPE = Global("builtins", "type")  # of a constant: the class of None
+CONSTANTS = frozenset(Global("builtins", name) for name in ("Ellipsis", "NotImplemented"))
 GETATTR = Global("builtins", "getattr")  # of a class and a plain name: a member of an enumeration
 GETITEM = frozenset((Global("_operator", "getitem"), Global("operator", "getitem")))  # of a type: typing.List[int]
 # What is given to these may be called later: a default factory.
 HOLDS_CALLABLES = _named("functools:partial collections:defaultdict")
+MASKED = _named("numpy.ma.core:_mareconstruct")  # sets a state whose last part becomes an array
+DEFAULTDICT = Global("collections", "defaultdict")  # keeps its first argument
+# What these are given is kept as it is: no attribute of it is looked up.
+KEEPS = _named(
+    "functools:partial typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias "
+    "builtins:iter,slice,object "
+    "inspect:Signature,Parameter"
+)
+# What calls of these give is no copy: it belongs to the program, which a state set on it changes.
+SHARED = _named(
+    "builtins:getattr,type operator:getitem _operator:getitem logging:getLogger pytz:_UTC,_p uuid:SafeUUID "
+    "zoneinfo:ZoneInfo._unpickle typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias"
+)
 # What calls of these make can be called in turn, or be given to what calls it.
 MAKES_CALLABLES = frozenset((Global("functools", "partial"), GETATTR))
 
@@ -93,6 +110,8 @@ _HARMFUL_MODULES = _words(
     "modulefinder rlcompleter torch.hub torch.utils.cpp_extension torch.utils.bottleneck torch.utils.collect_env "
     "torch.utils.model_zoo torch.package numpy.testing numpy.f2py numpy.distutils numpy.lib.npyio numpy.lib._npyio_impl "
     "numpy.ctypeslib jsonpickle joblib.parallel paramiko fabric pexpect ptyprocess "
+    # their classes evaluate, compile or open what a pickle gives them
+    "sympy torch.utils._sympy jinja2 mako fsspec.implementations "
 )  # fmt: skip
 _HARMFUL = _named(
     "builtins:eval,exec,execfile,compile,__import__,open,file,input,raw_input,getattr,setattr,delattr,globals,locals,vars,"
@@ -102,6 +121,8 @@ _HARMFUL = _named(
     "torch:load,compile,from_file,jit torch.jit:load,script,trace "
     "torch.serialization:load torch.fx.graph_module:reduce_graph_module,reduce_package_graph_module,reduce_deploy_graph_module,"
     "_forward_from_src,_exec_with_source "
+    "torch.utils.data.datapipes.datapipe:_IterDataPipeSerializationWrapper,_MapDataPipeSerializationWrapper,"
+    "_DataPipeSerializationWrapper fsspec.core:OpenFile "
     "torch._utils_internal:get_file_path numpy:load,memmap,fromfile,loadtxt,genfromtxt,save,savez,savetxt,vectorize,"
     "apply_along_axis,frompyfunc,piecewise numpy.core._internal:_ufunc_reconstruct numpy.core:_ufunc_reconstruct "
     "numpy._core:_ufunc_reconstruct numpy.core.records:fromfile numpy.core.memmap:memmap numpy._core.memmap:memmap "
@@ -155,7 +176,15 @@ def is_data(name: Global) -> bool:
 
 def is_harmful(name: Global) -> bool:
     """Whether to call this global is known to run code or programs, to open files or to connect."""
-    return name not in _DATA and (name in _HARMFUL or any(module in _HARMFUL_MODULES for module in _modules(name.module)))
+    if name in _DATA:
+        return False
+    return name in _HARMFUL or any(module in _HARMFUL_MODULES for module in _modules(name.module)) or _leads_to_harm(name)
+
+
+def _leads_to_harm(name: Global) -> bool:
+    """Whether a dotted name leads through a module that another one has imported: `torch`, `serialization.os.system`."""
+    *path, last = name.name.split(".", _MOST_DOTS)
+    return any(part in _HARMFUL_MODULES for part in path) or (bool(path) and Global(path[-1], last) in _HARMFUL)
 
 
 def is_harmful_to_name(name: Global) -> bool:

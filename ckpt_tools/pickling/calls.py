@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.pickling import ratings
@@ -19,6 +20,7 @@ from ckpt_tools.pickling.ratings import Rating
 from ckpt_tools.pickling.reader import OPCODES, Machine, Stop
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
+from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree.nodes import (
     Dict,
     Global,
@@ -30,6 +32,7 @@ from ckpt_tools.tree.nodes import (
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
 _COST_OF_RATING = 8  # in containers: arguments are looked through
+_COST_OF_LOOKING = 64  # where one of them had a state set, which is looked through too
 _WINDOW = 4 << 20  # most pickles are read at once
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _PICKLES_OF_LEGACY = 5  # magic number, protocol, sys_info, the object, the keys; raw bytes follow
@@ -37,6 +40,9 @@ _MAKERS = {
     name: MAKERS[name]
     for name in (Global("collections", "OrderedDict"), Global("_codecs", "encode"), Global("builtins", "bytes"))
 }
+_STARTS = frozenset((b"\x80", b"c", b"(", b"]", b"}"))  # of pickles that make a call
+_SHORTEST, _MOST_NESTED = 8, 64  # bytes of a pickle that makes a call, and how many are looked at in one state
+_MAY_HOLD = frozenset((Global, Object, Dict, tuple))
 _STORAGE = Global("torch.storage", "UntypedStorage")
 _COMPUTED = Global("", "<a computed name>")
 
@@ -94,12 +100,13 @@ class Lister(Machine):
 
     def make(self, function: Node, args: Node) -> None:
         """Rate a call, then stand in for its result."""
-        if type(function) is not Global or function not in QUIET:
+        if type(function) is not Global or function not in QUIET or _may_hand_over(function, args):
             self._listen(function, args)
         super().make(function, args)
 
     def _listen(self, function: Node, args: Node) -> None:
-        self.spend(_COST_OF_RATING)
+        has_parts = type(args) is tuple and any(type(arg) is Object and arg.steps for arg in args)
+        self.spend(_COST_OF_LOOKING if has_parts else _COST_OF_RATING)
         self.rate(ratings.of_call(function, args), function, args)
         if type(function) is Global and function == LOAD_FROM_BYTES:
             self._load_from_bytes(args)
@@ -126,6 +133,19 @@ class Lister(Machine):
             if ratings.of_reference(name) == "harmful" and ratings.function_text(name) not in called:
                 self.rate("harmful", name, (), "names")
         return list(self.calls.values())
+
+
+def _may_hand_over(function: Global, args: Node) -> bool:
+    """Whether arguments are more than plain values and tensors: only what can hold a function is looked at."""
+    return type(args) is tuple and any(_may_hold(arg) or (type(arg) is List and function.module == "numpy") for arg in args)
+
+
+def _may_hold(arg: Node) -> bool:
+    if type(arg) is tuple:
+        return any(type(part) in _MAY_HOLD for part in arg)
+    if type(arg) is Object:
+        return bool(arg.steps) or arg.function not in ALLOWED
+    return type(arg) is Global or (type(arg) is Dict and arg.attributes is not None)
 
 
 def _stand_in(pid: Node) -> Node:
@@ -190,12 +210,30 @@ def _build(machine: Lister) -> None:
     machine.spend(1 + sum(len(part.items) for part in (state if type(state) is tuple else (state,)) if type(part) is Dict) // 8)
     changed = target.function if type(target) is Object else target
     machine.rate(ratings.of_state(target, state), changed, (), "changes")
+    if type(target) is Dict:
+        target.attributes = target.attributes or Dict()
+        target.attributes.items.append((None, state))
     if type(target) is Object:
         target.steps.append(("build", state))
+        machine.nested += _pickles_in(target, state)
         machine.position += array_bytes(target, machine)
         if is_pickled_behind(target):
             machine.outer.append((machine.stack, machine.marks, machine.memo, machine.far_memo))
             machine.stack, machine.marks, machine.memo, machine.far_memo = [], [], [], {}
+
+
+def _pickles_in(target: Object, state: Node) -> list[bytes]:
+    """Bytes that look like pickles in the state of an instance, whose class may load them."""
+    if type(target.function) is not Global or ratings.of_instance(target.function, ()) == "data":
+        return []
+    parts = [part for whole in (state if type(state) is tuple else (state,)) for part in _values(whole)]
+    return [part for part in parts if type(part) is bytes and part[:1] in _STARTS and len(part) >= _SHORTEST][:_MOST_NESTED]
+
+
+def _values(node: Node) -> list[Node]:
+    if type(node) is Dict:
+        return [value for _, value in node.items]
+    return node.items if type(node) is List else list(node) if type(node) is tuple else [node]
 
 
 def _stop(machine: Lister) -> None:
@@ -218,8 +256,20 @@ def _extend(machine: Lister, items: list[Node]) -> None:
     target = machine.stack[-1]
     if type(target) is List:
         target.items.extend(items)
+    elif type(target) is Object:
+        _add(machine, target, "append", items)
+    elif type(target) is Dict and ratings.is_armed(target):
+        machine.rate("unknown", Global("collections", "OrderedDict"), (), "changes")
     elif type(target) is Global:
         machine.rate(_of_change(target), target, (), "changes")
+
+
+def _add(machine: Lister, target: Object, step: Literal["append", "set"], items: list[Node]) -> None:
+    """Items for an instance, by a method of its class, or a function that was set as its `append`."""
+    machine.spend(_COST_OF_RATING if target.steps else 1)
+    if ratings.is_shared(target) or (step == "append" and ratings.is_armed(target)):
+        machine.rate("unknown", target.function, (), "changes")
+    target.steps.append((step, items))
 
 
 def _setitem(machine: Lister) -> None:
@@ -236,6 +286,8 @@ def _set(machine: Lister, items: list[Node]) -> None:
     target = machine.stack[-1]
     if type(target) is Dict:
         target.items.extend(zip(items[::2], items[1::2], strict=False))
+    elif type(target) is Object:
+        _add(machine, target, "set", items)
     elif type(target) is Global:
         machine.rate(_of_change(target), target, (), "changes")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from ckpt_tools.pickling import callables
+from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import printable
 from ckpt_tools.tree.nodes import (
     ByteString,
@@ -22,6 +23,10 @@ RATINGS: tuple[Rating, ...] = ("data", "class", "unknown", "harmful")
 _DANGEROUS = RATINGS[2:]
 _MOST_PARTS = 64  # of the arguments of one call that are looked through
 _MOST_DEPTH = 4
+_MOST_HELD = 1024  # parts of what a call is given that are looked through for a function
+# What these were given was looked at when they were called: tensors.
+_SEEN_WHEN_MADE = frozenset(name for name in ALLOWED if name.module.startswith("torch"))
+_HOLDERS = frozenset((tuple, list, List, Dict, Object))
 _BASES = frozenset(
     Global("builtins", name)
     for name in ("object", "dict", "list", "tuple", "set", "frozenset", "int", "float", "str", "bytes", "bytearray", "complex")
@@ -50,8 +55,15 @@ def of_call(function: Node, args: Node) -> Rating:
     if special is not None:
         return special
     if callables.is_data(name):
-        return _of_references(given[:1]) if name in callables.HOLDS_CALLABLES else "data"
+        return worst(_of_references(given[:1]) if name in callables.HOLDS_CALLABLES else "data", _of_given(name, given))
     return "harmful" if callables.is_harmful(name) else "unknown"
+
+
+def _of_given(name: Global, given: Node) -> Rating:
+    """What makes data may look up attributes of what it is given, and call them: `dict(x)` calls `x.keys()`."""
+    if name == callables.DEFAULTDICT:
+        given = given[1:]
+    return "unknown" if name not in callables.KEEPS and hands_over(given, name.module.startswith("numpy")) else "data"
 
 
 def _of_special(name: Global, given: tuple[Node, ...]) -> Rating | None:
@@ -61,7 +73,7 @@ def _of_special(name: Global, given: tuple[Node, ...]) -> Rating | None:
     if name in callables.FROM_TYPE:
         return _of_rebuild(given)
     if name in callables.OF_CLASS:
-        return worst(of_instance(given[0], ()) if given else "unknown", _of_references(given[1:]))
+        return worst(of_instance(given[0], given[1:]) if given else "unknown", _of_references(given[1:]))
     if name in callables.CALLING:
         return _of_called_arguments(given)
     return _of_harmless_use(name, given)
@@ -73,7 +85,9 @@ def _of_harmless_use(name: Global, given: tuple[Node, ...]) -> Rating | None:
         return "data" if len(given) == 1 or _is_text_codec(given[1]) else "unknown"
     if name == callables.GETATTR and _is_member(given):
         return "class"
-    harmless = (name in callables.OF_ONE and len(given) == 1) or (name in callables.GETITEM and _is_typing(given))
+    if name == callables.TYPE:
+        return "data" if len(given) == 1 and (given[0] is None or given[0] in callables.CONSTANTS) else None
+    harmless = (name == callables.ITER and len(given) == 1) or (name in callables.GETITEM and _is_typing(given))
     return "data" if harmless else None
 
 
@@ -86,7 +100,7 @@ def _of_reconstructor(given: tuple[Node, ...]) -> Rating:
     if len(given) != 3:
         return "unknown"
     cls, base, state = given
-    instance = of_instance(cls, ())
+    instance = worst(of_instance(cls, ()), "unknown" if hands_over((state,)) else "data")
     return (
         instance
         if type(base) is Global and callables.of_python3(base) in _BASES
@@ -99,28 +113,46 @@ def _of_rebuild(given: tuple[Node, ...]) -> Rating:
     if len(given) != 4:
         return "unknown"
     function, cls, args, state = given
-    if type(function) is not Global or function in callables.FROM_TYPE:
+    if type(function) is not Global or function in callables.FROM_TYPE or not function.module.startswith("torch"):
+        return "unknown"
+    if hands_over((state,)):
         return "unknown"
     return worst(of_call(function, args), of_instance(cls, ()), of_state(None, state))
 
 
 def _is_member(given: Node) -> bool:
-    """Whether getattr has a class of the user's and a plain name: how Python 3.11 pickles members of enumerations."""
-    if (
-        type(given) is not tuple
-        or len(given) != 2
-        or type(given[0]) is not Global
-        or type(given[1]) is not str
-        or given[1].startswith("_")
-    ):
+    """Whether getattr has a plain name of a class of the user's (how Python 3.11 pickles members of enumerations), or of
+    an instance of one (how it pickles bound methods: the hooks of modules)."""
+    if type(given) is not tuple or len(given) != 2 or type(given[1]) is not str:
         return False
-    name = callables.of_python3(given[0])
-    return not callables.is_standard(name) and not callables.is_harmful(name) and given[1].isidentifier()
+    owner, name = given
+    if name.startswith("__") or not name.isidentifier():
+        return False
+    if type(owner) is Object:
+        return _is_instance(owner)
+    if type(owner) is not Global:
+        return False
+    cls = callables.of_python3(owner)
+    is_class = cls.name.rpartition(".")[2].lstrip("_")[:1].isupper()  # no module: `getattr(torch.os, "system")`
+    return is_class and not callables.is_standard(cls) and not callables.is_harmful(cls)
+
+
+def _is_instance(node: Object) -> bool:
+    """Whether an object is an instance of a class of the user's, made without a call."""
+    if node.call == "new":
+        return of_instance(node.function, ()) == "class"
+    return node.function == callables.RECONSTRUCTOR and type(node.args) is tuple and _of_reconstructor(node.args) == "class"
 
 
 def _is_typing(given: tuple[Node, ...]) -> bool:
     """Whether an item of a type is asked for: `typing.List[int]`."""
-    return len(given) == 2 and type(given[0]) is Global and given[0].module == "typing"
+    return (
+        len(given) == 2
+        and type(given[0]) is Global
+        and given[0].module == "typing"
+        and given[0].name.isidentifier()  # with a dot it is another module's: `typing`, `sys.modules`
+        and given[0].name[0].isupper()
+    )
 
 
 def _of_called_arguments(given: tuple[Node, ...]) -> Rating:
@@ -142,7 +174,7 @@ def of_instance(cls: Node, args: Node) -> Rating:
         return "unknown"
     name = callables.of_python3(cls)
     if callables.is_data(name):
-        return "data"
+        return _of_given(name, args)
     if callables.is_harmful(name):
         return "harmful"
     return "unknown" if callables.is_standard(name) else worst("class", _of_references(args))
@@ -152,12 +184,99 @@ def of_state(target: Node, state: Node) -> Rating:
     """BUILD: sets a state. On a class or function it changes the program; some attributes are called by the next opcodes."""
     if type(target) is Global:
         return "harmful" if callables.is_harmful(callables.of_python3(target)) else "unknown"
+    if is_shared(target) or is_armed(target) or (type(target) is Object and _takes_over(target.function, state)):
+        return "unknown"
     for part in state if type(state) is tuple else (state,):
         if type(part) is Dict:
             for key, value in part.items:
                 if type(key) is str and key in _CALLED_ATTRIBUTES and type(value) in (Global, Object):
                     return worst("unknown", of_reference(value))
     return "data"
+
+
+def _takes_over(made: Node, state: Node) -> bool:
+    """Whether a class of data is given a state that it may look up functions in; a dict it only keeps."""
+    if type(made) is not Global or type(state) is not tuple or not callables.is_data(made):
+        return False
+    if made in callables.KEEPS or made in callables.CALLING:
+        return False
+    return hands_over(state) or (made in callables.MASKED and hands_over(state[-1:], in_lists=True))
+
+
+def is_shared(target: Node) -> bool:
+    """Whether what a call has given belongs to the program: a member of a class, a logger, a module out of `sys.modules`."""
+    return (
+        type(target) is Object
+        and target.call == "reduce"
+        and type(target.function) is Global
+        and callables.of_python3(target.function) in callables.SHARED
+    )
+
+
+def is_armed(target: Node) -> bool:
+    """Whether a state was set that holds a function. Items come before states: what comes next may call it."""
+    if type(target) is Object:
+        return any(step == "build" and _holds_function(state) for step, state in target.steps)
+    return type(target) is Dict and target.attributes is not None and _holds_function(target.attributes)
+
+
+def hands_over(given: Node, in_lists: bool = False) -> bool:
+    """Whether arguments are instances that hold a function, which may be found there by its name and called, or functions."""
+    stack = list(given) if type(given) is tuple else [given]
+    looked = 0
+    while stack:
+        node = stack.pop()
+        looked += 1
+        if type(node) is tuple or (in_lists and type(node) is List):
+            below = _held(node)
+            looked += len(below)
+            if looked > _MOST_HELD:
+                return True
+            stack += below
+        elif type(node) in (Global, Object):
+            if _holds_function(node):
+                return True
+        elif is_armed(node):
+            return True
+    return False
+
+
+def _holds_function(root: Node) -> bool:
+    """Whether a global that is no data is in a node; so it is said of what has too many parts to look at."""
+    stack, seen, looked = [root], set(), 0
+    while stack:
+        node = stack.pop()
+        if _is_function(node):
+            return True
+        if type(node) not in _HOLDERS or id(node) in seen:
+            continue
+        seen.add(id(node))
+        below = _held(node)
+        looked += len(below)
+        if looked > _MOST_HELD:
+            return True
+        stack += below
+    return False
+
+
+def _is_function(node: Node) -> bool:
+    if type(node) is Object:
+        return type(node.function) is Global and callables.of_python3(node.function) in callables.MAKES_CALLABLES
+    return type(node) is Global and not callables.is_data(callables.of_python3(node))
+
+
+def _held(node: Node) -> list[Node]:
+    """What a node holds, all of it; of an object what it was made of and what was set later."""
+    if type(node) is tuple:
+        return list(node)
+    if type(node) is List:
+        return node.items
+    if type(node) is Dict:
+        return [part for pair in node.items for part in pair] + ([] if node.attributes is None else [node.attributes])
+    if type(node) is Object:
+        seen = node.function in _SEEN_WHEN_MADE
+        return [None if seen else node.args, node.kwargs, *(value for _, value in node.steps)]
+    return node if type(node) is list else []
 
 
 def of_reference(node: Node) -> Rating:

@@ -1,0 +1,125 @@
+"""Calls that no opcode of a pickle names: attributes that opcodes and data classes look up and call."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_tools.operations.safety import Safety
+from tests.operations.test_safety import examined
+from tests.support.containers import Net
+
+
+def text(value: str) -> bytes:
+    """A short text."""
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def name(path: str) -> bytes:
+    """A global, `module:name`."""
+    module, _, called = path.partition(":")
+    return text(module) + text(called) + b"\x93"
+
+
+def call(path: str, *args: bytes) -> bytes:
+    """A call of a global."""
+    return name(path) + b"(" + b"".join(args) + b"tR"
+
+
+RUN = name("models:run")
+PARTIAL = call("functools:partial", RUN, text("id"))
+THING = name("models:Thing") + b")\x81"
+
+
+def holding(attribute: str, cls: str = "types:SimpleNamespace", value: bytes = PARTIAL) -> bytes:
+    """An instance with a function as an attribute."""
+    return name(cls) + b")\x81}" + text(attribute) + value + b"sb"
+
+
+PAYLOAD = b"\x80\x04" + call("models:run", text("id")) + b"."
+# Each of them calls `models.run("id")` with CPython 3.11 and torch 2.13, or changes what the program has.
+SETS_RUN, APPENDS = RUN + b"sb", text("id") + b"a"
+COMPUTED = call("builtins:str", text("append"))
+HIDDEN = {
+    "append under a text of Python 2": THING + b"}U\x06append" + SETS_RUN + APPENDS,
+    "append in a computed state": THING + call("builtins:dict", b"](" + text("append") + RUN + b"\x86e") + b"b" + APPENDS,
+    "append under a computed key": THING + b"}" + COMPUTED + SETS_RUN + APPENDS,
+    "append through slots": THING + b"N}" + text("__dict__") + b"}" + text("append") + RUN + b"ss\x86b" + text("id") + b"a",
+    "append of an OrderedDict": name("collections:OrderedDict") + b")R}" + COMPUTED + SETS_RUN + APPENDS,
+    **{
+        f"keys for {path}": call(path, holding("keys"))
+        for path in ("builtins:dict", "collections:OrderedDict", "collections:Counter", "collections:UserDict")
+    },
+    "keys of an OrderedDict": call("builtins:dict", name("collections:OrderedDict") + b")R}" + text("keys") + SETS_RUN),
+    "keys for a defaultdict": call("collections:defaultdict", b"N", holding("keys", "argparse:Namespace")),
+    "keys for a base": call("copyreg:_reconstructor", name("models:Thing"), name("builtins:dict"), holding("keys")),
+    "keys through an alias": call("builtins:dict", call("types:GenericAlias", holding("keys"), b")")),
+    "replace for a UUID": call("uuid:UUID", holding("replace")),
+    "__array__ for a number": call("numpy:float64", holding("__array__")),
+    "__array__ in a list": call("numpy:float64", b"]" + holding("__array__") + b"a"),
+    "detach for a Parameter": call("torch._utils:_rebuild_parameter", holding("detach"), b"\x88N"),
+    "detach without a call": name("torch.nn.parameter:Parameter") + holding("detach") + b"\x85\x81",
+    "items for a state": call("torch._utils:_rebuild_parameter_with_state", b"N\x88N", holding("items")),
+    "a class of an instance": call("builtins:type", holding("x")) + b"N}" + text("__init__") + RUN + b"s\x86b",
+    "a logger": call("logging:getLogger", text("x")) + b"}" + text("handle") + SETS_RUN,
+    "a table of a class": call("builtins:getattr", name("models:Thing"), text("registry")) + text("a") + RUN + b"s",
+    "a module of another": call("operator:getitem", name("typing:sys.modules"), text("os")) + b"}" + text("fspath") + SETS_RUN,
+    "a function of another module": call("functools:partial", name("torch:serialization.os.system"), text("id")),
+    "a function by getattr": call("functools:partial", call("builtins:getattr", name("torch:os"), text("system")), text("id")),
+    "text that a class evaluates": name("sympy.functions.elementary.trigonometric:sin") + text("run()") + b"\x85\x81",
+    "bytes that a class of torch loads": name("torch.utils.data.datapipes.datapipe:_MapDataPipeSerializationWrapper")
+    + b")\x81" + text("x") + b"\x89\x86b",
+    "bytes that a class loads": THING + b"C" + bytes([len(PAYLOAD)]) + PAYLOAD + b"\x89\x86b",
+}  # fmt: skip
+
+
+def verdict(tmp_path: Path, data: bytes) -> Safety:
+    """The answer for a pickle of these opcodes."""
+    return examined(tmp_path / "a.pkl", b"\x80\x04" + data + b".")
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_hidden_calls_are_dangerous(case: str, tmp_path: Path) -> None:
+    """What an opcode or a data class would find by its name and call is a danger, though no opcode calls it."""
+    assert verdict(tmp_path, HIDDEN[case]).verdict == "dangerous"
+
+
+def test_too_much_to_look_at(tmp_path: Path) -> None:
+    """A function behind more parts than are looked at is a danger too."""
+    many = b"(" + b"".join(text(f"a{number}") + b"]" for number in range(2000)) + b"u"
+    data = name("types:SimpleNamespace") + b")\x81}" + many + text("keys") + PARTIAL + b"sb"
+    assert verdict(tmp_path, call("builtins:dict", data)).verdict == "dangerous"
+
+
+def _honest() -> dict[str, Any]:
+    """What people pickle that looks like it."""
+    hooked = Net()
+    hooked.register_forward_hook(hooked.extra_repr)  # type: ignore[arg-type]  # a bound method
+    ordered: Any = OrderedDict(a=1)
+    ordered.activation = torch.nn.functional.relu
+    return {
+        "a bound method as a hook": hooked,
+        "an attribute of an OrderedDict": ordered,
+        "lazy modules": torch.nn.Sequential(torch.nn.LazyLinear(2), torch.nn.LazyBatchNorm1d()),
+        "factories": [defaultdict(functools.partial(Net)), functools.partial(torch.nn.functional.relu, inplace=True)],
+        "functions in a namespace": SimpleNamespace(activation=torch.nn.functional.relu, cls=Net),
+        "modules in a set": {Net()},
+        "objects in an array": np.array([torch.nn.functional.relu, Net()], dtype=object),
+        "records": np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+    }
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_honest_ones_are_not(protocol: int, tmp_path: Path) -> None:
+    """Instances with functions as attributes, bound methods and factories are classes and data."""
+    for case, value in _honest().items():
+        safety = examined(tmp_path / "a.pkl", pickle.dumps(value, protocol))
+        assert safety.verdict == "needs-code", (case, safety)
