@@ -317,7 +317,7 @@ def test_every_edit_works(training_file: Path, tmp_path: Path) -> None:
         {"drop": "optimizer.*"}, {"dtype": "fp16", "unwrap": True, "select": "model", "format": "safetensors"},
     ]  # fmt: skip
     for number, options in enumerate(edits):
-        outs = [tmp_path / f"{number}.{name}" for name in ("zip", "legacy")]
+        outs = [tmp_path / f"{number}.{name}.pth" for name in ("zip", "legacy")]
         for path, out in zip((training_file, source), outs, strict=True):
             ckpt_tools.convert(path, out, **options)
         if options.get("format") == "safetensors":

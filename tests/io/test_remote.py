@@ -188,6 +188,7 @@ def test_a_remote_folder_of_shards(
     with pytest.raises(OutputExistsError, match="not empty"):
         convert(tmp_path / "in.pth", "memory://runs/new", shard_size=4000, format=format)
     memory.pipe("/runs/new/config.json", b"{}")
+    memory.pipe("/runs/a-file", b"")
     convert(tmp_path / "in.pth", "memory://runs/new/", shard_size=8000, format=format, overwrite=True)
     convert(tmp_path / "in.pth", tmp_path / "larger", shard_size=8000, format=format)
     expected = {path.name: path.read_bytes() for path in (tmp_path / "larger").iterdir()}
@@ -200,7 +201,7 @@ def test_a_remote_folder_of_shards(
     with pytest.raises(OutputError, match="checkpoint of another kind"):
         convert(tmp_path / "in.pth", "memory://runs/new", shard_size=8000, format=other, overwrite=True)
     with pytest.raises(OutputError, match="is a file"):
-        convert(tmp_path / "in.pth", "memory://runs/new/config.json", shard_size=8000, overwrite=True)
+        convert(tmp_path / "in.pth", "memory://runs/a-file", shard_size=8000, overwrite=True)
     with pytest.raises(OutputError, match="HTTP has no upload"):
         convert(tmp_path / "in.pth", "https://example.org/folder", shard_size=8000)
 

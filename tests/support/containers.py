@@ -17,6 +17,7 @@ from torch import nn
 
 from tests.hostile.pickles import dict_of
 from tests.support.legacy import floats, legacy
+from tests.support.rank_files import rank_of, sharded
 from tests.support.tars import (
     persistent,
     storages,
@@ -134,6 +135,15 @@ def _dcp_safetensors(folder: Path) -> Path:
     return folder / "dcp-safetensors"
 
 
+def _rank_files(folder: Path) -> Path:
+    for rank in range(2):
+        with rank_of(rank, 2):
+            cut = {name: sharded(tensor, rank, 2) for name, tensor in state().items()}
+            (folder / "ranks").mkdir(exist_ok=True)
+            torch.save(cut, folder / "ranks" / f"model_world_size_2_rank_{rank}.pt")
+    return folder / "ranks"
+
+
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "torch-zip": _written("model.pth", _saved),
     "torch-legacy": _written("legacy.pth", lambda: legacy(state())),
@@ -149,6 +159,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "index": lambda folder: _shards(folder) / "model.safetensors.index.json",
     "sharded": _shards,
     "dcp": _dcp,
+    "rank-files": _rank_files,
     "dcp-safetensors": _dcp_safetensors,
     "dcp-part": lambda folder: _dcp(folder) / "__0_0.distcp",
 }
