@@ -176,17 +176,17 @@ def averaged(root: Node) -> tuple[Node, Where]:
 
 def _candidates(root: Node) -> Iterator[tuple[Where, Dict]]:
     """Every state dict of averaged weights; one inside another counts once."""
-    taken: list[Where] = []
+    taken: set[Where] = set()
     swapped = _is_swapped(root)
     for state_dict in find_state_dicts(root):
         where = state_dict.where
-        if any(where[: len(outer)] == outer for outer in taken):
+        if any(where[:end] in taken for end in range(len(where) + 1)):
             continue
         if where == ("state_dict",) if swapped else _is_named_average(where):
-            taken.append(where)
+            taken.add(where)
             yield where, state_dict.node
         elif any(name.startswith(_LIT_EMA) for name in state_dict.names):
-            taken.append(where)
+            taken.add(where)
             yield where, _without_lit_ema(state_dict)
 
 

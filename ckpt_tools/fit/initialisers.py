@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
@@ -62,7 +62,7 @@ class Blank:
         name: its name in the target, from which its numbers are drawn.
         shape, dtype: what is wanted.
         layer: the type of its layer (`Linear`, `BatchNorm2d`), where the target is a module and its type is PyTorch's own.
-        siblings: own name -> shape of the tensors of the same layer: a bias is initialised by the fan of its weight.
+        weight: the shape of its layer's weight, by whose fan a bias is initialised; None where the layer has none.
         padding: the row of an embedding that is padding, which PyTorch's own reset leaves at zero.
         number: what a layer's own reset goes by: hidden size of a recurrent one, the slope of a PReLU.
     """
@@ -71,7 +71,7 @@ class Blank:
     shape: tuple[int, ...]
     dtype: DType
     layer: str | None = None
-    siblings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    weight: tuple[int, ...] | None = None
     padding: int | None = None
     number: float | None = None
 
@@ -220,10 +220,11 @@ _LAYERS = frozenset((*_BY_LAYER, *_RECURRENT))
 
 def blank_in(module: torch.nn.Module, name: str, shape: tuple[int, ...], dtype: DType) -> Blank:
     """A blank for a tensor of a live module, whose type says how PyTorch initialises it."""
-    siblings = {own: tuple(value.shape) for own, value in module.named_parameters(recurse=False)}
+    weight = module._parameters.get("weight")
     layer = _layer(cast("Any", type(module)))
     number: Any = getattr(module, "hidden_size" if layer in _RECURRENT else "init", None) if layer in _NUMBERED else None
-    return Blank(name, shape, dtype, layer, siblings, getattr(module, "padding_idx", None), number)
+    fan_of = None if weight is None else tuple(weight.shape)
+    return Blank(name, shape, dtype, layer, fan_of, getattr(module, "padding_idx", None), number)
 
 
 def blank_for(target: Target, param: Param) -> Blank:
@@ -257,7 +258,7 @@ def _default(blank: Blank) -> Scheme:
     elif blank.layer is not None:
         found = _BY_LAYER.get(blank.layer, {}).get(blank.own)
         if found is _U:
-            weight = blank.siblings.get("weight", blank.shape)
+            weight = blank.weight or blank.shape
             return Scheme("uniform", _inverse_root(weight[1] if blank.layer == "Bilinear" else _fans(weight)[0]))
     else:
         found = _by_name(blank)

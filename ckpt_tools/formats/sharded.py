@@ -170,8 +170,9 @@ def _check_map(weight_map: Mapping[str, str], places: Mapping[str, str], shards:
             raise DamagedFileError(f"The tensor {name!r} is not in {file}, where {index.path.name} says it is, nor elsewhere.")
         if places[name] != file:
             raise DamagedFileError(f"The tensor {name!r} is in {places[name]}; {index.path.name} says {file}.")
+    tied = {file: safetensors.aliases_in(decoded.metadata) for file, decoded in shards.items()}
     for name, file in places.items():
-        if name not in weight_map and name not in safetensors.aliases_in(shards[file].metadata):
+        if name not in weight_map and name not in tied[file]:
             raise DamagedFileError(
                 f"{file} holds {name!r}, which {index.path.name} does not list.", why="The index belongs to another checkpoint."
             )
@@ -301,10 +302,10 @@ def storage_groups(items: Sequence[tuple[str, Node]]) -> list[tuple[list[str], i
         for other in sorted({owner[key] for key in storages if key in owner} - {into}):
             more_names, more_sizes = groups.pop(other)
             names += more_names
-            sizes |= more_sizes
+            storages |= more_sizes
         names.append(name)
         sizes |= storages
-        owner.update(dict.fromkeys(sizes, into))
+        owner.update(dict.fromkeys(storages, into))
     return [(names, sum(sizes.values())) for names, sizes in groups.values()]
 
 

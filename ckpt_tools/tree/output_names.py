@@ -46,8 +46,7 @@ def output_format(target: str | os.PathLike[str], format: Format | None) -> Form
         UsageError: no such format; or the extension is another format's, or near one that is meant.
     """
     if format is not None:
-        if format not in FORMATS:
-            raise UsageError(f"`format={format!r}` is none of {', '.join(FORMATS)}.")
+        check_format(format)
         return format
     found = extension(target)
     if found == _SAFETENSORS:
@@ -73,6 +72,12 @@ def names_file(path: str | os.PathLike[str]) -> bool:
     """Whether a path looks like a file's, not a folder's: its extension is a checkpoint's, another format's, or near one."""
     found = extension(path)
     return found in (_SAFETENSORS, *_TORCH, *_OTHERS) or bool(_meant(found))
+
+
+def check_format(format: str | None) -> None:
+    """Raise UsageError for a format that is none."""
+    if format is not None and format not in FORMATS:
+        raise UsageError(f"`format={format!r}` is none of {', '.join(FORMATS)}.")
 
 
 def check_one_file(source: str | os.PathLike[str], target: str | os.PathLike[str], format: Format | None) -> None:

@@ -5,16 +5,17 @@ No wrapper puts it there, so nothing takes it away unasked: a model may have an 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from ckpt_tools import limits
 from ckpt_tools.tree.names import strip_leading
 
 # What people call the attribute.
 HOLDERS = frozenset((
     "model", "_model", "net", "_net", "network", "_network", "backbone", "base_model", "student", "teacher", "policy", "core",
 ))  # fmt: skip
-_TRIED = 8  # names whose partners are looked for one by one; of two models with one prefix any name shows it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,22 @@ class Prefix:
 
 def between(names: Sequence[str], wanted: Sequence[str]) -> Prefix | None:
     """The prefix under which `names` has most of `wanted`; None where it has fewer than half of them under any."""
-    there = frozenset(names)
-    candidates = {name.removesuffix(short) for short in wanted[:_TRIED] for name in names if name.endswith(f".{short}")}
-    found = [[short for short in wanted if prefix + short in there] for prefix in sorted(candidates, key=len)]
-    best = max(zip(map(len, found), sorted(candidates, key=len), found, strict=True), key=lambda row: row[0], default=None)
-    if best is None or best[0] * 2 < len(wanted):
+    there, shorts = frozenset(names), frozenset(wanted)
+    dots = min(max((name.count(".") for name in shorts), default=0), limits.NAME_PARTS.value)
+    counts = Counter(name.removesuffix(short) for name in there for short in _ends(name, dots) if short in shorts)
+    best = max(counts, key=lambda prefix: (counts[prefix], -len(prefix), prefix), default=None)
+    if best is None or counts[best] * 2 < len(shorts):
         return None
-    return Prefix(best[1], [best[1] + short for short in best[2]], best[2])
+    found = [short for short in wanted if best + short in there]
+    return Prefix(best, [best + short for short in found], found)
+
+
+def _ends(name: str, dots: int) -> Iterator[str]:
+    """What a name has behind each of its dots, as far as there are so many dots in it at most."""
+    at = name.rfind(".")
+    while at >= 0 and dots >= 0:
+        yield name[at + 1 :]
+        at, dots = name.rfind(".", 0, at), dots - 1
 
 
 def of_all(names: Sequence[str], holders: Collection[str] | None = HOLDERS) -> Prefix | None:

@@ -72,6 +72,8 @@ def _is_run(sizes: Sizes, shape: Sizes) -> bool:
 
 def _check_apart(name: str, parts: Sequence[Chunk]) -> None:
     """No two boxes overlap. With the right number of elements in all they cover the tensor then."""
+    if _is_grid(parts):
+        return
     limits.CHUNKS.check(len(parts), f"The tensor {name!r} is in {len(parts)} chunks that are no whole rows.")
     for number, one in enumerate(parts):
         for other in parts[number + 1 :]:
@@ -79,6 +81,19 @@ def _check_apart(name: str, parts: Sequence[Chunk]) -> None:
                 break
             if _common(one.offsets, one.sizes, other) is not None:
                 raise _overlapping(name)
+
+
+def _is_grid(parts: Sequence[Chunk]) -> bool:
+    """Whether every box ends where the next ones along each dimension begin, as all devices cut alike: none overlap then."""
+    if len({chunk.offsets for chunk in parts}) < len(parts):
+        return False
+    cuts = [sorted(set(starts)) for starts in zip(*(chunk.offsets for chunk in parts), strict=True)]
+    following = [dict(pairwise(starts)) for starts in cuts]
+    return all(
+        at + size <= after.get(at, at + size)
+        for chunk in parts
+        for at, size, after in zip(chunk.offsets, chunk.sizes, following, strict=True)
+    )
 
 
 def _overlapping(name: str) -> TensorError:

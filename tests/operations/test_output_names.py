@@ -122,3 +122,9 @@ def test_advice_names_what_is_written(tmp_path: Path, name: str, fixed: str) -> 
     if name == "llama-3.1":
         (tmp_path / name).mkdir()
     assert mending("convert", str(tmp_path / name)) == f"ckpt convert {tmp_path / name} {tmp_path / fixed}"
+
+
+def test_shards_of_no_format(path: Path, tmp_path: Path) -> None:
+    """A format that is none is a usage error for shards too."""
+    with pytest.raises(UsageError, match="`format='torch-zip'` is none of pth"):
+        ckpt_tools.convert(path, tmp_path / "out", shard_size="1MB", format="torch-zip")  # type: ignore[arg-type]

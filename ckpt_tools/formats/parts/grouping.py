@@ -30,28 +30,28 @@ class Group:
 def group_of(name: str, names: Sequence[str]) -> Group | None:
     """The files that differ from this one in the rank alone; None for a name without a rank."""
     match = _NAME.fullmatch(name)
-    if match is None or _DEEPSPEED.search(name):
-        return None
-    found: dict[int, str] = {}
-    every: list[str] = []
-    for other in sorted(names):
-        same = _NAME.fullmatch(other)
-        if same and (same["head"], same["tail"]) == (match["head"], match["tail"]):
-            every.append(other)
-            found.setdefault(int(same["rank"]), other)
-    world = _WORLD.search(match["head"])
-    return Group(match["head"], found, int(world[1]) if world else None, tuple(every))
+    return _groups(names).get((match["head"], match["tail"])) if match is not None else None
+
+
+def _groups(names: Sequence[str]) -> dict[tuple[str, str], Group]:
+    """The groups among these names, by what stands before the rank and behind it."""
+    ranks: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for name in sorted(names):
+        if (match := _NAME.fullmatch(name)) and not _DEEPSPEED.search(name):
+            ranks.setdefault((match["head"], match["tail"]), []).append((int(match["rank"]), name))
+    return {key: _group(key[0], rows) for key, rows in ranks.items()}
+
+
+def _group(head: str, rows: Sequence[tuple[int, str]]) -> Group:
+    world = _WORLD.search(head)
+    first = dict(reversed(rows))  # of two files of one rank the first
+    names = {rank: first[rank] for rank, _ in rows}
+    return Group(head, names, int(world[1]) if world else None, tuple(name for _, name in rows))
 
 
 def model_group(names: Sequence[str]) -> Group | None:
     """The files in a folder that are its model: the only rank files there are, or those called so; None where that is open."""
-    left, groups = list(names), list[Group]()
-    while left:
-        group = group_of(left[0], left)
-        taken = {left[0]} if group is None else set(group.every)
-        left = [name for name in left if name not in taken]
-        if group is not None and (group.world is not None or len(group.names) > 1):
-            groups.append(group)
+    groups = [group for group in _groups(names).values() if group.world is not None or len(group.names) > 1]
     if len(groups) > 1:
         groups = [group for group in groups if group.stem.lower().startswith("model")]
     return groups[0] if len(groups) == 1 else None

@@ -20,6 +20,7 @@ from ckpt_tools.io.output import (
 from ckpt_tools.tree.arguments import Location, Renames, natural
 from ckpt_tools.tree.output_names import (
     Format,
+    check_format,
     check_one_file,
     names_file,
     output_format,
@@ -216,6 +217,7 @@ def shard_limit(target: str | os.PathLike[str], shard_size: str | int, format: F
     """
     from ckpt_tools.formats.sharded import parse_size
 
+    check_format(format)
     if format in ("dcp", "pth-legacy"):
         raise UsageError(f"`shard_size` is for safetensors and pth; {format} has no shards of that kind.")
     if names_file(target):

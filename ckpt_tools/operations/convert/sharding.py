@@ -66,13 +66,17 @@ def torch_shards(
     groups = sharded.storage_groups(items)
     shards = sharded.split([(str(number), size) for number, (_, size) in enumerate(groups)], limit)
     names, files = sharded.TORCH, []
+    of_group = {name: str(number) for number, (names_of, _) in enumerate(groups) for name in names_of}
+    members: dict[str, list[tuple[str, Node]]] = {}
+    for name, node in items:
+        members.setdefault(of_group[name], []).append((name, node))
+    places = {name: place for place, (name, _) in enumerate(items)}
     homes: dict[str, str] = {}
-    nodes = dict(items)
     for number, shard in enumerate(shards):
         file = names.shard(number + 1, len(shards))
-        inside = {name for group in shard for name in groups[int(group)][0]} if items else set()
-        homes |= dict.fromkeys(inside, file)
-        tree = Dict([(name, nodes[name]) for name, _ in items if name in inside], ordered=True)
+        inside = sorted((pair for group in shard for pair in members[group]), key=lambda pair: places[pair[0]]) if items else []
+        homes |= dict.fromkeys((name for name, _ in inside), file)
+        tree = Dict(inside, ordered=True)
         files.append((file, torch_layout.lay_out(tree, trust_crc=trust_crc, verify=verify)))
     weight_map = {name: homes[name] for name, _ in items}
     total = sum(size for _, size in groups)
