@@ -22,6 +22,7 @@ PROGRAMS = {
 }
 
 
+PART_CONTAINERS = ("rank-files", "consolidated")  # folders of many ranks' files, each with parts of the tensors
 CUT_ARCHIVE = "cut-archive"  # the code of the warning that another archive begins behind the one that is read
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_tools.errors import FolderError, NotACheckpointError
-from ckpt_tools.formats.parts.grouping import model_group, shard_groups
+from ckpt_tools.formats.parts.grouping import consolidated_files, model_group, shard_groups
 
 INDEX_SUFFIX = ".index.json"
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
@@ -23,7 +23,7 @@ _DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors
 class Layout:
     """A folder that is one checkpoint: its container, and the files that say what is in it."""
 
-    container: Literal["sharded", "dcp", "dcp-safetensors", "rank-files", "shards"]
+    container: Literal["sharded", "dcp", "dcp-safetensors", "rank-files", "shards", "consolidated"]
     names: tuple[str, ...]
 
 
@@ -59,6 +59,8 @@ def layout_of(folder: str | os.PathLike[str], names: list[str]) -> Layout | None
         raise _several(folder, [group[0] for group in groups], "They are shards without an index, and of several checkpoints.")
     if groups:
         return Layout("shards", groups[0])
+    if consolidated := consolidated_files(names):
+        return Layout("consolidated", consolidated)
     group = model_group(names)
     return Layout("rank-files", group.every) if group is not None else None
 

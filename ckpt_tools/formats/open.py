@@ -265,6 +265,10 @@ def _decode_folder(files: Files) -> Decoded:
         return dcp.decode_safetensors(layout.names, files)
     if layout.container == "rank-files":
         return decode_ranks(files, layout.names[0], layout.names)
+    if layout.container == "consolidated":
+        from ckpt_tools.formats.parts import consolidated
+
+        return consolidated.decode(layout.names, files, decode_file)
     if layout.container == "shards":
         from ckpt_tools.formats.parts import loose_shards
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.formats.base import PROGRAMS
+from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.tree.nodes import Entry
 
@@ -19,7 +19,7 @@ _RANK_FILES = f"{TORCH_LOAD}, one rank's part each"
 _CALLS = {
     "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
     "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
-    "zip-bundle": "the library that wrote it", "rank-files": _RANK_FILES,
+    "zip-bundle": "the library that wrote it", **dict.fromkeys(PART_CONTAINERS, _RANK_FILES),
 }  # fmt: skip
 # Why torch.load with weights_only does not give what the file holds, whatever its pickles say.
 _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for container, (_, what) in PROGRAMS.items()} | {
@@ -29,7 +29,7 @@ _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for cont
     "npy": "it is a file of NumPy's",
     "torch-tar": "it is in the tar format, which weights_only does not take",
     "dcp": f"it is a folder of torch.distributed.checkpoint, which {_DCP} loads",
-    "rank-files": "it is a file for each rank, each with that rank's parts of the tensors",
+    **dict.fromkeys(PART_CONTAINERS, "it is a file for each rank, each with that rank's parts of the tensors"),
     "dcp-part": "it is one rank's part of a distributed checkpoint: torch.load finds no archive in it, or the last one only",
 }
 _TORCH_NAMES = frozenset((".pth", ".pt", ".bin", ".ckpt", ".th"))  # that people give to torch.load
@@ -108,7 +108,7 @@ def misnaming(checkpoint: Checkpoint) -> str:
     torch 2.13 hands every name that ends in `.safetensors` to safetensors; torch 2.4 goes by content alone.
     """
     container, suffix = checkpoint.container, checkpoint.path.suffix
-    if container in ("dcp", "sharded", "rank-files"):
+    if container in ("dcp", "sharded", *PART_CONTAINERS):
         return ""
     if suffix == ".safetensors" and container != "safetensors":
         return f"a {container} by content, but named .safetensors: safetensors refuses it, and so does torch.load of 2.13"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 _NAME = re.compile(r"(?P<head>.*rank[_-]?)(?P<rank>\d{1,6})(?P<tail>\D*\.(?:pt|pth|bin|ckpt|th))", re.IGNORECASE)
 _WORLD = re.compile(r"world[_-]?size[_-]?(\d{1,6})", re.IGNORECASE)
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<suffix>\.safetensors|\.bin|\.pth|\.pt)")
+CONSOLIDATED = re.compile(r"consolidated\.(\d{2,5})\.pth")
 _DEEPSPEED = re.compile(r"(?:mp|pp|expp)_rank_\d")
 
 
@@ -55,6 +56,11 @@ def model_group(names: Sequence[str]) -> Group | None:
     if len(groups) > 1:
         groups = [group for group in groups if group.stem.lower().startswith("model")]
     return groups[0] if len(groups) == 1 else None
+
+
+def consolidated_files(names: Sequence[str]) -> tuple[str, ...]:
+    """The files `consolidated.00.pth` and so on: a rank of Meta's model parallelism each."""
+    return tuple(sorted(name for name in names if CONSOLIDATED.fullmatch(name)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,13 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ckpt_tools.errors import PartError, TensorError
-from ckpt_tools.formats.base import Warned
-from ckpt_tools.formats.open import Checkpoint, collector_paused, decode_ranks, find_tensors, naming, open_checkpoint
-from ckpt_tools.formats.parts.grouping import Group, group_of
+from ckpt_tools.formats.base import PART_CONTAINERS, Warned
+from ckpt_tools.formats.open import Checkpoint, find_tensors, open_checkpoint
+from ckpt_tools.formats.parts.grouping import CONSOLIDATED
 from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
-from ckpt_tools.io.output import Source, is_address
-from ckpt_tools.io.sources import Files
+from ckpt_tools.formats.parts.siblings import open_with, siblings
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import attributes
@@ -63,18 +61,16 @@ class Partition:
 
 def partition(checkpoint: Checkpoint) -> Partition | None:
     """What part of what a checkpoint is; None for anything that is no part, or whole on this rank."""
-    if checkpoint.container in ("safetensors", "dcp", "rank-files"):
+    if checkpoint.container in ("safetensors", "dcp", *PART_CONTAINERS):
         return None  # which hold whole tensors; what a dcp keeps of Megatron-LM's arguments is no part's
     root = checkpoint.root
-    by_records = _of_tensors(root) if _names_parts(checkpoint.decoded.globals) else None
-    if by_records is not None and (group := _siblings(checkpoint)) is not None and len(group.names) == by_records.world:
+    found = _of_tensors(root) if _names_parts(checkpoint.decoded.globals) else None
+    if found is None and type(root) is Dict:
+        found = _of_zero(root) or _of_megatron(root) or _of_consolidated(checkpoint) or _of_module(checkpoint)
+    if found is not None and (others := siblings(checkpoint)) is not None and others.count == found.world:
         path = shlex.quote(str(checkpoint.path))
-        return replace(
-            by_records, fix=f"All {by_records.world} parts are here; they become one: ckpt convert {path} OUT.safetensors"
-        )
-    if by_records is not None or type(root) is not Dict:
-        return by_records
-    return _of_zero(root) or _of_megatron(root) or _of_module(checkpoint)
+        return replace(found, fix=f"All {found.world} parts are here; they become one: ckpt convert {path} OUT.safetensors")
+    return found
 
 
 def _names_parts(names: Iterable[Global]) -> bool:
@@ -93,37 +89,18 @@ def open_whole(path: str | os.PathLike[str]) -> Checkpoint:
     checkpoint = open_checkpoint(path)
     try:
         if (part := partition(checkpoint)) is not None:
-            group = _siblings(checkpoint)
-            if group is None:
+            others = siblings(checkpoint)
+            if others is None:
                 raise part_error(checkpoint, part)
             checkpoint.close()
-            checkpoint = _with_siblings(checkpoint.path, group)
+            checkpoint = open_with(checkpoint.path, others)
         take_whole(checkpoint)
-        if checkpoint.container == "rank-files":
+        if checkpoint.container in PART_CONTAINERS:
             checkpoint.locate()  # compares what several ranks hold, before anything is made of it
     except BaseException:
         checkpoint.close()
         raise
     return checkpoint
-
-
-def _siblings(checkpoint: Checkpoint) -> Group | None:
-    """The files of the other ranks beside one rank's file, as far as they are there; None where there are none."""
-    path = checkpoint.path
-    if type(checkpoint.decoded.source) is not Source or is_address(str(path)):
-        return None
-    group = group_of(path.name, os.listdir(path.parent))
-    return group if group is not None and len(group.names) > 1 else None
-
-
-def _with_siblings(path: Path, group: Group) -> Checkpoint:
-    files = Files(path, path.parent)
-    try:
-        with collector_paused(), naming(files):
-            return Checkpoint(decode_ranks(files, path.name, group.every))
-    except BaseException:
-        files.close()
-        raise
 
 
 def part_error(checkpoint: Checkpoint, part: Partition) -> PartError:
@@ -266,6 +243,33 @@ def _of_module(checkpoint: Checkpoint) -> Partition | None:
     found = (what for rule, what in _MODULES.items() if rule.fullmatch(checkpoint.path.name))
     what = next(found, None)
     return None if what is None else Partition(f"{what}, of a DeepSpeed checkpoint", _ZERO, "DeepSpeed")
+
+
+# --- Meta's Llama
+
+
+def _of_consolidated(checkpoint: Checkpoint) -> Partition | None:
+    """By its name, and by the files beside it or what its shapes say."""
+    match = CONSOLIDATED.fullmatch(checkpoint.path.name)
+    if match is None:
+        return None
+    others = siblings(checkpoint)
+    world = others.count if others is not None else _parts_by_shape(checkpoint.root)
+    if world == 1:
+        return None
+    found = f"{_rank_text(int(match[1]), world)} of Meta's model parallelism"
+    return Partition(found, "Get all consolidated.*.pth of the model into one folder.", "Meta", int(match[1]), world)
+
+
+def _parts_by_shape(root: Node) -> int:
+    """Of how many parts a rank's file is one, by the shapes in it; 1 for a whole model, and for what does not tell."""
+    tensors = dict(root.items) if type(root) is Dict else {}
+    norm = tensors.get("norm.weight")
+    rows = next((node for name, node in tensors.items() if str(name).endswith("attention.wo.weight")), None)
+    if type(norm) is not Entry or type(rows) is not Entry or len(norm.shape) != 1 or len(rows.shape) != 2:
+        return 1
+    whole, held = norm.shape[0], rows.shape[1]
+    return whole // held if held and rows.shape[0] == whole and whole % held == 0 else 1
 
 
 # --- Megatron-LM

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ckpt_tools import limits
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import DamagedFileError
-from ckpt_tools.formats.base import Decoded, is_zip
+from ckpt_tools.formats.base import PART_CONTAINERS, Decoded, is_zip
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.zip import concatenated
 from ckpt_tools.formats.zip.directory import Record, RecordRange, read_directory
@@ -150,7 +150,7 @@ def _records(decoded: Decoded, contents: Sequence[Range | Deflated]) -> list[tup
             found[id(content.record)] = (content.source, content.record)
     if isinstance(decoded.source, Files):
         for source in decoded.source.members.values():
-            if source.path.suffix == ".distcp" or decoded.container == "rank-files":
+            if source.path.suffix == ".distcp" or decoded.container in PART_CONTAINERS:
                 found |= {id(record): (part, record) for part, record in _archived(source)}
     places = {(*in_file(source, record.data), record.size): (source, record) for source, record in found.values()}
     checked = list(places.values())

@@ -20,7 +20,7 @@ from ckpt_tools.errors import (
     UsageError,
     ZipError,
 )
-from ckpt_tools.formats.base import is_zip
+from ckpt_tools.formats.base import PART_CONTAINERS, is_zip
 from ckpt_tools.formats.open import (
     HEAD,
     Checkpoint,
@@ -237,7 +237,7 @@ def _differences(compared: digests.Compared) -> Iterator[Finding]:
 
 def _disagreeing(checkpoint: Checkpoint) -> Iterator[Finding]:
     """What several ranks hold, and do not hold alike."""
-    if checkpoint.container == "rank-files":
+    if checkpoint.container in PART_CONTAINERS:
         try:
             checkpoint.locate()
         except PartError as error:

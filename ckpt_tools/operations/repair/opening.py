@@ -21,7 +21,7 @@ from ckpt_tools.errors import (
     UnsupportedContainerError,
 )
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.base import CUT_ARCHIVE, PROGRAMS, is_zip
+from ckpt_tools.formats.base import CUT_ARCHIVE, PART_CONTAINERS, PROGRAMS, is_zip
 from ckpt_tools.formats.open import (
     HEAD,
     Checkpoint,
@@ -95,7 +95,7 @@ def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack
 
 def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedContainerError:
     """The error for what opens, in a container that repair does not mend; with the command that helps."""
-    if container in ("sharded", "dcp", "rank-files"):
+    if container in ("sharded", "dcp", *PART_CONTAINERS):
         return _of_several_files(path, "Its structure is whole.")
     if container in PROGRAMS:
         return several.no_program(str(path))

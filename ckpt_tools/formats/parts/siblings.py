@@ -1,0 +1,59 @@
+"""The files that belong to one rank's file: beside it, told by their names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.open import Checkpoint, collector_paused, decode_file, decode_ranks, naming
+from ckpt_tools.formats.parts.grouping import CONSOLIDATED, consolidated_files, group_of
+from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.io.sources import Files
+
+
+@dataclass(frozen=True, slots=True)
+class Siblings:
+    """The files of all ranks, as far as they are there.
+
+    Attributes:
+        folder: where they are. count: how many. decode: makes one checkpoint of them.
+    """
+
+    folder: Path
+    count: int
+    decode: Callable[[Files], Decoded]
+
+
+def siblings(checkpoint: Checkpoint) -> Siblings | None:
+    """The files of the other ranks beside one rank's file; None where there are none."""
+    path = checkpoint.path
+    if type(checkpoint.decoded.source) is not Source or is_address(str(path)):
+        return None
+    names = os.listdir(path.parent)
+    if CONSOLIDATED.fullmatch(path.name):
+        from ckpt_tools.formats.parts import consolidated
+
+        files = consolidated_files(names)
+        return _several(path.parent, len(files), lambda source: consolidated.decode(files, source, decode_file))
+    group = group_of(path.name, names)
+    if group is None:
+        return None
+    return _several(path.parent, len(group.names), lambda source: decode_ranks(source, path.name, group.every))
+
+
+def _several(folder: Path, count: int, decode: Callable[[Files], Decoded]) -> Siblings | None:
+    return Siblings(folder, count, decode) if count > 1 else None
+
+
+def open_with(path: Path, found: Siblings) -> Checkpoint:
+    """A rank's file and its siblings as one checkpoint."""
+    files = Files(path, found.folder)
+    try:
+        with collector_paused(), naming(files):
+            return Checkpoint(found.decode(files))
+    except BaseException:
+        files.close()
+        raise

@@ -1,0 +1,192 @@
+"""Meta's consolidated.NN.pth become one state dict, equal to the model that was cut, or an error names what does not fit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckpt_tools
+from ckpt_tools.cli import main
+from ckpt_tools.errors import DamagedFileError, PartError
+from ckpt_tools.torch import load_into, load_state_dict
+
+State = dict[str, torch.Tensor]
+DIM, HIDDEN, WORDS = 12, 24, 36
+CUT = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
+
+
+def llama(dtype: torch.dtype = torch.float32, *, tied: bool = False) -> State:
+    """A small Llama under Meta's names."""
+    torch.manual_seed(0)
+    state: State = {"tok_embeddings.weight": torch.randn(WORDS, DIM)}
+    for layer in ("layers.0.", "layers.1."):
+        for name, rows in (("wq", DIM), ("wk", DIM // 2), ("wv", DIM // 2), ("wo", DIM)):
+            state[f"{layer}attention.{name}.weight"] = torch.randn(rows, DIM)
+        for name, shape in (("w1", (HIDDEN, DIM)), ("w2", (DIM, HIDDEN)), ("w3", (HIDDEN, DIM))):
+            state[f"{layer}feed_forward.{name}.weight"] = torch.randn(shape)
+        state |= {f"{layer}{name}_norm.weight": torch.randn(DIM) for name in ("attention", "ffn")}
+    state |= {"norm.weight": torch.randn(DIM), "rope.freqs": torch.randn(3), "output.weight": torch.randn(WORDS, DIM)}
+    state = {name: value.to(dtype) for name, value in state.items()}
+    return state | {"output.weight": state["tok_embeddings.weight"]} if tied else state
+
+
+def cut(state: State, rank: int, world: int, embeddings: int) -> State:
+    """What a rank of Meta's model parallelism holds of it."""
+    found: dict[int, torch.Tensor] = {}
+    axes = {**CUT, "tok_embeddings": embeddings}
+    for name, value in state.items():
+        axis = axes.get(name.split(".")[-2])
+        if id(value) not in found:
+            found[id(value)] = value if axis is None else value.tensor_split(world, axis)[rank].clone()
+    return {name: found[id(value)] for name, value in state.items()}
+
+
+def save(folder: Path, world: int, state: State | None = None, *, embeddings: int = 1, params: bool = True) -> State:
+    """The files of all ranks; returns the whole state dict."""
+    folder.mkdir(exist_ok=True)
+    state = llama() if state is None else state
+    for rank in range(world):
+        torch.save(cut(state, rank, world, embeddings), folder / f"consolidated.{rank:02d}.pth")
+    if params:
+        (folder / "params.json").write_text(json.dumps({"dim": DIM, "n_layers": 2, "n_heads": 4, "vocab_size": -1}))
+    return state
+
+
+def equal(found: State, expected: State) -> bool:
+    """The same names in order, dtypes and values."""
+    return list(found) == list(expected) and all(
+        found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("embeddings", [0, 1])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("params", [True, False])
+def test_the_merged_tensors_are_the_models(
+    world: int, embeddings: int, dtype: torch.dtype, params: bool, tmp_path: Path
+) -> None:
+    """Bit for bit, of Llama 1 and 2 and of Llama 3, with params.json and without it, from the folder and from a file of it."""
+    expected = save(tmp_path / "in", world, llama(dtype), embeddings=embeddings, params=params)
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    assert equal(torch.load(tmp_path / "out.pth", weights_only=True), expected)
+    assert equal(load_state_dict(tmp_path / "in" / f"consolidated.{world - 1:02d}.pth"), expected)
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    """The head of Llama 3.2 is its embedding, in every part and in the whole."""
+    save(tmp_path / "in", 2, llama(tied=True), embeddings=0)
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    written = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert written["output.weight"].data_ptr() == written["tok_embeddings.weight"].data_ptr()
+
+
+def test_every_command_takes_the_folder(tmp_path: Path) -> None:
+    """inspect, check, diff, stats, average and load code see whole tensors; one file names the command, which works."""
+    expected = save(tmp_path / "in", 2)
+    torch.save(expected, tmp_path / "model.pth")
+    described = ckpt_tools.inspect(tmp_path / "in")
+    assert described.container == "consolidated"
+    assert {row["name"]: tuple(row["shape"]) for row in described.tensors} == {
+        name: tuple(value.shape) for name, value in expected.items()
+    }
+    assert ckpt_tools.diff(tmp_path / "in", tmp_path / "model.pth").same
+    assert ckpt_tools.stats(tmp_path / "in").total == ckpt_tools.stats(tmp_path / "model.pth").total
+    ckpt_tools.average([tmp_path / "in", tmp_path / "model.pth"], tmp_path / "mean.pth")
+    shown = CliRunner().invoke(main, ["check", str(tmp_path / "in")])
+    assert shown.exit_code == 0, shown.output
+    part = next(row for row in ckpt_tools.inspect(tmp_path / "in" / "consolidated.01.pth").findings if row.code == "partition")
+    assert part.found == "rank 1 of 2 of Meta's model parallelism"
+    assert f"ckpt convert {tmp_path}/in/consolidated.01.pth OUT.safetensors" in part.fix
+    model = torch.nn.ParameterDict({"norm": torch.nn.Parameter(torch.zeros(DIM))})
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "norm.pth", keep=["norm.weight"], rename=["norm.weight=norm"])
+    assert load_into(model, tmp_path / "norm.pth")
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    """Remove a file."""
+    return lambda folder: (folder / name).unlink()
+
+
+def change(rank: int, edit: Callable[[State], object]) -> Callable[[Path], None]:
+    """Edit the state dict of a rank."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / f"consolidated.{rank:02d}.pth"
+        state = torch.load(path, weights_only=True)
+        edit(state)
+        torch.save(state, path)
+
+    return spoil
+
+
+def write_params(text: str) -> Callable[[Path], None]:
+    """Another params.json."""
+    return lambda folder: (folder / "params.json").write_text(text) and None
+
+
+QKV = "layers.0.attention.wqkv.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (drop("consolidated.01.pth"), r"one of 4 parts at least, and the ranks 1 are missing"),
+        (drop("consolidated.03.pth"), r"wo\.weight' is not whole: the ranks 0, 1, 2 hold 9 of its 12 columns"),
+        (change(2, lambda state: state.pop("rope.freqs")), r"Rank 2 does not have 'rope\.freqs'"),
+        (change(1, lambda state: state["norm.weight"].add_(1)), r"ranks 0, 1 hold different values for 'norm\.weight'"),
+        (
+            change(1, lambda state: state.update({"norm.weight": torch.ones(3)})),
+            r"have other shapes .* 'norm\.weight'",
+        ),
+        (
+            change(1, lambda state: state.update({"output.weight": torch.ones(9, 5)})),
+            r"'output\.weight' is \[9, 5\] on rank 1, and \[9, 12\] on rank 0",
+        ),
+        (change(1, lambda state: state.update({"output.weight": torch.ones(9, 12).half()})), "float16 on rank 1"),
+        (change(0, lambda state: state.update({"norm.weight": "text"})), "something else than one mapping"),
+        (write_params('{"dim": 16}'), "params.json says dim 16, and 'norm.weight' has 12 elements"),
+    ],
+)
+def test_parts_that_do_not_fit(spoil: Callable[[Path], None], text: str, tmp_path: Path) -> None:
+    """The error names ranks and tensors, and nothing is written."""
+    save(tmp_path / "in", 4)
+    spoil(tmp_path / "in")
+    with pytest.raises(PartError, match=text):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    assert not (tmp_path / "out.pth").exists()
+
+
+@pytest.mark.parametrize("text", ["[", '{"dim": "12"}', '{"dim": -12}', '{"dim": true}', '{"dim": 1e9}', "[" * 100_000])
+def test_params_that_cannot_be_read(text: str, tmp_path: Path) -> None:
+    """What params.json says is taken for a number, or refused."""
+    save(tmp_path, 2)
+    (tmp_path / "params.json").write_text(text)
+    with pytest.raises(DamagedFileError):
+        ckpt_tools.inspect(tmp_path)
+
+
+def test_a_name_that_is_not_known(tmp_path: Path) -> None:
+    """Where the model's width is reached decides; where that does not tell, the tensor is refused by its name."""
+    state = llama() | {"layers.0.extra.weight": torch.randn(5, DIM)}
+    save(tmp_path / "in", 2, state)
+    with pytest.raises(PartError, match=r"Nothing says where 'layers\.0\.extra\.weight' was cut: it is \[5, 12\] on each of 2"):
+        load_state_dict(tmp_path / "in")
+    for rank in range(2):
+        change(rank, lambda state: state.update({"layers.0.extra.weight": torch.ones(5, DIM // 2)}))(tmp_path / "in")
+    assert load_state_dict(tmp_path / "in")["layers.0.extra.weight"].shape == (5, DIM)
+
+
+def test_one_part_alone(tmp_path: Path) -> None:
+    """A part without the others is said to be one, and is no model."""
+    save(tmp_path, 2)
+    (tmp_path / "consolidated.00.pth").unlink()
+    one = tmp_path / "consolidated.01.pth"
+    assert "partition" in [row.code for row in ckpt_tools.inspect(one).findings]
+    with pytest.raises(PartError, match="rank 1 of 2"):
+        load_state_dict(one)
+    with pytest.raises(PartError, match="the ranks 0 are missing"):
+        load_state_dict(tmp_path)
