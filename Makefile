@@ -1,4 +1,4 @@
-# make demo | test | check | matrix | fuzz | faults | bench | docs | clean; everything installs itself into .venv first.
+# make demo | test | coverage | check | matrix | fuzz | faults | bench | docs | clean; everything installs itself into .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: install demo test check matrix fuzz faults format bench fixtures pictures docs clean
+.PHONY: install demo test coverage check matrix fuzz faults format bench fixtures pictures docs clean
 
 install: $(STAMP)
 
@@ -27,6 +27,14 @@ demo: install
 
 test: install
 	$(PYTEST) -m "not matrix"
+
+# Lines and branches that the tests reach, processes that they start included, into htmlcov/; of a part: TESTS=tests/formats.
+coverage: install
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile -m "not matrix" $(TESTS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage html --quiet
+	$(BIN)/python -m coverage report
 
 matrix: install
 	$(PYTEST) -m matrix
@@ -67,4 +75,4 @@ $(DOCS_STAMP): $(STAMP)
 	touch $(DOCS_STAMP)
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site htmlcov .coverage* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
