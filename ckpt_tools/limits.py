@@ -49,7 +49,7 @@ class Limit:
             fix: what else can be done about it.
         """
         value = max(2 * self.value, needed)
-        raising = f"Where the file is to be trusted, raise the limit: --limit {self.name}={value}"
+        raising = f"Where the file is to be trusted, raise the limit: `limits.raised({self.name}={value})`"
         return LimitError(what, why=f"The limit is {self.value} {self.counts}.", fix=f"{fix} {raising}".strip())
 
 
@@ -109,9 +109,11 @@ def parse(text: str) -> tuple[str, int]:
     if name not in LIMITS:
         fix = f"It is a part of {_REPLACED[name]!r} now." if name in _REPLACED else ""
         why = f"There are {', '.join(sorted(LIMITS))}."
-        raise UsageError(f"--limit {text!r}: there is no limit {name!r}.", why=why, fix=fix)
+        raise UsageError(f"{text!r}: there is no limit {name!r}.", why=why, fix=fix)
     if not (number.isascii() and number.isdecimal() and 0 < len(number) < 19 and int(number)):
-        raise UsageError(f"--limit {text!r}: the value is no whole number above 0.", fix=f"For example: --limit {name}=1000000")
+        raise UsageError(
+            f"{text!r}: the value is no whole number above 0.", fix=f"For example: `limits.raised({name}=1000000)`"
+        )
     return name, int(number)
 
 

@@ -18,6 +18,7 @@ import ckpt_tools
 from ckpt_tools.errors import NotACheckpointError, ObjectsError
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.content import read
+from ckpt_tools.render.wording import as_options
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS
 from ckpt_tools.tree.nodes import Entry, is_contiguous
 from ckpt_tools.values.numeric import row_major
@@ -116,9 +117,11 @@ def test_every_file_is_made_plain(row: dict[str, Any], tmp_path: Path) -> None:
     try:
         report = ckpt_tools.convert(row["path"], target, objects="plain")
     except ObjectsError as error:
-        report = ckpt_tools.convert(row["path"], target, objects="plain", drop=re.findall(r"--drop (\S+)", error.fix))
+        report = ckpt_tools.convert(
+            row["path"], target, objects="plain", drop=re.findall(r"--drop (\S+)", as_options(error.fix))
+        )
     after = torch.load(target, map_location="cpu", weights_only=True)
-    lost = [path for path, why in report.dropped if why == "--drop"]
+    lost = [path for path, why in report.dropped if why == "`drop`"]
     before = bits(row["path"])
     found = [element_bytes(tensor) for _, tensor in live_tensors(after)]
     assert len(found) == len(before) - len(lost)

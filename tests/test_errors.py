@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import ckpt_tools
 import ckpt_tools.torch
 from ckpt_tools import errors
+from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.render import wording
 from tests.support.samples import FIXTURES
@@ -94,6 +97,37 @@ def test_arguments_are_called_as_their_reader_knows_them(tmp_path: Path) -> None
     assert "--" not in str(caught.value)
     assert wording.as_options(caught.value.what) == "--dtype-only says which tensors --dtype casts; --dtype is missing."
     assert UsageError("nothing about any").option == ""
+
+
+def test_reports_call_arguments_as_their_reader_knows_them(tmp_path: Path) -> None:
+    """Notes and reasons of a report say `drop`; the page and the JSON of the same conversion say --drop."""
+    source = tmp_path / "in.pth"
+    torch.save({"model": {"a.w": torch.ones(1), "b.w": torch.ones(1)}, "mean": torch.ones(1), "epoch": 1}, source)
+    options = {"keep": "a.*", "map_location": "cpu", "verify": True, "dry_run": True}
+    report = ckpt_tools.convert(source, tmp_path / "out.pth", **options)  # type: ignore[arg-type]
+    said = [note.text for note in report.notes] + [why for _, why in report.dropped]
+    assert len(said) == 4
+    assert not any("--" in text for text in said)
+    assert all("`" in text for text in said)
+    command = [
+        "convert",
+        str(source),
+        str(tmp_path / "out.pth"),
+        "--keep",
+        "a.*",
+        "--map-location",
+        "cpu",
+        "--verify",
+        "--dry-run",
+    ]
+    page, document = (CliRunner().invoke(main, [*command, *more]).stdout for more in ((), ("--json",)))
+    found = json.loads(document)
+    shown = [note["text"] for note in found["notes"]] + [why for _, why in found["dropped"]]
+    assert shown == [wording.as_options(text) for text in said]
+    assert "`" not in page + document
+    for words in ("--keep / --drop", "--map-location cpu", "--verify: the bytes"):
+        assert words in page
+        assert words in document
 
 
 def test_examples_of_wording() -> None:

@@ -171,8 +171,8 @@ def note_optimizer(root: Node, fitted: FittedTo) -> str:
     """The sentence for optimizer state that belongs to tensors which are no longer what they were; or the empty text."""
     if not (fitted.initialised or fitted.adapted or fitted.skipped):
         return ""
-    found = next((where for where, _ in find_optimizers(root)), None)
-    return "" if found is None else f"The state in {dotted(found)} is of the old tensors; leave it out: --drop {dotted(found)}"
+    path = next((dotted(where) for where, _ in find_optimizers(root)), None)
+    return "" if path is None else f"The state in {path} is of the old tensors; leave it out: `drop={path!r}`"
 
 
 # --- what the target wants

@@ -32,7 +32,7 @@ class Checksum:
                 f"The bytes of {self.label} do not match their CRC-32.",
                 why=f"The file says {self.expected:08x}, the bytes give {self.value:08x}: they changed after they were saved.",
                 fix="Get the file again; ckpt check names what is damaged, ckpt repair saves the rest. "
-                "Without --verify the bytes are copied as they are.",
+                "Without `verify` the bytes are copied as they are.",
             )
 
 

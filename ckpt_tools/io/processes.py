@@ -36,7 +36,7 @@ def in_processes(
         raise LimitError(
             "A process that worked on the files was killed.",
             why="The system does so when memory runs out.",
-            fix="Try --jobs 1.",
+            fix="Try `jobs=1`.",
         ) from None
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -303,7 +303,7 @@ class _Mean:
     def note_rest(self, state_dicts: Sequence[StateDict]) -> None:
         """Say what was not averaged."""
         if rest := len(tensors_outside(self.roots[0], state_dicts)):
-            text = f"{rest} tensors outside of state dicts (optimizer state) are those of {self.paths[0]}; --select drops them."
+            text = f"{rest} tensors outside of state dicts (optimizer state) are those of {self.paths[0]}; `select` drops them."
             self.report.output.notes.append(Note("rest-from-first", text))
 
 

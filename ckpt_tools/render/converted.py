@@ -48,7 +48,7 @@ def _rows(report: Converted) -> list[Row]:
         "underflow", [f"{name}: {counted(count, 'value')} became zero" for name, count in report.underflowed.items()]
     )
     rows += up_to_ten("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
-    rows += up_to_ten("dropped", [f"{path} ({why})" for path, why in report.dropped])
+    rows += up_to_ten("dropped", [f"{path} ({as_options(why)})" for path, why in report.dropped])
     rows += object_rows(report)
     rows += up_to_ten("note", [as_options(note.text) for note in report.notes])
     if not report.dry_run:

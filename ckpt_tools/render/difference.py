@@ -18,6 +18,7 @@ from ckpt_tools.render.text import (
     path_text,
     size_text,
 )
+from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import printable, shortened
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def _facts(report: Difference, limit: int | None) -> Table:
     add_lines(grid, "object", [_value(row) for row in report.objects], limit, rest)
     if report.tensors.get("skipped"):
         grid.add_row("skipped", f"{counted(report.tensors['skipped'], 'tensor')} of another shape or dtype{_hint(report)}")
-    add_lines(grid, "note", report.notes)
+    add_lines(grid, "note", [as_options(note) for note in report.notes])
     return grid
 
 

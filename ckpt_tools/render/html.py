@@ -27,6 +27,7 @@ from ckpt_tools.render.text import (
     path_text,
     size_text,
 )
+from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _difference(found: Difference) -> dict[str, Any]:
                [[row.where, row.kind, row.left, row.right] for row in (*found.values, *found.objects)]),
         _block("Tensors with other numbers", ["tensor", "max abs", "max rel", "cosine", "changed"],
                [[row.where, *_gap(row.gap, row.reason)] for row in found.changed], numeric=[1, 2, 3, 4]),
-        _block("Notes", [""], [[note] for note in found.notes]),
+        _block("Notes", [""], [[as_options(note)] for note in found.notes]),
     ]  # fmt: skip
     other = f"{right['path']}  ({right['container']}, {size_text(right['bytes'])})"
     return {"other": printable(other), "summary": printable(found.summary), "same": found.same,

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.render.wording import as_options
+from ckpt_tools.render.wording import as_options, worded
 
 
 def line(document: dict[str, Any]) -> str:
     """A document as one line. ASCII, so that lone surrogates and control characters in names survive any pipe."""
-    return json.dumps(document, allow_nan=False, separators=(",", ":"))
+    return json.dumps(worded(document), allow_nan=False, separators=(",", ":"))
 
 
 def print_document(document: dict[str, Any]) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from collections.abc import Mapping
+from typing import Any
 
+_RAISED = re.compile(r"`limits\.raised\((\w+)=(\d+)\)`")
 _ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
 
@@ -14,8 +17,34 @@ def as_options(text: str) -> str:
 
     >>> as_options("`dtype_only` needs `dtype='bf16'`; leave out `drop=['a b', 'c']`.")
     "--dtype-only needs --dtype bf16; leave out --drop 'a b' --drop c."
+    >>> as_options("Raise the limit: `limits.raised(records=17)`")
+    'Raise the limit: --limit records=17'
     """
-    return _ARGUMENT.sub(_option, text)
+    return _ARGUMENT.sub(_option, _RAISED.sub(r"--limit \1=\2", text))
+
+
+def worded(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A report as plain data with its notes, findings and reasons as the command line says them."""
+    said = dict(document)
+    for key in ("notes", "findings"):
+        if isinstance(rows := said.get(key), list):
+            said[key] = [_worded_row(row) for row in rows]
+    if isinstance(dropped := said.get("dropped"), list):
+        said["dropped"] = [(path, as_options(why)) for path, why in dropped]
+    if isinstance(output := said.get("output"), dict):
+        said["output"] = worded(output)
+    return said
+
+
+_SENTENCES = ("text", "found", "expected", "fix")
+
+
+def _worded_row(row: Any) -> Any:
+    if isinstance(row, str):
+        return as_options(row)
+    if not isinstance(row, dict):
+        return row
+    return {key: as_options(value) if key in _SENTENCES and isinstance(value, str) else value for key, value in row.items()}
 
 
 def _option(found: re.Match[str]) -> str:

@@ -65,7 +65,7 @@ def test_lost_tensors_go_where_drop_names_them(tmp_path: Path, save: Callable[[P
     path = save(tmp_path / "in.pt")
     report = ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain", drop=["_modules.1", "*._packed_params"])
     assert report.tensors == 2
-    assert [why for where, why in report.dropped if where.startswith("_modules.")] == ["--drop"] * 4
+    assert [why for where, why in report.dropped if where.startswith("_modules.")] == ["`drop`"] * 4
     with pytest.raises(CkptError, match="matches nothing"):
         ckpt_tools.convert(path, tmp_path / "two.pth", objects="plain", drop=["_modules.*", "absent"])
 

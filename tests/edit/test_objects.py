@@ -699,4 +699,4 @@ def test_bytes_become_no_more_tensors_than_a_file_has(tmp_path: Path) -> None:
         ckpt_tools.convert(tmp_path / f"{name}.pth", tmp_path / f"{name}.out.pth", objects="plain")
         with limits.raised(tensors=1), pytest.raises(LimitError, match="tensors") as caught:
             ckpt_tools.convert(tmp_path / f"{name}.pth", tmp_path / "out.pth", objects="plain")
-        assert "raise the limit: --limit tensors=" in caught.value.fix
+        assert "raise the limit: `limits.raised(tensors=" in caught.value.fix

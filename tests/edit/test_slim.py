@@ -259,7 +259,7 @@ def test_elements_of_lists_go_by_their_path(tmp_path: Path) -> None:
     path = saved(tmp_path, {"nets": [dict(MODEL), dict(EMA)], "pair": ({"a.w": torch.ones(1)}, 2)})
     loaded, report = converted(path, drop="nets.0")
     assert_same(loaded["nets"], [EMA])
-    assert ("nets.0", "--keep / --drop") in report.dropped
+    assert ("nets.0", "`keep` / `drop`") in report.dropped
     with pytest.raises(NothingMatchedError):
         converted(path, drop="nets.?")
     with pytest.raises(ConvertError, match="tuple"):

@@ -166,7 +166,7 @@ def test_ultralytics(tmp_path: Path, classes: Callable[..., type]) -> None:
     with pytest.raises(ObjectsError, match=r"would be lost: model\.stride, ema\.stride"):
         ckpt_tools.convert(path, tmp_path / "plain.pth", objects="plain")
     report = ckpt_tools.convert(path, tmp_path / "plain.pth", objects="plain", drop="*.stride")
-    assert ("model.stride", "--drop") in report.dropped
+    assert ("model.stride", "`drop`") in report.dropped
 
 
 def test_fairseq(tmp_path: Path, classes: Callable[..., type]) -> None:

@@ -51,7 +51,7 @@ def listed(path: Path, name: str) -> None:
     """`inspect` lists the global; `convert` refuses until it is told what to do, and then does it, without the global."""
     assert name in ckpt_tools.inspect(path).globals
     assert name in ckpt_tools.inspect(path).weights_only["refused"]
-    convert_refused(path, ObjectsError, "not plain data", name, "--objects")
+    convert_refused(path, ObjectsError, "not plain data", name, "`objects`")
     ckpt_tools.convert(path, path.parent / "drop.pth", objects="drop")
     assert name not in ckpt_tools.inspect(path.parent / "drop.pth").globals
     ckpt_tools.convert(path, path.parent / "plain.pth", objects="plain")
@@ -323,7 +323,7 @@ def test_58_nesting(tmp_path: Path) -> None:
     for deep in (p.EMPTY_LIST * count, p.MARK * count, p.NONE + p.TUPLE1 * count):
         refused(write(tmp_path, raw(deep)), LimitError, "The pickle")
     nested = p.EMPTY_LIST * 50_000 + p.APPEND * 49_999
-    refused(write(tmp_path, raw(nested)), LimitError, "nested too deep", "--limit depth=20000")
+    refused(write(tmp_path, raw(nested)), LimitError, "nested too deep", "`limits.raised(depth=20000)`")
 
 
 def test_58_depth_that_passes(tmp_path: Path) -> None:

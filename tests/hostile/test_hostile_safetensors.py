@@ -71,7 +71,7 @@ def test_81_header_over_the_limit(tmp_path: Path) -> None:
     """A header that is there, and longer than safetensors reads, is refused before it is parsed; the limit can be raised."""
     with open(write(tmp_path, safetensors("{}", length=100_000_001), "bad.safetensors"), "r+b") as file:
         file.truncate(100_000_009)
-    refused(tmp_path / "bad.safetensors", LimitError, "has 100000001 bytes", "--limit header_bytes=200000000")
+    refused(tmp_path / "bad.safetensors", LimitError, "has 100000001 bytes", "`limits.raised(header_bytes=200000000)`")
     with raised(header_bytes=200_000_000):
         refused(tmp_path / "bad.safetensors", SafetensorsError, "is not JSON")
 
@@ -116,7 +116,7 @@ def test_82_deep(tmp_path: Path) -> None:
     """Nested over 128 in a field that nobody reads, and over what Python's parser takes."""
     deep = "[" * 500 + "]" * 500
     raw = json.dumps({"a": info(x="DEEP")}).replace('"DEEP"', deep)
-    bad(tmp_path, safetensors(raw, BYTES), "nested too deep at tensor 'a'", "--limit json_depth=500", error=LimitError)
+    bad(tmp_path, safetensors(raw, BYTES), "nested too deep at tensor 'a'", "`limits.raised(json_depth=500)`", error=LimitError)
     bad(tmp_path, safetensors(raw.replace(deep, "[" * 100_000 + "]" * 100_000), BYTES), "is not JSON")
 
 

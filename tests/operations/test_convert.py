@@ -269,13 +269,13 @@ def test_keep_and_drop(tmp_path: Path) -> None:
     loaded, report = run(tmp_path, training_state(), keep=["*.weight"], drop=["optimizer", "*fc2*", "history"])
     assert list(loaded) == ["model", "scheduler", "epoch", "best_acc", "config"]
     assert list(loaded["model"]) == ["module.features.0.weight", "module.features.1.weight", "module.fc1.weight"]
-    assert ("optimizer", "--keep / --drop") in report.dropped
-    assert ("model.module.fc2.weight", "--keep / --drop") in report.dropped
+    assert ("optimizer", "`keep` / `drop`") in report.dropped
+    assert ("model.module.fc2.weight", "`keep` / `drop`") in report.dropped
     assert not report.notes
     loaded, report = run(tmp_path, {**training_state(), "mean": torch.ones(2)}, keep=["*.weight"], drop=["optimizer"])
     assert "mean" in loaded
     assert [note.text for note in report.notes] == [
-        "--keep: what lies outside of state dicts stays, mean; --drop takes it by path."
+        "`keep`: what lies outside of state dicts stays, mean; `drop` takes it by path."
     ]
 
 
@@ -306,7 +306,7 @@ def test_globs_that_would_take_from_a_shared_dict(tmp_path: Path) -> None:
     loaded, report = run(tmp_path, data, drop=["model_best*"])
     assert list(loaded) == ["model", "nets"]
     assert list(loaded["model"]) == ["a.w", "b.w"]
-    assert report.dropped == [("model_best", "--keep / --drop")]
+    assert report.dropped == [("model_best", "`keep` / `drop`")]
     loaded, report = run(tmp_path, data, drop=["a.*"])
     assert [list(value) for value in (loaded["model"], loaded["model_best"], loaded["nets"][0])] == [["b.w"]] * 3
     assert [path for path, _ in report.dropped] == ["model.a.w", "model_best.a.w", "nets.0.a.w"]
@@ -723,7 +723,7 @@ def test_report_is_json(tmp_path: Path) -> None:
     data = json.loads(json.dumps(report.to_json()))
     assert data["state_dicts"][0]["examples"][0] == ["module.features.0.weight", "features.0.weight"]
     assert data["casts"] == {"float32 -> bfloat16": 26}
-    assert data["dropped"] == [["scheduler", "--keep / --drop"]]
+    assert data["dropped"] == [["scheduler", "`keep` / `drop`"]]
     assert data["tensors"] == 35
     assert data["seconds"] > 0
     section = (FIXTURES.parent / "docs" / "json.md").read_text().partition("# `ckpt convert --json`")[2].partition("\n# ")[0]

@@ -746,7 +746,7 @@ def test_the_limit_of_proving_can_be_raised(tmp_path: Path) -> None:
     with closing(headers_that_overlap(tmp_path / "in.pth", 60_000)) as source:
         with limits.raised(work_bytes=1_000_000), pytest.raises(LimitError, match="overlap") as caught:
             walk_zip(source)
-        assert "--limit work_bytes=2000000" in caught.value.fix
+        assert "`limits.raised(work_bytes=2000000)`" in caught.value.fix
         assert len(walk_zip(source).records) == 60_000 // 35
 
 

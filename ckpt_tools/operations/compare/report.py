@@ -181,6 +181,8 @@ def _note_unpaired(report: Difference, sides: tuple[Side, Side]) -> None:
     left, right = ([dotted(found.where) or "." for found in side.state_dicts] for side in sides)
     paired = any(row["left"] is not None and row["right"] is not None for row in report.state_dicts)
     if left and right and not paired:
-        report.notes.append(f"No state dict has the path of another. To say which are meant: --select {left[0]}={right[0]}")
+        report.notes.append(
+            f"No state dict has the path of another. To say which are meant: `select={f'{left[0]}={right[0]}'!r}`"
+        )
     if report.left["container"] != report.right["container"]:
         report.notes.append(f"The containers differ: {report.left['container']} and {report.right['container']}.")

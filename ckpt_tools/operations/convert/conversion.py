@@ -115,7 +115,7 @@ class Edits:
             report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
         if self.keep or self.drop:
             gone = selection.filter_tensors(root, self.keep, self.drop, self.used)
-            report.dropped += [(dotted(where), "--keep / --drop") for where in gone]
+            report.dropped += [(dotted(where), "`keep` / `drop`") for where in gone]
             if self.keep:
                 _note_outside(root, report)
         self.names.apply(root, report)
@@ -126,12 +126,12 @@ class Edits:
             root, report.devices = devices.map_devices(root, self.retag)
             _note_devices(report, checkpoint, self.kind, self.map_location)
         if self.verify and report.dry_run:
-            report.notes.append(Note("not-verified", "--verify: the bytes are checked while copying, not in a dry run."))
+            report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
         if self.dtype is not None:
             root, self.casting = casts.cast_floats(root, self.dtype, self.dtype_only)
             report.casts = self.casting.moves
             if self.casting.steps:
-                text = f"{self.casting.steps} step counters of optimizers keep their dtype; --dtype-only '*.step' casts them."
+                text = f"{self.casting.steps} step counters of optimizers keep their dtype; `dtype_only='*.step'` casts them."
                 report.notes.append(Note("steps-kept", text))
         report.tensors = count_tensors(root)
         if not report.tensors and (checkpoint.tensors or checkpoint.container in PROGRAMS):
@@ -156,7 +156,7 @@ class Edits:
         assert self.retargeting is not None
         report.fitted, renamed = self.retargeting.apply(root, report.source, self.stack)
         report.optimizer_names += renamed
-        report.dropped += [(name, "--on-mismatch skip") for name in report.fitted.skipped]
+        report.dropped += [(name, "`on_mismatch='skip'`") for name in report.fitted.skipped]
         if text := note_optimizer(root, report.fitted):
             report.notes.append(Note("optimizer-of-old-tensors", text))
 
@@ -196,15 +196,15 @@ def _note_outside(root: Node, report: Converted) -> None:
     """--keep is about the names of state dicts: say what stays because it has no such name."""
     if outside := tensors_outside(root, find_state_dicts(root)):
         shown = listed([dotted(tensor.where) for tensor in outside], 1)
-        text = f"--keep: what lies outside of state dicts stays, {shown}; --drop takes it by path."
+        text = f"`keep`: what lies outside of state dicts stays, {shown}; `drop` takes it by path."
         report.notes.append(Note("outside-kept", text))
 
 
 def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: str | None) -> None:
     if "safetensors" in (checkpoint.container, report.container):
-        report.notes.append(Note("no-device-tags", "safetensors has no device tags, so --map-location changes nothing in it."))
+        report.notes.append(Note("no-device-tags", "safetensors has no device tags, so `map_location` changes nothing in it."))
     elif not report.devices:
-        report.notes.append(Note("devices-unchanged", f"--map-location {spec}: no storage had to change."))
+        report.notes.append(Note("devices-unchanged", f"`map_location={spec!r}`: no storage had to change."))
 
 
 def report_flat(flat: flatten.Flat, report: Converted) -> None:
@@ -220,8 +220,8 @@ def report_flat(flat: flatten.Flat, report: Converted) -> None:
 def not_verified(decoded: Decoded) -> Note:
     """Why --verify compares nothing."""
     if decoded.container in ("dcp", "rank-files"):
-        return Note("not-verified", "--verify: the checksums of the parts of many ranks are compared by ckpt check, not here.")
-    return Note("no-checksums", "--verify: the input carries no checksums.")
+        return Note("not-verified", "`verify`: the checksums of the parts of many ranks are compared by ckpt check, not here.")
+    return Note("no-checksums", "`verify`: the input carries no checksums.")
 
 
 def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:

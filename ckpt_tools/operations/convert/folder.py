@@ -207,7 +207,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
 
     found = ranks.make_same(plan, lambda made: zlib.crc32(repr([(item.name, item.nbytes) for item in made.items]).encode()))
     if edits.verify:
-        report.notes.append(Note("not-verified", "--verify: not for --format dcp, whose tensors torch writes anew."))
+        report.notes.append(Note("not-verified", "`verify`: not for `format='dcp'`, whose tensors torch writes anew."))
     _note_dcp(found.text_keys, found.attributes, report)
     report.aliases = dict(found.aliases)
     written = [item for item in found.items if item.name not in found.aliases]

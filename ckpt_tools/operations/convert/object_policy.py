@@ -63,7 +63,7 @@ def weights_alone(
 def _drop_lost(checkpoint: Checkpoint, lost: Sequence[Where], drop: Sequence[str], report: Converted) -> frozenset[str]:
     """Tell of the lost tensors that --drop names; returns the globs that do. The others are an error."""
     dropped = losses.check_lost(checkpoint.path, lost, drop)
-    report.dropped += [(dotted(where), "--drop") for where in dropped.wheres]
+    report.dropped += [(dotted(where), "`drop`") for where in dropped.wheres]
     return dropped.globs
 
 
@@ -111,7 +111,7 @@ def _without_objects(
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
     lost = before.lost(root)
     if policy == "drop":
-        report.dropped += [(dotted(where), "--objects drop") for where in lost]
+        report.dropped += [(dotted(where), "`objects='drop'`") for where in lost]
         return root, frozenset()
     report.dropped += [(dotted(where), losses.OUTSIDE) for where in lost if where in known]
     return root, _drop_lost(checkpoint, [where for where in lost if where not in known], drop, report)
