@@ -17,7 +17,7 @@ from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.arrays_behind import array_bytes, is_pickled_behind
 from ckpt_tools.pickling.callables import QUIET
 from ckpt_tools.pickling.ratings import Rating
-from ckpt_tools.pickling.reader import OPCODES, Machine, Stop
+from ckpt_tools.pickling.reader import OPCODES, Machine, Stop, add_step
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
@@ -32,6 +32,7 @@ from ckpt_tools.tree.nodes import (
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
 _COST_OF_RATING = 8  # in containers: arguments are looked through
+_LONG = 64  # parts of a tuple that are looked at for nothing
 _COST_OF_LOOKING = 64  # where one of them had a state set, which is looked through too
 _WINDOW = 4 << 20  # most pickles are read at once
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
@@ -100,6 +101,8 @@ class Lister(Machine):
 
     def make(self, function: Node, args: Node) -> None:
         """Rate a call, then stand in for its result."""
+        if type(args) is tuple and len(args) > _LONG:
+            self.spend(len(args) // _LONG)
         if type(function) is not Global or function not in QUIET or _may_hand_over(function, args):
             self._listen(function, args)
         super().make(function, args)
@@ -142,7 +145,7 @@ def _may_hand_over(function: Global, args: Node) -> bool:
 
 def _may_hold(arg: Node) -> bool:
     if type(arg) is tuple:
-        return any(type(part) in _MAY_HOLD for part in arg)
+        return len(arg) > _LONG or any(type(part) in _MAY_HOLD for part in arg)
     if type(arg) is Object:
         return bool(arg.steps) or arg.function not in ALLOWED
     return type(arg) is Global or (type(arg) is Dict and arg.attributes is not None)
@@ -207,6 +210,7 @@ def _obj(machine: Lister) -> None:
 
 def _build(machine: Lister) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
+    machine.spend(_COST_OF_LOOKING if type(target) is Object and target.steps else 0)
     machine.spend(1 + sum(len(part.items) for part in (state if type(state) is tuple else (state,)) if type(part) is Dict) // 8)
     changed = target.function if type(target) is Object else target
     machine.rate(ratings.of_state(target, state), changed, (), "changes")
@@ -266,10 +270,11 @@ def _extend(machine: Lister, items: list[Node]) -> None:
 
 def _add(machine: Lister, target: Object, step: Literal["append", "set"], items: list[Node]) -> None:
     """Items for an instance, by a method of its class, or a function that was set as its `append`."""
-    machine.spend(_COST_OF_RATING if target.steps else 1)
+    if len(target.steps) > 1 or (target.steps and target.steps[0][0] != step):
+        machine.spend(_COST_OF_LOOKING)
     if ratings.is_shared(target) or (step == "append" and ratings.is_armed(target)):
         machine.rate("unknown", target.function, (), "changes")
-    target.steps.append((step, items))
+    add_step(target, step, items)
 
 
 def _setitem(machine: Lister) -> None:

@@ -24,6 +24,7 @@ _DANGEROUS = RATINGS[2:]
 _MOST_PARTS = 64  # of the arguments of one call that are looked through
 _MOST_DEPTH = 4
 _MOST_HELD = 1024  # parts of what a call is given that are looked through for a function
+_MOST_STEPS = 16  # states and runs of items that are set one after another; honest objects have three
 # What these were given was looked at when they were called: tensors.
 _SEEN_WHEN_MADE = frozenset(name for name in ALLOWED if name.module.startswith("torch"))
 _HOLDERS = frozenset((tuple, list, List, Dict, Object))
@@ -216,7 +217,8 @@ def is_shared(target: Node) -> bool:
 def is_armed(target: Node) -> bool:
     """Whether a state was set that holds a function. Items come before states: what comes next may call it."""
     if type(target) is Object:
-        return any(step == "build" and _holds_function(state) for step, state in target.steps)
+        states = tuple(state for step, state in target.steps[:_MOST_STEPS] if step == "build")
+        return len(target.steps) > _MOST_STEPS or (bool(states) and _holds_function(states))
     return type(target) is Dict and target.attributes is not None and _holds_function(target.attributes)
 
 

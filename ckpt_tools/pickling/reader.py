@@ -531,7 +531,7 @@ def _extend(machine: Machine, items: list[Node]) -> None:
         target.items.extend(items)
     elif type(target) is Object:
         machine.unusual["APPEND to something that is no list"] = None
-        _step(target, "append", items)
+        add_step(target, "append", items)
     else:
         raise machine.error("appends to something that is no list")
 
@@ -543,12 +543,13 @@ def _set(machine: Machine, pairs: list[tuple[Node, Node]]) -> None:
     elif type(target) is Object:
         if target.function != Global("collections", "Counter"):
             machine.unusual["SETITEM on something that is no dict"] = None
-        _step(target, "set", pairs)
+        add_step(target, "set", pairs)
     else:
         raise machine.error("sets items of something that is no dict")
 
 
-def _step(target: Object, step: Any, values: list[Node]) -> None:
+def add_step(target: Object, step: Any, values: list[Node]) -> None:
+    """Items for an object that no dict and no list stands for."""
     if target.steps and target.steps[-1][0] == step:
         target.steps[-1][1].extend(values)
     else:

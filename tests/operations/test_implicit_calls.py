@@ -123,3 +123,10 @@ def test_honest_ones_are_not(protocol: int, tmp_path: Path) -> None:
     for case, value in _honest().items():
         safety = examined(tmp_path / "a.pkl", pickle.dumps(value, protocol))
         assert safety.verdict == "needs-code", (case, safety)
+
+
+@pytest.mark.parametrize("step", [b"K\x01a", b"h\x00b"])
+def test_looking_is_bounded(step: bytes, tmp_path: Path) -> None:
+    """One instance that is used again and again is not looked through each time."""
+    state = b"}(" + b"".join(text(f"a{number}") + b"]" for number in range(400)) + b"u\x94b"
+    assert verdict(tmp_path, THING + state + step * 20_000).verdict in ("dangerous", "unexamined")
