@@ -38,6 +38,7 @@ from ckpt_tools.pickling.stream import BytesPart, FilePart
 
 _HEAD = 4096
 _BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 20
+_COST_OF_RUN = 4 * _HEAD
 _MOST_DEPTH = 8  # archives and pickles in one another
 _MOST_LISTED = 10_000  # pickles of one file
 _INFLATED_PICKLE = 64 << 20  # bytes of a pickle that has to be inflated, or four times the file: it is read as a whole
@@ -45,6 +46,7 @@ _MOST_PARTS = 50_000  # members of all archives in one file
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
+_ZFILE = 2 + len(hex(2**64))
 _NUMPY = b"\x93NUMPY"
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _LOCKED = (
@@ -53,12 +55,14 @@ _LOCKED = (
 )  # fmt: skip
 
 
+_JOBLIB = "zlib of joblib 0.8"  # `ZF`, 19 characters of its length in hexadecimal, perhaps a space
 # Of zlib and lzma two or three bytes tell, which other files begin with too: what cannot be inflated is none.
 _COMPRESSED: tuple[tuple[bytes, str, Callable[[], Any]], ...] = (
     (b"\x1f\x8b", "gzip", lambda: zlib.decompressobj(31)), (b"BZh", "bzip2", bz2.BZ2Decompressor),
     (b"\xfd7zXZ\x00", "xz", lzma.LZMADecompressor), (b"]\x00\x00", "lzma", lzma.LZMADecompressor),
     (b"\x78\x01", "zlib", zlib.decompressobj), (b"\x78\x5e", "zlib", zlib.decompressobj),
     (b"\x78\x9c", "zlib", zlib.decompressobj), (b"\x78\xda", "zlib", zlib.decompressobj),
+    (b"ZF0x", _JOBLIB, zlib.decompressobj),
 )  # fmt: skip
 _PACKED = (*(magic for magic, _ in _LOCKED), *(magic for magic, _, _ in _COMPRESSED))
 
@@ -139,7 +143,7 @@ class _Walk:
         locked = next((kind for magic, kind in _LOCKED if head.startswith(magic)), None)
         if locked:
             self.skip(where, f"{locked}, which has to be unpacked first")
-        opener = next(((kind, make) for magic, kind, make in _COMPRESSED if head.startswith(magic)), None)
+        opener = next(((magic, kind, make) for magic, kind, make in _COMPRESSED if head.startswith(magic)), None)
         if opener:
             self.guarded(where, lambda: self.compressed(source, where, depth, *opener))
         if is_zip(head) or has_end(source):
@@ -249,35 +253,58 @@ class _Walk:
                     self.examine(Window(source, info.offset_data, min(info.size, source.size - info.offset_data)),
                                  _inside(where, info.name), depth + 1)  # fmt: skip
 
-    def compressed(self, source: Source, where: str, depth: int, kind: str, make: Callable[[], Any]) -> None:
+    def compressed(self, source: Source, where: str, depth: int, magic: bytes, kind: str, make: Callable[[], Any]) -> None:
         """What a compressed file holds."""
         try:
-            opened = _Spooled(source, self.inflated(source, 0, make))
+            opened = _Spooled(source, self.inflated(source, _behind_length(source) if kind == _JOBLIB else 0, make, magic))
         except (zlib.error, lzma.LZMAError):
-            if kind in ("zlib", "lzma"):
+            if kind in ("zlib", "lzma", _JOBLIB):
                 return
             raise
         self.examine(opened, _inside(where, f"({kind})"), depth + 1)
 
-    def inflated(self, source: Source, start: int, make: Callable[[], Any]) -> Iterator[bytes]:
-        """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends."""
-        opened, at = make(), start
-        while at < source.size and not opened.eof:
-            data = source.read(at, min(_PACKED_BLOCK, source.size - at))
+    def inflated(self, source: Source, start: int, make: Callable[[], Any], again: bytes = b"") -> Iterator[bytes]:
+        """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends.
+
+        With `again` also the runs behind it that begin so, zeros between them: gzip, bz2 and lzma read them as one.
+        """
+        opened, at, size = make(), start, _PACKED_BLOCK
+        while at < source.size:
+            data = source.read(at, min(size, source.size - at))
             at += len(data)
             piece = opened.decompress(data, _BLOCK)
             while piece:
                 self.spend(len(piece))
                 yield piece
                 piece = b"" if opened.eof else opened.decompress(getattr(opened, "unconsumed_tail", b""), _BLOCK)
+            size = min(2 * size, _PACKED_BLOCK)
+            if opened.eof:
+                at = _next_run(source, at - len(opened.unused_data))
+                if not again or source.read(at, min(len(again), source.size - at)) != again:
+                    return
+                self.spend(_COST_OF_RUN)
+                opened, size = make(), _HEAD  # runs may be short
+
+
+def _next_run(source: Source, at: int) -> int:
+    """The first byte from `at` on that is no zero; of a megabyte of zeros none is looked for."""
+    padding = source.read(at, min(_PACKED_BLOCK, source.size - at))
+    return at + len(padding) - len(padding.lstrip(b"\0"))
 
 
 _OF_PROGRAMS = ("/constants.pkl", "/archive_format", "/model.json", "/models/model.json", "/serialized_exported_program.json")
 
 
+def _behind_length(source: Source) -> int:
+    """Where the data of an old file of joblib's starts. Source: `joblib.numpy_pickle_compat.read_zfile`."""
+    return _ZFILE + (source.read(_ZFILE, min(1, source.size - _ZFILE)) == b" ") if source.size > _ZFILE else source.size
+
+
 def _is_raw(name: str, names: set[str]) -> bool:
-    """Whether a record holds the numbers of a storage: it lies in `data/` or `constants/` beside a pickle of that name."""
-    folder = name.rpartition("/")[0]
+    """Whether a record holds the numbers of a storage: `data/7` or `constants/7` beside a pickle of that name."""
+    folder, _, key = name.rpartition("/")
+    if not key.isdecimal():
+        return False
     return folder.rpartition("/")[2] in ("data", "constants") and f"{folder}.pkl" in names
 
 

@@ -476,3 +476,30 @@ def test_scan_of_an_address(tmp_path: Path, server: Server) -> None:
     code, shown = run("scan", server.url("evil.pth"))
     assert code == 1
     assert f"dangerous: it runs {RUNS}" in shown
+
+
+RUNS_OF = {"gzip": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+
+
+@pytest.mark.parametrize("kind", RUNS_OF)
+def test_compressed_runs_one_behind_another(kind: str, tmp_path: Path) -> None:
+    """Python reads compressed runs one behind another as one file, so a pickle may be cut anywhere."""
+    data, compress = pickle.dumps(SYSTEM), RUNS_OF[kind]
+    assert ran(examined(tmp_path / "a.pkl", compress(b"") + compress(data))) == [RUNS]
+    assert ran(examined(tmp_path / "b.pkl", compress(data[:9]) + b"\0" * 8 + compress(data[9:]))) == [RUNS]
+
+
+def test_old_files_of_joblib(tmp_path: Path) -> None:
+    """`joblib.load` also inflates what it wrote in 2013: a length in hexadecimal, then zlib."""
+    data = pickle.dumps(SYSTEM)
+    head = b"ZF" + hex(len(data)).encode().ljust(len(hex(2**64)))
+    for number, space in enumerate((b"", b" ")):
+        assert ran(examined(tmp_path / f"{number}.pkl", head + space + zlib.compress(data))) == [RUNS]
+
+
+def test_pickles_in_a_folder_called_data(tmp_path: Path) -> None:
+    """Beside `data.pkl` only the storages, which have numbers for names, are passed over."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("data.pkl", pickle.dumps({}))
+        archive.writestr("data/train.pkl", pickle.dumps(SYSTEM))
+    assert ran(examined(tmp_path / "a.zip", (tmp_path / "a.zip").read_bytes())) == [RUNS]
