@@ -204,11 +204,11 @@ def open_regular(path: Path) -> int:
 
 
 def _near(path: Path) -> str:
-    """Files beside a path that is not there, whose names are like its own."""
+    """Files beside a path that is not there, whose names are like its own. A dangling link is listed, and is no answer."""
     from ckpt_tools.text import did_you_mean
 
     try:
-        return did_you_mean(path.name, sorted(os.listdir(path.parent)))
+        return did_you_mean(path.name, sorted(name for name in os.listdir(path.parent) if name != path.name))
     except OSError:
         return ""
 

@@ -10,6 +10,9 @@ import pytest
 import ckpt_tools
 from ckpt_tools import CkptError
 
+# The first line of a child that Ctrl-C is to stop: tests in the background of a shell ignore it, and a child inherits that.
+INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+
 
 def write(folder: Path, data: bytes, name: str = "bad.pth") -> Path:
     """A file with these bytes."""

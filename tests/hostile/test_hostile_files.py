@@ -15,6 +15,9 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import (
+    FolderError,
+    ForbiddenFileError,
+    MissingFileError,
     NotACheckpointError,
     ObjectsError,
     UnsupportedContainerError,
@@ -132,7 +135,7 @@ def test_09_directory(tmp_path: Path) -> None:
     """A folder."""
     folder = tmp_path / "folder.pth"
     folder.mkdir()
-    refused(folder, NotACheckpointError, "is a directory")
+    refused(folder, FolderError, "is a directory")
 
 
 def test_09_fifo(tmp_path: Path) -> None:
@@ -144,8 +147,11 @@ def test_09_fifo(tmp_path: Path) -> None:
 def test_09_dangling_link(tmp_path: Path) -> None:
     """A link to nothing, and nothing at all."""
     (tmp_path / "link.pth").symlink_to(tmp_path / "gone.pth")
-    refused(tmp_path / "link.pth", NotACheckpointError, "link to a file that is not there")
-    refused(tmp_path / "gone.pth", NotACheckpointError, "There is no such file")
+    refused(tmp_path / "link.pth", MissingFileError, "link to a file that is not there")
+    with pytest.raises(MissingFileError) as caught:
+        ckpt_tools.inspect(tmp_path / "link.pth")
+    assert caught.value.fix == ""  # its own name is no suggestion
+    refused(tmp_path / "gone.pth", MissingFileError, "There is no such file")
 
 
 def test_09_link_to_itself(tmp_path: Path) -> None:
@@ -175,7 +181,7 @@ def test_09_no_permission(tmp_path: Path) -> None:
     """A file that may not be read."""
     path = write(tmp_path, saved())
     path.chmod(0)
-    refused(path, NotACheckpointError, "Permission denied")
+    refused(path, ForbiddenFileError, "Permission denied")
 
 
 @pytest.mark.parametrize("name", ["zip.safetensors", "zip.tar", "zip.dat", "no_suffix"])
@@ -193,7 +199,7 @@ def test_11_torchscript(tmp_path: Path) -> None:
     data = build([Rec(name.encode(), content) for name, content in records.items()])
     path = write(tmp_path, data)
     assert ckpt_tools.inspect(path).container == "torchscript"
-    convert_refused(path, ObjectsError, "TorchScript program", "--objects plain")
+    convert_refused(path, ObjectsError, "TorchScript program", "objects='plain'")
 
 
 def test_12_tar(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 import ckpt_tools
 from tests.hostile import pickles as p
 from tests.hostile.headers import info, safetensors
-from tests.hostile.refusals import write
+from tests.hostile.refusals import INTERRUPTIBLE, write
 from tests.hostile.zips import torch_zip
 
 ROOT = Path(ckpt_tools.__file__).parent.parent
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="pipes, process groups a
 
 def start(folder: Path, *arguments: str, slow: bool = False) -> subprocess.Popen[bytes]:
     """`ckpt`, in a process group of its own, as a shell starts it; `slow` waits before it puts the output in its place."""
-    code = "from ckpt_tools.cli import main\n"
+    code = f"{INTERRUPTIBLE}\nfrom ckpt_tools.cli import main\n"
     if slow:
-        code += "import os, time\nfrom ckpt_tools import files, staging\n"
-        for place in ("files._commit", "staging._take_place"):
+        code += "import os, time\nfrom ckpt_tools.io import output, output_folder\n"
+        for place in ("output._commit", "output_folder._take_place"):
             code += f"{place} = lambda *a, real={place}, **k: (time.sleep(1), real(*a, **k))[1]\n"
     command = [sys.executable, "-c", f"{code}main(prog_name='ckpt')", *arguments]
     process = subprocess.Popen(

@@ -28,6 +28,8 @@ from ckpt_tools.errors import (
     ContainerLimitError,
     OutputError,
     OutputExistsError,
+    OutputFolderError,
+    OutputIsFolderError,
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.io import cloning, content, temporaries
@@ -39,7 +41,7 @@ from ckpt_tools.io.in_place.rollback import (
     journal_path,
     unpack,
 )
-from tests.hostile.refusals import convert_refused, listing
+from tests.hostile.refusals import INTERRUPTIBLE, convert_refused, listing
 
 SMALL, KERNEL, AHEAD = 1000, 3 << 20, 40 << 20  # bytes: through the buffer, by copy_file_range, copied ahead in a thread
 
@@ -134,13 +136,13 @@ def test_90_out_is_a_dangling_symlink(source: Path, tmp_path: Path) -> None:
     assert names(tmp_path / "new.pth") == ["a.w"]
     lost = source.with_name("lost.pth")
     lost.symlink_to("nowhere/new.pth")
-    convert_refused(source, OutputError, "There is no folder", target="lost.pth")
+    convert_refused(source, OutputFolderError, "There is no folder", target="lost.pth")
 
 
 @pytest.mark.parametrize("spelling", ["in.pth", "./in.pth", "../{}/in.pth"])
 def test_90_out_exists(spelling: str, source: Path, tmp_path: Path) -> None:
     """Never without being told to, the input itself included."""
-    convert_refused(source, OutputExistsError, "already exists", "--overwrite", target=spelling.format(tmp_path.name))
+    convert_refused(source, OutputExistsError, "already exists", "`overwrite=True`", target=spelling.format(tmp_path.name))
 
 
 def test_90_out_appears_meanwhile(tmp_path: Path) -> None:
@@ -184,14 +186,15 @@ def test_91_impossible_targets(source: Path, tmp_path: Path) -> None:
     (tmp_path / "folder.pth").mkdir()
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe.pth")
-    for target, said in {
-        "folder.pth": "is a directory", "missing/out.pth": "There is no folder", "in.pth/out.pth": "There is no folder",
-        "pipe.pth": "no regular file", "x" * 300 + ".pth": "cannot be written", "a\0b.pth": "cannot be written",
-        "loop/out.pth": "There is no folder",
+    for target, (error, said) in {
+        "folder.pth": (OutputIsFolderError, "is a directory"), "missing/out.pth": (OutputFolderError, "There is no folder"),
+        "in.pth/out.pth": (OutputFolderError, "There is no folder"), "loop/out.pth": (OutputFolderError, "There is no folder"),
+        "pipe.pth": (OutputError, "no regular file"), "x" * 300 + ".pth": (OutputError, "cannot be written"),
+        "a\0b.pth": (OutputError, "cannot be written"),
     }.items():  # fmt: skip
-        convert_refused(source, OutputError, said, target=target)
-        convert_refused(source, OutputError, said, target=target, overwrite=True)
-        convert_refused(source, OutputError, said, target=target, dry_run=True)
+        convert_refused(source, error, said, target=target)
+        convert_refused(source, error, said, target=target, overwrite=True)
+        convert_refused(source, error, said, target=target, dry_run=True)
 
 
 def test_91_device(source: Path) -> None:
@@ -468,7 +471,8 @@ def environment() -> dict[str, str]:
 
 def script(first: str, arguments: list[str]) -> list[str]:
     """The command line in a fresh interpreter, after a statement of ours."""
-    return [sys.executable, "-c", f"{first}\nfrom ckpt_tools.cli import main\nmain(prog_name='ckpt')", *arguments]
+    code = f"{INTERRUPTIBLE}\n{first}\nfrom ckpt_tools.cli import main\nmain(prog_name='ckpt')"
+    return [sys.executable, "-c", code, *arguments]
 
 
 def command(folder: Path, arguments: list[str], first: str = "") -> subprocess.CompletedProcess[bytes]:
