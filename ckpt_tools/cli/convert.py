@@ -110,6 +110,7 @@ if TYPE_CHECKING:
     help="Container of OUT; else by its name. pth-legacy: for PyTorch before 1.6. dcp: a folder for distributed jobs.",
 )
 @click.option("--shard-size", cls=Once, metavar="SIZE", help="OUT is a folder of shards of at most 5GB, 500MiB ... each.")
+@click.option("--only-weights", is_flag=True, help="From folder to folder: leave config.json, tokenizer files and the like.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
 @click.option("--verify", is_flag=True, help="Check the CRC-32 of every record while copying.")
@@ -141,8 +142,10 @@ def convert(
     --unwrap, --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan, --map-location,
     --dtype.
 
-    IN may be a folder: of shards with their index, or of torch.distributed.checkpoint. With --shard-size or --format dcp the
-    processes of torchrun --nproc-per-node N -m ckpt_tools convert ... share the work.
+    IN may be a folder: of shards with their index, of torch.distributed.checkpoint, of a file for each rank. Where OUT is a
+    folder too, what is no weights comes along: config.json, the tokenizer's files; never code.
+
+    With --shard-size or --format dcp the processes of torchrun --nproc-per-node N -m ckpt_tools convert ... share the work.
 
     Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
     """

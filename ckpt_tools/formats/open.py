@@ -322,6 +322,11 @@ def _containers() -> Iterator[_Container]:
     yield numpy_files.sniff, numpy_files.decode_npy
 
 
+def begins_as_checkpoint(head: bytes) -> bool:
+    """Whether a file that starts with these bytes is one of the containers of one file."""
+    return any(sniff(head) for sniff, _ in _containers())
+
+
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
     """Python's cyclic garbage collector at rest: a large tree is all alive, and scanning it again and again costs a third."""

@@ -245,7 +245,8 @@ _READERS: dict[str, Reader] = {
     "sources": _paths,
     **dict.fromkeys(
         ("strip_module", "add_module", "unwrap", "slim", "ema", "allow_reshape", "adapt", "overwrite", "dry_run", "verify",
-         "compact", "fsync", "keep_damaged", "tie_equal", "values", "digest", "contents", "assign", "mmap", "wrapped"),
+         "compact", "fsync", "keep_damaged", "tie_equal", "values", "digest", "contents", "assign", "mmap", "wrapped",
+         "only_weights"),
         _flag,
     ),
     **dict.fromkeys(

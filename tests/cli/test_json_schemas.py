@@ -15,6 +15,7 @@ import torch
 from referencing import Registry, Resource
 from torch import nn
 
+from ckpt_tools import convert
 from ckpt_tools.cli import main
 from tests.cli.test_cli import ROOT, ckpt
 from tests.support.samples import FIXTURES, PTH, SAFETENSORS
@@ -89,6 +90,14 @@ def save_odd() -> Path:
     return Path("odd.pth")
 
 
+def from_a_folder() -> list[dict[str, Any]]:
+    """A folder with a configuration and code beside its shards, converted into another."""
+    convert(FIXTURES / "single.pth", "folder", shard_size="8KB")
+    Path("folder", "config.json").write_text("{}")
+    Path("folder", "modeling.py").write_text("")
+    return documents("convert", "folder", "again", "--shard-size", "8KB")
+
+
 def test_convert() -> None:
     """Renamed, cast, fitted, dropped, sharded, edited in place, as a dry run: every field is filled once."""
     odd = save_odd()
@@ -103,6 +112,7 @@ def test_convert() -> None:
         *documents("convert", FIXTURES / "tied.pth", "d.safetensors"),
         *documents("convert", FIXTURES / "cuda.pth", "e.pth", "--map-location", "cpu"),
         *documents("convert", FIXTURES / "single.pth", "shards", "--shard-size", "8KB"),
+        *from_a_folder(),
         *documents("convert", FIXTURES / "single.pth", "old.pth", "--format", "pth-legacy"),
         *documents("convert", "source.pth", "f.pth", *fit, "reinit"),
         *documents("convert", "source.pth", "g.pth", *fit, "skip"),

@@ -17,7 +17,8 @@ from ckpt_tools.io.output import is_address, output_error, output_errors
 from ckpt_tools.io.output_folder import Staging, check_folder, replacing_folder
 from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress, write
-from ckpt_tools.operations.convert import sharding
+from ckpt_tools.operations.convert import companions, sharding
+from ckpt_tools.operations.convert.companions import Companions
 from ckpt_tools.operations.convert.conversion import Edits, not_verified, report_flat
 from ckpt_tools.operations.convert.dcp_items import Items, collect
 from ckpt_tools.operations.convert.report import Converted, Note
@@ -47,8 +48,9 @@ class FolderTarget:
         dry_run: bool,
         ranks: Ranks,
         inputs: Inputs = (),
+        only_weights: bool = False,
     ) -> None:
-        self.path, self.kind, self.inputs = path, kind, tuple(inputs)
+        self.path, self.kind, self.inputs, self.only_weights = path, kind, tuple(inputs), only_weights
         self.overwrite, self.durable, self.dry_run, self.ranks = overwrite, durable, dry_run, ranks
 
     def check(self) -> None:
@@ -76,21 +78,32 @@ class FolderTarget:
         with output_errors(target):
             return os.listdir(target) if target.is_dir() else []
 
-    def staged(self, stack: ExitStack, last: str) -> Staging:
-        """Where the files go until all are there, made by the first process and known to all."""
+    def companions(self, checkpoint: Checkpoint, report: Converted) -> Companions:
+        """The files beside the weights that come along, told in the report."""
+        found = companions.find(checkpoint, self.path, only_weights=self.only_weights)
+        report.companions, report.stayed = list(found.names), list(found.stayed)
+        if report.casts and "config.json" in found.taken:
+            text = "config.json comes along as it is: a dtype in it is that of the input, not of the cast tensors."
+            report.notes.append(Note("config-dtype", text))
+        return found
+
+    def staged(self, stack: ExitStack, last: str, beside: Companions | None = None) -> Staging:
+        """Where the files go until all are there, made by the first process and known to all; `beside` come along."""
 
         def enter() -> Staging | None:
-            return None if self.ranks.rank else stack.enter_context(self._staging(last))
+            return None if self.ranks.rank else stack.enter_context(self._staging(last, beside or Companions()))
 
         staging = self.ranks.agree(enter)[0]
         assert staging is not None
         self.ranks.agree(lambda: staging.check_seen(self.ranks.rank))
         return staging
 
-    def _staging(self, last: str) -> AbstractContextManager[Staging]:
+    def _staging(self, last: str, beside: Companions) -> AbstractContextManager[Staging]:
         rule = re.compile(_STALE[self.kind])
         if is_address(self.path):
             from ckpt_tools.io import uploads
+
+            rule = re.compile("|".join((rule.pattern, *map(re.escape, beside.taken))))  # what goes when the writing fails
 
             return uploads.uploading_folder(os.fspath(self.path), last=last, stale=rule, overwrite=self.overwrite)
         return replacing_folder(
@@ -121,18 +134,20 @@ def _run_shards(
 ) -> None:
     ranks = target.ranks
 
-    def plan() -> Shards:
+    def plan() -> tuple[Shards, Companions]:
         with collector_paused():
-            return _shards(edits.edit(checkpoint, report), checkpoint, edits, limit, report)
+            shards = _shards(edits.edit(checkpoint, report), checkpoint, edits, limit, report)
+        return shards, target.companions(checkpoint, report)
 
-    shards = ranks.make_same(plan, lambda shards: zlib.crc32(shards.index))
+    shards, beside = ranks.make_same(plan, lambda made: zlib.crc32(made[0].index))
     report.files = len(shards.files)
     report.bytes = sum(total(pieces) for _, pieces in shards.files) + len(shards.index)
     if target.dry_run:
         return
     with ExitStack() as stack:
-        staging = target.staged(stack, shards.index_name)
-        ranks.agree(lambda: _write_own(shards, staging, report.bytes, ranks, progress))
+        staging = target.staged(stack, shards.index_name, beside)
+        ranks.agree(lambda: _write_own(shards, staging, report.bytes + beside.bytes, ranks, progress))
+        ranks.agree(lambda: companions.copy(beside, staging) if ranks.rank == 0 else None)
         ranks.agree(checkpoint.decoded.source.check_unchanged)
         _merge_counts(edits, report, ranks)
         if ranks.rank == 0:
@@ -201,11 +216,15 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
     """Plan and write a distributed checkpoint; `target.check` has been asked."""
     ranks = target.ranks
 
-    def plan() -> Items:
+    def plan() -> tuple[Items, Companions]:
         with collector_paused():
-            return collect(edits.edit(checkpoint, report), checkpoint.file_bytes)
+            items = collect(edits.edit(checkpoint, report), checkpoint.file_bytes)
+        return items, target.companions(checkpoint, report)
 
-    found = ranks.make_same(plan, lambda made: zlib.crc32(repr([(item.name, item.nbytes) for item in made.items]).encode()))
+    def checksum(made: tuple[Items, Companions]) -> int:
+        return zlib.crc32(repr([(item.name, item.nbytes) for item in made[0].items]).encode())
+
+    found, beside = ranks.make_same(plan, checksum)
     if edits.verify:
         report.notes.append(Note("not-verified", "`verify`: not for `format='dcp'`, whose tensors torch writes anew."))
     _note_dcp(found.text_keys, found.attributes, report)
@@ -215,12 +234,13 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
     if target.dry_run:
         return
     with ExitStack() as stack:
-        staging = target.staged(stack, ".metadata")
-        ranks.agree(lambda: staging.check_space(report.bytes // ranks.world))
+        staging = target.staged(stack, ".metadata", beside)
+        ranks.agree(lambda: staging.check_space((report.bytes + beside.bytes) // ranks.world))
         _save(found, staging, ranks, progress)
+        ranks.agree(lambda: companions.copy(beside, staging) if ranks.rank == 0 else None)
         ranks.agree(checkpoint.decoded.source.check_unchanged)
         _merge_counts(edits, report, ranks)
-        sizes = ranks.agree(staging.sizes)[0]
+        sizes = {name: size for name, size in ranks.agree(staging.sizes)[0].items() if name not in beside.taken}
         report.files = sum(name != ".metadata" for name in sizes)
         report.bytes = sum(sizes.values())
     ranks.agree(lambda: None)  # the folder is in its place before any process says that it is done

@@ -57,6 +57,8 @@ class Converted:
         aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
         compacted: storages that were cut down to what their tensors use; saved: the bytes that this saves.
         fitted: what was done to fit a target; None without one.
+        companions: files of the input's folder that are no weights and came along: config.json, the tokenizer.
+        stayed: what else is in that folder and did not, with the reason.
         notes: what else the user should know.
         tensors, files, bytes: tensors and files in the output, and its size. seconds: how long it took.
     """
@@ -77,6 +79,8 @@ class Converted:
     compacted: int = 0
     saved: int = 0
     fitted: FittedTo | None = None
+    companions: list[str] = field(default_factory=list)
+    stayed: list[tuple[str, str]] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     tensors: int = 0
     files: int = 1

@@ -78,6 +78,7 @@ def convert(
     compact: bool = False,
     fsync: bool = False,
     shard_size: str | int | None = None,
+    only_weights: bool = False,
     ranks: Ranks | None = None,
     progress: Progress | None = None,
 ) -> Converted:
@@ -115,6 +116,7 @@ def convert(
             `torch.distributed.checkpoint`); else by the target's extension, see `ckpt_tools.tree.output_names`.
         shard_size: the target is a folder of shards of at most so many bytes of tensors each ("5GB", "500MiB", a number),
             with their index; in safetensors unless `format` says "pth".
+        only_weights: from a folder into a folder: leave configuration and tokenizer files, which come along else.
         ranks: the processes that share the work of a sharded output (`ckpt_tools.io.ranks.launched`).
         overwrite: replace an existing target. dry_run: only report. verify: check CRC-32s while copying.
         reserve: bytes of room in a safetensors header for longer names, 4096 unless told, so that an edit in place fits.
@@ -169,6 +171,7 @@ def convert(
                 durable=fsync,
                 dry_run=dry_run,
                 inputs=(source,),
+                only_weights=only_weights,
                 ranks=ranks if ranks is not None else Ranks(),
             )
             report = run_folder(source, place, edits, limit or 0, progress)

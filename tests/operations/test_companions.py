@@ -1,0 +1,212 @@
+"""Files that are no weights go with the weights from one folder into another, and what stays is said."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import ckpt_tools
+from ckpt_tools.cli import main
+from ckpt_tools.errors import NotACheckpointError, OutputError
+from ckpt_tools.operations.convert import companions
+from tests.support.rank_files import fsdp2, save_ranks
+
+CONFIG = b'{"architectures": ["Net"], "torch_dtype": "float32"}\n'
+TAKEN = {
+    "LICENSE": b"Apache-2.0\n", "chat_template.jinja": b"{{ messages }}", "config.json": CONFIG,
+    "generation_config.json": b"{}", "merges.txt": b"#version: 0.2\n", "tokenizer.model": b"\n\x0e\n\x05<unk>\x15\0\0\0\0",
+    "tokenizer_config.json": b"{ }", "vocab.txt": b"",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards by safetensors with their index, and what Hugging Face's libraries put beside them."""
+    path = tmp_path / "in"
+    path.mkdir()
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    save_file({"a": torch.ones(3)}, path / names[0])
+    save_file({"b": torch.zeros(2)}, path / names[1])
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"a": names[0], "b": names[1]}})
+    )
+    for name, content in TAKEN.items():
+        (path / name).write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("options", [{"shard_size": "1KB"}, {"shard_size": 1, "format": "pth"}, {"format": "dcp"}])
+def test_they_come_along(folder: Path, tmp_path: Path, options: dict[str, str]) -> None:
+    """Configuration, tokenizer and licence arrive byte for byte in every kind of folder; only they are called companions."""
+    report = ckpt_tools.convert(folder, tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert report.companions == sorted(TAKEN)
+    assert report.stayed == []
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in TAKEN} == TAKEN
+    assert ckpt_tools.diff(folder, tmp_path / "out").same
+    own = [path for path in (tmp_path / "out").iterdir() if path.name not in TAKEN]
+    assert len(own) == report.files + 1  # and the index
+
+
+def test_only_weights(folder: Path, tmp_path: Path) -> None:
+    """`--only-weights` leaves them, and says so; a dry run says what would come."""
+    shown = CliRunner().invoke(main, ["convert", str(folder), str(tmp_path / "out"), "--shard-size", "1KB", "--only-weights"])
+    assert shown.exit_code == 0, shown.output
+    assert "config.json (--only-weights)" in shown.output
+    assert not (tmp_path / "out" / "config.json").exists()
+    dry = ckpt_tools.convert(folder, tmp_path / "dry", shard_size="1KB", dry_run=True)
+    assert dry.companions == sorted(TAKEN)
+    assert not (tmp_path / "dry").exists()
+
+
+def test_what_stays_is_said(folder: Path, tmp_path: Path) -> None:
+    """Links, folders, hidden files, code, other checkpoints (by name or content), the unknown: each with its reason."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (folder / "special_tokens_map.json").symlink_to(secret)
+    (folder / "onnx").mkdir()
+    (folder / ".gitattributes").write_text("*")
+    (folder / "modeling.py").write_text("raise SystemExit")
+    (folder / "notes.xyz").write_text("?")
+    (folder / "tf_model.h5.index.json").write_text("{}")
+    torch.save({"x": torch.ones(1)}, folder / "optimizer.pt")
+    torch.save({"x": torch.ones(1)}, folder / "word2vec.model")
+    os.mkfifo(folder / "pipe.json")
+    report = ckpt_tools.convert(folder, tmp_path / "out", shard_size="1KB")
+    assert dict(report.stayed) == {
+        ".gitattributes": "a hidden file", "modeling.py": "code", "notes.xyz": "neither configuration nor tokenizer",
+        "onnx": "a folder", "optimizer.pt": "another checkpoint", "pipe.json": "no regular file",
+        "special_tokens_map.json": "a link",
+        "tf_model.h5.index.json": "another checkpoint", "word2vec.model": "another checkpoint",
+    }  # fmt: skip
+    assert report.companions == sorted(TAKEN)
+    for name, _ in report.stayed:
+        assert not (tmp_path / "out" / name).exists()
+
+
+def test_verls_folder(tmp_path: Path) -> None:
+    """From `huggingface/` beside the files of the ranks into the output itself; what tells of the parts stays."""
+    folder = tmp_path / "actor"
+    save_ranks(folder, fsdp2, 2)
+    (folder / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 2}')
+    inner = folder / "huggingface"
+    inner.mkdir()
+    (inner / "config.json").write_bytes(CONFIG)
+    (inner / "tokenizer.json").write_bytes(b"{}")
+    (inner / "modeling.py").write_bytes(b"")
+    save_file({"w": torch.ones(1)}, inner / "model.safetensors")
+    for place, name in ((folder, "whole"), (folder / "model_world_size_2_rank_1.pt", "by-one")):
+        report = ckpt_tools.convert(place, tmp_path / name, shard_size="1GB")
+        assert report.companions == ["huggingface/config.json", "huggingface/tokenizer.json"]
+        assert dict(report.stayed) == {
+            "fsdp_config.json": "about the parts", "huggingface/model.safetensors": "another checkpoint",
+            "huggingface/modeling.py": "code",
+        }  # fmt: skip
+        assert (tmp_path / name / "config.json").read_bytes() == CONFIG
+        assert not (tmp_path / name / "huggingface").exists()
+
+
+def test_the_folders_own_file_is_taken_before_the_inner_one(tmp_path: Path) -> None:
+    """A config.json in both places: that beside the ranks comes along, the other stays and is said."""
+    save_ranks(tmp_path / "in", fsdp2, 1)
+    (tmp_path / "in" / "huggingface").mkdir()
+    (tmp_path / "in" / "config.json").write_bytes(CONFIG)
+    (tmp_path / "in" / "huggingface" / "config.json").write_bytes(b"{}")
+    report = ckpt_tools.convert(tmp_path / "in", tmp_path / "out", format="dcp")
+    assert report.stayed == [("huggingface/config.json", "config.json is there already")]
+    assert (tmp_path / "out" / "config.json").read_bytes() == CONFIG
+
+
+def test_whole_or_not_at_all(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When one of them cannot be written the folder does not appear, nor a part of it."""
+
+    def fails(*_: object) -> None:
+        raise OutputError("full")
+
+    monkeypatch.setattr(companions, "copy", fails)
+    for options in ({"shard_size": "1KB"}, {"format": "dcp"}):
+        with pytest.raises(OutputError, match="full"):
+            ckpt_tools.convert(folder, tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert os.listdir(tmp_path) == ["in"]
+
+
+def test_into_its_own_folder(folder: Path) -> None:
+    """Sharded anew where it is, everything else stays where it is, and there is nothing to say."""
+    report = ckpt_tools.convert(folder, folder, shard_size=1, dtype="bf16", overwrite=True)
+    assert (report.companions, report.stayed) == ([], [])
+    assert {name: (folder / name).read_bytes() for name in TAKEN} == TAKEN
+
+
+def test_a_folder_that_is_there(folder: Path, tmp_path: Path) -> None:
+    """With `overwrite` they replace those of the checkpoint that was there; what else is there stays."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_bytes(b"old")
+    (out / "mine.txt").write_bytes(b"mine")
+    ckpt_tools.convert(folder, out, shard_size="1KB", overwrite=True)
+    assert (out / "config.json").read_bytes() == CONFIG
+    assert (out / "mine.txt").read_bytes() == b"mine"
+
+
+def test_a_cast_is_not_in_the_configuration(folder: Path, tmp_path: Path) -> None:
+    """config.json says another dtype than the cast tensors have: a note."""
+    report = ckpt_tools.convert(folder, tmp_path / "out", shard_size="1KB", dtype="bf16")
+    assert "config-dtype" in [note.code for note in report.notes]
+    assert {value.dtype for path in (tmp_path / "out").glob("*.safetensors") for value in load_file(path).values()} == {
+        torch.bfloat16
+    }
+
+
+def test_nobody_else_may_read_them(folder: Path, tmp_path: Path) -> None:
+    """What the input keeps to its owner the output does too, also from verl's inner folder."""
+    save_ranks(tmp_path / "ranks", fsdp2, 1)
+    (tmp_path / "ranks" / "huggingface").mkdir()
+    for path in (folder / "config.json", tmp_path / "ranks" / "huggingface" / "config.json"):
+        path.write_bytes(CONFIG)
+        path.chmod(0o600)
+    for source in ("in", "ranks"):
+        ckpt_tools.convert(tmp_path / source, tmp_path / f"{source}-out", shard_size="1KB")
+        assert (tmp_path / f"{source}-out" / "config.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_to_an_address_and_from_one(folder: Path, tmp_path: Path) -> None:
+    """Folders elsewhere take and give them as local ones do."""
+    address = f"memory://{tmp_path.name}/companions"
+    assert ckpt_tools.convert(folder, address, shard_size="1KB").companions == sorted(TAKEN)
+    assert ckpt_tools.convert(address, tmp_path / "back", shard_size="1KB").companions == sorted(TAKEN)
+    assert (tmp_path / "back" / "config.json").read_bytes() == CONFIG
+
+
+def test_nothing_is_left_at_an_address(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that fails behind them takes them away again."""
+    import fsspec
+
+    def fails(*_: object) -> None:
+        raise OutputError("gone")
+
+    monkeypatch.setattr("ckpt_tools.operations.convert.folder._check_there", fails)
+    with pytest.raises(OutputError, match="gone"):
+        ckpt_tools.convert(folder, f"memory://{tmp_path.name}/failed", shard_size="1KB")
+    fs = fsspec.filesystem("memory")
+    assert not fs.exists(f"{tmp_path.name}/failed") or fs.ls(f"{tmp_path.name}/failed") == []
+
+
+def test_one_that_cannot_be_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is an error before anything is written; `only_weights` does without it."""
+    monkeypatch.setattr(
+        companions, "begins_as_checkpoint", lambda head: (_ for _ in ()).throw(NotACheckpointError("unreadable"))
+    )
+    with pytest.raises(NotACheckpointError, match="unreadable"):
+        ckpt_tools.convert(folder, tmp_path / "out", shard_size="1KB")
+    assert not (tmp_path / "out").exists()
+    assert ckpt_tools.convert(folder, tmp_path / "out", shard_size="1KB", only_weights=True).files == 1
+
+
+def test_one_file_has_none(folder: Path, tmp_path: Path) -> None:
+    """A single file, as input or as output, has no companions."""
+    merged = ckpt_tools.convert(folder, tmp_path / "one.safetensors")
+    spread = ckpt_tools.convert(tmp_path / "one.safetensors", tmp_path / "out", shard_size="1KB")
+    assert merged.companions == merged.stayed == spread.companions == spread.stayed == []
