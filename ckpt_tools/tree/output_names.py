@@ -113,10 +113,10 @@ def check_document_name(path: str | os.PathLike[str], what: str, own: str) -> No
 
 def _meant(found: str) -> str:
     """The extension that was meant by one that is near it; empty where none is."""
+    if not found or found in (_SAFETENSORS, *_TORCH):
+        return ""
     import difflib
 
-    if found in (_SAFETENSORS, *_TORCH):
-        return ""
     if found in _SHORT_FOR_SAFETENSORS or difflib.SequenceMatcher(None, found, _SAFETENSORS).ratio() > _NEAR:
         return _SAFETENSORS
     near = (known for known in _TORCH if set(known) == set(found) and abs(len(known) - len(found)) < 2)

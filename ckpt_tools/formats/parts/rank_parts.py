@@ -24,7 +24,6 @@ from ckpt_tools.tree.nodes import (
     Node,
     Object,
 )
-from ckpt_tools.values.numeric import part
 
 Sizes: TypeAlias = tuple[int, ...]
 _MOST_DIMENSIONS = 16  # of a mesh; torch's own have up to five
@@ -365,6 +364,8 @@ def _numbers(listed: Node, tensor: Node) -> Sizes:
         raise TensorError("The ranks of a mesh cannot be read.")
     if max(tensor.numel, tensor.span) > _MOST_RANKS:
         raise TensorError("A mesh has impossible sizes.")
+    from ckpt_tools.values.numeric import part  # only files of ranks need it
+
     width = tensor.dtype.itemsize
     data = read(part(tensor.storage.content, tensor.offset * width, tensor.span * width))
     axes = zip(tensor.shape, tensor.stride, strict=True)
