@@ -117,7 +117,7 @@ def target_options(*, stages: Sequence[str], finding: str, required: bool = Fals
     options = (
         click.option(
             "--like", cls=Once, required=required, metavar="TARGET",
-            help="Fit to this: a checkpoint, or package.module:callable (which is imported).",
+            help="Fit to this: a checkpoint, package.module:callable or ./models.py:Net (which are imported).",
         ),
         click.option("--like-args", cls=Once, metavar="JSON", help="""Its arguments: '{"num_classes": 200}'."""),
         click.option("--like-select", cls=Once, metavar="WHERE", help="Which state dict of a TARGET that holds several."),
