@@ -88,7 +88,7 @@ class Location(click.Path):
         """The path, or the address in a path's place."""
         if not is_address(value):
             return super().convert(value, param, ctx)
-        from ckpt_tools.io.remote import Address
+        from ckpt_tools.io.remote.address import Address
 
         return Address(os.fspath(value))
 

@@ -208,7 +208,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         NotACheckpointError, RemoteError: it cannot be read.
     """
     if is_address(path):
-        from ckpt_tools.io.remote import open_remote
+        from ckpt_tools.io.remote.source import open_remote
 
         return open_remote(os.fspath(path))
     return Files(Path(path), Path(path)) if os.path.isdir(path) else Source(path)
@@ -247,7 +247,7 @@ def _decode(source: Source) -> Decoded:
 
 def _files_beside(index: Source) -> Files:
     if is_address(str(index.path)):
-        from ckpt_tools.io.remote import RemoteSource, files_beside
+        from ckpt_tools.io.remote.source import RemoteSource, files_beside
 
         assert isinstance(index, RemoteSource)
         return files_beside(index)

@@ -18,14 +18,10 @@ from typing import Any, cast
 from ckpt_tools.errors import CkptError, OutputError, OutputExistsError, OutputIsFolderError
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.output import Output, exists_error
-from ckpt_tools.io.remote import (
-    MOST,
-    SECONDS,
-    Address,
-    ForeignError,
-    bounded,
-    file_system,
-)
+from ckpt_tools.io.remote.address import Address
+from ckpt_tools.io.remote.calls import SECONDS, ForeignError, bounded
+from ckpt_tools.io.remote.file_systems import file_system
+from ckpt_tools.io.remote.source import MOST
 
 # Stores where an upload becomes an object when it is completed, and a rename would be a second copy, or two more commits.
 _WHOLE_ON_COMMIT = {"s3", "s3a", "gs", "gcs", "hf"}

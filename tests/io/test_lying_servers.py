@@ -11,7 +11,8 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DamagedFileError, RemoteError, RemoteTimeoutError
-from ckpt_tools.io import remote
+from ckpt_tools.io.remote import calls, http, source
+from ckpt_tools.io.remote.address import Address
 from tests.support.samples import FIXTURES
 from tests.support.servers import Server
 
@@ -50,7 +51,7 @@ class _Handler(socketserver.StreamRequestHandler):
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Canned]]:
     """Starts servers, which end with the test; tries again are not waited for."""
-    monkeypatch.setattr(remote.time, "sleep", lambda _: None)
+    monkeypatch.setattr(http.time, "sleep", lambda _: None)
     running: list[Canned] = []
 
     def start(answer: Answer | bytes, endless: bytes = b"") -> Canned:
@@ -101,7 +102,7 @@ def test_an_answer_that_never_ends(
     serve: Callable[..., Canned], monkeypatch: pytest.MonkeyPatch, first: bytes, endless: bytes
 ) -> None:
     """Whatever drips, body, header or `100 Continue`: there is one deadline for the whole answer."""
-    monkeypatch.setattr(remote, "_patience", lambda _: 0.05)
+    monkeypatch.setattr(http, "_patience", lambda _: 0.05)
     with pytest.raises(RemoteTimeoutError, match="cannot be read") as caught:
         ckpt_tools.inspect(serve(first, endless).url("model.pth"))
     assert isinstance(caught.value, TimeoutError)
@@ -109,8 +110,8 @@ def test_an_answer_that_never_ends(
 
 def test_patience_grows_with_what_is_asked_for() -> None:
     """A large range may take its time; a small one two minutes."""
-    assert remote._patience(0) == 2 * remote.SECONDS
-    assert remote._patience(1 << 30) > 3600
+    assert http._patience(0) == 2 * calls.SECONDS
+    assert http._patience(1 << 30) > 3600
 
 
 @pytest.mark.parametrize("place", ["ftp://127.0.0.1/x", "file:///etc/passwd", "data:text/plain,x"])
@@ -120,18 +121,18 @@ def test_redirects_to_other_schemes_are_refused(serve: Callable[..., Canned], pl
     with pytest.raises(RemoteError):
         ckpt_tools.inspect(server.url("model.pth"))
     with pytest.raises(RemoteError, match="another scheme"):
-        remote._Redirects("https://a.example/x").redirect_request(None, None, 302, "", {}, "http://a.example/x")
+        http._Redirects("https://a.example/x").redirect_request(None, None, 302, "", {}, "http://a.example/x")
 
 
 def test_redirects_into_a_private_network_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A public server does not send us to this machine or its network; a private one may send us about in it."""
     known = {"public.example": ["93.184.216.34"], "inside.example": ["10.0.0.7"], "127.0.0.1": ["127.0.0.1"], "::1": ["::1"]}
-    monkeypatch.setattr(remote, "addresses", known.__getitem__)
+    monkeypatch.setattr(http, "addresses", known.__getitem__)
     for place in ("http://inside.example/x", "http://127.0.0.1/x", "http://[::1]:8000/x"):
         with pytest.raises(RemoteError, match="private network"):
-            remote._Redirects("http://public.example/x").redirect_request(None, None, 302, "", {}, place)
-    assert remote._is_private("http://127.0.0.1/")
-    assert not remote._is_private("http://public.example/")
+            http._Redirects("http://public.example/x").redirect_request(None, None, 302, "", {}, place)
+    assert http._is_private("http://127.0.0.1/")
+    assert not http._is_private("http://public.example/")
 
 
 def test_honest_addresses(tmp_path: Path) -> None:
@@ -147,20 +148,20 @@ def test_honest_addresses(tmp_path: Path) -> None:
     server = Canned(answer)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
-        remote.open_remote(server.url("modèle é.safetensors")).close()
+        source.open_remote(server.url("modèle é.safetensors")).close()
     finally:
         server.shutdown()
         server.server_close()
     assert set(asked) == {"/mod%C3%A8le%20%C3%A9.safetensors"}
-    assert remote.in_ascii("https://bücher.example/ä%20b?c=d") == "https://xn--bcher-kva.example/%C3%A4%20b?c=d"
+    assert http.in_ascii("https://bücher.example/ä%20b?c=d") == "https://xn--bcher-kva.example/%C3%A4%20b?c=d"
 
 
 @pytest.mark.parametrize("name", ["%2e%2e%2fsecret", "%2e%2e", "..%2fx", "%5cx", "a%00"])
 def test_names_that_a_server_would_read_as_paths(name: str) -> None:
     """A remote index may not name what its server would decode to another folder; other signs are letters of the name."""
     with pytest.raises(DamagedFileError, match="not a name inside its folder"):
-        remote.Address("https://h.example/d/model.index.json").beside(name)
-    assert remote.Address("https://h.example/d/i.json?token=1").beside("a?b é.bin") == "https://h.example/d/a%3Fb%20%C3%A9.bin"
+        Address("https://h.example/d/model.index.json").beside(name)
+    assert Address("https://h.example/d/i.json?token=1").beside("a?b é.bin") == "https://h.example/d/a%3Fb%20%C3%A9.bin"
 
 
 def test_a_missing_remote_file(tmp_path: Path) -> None:

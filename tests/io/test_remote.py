@@ -88,7 +88,7 @@ def test_a_server_without_ranges(server: Server, tmp_path: Path, monkeypatch: py
     server.ranges = False
     assert len(inspect(server.url("in.pth")).tensors) == 2
     assert len(server.requests) == 1
-    monkeypatch.setattr("ckpt_tools.io.remote._TAKEN_WHOLE", 1000)
+    monkeypatch.setattr("ckpt_tools.io.remote.http._TAKEN_WHOLE", 1000)
     with pytest.raises(RemoteError, match="ignores range requests") as caught:
         inspect(server.url("in.pth"))
     assert "Download it" in caught.value.fix
