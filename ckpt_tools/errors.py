@@ -209,7 +209,7 @@ class PartError(ConvertError):
 
 
 class ObjectsError(ConvertError):
-    """The file holds objects that are not plain data, and nobody said what to do with them."""
+    """The file holds objects that are not plain data, and no option says what becomes of them."""
 
 
 class TargetError(ConvertError):

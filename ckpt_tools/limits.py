@@ -70,7 +70,7 @@ GLOBALS = Limit("globals", 100_000, "different globals")  # a checkpoint names a
 KEY_DEPTH = Limit("key_depth", 100, "tuples in one another as a dict key")  # hashing a deep one crashes C pickle and torch
 KEY_PARTS = Limit("key_parts", 4_000_000, "parts of all dict keys, shared ones counted each time")  # as Python hashes them
 LIST_ITEMS = Limit("list_items", 1_000_000, "places of lists that a .metadata file describes")
-CHUNKS = Limit("chunks", 4096, "chunks of one tensor that are no whole rows")  # each is compared with the others
+CHUNKS = Limit("chunks", 4096, "chunks of one tensor that are not whole rows")  # each is compared with the others
 # what is made of it
 TENSORS = Limit("tensors", 60_000, "tensors, and one more for every 192 bytes of the file", per=192)  # torch: 300
 OBJECTS = Limit("objects", 50_000, "places of objects, and one more for every 64 bytes of the file", per=64)
@@ -103,7 +103,7 @@ def parse(text: str) -> tuple[str, int]:
     """`NAME=VALUE`.
 
     Raises:
-        UsageError: there is no such limit, or the value is no number above 0.
+        UsageError: there is no such limit, or the value is not a number above 0.
     """
     name, _, number = text.partition("=")
     if name not in LIMITS:

@@ -86,7 +86,7 @@ class Cases:
             self._compare(path, rows, data)
 
     def _try_other(self, rng: Random) -> None:
-        """Something that is no checkpoint: our own error, or nothing at all."""
+        """Something that is not a checkpoint: our own error, or nothing at all."""
         kind = rng.choice(others.KINDS)
         use = kind(rng, self.folder)
         self.counts["cases"] += 1

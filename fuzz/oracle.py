@@ -151,7 +151,7 @@ def difference(ours: list[Row], theirs: list[Row]) -> str | None:
 
 
 def _same_path(ours: list[str | int], theirs: list[str | int]) -> bool:
-    """Whether two paths are one; keys that are no text have a text of their own in each."""
+    """Whether two paths are one; keys that are not text have a text of their own in each."""
     pairs = zip(ours, theirs, strict=False)
     return len(ours) == len(theirs) and all(
         one == two or str(one).startswith("<") or str(one) == str(two) or f"<class '{one}'>" == two for one, two in pairs

@@ -1,4 +1,4 @@
-"""Inputs that are no checkpoint: plans, indexes of shards, what a server answers. Each is mutated, and used as a user would."""
+"""Inputs that are not checkpoints: plans, indexes of shards, answers of servers. Each is mutated, and used as a user would."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def test_any_tensors_go_through_safetensors(tmp_path: Path) -> None:
 
 
 def test_any_values_stand_in_the_metadata(tmp_path: Path) -> None:
-    """Plain values beside a flat state dict are text in the safetensors metadata, and valid JSON where they were no text."""
+    """Plain values beside a flat state dict are text in the safetensors metadata, and valid JSON where they were not text."""
     source, target = tmp_path / "in.pth", tmp_path / "out.safetensors"
     value = st.recursive(
         st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)),

@@ -37,7 +37,7 @@ def _raise_limits(_ctx: click.Context, _option: click.Parameter, given: tuple[st
 _LIMIT = click.Option(
     ["--limit"], multiple=True, metavar="NAME=VALUE", envvar="CKPT_LIMITS", expose_value=False, is_eager=True,
     callback=_raise_limits,
-    help="Raise what a file may ask for, for one that is to be trusted: --limit records=2000000 (docs/limits.md).",
+    help="Raise a limit, for a file that you trust: --limit records=2000000 (docs/limits.md).",
 )  # fmt: skip
 
 

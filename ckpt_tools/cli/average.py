@@ -33,7 +33,7 @@ from ckpt_tools.errors import UsageError
     help="One state dict or subtree, in every IN, becomes the whole output.",
 )
 @click.option(
-    "--objects", cls=Once, type=click.Choice(["keep", "plain", "drop"]), help="What happens to objects that are no plain data."
+    "--objects", cls=Once, type=click.Choice(["keep", "plain", "drop"]), help="What happens to objects that are not plain data."
 )
 @click.option(
     "--format",
@@ -54,7 +54,7 @@ def average(paths: tuple[Path, ...], weights: str | None, quiet: bool, as_json: 
     ckpt average a.pth b.pth soup.safetensors --weights 0.7,0.3 --unwrap
 
     Sums are float64, rounded once to the dtype in the first IN. Equal integers stay, num_batches_tracked becomes the largest,
-    other integers that differ need --integers. What is no state dict (optimizer, epoch) comes from the first IN.
+    other integers that differ need --integers. What is not a state dict (optimizer, epoch) comes from the first IN.
 
     Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
     """
@@ -80,4 +80,4 @@ def _numbers(text: str | None) -> list[float] | None:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"--weights {text!r} is no list of numbers.", fix="For example: --weights 0.5,0.3,0.2") from None
+        raise UsageError(f"--weights {text!r} is not a list of numbers.", fix="For example: --weights 0.5,0.3,0.2") from None

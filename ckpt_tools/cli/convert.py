@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     finding="How partners are found: by name without wrappers (the default); also by a common prefix or suffix; also by "
     "shape, order and names of layers; or zipped in order.",
 )
-@click.option("--plan", cls=Once, metavar="PLAN.toml", help="Who is who, as ckpt match wrote it and a person edited it.")
+@click.option("--plan", cls=Once, metavar="PLAN.toml", help="Match plan (TOML) that ckpt match wrote; it names the partners.")
 @click.option(
     "--reinit",
     multiple=True,

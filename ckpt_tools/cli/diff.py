@@ -35,7 +35,7 @@ from ckpt_tools.cli.options import (
 def diff(
     left: Path, right: Path, values: bool, contents: bool, select: str | None, show_all: bool, quiet: bool, as_json: bool
 ) -> None:
-    """Show what differs between two checkpoints, in whatever containers they are.
+    """Show what differs between two checkpoints, whatever their containers.
 
     \b
     ckpt diff ddp.pth single.pth

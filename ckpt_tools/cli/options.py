@@ -53,7 +53,7 @@ def expand(paths: tuple[Path, ...]) -> Expanded:
 
 
 def print_others(others: dict[Path, list[Path]], *, as_json: bool) -> None:
-    """The files of folders that are no checkpoints: how many and which; all of them as a JSON line."""
+    """The files of folders that are not checkpoints: how many and which; all of them as a JSON line."""
     for folder, paths in others.items():
         if as_json:
             from ckpt_tools.render.json import folder_document, print_document
@@ -63,7 +63,7 @@ def print_others(others: dict[Path, list[Path]], *, as_json: bool) -> None:
             from ckpt_tools.text import listed, printable
 
             names = listed([str(path.relative_to(folder)) for path in paths])
-            count = "1 file is no checkpoint" if len(paths) == 1 else f"{len(paths)} files are no checkpoints"
+            count = "1 file is not a checkpoint" if len(paths) == 1 else f"{len(paths)} files are not checkpoints"
             sys.stdout.write("\n" + printable(f"{folder}: {count}: {names}") + "\n")
 
 

@@ -198,7 +198,7 @@ def _beside(root: Node, state_dict: StateDict) -> Iterator[tuple[Where, Node]]:
         below = list(children(node))
         yield from (((*state_dict.where[:depth], key), value) for key, value in below if key != step)
         inner = [value for key, value in below if key == step]
-        if len(inner) > 1:  # keys that are no text can look alike as text
+        if len(inner) > 1:  # keys that are not text can look alike as text
             path = dotted(state_dict.where[: depth + 1])
             raise ContainerLimitError(f"Two keys of the checkpoint read {path!r}, and under one is the state dict.")
         node = inner[0]

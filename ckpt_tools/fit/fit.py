@@ -92,7 +92,7 @@ class Fitted:
 def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
     """Make a state dict what a plan says, in place, and give what the plan leaves over the fate that was chosen.
 
-    Tensors come in the target's order, what is no tensor after them.
+    Tensors come in the target's order, what is not a tensor after them.
 
     Raises:
         MatchError: something is left over, and no choice covers it; all of it is listed. MatchPlanError: the plan was made for
@@ -122,7 +122,7 @@ def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
 
 
 def _moved(others: list[tuple[Node, Node]], renames: Mapping[str, str]) -> list[tuple[Node, Node]]:
-    """What is no tensor; the extra state of a module goes where its tensors go."""
+    """What is not a tensor; the extra state of a module goes where its tensors go."""
     paths = {key: key.rpartition(".")[0] for key, _ in others if type(key) is str and key.endswith("_extra_state")}
     moves = module_paths(renames, set(paths.values())) if paths else {}
     new = {key: f"{moves[path]}.{key.rpartition('.')[2]}".lstrip(".") for key, path in paths.items() if path in moves}
@@ -196,7 +196,7 @@ class _Fitting:
         kept = kept_shape(entry, blank.shape, rows) if whole else None
         if kept is None:
             raise ConvertError(
-                f"{name!r} cannot overlap: the checkpoint's has another number of dimensions, or is no plain tensor.",
+                f"{name!r} cannot overlap: the checkpoint's has another number of dimensions, or is not a plain tensor.",
                 fix="Initialise it (`on_mismatch='reinit'`), or leave it out (`on_mismatch='skip'`).",
             )
         scheme = self.scheme(name, blank) if kept != blank.shape else None
@@ -234,7 +234,7 @@ class _Fitting:
         scheme = self.choices.reinit.of(name)
         if scheme is None:
             raise MatchError(
-                f"{name!r} needs initial values, and nobody said how.", why=f"Its shape is {_text(blank.shape)}.",
+                f"{name!r} needs initial values, and no initialiser was given.", why=f"Its shape is {_text(blank.shape)}.",
                 fix=_advice(self.choices.in_code, f"`reinit='{name}=normal:0.02'`", f"reinit={{'{name}': 'normal:0.02'}}"),
             )  # fmt: skip
         return settle(scheme, blank)
@@ -311,7 +311,7 @@ class _Problems:
             text = f"leave unexpected ones out with `drop={_glob(self.unexpected)!r}`"
             advice.append(_advice(in_code, text, "allow_unexpected=[...]"))
         if self.ambiguous or (self.missing and self.unexpected):
-            advice.append(_advice(in_code, "or say who is who with `rename` or `plan`; `match='structure'` looks further",
+            advice.append(_advice(in_code, "or name the partners with `rename` or `plan`; `match='structure'` looks further",
                                   'rename=[...], or match="structure"'))  # fmt: skip
         text = "; ".join(advice)
         return MatchError(f"{label}.", why=why, fix=f"{text[:1].upper() if not in_code else text[:1]}{text[1:]}.")

@@ -110,12 +110,12 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan file and check that its steps can be done.
 
     Raises:
-        MatchPlanError: it cannot be read, is no TOML, has unknown or wrong fields, or steps that cannot be done.
+        MatchPlanError: it cannot be read, is not TOML, has unknown or wrong fields, or steps that cannot be done.
     """
     try:
         document = load_toml(_text(Path(path)))
     except ValueError as error:
-        raise MatchPlanError(f"The plan {path} is no TOML.", why=f"{error}.") from None
+        raise MatchPlanError(f"The plan {path} is not TOML.", why=f"{error}.") from None
     try:
         plan = _plan(document)
         check(plan)
@@ -136,7 +136,7 @@ def _text(path: Path) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise MatchPlanError(f"The plan {path} is no TOML.", why="It is no text in UTF-8.") from None
+        raise MatchPlanError(f"The plan {path} is not TOML.", why="It is not UTF-8.") from None
 
 
 def _plan(document: dict[str, Any]) -> Plan:
@@ -169,7 +169,7 @@ def _step(row: dict[str, Any], label: str) -> PlanStep:
     new_shapes = old_shapes if step == "copy" and "to" not in row else _several(row.get("to"), _shape, f"{label}: to")
     confidence, reason = row.get("confidence", 1.0), row.get("reason", "edited")
     if type(confidence) not in (int, float) or not -1e9 < confidence < 1e9:
-        raise MatchPlanError(f"{label}: confidence = {brief(confidence)} is no number.")
+        raise MatchPlanError(f"{label}: confidence = {brief(confidence)} is not a number.")
     return PlanStep(
         cast("StepName", step), old, new, old_shapes, new_shapes, _name(reason, f"{label}: reason"), float(confidence)
     )
@@ -190,7 +190,7 @@ def _ambiguous(row: dict[str, Any], label: str) -> tuple[str, tuple[str, ...], s
 
 def _known(row: dict[str, Any], keys: tuple[str, ...], label: str) -> None:
     if unknown := [key for key in row if key not in keys]:
-        raise MatchPlanError(f"{label}: {unknown[0]!r} is no field.", why=f"Known are {', '.join(keys)}.")
+        raise MatchPlanError(f"{label}: {unknown[0]!r} is not a field.", why=f"Known are {', '.join(keys)}.")
 
 
 def _name(value: Any, label: str) -> str:

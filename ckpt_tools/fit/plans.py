@@ -174,8 +174,8 @@ def _text(shapes: Iterable[Shape]) -> str:
 def apply(node: Dict, plan: Plan) -> None:
     """Make a state dict what the plan says: in place, tensors in the plan's order, `_metadata` moved along.
 
-    What is no tensor stays, after them. `missing`, `mismatched` and `ambiguous` are the caller's to decide about; their tensors
-    are not in the result.
+    What is not a tensor stays, after them. `missing`, `mismatched` and `ambiguous` are the caller's to decide about; their
+    tensors are not in the result.
 
     Raises:
         MatchPlanError: the plan cannot be done, or this state dict is not the one that it was made for: a name without a fate,
@@ -189,7 +189,7 @@ def apply(node: Dict, plan: Plan) -> None:
     names = {new for new, _ in made}
     others = [(key, value) for key, value in node.items if type(key) is not str or key not in entries]
     if taken := [key for key, _ in others if type(key) is str and key in names]:
-        raise MatchPlanError(f"The plan makes {taken[0]!r}, which the checkpoint has as a value that is no tensor.")
+        raise MatchPlanError(f"The plan makes {taken[0]!r}, which the checkpoint has as a value that is not a tensor.")
     node.items[:] = made + others
     rename_metadata(node, plan.renames)
 

@@ -98,7 +98,7 @@ class Retargeting:
         if like is None and (like_args or like_select):
             raise UsageError(f"`{used[0]}` is about a target; `like=TARGET` is missing.")
         if plan is not None and (stages or allow_reshape):
-            raise UsageError(f"`{'match' if stages else 'allow_reshape'}` does not go with `plan`, which says who is who.")
+            raise UsageError(f"`{'match' if stages else 'allow_reshape'}` does not go with `plan`, which names the partners.")
 
     def __bool__(self) -> bool:
         return self.like is not None or self.plan is not None
@@ -153,10 +153,12 @@ def _only_state_dict(root: Node, path: str) -> Dict:
     found = find_state_dicts(root)
     if len(found) == 1:
         return found[0].node
+    if not found:
+        raise NothingMatchedError(f"{path} holds no state dict that could be fitted to a target.")
     wheres = ", ".join(dotted(state_dict.where) or "the root" for state_dict in found)
     raise NothingMatchedError(
-        f"{path} holds {len(found)} state dicts{': ' if wheres else ''}{wheres}; one is fitted to a target.",
-        fix=f"Choose it: `select={dotted(found[0].where) or dotted(found[1].where)!r}`." if found else "",
+        f"{path} holds {len(found)} state dicts: {wheres}; one is fitted to a target.",
+        fix=f"Choose it: `select={dotted(found[0].where) or dotted(found[1].where)!r}`.",
     )
 
 

@@ -84,7 +84,8 @@ def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, selec
         select: the dotted path of the state dict in a checkpoint that holds several.
 
     Raises:
-        TargetError: it cannot be imported, called, or is no model. UsageError: `args` are no JSON object, or not for this.
+        TargetError: it cannot be imported or called, or is not a model. UsageError: `args` are not a JSON object, or not for
+            this.
         CkptError: the checkpoint cannot be read.
     """
     if not isinstance(spec, (str, os.PathLike)):
@@ -134,13 +135,14 @@ def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDic
             error.what = error.what.replace("`select=", f"`{option}=", 1)
             raise
         if type(node) is not Dict or not StateDict((), node).names:
-            raise NothingMatchedError(f"{checkpoint.path}: {select!r} is no state dict.")
+            raise NothingMatchedError(f"{checkpoint.path}: {select!r} is not a state dict.")
         return StateDict((), node)
     if len(found) != 1:
-        wheres = ", ".join(repr(dotted(state_dict.where)) for state_dict in found) or "none"
+        wheres = ", ".join(repr(dotted(state_dict.where)) for state_dict in found)
+        if not found:
+            raise NothingMatchedError(f"{checkpoint.path} holds no state dict.")
         raise NothingMatchedError(
-            f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.",
-            fix=f"Choose one with `{option}=WHERE`." if found else "",
+            f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix=f"Choose one with `{option}=WHERE`."
         )
     return found[0]
 

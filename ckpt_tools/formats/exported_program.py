@@ -121,7 +121,7 @@ class _Weights:
             content = torch_zip.record_content(self.program.source, record)
             storage = self.storages[record.name] = Storage(self.keys.next(), dtype, record.size, device, content)
         if storage.dtype is not dtype or storage.nbytes % dtype.itemsize:
-            raise TensorError(f"The bytes of {name!r} are used with two types, or are no whole number of elements.")
+            raise TensorError(f"The bytes of {name!r} are used with two types, or are not a whole number of elements.")
         shape, stride = ([_whole(size["as_int"]) for size in meta[field]] for field in ("sizes", "strides"))
         parameter = row["is_param"] is True
         entry = Entry(
@@ -155,5 +155,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _whole(number: object) -> int:
     if type(number) is not int:
-        raise TypeError(f"{number!r} is no whole number")
+        raise TypeError(f"{number!r} is not a whole number")
     return number

@@ -78,7 +78,7 @@ def _pickle_in(source: Source, *, harmless: bool) -> bool:
 
 
 class _NoPickleError(Exception):
-    """The bytes are no opcode, or what is left of a cut one."""
+    """The bytes are not an opcode, or what is left of a cut one."""
 
 
 class _TooLongError(Exception):

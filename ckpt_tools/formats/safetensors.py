@@ -114,12 +114,12 @@ def _parse(raw: bytes) -> dict[str, Any]:
 
 def _no_minus_zero(text: str) -> int:
     if text == "-0":
-        raise ValueError("-0 is no size")
+        raise ValueError("-0 is not a size")
     return int(text)
 
 
 def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON value")
+    raise ValueError(f"{text} is not a JSON value")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
         raise DamagedFileError(f"{index.path} is not an index: it has no weight_map of names to files.")
     metadata = content.get("metadata") or {}
     if not isinstance(metadata, dict):
-        raise DamagedFileError(f"{index.path} has metadata that is no map.")
+        raise DamagedFileError(f"{index.path} has metadata that is not a map.")
     known = ("total_size", "total_parameters")
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items() if key not in known}
     for text in (*weight_map, *weight_map.values(), *texts, *texts.values()):
@@ -144,7 +144,7 @@ def read_shard(name: str, files: Files, decode_file: DecodeFile) -> Decoded:
     root = decoded.root
     if type(root) is not Dict or any(type(key) is not str for key, _ in root.items):
         raise DamagedFileError(
-            f"{decoded.source.path} is no shard: it holds something else than one mapping of names to tensors."
+            f"{decoded.source.path} is not a shard: it holds something else than one mapping of names to tensors."
         )
     return decoded
 

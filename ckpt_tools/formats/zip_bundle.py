@@ -130,9 +130,11 @@ class _Bundle:
             return None
 
     def _keep(self, record: Record) -> None:
-        """A member that is no checkpoint: a value; one that is too large to be one is left out."""
+        """A member that is not a checkpoint: a value; one that is too large to be one is left out."""
         if record.size > self.budget.room(limits.TEXT_BYTES) // 2:
-            self._warn("left-out", f"the member {record.name!r}, {record.size} bytes that are no checkpoint: they are not kept")
+            self._warn(
+                "left-out", f"the member {record.name!r}, {record.size} bytes that are not a checkpoint: they are not kept"
+            )
             return
         self.budget.take(limits.TEXT_BYTES, record.size, f"The member {record.name!r} is too long.")
         self.decoded.root.items.append((record.name, _value(read(torch_zip.record_content(self.source, record)))))
@@ -190,7 +192,7 @@ def decode_archive(source: Source, start: int, record: Record) -> Decoded:
 
 
 def _value(data: bytes) -> Node:
-    """A member that is no checkpoint: JSON as plain values, text as text, anything else as bytes."""
+    """A member that is not a checkpoint: JSON as plain values, text as text, anything else as bytes."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:

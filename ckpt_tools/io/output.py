@@ -294,7 +294,7 @@ def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     if target.is_dir():
         raise OutputIsFolderError(f"{path} is a directory.", fix="Name a file in it.")
     if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout leads to a pipe, which has no path to follow
-        raise OutputError(f"{path} is no regular file.", why="An output is written beside its place and then renamed.")
+        raise OutputError(f"{path} is not a regular file.", why="An output is written beside its place and then renamed.")
     if target.exists() and not overwrite:
         temporaries.remove_orphans(target)  # nobody gets as far as `replacing`
         raise exists_error(target)

@@ -138,7 +138,7 @@ def examine(source: Source) -> Safety:
 
 
 def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | None:
-    """The answer for a file that is no checkpoint or breaks: what stands before the break would already have run."""
+    """The answer for a file that is not a checkpoint or breaks: what stands before the break would already have run."""
     if isinstance(error, RemoteError):
         return None
     with contextlib.suppress(CkptError), contextlib.closing(open_source(path)) as source:

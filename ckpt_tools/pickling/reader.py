@@ -95,7 +95,7 @@ class Stop(Exception):  # noqa: N818  not an error: how the loop ends
 def _unsupported(machine: Machine) -> NoReturn:
     machine.position -= 1
     code = machine.data[machine.position]
-    raise PickleError(f"The pickle is malformed: offset {machine.position} holds byte {code:#04x}, which is no opcode.")
+    raise PickleError(f"The pickle is malformed: offset {machine.position} holds byte {code:#04x}, which is not an opcode.")
 
 
 OPCODES: list[Callable[[Machine], None]] = [_unsupported] * 256
@@ -440,7 +440,7 @@ def _additems(machine: Machine) -> None:
     items = machine.pop_mark()
     target = machine.stack[-1]
     if id(target) not in machine.sets:
-        raise machine.error("adds items to something that is no new set")
+        raise machine.error("adds items to something that is not a new set")
     target.args[0].items.extend(items)
 
 
@@ -519,7 +519,7 @@ _TEXT = frozenset((str,))
 def _pairs(machine: Machine, items: list[Node]) -> list[tuple[Node, Node]]:
     if len(items) % 2:
         raise machine.error("takes pairs, and finds an odd number of values")
-    # A pair takes less than a container; one whose key is no text takes more, until all keys have been compared.
+    # A pair takes less than a container; one whose key is not text takes more, until all keys have been compared.
     machine.spend(len(items) // 4 if _TEXT.issuperset(map(type, items[::2])) else len(items) * 3 // 8)
     values = iter(items)
     return list(zip(values, values, strict=True))
@@ -533,7 +533,7 @@ def _extend(machine: Machine, items: list[Node]) -> None:
         machine.unusual["APPEND to something that is no list"] = None
         add_step(target, "append", items)
     else:
-        raise machine.error("appends to something that is no list")
+        raise machine.error("appends to something that is not a list")
 
 
 def _set(machine: Machine, pairs: list[tuple[Node, Node]]) -> None:
@@ -545,7 +545,7 @@ def _set(machine: Machine, pairs: list[tuple[Node, Node]]) -> None:
             machine.unusual["SETITEM on something that is no dict"] = None
         add_step(target, "set", pairs)
     else:
-        raise machine.error("sets items of something that is no dict")
+        raise machine.error("sets items of something that is not a dict")
 
 
 def add_step(target: Object, step: Any, values: list[Node]) -> None:
@@ -569,7 +569,7 @@ def _global(machine: Machine) -> None:
 def _stack_global(machine: Machine) -> None:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise machine.error("names a global by something that is no text")
+        raise machine.error("names a global by something that is not text")
     machine.name_global(module, name)
 
 
@@ -577,7 +577,7 @@ def _stack_global(machine: Machine) -> None:
 def _reduce(machine: Machine) -> None:
     args = machine.stack.pop()
     if type(args) is not tuple:
-        raise machine.error("calls with arguments that are no tuple")
+        raise machine.error("calls with arguments that are not a tuple")
     machine.make(machine.stack.pop(), args)
 
 
@@ -590,13 +590,13 @@ def _newobj(machine: Machine) -> None:
 def _newobj_ex(machine: Machine) -> None:
     kwargs = machine.stack.pop()
     if type(kwargs) is not Dict:
-        raise machine.error("calls with keyword arguments that are no dict")
+        raise machine.error("calls with keyword arguments that are not a dict")
     _new(machine, "new_ex", machine.stack.pop(), kwargs)
 
 
 def _new(machine: Machine, call: Any, args: Node, kwargs: Node) -> None:
     if type(args) is not tuple:
-        raise machine.error("makes an object with arguments that are no tuple")
+        raise machine.error("makes an object with arguments that are not a tuple")
     machine.spend()
     machine.stack.append(Object(call, machine.stack.pop(), args, kwargs))
 

@@ -181,7 +181,7 @@ class State:
         """Push what `function(*args)` would make: by a maker where the global is known, else an inert Object."""
         self.spend()
         if type(function) is not Global:
-            self.unusual["call of something that is no global"] = None
+            self.unusual["call of something that is not a global"] = None
         elif maker := self.makers.get(function):
             made = maker(args)
             if made is not None:

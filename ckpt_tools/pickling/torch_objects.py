@@ -53,7 +53,7 @@ class Storages:
         """The storage of a persistent id ("storage", class, key, location, number of elements)."""
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
             raise PickleError(
-                "The pickle refers to something outside it that is no storage.",
+                "The pickle refers to something outside it that is not a storage.",
                 why=f"Expected ('storage', class, key, location, size), found {_brief(pid)}.",
             )
         _, kind, key, device, numel = pid
@@ -146,7 +146,7 @@ def extras_of(hooks: Node, rest: list[Node]) -> Extras | None:
     """What hooks, and metadata where `rest` has it, add to a tensor; None where that is nothing."""
     metadata = rest[0] if rest else None
     if type(hooks) not in (type(None), Dict) or type(metadata) not in (type(None), Dict):
-        raise TensorError("A tensor has hooks or metadata that are no dict.")
+        raise TensorError("A tensor has hooks or metadata that are not a dict.")
     plain_hooks = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
     if plain_hooks and metadata is None:
         return None
@@ -192,7 +192,7 @@ def _parameter(data: Node, requires_grad: Node, extras: Extras | None) -> Node:
     if type(data) is Object:
         return None  # a parameter around an unusual tensor stays an inert object
     if type(data) is not Entry or type(requires_grad) is not bool:
-        raise TensorError("A parameter is built on something that is no tensor.")
+        raise TensorError("A parameter is built on something that is not a tensor.")
     if (inner := data.extras) is not None:
         if not (inner.hooks is None and inner.python_type is None and inner.state is None):
             return None
@@ -230,7 +230,7 @@ def _ordered_dict(args: Node) -> Node:
         return None
     made = [tuple(pair.items) if type(pair) is List else pair for pair in pairs]
     if any(type(pair) is not tuple or len(pair) != 2 for pair in made):
-        raise PickleError("An OrderedDict is made from something that is no list of pairs.")
+        raise PickleError("An OrderedDict is made from something that is not a list of pairs.")
     return Dict(made, ordered=True)
 
 

@@ -87,7 +87,7 @@ def _print_head(description: Description, view: View, out: Console) -> None:
     if part := description.part:
         whose = "one" if part["rank"] is None else f"rank {part['rank']}"
         of = f"{whose} of {part['world']}, " if part["world"] else ""
-        grid.add_row("part", f"{of}{part['family']}: no model by itself")
+        grid.add_row("part", f"{of}{part['family']}: not a model by itself")
     grid.add_row(*loading_row(description.weights_only))
     if description.container != "safetensors":
         grid.add_row("safety", description.safety.text)

@@ -77,7 +77,7 @@ def load_state_dict(
 
     Raises:
         NothingMatchedError: no state dict there, or several and no `select`. CollisionError: two names would become one.
-        UsageError: a dtype that is no float, a device that is not there, a select that is no text.
+        UsageError: a dtype that is not a float, a device that is not there, a select that is not text.
         CkptError: the file cannot be read.
     """
     target = None if dtype is None else _cast_target(dtype)
@@ -97,7 +97,7 @@ def _cast_target(dtype: torch.dtype | str) -> DType:
     name = CAST_TARGETS.get(dtype, dtype) if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
     row = DTYPES.get(name)
     if row is None or row.family != "float" or row.packed > 1:
-        raise UsageError(f"dtype={dtype} is no float type that torch casts to.")
+        raise UsageError(f"dtype={dtype} is not a float type that torch casts to.")
     return row
 
 
@@ -126,7 +126,7 @@ def loadable(node: Dict, path: str | os.PathLike[str]) -> Dict:
 def choose(checkpoint: Checkpoint, select: str | None) -> StateDict:
     """The selected state dict of a checkpoint, or its only one."""
     if select is not None and not isinstance(select, str):
-        raise UsageError(f"select={select!r} is no text.", fix='Give the dotted path of the state dict: "model", "nets.0".')
+        raise UsageError(f"select={select!r} is not text.", fix='Give the dotted path of the state dict: "model", "nets.0".')
     state_dict = choose_state_dict(checkpoint, select)
     check_state_dict(checkpoint, state_dict)
     return state_dict

@@ -58,7 +58,7 @@ def output_format(target: str | os.PathLike[str], format: Format | None) -> Form
         )
     if meant := _meant(found):
         raise UsageError(
-            f"{target}: {found} is no extension of a checkpoint.", fix=f"Did you mean {meant}? `format` decides too."
+            f"{target}: {found} is not a checkpoint's extension.", fix=f"Did you mean {meant}? `format` decides too."
         )
     return "pth"
 

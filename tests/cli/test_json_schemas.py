@@ -180,7 +180,7 @@ def test_match() -> None:
 
 
 def test_folders(tmp_path: Path) -> None:
-    """A folder with files that are no checkpoints: its last line follows the schema too."""
+    """A folder with files that are not checkpoints: its last line follows the schema too."""
     torch.save({"a": torch.ones(1)}, "a.pth")
     Path("notes.txt").write_text("none")
     for name in ("inspect", "check"):

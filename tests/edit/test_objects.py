@@ -207,7 +207,7 @@ def test_plain_form(tmp_path: Path, value: Any, expected: Any, became: str, prot
 def test_known_objects_are_kept_unasked(tmp_path: Path, value: Any) -> None:
     """Plain-data classes of Python and NumPy need no word: they come out as they are."""
     if value is len:
-        pytest.skip("a function is no plain data")
+        pytest.skip("a function is not plain data")
     ckpt_tools.convert(saved(tmp_path, value), tmp_path / "out.pth")
     loaded = torch.load(tmp_path / "out.pth", weights_only=False)["value"]
     assert type(loaded) is type(value)

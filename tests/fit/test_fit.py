@@ -312,7 +312,7 @@ def test_adapt_is_timms_and_deits_rule(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_replayed(tmp_path: Path) -> None:
-    """--plan says who is who, mismatches are settled by the same options, and another file is refused."""
+    """--plan names the partners, mismatches are settled by the same options, and another file is refused."""
     from ckpt_tools.fit.plan_files import write_plan
     from ckpt_tools.fit.plans import plan_of
     from ckpt_tools.fit.targets import read_target

@@ -113,7 +113,7 @@ def test_what_a_target_prints_is_no_part_of_the_report(module: str, capsys: pyte
 
 
 def test_odd_targets_are_refused(module: str, tmp_path: Path) -> None:
-    """A module that is not there, arguments that are no JSON object or for a file, a state dict without tensors."""
+    """A module that is not there, arguments that are not a JSON object or for a file, a state dict without tensors."""
     torch.save({"model": nn.Linear(2, 2).state_dict(), "ema": nn.Linear(2, 2).state_dict()}, tmp_path / "two.pth")
     cases: list[tuple[Any, dict[str, Any], type[CkptError]]] = [
         ("no_such_package:thing", {}, TargetError), (f"{module}:net", {"args": "[1]"}, UsageError),

@@ -93,7 +93,7 @@ BAD: list[tuple[Plan, str]] = [
     (Plan(()), "does not name"),
     (Plan((replace(COPY, old=("z",)),), drop=("a",)), "does not have"),
     (Plan((replace(COPY, old_shapes=((3,),), new_shapes=((3,),)),)), "another shape"),
-    (Plan((replace(COPY, new=("epoch",)),)), "no tensor"),
+    (Plan((replace(COPY, new=("epoch",)),)), "not a tensor"),
 ]
 
 
@@ -160,7 +160,7 @@ def edit(change: Callable[[str], str], path: Path) -> None:
     ],
 )
 def test_rubbish_is_refused(change: Callable[[str], str], tmp_path: Path) -> None:
-    """A plan file that is no TOML, of another version, or with a field too many, too few or of another type."""
+    """A plan file that is not TOML, of another version, or with a field too many, too few or of another type."""
     edit(change, tmp_path / "plan.toml")
     with pytest.raises(MatchPlanError):
         read_plan(tmp_path / "plan.toml")

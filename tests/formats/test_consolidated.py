@@ -181,7 +181,7 @@ def test_a_name_that_is_not_known(tmp_path: Path) -> None:
 
 
 def test_one_part_alone(tmp_path: Path) -> None:
-    """A part without the others is said to be one, and is no model."""
+    """A part without the others is said to be one, and is not a model."""
     save(tmp_path, 2)
     (tmp_path / "consolidated.00.pth").unlink()
     one = tmp_path / "consolidated.01.pth"

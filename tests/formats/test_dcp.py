@@ -163,7 +163,7 @@ def test_one_file_alone(folder: Path) -> None:
 
 
 def test_ties_numbers_as_keys_and_loops(tmp_path: Path) -> None:
-    """A tie is stored once and comes back; keys that are no text become text, with a note; what cannot be said is refused."""
+    """A tie is stored once and comes back; keys that are not text become text, with a note; what cannot be said is refused."""
     weight = torch.randn(100)
     optimizer = {"state": {0: {"exp": torch.ones(1)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     torch.save({"m": {"a": weight, "b": weight}, "opt": optimizer, "empty": {}}, tmp_path / "in.pth")

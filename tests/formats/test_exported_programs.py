@@ -198,7 +198,7 @@ def _meta(name: str, **change: Any) -> Callable[[dict[str, Any]], object]:
     (_meta("view", sizes=[{"as_expr": "s0"}, {"as_int": 3}]), ZipError, "is malformed"),
     (_meta("view", storage_offset={"as_int": 1.5}), ZipError, "is malformed"),
     (_meta("second.weight", dtype=4), TensorError, "used with two types"),
-    (_meta("norm.num_batches_tracked", dtype=11), TensorError, "no whole number of elements"),
+    (_meta("norm.num_batches_tracked", dtype=11), TensorError, "not a whole number of elements"),
 ])  # fmt: skip
 def test_a_table_that_lies_is_refused(
     program: Path, change: Callable[[dict[str, Any]], object], error: type[CkptError], says: str

@@ -132,7 +132,7 @@ def test_the_page_shows_local_and_whole_shapes(parts: dict[str, Path]) -> None:
     page = CliRunner().invoke(main, ["inspect", "--flat", str(parts["FSDP2"])])
     assert page.exit_code == 0
     assert "1x7 of 13x7" in page.output
-    assert "rank 3 of 4, FSDP2: no model by itself" in page.output
+    assert "rank 3 of 4, FSDP2: not a model by itself" in page.output
     told = json.loads(CliRunner().invoke(main, ["inspect", "--json", str(parts["TP"])]).output)
     placed = next(row["part"] for row in told["tensors"] if row["name"] == "b.weight")
     assert placed["placements"] == ["Shard(1)"]

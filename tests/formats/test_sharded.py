@@ -163,7 +163,7 @@ def test_other_ways_to_be_broken(folder: Path, tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "empty")
     torch.save([torch.ones(1)], folder / "list.bin")
     index.write_text('{"weight_map": {"a": "list.bin"}}')
-    with pytest.raises(DamagedFileError, match=r"list\.bin is no shard"):
+    with pytest.raises(DamagedFileError, match=r"list\.bin is not a shard"):
         open_checkpoint(index)
 
 

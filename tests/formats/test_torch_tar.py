@@ -147,7 +147,7 @@ def test_12_cut_anywhere(tmp_path: Path) -> None:
 
 
 def test_12_damaged_header(tmp_path: Path) -> None:
-    """A header whose checksum is wrong, or whose size is no number."""
+    """A header whose checksum is wrong, or whose size is not a number."""
     refused(write(tmp_path, GOOD.replace(b"ustar\x0000", b"ustar\x0001", 1)), DamagedFileError, "header at byte 0 is damaged")
 
 
@@ -169,14 +169,14 @@ def test_12_a_tar_of_something_else(tmp_path: Path) -> None:
     ("root", "stored", "described_", "error", "said"),
     [
         (dict_of(w=persistent(99)), STORED, DESCRIBED, PickleError, "that is not in it"),
-        (dict_of(w=text("x") + b"Q"), STORED, DESCRIBED, PickleError, "key that is no number"),
+        (dict_of(w=text("x") + b"Q"), STORED, DESCRIBED, PickleError, "key that is not a number"),
         (ROOT, storages((10, "FloatStorage", struct.pack("<q", 2**60))), DESCRIBED, TensorError, "A storage claims"),
         (ROOT, storages((10, "FloatStorage", struct.pack("<q", -1))), DESCRIBED, TensorError, "A storage claims"),
         (ROOT, storages((10, "FloatStorage", SIX), (10, "FloatStorage", SIX)), DESCRIBED, TensorError, "two storages '10'"),
         (ROOT, storages((10, "FloatStorage", SIX), views=[(12, 10, 4, 3)]), DESCRIBED, TensorError, "outside its storage"),
         (ROOT, storages((10, "FloatStorage", SIX), views=[(12, 13, 0, 3)]), DESCRIBED, PickleError, "that is not in it"),
         (ROOT, storages((10, "OddStorage", SIX)), DESCRIBED, TensorError, "unknown kind of storage"),
-        (ROOT, pickle(b"K\x05"), DESCRIBED, PickleError, "no number, or too large"),
+        (ROOT, pickle(b"K\x05"), DESCRIBED, PickleError, "not a number, or too large"),
         (ROOT, STORED, tensors((20, 10, (3, 3), (3, 1), 0)), TensorError, "outside its storage"),
         (ROOT, STORED, tensors((20, 10, (-1,), (1,), 0)), TensorError, "negative size"),
         (ROOT, STORED, tensors((20, 10, (1,), (1,), 0), (20, 10, (1,), (1,), 0)), TensorError, "two tensors with one key"),

@@ -177,7 +177,7 @@ def row_62_most_bytes() -> bytes:
 
 @bomb
 def row_62_most_byte_strings() -> bytes:
-    """Python 2's strings that are no text."""
+    """Python 2's strings that are not text."""
     return crowd(b"U\x02\xff\xfe", 0)
 
 

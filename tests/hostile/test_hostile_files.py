@@ -141,7 +141,7 @@ def test_09_directory(tmp_path: Path) -> None:
 def test_09_fifo(tmp_path: Path) -> None:
     """A pipe without a writer is not waited for."""
     os.mkfifo(tmp_path / "pipe.pth")
-    refused(tmp_path / "pipe.pth", NotACheckpointError, "no regular file")
+    refused(tmp_path / "pipe.pth", NotACheckpointError, "not a regular file")
 
 
 def test_09_dangling_link(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_our_stream_is_torchs(tmp_path: Path) -> None:
     [
         (MAGIC + pickle(integer(1000)) + SYS_INFO, "says protocol 1000"),
         (MAGIC + pickle(text("1001")) + SYS_INFO, "says protocol a str"),
-        (MAGIC + PROTOCOL + pickle(b"]"), "sys_info is no dict"),
+        (MAGIC + PROTOCOL + pickle(b"]"), "sys_info is not a dict"),
         (MAGIC + pickle(persistent()) + SYS_INFO, "refers to something outside it"),
     ],
 )
@@ -108,8 +108,8 @@ def test_78_count_differs(count: int, tmp_path: Path) -> None:
         (list_of(text("0")), DamagedFileError, "lacks 1 of them: '1'"),
         (list_of(text("0"), text("1"), text("2")), DamagedFileError, "no tensor uses, 1 of them: '2'"),
         (list_of(text("0"), text("1"), text("1")), DamagedFileError, "names one twice"),
-        (list_of(text("0"), b"K\x01"), PickleError, "no list of text"),
-        (tuple_of(text("0"), text("1")), PickleError, "no list of text"),
+        (list_of(text("0"), b"K\x01"), PickleError, "not a list of text"),
+        (tuple_of(text("0"), text("1")), PickleError, "not a list of text"),
         (b"]", DamagedFileError, "lacks 2 of them"),
     ],
 )

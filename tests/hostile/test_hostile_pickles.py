@@ -99,8 +99,8 @@ def test_46_known_data_needs_no_word(known: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [p.NONE + p.NONE, b"K\x01" + p.text("x"), p.text("os") + p.EMPTY_LIST, b"C\x02os" * 2])
 def test_47_stack_global_of_no_text(name: bytes, tmp_path: Path) -> None:
-    """Names that are no text."""
-    refused(write(tmp_path, raw(name + b"\x93")), PickleError, "names a global by something that is no text", "offset")
+    """Names that are not text."""
+    refused(write(tmp_path, raw(name + b"\x93")), PickleError, "names a global by something that is not text", "offset")
 
 
 @pytest.mark.parametrize("after", [b"\0", p.pickle(SYSTEM, COMMAND, p.REDUCE), b"garbage"])
@@ -141,7 +141,7 @@ PERSISTENT = {
 
 @pytest.mark.parametrize("case", PERSISTENT)
 def test_53_persistent_id(case: str, tmp_path: Path) -> None:
-    """A persistent id that is no storage, or one with parts of the wrong type."""
+    """A persistent id that is not a storage, or one with parts of the wrong type."""
     opcodes = PERSISTENT[case]
     offset = 2 + len(opcodes) + 1
     refused(write(tmp_path, raw(opcodes + p.PERSID)), PickleError, "The pickle refers to", f"offset {offset} ")
@@ -149,7 +149,7 @@ def test_53_persistent_id(case: str, tmp_path: Path) -> None:
 
 def test_53_text_persistent_id(tmp_path: Path) -> None:
     """PERSID, the form of protocol 0."""
-    refused(write(tmp_path, raw(b"Pstorage\n")), PickleError, "no storage", "offset")
+    refused(write(tmp_path, raw(b"Pstorage\n")), PickleError, "not a storage", "offset")
 
 
 def test_53_storage_where_a_tensor_should_be(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_57_no_stop(stream: bytes, tmp_path: Path) -> None:
 
 
 def test_57_python2_strings(tmp_path: Path) -> None:
-    """Escapes in the strings of protocol 0, without a warning of Python's; what is no text stays bytes."""
+    """Escapes in the strings of protocol 0, without a warning of Python's; what is not text stays bytes."""
     body = p.list_of(b"S'a\\tb\\x41\\101\\q\\\\\\''\n", b'S"\\377"\n', b"U\x01\xff")
     expected = [b"a\tbAA\\q\\'".decode(), "1 bytes", "1 bytes"]
     path = write(tmp_path, beside(body))
@@ -651,7 +651,7 @@ def test_52_items_of_a_class(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inner", [p.NONE, p.integer(5), p.call("my", "f")])
 def test_46_subclass_with_odd_arguments(inner: bytes, tmp_path: Path) -> None:
-    """A tensor subclass whose inner arguments are no tuple is no tensor."""
+    """A tensor subclass whose inner arguments are not a tuple is not a tensor."""
     args = (p.glob("torch._utils", "_rebuild_tensor_v2"), p.glob("my", "Sub"), inner, p.NONE)
     said = "_rebuild_from_type_v2 is called with malformed arguments"
     refused(write(tmp_path, beside(p.call("torch._tensor", "_rebuild_from_type_v2", *args))), TensorError, said)
@@ -664,7 +664,7 @@ def test_46_hooks_and_metadata_are_dicts(place: str, part: bytes, tmp_path: Path
     rest = (part,) if place == "hooks" else (p.ORDERED_DICT, part)
     args = (p.storage(), b"K\x00", p.sizes(2), p.sizes(1), p.FALSE, *rest)
     path = write(tmp_path, beside(p.call("torch._utils", "_rebuild_tensor_v2", *args)))
-    refused(path, TensorError, "hooks or metadata that are no dict")
+    refused(path, TensorError, "hooks or metadata that are not a dict")
 
 
 def test_65_keys_that_look_alike_above_a_state_dict(tmp_path: Path) -> None:

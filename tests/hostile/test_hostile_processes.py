@@ -1,4 +1,4 @@
-"""Real processes: two that write one output, outputs that are no files, Ctrl-C in the middle of long work. Rows 90, 91, 94."""
+"""Real processes: two that write one output, outputs that are not files, Ctrl-C in the middle of long work. Rows 90, 91, 94."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_90_two_converts_to_one_folder(tmp_path: Path) -> None:
     assert hidden(tmp_path) == []
 
 
-# --- outputs that are no files
+# --- outputs that are not files
 
 
 @pytest.mark.parametrize("command", ["convert", "repair"])
@@ -122,7 +122,7 @@ def test_91_a_pipe_as_output(target: str, command: str, tmp_path: Path) -> None:
     process = start(tmp_path, command, "in.pth", target, "--overwrite")
     printed, told = process.communicate(timeout=60)
     assert (process.returncode, printed) == (3, b""), told
-    assert b"no regular file" in told
+    assert b"not a regular file" in told
     assert (tmp_path / "pipe").is_fifo()
     assert hidden(tmp_path) == []
 

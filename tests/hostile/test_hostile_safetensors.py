@@ -83,7 +83,7 @@ def test_81_header_over_the_limit(tmp_path: Path) -> None:
         (b"{'a':1}", "is not JSON"),
         (b'{"a":}', "is not JSON"),
         (b'{"a":1', "is not JSON"),
-        (b'{"a":NaN}', "NaN is no JSON value"),
+        (b'{"a":NaN}', "NaN is not a JSON value"),
         (b'{"a":-Infinity}', "is not JSON"),
         (b"{}\0\0\0\0", "is not JSON"),
         (b"{} x", "is not JSON"),
@@ -96,7 +96,7 @@ def test_81_header_over_the_limit(tmp_path: Path) -> None:
     ],
 )
 def test_82_not_json(raw: bytes, said: str, tmp_path: Path) -> None:
-    """Bytes that are no JSON object, NUL padding and trailing text included."""
+    """Bytes that are not a JSON object, NUL padding and trailing text included."""
     bad(tmp_path, safetensors(raw), said)
 
 
@@ -130,7 +130,7 @@ def test_82_deep_where_it_is_read(field: str, depth: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("place", ["name", "key", "value"])
 def test_82_lone_surrogate(place: str, tmp_path: Path) -> None:
-    """Text that is no text, escaped in JSON."""
+    """Text that is not text, escaped in JSON."""
     lone = r'"x\ud800"'
     rows = {
         "name": f"{{{lone}: ROW}}",
@@ -286,7 +286,7 @@ def test_87_missing_field(missing: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("row", [None, [], "x", 3])
 def test_87_row_is_no_object(row: Any, tmp_path: Path) -> None:
-    """A tensor that is no map."""
+    """A tensor that is not a map."""
     header(tmp_path, {"a": row}, "lacks dtype, shape or data_offsets")
 
 
@@ -298,7 +298,7 @@ METADATA = [
 
 @pytest.mark.parametrize(("metadata", "said"), METADATA)
 def test_88_metadata(metadata: Any, said: str, tmp_path: Path) -> None:
-    """Metadata that is no map of texts."""
+    """Metadata that is not a map of texts."""
     header(tmp_path, {"__metadata__": metadata, "a": info()}, said)
 
 

@@ -199,7 +199,7 @@ def test_91_impossible_targets(source: Path, tmp_path: Path) -> None:
 
 def test_91_device(source: Path) -> None:
     """/dev/null is not replaced by a file."""
-    with pytest.raises(OutputError, match="no regular file"):
+    with pytest.raises(OutputError, match="not a regular file"):
         ckpt_tools.convert(source, "/dev/null", overwrite=True)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 

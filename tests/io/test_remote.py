@@ -387,7 +387,7 @@ def test_missing_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RemoteError, match="driver that is not installed") as caught:
         inspect("s3://bucket/model.pth")
     assert "s3fs" in caught.value.why
-    with pytest.raises(RemoteError, match="no scheme that fsspec knows"):
+    with pytest.raises(RemoteError, match="not a scheme that fsspec knows"):
         inspect("nonsense://x/model.pth")
     blocked = {"fsspec"}
     with pytest.raises(RemoteError, match="needs fsspec"):

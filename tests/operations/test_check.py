@@ -314,7 +314,7 @@ OTHER_FILES = {
 
 @pytest.mark.parametrize("name", OTHER_FILES)
 def test_other_files_carry_pytorchs_error(tmp_path: Path, name: str) -> None:
-    """For a file that is no checkpoint, check quotes what torch.load says about this very file."""
+    """For a file that is not a checkpoint, check quotes what torch.load says about this very file."""
     path = tmp_path / f"{name}.pth"
     path.write_bytes(OTHER_FILES[name])
     (finding,) = check(path).findings

@@ -69,7 +69,7 @@ def test_the_rest_is_counted_in_text(sharded: Path, command: str) -> None:
     """What is no checkpoint is named below the page, and not with --quiet."""
     rest = json.loads(ckpt(command, "--json", sharded).stdout.splitlines()[-1])
     jsonschema.validate(rest, SCHEMA)
-    told = f"{sharded}: 2 files are no checkpoints: config.json, tokenizer.model"
+    told = f"{sharded}: 2 files are not checkpoints: config.json, tokenizer.model"
     assert told in ckpt(command, sharded).stdout
     if command == "check":
         assert ckpt("check", "--quiet", sharded).stdout == ""

@@ -91,7 +91,7 @@ def test_a_folder_asks(path: Path, tmp_path: Path, name: str, index: bool) -> No
 
 @pytest.mark.parametrize("name", ["a.gguf", "a.safetensor", "a.th", "a.safetensors"])
 def test_shards_need_a_folders_name(path: Path, tmp_path: Path, name: str) -> None:
-    """--shard-size with what looks like a file's name is refused, also where the name is no checkpoint's."""
+    """--shard-size with what looks like a file's name is refused, also where the name is not a checkpoint's."""
     with pytest.raises(UsageError, match="looks like a file"):
         ckpt_tools.convert(path, tmp_path / name, shard_size="1GB")
 

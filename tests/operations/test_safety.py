@@ -340,7 +340,7 @@ def test_inspect_tells(tmp_path: Path) -> None:
 
 
 def test_inspect_tells_of_what_it_cannot_read(tmp_path: Path) -> None:
-    """A file that breaks behind a call, or is no checkpoint, is refused, and the call is told all the same."""
+    """A file that breaks behind a call, or is not a checkpoint, is refused, and the call is told all the same."""
     path = tmp_path / "a.pth"
     path.write_bytes(BY_HAND["breaks after the call"])
     code, shown = run("inspect", str(path))

@@ -31,7 +31,7 @@ class Both(Slotted):
 
 
 class Stateful:
-    """A state that is no dict."""
+    """A state that is not a dict."""
 
     data: list[Any]
 

@@ -369,7 +369,7 @@ def test_bad_arguments(options: dict[str, Any]) -> None:
 
 
 def test_no_module() -> None:
-    """A state dict is no model."""
+    """A state dict is not a model."""
     with pytest.raises(UsageError, match="OrderedDict"):
         ckpt.load_into(network().state_dict(), FIXTURES / "ddp.pth")  # type: ignore[arg-type]
 
@@ -493,7 +493,7 @@ class Remembering(nn.Module):
 
 @pytest.mark.parametrize("wrap", [nn.Sequential, nn.DataParallel])
 def test_extra_state_that_holds_tensors(wrap: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
-    """A dict of tensors in extra state is no state dict to choose from, and each module gets its own, as its tensors."""
+    """A dict of tensors in extra state is not a state dict to choose from, and each module gets its own, as its tensors."""
     model = Remembering(Remembering(None, torch.arange(3)), {"scale": torch.ones(2)})
     torch.save(wrap(model).state_dict(), tmp_path / "m.pth")
     fresh = Remembering(Remembering(None, 0), 0)

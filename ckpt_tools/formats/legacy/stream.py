@@ -188,7 +188,7 @@ def _read_head(frame: SmallPickles) -> bool:
         raise PickleError(f"The stream says protocol {_text(version)}; torch-legacy has {PROTOCOL_VERSION} only.")
     info = frame.load()
     if type(info) is not Dict:
-        raise PickleError("The stream's sys_info is no dict.")
+        raise PickleError("The stream's sys_info is not a dict.")
     return info.get("little_endian") is not False
 
 
@@ -224,11 +224,11 @@ class _LegacyStorages(Storages):
             return pid[1]
         if type(pid) is not tuple or len(pid) != 6 or pid[0] != "storage":
             raise PickleError(
-                "The pickle refers to something outside it that is no storage.",
+                "The pickle refers to something outside it that is not a storage.",
                 why="Expected ('storage', class, key, location, size, view).",
             )
         if type(pid[2]) is not str or not _KEY.fullmatch(pid[2]):
-            raise PickleError("The pickle refers to a storage by a malformed id: its key is no number.")
+            raise PickleError("The pickle refers to a storage by a malformed id: its key is not a number.")
         root = self._empty(pid) or super().load(pid[:5])
         return root if pid[5] is None else self._view(pid[1], root, pid[5])
 
@@ -305,7 +305,7 @@ def _read_keys(frame: SmallPickles, storages: _LegacyStorages) -> list[str]:
         ) from None
     keys = node.items if type(node) is List else None
     if keys is None or any(type(key) is not str for key in keys):
-        raise PickleError("The list of storages is no list of text.")
+        raise PickleError("The list of storages is not a list of text.")
     listed, known = set(keys), set(storages.by_key)
     if len(listed) != len(keys):
         raise DamagedFileError("The list of storages names one twice.")

@@ -111,7 +111,7 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
             if header.name not in _NAMES:
                 others.append(header.name)
             elif header.name in members or not header.is_file:
-                odd = f"two members {header.name!r}" if header.name in members else f"a {header.name!r} that is no file"
+                odd = f"two members {header.name!r}" if header.name in members else f"a {header.name!r} that is not a file"
             else:
                 members[header.name] = part
     except _OddHeaderError as error:
@@ -293,7 +293,7 @@ def _key(node: Node) -> int:
         return node
     if type(node) is str and node.isascii() and node.isdecimal() and len(node) <= 20:
         return int(node)
-    raise PickleError("The tar refers to a storage or tensor by a key that is no number.")
+    raise PickleError("The tar refers to a storage or tensor by a key that is not a number.")
 
 
 def _read_sys_info(part: FilePart) -> SmallPickles:
@@ -310,14 +310,14 @@ def _record(small: SmallPickles, length: int) -> tuple[Node, ...]:
     if type(node) is List:
         node = tuple(node.items)
     if type(node) is not tuple or len(node) != length:
-        raise PickleError(f"The tar describes a storage or tensor by something that is no tuple of {length}.")
+        raise PickleError(f"The tar describes a storage or tensor by something that is not a tuple of {length}.")
     return node
 
 
 def _count(small: SmallPickles) -> int:
     node = small.load()
     if type(node) is not int or not 0 <= node <= small.pickles.left // 8:
-        raise PickleError("The tar counts its storages or tensors by something that is no number, or too large.")
+        raise PickleError("The tar counts its storages or tensors by something that is not a number, or too large.")
     return node
 
 
@@ -327,7 +327,7 @@ def _read_storages(small: SmallPickles, objects: _Objects) -> None:
     for _ in range(_count(small)):
         key, location, kind = _record(small, 3)
         if type(location) is not str:
-            raise PickleError("The tar gives a storage a location that is no text.")
+            raise PickleError("The tar gives a storage a location that is not text.")
         dtype = storage_dtype(kind)
         numel = struct.unpack("<q", pickles.take(8))[0]
         nbytes = numel * (dtype or UINT8).itemsize
@@ -341,7 +341,7 @@ def _read_storages(small: SmallPickles, objects: _Objects) -> None:
         pickles.skip(nbytes)
     views = small.load() if pickles.left else List()
     if type(views) is not List or any(type(view) is not tuple or len(view) != 4 for view in views.items):
-        raise PickleError("The tar's list of views is no list of tuples of four.")
+        raise PickleError("The tar's list of views is not a list of tuples of four.")
     for view in views.items:
         _add_view(objects, *view)
 

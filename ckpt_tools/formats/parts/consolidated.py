@@ -112,11 +112,11 @@ def _read_params(source: Source) -> dict[str, int]:
     try:
         content = load_json(source.read(0, source.size))
     except ValueError as error:
-        raise DamagedFileError(f"{source.path} is no JSON.", why=f"{error}.") from None
+        raise DamagedFileError(f"{source.path} is not JSON.", why=f"{error}.") from None
     rows = content if isinstance(content, dict) else {}
     found = {key: rows[key] for key in ("dim", "n_heads", "head_dim") if rows.get(key) is not None}
     if any(type(value) is not int or not 0 < value < 1 << 40 for value in found.values()):
-        raise DamagedFileError(f"{source.path} has a dimension that is no number, or impossible.")
+        raise DamagedFileError(f"{source.path} has a dimension that is not a number, or impossible.")
     return found
 
 

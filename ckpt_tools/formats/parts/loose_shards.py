@@ -38,7 +38,7 @@ def read(names: Sequence[str], files: Files, decode_file: DecodeFile) -> dict[st
         names: shards that differ in their number alone. files: the folder that they are in. decode_file: reads one.
 
     Raises:
-        PartError: one is missing, or is there twice; the folder was being overwritten. DamagedFileError: one is no shard.
+        PartError: one is missing, or is there twice; the folder was being overwritten. DamagedFileError: one is not a shard.
     """
     if any(name.endswith(SUFFIX) for name in files.names()):
         raise PartError(

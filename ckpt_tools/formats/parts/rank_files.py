@@ -110,7 +110,7 @@ class _Merging:
             if missing := [dotted(where) for where in every if where not in found]:
                 raise PartError(
                     f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.",
-                    fix="Are these files of one job? Stages of a pipeline are no parts of one another.",
+                    fix="Are these files of one job? Stages of a pipeline are not parts of one another.",
                 )  # fmt: skip
 
     def _check_values(self) -> None:

@@ -139,7 +139,7 @@ class PartReader:
         state = _state(node.args[3])
         entry, spec = state["_local_tensor"], _record(state["_spec"], "DTensorSpec")
         if type(entry) is not Entry:
-            raise TensorError("The local part of a DTensor is no plain tensor.")
+            raise TensorError("The local part of a DTensor is not a plain tensor.")
         mesh, rank, coordinate, world = self._mesh(spec["mesh"])
         placements = tuple(_placement(place, len(shape)) for place in _row(spec["placements"]))
         if len(placements) != len(mesh.shape):
@@ -352,7 +352,7 @@ def _row(node: Node) -> Sequence[Node]:
 def _ints(node: Node) -> Sizes:
     found = (node,) if type(node) is int else sizes_of(node)
     if found is None or any(number.bit_length() > 62 for number in found):
-        raise TensorError("A distributed tensor has sizes that are no numbers.")
+        raise TensorError("A distributed tensor has sizes that are not numbers.")
     return found
 
 

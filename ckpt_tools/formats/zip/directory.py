@@ -1,6 +1,6 @@
 """Our own reading of a zip's central directory: as torch (miniz) reads it, and refusing what two readers could read apart.
 
-Python's zipfile is no alternative: the last duplicate wins there, CRC 0 is refused, one bad extra field refuses all.
+Python's zipfile is not an alternative: the last duplicate wins there, CRC 0 is refused, one bad extra field refuses all.
 Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.12 (central), 4.3.14 and 4.3.15 (zip64 end), 4.3.16 (end).
 """
 

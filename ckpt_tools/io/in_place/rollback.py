@@ -240,7 +240,7 @@ def _judged(path: Path, place: Path, status: os.stat_result, read: Reader) -> Jo
 def _distrust(journal: os.stat_result, file: os.stat_result) -> str:
     """Why a journal is not acted upon, from what the system says of it. A file's owner may write it anyway."""
     if not stat.S_ISREG(journal.st_mode):
-        return "it is no regular file"
+        return "it is not a regular file"
     if hasattr(os, "geteuid") and journal.st_uid not in (os.geteuid(), file.st_uid, 0):
         return "it is another user's"
     return f"it has {journal.st_size} bytes, and none is so large" if journal.st_size > MAX_JOURNAL else ""

@@ -65,7 +65,7 @@ def diff(
     select: str | None = None,
     progress: Progress | None = None,
 ) -> Difference:
-    """Compare two checkpoints, in whatever containers they are.
+    """Compare two checkpoints, whatever their containers.
 
     The bytes of tensors that have one shape and dtype are compared as they lie in the files, in constant memory.
 

@@ -57,7 +57,7 @@ def collect(root: Node, file_bytes: int = 0) -> Items:
     """The items of a tree that was read from a file of this size.
 
     Raises:
-        ContainerLimitError: a root that is no dict, a sparse or quantised tensor, a tensor without a torch dtype.
+        ContainerLimitError: a root that is not a dict, a sparse or quantised tensor, a tensor without a torch dtype.
         CollisionError: two paths with one dotted name. LimitError: dicts that are referred to so often that they would become
             many more items than such a file holds.
     """

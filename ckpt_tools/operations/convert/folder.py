@@ -263,7 +263,7 @@ def write_dcp(root: Node, path: str | os.PathLike[str]) -> None:
 
 def _note_dcp(text_keys: int, attributes: bool, report: Converted) -> None:
     if text_keys:
-        text = f"{text_keys} keys that are no text became text, as torch.distributed.checkpoint makes them."
+        text = f"{text_keys} keys that are not text became text, as torch.distributed.checkpoint makes them."
         report.notes.append(Note("keys-text", text))
     if attributes:
         text = "A distributed checkpoint has no place for the _metadata of state dicts (module versions); it is left out."

@@ -104,7 +104,7 @@ def convert(
             `nn.Module` or a state dict. like_args: keyword arguments of the callable, as a mapping or JSON text.
             like_select: the dotted path of the state dict, where the target holds several.
         match: how partners are found: "exact+wrappers" (also when None), "names", "structure" or "position".
-        plan: a plan file that says who is who instead. allow_reshape: take partners whose shapes differ by sizes of 1.
+        plan: a plan file that names the partners instead. allow_reshape: take partners whose shapes differ by sizes of 1.
         reinit: a scheme for weights that the checkpoint does not have (biases get zeros, norms ones), `GLOB=SCHEME` texts, or a
             mapping of them, which are literal.
         on_mismatch: for a tensor of another shape: "error"; "reinit"; "overlap" keeps what fits and initialises the rest;
