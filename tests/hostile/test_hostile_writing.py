@@ -27,6 +27,8 @@ from ckpt_tools.errors import (
     CollisionError,
     ContainerLimitError,
     OutputError,
+    OutputFolderError,
+    OutputIsFolderError,
     OutputExistsError,
     OutputFolderError,
     OutputIsFolderError,
