@@ -112,7 +112,7 @@ def parse(text: str) -> tuple[str, int]:
         raise UsageError(f"{text!r}: there is no limit {name!r}.", why=why, fix=fix)
     if not (number.isascii() and number.isdecimal() and 0 < len(number) < 19 and int(number)):
         raise UsageError(
-            f"{text!r}: the value is no whole number above 0.", fix=f"For example: `limits.raised({name}=1000000)`"
+            f"{text!r}: the value is not a whole number above 0.", fix=f"For example: `limits.raised({name}=1000000)`"
         )
     return name, int(number)
 

@@ -70,8 +70,8 @@ def test_raised_ends_with_its_block(many_globals: Path) -> None:
     "text", ["nothing=1", "globals", "globals=", "globals=0", "globals=-1", "globals=1.5", "globals=" + "9" * 30]
 )
 def test_what_is_no_limit(text: str) -> None:
-    """Unknown names and values that are no number above 0 are refused as usage errors."""
-    with pytest.raises(UsageError, match=r"no limit|no whole number"):
+    """Unknown names and values that are not a number above 0 are refused as usage errors."""
+    with pytest.raises(UsageError, match=r"no limit|not a whole number"):
         limits.parse(text)
     assert run("inspect", "fixtures/ddp.pth", "--limit", text).returncode == 2
 

@@ -530,7 +530,7 @@ def _extend(machine: Machine, items: list[Node]) -> None:
     if type(target) is List:
         target.items.extend(items)
     elif type(target) is Object:
-        machine.unusual["APPEND to something that is no list"] = None
+        machine.unusual["APPEND to something that is not a list"] = None
         add_step(target, "append", items)
     else:
         raise machine.error("appends to something that is not a list")
@@ -542,7 +542,7 @@ def _set(machine: Machine, pairs: list[tuple[Node, Node]]) -> None:
         target.items.extend(pairs)
     elif type(target) is Object:
         if target.function != Global("collections", "Counter"):
-            machine.unusual["SETITEM on something that is no dict"] = None
+            machine.unusual["SETITEM on something that is not a dict"] = None
         add_step(target, "set", pairs)
     else:
         raise machine.error("sets items of something that is not a dict")

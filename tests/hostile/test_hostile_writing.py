@@ -27,8 +27,6 @@ from ckpt_tools.errors import (
     CollisionError,
     ContainerLimitError,
     OutputError,
-    OutputFolderError,
-    OutputIsFolderError,
     OutputExistsError,
     OutputFolderError,
     OutputIsFolderError,

@@ -54,6 +54,6 @@ def file_system(url: str) -> tuple[Any, str]:
         if isinstance(error.error, ImportError):
             raise RemoteError(f"{url} needs a driver that is not installed.", why=f"{error.error}") from None
         if isinstance(error.error, ValueError):
-            raise RemoteError(f"{url}: {scheme}:// is no scheme that fsspec knows.", why=f"{error.error}."[:300]) from None
+            raise RemoteError(f"{url}: {scheme}:// is not a scheme that fsspec knows.", why=f"{error.error}."[:300]) from None
         raise
     return fs, str(name)

@@ -119,7 +119,7 @@ def _kind(row: os.DirEntry[str]) -> str:
         return "a folder"
     if not row.is_file():
         return "no regular file"
-    return "" if is_plain_name(row.name) else "a name that is no file's everywhere"
+    return "" if is_plain_name(row.name) else "a name that is not a file's everywhere"
 
 
 def _why_it_stays(name: str) -> str:
