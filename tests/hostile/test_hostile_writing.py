@@ -189,7 +189,7 @@ def test_91_impossible_targets(source: Path, tmp_path: Path) -> None:
     for target, (error, said) in {
         "folder.pth": (OutputIsFolderError, "is a directory"), "missing/out.pth": (OutputFolderError, "There is no folder"),
         "in.pth/out.pth": (OutputFolderError, "There is no folder"), "loop/out.pth": (OutputFolderError, "There is no folder"),
-        "pipe.pth": (OutputError, "no regular file"), "x" * 300 + ".pth": (OutputError, "cannot be written"),
+        "pipe.pth": (OutputError, "not a regular file"), "x" * 300 + ".pth": (OutputError, "cannot be written"),
         "a\0b.pth": (OutputError, "cannot be written"),
     }.items():  # fmt: skip
         convert_refused(source, error, said, target=target)
