@@ -241,6 +241,8 @@ class Inflated(Source):
                 self._fd = file.fileno()
             for chunk in chunks(torch_zip.record_content(self.archive, record)):
                 write_all(self._fd, memoryview(chunk))
+        except CkptError:  # some of ours are an OSError too
+            raise
         except OSError as error:
             raise LimitError(
                 f"The deflated member {record.name!r} cannot be inflated into a temporary file of {record.size} bytes.",

@@ -113,8 +113,9 @@ class Source:
         """Fill `buffer` from `offset`."""
         while len(buffer):
             if hasattr(os, "preadv") and not self.half_edited:
+                fd = self.fd  # opens a file that was closed meanwhile; that it is gone is an OSError too
                 try:
-                    count = os.preadv(self.fd, [buffer], offset)
+                    count = os.preadv(fd, [buffer], offset)
                 except OSError as error:
                     raise self._unreadable(error) from None
             else:
@@ -135,8 +136,9 @@ class Source:
 
     def status(self) -> os.stat_result:
         """What the system says of the open file now."""
+        fd = self._descriptor()
         try:
-            return os.fstat(self._descriptor())
+            return os.fstat(fd)
         except OSError as error:
             raise self._unreadable(error) from None
 

@@ -170,8 +170,9 @@ class _Loop:
         self.pipeline.settle()
         offset, left = content.offset, content.length
         while left:
+            fd = content.source.fd  # that the source is gone is no error of the output
             try:
-                count = os.copy_file_range(content.source.fd, self.output.fd, min(left, 16 * CHUNK), offset)
+                count = os.copy_file_range(fd, self.output.fd, min(left, 16 * CHUNK), offset)
             except OSError as error:
                 if error.errno == errno.EIO:  # of which file? Reading tells, by an error of its own
                     for _ in chunks(Range(content.source, offset, min(left, 16 * CHUNK))):

@@ -27,6 +27,7 @@ from ckpt_tools.errors import (
     DamagedFileError,
     LimitError,
     ObjectsError,
+    RemoteTimeoutError,
     TensorError,
     UnsupportedContainerError,
     ZipError,
@@ -413,6 +414,18 @@ def test_a_bomb_of_a_member_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(LimitError, match="temporary file") as caught:
         ckpt_tools.inspect(path)
     assert "TMPDIR" in caught.value.fix
+
+
+def test_a_server_that_fails_under_an_inflated_member_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timeout is an OSError of Python's too, and no fault of the temporary file."""
+    path = bundle(tmp_path / "fine.zip", {"a.pth": saved({"w.w": torch.zeros(1 << 20)})}, zipfile.ZIP_DEFLATED)
+
+    def late(*_: Any) -> None:
+        raise RemoteTimeoutError("No whole answer came in time.")
+
+    monkeypatch.setattr("ckpt_tools.formats.zip_bundle.torch_zip.record_content", late)
+    with pytest.raises(RemoteTimeoutError):
+        ckpt_tools.inspect(path)
 
 
 def test_the_temporary_file_goes_with_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

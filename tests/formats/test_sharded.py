@@ -26,6 +26,7 @@ from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     ChangedFileError,
     DamagedFileError,
+    MissingFileError,
     NotACheckpointError,
     OutputError,
     OutputExistsError,
@@ -142,6 +143,17 @@ def test_a_name_in_two_shards(tmp_path: Path) -> None:
         open_checkpoint(write_shards(tmp_path / "x", shards))
 
 
+def test_a_shard_that_goes_after_it_was_closed_is_missing(folder: Path) -> None:
+    """It is opened again when it is read again; that it is gone is one error, not an error in an error."""
+    member = Files(folder, folder).open(ONE)
+    member.close()
+    (folder / ONE).unlink()
+    for again in (member.status, lambda: member.read(0, 1), lambda: member.read_into(0, memoryview(bytearray(1)))):
+        with pytest.raises(MissingFileError, match="00001-of-00002") as caught:
+            again()
+        assert caught.value.why == "There is no such file."
+
+
 def test_other_ways_to_be_broken(folder: Path, tmp_path: Path) -> None:
     """A missing shard, JSON that is none, keys twice, a plain folder, two indexes: each has its sentence."""
     index = folder / "model.safetensors.index.json"
@@ -151,8 +163,9 @@ def test_other_ways_to_be_broken(folder: Path, tmp_path: Path) -> None:
     (folder / "other.safetensors.index.json").rename(folder / "tf_model.h5.index.json")  # TensorFlow's, beside torch's
     open_checkpoint(folder).close()
     (folder / ONE).rename(folder / "away")
-    with pytest.raises(NotACheckpointError, match="00001-of-00002") as caught:
+    with pytest.raises(MissingFileError, match="00001-of-00002") as caught:
         open_checkpoint(folder)
+    assert caught.value.why == "There is no such file."
     assert "names it: get the missing file again" in caught.value.fix
     for text, message in (('{"weight_map": {"a": "x", "a": "y"}}', "'a' twice"), ('{"weight_map": ', "no JSON")):
         index.write_text(text)

@@ -190,6 +190,8 @@ def _undone(source: Source, scratch: Path, stack: contextlib.ExitStack) -> Sourc
     try:
         path = stack.enter_context(temporaries.scratch(scratch))
         undo_text_mode(source, path)
+    except CkptError:  # some of ours are an OSError too
+        raise
     except OSError as problem:
         raise RepairError(f"The copy of {source.path} without carriage returns cannot be written.", why=f"{problem}.") from None
     copy = Source(path)
