@@ -9,6 +9,7 @@ from fnmatch import translate
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.open import (
+    Checkpoint,
     find_optimizers,
     find_state_dicts,
     find_tensors,
@@ -50,6 +51,21 @@ def select(root: Node, path: str) -> Node:
     there = [dotted(state_dict.where) for state_dict in find_state_dicts(root) if state_dict.where][:5]
     why = did_you_mean(path, places) or (f"State dicts are at {', '.join(map(repr, there))}." if there else "")
     raise NothingMatchedError(f"`select={path!r}` matches nothing.", why=why)
+
+
+def select_in(checkpoint: Checkpoint, path: str) -> Node:
+    """The node at a path in a checkpoint's tree, or in what its container keeps beside the tree (`Decoded.others`).
+
+    Raises:
+        NothingMatchedError, ConvertError: see `select`. PartError: what is beside the tree cannot be put together.
+    """
+    first, _, rest = path.partition(".")
+    if (exact := _json_path(path)) is not None:
+        first, rest = str(exact[0]) if exact else "", json.dumps(exact[1:]) if exact[1:] else ""
+    make = checkpoint.decoded.others.get(first)
+    if make is None or next(_at(checkpoint.root, path), None) is not None:
+        return select(checkpoint.root, path)
+    return select(make(), rest) if rest else make()
 
 
 def _at(root: Node, path: str) -> Iterator[tuple[Where, Node]]:

@@ -130,7 +130,7 @@ def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDic
         return chosen[0]
     if select is not None:
         try:
-            node = selection.select(root, select)
+            node = selection.select_in(checkpoint, select) if root is checkpoint.root else selection.select(root, select)
         except NothingMatchedError as error:
             error.what = error.what.replace("`select=", f"`{option}=", 1)
             raise

@@ -22,7 +22,7 @@ PROGRAMS = {
 }
 
 
-PART_CONTAINERS = ("rank-files", "consolidated")  # folders of many ranks' files, each with parts of the tensors
+PART_CONTAINERS = ("rank-files", "consolidated", "deepspeed")  # folders of many ranks' files, each with parts of the tensors
 CUT_ARCHIVE = "cut-archive"  # the code of the warning that another archive begins behind the one that is read
 
 
@@ -111,6 +111,7 @@ class Decoded:
         records: the records of a zip, those too that the tree does not refer to.
         dead_bytes: counts the bytes that nothing refers to: gaps, and storages that no tensor is built on.
         locate: finds the bytes of the tree's tensors, for containers that put it off until they are wanted.
+        others: what `--select` takes beside the tree, by name; made when it is wanted.
     """
 
     container: str
@@ -127,6 +128,7 @@ class Decoded:
     records: Sequence[Record] = ()
     dead_bytes: Callable[[], int] = lambda: 0
     locate: Callable[[Node], Node] | None = None
+    others: Mapping[str, Callable[[], Node]] = field(default_factory=dict)
 
     def take_in(self, part: Decoded, name: str) -> None:
         """What must be told of a checkpoint that lies in this one under a name: its globals, odd uses and warnings."""

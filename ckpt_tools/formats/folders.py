@@ -10,6 +10,7 @@ from typing import Literal
 
 from ckpt_tools.errors import FolderError, NotACheckpointError
 from ckpt_tools.formats.parts.grouping import consolidated_files, model_group, shard_groups
+from ckpt_tools.formats.parts.zero_names import checkpoint_folder, zero_files
 
 INDEX_SUFFIX = ".index.json"
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
@@ -23,7 +24,7 @@ _DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors
 class Layout:
     """A folder that is one checkpoint: its container, and the files that say what is in it."""
 
-    container: Literal["sharded", "dcp", "dcp-safetensors", "rank-files", "shards", "consolidated"]
+    container: Literal["sharded", "dcp", "dcp-safetensors", "rank-files", "shards", "consolidated", "deepspeed"]
     names: tuple[str, ...]
 
 
@@ -33,6 +34,7 @@ def find_layout(folder: str | os.PathLike[str]) -> Layout | None:
     Raises:
         NotACheckpointError: several indexes, each a checkpoint of its own; or the folder cannot be read.
     """
+    folder = checkpoint_folder(Path(folder))
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -54,6 +56,8 @@ def layout_of(folder: str | os.PathLike[str], names: list[str]) -> Layout | None
     shards = tuple(name for name in names if _DCP_SAFETENSORS.fullmatch(name))
     if shards:
         return Layout("dcp-safetensors", shards)
+    if (zero := zero_files(names)) is not None:
+        return Layout("deepspeed", zero.names)
     groups = shard_groups(names)
     if len(groups) > 1:
         raise _several(folder, [group[0] for group in groups], "They are shards without an index, and of several checkpoints.")

@@ -17,6 +17,7 @@ from typing import Self
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, ZipError
 from ckpt_tools.formats.base import Decoded, Warned, is_zip
+from ckpt_tools.formats.parts.zero_names import checkpoint_folder, zero_files
 from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
@@ -211,7 +212,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         from ckpt_tools.io.remote.source import open_remote
 
         return open_remote(os.fspath(path))
-    return Files(Path(path), Path(path)) if os.path.isdir(path) else Source(path)
+    return Files(Path(path), checkpoint_folder(Path(path))) if os.path.isdir(path) else Source(path)
 
 
 @contextlib.contextmanager
@@ -269,6 +270,8 @@ def _decode_folder(files: Files) -> Decoded:
         from ckpt_tools.formats.parts import consolidated
 
         return consolidated.decode(layout.names, files, decode_file)
+    if layout.container == "deepspeed":
+        return decode_zero(files, layout.names)
     if layout.container == "shards":
         from ckpt_tools.formats.parts import loose_shards
 
@@ -284,6 +287,15 @@ def decode_ranks(files: Files, name: str, names: Sequence[str]) -> Decoded:
     group = group_of(name, names)
     assert group is not None, "whoever asks has seen that it has a rank"
     return decode(group, files, decode_file)
+
+
+def decode_zero(files: Files, names: Sequence[str]) -> Decoded:
+    """Decode the files of a DeepSpeed checkpoint; `names` are those there are."""
+    from ckpt_tools.formats.parts.zero import decode
+
+    found = zero_files(names)
+    assert found is not None, "whoever asks has seen that there are some"
+    return decode(found, files, decode_file)
 
 
 def decode_file(source: Source) -> Decoded:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.objects.losses import check_lost, packed_tensors
 from ckpt_tools.edit.renaming import restore_named_ties
-from ckpt_tools.edit.selection import select as select_node
+from ckpt_tools.edit.selection import select_in
 from ckpt_tools.errors import ConvertError, UsageError
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -213,7 +213,7 @@ class _Mean:
             checkpoint.root = to_little_endian(checkpoint.root, checkpoint.decoded.byteorder)
             checkpoint.decoded.byteorder = "little"
             with naming(checkpoint.decoded.source):
-                self.roots.append(checkpoint.root if select is None else select_node(checkpoint.root, select))
+                self.roots.append(checkpoint.root if select is None else select_in(checkpoint, select))
             check_effort(tensor.node for tensor in find_tensors(checkpoint.root) if type(tensor.node) is Entry)
         self.paths = [str(checkpoint.path) for checkpoint in checkpoints]
         self.made: dict[Any, Entry] = {}

@@ -16,10 +16,12 @@ TORCH_LOAD = "torch.load"
 _SAFETENSORS = "safetensors.torch.load_file"
 _DCP = "torch.distributed.checkpoint.load"
 _RANK_FILES = f"{TORCH_LOAD}, one rank's part each"
+_DEEPSPEED = "DeepSpeed's load_checkpoint, on as many processes"
 _CALLS = {
     "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
     "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
     "zip-bundle": "the library that wrote it", **dict.fromkeys(PART_CONTAINERS, _RANK_FILES),
+    "deepspeed": _DEEPSPEED,
 }  # fmt: skip
 # Why torch.load with weights_only does not give what the file holds, whatever its pickles say.
 _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for container, (_, what) in PROGRAMS.items()} | {
@@ -59,7 +61,7 @@ class Loads:
     @property
     def is_refused(self) -> bool:
         """Whether weights_only refuses what is in the file; a name or a folder that is not for torch.load is no such thing."""
-        for_torch_load = not self.misnamed and not self.call.startswith((_DCP, _SAFETENSORS, _RANK_FILES))
+        for_torch_load = not self.misnamed and not self.call.startswith((_DCP, _SAFETENSORS, _RANK_FILES, _DEEPSPEED))
         return bool(self.refused) or (for_torch_load and bool(self.reasons))
 
 

@@ -47,6 +47,7 @@ CODES = frozenset((
     "other-members", "several-archives", "torchscript-program", "exported-program", "embedded-source", "null-metadata",
     "extra-field", "left-out", "unread-member",
     "half-edited", "stray-journal", "cut-archive", "distributed-tensors", "parts-differ", "no-index",
+    "beside-the-weights",
 ))  # fmt: skip
 
 _NOT_WRITTEN = (".pkl", ".pickle", ".tar")  # the names of older formats, which a torch-zip may have too

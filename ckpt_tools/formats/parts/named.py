@@ -19,6 +19,7 @@ from ckpt_tools.formats.open import Checkpoint, find_tensors, open_checkpoint
 from ckpt_tools.formats.parts.grouping import CONSOLIDATED
 from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
 from ckpt_tools.formats.parts.siblings import open_with, siblings
+from ckpt_tools.formats.parts.zero_names import is_zero_file
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import attributes
@@ -36,6 +37,7 @@ _GATHER = (
     "torch's get_model_state_dict with full_state_dict=True."
 )
 _ZERO = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
+_ZERO_ALONE = "Get the files of all ranks; in a folder of its own it is read alone."
 _MEGATRON = "Megatron-LM's tools/checkpoint/convert.py writes it for one process."
 
 
@@ -66,7 +68,13 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
     root = checkpoint.root
     found = _of_tensors(root) if _names_parts(checkpoint.decoded.globals) else None
     if found is None and type(root) is Dict:
-        found = _of_zero(root) or _of_megatron(root) or _of_consolidated(checkpoint) or _of_module(checkpoint)
+        found = (
+            _of_zero(root)
+            or _of_zero_model(checkpoint)
+            or _of_megatron(root)
+            or _of_consolidated(checkpoint)
+            or _of_module(checkpoint)
+        )
     if found is not None and (others := siblings(checkpoint)) is not None and others.count == found.world:
         path = shlex.quote(str(checkpoint.path))
         return replace(found, fix=f"All {found.world} parts are here; they become one: ckpt convert {path} OUT.safetensors")
@@ -208,6 +216,14 @@ def _of_zero(root: Dict) -> Partition | None:
     if type(size) is int and size > 1:
         return Partition(f"one of {size} parts (tensor parallel) of a DeepSpeed checkpoint", _ZERO, "DeepSpeed", None, size)
     return _of_zero_3(root) if type(root.get("param_shapes")) in (List, Dict) else None
+
+
+def _of_zero_model(checkpoint: Checkpoint) -> Partition | None:
+    """Stages 1 and 2: a model file is whole, in 16 bits; with those of the ranks beside it, it is one of several."""
+    if not is_zero_file(checkpoint.path.name) or checkpoint.root.get("param_shapes") is None or siblings(checkpoint) is None:
+        return None
+    found = "the 16-bit weights of a DeepSpeed ZeRO checkpoint; the fp32 ones are in the files of the ranks beside it"
+    return Partition(found, _ZERO_ALONE, "DeepSpeed", None, _partition_count(checkpoint.root.get("dp_world_size")))
 
 
 def _partition_count(node: Node) -> int | None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.formats.base import Decoded
-from ckpt_tools.formats.open import Checkpoint, collector_paused, decode_file, decode_ranks, naming
+from ckpt_tools.formats.open import Checkpoint, collector_paused, decode_file, decode_ranks, decode_zero, naming
 from ckpt_tools.formats.parts.grouping import CONSOLIDATED, consolidated_files, group_of
+from ckpt_tools.formats.parts.zero_names import is_zero_file, zero_files
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
 
@@ -38,6 +39,11 @@ def siblings(checkpoint: Checkpoint) -> Siblings | None:
 
         files = consolidated_files(names)
         return _several(path.parent, len(files), lambda source: consolidated.decode(files, source, decode_file))
+    if is_zero_file(path.name) and (zero := zero_files(names)) is not None:
+        every = zero.names
+        return (
+            Siblings(path.parent, len(zero.optimizers), lambda source: decode_zero(source, every)) if len(every) > 1 else None
+        )
     group = group_of(path.name, names)
     if group is None:
         return None

@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.objects.plain import as_array, as_value
 from ckpt_tools.edit.renaming import restore_named_ties
-from ckpt_tools.edit.selection import select
+from ckpt_tools.edit.selection import select_in
 from ckpt_tools.errors import LimitError, NothingMatchedError
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -116,7 +116,7 @@ def open_side(checkpoint: Checkpoint, where: str | None = None) -> Side:
 def _select(checkpoint: Checkpoint, where: str) -> Node:
     try:
         with naming(checkpoint.decoded.source):
-            return select(checkpoint.root, where)
+            return select_in(checkpoint, where)
     except NothingMatchedError as error:
         error.fix = "ckpt inspect shows the paths that there are; '.' is the whole file."
         raise

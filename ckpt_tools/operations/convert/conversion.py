@@ -108,7 +108,7 @@ class Edits:
     def edit(self, checkpoint: Checkpoint, report: Converted) -> Node:
         """Edit the tree and fill in the report; returns the root."""
         self._begin(checkpoint, report)
-        root = checkpoint.root if self.select is None else selection.select(checkpoint.root, self.select)
+        root = checkpoint.root if self.select is None else selection.select_in(checkpoint, self.select)
         root = self._narrow(root, checkpoint, report)
         if self.kind == "safetensors" and any(map(is_array, checkpoint.decoded.globals)):  # it holds nothing else of them
             root, fates = plain.arrays_as_tensors(root)

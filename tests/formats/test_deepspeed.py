@@ -1,0 +1,308 @@
+"""A folder of DeepSpeed ZeRO becomes one checkpoint, equal to what was cut, or an error names what does not fit."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckpt_tools
+from ckpt_tools.cli import main
+from ckpt_tools.errors import NotACheckpointError, PartError
+from ckpt_tools.formats.open import open_checkpoint
+from ckpt_tools.io.content import Joined
+from ckpt_tools.torch import load, load_state_dict
+from tests.support.zero_files import TAG, save_zero, trained
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
+MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+def equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two state dicts have the same names in order, dtypes and values."""
+    same = all(found[name].dtype == value.dtype and torch.equal(found[name], value) for name, value in expected.items())
+    return list(found) == list(expected) and same
+
+
+@pytest.mark.parametrize("name", ["z1-fp32", "z3-bf16"])
+def test_genuine_folders(name: str) -> None:
+    """What DeepSpeed 0.19.8 saved, from the folder, the tag's folder and each file: the engine's weights, tied ones tied."""
+    expected = torch.load(FIXTURES / name / "reference.pth", weights_only=True)
+    tag = FIXTURES / name / "global_step2"
+    for path in (FIXTURES / name, tag, *tag.iterdir()):
+        found = load_state_dict(path)
+        assert {*found} == {*expected}
+        assert all(equal({key: found[key]}, {key: expected[key].detach()}) for key in expected)
+        assert found["head.weight"].data_ptr() == found["emb.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 11])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_merged_tensors_are_the_models(stage: int, world: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Bit for bit, in the model's order: weights in fp32, buffers and frozen weights in their own dtype, tied ones tied."""
+    model = trained(dtype)
+    save_zero(tmp_path / "in", model, stage, world)
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    written = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert equal(written, model.whole)
+    assert written["head.weight"].data_ptr() == written["emb.weight"].data_ptr()
+
+
+@pytest.mark.parametrize(("padded", "aligned"), [(True, 0), (False, 8), (False, 2)])
+def test_paddings_of_every_version(padded: bool, aligned: int, tmp_path: Path) -> None:
+    """A filling behind the last weight that older versions keep, and one behind every parameter that newer ones tell."""
+    for world in (1, 2, 3):
+        save_zero(tmp_path / str(world), trained(), 2, world, padded=padded, aligned=aligned)
+        assert equal(load_state_dict(tmp_path / str(world)), trained().whole)
+
+
+def test_sub_groups_that_are_cut_elsewhere(tmp_path: Path) -> None:
+    """Under stage 3 a rank's row may lie in more tensors than there are groups of names, and a weight in two of them."""
+    tag = save_zero(tmp_path, trained(), 3, 2)
+    for rank in range(2):
+        edit(tag / OPTIMIZER.format(rank), lambda saved: saved["optimizer_state_dict"].update(
+            fp32_flat_groups=list(torch.cat(saved["optimizer_state_dict"]["fp32_flat_groups"]).split(10))))  # fmt: skip
+    assert equal(load_state_dict(tmp_path), trained().whole)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_optimizer_by_names(stage: int, world: int, tmp_path: Path) -> None:
+    """`--select optimizer` is what torch's `get_optimizer_state_dict` gives: whole states by the parameters' names."""
+    model = trained()
+    save_zero(tmp_path / "in", model, stage, world)
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "optimizer.pth", select="optimizer")
+    found = torch.load(tmp_path / "optimizer.pth", weights_only=True)
+    for key in ("exp_avg", "exp_avg_sq"):
+        for group in model.state(key):
+            assert all(torch.equal(found["state"][name][key], value) for name, value in group.items())
+    assert all(state["step"] == 2 for state in found["state"].values())
+    assert found["param_groups"] == [
+        {"lr": 0.1, "betas": (0.9, 0.999), "params": list(group)} for group in model.groups
+    ]  # fmt: skip
+
+
+def test_the_16_bit_weights(tmp_path: Path) -> None:
+    """`--select module` is what the model file holds; stage 3 keeps none, which the error says."""
+    save_zero(tmp_path / "two", trained(torch.bfloat16), 2, 2)
+    expected = torch.load(tmp_path / "two" / TAG / MODEL, weights_only=True)["module"]
+    for path in (tmp_path / "two", tmp_path / "two" / TAG / MODEL):
+        ckpt_tools.convert(path, tmp_path / "out.safetensors", select="module", overwrite=True)
+        assert equal(load_state_dict(tmp_path / "out.safetensors"), expected)
+    assert equal(load_state_dict(tmp_path / "two", select="module"), expected)
+    assert ckpt_tools.diff(tmp_path / "two", tmp_path / "out.safetensors", select="module=.").same
+    save_zero(tmp_path / "three", trained(torch.bfloat16), 3, 2)
+    with pytest.raises(PartError, match="ZeRO 3 saves no 16-bit weights") as caught:
+        ckpt_tools.convert(tmp_path / "three", tmp_path / "out.pth", select="module")
+    assert "--dtype bf16" in caught.value.fix
+
+
+def test_training_moves_on(tmp_path: Path) -> None:
+    """`--select training` has the model, the optimizer and what else was saved, and nothing about parts."""
+    save_zero(tmp_path / "in", trained(), 2, 2)
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", select="training")
+    found = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert equal(found["model"], trained().whole)
+    assert (found["epoch"], found["global_steps"]) == (3, 2)
+    assert "param_shapes" not in found
+    assert {*found["optimizer"]} == {"state", "param_groups"}
+
+
+def test_every_command_takes_the_folder(tmp_path: Path) -> None:
+    """inspect, check, diff, stats and load code see whole tensors; convert writes every container; the rest is named."""
+    save_zero(tmp_path / "in", trained(), 3, 3)
+    torch.save(trained().whole, tmp_path / "model.pth")
+    described = ckpt_tools.inspect(tmp_path / "in")
+    assert (described.container, described.part) == ("deepspeed", None)
+    assert [(row["name"], tuple(row["shape"])) for row in described.tensors] == [
+        (name, tuple(value.shape)) for name, value in trained().whole.items()
+    ]
+    assert "--select takes optimizer" in next(row for row in described.findings if row.code == "beside-the-weights").found
+    assert ckpt_tools.diff(tmp_path / "in", tmp_path / "model.pth").same
+    assert ckpt_tools.stats(tmp_path / "in").total == ckpt_tools.stats(tmp_path / "model.pth").total
+    digests, whole = (ckpt_tools.check(tmp_path / name, digest=True).digests for name in ("in", "model.pth"))
+    assert [row.sha256 for row in digests] == [row.sha256 for row in whole]
+    assert equal(load(tmp_path / "in"), trained().whole)
+    for name, options in (("a.safetensors", {}), ("shards", {"shard_size": "1KB"}), ("dcp", {"format": "dcp"})):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / name, **options)  # type: ignore[arg-type]
+        assert ckpt_tools.diff(tmp_path / name, tmp_path / "model.pth").same
+    for command in ("inspect", "check"):
+        shown = CliRunner().invoke(main, [command, str(tmp_path / "in")])
+        assert shown.exit_code == 0, shown.output
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranges_stay_ranges(stage: int, tmp_path: Path) -> None:
+    """A weight is copied out of the ranks' files as it lies there; nothing is put together in memory."""
+    save_zero(tmp_path, trained(), stage, 3)
+    with open_checkpoint(tmp_path) as checkpoint:
+        content = checkpoint.root.get("emb.weight").storage.content
+        assert isinstance(content, Joined)
+        assert len(content.parts) == 3
+
+
+def test_one_file_names_the_command(tmp_path: Path) -> None:
+    """`inspect` of one file says what part it is, and the command that is shown works."""
+    tag = save_zero(tmp_path / "in", trained(torch.bfloat16), 2, 2)
+    for name, text in ((MODEL, "the 16-bit weights"), (f"bf16_{OPTIMIZER.format(1)}", "one process's part")):
+        finding = next(row for row in ckpt_tools.inspect(tag / name).findings if row.code == "partition")
+        assert text in finding.found
+        assert finding.fix.endswith(f"All 2 parts are here; they become one: ckpt convert {tag / name} OUT.safetensors")
+        ckpt_tools.convert(tag / name, tmp_path / "out.safetensors", overwrite=True)
+        assert equal(load_state_dict(tmp_path / "out.safetensors"), trained(torch.bfloat16).whole)
+
+
+# --- which folder
+
+
+def test_latest_names_the_folder(tmp_path: Path) -> None:
+    """Of several steps the one that `latest` names; ranks are sorted by their numbers; the only step needs no `latest`."""
+    save_zero(tmp_path / "in", trained(), 3, 11)
+    assert equal(load_state_dict(tmp_path / "in"), trained().whole)
+    (tmp_path / "in" / TAG).rename(tmp_path / "in" / "checkpoint")  # as Lightning calls it
+    (tmp_path / "in" / "latest").write_text("checkpoint\n")
+    assert equal(load_state_dict(tmp_path / "in"), trained().whole)
+    save_zero(tmp_path / "old", trained(), 1, 2).rename(tmp_path / "in" / "global_step1")
+    assert ckpt_tools.inspect(tmp_path / "in").tensors
+    (tmp_path / "old" / "latest").unlink()
+    (tmp_path / "in" / "global_step1").rename(tmp_path / "old" / "global_step1")
+    assert equal(load_state_dict(tmp_path / "old"), trained().whole)
+
+
+@pytest.mark.parametrize("tag", ["global_step9", "../other", "/etc", "", "global_step2/../global_step2"])
+def test_latest_is_no_path(tag: str, tmp_path: Path) -> None:
+    """`latest` is looked for among the folders that are there, and leads nowhere else."""
+    save_zero(tmp_path / "in", trained(), 1, 2)
+    save_zero(tmp_path / "other", trained(), 1, 2)
+    (tmp_path / "in" / "latest").write_text(tag)
+    with pytest.raises(NotACheckpointError, match="latest names the checkpoint"):
+        ckpt_tools.inspect(tmp_path / "in")
+
+
+def test_several_steps_without_latest(tmp_path: Path) -> None:
+    """No step is guessed."""
+    save_zero(tmp_path / "in", trained(), 1, 2)
+    save_zero(tmp_path / "other", trained(), 1, 2).rename(tmp_path / "in" / "global_step10")
+    (tmp_path / "in" / "latest").unlink()
+    with pytest.raises(NotACheckpointError, match="2 checkpoints of DeepSpeed") as caught:
+        ckpt_tools.inspect(tmp_path / "in")
+    assert caught.value.fix.endswith("global_step10")
+
+
+# --- what does not fit
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Save a file again, with a change."""
+    saved = torch.load(path, weights_only=True)
+    change(saved)
+    torch.save(saved, path)
+
+
+def refused(folder: Path, text: str) -> None:
+    """The folder and each file of it are refused with this text before anything is written."""
+    out = folder.parent / "out.pth"
+    for path in (folder, *(folder / TAG).iterdir()):
+        with pytest.raises(PartError, match=text):
+            ckpt_tools.convert(path, out)
+    assert not out.exists()
+    assert ckpt_tools.check(folder).verdict == "unreadable"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_is_missing(stage: int, tmp_path: Path) -> None:
+    """The error names the rank."""
+    tag = save_zero(tmp_path / "in", trained(), stage, 3)
+    (tag / OPTIMIZER.format(1)).unlink()
+    refused(tmp_path / "in", r"3 files \*_optim_states.pt, one a rank, and those of the ranks 1 are missing")
+
+
+def test_a_model_file_is_missing(tmp_path: Path) -> None:
+    """Under stage 3 that of a rank, under the others the one that says the names."""
+    (save_zero(tmp_path / "three", trained(), 3, 3) / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
+    refused(tmp_path / "three", r"model_states.pt, one a rank, and those of the ranks 2 are missing")
+    (save_zero(tmp_path / "two", trained(), 2, 3) / MODEL).unlink()
+    refused(tmp_path / "two", "mp_rank_00_model_states.pt is missing")
+
+
+def test_a_rank_is_there_twice(tmp_path: Path) -> None:
+    """Two files for one rank are no guess, whatever their prefix."""
+    tag = save_zero(tmp_path / "in", trained(), 1, 2)
+    (tag / f"bf16_{OPTIMIZER.format(1)}").write_bytes((tag / OPTIMIZER.format(1)).read_bytes())
+    refused(tmp_path / "in", "are parts of ranks that have a file already")
+
+
+def test_a_part_of_another_job(tmp_path: Path) -> None:
+    """A part of another number of ranks, a model file of one, files of another stage."""
+    tag = save_zero(tmp_path / "in", trained(), 1, 2)
+    other = save_zero(tmp_path / "other", trained(), 1, 3)
+    own = (tag / OPTIMIZER.format(1)).read_bytes()
+    (tag / OPTIMIZER.format(1)).write_bytes((other / OPTIMIZER.format(1)).read_bytes())
+    refused(tmp_path / "in", "several jobs: rank 0 of 2, rank 1 of 3")
+    (tag / OPTIMIZER.format(1)).write_bytes(own)
+    (tag / MODEL).write_bytes((other / MODEL).read_bytes())
+    refused(tmp_path / "in", "is of a job of 3 ranks; here are the optimizer's files of 2")
+    three = save_zero(tmp_path / "three", trained(), 3, 2)
+    (three / MODEL).write_bytes(own)
+    refused(tmp_path / "three", "is of another stage of ZeRO")
+
+
+def test_a_part_of_another_step(tmp_path: Path) -> None:
+    """The optimizer's counter of steps tells it, under stage 3 the model file's too; both ranks are named."""
+    tag = save_zero(tmp_path / "two", trained(), 2, 3)
+    new, inner = torch.tensor(1.0), "base_optimizer_state"
+    edit(tag / OPTIMIZER.format(2), lambda saved: saved["optimizer_state_dict"][inner]["state"][1].update(step=new))
+    refused(tmp_path / "two", r"made 2.0 steps on rank 0, and 2.0, 1.0 on the ranks 2")
+    tag = save_zero(tmp_path / "three", trained(), 3, 2)
+    name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    edit(tag / name, lambda saved: saved.update(global_steps=1))
+    refused(tmp_path / "three", f"'global_steps' is 2 in .*, and 1 in {name}")
+
+
+@pytest.mark.parametrize("count", [7, 99])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sizes_that_do_not_add_up(stage: int, count: int, tmp_path: Path) -> None:
+    """A row that is too short or too long names the rank, its elements and the weights that lie there."""
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    tag = save_zero(tmp_path / "in", trained(), stage, 3)
+    edit(tag / OPTIMIZER.format(1), lambda saved: saved["optimizer_state_dict"][key].__setitem__(0, torch.ones(count)))
+    refused(tmp_path / "in", f"do not add up: rank 1 holds {count} elements of 'b.weight', 'emb.weight'")
+
+
+def test_names_of_another_model(tmp_path: Path) -> None:
+    """Shapes that need more than the ranks hold, and a frozen weight whose parts are too short."""
+    tag = save_zero(tmp_path / "two", trained(), 2, 2)
+    edit(tag / MODEL, lambda saved: saved["param_shapes"][0].update({"emb.weight": torch.Size((99, 7))}))
+    refused(tmp_path / "two", "do not add up")
+    tag = save_zero(tmp_path / "three", trained(), 3, 2)
+    edit(tag / "zero_pp_rank_1_mp_rank_00_model_states.pt",
+         lambda saved: saved["frozen_param_fragments"].update({"frozen.weight": torch.zeros(3)}))  # fmt: skip
+    refused(tmp_path / "three", r"frozen weight 'frozen.weight' does not add up: rank 1 holds 3 elements; it should be 11")
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts of a mixture"),
+    ("expp_rank_0_mp_rank_00_optim_states.pt", "experts of a mixture"),
+    ("layer_01-model_00-model_states.pt", "layers of a pipeline"),
+    ("mp_rank_01_model_states.pt", "tensor parallel parts"),
+    ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallel parts"),
+])  # fmt: skip
+def test_kinds_that_are_not_joined(name: str, text: str, tmp_path: Path) -> None:
+    """Experts, pipelines and tensor parallel parts are refused by their names, and not left out."""
+    tag = save_zero(tmp_path / "in", trained(), 1, 2)
+    (tag / name).write_bytes((tag / MODEL).read_bytes())
+    with pytest.raises(PartError, match=text):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+
+
+def test_buffers_that_ranks_count_by_themselves(tmp_path: Path) -> None:
+    """The first rank's are taken, as DeepSpeed does, and that they differ is said."""
+    tag = save_zero(tmp_path / "in", trained(), 3, 2)
+    edit(tag / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda saved: saved["module"]["mean"].add_(1))
+    report = ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    notes = [note.text for note in report.notes if note.code == "parts-differ"]
+    assert notes == ["The input: buffers differ between ranks, the first rank's are taken: 'mean'."]
+    assert equal(load_state_dict(tmp_path / "in"), trained().whole)
