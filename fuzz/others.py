@@ -159,7 +159,7 @@ class _Socket:
 
     def makefile(self, *_: object, **__: object) -> io.BufferedReader:
         """The answer."""
-        return io.BufferedReader(io.BytesIO(self.answers(self.sent)))  # type: ignore[arg-type]
+        return io.BufferedReader(io.BytesIO(self.answers(self.sent)))
 
     def setsockopt(self, *_: object) -> None:
         """Nothing to set."""

@@ -38,7 +38,7 @@ def wrapped_file(tmp_path: Path) -> Path:
 def training_file(tmp_path: Path) -> Path:
     """A training checkpoint: wrapped model, optimizer with state, epoch."""
     path = tmp_path / "training.pth"
-    model = nn.DataParallel(small_model())
+    model: Any = nn.DataParallel(small_model())
     optimizer = torch.optim.Adam(model.parameters())
     model.module[3](torch.ones(1, 4)).sum().backward()
     optimizer.step()

@@ -112,7 +112,7 @@ def test_renames_as_pairs(tmp_path: Path, rename: Any) -> None:
 
 def test_renames_as_pairs_in_load_code() -> None:
     """load_into takes them too, and a rule that changes nothing is refused in its own words."""
-    model = nn.ModuleDict({"head": nn.Linear(16, 8)})
+    model: Any = nn.ModuleDict({"head": nn.Linear(16, 8)})
     load_code.load_into(model, SINGLE, rename={"^fc1": "head"}, allow_unexpected="*")
     assert torch.equal(model["head"].weight, torch.load(SINGLE)["fc1.weight"])
     with pytest.raises(NothingMatchedError, match="changes no name"):
@@ -137,11 +137,11 @@ def test_rows(tmp_path: Path, rows: Any) -> None:
 
 def test_numbers_of_other_kinds(tmp_path: Path) -> None:
     """NumPy's numbers, a size as a float, weights as a tensor, globs as a set."""
-    ckpt_tools.convert(SINGLE, tmp_path / "shards", shard_size=1e6, overwrite=np.bool_(True))
+    ckpt_tools.convert(SINGLE, tmp_path / "shards", shard_size=1e6, overwrite=np.bool_(True))  # type: ignore[arg-type]
     weights: Any = torch.tensor([0.25, 0.75])
     assert ckpt_tools.average([SINGLE, str(SINGLE)], tmp_path / "mean.pth", weights=weights).weights == [0.25, 0.75]
-    assert ckpt_tools.stats(SINGLE, depth=np.int64(1))
-    ckpt_tools.convert(SINGLE, tmp_path / "less.pth", drop={"fc1.*", "fc2.*"})
+    assert ckpt_tools.stats(SINGLE, depth=np.int64(1))  # type: ignore[arg-type]
+    ckpt_tools.convert(SINGLE, tmp_path / "less.pth", drop={"fc1.*", "fc2.*"})  # type: ignore[arg-type]
     assert not any(name.startswith("fc") for name in torch.load(tmp_path / "less.pth"))
 
 

@@ -163,7 +163,12 @@ def test_the_clone_changes_nothing(
     monkeypatch.setattr(cloning, "_FROM", 0)
     passed: list[bool] = []
     original = writer._Loop.pass_over
-    monkeypatch.setattr(writer._Loop, "pass_over", lambda loop, content: passed.append(original(loop, content)) or passed[-1])
+
+    def pass_over(loop: Any, content: Any) -> bool:
+        passed.append(original(loop, content))
+        return passed[-1]
+
+    monkeypatch.setattr(writer._Loop, "pass_over", pass_over)
     ckpt_tools.convert(wrapped, tmp_path / "fast.pth", **options)  # type: ignore[arg-type]
     assert (tmp_path / "fast.pth").read_bytes() == (tmp_path / "slow.pth").read_bytes()
     assert any(passed)
@@ -208,7 +213,7 @@ def test_a_clone_of_another_file_is_not_trusted(wrapped: Path, tmp_path: Path, m
     with replacing(tmp_path / "out.pth") as output, cloning.Clone(other, output) as clone:  # noqa: SIM117
         with ckpt_tools.open_checkpoint(wrapped) as checkpoint:
             entry = next(node for _, node in walk(checkpoint.root) if type(node) is Entry)
-            content = entry.storage.content
+            content: Any = entry.storage.content
             while clone.under_way(1):
                 pass
             assert clone.done == other.stat().st_size

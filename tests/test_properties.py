@@ -301,7 +301,7 @@ def test_an_object_in_its_own_set_comes_back(tmp_path: Path) -> None:
         torch.save(root, source, pickle_protocol=4)
         ckpt_tools.convert(source, target, objects="keep")
         after = torch.load(target, weights_only=False)
-        loaded = after[1] if isinstance(after, list) else after if isinstance(after, classes.Plain) else next(iter(after))
+        loaded: Any = after[1] if isinstance(after, list) else after if isinstance(after, classes.Plain) else next(iter(after))
         assert loaded.peers == {loaded}
         assert not isinstance(after, list) or after[0] is loaded.peers
 

@@ -223,7 +223,7 @@ def wrap(model: nn.Module, world: World, shape: tuple[int, int, int], *, sync_bn
     `shape` is that of one input image (channels, height, width).
     """
     if sync_bn:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     ids = [device.index for device in world.devices if device.type == "cuda"] or None
     if world.mode == "dp":
         return nn.DataParallel(model, device_ids=ids)

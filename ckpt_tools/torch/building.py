@@ -117,7 +117,7 @@ class Builder:
     def storage(self, storage: Storage) -> torch.UntypedStorage:
         device = self.device(storage.device or "cpu")
         if device.type == "meta":
-            return torch.UntypedStorage(storage.nbytes, device="meta")  # type: ignore[no-untyped-call]
+            return torch.UntypedStorage(storage.nbytes, device="meta")
         made = self.maps.storage(storage) if self.maps is not None else None
         made = made if made is not None else _read(storage)
         return made if device.type == "cpu" else made.to(device=device)

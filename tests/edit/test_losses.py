@@ -44,7 +44,7 @@ def pickled(path: Path) -> Path:
 
 def scripted(path: Path) -> Path:
     """The quantised model as a program."""
-    torch.jit.save(torch.jit.script(quantised()), str(path))  # type: ignore[no-untyped-call]
+    torch.jit.save(torch.jit.script(quantised()), str(path))
     return path
 
 
@@ -132,8 +132,8 @@ def test_attributes_of_modules_are_not_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"objects": "plain"}, {"slim": True}], ids=str)
 def test_a_frozen_program_does_not_become_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
     """torch.jit.freeze makes constants of the weights: there is no state dict to take out, and no empty file instead."""
-    program = torch.jit.freeze(torch.jit.script(nn.Linear(2, 2).eval()))  # type: ignore[no-untyped-call]
-    torch.jit.save(program, str(tmp_path / "in.pt"))  # type: ignore[no-untyped-call]
+    program = torch.jit.freeze(torch.jit.script(nn.Linear(2, 2).eval()))
+    torch.jit.save(program, str(tmp_path / "in.pt"))
     with pytest.raises(NothingMatchedError, match=r"No tensor would be left|There is no state dict to keep"):
         ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pth", **options)
     assert not (tmp_path / "out.pth").exists()
@@ -145,7 +145,8 @@ def test_values_alone_are_no_safetensors(tmp_path: Path, name: str, shard_size: 
     """The state of a scheduler, or of an optimizer without momentum, does not become a safetensors file without tensors."""
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    torch.save({"optimizer": optimizer, "scheduler": scheduler}[name].state_dict(), tmp_path / "in.pt")
+    both: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
+    torch.save(both[name].state_dict(), tmp_path / "in.pt")
     with pytest.raises(ContainerLimitError, match="There is no tensor in the checkpoint"):
         ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", format="safetensors", shard_size=shard_size)
     assert not (tmp_path / "out").exists()

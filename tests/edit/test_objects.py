@@ -14,7 +14,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Set
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -250,7 +250,7 @@ def test_all_unknown_objects_are_listed(tmp_path: Path) -> None:
 
 def test_drop_leaves_nothing_broken(tmp_path: Path) -> None:
     """A known object that could not be made without what is dropped is dropped with it."""
-    class_of_default = collections.defaultdict(classes.Plain, {"a": 1})
+    class_of_default: Any = collections.defaultdict(classes.Plain, {"a": 1})
     value = {
         "default": class_of_default,
         "list": [1, classes.Plain(), 2],
@@ -476,13 +476,13 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(3, 4)),
     "pruned": pruned,
     "strided": strided,
-    "channels last": lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
+    "channels last": lambda: cast("Any", nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last),
     "transformer": lambda: nn.Transformer(8, 2, 1, 1, 16),
     "attention": lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=5, add_bias_kv=True),
     "averaged": lambda: AveragedModel(nn.Linear(2, 2)),
     "frozen half": lambda: nn.Sequential(nn.Linear(2, 2)).half().requires_grad_(False),
     "instance norm": lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
-    "compiled": lambda: torch.compile(nn.Linear(2, 2)),
+    "compiled": lambda: cast("nn.Module", torch.compile(nn.Linear(2, 2))),
     "traced": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Sequential(nn.Linear(2, 3)), nn.BatchNorm1d(3))),
     "checkpointed": lambda: nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2))),
     "with buffers": lambda: nn.BatchNorm2d(2, affine=False),
@@ -547,17 +547,17 @@ def test_subclasses_and_attributes_of_tensors(tmp_path: Path) -> None:
 class Wrapped(torch.Tensor):
     """A tensor around another, with no storage of its own, as torchao's are."""
 
-    inner: torch.Tensor
+    inner: torch.Tensor  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapped:
         """A float32 tensor on the outside."""
-        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
         made.inner, made.scale = inner, 0.5  # type: ignore[attr-defined]
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Nothing can be done with it but to detach it."""
         return args[0]
 
@@ -612,7 +612,7 @@ def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(classes.Stateful, "__setstate__", boom)
     monkeypatch.setattr(classes.Reduced, "__init__", boom)
     for policy in ("plain", "drop", "keep"):
-        ckpt_tools.convert(path, tmp_path / "out.pth", objects=policy, overwrite=True)  # type: ignore[arg-type]
+        ckpt_tools.convert(path, tmp_path / "out.pth", objects=policy, overwrite=True)
     with pytest.raises(CkptError):
         ckpt_tools.convert(path, tmp_path / "out.pth", overwrite=True)
 

@@ -40,7 +40,7 @@ def converted(path: Path, **options: Any) -> tuple[Any, ckpt_tools.Converted]:
 
 def training() -> dict[str, Any]:
     """A training checkpoint with everything that trainers keep."""
-    model = small_model()
+    model: Any = small_model()
     optimizer = torch.optim.AdamW(model.parameters())
     model[3](torch.ones(1, 4)).sum().backward()
     optimizer.step()

@@ -6,6 +6,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def assert_alike(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_the_distributions_are_torchs(scheme: str, shape: tuple[int, ...]) -> None:
     """Mean, deviation and extremes are those of `torch.nn.init`, fans included."""
     torch.manual_seed(0)
-    assert_alike(made(scheme, Blank("fc.weight", shape, FLOAT32)), TORCH[scheme](torch.empty(shape)))
+    assert_alike(made(scheme, Blank("fc.weight", shape, FLOAT32)), TORCH[scheme](torch.empty(shape)))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("shape", [(7, 20), (20, 7), (6, 3, 2, 2), (1, 1)], ids=str)
@@ -179,7 +180,7 @@ def test_default_is_the_layers_own_reset(layer: str) -> None:
         else:
             assert_alike(ours, expected.double())
         if getattr(inner, "padding_idx", None) is not None:
-            assert not ours[inner.padding_idx].any()
+            assert not ours[cast("int", inner.padding_idx)].any()
 
 
 def test_default_without_a_module() -> None:

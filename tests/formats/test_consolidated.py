@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,9 +124,9 @@ def change(rank: int, edit: Callable[[State], object]) -> Callable[[Path], None]
     return spoil
 
 
-def write_params(text: str) -> Callable[[Path], None]:
+def write_params(text: str) -> Callable[[Path], object]:
     """Another params.json."""
-    return lambda folder: (folder / "params.json").write_text(text) and None
+    return lambda folder: (folder / "params.json").write_text(text)
 
 
 QKV = "layers.0.attention.wqkv.weight"
@@ -147,7 +148,10 @@ QKV = "layers.0.attention.wqkv.weight"
             r"'output\.weight' is \[9, 5\] on rank 1, and \[9, 12\] on rank 0",
         ),
         (change(1, lambda state: state.update({"output.weight": torch.ones(9, 12).half()})), "float16 on rank 1"),
-        (change(0, lambda state: state.update({"norm.weight": "text"})), "something else than one mapping"),
+        (
+            change(0, lambda state: state.update(dict[str, Any]({"norm.weight": "text"}))),
+            "something else than one mapping",
+        ),
         (write_params('{"dim": 16}'), "params.json says dim 16, and 'norm.weight' has 12 elements"),
     ],
 )

@@ -165,5 +165,5 @@ def test_bad_input_is_refused_as_elsewhere(command: str, bad: str, tmp_path: Pat
     BAD[bad](path)
     expected = run("convert", path, tmp_path / "converted.pth")
     assert expected[0] == 3
-    assert run(*COMMANDS[command](path, FIXTURES / "single.pth", out)) == expected
+    assert run(*COMMANDS[command](path, FIXTURES / "single.pth", out)) == expected  # type: ignore[no-untyped-call]
     assert not out.exists()

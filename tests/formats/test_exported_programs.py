@@ -48,8 +48,10 @@ class Net(nn.Module):
         self.register_buffer("hidden", torch.ones(3), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rest = self.hidden.sum() + self.view.sum() + self.frozen.sum() + self.empty.sum() + torch.tensor([1.0, 2.0]).sum()
-        return self.norm(self.first(x) + self.second(x)) + rest  # type: ignore[no-any-return]
+        buffers: Any = self
+        rest = buffers.hidden.sum() + buffers.view.sum()
+        rest = rest + self.frozen.sum() + buffers.empty.sum() + torch.tensor([1.0, 2.0]).sum()
+        return buffers.norm(self.first(x) + self.second(x)) + rest
 
 
 def exported(model: nn.Module) -> torch.export.ExportedProgram:

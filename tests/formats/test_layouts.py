@@ -49,7 +49,7 @@ def classes() -> Iterator[Callable[..., type]]:
         del sys.modules[name]
 
 
-def instance(kind: type, **attributes: Any) -> Any:
+def instance(kind: Any, **attributes: Any) -> Any:
     """An instance with these attributes."""
     made = kind.__new__(kind)
     made.__dict__.update(attributes)

@@ -151,7 +151,7 @@ def test_blobs_in_a_torch_zip(tmp_path: Path) -> None:
 def test_numpy_arrays_are_tensors(tmp_path: Path, protocol: int) -> None:
     """Arrays of numbers in dicts and lists are tensors in every protocol; shared ones are tied; text and objects stay."""
     shared = np.ones((2, 2), np.float16)
-    value = {
+    value: dict[str, Any] = {
         "model": OrderedDict(w=np.arange(6, dtype=">f4").reshape(2, 3), b=np.ones(3, np.int64), z=np.array(2.0)),
         "more": [np.asfortranarray(np.arange(6.0).reshape(2, 3)), shared, shared, np.zeros((0, 2)), np.ones(2, np.complex64)],
         "names": np.array(["a", "b"]), "held": SimpleNamespace(array=np.ones(2)),

@@ -141,7 +141,7 @@ class Wrapper(nn.Module):
         self.module = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.module(x)  # type: ignore[no-any-return]
+        return self.module(x)
 
 
 @pytest.mark.parametrize("objects", [None, "keep", "drop"])

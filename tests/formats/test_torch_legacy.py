@@ -63,7 +63,7 @@ def resaved(path: Path, folder: Path) -> Path:
     target = folder / path.name
     tag = torch.serialization.location_tag
     try:
-        torch.serialization.location_tag = lambda storage: tags.get(storage._cdata, "cpu")  # type: ignore[assignment]
+        torch.serialization.location_tag = lambda storage: tags.get(storage._cdata, "cpu")
         target.write_bytes(legacy(loaded))
     finally:
         torch.serialization.location_tag = tag
@@ -399,7 +399,7 @@ def test_any_legacy_file_is_listed_and_kept(tmp_path: Path) -> None:
         loaded, tags = load_with_tags(source)
         assert_lists(source, loaded, tags)
         for kind in ("pth", "pth-legacy"):
-            ckpt_tools.convert(source, target, overwrite=True, format=kind)  # type: ignore[arg-type]
+            ckpt_tools.convert(source, target, overwrite=True, format=kind)
             assert_same(loaded, torch.load(target, weights_only=True))
 
     check()

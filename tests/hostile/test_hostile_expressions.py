@@ -22,7 +22,7 @@ _MANY = 64  # repeated as often as this at most, it is no matter
 
 def compiled() -> dict[str, re.Pattern[Any]]:
     """Every expression that a module of ckpt_tools keeps, by its name."""
-    found = {}
+    found: dict[str, re.Pattern[Any]] = {}
     for module in pkgutil.walk_packages(ckpt_tools.__path__, "ckpt_tools."):
         if module.name.endswith("__main__"):
             continue
@@ -75,9 +75,10 @@ def written() -> dict[str, str | bytes]:
     found: dict[str, str | bytes] = {}
     for path in sorted(Path(ckpt_tools.__path__[0]).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            used = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)
-            if used and node.func.value.id == "re" and node.args and isinstance(node.args[0], ast.Constant):
-                found[f"{path.name}:{node.lineno}"] = node.args[0].value
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("re.") and node.args:
+                pattern = node.args[0]
+                if isinstance(pattern, ast.Constant) and isinstance(pattern.value, str | bytes):
+                    found[f"{path.name}:{node.lineno}"] = pattern.value
     return found
 
 

@@ -137,7 +137,7 @@ def check_interrupt(started: Callable[[], subprocess.Popen[bytes]]) -> None:
         started: starts a command and waits until it is in the middle of its work. It is called again where all was right but
             the time, since that depends on what else the machine does: the best of the tries counts.
     """
-    took = []
+    took: list[float] = []
     while len(took) < TRIES and min(took, default=60) >= 1:
         process = started()
         os.killpg(process.pid, signal.SIGINT)

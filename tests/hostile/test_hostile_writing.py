@@ -68,13 +68,13 @@ def names(path: Path) -> list[str]:
 
 def test_89_two_tensors_under_one_name(tmp_path: Path) -> None:
     """A rename that makes two names one: both are told."""
-    path = save(tmp_path / "in.pth", **{"module.b.w": torch.zeros(2)})
+    path = save(tmp_path / "in.pth", **{"module.b.w": torch.zeros(2)})  # type: ignore[arg-type]
     convert_refused(path, CollisionError, "module.a.w", "module.b.w", rename=["[ab]=x"])
 
 
 def test_89_strip_onto_an_existing_name(tmp_path: Path) -> None:
     """So for a prefix that is taken away."""
-    path = save(tmp_path / "in.pth", **{"a.w": torch.zeros(2)})
+    path = save(tmp_path / "in.pth", **{"a.w": torch.zeros(2)})  # type: ignore[arg-type]
     convert_refused(path, CollisionError, "a.w", strip_module=True)
 
 

@@ -49,8 +49,8 @@ def deflated(name: bytes, data: bytes, **lies: Any) -> Rec:
 def local_header(rec: Rec) -> bytes:
     """The header in front of the record's bytes."""
     crc, compressed, size = rec.sums
-    told = {"name": rec.name, "method": rec.method, "flags": rec.flags, "crc": crc, "size": size, "compressed": compressed}
-    told |= {"extra": b"", "magic": b"PK\x03\x04"} | rec.local
+    told: dict[str, Any] = {"name": rec.name, "method": rec.method, "flags": rec.flags, "crc": crc, "size": size}
+    told |= {"compressed": compressed, "extra": b"", "magic": b"PK\x03\x04"} | rec.local
     name, extra = told["name"], told["extra"]
     fields = (20, told["flags"], told["method"], 0, 0, told["crc"], told["compressed"], told["size"], len(name), len(extra))
     return struct.pack("<4s5H3I2H", told["magic"], *fields) + name + extra

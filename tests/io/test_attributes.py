@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_an_output_is_no_more_open_than_its_input(command: str, bits: int, priva
     """A new file may be read by those who may read its input; its owner may write it."""
     private.chmod(bits)
     out = private.with_name("out.html" if command == "report" else "out.pth")
-    COMMANDS[command](private, out)
+    COMMANDS[command](private, out)  # type: ignore[no-untyped-call]
     assert mode(out) == bits & 0o644 | 0o600
 
 
@@ -74,14 +75,14 @@ def test_folders(format: str, private: Path, tmp_path: Path) -> None:
     """Shards, the files of a dcp, and what is made of them again; an old folder's files keep their modes."""
     folder, again = tmp_path / "shards", tmp_path / "again.pth"
     options = {"shard_size": 1000} if format == "safetensors" else {"format": format}
-    ckpt_tools.convert(private, folder, **options)  # type: ignore[arg-type]
+    ckpt_tools.convert(private, folder, **options)
     files = list(folder.iterdir())
     assert {mode(path) for path in files} == {0o600}
     ckpt_tools.convert(folder, again)
     assert mode(again) == 0o600
     for path in files:
         path.chmod(0o640)
-    ckpt_tools.convert(private, folder, overwrite=True, **options)  # type: ignore[arg-type]
+    ckpt_tools.convert(private, folder, overwrite=True, **options)
     assert {mode(path) for path in files} == {0o640}
 
 
@@ -138,7 +139,7 @@ def test_a_disk_that_fails_under_a_kernel_copy(broken: str, tmp_path: Path, monk
 
 def test_a_lost_counter_is_lost(tmp_path: Path) -> None:
     """num_batches_tracked that the damage took is missing, and not said to have been lacking; 0 is not its value."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model[1].num_batches_tracked += 1234567
     path = tmp_path / "in.pth"
     torch.save(model.state_dict(), path)

@@ -209,12 +209,12 @@ def test_a_remote_folder_of_shards(
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_at_an_address(memory: Any, tmp_path: Path) -> None:
     """torch's writer writes it there, and torch's own reader of such places loads it; ours too."""
-    state = {"model": {"a.w": torch.randn(20, 5), "b": torch.arange(3)}, "epoch": 4}
+    state: dict[str, Any] = {"model": {"a.w": torch.randn(20, 5), "b": torch.arange(3)}, "epoch": 4}
     torch.save(state, tmp_path / "in.pth")
     for _ in range(2):
         convert(tmp_path / "in.pth", "memory://runs/dcp", format="dcp", overwrite=True)
         assert sorted(content(memory, "/runs/dcp")) == [".metadata", "__0_0.distcp"]
-    target = {"model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()}, "epoch": 0}
+    target: dict[str, Any] = {"model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()}, "epoch": 0}
     dcp.load(target, storage_reader=FsspecReader("memory://runs/dcp"), no_dist=True)
     assert torch.equal(target["model"]["a.w"], state["model"]["a.w"])
     assert target["epoch"] == 4
@@ -284,7 +284,7 @@ def test_a_failed_folder_leaves_nothing(
         assert content(memory, "/runs/new") == before
 
 
-class Buffered(AbstractBufferedFile):
+class Buffered(AbstractBufferedFile):  # type: ignore[misc]
     """A file that is uploaded when it is closed, as Hugging Face's driver does it, also by the collector."""
 
     def _initiate_upload(self) -> None:
@@ -316,7 +316,7 @@ def test_a_given_up_upload_is_not_completed_by_the_collector(
     monkeypatch.setattr("ckpt_tools.operations.convert.conversion.write", lambda *_: (_ for _ in ()).throw(OutputError("no")))
     for options in ({}, {"shard_size": 4000}):
         with pytest.raises(OutputError, match="no"):
-            convert(tmp_path / "in.pth", "memory://x/out", **options)
+            convert(tmp_path / "in.pth", "memory://x/out", **options)  # type: ignore[arg-type]
         gc.collect()
         assert not memory.store
     monkeypatch.undo()

@@ -119,7 +119,7 @@ def test_loading(far: str, tmp_path: Path) -> None:
     expected = torch.load(tmp_path / "far" / "a.pth", weights_only=True)
     found = load_state_dict(f"{far}a.pth")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    model = torch.nn.Module()
+    model: Any = torch.nn.Module()
     for name in ("l0", "l1", "l2"):
         model.add_module(name, torch.nn.Linear(SIZE, SIZE, bias=False))
     model.l0.bias = torch.nn.Parameter(torch.zeros(3))

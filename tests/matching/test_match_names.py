@@ -151,5 +151,5 @@ def test_every_name_has_one_fate(old: list[str], new: list[str], stages: str) ->
     fates = [*(row.new for row in found.matched), *found.missing, *(row.new for row in found.mismatched)]
     fates += [row.new for row in found.ambiguous]
     assert sorted(fates) == sorted(new)
-    used = [row.old for row in (*found.matched, *found.mismatched)]
+    used = [*(row.old for row in found.matched), *(row.old for row in found.mismatched)]
     assert sorted([*used, *found.unexpected]) == sorted(old)

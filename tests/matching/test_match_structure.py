@@ -176,7 +176,7 @@ def test_a_head_under_another_name_is_mismatched_too() -> None:
 
 
 SQUARE, TALL = (4, 4), (6, 4)
-HIDDEN = {
+HIDDEN: dict[str, Any] = {
     "a square parameter of its own": ({"proj": SQUARE}, {"head.weight": SQUARE}),
     "and under one name": ({"text_projection": SQUARE, "a.w": TALL}, {"text_projection.weight": SQUARE, "b.w": TALL}),
     "a square matrix beside transposed ones and others": (
@@ -451,9 +451,14 @@ def test_blocks_of_very_many_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the search for blocks ends early, what is left is compared unit by unit, by the same rules."""
     monkeypatch.setattr("ckpt_tools.matching.structure._MOST_UNITS", 200)
     monkeypatch.setattr("ckpt_tools.matching.structure._MOST_ROUNDS", 1)
-    rounds = []
+    rounds: list[int] = []
     search = structure._next_blocks
-    monkeypatch.setattr(structure, "_next_blocks", lambda *given: rounds.append(1) or search(*given))
+
+    def next_blocks(*given: Any) -> Any:
+        rounds.append(1)
+        return search(*given)
+
+    monkeypatch.setattr(structure, "_next_blocks", next_blocks)
     sides = [
         [Param(f"{block}{index}.{part}.weight", (index + 3, size)) for index in range(40) for size, part in enumerate(parts, 1)]
         for block, parts in (("b", "wx"), ("c", "qr"))

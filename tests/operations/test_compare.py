@@ -409,7 +409,10 @@ def test_float4(tmp_path: Path) -> None:
 
 def test_unusual_tensors(tmp_path: Path) -> None:
     """A sparse tensor has no numbers here, is equal to itself, and differs from another."""
-    one, other = (torch.sparse_coo_tensor([[0, 2]], [1.0, value], (4,), check_invariants=True) for value in (2.0, 3.0))
+    one, other = (
+        torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([1.0, value]), (4,), check_invariants=True)
+        for value in (2.0, 3.0)
+    )
     for name, tensor in (("a.pth", one), ("b.pth", other)):
         torch.save({"s.w": tensor, "d.w": torch.ones(2)}, tmp_path / name)
     report: Any = stats(tmp_path / "a.pth")

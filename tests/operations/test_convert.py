@@ -66,7 +66,7 @@ def assert_is(state_dict: Any, model: nn.Module) -> None:
     assert {name: element_bytes(value) for name, value in state_dict.items()} == {
         name: element_bytes(value) for name, value in expected.items()
     }
-    assert list(state_dict._metadata.items()) == list(expected._metadata.items())
+    assert list(state_dict._metadata.items()) == list(expected._metadata.items())  # type: ignore[attr-defined]
     model.load_state_dict(state_dict)
 
 
@@ -492,7 +492,7 @@ def test_safetensors_needs_one_flat_state_dict(tmp_path: Path) -> None:
     assert "`select='model'`" in error.fix
     assert "`drop=['optimizer']`" in error.fix
     for options in ({"select": "model"}, {"drop": ["optimizer"]}):
-        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors", overwrite=True, **options)  # type: ignore[arg-type]
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors", overwrite=True, **options)
         assert set(load_file(tmp_path / "o.safetensors")) == set(state["model"])
 
 
@@ -610,7 +610,7 @@ def test_deflated_zip(tmp_path: Path) -> None:
     rewrite(FIXTURES / "training.pth", tmp_path / "in.pth", method=zipfile.ZIP_DEFLATED)
     expected = torch.load(tmp_path / "in.pth", weights_only=True)
     for options in ({}, {"verify": True}, {"dtype": "fp64"}):
-        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", overwrite=True, **options)  # type: ignore[arg-type]
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", overwrite=True, **options)
         if not options.get("dtype"):
             assert_same(expected, torch.load(tmp_path / "out.pth", weights_only=True, mmap=True))
 

@@ -110,7 +110,7 @@ def test_content_tells_whatever_the_name(tmp_path: Path) -> None:
     torch.save(WEIGHTS, tmp_path / "old.pickle", _use_new_zipfile_serialization=False)
     (tmp_path / "plain.data").write_bytes(pickle.dumps(WEIGHTS, protocol=2))
     save_file(WEIGHTS, tmp_path / "blob")
-    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), str(tmp_path / "a.jit"))  # type: ignore[no-untyped-call]
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), str(tmp_path / "a.jit"))
     np.savez(tmp_path / "arrays.npz", a=np.ones(2))
     write_tar(tmp_path / "torch01", "sys_info")
     with zipfile.ZipFile(tmp_path / "agent.zip", "w") as archive:

@@ -146,7 +146,7 @@ WORK = [
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__.strip("_"))
 def test_instructions_grow_with_the_names(work: Callable[[int, Path], Work], tmp_path: Path) -> None:
     """Four times the names take little more than four times the instructions."""
-    counts = []
+    counts: list[int] = []
     for count in (FEW, MANY):
         folder = tmp_path / str(count)
         folder.mkdir()
@@ -166,7 +166,12 @@ def test_the_ties_of_a_shard_are_read_once(tmp_path: Path, monkeypatch: pytest.M
     content = json.loads(index.read_text())
     content["weight_map"] = dict(list(content["weight_map"].items())[:1])
     index.write_text(json.dumps(content))
-    read, asked = safetensors.aliases_in, []
-    monkeypatch.setattr(safetensors, "aliases_in", lambda metadata: asked.append(1) or read(metadata))
+    read, asked = safetensors.aliases_in, list[int]()
+
+    def counted(metadata: dict[str, str]) -> Any:
+        asked.append(1)
+        return read(metadata)
+
+    monkeypatch.setattr(safetensors, "aliases_in", counted)
     assert len(ckpt_tools.inspect(tmp_path / "shards").tensors) == 20
     assert len(asked) < 6

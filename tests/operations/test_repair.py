@@ -153,7 +153,7 @@ def test_a_training_checkpoint(tmp_path: Path, training_file: Path) -> None:
     flipped = tmp_path / "flipped.pth"
     flipped.write_bytes(data)
     flip_byte(flipped, before["model"]["module.0.weight"].numpy().tobytes())
-    _, after = repaired(flipped.read_bytes(), tmp_path)
+    after: Any = repaired(flipped.read_bytes(), tmp_path)[1]
     assert (after["epoch"], after["best_acc"]) == (3, 0.5)
     assert "module.0.weight" not in after["model"]
     assert equal(after["model"], before["model"])
@@ -457,7 +457,7 @@ def test_stale_metadata(tmp_path: Path, wrapped: bool) -> None:
 
 def test_stale_metadata_that_another_state_dict_shares(tmp_path: Path) -> None:
     """`clean._metadata = wrapped._metadata`: the rows of the clean one are mended, those of the wrapped one stay."""
-    wrapped = nn.DataParallel(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))).state_dict()
+    wrapped: Any = nn.DataParallel(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))).state_dict()
     clean = type(wrapped)((name.removeprefix("module."), tensor) for name, tensor in wrapped.items())
     clean._metadata = wrapped._metadata
     torch.save({"wrapped": wrapped, "clean": clean}, tmp_path / "in.pth")
@@ -469,7 +469,7 @@ def test_stale_metadata_that_another_state_dict_shares(tmp_path: Path) -> None:
 
 def test_stale_metadata_beside_the_right_one(tmp_path: Path) -> None:
     """Where a row is there under both names, the one that fits the tensors is kept."""
-    state = nn.Linear(2, 2).state_dict(prefix="fc.")
+    state: Any = nn.Linear(2, 2).state_dict(prefix="fc.")
     state._metadata["module.fc"] = {"version": 9}
     state._metadata["fc"] = {"version": 1}
     torch.save(state, tmp_path / "model.pth")
@@ -505,7 +505,7 @@ def test_the_record_of_the_directory_is_the_right_one() -> None:
     """Of two whole records of one name that one counts which the directory has, wherever it lies."""
     listed = Found("a/data.pkl", 0, 40, 5, 5, False, "directory")
     for proof in ("descriptor", "header", "size", ""):
-        other = Found("a/data.pkl", 100, 140, 5, 5, False, proof)  # type: ignore[arg-type]
+        other = Found("a/data.pkl", 100, 140, 5, 5, False, proof)
         assert by_name([listed, other]) == by_name([other, listed]) == {"a/data.pkl": listed}
 
 
@@ -587,7 +587,7 @@ def test_like_and_reinit_belong_together(tmp_path: Path) -> None:
     torch.save({"other.weight": torch.ones(1)}, tmp_path / "other.pth")
     for options in ({"like": "x"}, {"reinit": "default"}, {"like": tmp_path / "other.pth", "reinit": "default"}):
         with pytest.raises(UsageError):
-            repair(tmp_path / "model.pth", tmp_path / "out.pth", **options)  # type: ignore[arg-type]
+            repair(tmp_path / "model.pth", tmp_path / "out.pth", **options)
     assert not (tmp_path / "out.pth").exists()
 
 
@@ -701,7 +701,7 @@ def test_containers_that_are_not_mended(kind: str, tmp_path: Path) -> None:
         torch.jit.save(torch.jit.script(nn.Linear(2, 3)), path)
     elif kind == "npz":
         with path.open("wb") as file:
-            numpy.savez(file, **{"a.w": numpy.ones(3, "f4")})
+            numpy.savez(file, **{"a.w": numpy.ones(3, "f4")})  # type: ignore[arg-type]
     else:
         path.write_bytes(pickle.dumps({"a.w": torch.ones(3)}))
     said = "programs" if kind == "torchscript" else kind
@@ -834,7 +834,7 @@ def test_what_was_written_is_read_back(suffix: str, tmp_path: Path, monkeypatch:
     model(tmp_path / "in.pth")
     out = tmp_path / f"out.{suffix}"
     out.write_bytes(b"old")
-    real = run.write
+    real = run.write  # type: ignore[attr-defined]
 
     def worn_out(pieces: Any, output: Any, *more: Any) -> int:
         count = real(pieces, output, *more)

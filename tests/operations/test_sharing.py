@@ -39,7 +39,7 @@ def elements(tensor: torch.Tensor) -> set[int]:
     places = torch.zeros(())
     for step in steps:
         places = places.unsqueeze(-1) + step
-    return {start + int(place) * tensor.element_size() for place in places.flatten()}
+    return {start + int(place) * tensor.element_size() for place in places.flatten()}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", SAME)

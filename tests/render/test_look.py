@@ -125,7 +125,13 @@ def test_names_that_the_terminal_cannot_show(name: str, terminal: dict[str, str]
     """Where the encoding lacks a letter, in a file's name or a tensor's, it is escaped, and nothing fails."""
     path, out = tmp_path / "caf\u00e9.pth", tmp_path / "\u00fc.pth"
     torch.save({"\u5c64.weight": torch.ones(2), "na\u00efve": "\u65e5"}, path)
-    more = {"convert": [out], "repair": [out], "average": [path, out], "diff": [path], "match": ["--like", path]}
+    more: dict[str, list[object]] = {
+        "convert": [out],
+        "repair": [out],
+        "average": [path, out],
+        "diff": [path],
+        "match": ["--like", path],
+    }
     done = ckpt(name, path, *more.get(name, []), PYTHONIOENCODING="ascii", LANG="C", **terminal)
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii()
@@ -210,7 +216,7 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, quiet: bool, seconds: float, 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     now = iter([0.0, seconds, seconds, seconds, seconds, *[seconds] * 50])
-    monkeypatch.setattr(options.time, "monotonic", partial(next, now))
+    monkeypatch.setattr("ckpt_tools.cli.options.time.monotonic", partial(next, now))
     with options.show_progress(quiet=quiet) as progress:
         progress(0, 8 << 20)
         progress(4 << 20, 8 << 20)

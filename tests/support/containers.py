@@ -8,6 +8,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ def _exported(folder: Path) -> Path:
     return folder / "program.pt2"
 
 
-def _arrays() -> dict[str, np.ndarray]:
+def _arrays() -> dict[str, Any]:
     return {name: tensor.numpy() for name, tensor in state().items()}
 
 
@@ -95,7 +96,7 @@ def _npz(folder: Path) -> Path:
 
 
 def _npy(folder: Path) -> Path:
-    np.save(folder / "arrays.npy", _arrays())
+    np.save(folder / "arrays.npy", _arrays())  # type: ignore[arg-type]
     return folder / "arrays.npy"
 
 

@@ -6,6 +6,7 @@ Run by torchrun: distributed_job.py OURS THEIRS
 import os
 import sys
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ mesh = init_device_mesh("cpu", (2,))
 model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4, dtype=torch.float64))
 fully_shard(model, mesh=mesh)
 columns = distribute_tensor(torch.zeros(3, 7), mesh, [Shard(1)])
-state = {"model": model.state_dict(), "columns": columns, "tied": torch.zeros(5, 6), "epoch": 0}
+state: dict[str, Any] = {"model": model.state_dict(), "columns": columns, "tied": torch.zeros(5, 6), "epoch": 0}
 dcp.load(state, checkpoint_id=ours)  # resharded: it was written by one process
 torch.manual_seed(1)
 expected = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4, dtype=torch.float64)).state_dict()

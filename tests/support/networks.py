@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +90,8 @@ class ResNetB(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedder(x)
-        for stage in self.encoder["stages"]:
+        stages: Any = self.encoder["stages"]
+        for stage in stages:
             x = stage["layers"](x)
         return self.classifier(x.mean((2, 3)))
 
@@ -352,7 +354,8 @@ class GatedA(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+        layers: Any = self.layers
+        for layer in layers:
             x = x + layer["w2"](F.silu(layer["w1"](x)) * layer["w3"](x))
         return x
 
@@ -368,7 +371,8 @@ class GatedB(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        blocks: Any = self.blocks
+        for block in blocks:
             gate, up = block["gate_up_proj"](x).chunk(2, -1)
             x = x + block["down_proj"](F.silu(gate) * up)
         return x
@@ -401,7 +405,8 @@ class TransposedA(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.h:
+        layers: Any = self.h
+        for layer in layers:
             x = x + layer["c_out"](F.gelu(layer["c_fc"](layer["c_proj"](x))))
         return x
 
@@ -409,7 +414,7 @@ class TransposedA(nn.Module):
 class TransposedB(TransposedA):
     """The same as `TransposedA`, even in its names, with `nn.Linear`."""
 
-    linear = staticmethod(nn.Linear)
+    linear = staticmethod(nn.Linear)  # type: ignore[assignment]
 
 
 # --- tied embeddings

@@ -45,7 +45,7 @@ def rank_of(rank: int, world: int) -> Iterator[None]:
     """This process as one rank of a world in which nothing is sent."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())  # type: ignore[no-untyped-call]
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
             yield
         finally:

@@ -463,7 +463,7 @@ class Counting(nn.Linear):
 
 def test_extra_state(tmp_path: Path) -> None:
     """What a module keeps beside tensors is given back to it; a file without it is refused or allowed."""
-    model = nn.Sequential(Counting(2, 2))
+    model: Any = nn.Sequential(Counting(2, 2))
     model[0].count = 9
     torch.save(nn.DataParallel(model).state_dict(), tmp_path / "m.pth")
     fresh = nn.Sequential(Counting(2, 2))
@@ -502,9 +502,10 @@ def test_extra_state_that_holds_tensors(wrap: Callable[[nn.Module], nn.Module], 
     report = ckpt.load_into(wrap(fresh) if wrap is nn.Sequential else fresh, tmp_path / "m.pth")
     assert report
     assert torch.equal(fresh.state["scale"], torch.ones(2))
-    assert torch.equal(fresh.module.state, torch.arange(3))
+    inner: Any = fresh.module
+    assert torch.equal(inner.state, torch.arange(3))
     assert fresh.weight.tolist() == [1.0, 1.0]
-    assert fresh.module.weight.tolist() == [2.0, 2.0]
+    assert inner.weight.tolist() == [2.0, 2.0]
 
 
 def test_files_from_before_batch_counters(tmp_path: Path) -> None:
@@ -521,6 +522,8 @@ def test_adapt(tmp_path: Path) -> None:
     """A first convolution for one and for five channels, by timm's rule."""
     weight = torch.randn(4, 3, 3, 3)
     torch.save({"0.weight": weight, "0.bias": torch.zeros(4)}, tmp_path / "m.pth")
+    grey: Any
+    more: Any
     grey, more = nn.Sequential(nn.Conv2d(1, 4, 3)), nn.Sequential(nn.Conv2d(5, 4, 3))
     assert "sum over the 3 channels" in ckpt.load_into(grey, tmp_path / "m.pth", adapt=True).adapted["0.weight"]
     assert torch.allclose(grey[0].weight, weight.sum(1, keepdim=True))
@@ -603,7 +606,7 @@ def test_what_was_put_on_a_parameter_stays(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, tmp_path / "in.pth")
     model = nn.Linear(3, 2)
     model.weight.no_decay = True  # type: ignore[attr-defined]
-    model.bias.requires_grad_(requires_grad=False)
+    model.bias.requires_grad_(requires_grad=False)  # type: ignore[call-arg]
     assert ckpt.load_into(model, tmp_path / "in.pth", assign=True)
     assert model.weight.no_decay is True  # type: ignore[attr-defined]
     assert [parameter.requires_grad for parameter in model.parameters()] == [True, False]

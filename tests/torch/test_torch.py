@@ -7,7 +7,7 @@ import stat
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ NETWORKS = [
 
 def assert_is_network(state_dict: Any) -> None:
     """The plain network's state dict: names in order, bits, `_metadata`."""
-    expected = network().state_dict()
+    expected: Any = network().state_dict()
     assert list(state_dict) == list(expected)
     assert all(element_bytes(state_dict[name]) == element_bytes(value) for name, value in expected.items())
     assert list(state_dict._metadata.items()) == list(expected._metadata.items())
@@ -111,7 +111,7 @@ def test_load_big_endian(tmp_path: Path) -> None:
 def test_map_location(map_location: ckpt.MapLocation) -> None:
     """A device or a mapping from tags places tensors as torch.load does."""
     loaded = ckpt.load(FIXTURES / "cuda.pth", map_location=map_location)
-    assert_same(loaded, torch.load(FIXTURES / "cuda.pth", map_location=map_location))
+    assert_same(loaded, torch.load(FIXTURES / "cuda.pth", map_location=cast("Any", map_location)))
     assert {value.device.type for value in loaded.values()} == {"cpu"}
 
 
@@ -251,7 +251,7 @@ def test_add_prefix() -> None:
 def test_unwrap() -> None:
     """Every wrapper, in any order."""
     inner = Wrapped("_fsdp_wrapped_module", nn.DataParallel(network()))
-    assert_is_network(ckpt.unwrap(torch.compile(inner, backend="eager").state_dict()))
+    assert_is_network(ckpt.unwrap(cast("Any", torch.compile(inner, backend="eager")).state_dict()))
 
 
 def test_collisions_of_live_names() -> None:
@@ -277,7 +277,7 @@ def test_mixed_live_dict() -> None:
         nn.DataParallel,
         lambda model: torch.compile(model, backend="eager"),
         lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
-        lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+        lambda model: nn.DataParallel(cast("nn.Module", torch.compile(model, backend="eager"))),
         lambda model: Wrapped("_fsdp_wrapped_module", model),
     ],
     ids=["plain", "parallel", "compiled", "compiled-parallel", "parallel-compiled", "fsdp"],

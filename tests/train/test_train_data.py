@@ -91,9 +91,9 @@ def test_without_torchvision_the_sentence_names_the_extra_and_digits(monkeypatch
 def torchvision() -> Iterator[Any]:
     """torchvision, also one built for CUDA beside a torch that was not: its compiled operators are declared, never run."""
     try:
-        library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+        library = torch.library.Library("torchvision", "DEF")
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     except RuntimeError:
         library = None  # they are there
     yield pytest.importorskip("torchvision.datasets", exc_type=ImportError)

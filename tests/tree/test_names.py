@@ -47,10 +47,15 @@ ORDERS = [
 ]
 
 
+def rows_of(state_dict: Any) -> list[tuple[str, Any]]:
+    """The rows of `_metadata`."""
+    return list(state_dict._metadata.items())
+
+
 def moved(state_dict: Any, rename: Callable[[str], str]) -> list[tuple[str, Any]]:
     """`_metadata` after a renaming."""
     renamed = {name: rename(name) for name in state_dict}
-    return names.move_metadata(renamed, list(state_dict._metadata.items()), lambda: {"version": 1})
+    return names.move_metadata(renamed, rows_of(state_dict), lambda: {"version": 1})
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: "-".join(wrap.__name__ for wrap in order))
@@ -62,18 +67,18 @@ def test_unwrap_undoes_wrappers_in_any_order(order: tuple[Callable[[nn.Module], 
         model = wrap(model)
     wrapped = model.state_dict()
     assert [names.unwrap(name) for name in wrapped] == list(plain)
-    assert moved(wrapped, names.unwrap) == list(plain._metadata.items())
+    assert moved(wrapped, names.unwrap) == rows_of(plain)
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_unwrap_undoes_wrappers_inside_the_model(wrap: Callable[[nn.Module], nn.Module]) -> None:
     """Wrapped sub-modules too, where the wrapper's name is one that no user gives; `module` inside is the user's own."""
-    model = network()
+    model: Any = network()
     model.features = wrap(model.features)
     wrapped = nn.DataParallel(model).state_dict()
     expected = model.state_dict() if wrap is parallel else network().state_dict()
     assert [names.unwrap(name) for name in wrapped] == list(expected)
-    assert sorted(moved(wrapped, names.unwrap)) == sorted(expected._metadata.items())
+    assert sorted(moved(wrapped, names.unwrap)) == sorted(rows_of(expected))
 
 
 def test_a_module_of_the_user_is_left_alone() -> None:
@@ -87,7 +92,7 @@ def test_a_module_of_the_user_is_left_alone() -> None:
 def test_metadata_of_an_added_prefix_is_data_parallels() -> None:
     """Adding `module.` gives the `_metadata` of the model under nn.DataParallel, the wrapper's own row first."""
     plain, wrapped = network().state_dict(), nn.DataParallel(network()).state_dict()
-    assert moved(plain, lambda name: f"module.{name}") == list(wrapped._metadata.items())
+    assert moved(plain, lambda name: f"module.{name}") == rows_of(wrapped)
 
 
 def test_metadata_survives_there_and_back() -> None:
@@ -95,7 +100,7 @@ def test_metadata_survives_there_and_back() -> None:
     plain = network().state_dict()
     there = moved(plain, lambda name: f"module.{name}")
     renamed = {f"module.{name}": name for name in plain}
-    assert names.move_metadata(renamed, there, dict) == list(plain._metadata.items())
+    assert names.move_metadata(renamed, there, dict) == rows_of(plain)
     assert "features.2" in dict(there) or "module.features.2" in dict(there)
 
 
@@ -103,7 +108,7 @@ def test_metadata_follows_a_renamed_module() -> None:
     """A renamed sub-module takes its row along; a tensor that only changes its last part leaves the rows."""
     plain = network().state_dict()
     rows = dict(moved(plain, lambda name: name.replace("fc1.", "head.").replace("fc2.weight", "fc2.kernel")))
-    assert list(rows) == [path.replace("fc1", "head") for path in plain._metadata]
+    assert list(rows) == [path.replace("fc1", "head") for path, _ in rows_of(plain)]
 
 
 @pytest.mark.parametrize(
