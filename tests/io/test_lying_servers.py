@@ -51,7 +51,7 @@ class _Handler(socketserver.StreamRequestHandler):
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Canned]]:
     """Starts servers, which end with the test; tries again are not waited for."""
-    monkeypatch.setattr(http.time, "sleep", lambda _: None)
+    monkeypatch.setattr("ckpt_tools.io.remote.http.time.sleep", lambda _: None)
     running: list[Canned] = []
 
     def start(answer: Answer | bytes, endless: bytes = b"") -> Canned:

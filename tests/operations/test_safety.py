@@ -478,7 +478,7 @@ def test_scan_of_an_address(tmp_path: Path, server: Server) -> None:
     assert f"dangerous: it runs {RUNS}" in shown
 
 
-RUNS_OF = {"gzip": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+RUNS_OF: dict[str, Any] = {"gzip": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 
 
 @pytest.mark.parametrize("kind", RUNS_OF)
