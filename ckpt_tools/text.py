@@ -50,6 +50,15 @@ def listed(texts: Sequence[object], limit: int = 5, *, rest: int = 0) -> str:
     return ", ".join(map(str, texts[:limit])) + (f" and {more} more" if more else "")
 
 
+def these_ranks(ranks: Sequence[int]) -> str:
+    """The numbers of one or of several ranks.
+
+    >>> these_ranks([1]), these_ranks([1, 3])
+    ('rank 1', 'ranks 1, 3')
+    """
+    return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks)}"
+
+
 def shortened(text: str, limit: int) -> str:
     """A text of at most so many characters, cut at its end."""
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

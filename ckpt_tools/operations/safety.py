@@ -60,7 +60,7 @@ class Safety:
             more = f", and {len(self.calls) - 1} more" if len(self.calls) > 1 else ""
             return f"dangerous: it {_does(self.calls[0][1])}{more}"
         if self.verdict == "needs-code":
-            names = listed(self.classes) if self.classes else "a program"
+            names = listed(self.classes, 3) if self.classes else "a program"
             return f"needs code: {names}; none known to do harm"
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]

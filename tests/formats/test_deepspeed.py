@@ -217,13 +217,13 @@ def test_a_rank_is_missing(stage: int, tmp_path: Path) -> None:
     """The error names the rank."""
     tag = save_zero(tmp_path / "in", trained(), stage, 3)
     (tag / OPTIMIZER.format(1)).unlink()
-    refused(tmp_path / "in", r"3 files \*_optim_states.pt, one a rank, and those of the ranks 1 are missing")
+    refused(tmp_path / "in", r"3 files \*_optim_states.pt, one a rank; missing: rank 1")
 
 
 def test_a_model_file_is_missing(tmp_path: Path) -> None:
     """Under stage 3 that of a rank, under the others the one that says the names."""
     (save_zero(tmp_path / "three", trained(), 3, 3) / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
-    refused(tmp_path / "three", r"model_states.pt, one a rank, and those of the ranks 2 are missing")
+    refused(tmp_path / "three", r"model_states.pt, one a rank; missing: rank 2")
     (save_zero(tmp_path / "two", trained(), 2, 3) / MODEL).unlink()
     refused(tmp_path / "two", "mp_rank_00_model_states.pt is missing")
 
@@ -255,7 +255,7 @@ def test_a_part_of_another_step(tmp_path: Path) -> None:
     tag = save_zero(tmp_path / "two", trained(), 2, 3)
     new, inner = torch.tensor(1.0), "base_optimizer_state"
     edit(tag / OPTIMIZER.format(2), lambda saved: saved["optimizer_state_dict"][inner]["state"][1].update(step=new))
-    refused(tmp_path / "two", r"made 2.0 steps on rank 0, and 2.0, 1.0 on the ranks 2")
+    refused(tmp_path / "two", r"made 2.0 steps on rank 0, and 2.0, 1.0 on rank 2")
     tag = save_zero(tmp_path / "three", trained(), 3, 2)
     name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
     edit(tag / name, lambda saved: saved.update(global_steps=1))

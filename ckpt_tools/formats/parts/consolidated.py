@@ -27,7 +27,7 @@ from ckpt_tools.formats.sharded import Keys, joined
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
-from ckpt_tools.text import listed, some
+from ckpt_tools.text import some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, Node
 
 CONTAINER = "consolidated"
@@ -75,7 +75,7 @@ def _ranks(names: Sequence[str]) -> list[str]:
         found[int(match[1])] = name
     if missing := [rank for rank in range(max(found) + 1) if rank not in found]:
         raise PartError(
-            f"{names[-1]} is one of {max(found) + 1} parts at least, and the ranks {listed(missing)} are missing.",
+            f"{names[-1]} is one of {max(found) + 1} parts at least; missing: {these_ranks(missing)}.",
             fix="Get the others too: a model needs the parts of all ranks.",
         )
     return [found[rank] for rank in sorted(found)]
@@ -152,7 +152,7 @@ class _Merging:
         whole = self.params.heads if self.params is not None else held
         if held != whole and (len(self.roots) > 1 or (held and whole % held == 0)):
             raise PartError(
-                f"{name!r} is not whole: the ranks {listed(range(len(self.roots)))} hold {held} of its {whole} columns.",
+                f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(range(len(self.roots)))}.",
                 why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.",
             )  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.sharded import Keys
-from ckpt_tools.text import listed, some
+from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Entry, Storage, contiguous_stride
 from ckpt_tools.values.boxes import Chunk, Sizes, assemble
@@ -118,7 +118,7 @@ def _check_covered(name: str, shape: Sizes, boxes: Sequence[Share], shares: Sequ
     if held < wanted:
         ranks = sorted({share.rank for share in shares})
         raise PartError(
-            f"{name!r} is not whole: the ranks {listed(ranks)} hold {held} of its {wanted} elements.",
+            f"{name!r} is not whole: {held} of its {wanted} elements are on {these_ranks(ranks)}.",
             why="A part is missing, or is of another job.",
         )
 

@@ -22,7 +22,7 @@ from ckpt_tools.formats.sharded import Keys, joined
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import unusual_tensor
-from ckpt_tools.text import dotted, listed, some
+from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Where
 from ckpt_tools.tree.visit import reachable, walk
@@ -60,11 +60,10 @@ def _check_world(group: Group, world: int) -> None:
     missing = [rank for rank in range(world) if rank not in group.names]
     beyond = [rank for rank in group.names if rank >= world]
     if missing or beyond:
-        what = f"the ranks {listed(missing)} are missing" if missing else ""
-        what = what or f"the ranks {listed(sorted(beyond))} are beyond it"
+        what = f"missing: {these_ranks(missing)}" if missing else f"{these_ranks(sorted(beyond))} would be beyond it"
         there = next(iter(group.names.values()))
         raise PartError(
-            f"{there} is one of {world} parts, and {what}.", why=f"{len(group.names)} of {world} files are there.",
+            f"{there} is one of {world} parts; {what}.", why=f"{len(group.names)} of {world} files are there.",
             fix="Get the others too: a model needs the parts of all ranks.",
         )  # fmt: skip
 
@@ -121,7 +120,7 @@ class _Merging:
             ranks = [rank for rank in self.ranks if where not in values[rank] or not _same(values[rank][where], value)]
             if ranks and where and where[-1] in _STEPS:
                 raise PartError(
-                    f"{dotted(where)!r} is {value!r} on rank {self.ranks[0]}, and another on the ranks {listed(ranks)}.",
+                    f"{dotted(where)!r} is {value!r} on rank {self.ranks[0]}, and another on {these_ranks(ranks)}.",
                     why="They were saved at different steps.",
                 )
             own += [dotted(where)] if ranks else []
@@ -186,7 +185,3 @@ def _values(root: Node) -> Iterator[tuple[Where, Node]]:
 
 def _same(one: Node, other: Node) -> bool:
     return type(one) is type(other) and (one == other or one != one)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return some([str(rank) for rank in ranks])

@@ -32,7 +32,7 @@ from ckpt_tools.formats.sharded import Keys, joined
 from ckpt_tools.io.content import read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
-from ckpt_tools.text import listed, some
+from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.boxes import Sizes
@@ -118,7 +118,7 @@ def _check_ranks(optimizers: Mapping[int, OptimizerState]) -> None:
     if other := [rank for rank in steps if steps[rank] != steps[0]]:
         own, theirs = (listed(list(dict.fromkeys(steps[rank]))) or "no" for rank in (0, other[0]))
         raise PartError(
-            f"The optimizer has made {own} steps on rank 0, and {theirs} on the ranks {listed(other)}.",
+            f"The optimizer has made {own} steps on rank 0, and {theirs} on {these_ranks(other)}.",
             why="They were saved at different steps.",
         )
 
@@ -127,9 +127,9 @@ def _check_world(kind: str, ranks: list[int], world: int) -> None:
     missing = [rank for rank in range(world) if rank not in ranks]
     beyond = [rank for rank in ranks if rank >= world]
     if missing or beyond:
-        what = f"those of the ranks {listed(missing)} are missing" if missing else f"the ranks {listed(beyond)} are beyond it"
+        what = f"missing: {these_ranks(missing)}" if missing else f"{these_ranks(beyond)} would be beyond it"
         raise PartError(
-            f"The checkpoint has {world} files *_{kind}, one a rank, and {what}.", why=f"{len(ranks)} are there.",
+            f"The checkpoint has {world} files *_{kind}, one a rank; {what}.", why=f"{len(ranks)} are there.",
             fix="Get the others too: every rank holds a part of every weight.",
         )  # fmt: skip
 
@@ -227,7 +227,7 @@ class _Merging:
         """A weight that is not trained: whole under stage 2, a part on each rank under stage 3."""
         fragments = {rank: model.fragments.get(name) for rank, model in self.models.items()}
         if missing := [rank for rank, entry in fragments.items() if entry is None]:
-            raise PartError(f"The frozen weight {name!r} is not in the files of the ranks {listed(missing)}.")
+            raise PartError(f"The frozen weight {name!r} is not in the files of {these_ranks(missing)}.")
         parts = {rank: _flat(entry) for rank, entry in fragments.items() if entry is not None}
         group = Group({name: shape}, (0,), (0,))
         wanted = group.part(len(parts)) if self.first.is_stage_3 else prod(shape)
