@@ -220,6 +220,13 @@ def test_a_rank_is_missing(stage: int, tmp_path: Path) -> None:
     refused(tmp_path / "in", r"3 files \*_optim_states.pt, one a rank; missing: rank 1")
 
 
+def test_a_number_of_ranks_that_nobody_has(tmp_path: Path) -> None:
+    """A file that claims any number of ranks costs no time."""
+    tag = save_zero(tmp_path / "in", trained(), 1, 1)
+    edit(tag / OPTIMIZER.format(0), lambda saved: saved["optimizer_state_dict"].update(partition_count=10**15))
+    refused(tmp_path / "in", "1000000000000000 files .* those of the ranks 1, 2, 3, 4, 5 and 95 more are missing")
+
+
 def test_a_model_file_is_missing(tmp_path: Path) -> None:
     """Under stage 3 that of a rank, under the others the one that says the names."""
     (save_zero(tmp_path / "three", trained(), 3, 3) / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()

@@ -49,6 +49,8 @@ _OF_PARTS = frozenset((
 
 _CODES = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}  # of a step that is a tensor
 
+_NAMED = 100  # missing ranks that are looked for
+
 DecodeFile: TypeAlias = Callable[[Source], Decoded]
 
 
@@ -124,7 +126,8 @@ def _check_ranks(optimizers: Mapping[int, OptimizerState]) -> None:
 
 
 def _check_world(kind: str, ranks: list[int], world: int) -> None:
-    missing = [rank for rank in range(world) if rank not in ranks]
+    there = frozenset(ranks)
+    missing = [rank for rank in range(min(world, len(ranks) + _NAMED)) if rank not in there]  # a file may say any number
     beyond = [rank for rank in ranks if rank >= world]
     if missing or beyond:
         what = f"missing: {these_ranks(missing)}" if missing else f"{these_ranks(beyond)} would be beyond it"
@@ -300,7 +303,7 @@ class _Merging:
             PartError: a rank has no state where others have one, or one of another size; there is none at all.
         """
         if not self.first.states:
-            raise PartError("There is no state of the optimizer in the files.")
+            raise PartError("The files have no optimizer state.")
         state = [pair for group in self.groups for pair in self._states(group)]
         names = {row: list(group.shapes) for group in self.groups for row in group.rows[:1]}
         groups = []

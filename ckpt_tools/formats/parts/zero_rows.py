@@ -80,7 +80,8 @@ class Group:
             numel = prod(shape)
             part = -(-numel // len(rows))
             found = list[Share]()
-            for rank, row in enumerate(rows):  # the last one's part is filled up, or all of it is filling
+            holders = rows[: -(-numel // part)] if part else []
+            for rank, row in enumerate(holders):  # the last one's part is filled up; those behind it hold nothing but filling
                 found += row.shares(start, min(part, numel - rank * part), rank * part)
             yield name, shape, found
             start += part

@@ -110,7 +110,7 @@ def read_optimizer(file: str, root: Node) -> OptimizerState:
         raise _malformed(file, "its groups are cut among several numbers of ranks" if counts else "it has no partition_count")
     flat = tuple(_listed(state.get(_STAGE_3 if is_stage_3 else _STAGE_2)))
     if not all(type(entry) is Entry and len(entry.shape) == 1 and entry.is_contiguous for entry in flat):
-        raise _malformed(file, "its weights are no rows")
+        raise _malformed(file, "its weights are not rows")
     inner = state.get("optimizer_state_dict" if is_stage_3 else "base_optimizer_state")
     groups = inner.get("param_groups") if type(inner) is Dict else None
     return OptimizerState(
@@ -130,7 +130,7 @@ def _paddings(file: str, node: Node) -> tuple[Sizes, ...] | None:
         return None
     found = [sizes_of(group) for group in _listed(node)]
     if any(group is None or min(group, default=0) < 0 for group in found):
-        raise _malformed(file, "its param_alignment_paddings are no numbers")
+        raise _malformed(file, "its param_alignment_paddings are not numbers")
     return tuple(group for group in found if group is not None)
 
 
@@ -138,7 +138,7 @@ def _shapes(file: str, node: Node) -> dict[str, Sizes]:
     shapes = {name: sizes_of(value) for name, value in _items(node)}
     for name, shape in shapes.items():
         if shape is None or min(shape, default=0) < 0 or prod(shape) > MAX_ELEMENTS:
-            raise _malformed(file, f"the shape of {name!r} is none")
+            raise _malformed(file, f"the shape of {name!r} is not one")
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
 
