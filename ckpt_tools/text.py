@@ -50,7 +50,7 @@ def listed(texts: Sequence[object], limit: int = 5, *, rest: int = 0) -> str:
     return ", ".join(map(str, texts[:limit])) + (f" and {more} more" if more else "")
 
 
-def these_ranks(ranks: Sequence[int]) -> str:
+def these_ranks(ranks: Sequence[object]) -> str:
     """The numbers of one or of several ranks.
 
     >>> these_ranks([1]), these_ranks([1, 3])

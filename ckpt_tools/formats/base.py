@@ -22,7 +22,8 @@ PROGRAMS = {
 }
 
 
-PART_CONTAINERS = ("rank-files", "consolidated", "deepspeed")  # folders of many ranks' files, each with parts of the tensors
+# folders of many ranks' files, each with parts of the tensors
+PART_CONTAINERS = ("rank-files", "consolidated", "megatron", "deepspeed")
 CUT_ARCHIVE = "cut-archive"  # the code of the warning that another archive begins behind the one that is read
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_tools.errors import FolderError, NotACheckpointError
-from ckpt_tools.formats.parts.grouping import consolidated_files, model_group, shard_groups
+from ckpt_tools.formats.parts.grouping import consolidated_files, iteration_folder, megatron_files, model_group, shard_groups
 from ckpt_tools.formats.parts.zero_names import checkpoint_folder, zero_files
 
 INDEX_SUFFIX = ".index.json"
@@ -24,7 +24,7 @@ _DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors
 class Layout:
     """A folder that is one checkpoint: its container, and the files that say what is in it."""
 
-    container: Literal["sharded", "dcp", "dcp-safetensors", "rank-files", "shards", "consolidated", "deepspeed"]
+    container: Literal["sharded", "dcp", "dcp-safetensors", "rank-files", "shards", "consolidated", "megatron", "deepspeed"]
     names: tuple[str, ...]
 
 
@@ -34,7 +34,7 @@ def find_layout(folder: str | os.PathLike[str]) -> Layout | None:
     Raises:
         NotACheckpointError: several indexes, each a checkpoint of its own; or the folder cannot be read.
     """
-    folder = checkpoint_folder(Path(folder))
+    folder = checkpoint_folder(iteration_folder(Path(folder)))
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -56,6 +56,11 @@ def layout_of(folder: str | os.PathLike[str], names: list[str]) -> Layout | None
     shards = tuple(name for name in names if _DCP_SAFETENSORS.fullmatch(name))
     if shards:
         return Layout("dcp-safetensors", shards)
+    return _layout_of_parts(folder, names)
+
+
+def _layout_of_parts(folder: str | os.PathLike[str], names: list[str]) -> Layout | None:
+    """The layout of files that say by their names alone that they belong together."""
     if (zero := zero_files(names)) is not None:
         return Layout("deepspeed", zero.names)
     groups = shard_groups(names)
@@ -65,6 +70,8 @@ def layout_of(folder: str | os.PathLike[str], names: list[str]) -> Layout | None
         return Layout("shards", groups[0])
     if consolidated := consolidated_files(names):
         return Layout("consolidated", consolidated)
+    if megatron := megatron_files(names):
+        return Layout("megatron", megatron)
     group = model_group(names)
     return Layout("rank-files", group.every) if group is not None else None
 

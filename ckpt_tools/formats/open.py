@@ -17,6 +17,7 @@ from typing import Self
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, ZipError
 from ckpt_tools.formats.base import Decoded, Warned, is_zip
+from ckpt_tools.formats.parts.grouping import iteration_folder
 from ckpt_tools.formats.parts.zero_names import checkpoint_folder, zero_files
 from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.io.output import Source, is_address
@@ -212,7 +213,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         from ckpt_tools.io.remote.source import open_remote
 
         return open_remote(os.fspath(path))
-    return Files(Path(path), checkpoint_folder(Path(path))) if os.path.isdir(path) else Source(path)
+    return Files(Path(path), checkpoint_folder(iteration_folder(Path(path)))) if os.path.isdir(path) else Source(path)
 
 
 @contextlib.contextmanager
@@ -272,6 +273,10 @@ def _decode_folder(files: Files) -> Decoded:
         return consolidated.decode(layout.names, files, decode_file)
     if layout.container == "deepspeed":
         return decode_zero(files, layout.names)
+    if layout.container == "megatron":
+        from ckpt_tools.formats.parts import megatron
+
+        return megatron.decode(layout.names, files, decode_file)
     if layout.container == "shards":
         from ckpt_tools.formats.parts import loose_shards
 

@@ -17,6 +17,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.base import is_zip
 from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX, Layout, layout_of
+from ckpt_tools.formats.parts.grouping import MP_RANK
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 
@@ -57,7 +58,10 @@ def find_checkpoints(top: Path) -> Found:
     found, linked = Found(), set()
     for folder, folders, names in os.walk(top, onerror=_unreadable):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
-        wholes, parts = _wholes(Path(folder), sorted(names))
+        ranks = [name for name in folders if MP_RANK.fullmatch(name)]
+        wholes, parts = _wholes(Path(folder), sorted([*names, *ranks]))
+        if Path(folder) in wholes:
+            folders[:] = [name for name in folders if name not in ranks]
         found.checkpoints += wholes
         for path in (Path(folder, name) for name in names if name not in parts):
             if path.is_symlink():

@@ -36,7 +36,7 @@ class Finding:
 CODES = frozenset((
     "unreadable", "damaged-record", "mixed-writers", "different", "missing", "unexpected",
     "not-finite", "uninitialised", "all-zero", "fresh-head", "skipped", "equal-tensors",
-    "wrapper-prefix", "common-prefix", "partition", "parts-differ", "parts-disagree",
+    "wrapper-prefix", "common-prefix", "partition", "parts-differ", "padded-vocabulary", "parts-disagree",
     "weights-only-refused", "no-such-device", "device-tags", "misnamed", "big-endian",
     "not-importable", "script-class", "numpy-1", "numpy-2", "foreign-path", "newer-path",
     "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums",
@@ -46,7 +46,7 @@ CODES = frozenset((
     "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
     "other-members", "several-archives", "torchscript-program", "exported-program", "embedded-source", "null-metadata",
     "extra-field", "left-out", "unread-member",
-    "half-edited", "stray-journal", "cut-archive", "distributed-tensors", "parts-differ", "no-index",
+    "half-edited", "stray-journal", "cut-archive", "distributed-tensors", "parts-differ", "no-index", "padded-vocabulary",
     "beside-the-weights",
 ))  # fmt: skip
 

@@ -159,7 +159,7 @@ class _Merging:
     def _merged(self, name: str) -> Entry:
         held = [(rank, tensors[name]) for rank, tensors in enumerate(self.roots)]
         axis = self._axis(name, held) if len(held) > 1 else None
-        return self.merger.replicated(name, held) if axis is None else along(self.merger, name, axis, held)
+        return self.merger.replicated(name, held) if axis is None else along(self.merger, name, axis, [held])
 
     def _axis(self, name: str, held: Held) -> int | None:
         """The dimension along which a tensor was cut; None where every rank has it whole."""

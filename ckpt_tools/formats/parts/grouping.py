@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools.errors import FolderError
 
 _NAME = re.compile(r"(?P<head>.*rank[_-]?)(?P<rank>\d{1,6})(?P<tail>\D*\.(?:pt|pth|bin|ckpt|th))", re.IGNORECASE)
 _WORLD = re.compile(r"world[_-]?size[_-]?(\d{1,6})", re.IGNORECASE)
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<suffix>\.safetensors|\.bin|\.pth|\.pt)")
 CONSOLIDATED = re.compile(r"consolidated\.(\d{2,5})\.pth")
+MP_RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
+_LATEST, _MOST_DIGITS = "latest_checkpointed_iteration.txt", 32
+MEGATRON_FILE = "model_optim_rng.pt"
 _DEEPSPEED = re.compile(r"(?:mp|pp|expp)_rank_\d")
 
 
@@ -61,6 +67,31 @@ def model_group(names: Sequence[str]) -> Group | None:
 def consolidated_files(names: Sequence[str]) -> tuple[str, ...]:
     """The files `consolidated.00.pth` and so on: a rank of Meta's model parallelism each."""
     return tuple(sorted(name for name in names if CONSOLIDATED.fullmatch(name)))
+
+
+def megatron_files(names: Sequence[str]) -> tuple[str, ...]:
+    """The files in the folders `mp_rank_00` and so on: a rank of Megatron-LM each."""
+    return tuple(f"{name}/{MEGATRON_FILE}" for name in sorted(names) if MP_RANK.fullmatch(name))
+
+
+def iteration_folder(folder: Path) -> Path:
+    """Where the files of a folder's checkpoint are: Megatron-LM's root has a file that says which of its folders counts.
+
+    Raises:
+        FolderError: that folder is not there.
+    """
+    try:
+        with open(folder / _LATEST, "rb") as file:
+            said = file.read(_MOST_DIGITS).strip().decode("ascii", "replace")
+    except OSError:
+        return folder
+    name = "release" if said == "release" else f"iter_{int(said):07d}" if said.isascii() and said.isdecimal() else ""
+    if not name or not (folder / name).is_dir():
+        raise FolderError(
+            f"{folder / _LATEST} says {said!r}, and there is no such checkpoint.",
+            why="It should be a number, or release, and the folder is beside it.", fix="Name the folder that is wanted.",
+        )  # fmt: skip
+    return folder / name
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ which reads them, before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -37,10 +37,11 @@ class Merger:
 
     Args:
         keys: gives the storages their keys, unique in the whole checkpoint.
+        called: what the ranks are called, where not by their numbers.
     """
 
-    def __init__(self, keys: Keys) -> None:
-        self.keys = keys
+    def __init__(self, keys: Keys, called: Mapping[int, str] | None = None) -> None:
+        self.keys, self.called = keys, called or {}
         self.tied: dict[Any, Entry] = {}
         self.replicas: list[tuple[str, Share, Share]] = []
 
@@ -65,7 +66,7 @@ class Merger:
             if first is not share:
                 self.replicas.append((name, first, share))
         whole = shape if measured is None else measured
-        _check_covered(name, whole, list(boxes.values()), shares)
+        self._check_covered(name, whole, list(boxes.values()), shares)
         key = (dtype.name, shape, tuple((box, *_view(share.entry)) for box, share in boxes.items()))
         if prod(shape) and key in self.tied:
             return replace(self.tied[key], requires_grad=requires_grad)
@@ -81,9 +82,13 @@ class Merger:
         own = Share(rank, (0,) * len(first.shape), first.shape, first)
         for other, entry in entries[1:]:
             if (entry.shape, entry.dtype.name) != (first.shape, first.dtype.name):
-                raise _disagreeing([name], [rank, other], "have other shapes or dtypes")
+                raise self._disagreeing([name], [rank, other], "have other shapes or dtypes")
             self.replicas.append((name, own, replace(own, rank=other, entry=entry)))
         return first
+
+    def shown(self, *ranks: int) -> str:
+        """Ranks as a message shows them."""
+        return these_ranks([self.called.get(rank, rank) for rank in ranks])
 
     def check_replicas(self) -> None:
         """Read what several ranks hold, and compare it.
@@ -96,13 +101,28 @@ class Merger:
             if one.entry.numel and not same_bytes(one.entry, other.entry):
                 wrong.setdefault(name, set()).update((one.rank, other.rank))
         if wrong:
-            raise _disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
+            raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
         self.replicas.clear()
 
-    @staticmethod
-    def _check_share(name: str, dtype: DType, share: Share) -> None:
+    def _check_share(self, name: str, dtype: DType, share: Share) -> None:
         if share.entry.dtype.name != dtype.name:
-            raise PartError(f"{name!r} is {dtype.name}, and {share.entry.dtype.name} on rank {share.rank}.")
+            raise PartError(f"{name!r} is {dtype.name}, and {share.entry.dtype.name} on {self.shown(share.rank)}.")
+
+    def _check_covered(self, name: str, shape: Sizes, boxes: Sequence[Share], shares: Sequence[Share]) -> None:
+        held, wanted = sum(prod(share.sizes) for share in boxes), prod(shape)
+        if held < wanted:
+            ranks = self.shown(*sorted({share.rank for share in shares}))
+            raise PartError(
+                f"{name!r} is not whole: {held} of its {wanted} elements are on {ranks}.",
+                why="A part is missing, or is of another job.",
+            )
+
+    def _disagreeing(self, names: Sequence[str], ranks: Sequence[int], what: str) -> PartError:
+        return PartError(
+            f"The ranks {listed([self.called.get(rank, rank) for rank in ranks])} {what} for {some(names)}.",
+            why="All of them have it whole, and it must be the same.",
+            fix="Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well.",
+        )
 
 
 def _view(entry: Entry) -> tuple[int, int, Sizes]:
@@ -111,20 +131,3 @@ def _view(entry: Entry) -> tuple[int, int, Sizes]:
 
 def _device(shares: Sequence[Share]) -> str | None:
     return shares[0].entry.storage.device if shares else "cpu"
-
-
-def _check_covered(name: str, shape: Sizes, boxes: Sequence[Share], shares: Sequence[Share]) -> None:
-    held, wanted = sum(prod(share.sizes) for share in boxes), prod(shape)
-    if held < wanted:
-        ranks = sorted({share.rank for share in shares})
-        raise PartError(
-            f"{name!r} is not whole: {held} of its {wanted} elements are on {these_ranks(ranks)}.",
-            why="A part is missing, or is of another job.",
-        )
-
-
-def _disagreeing(names: Sequence[str], ranks: Sequence[int], what: str) -> PartError:
-    return PartError(
-        f"The ranks {listed(ranks)} {what} for {some(names)}.", why="All of them have it whole, and it must be the same.",
-        fix="Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well.",
-    )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import Checkpoint, collector_paused, decode_file, decode_ranks, decode_zero, naming
-from ckpt_tools.formats.parts.grouping import CONSOLIDATED, consolidated_files, group_of
+from ckpt_tools.formats.parts.grouping import CONSOLIDATED, MEGATRON_FILE, MP_RANK, consolidated_files, group_of, megatron_files
 from ckpt_tools.formats.parts.zero_names import is_zero_file, zero_files
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
@@ -33,6 +33,11 @@ def siblings(checkpoint: Checkpoint) -> Siblings | None:
     path = checkpoint.path
     if type(checkpoint.decoded.source) is not Source or is_address(str(path)):
         return None
+    if path.name == MEGATRON_FILE and MP_RANK.fullmatch(path.parent.name):
+        from ckpt_tools.formats.parts import megatron
+
+        ranks = megatron_files(os.listdir(path.parent.parent))
+        return _several(path.parent.parent, len(ranks), lambda source: megatron.decode(ranks, source, decode_file))
     names = os.listdir(path.parent)
     if CONSOLIDATED.fullmatch(path.name):
         from ckpt_tools.formats.parts import consolidated

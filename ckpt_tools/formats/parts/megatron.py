@@ -1,0 +1,291 @@
+"""megatron: what Megatron-LM saves with `--ckpt-format torch`, a folder for each rank of tensor, pipeline, expert parallelism.
+
+    iter_0000002/mp_rank_00/model_optim_rng.pt               MUST  tensor parallel rank 0
+    iter_0000002/mp_rank_00_001_003/model_optim_rng.pt       ... of the second stage (and the fourth rank of experts)
+    latest_checkpointed_iteration.txt                        MAY   "2" or "release": which folder counts
+
+Each file holds `model` (`model0`, `model1` with virtual stages): plain tensors under names that tell how they are cut, and
+`args`, which say into how many parts. Embeddings, qkv and the first matrix of the MLP are cut along dimension 0 (with a gate,
+gate and rest each by itself), the second and the attention's output along dimension 1, norms not at all. Layers and experts
+count from 0 on every rank.
+
+Source: Megatron-LM's `megatron/training/checkpointing.py` (`get_checkpoint_name`, `generate_state_dict`), `tools/checkpoint/
+loader_base.py`, `megatron/core/tensor_parallel/layers.py`, `megatron/core/transformer/moe/experts.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from math import prod
+
+from ckpt_tools.errors import PartError
+from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.parts.cuts import Held, along
+from ckpt_tools.formats.parts.grouping import MP_RANK
+from ckpt_tools.formats.parts.megatron_names import Chunk, axis_of, chunk_of, is_expert, with_offsets
+from ckpt_tools.formats.parts.merging import Merger
+from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Files
+from ckpt_tools.text import listed, some
+from ckpt_tools.tree.modules import attributes
+from ckpt_tools.tree.nodes import Dict, Entry, Node
+
+CONTAINER = "megatron"
+_KINDS = ("tensor", "pipeline", "expert")
+_LEFT_OUT = ("optimizer", "rng_state")  # cut as the ranks are, and of no use to another number of them
+_OPTIMIZER = "distrib_optim.pt"
+_AGREEING = ("num_layers", "num_experts", "padded_vocab_size", "swiglu")
+_MODEL = re.compile(r"model(\d{0,4})")
+_TWO_JOBS = "They are of two jobs."
+_MOST = 100_000
+
+Place = tuple[int, int, int]  # which rank of tensor, pipeline and expert parallelism
+
+
+@dataclass(slots=True)
+class _Part:
+    """One rank's file."""
+
+    folder: str
+    place: Place
+    decoded: Decoded
+    arguments: Dict
+    chunks: list[Chunk]
+
+
+def decode(names: Sequence[str], files: Files, decode_file: Callable[[Source], Decoded]) -> Decoded:
+    """Read the structure of every rank's file and put the tensors together; no tensor bytes.
+
+    Args:
+        names: the files, each below the folder that its rank's name is. files: the folder of all.
+
+    Raises:
+        PartError: a rank is missing, or does not fit the others; a tensor of which nothing says how it was cut.
+    """
+    keys, parts = Keys(), list[_Part]()
+    sizes: Place = (1, 1, 1)
+    for name in sorted(names):
+        decoded = decode_file(files.open(name))
+        decoded.root = keys.renew(decoded.root)
+        folder, arguments = name.partition("/")[0], _arguments(name, decoded.root)
+        sizes = _sizes(folder, arguments) if not parts else sizes
+        parts.append(_Part(folder, _place(folder, sizes), decoded, arguments, _chunks(name, decoded.root)))
+    _check_world(sizes, parts)
+    _check_agreeing(parts)
+    merging = _Merging(parts, sizes, keys)
+    root = merging.run()
+    made = joined(CONTAINER, root, files, [part.decoded for part in parts], {})
+    made.has_checksums = False  # those of the ranks' records are not looked at
+    made.warnings += _notes(parts, merging)
+    made.locate = merging.locate
+    return made
+
+
+# --- the parts
+
+
+def _arguments(name: str, root: Node) -> Dict:
+    """The arguments of the job, which the file carries."""
+    arguments = root.get("args") if type(root) is Dict else None
+    state = arguments if type(arguments) is Dict else attributes(arguments)
+    if state is None:
+        raise PartError(f"{name} carries no args, so that nothing says into how many parts the model was cut.")
+    return state
+
+
+def _sizes(folder: str, arguments: Dict) -> Place:
+    """The ranks of each kind of parallelism."""
+    found = [arguments.get(f"{kind}_model_parallel_size") for kind in _KINDS]
+    sizes = [1 if size is None else size for size in found]
+    if any(type(size) is not int or not 1 <= size <= _MOST for size in sizes):
+        raise PartError(f"The args in {folder} say an impossible number of ranks: {listed(found)}.")
+    if sizes[2] > 1 and arguments.get("expert_tensor_parallel_size") not in (None, sizes[0]):
+        raise PartError("The experts are cut into another number of tensor parallel ranks than the rest, which is not read.")
+    groups = arguments.get("num_query_groups")
+    if type(groups) is int and arguments.get("group_query_attention") is not False and groups % sizes[0]:
+        raise PartError(f"{groups} query groups are on {sizes[0]} tensor parallel ranks, some on several, which is not read.")
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _place(folder: str, sizes: Place) -> Place:
+    """Which rank a folder is by its name: a stage is in it where there are several, a rank of experts likewise."""
+    match = MP_RANK.fullmatch(folder)
+    assert match is not None, "whoever asks has seen that it is a rank's"
+    numbers = [int(number) for number in match.groups() if number is not None]
+    if len(numbers) != 1 + (sizes[1] > 1) + (sizes[2] > 1):
+        shown = " x ".join(f"{size} {kind}" for size, kind in zip(sizes, _KINDS, strict=True))
+        raise PartError(f"The name {folder} does not fit the args of the job, which was {shown} parallel.")
+    rest = iter(numbers[1:])
+    return numbers[0], next(rest) if sizes[1] > 1 else 0, next(rest) if sizes[2] > 1 else 0
+
+
+def _chunks(name: str, root: Node) -> list[Chunk]:
+    """The tensors of a rank: of each of its virtual stages, in order."""
+    found = {int(match[1] or 0): key for key, _ in root.items if type(key) is str and (match := _MODEL.fullmatch(key))}
+    if sorted(found) != [*range(len(found))] or not found:
+        raise PartError(f"{name} holds no model, or its virtual stages are not counted from 0.")
+    return [chunk_of(f"{name}: {found[number]}", root.get(found[number])) for number in sorted(found)]
+
+
+def _check_world(sizes: Place, parts: Sequence[_Part]) -> None:
+    """Every rank is there once, and no other."""
+    places: dict[Place, str] = {}
+    for part in parts:
+        if part.place in places:
+            raise PartError(f"{places[part.place]} and {part.folder} are one rank's.", fix="Remove one of the two.")
+        places[part.place] = part.folder
+    if beyond := [part.folder for part in parts if any(at >= size for at, size in zip(part.place, sizes, strict=True))]:
+        raise PartError(f"{some(beyond)} are beyond the {prod(sizes)} ranks that the args of the job say.")
+    world = prod(sizes)
+    every = (place for place in product(*map(range, sizes)) if place not in places)
+    if missing := list(islice(every, 5)):
+        shown = listed([_folder(place, sizes) for place in missing], rest=world - len(places) - len(missing))
+        raise PartError(
+            f"{shown}: missing. {len(places)} of {world} parts are there.",
+            fix="Get the others too: a model needs the parts of all ranks.",
+        )
+
+
+def _folder(place: Sequence[int], sizes: Place) -> str:
+    stage, experts = (f"_{at:03d}" if size > 1 else "" for at, size in zip(place[1:], sizes[1:], strict=True))
+    return f"mp_rank_{place[0]:02d}{stage}{experts}"
+
+
+def _check_agreeing(parts: Sequence[_Part]) -> None:
+    """All are of one job at one step, and each is the rank that its name says."""
+    first = parts[0]
+    for part in parts:
+        for kind in (*(f"{kind}_model_parallel_size" for kind in _KINDS), *_AGREEING):
+            if part.arguments.get(kind) != first.arguments.get(kind):
+                raise PartError(
+                    f"The args of {first.folder} and {part.folder} say another {kind}.", why="They are of two jobs."
+                )
+        for key in ("iteration", "checkpoint_version"):
+            if part.decoded.root.get(key) != first.decoded.root.get(key):
+                raise PartError(
+                    f"{first.folder} and {part.folder} have another {key}.", why="They were saved at different steps."
+                )
+        rank, size = part.arguments.get("rank"), first.arguments.get("tensor_model_parallel_size")
+        if type(rank) is int and type(size) is int and rank % size != part.place[0]:
+            raise PartError(f"{part.folder} holds the part of rank {rank}, by its args.", why="Its name says another.")
+
+
+def _notes(parts: Sequence[_Part], merging: _Merging) -> list[Warned]:
+    left = [key for key in _LEFT_OUT if any(key in part.decoded.root for part in parts)]
+    left += (
+        ["distrib_optim.pt"] if any((part.decoded.source.path.parent / "distrib_optim.pt").exists() for part in parts) else []
+    )
+    found = [Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged")] if left else []
+    extra = sum(chunk.left_out for part in parts for chunk in part.chunks)
+    found += [Warned("left-out", f"{extra} values of the model that are no tensors (_extra_state)")] if extra else []
+    if merging.padding:
+        found.append(Warned("padded-vocabulary", merging.padding, severity="info"))
+    return found
+
+
+# --- merging
+
+
+class _Merging:
+    """The tensors of all ranks on their way into one state dict."""
+
+    def __init__(self, parts: Sequence[_Part], sizes: Place, keys: Keys) -> None:
+        self.parts, self.sizes = parts, sizes
+        self.merger = Merger(keys, {number: part.folder for number, part in enumerate(parts)})
+        self.arguments = parts[0].arguments
+        self.padding = ""
+        self.held: dict[str, dict[Place, tuple[int, Entry]]] = {}
+
+    def run(self) -> Node:
+        """The merged tree: the first rank's, with the whole model in it, and args that say that it is one part."""
+        self._hold()
+        model = Dict([(name, self._merged(name, places)) for name, places in self.held.items()], ordered=True)
+        self._check_vocabulary(model)
+        items = list[tuple[Node, Node]]()
+        for key, value in self.parts[0].decoded.root.items:
+            if type(key) is str and _MODEL.fullmatch(key):
+                items += [("model", model)] if key in ("model", "model0") else []
+            elif key not in _LEFT_OUT:
+                items.append((key, value))
+        for number, (key, value) in enumerate(self.arguments.items):
+            if key in [f"{kind}_model_parallel_size" for kind in _KINDS] and value is not None:
+                self.arguments.items[number] = (key, 1)
+        return Dict(items)
+
+    def locate(self, root: Node) -> Node:
+        """Compare what several ranks hold; the bytes are where they are."""
+        self.merger.check_replicas()
+        return root
+
+    def _hold(self) -> None:
+        """Note of each name in the whole model who holds a part of it, in the order of the layers."""
+        counts = {len(part.chunks) for part in self.parts}
+        if len(counts) > 1:
+            raise PartError("The ranks have different numbers of virtual stages.", why=_TWO_JOBS)
+        stages = [(virtual, stage) for virtual in range(counts.pop()) for stage in range(self.sizes[1])]
+        offsets: dict[str, int] = {}
+        for virtual, stage in stages:
+            members = [(number, part) for number, part in enumerate(self.parts) if part.place[1] == stage]
+            chunks = [part.chunks[virtual] for _, part in members]
+            if any(chunk.layers != chunks[0].layers or chunk.experts != chunks[0].experts for chunk in chunks):
+                folders = listed([part.folder for _, part in members])
+                raise PartError(f"The ranks of one stage, {folders}, have other numbers of layers or experts.")
+            for (number, part), chunk in zip(members, chunks, strict=True):
+                for name, entry in with_offsets(chunk, offsets, part.place[2], self._tied(stage)):
+                    self.held.setdefault(name, {})[part.place] = (number, entry)
+            for prefix, count in chunks[0].layers.items():
+                offsets[prefix] = offsets.get(prefix, 0) + count
+        self._check_layers(offsets)
+
+    def _tied(self, stage: int) -> bool:
+        """Whether the head of a stage is a copy of the embedding, which is on the first."""
+        return stage > 0 and self.arguments.get("untie_embeddings_and_output_weights") is False
+
+    def _check_layers(self, counts: Mapping[str, int]) -> None:
+        if len(counts) > 1 and self.sizes[1] > 1:
+            raise PartError(f"Layers of several kinds ({listed(list(counts))}) in a pipeline are not read.")
+        wanted = self.arguments.get("num_layers")
+        if type(wanted) is int and len(counts) == 1 and [*counts.values()] != [wanted]:
+            raise PartError(f"The ranks hold {next(iter(counts.values()))} layers, and the args say {wanted}.")
+
+    def _check_vocabulary(self, model: Dict) -> None:
+        """The embedding has the rows that the args say; those beyond the tokenizer's are padding, and kept."""
+        rows = self.arguments.get("padded_vocab_size")
+        for name, entry in model.items:
+            if name.endswith("word_embeddings.weight") and type(rows) is int:
+                if entry.shape[0] != rows:
+                    raise PartError(f"{name!r} has {entry.shape[0]} rows, and the args say {rows} (padded_vocab_size).")
+                real = self.arguments.get("vocab_size")
+                if type(real) is int and real < rows:
+                    self.padding = f"{rows - real} rows of the vocabulary are padding ({rows} for {real} tokens); they are kept"
+
+    def _merged(self, name: str, held: Mapping[Place, tuple[int, Entry]]) -> Entry:
+        groups = self._groups(name, held)
+        if self.sizes[0] > 1:
+            cut = axis_of(name, [entry for _, entry in groups[0]], self._part_of, self._version())
+            if cut is not None:
+                return along(self.merger, name, cut.axis, groups, pieces=cut.pieces)
+        return self.merger.replicated(name, [row for group in groups for row in group])
+
+    def _version(self) -> float:
+        version = self.parts[0].decoded.root.get("checkpoint_version")
+        return version if type(version) in (int, float) else 0.0
+
+    def _part_of(self, name: str) -> Entry | None:
+        """Any rank's part of a tensor, by its name in the whole model."""
+        return next((entry for _, entry in self.held.get(name, {}).values()), None)
+
+    def _groups(self, name: str, held: Mapping[Place, tuple[int, Entry]]) -> list[Held]:
+        """What the ranks hold, those together that cut one tensor among them: each of the tensor parallel ranks once."""
+        stages = sorted({(stage, experts) for _, stage, experts in held})
+        wanted = [(stage, experts) for stage in dict.fromkeys(stage for stage, _ in stages) for experts in range(self.sizes[2])]
+        for stage, experts in stages if is_expert(name) else wanted:
+            missing = [place for at in range(self.sizes[0]) if (place := (at, stage, experts)) not in held]
+            if missing:
+                folders = listed([_folder(place, self.sizes) for place in missing])
+                raise PartError(f"{name!r} is not in {folders}, and is on other ranks.")
+        return [[held[at, stage, experts] for at in range(self.sizes[0])] for stage, experts in stages]
