@@ -221,7 +221,7 @@ def test_load_state_dict_keeps_parameters(tmp_path: Path) -> None:
 
 def test_load_state_dict_dtype_must_be_a_float() -> None:
     """An integer dtype is a usage error."""
-    with pytest.raises(UsageError, match="no float"):
+    with pytest.raises(UsageError, match="not a float type"):
         ckpt.load_state_dict(FIXTURES / "single.pth", dtype=torch.int8)
 
 
