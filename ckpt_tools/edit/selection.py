@@ -62,10 +62,14 @@ def select_in(checkpoint: Checkpoint, path: str) -> Node:
     first, _, rest = path.partition(".")
     if (exact := _json_path(path)) is not None:
         first, rest = str(exact[0]) if exact else "", json.dumps(exact[1:]) if exact[1:] else ""
-    make = checkpoint.decoded.others.get(first)
-    if make is None or next(_at(checkpoint.root, path), None) is not None:
+    others = checkpoint.decoded.others
+    if first in others and next(_at(checkpoint.root, path), None) is None:
+        return select(others[first](), rest) if rest else others[first]()
+    try:
         return select(checkpoint.root, path)
-    return select(make(), rest) if rest else make()
+    except NothingMatchedError as error:
+        error.why = error.why or (f"Beside the tree are {', '.join(map(repr, others))}." if others else "")
+        raise
 
 
 def _at(root: Node, path: str) -> Iterator[tuple[Where, Node]]:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.cli import main
-from ckpt_tools.errors import NotACheckpointError, PartError
+from ckpt_tools.errors import NotACheckpointError, NothingMatchedError, PartError
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.content import Joined
 from ckpt_tools.torch import load, load_state_dict
@@ -94,6 +94,9 @@ def test_the_16_bit_weights(tmp_path: Path) -> None:
         assert equal(load_state_dict(tmp_path / "out.safetensors"), expected)
     assert equal(load_state_dict(tmp_path / "two", select="module"), expected)
     assert ckpt_tools.diff(tmp_path / "two", tmp_path / "out.safetensors", select="module=.").same
+    with pytest.raises(NothingMatchedError) as missed:
+        ckpt_tools.convert(tmp_path / "two", tmp_path / "out.pth", select="modle")
+    assert missed.value.why == "Beside the tree are 'module', 'optimizer', 'training'."
     save_zero(tmp_path / "three", trained(torch.bfloat16), 3, 2)
     with pytest.raises(PartError, match="ZeRO 3 saves no 16-bit weights") as caught:
         ckpt_tools.convert(tmp_path / "three", tmp_path / "out.pth", select="module")
