@@ -77,11 +77,12 @@ class Safety:
         return {"verdict": self.verdict, "calls": calls, "classes": self.classes, "unexamined": unexamined}
 
     def findings(self) -> list[Finding]:
-        """The dangers as findings."""
-        found = [Finding("dangerous", "problem", [], sentence(where, call), _EXPECTED, _FIX) for where, call in self.calls]
-        if len(found) > _SHOWN_CALLS:
-            more = f"... and {len(found) - _SHOWN_CALLS} more calls"
-            found[_SHOWN_CALLS:] = [Finding("dangerous", "problem", [], more, _EXPECTED, _FIX)]
+        """The dangers as findings; what to do about them stands once, at the first."""
+        advice = [(_EXPECTED, _FIX)] + [("", "")] * _SHOWN_CALLS
+        shown = [sentence(where, call) for where, call in self.calls[:_SHOWN_CALLS]]
+        if len(self.calls) > _SHOWN_CALLS:
+            shown.append(f"... and {len(self.calls) - _SHOWN_CALLS} more calls")
+        found = [Finding("dangerous", "problem", [], text, *told) for text, told in zip(shown, advice, strict=False)]
         if self.unexamined:
             reasons = listed([f"{printable(where) or 'the file'}: {printable(why)}" for where, why in self.unexamined])
             found.append(Finding("unexamined", "warning", [], f"not all of it could be looked through: {reasons}", "", ""))
@@ -89,7 +90,7 @@ class Safety:
 
 
 _EXPECTED = "data, and calls that make data (docs/scan.md)"
-_FIX = "Do not load it. Where only its tensors are wanted: ckpt convert IN OUT --objects plain"
+_FIX = "Do not load it. This takes its tensors alone: ckpt convert IN OUT --objects plain"
 
 
 def sentence(where: str, call: Call) -> str:

@@ -360,6 +360,16 @@ def test_every_pickle_counts(tmp_path: Path) -> None:
     assert not found.weights_only["loads"]
 
 
+def test_what_to_do_stands_once(tmp_path: Path) -> None:
+    """Of many dangerous calls twenty are told and the others counted; what to do about them is said at the first."""
+    calls = [Payload(os.system, f"echo {number}") for number in range(23)]
+    safety = examined(tmp_path / "many.pkl", pickle.dumps(calls))
+    told = [finding for finding in safety.findings() if finding.code == "dangerous"]
+    assert len(told) == 21
+    assert told[-1].found == "... and 3 more calls"
+    assert [bool(finding.fix and finding.expected) for finding in told] == [True] + [False] * 20
+
+
 def test_check_says_dangerous(tmp_path: Path) -> None:
     """check has a finding of its own for a dangerous file, a problem."""
     path = tmp_path / "a.pth"
