@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import ckpt_tools
 from tests.support.samples import FIXTURES
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +67,13 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return python.parent
+
+
+def test_the_version_has_its_section() -> None:
+    """CHANGELOG.md has a dated section of this version, behind what is not released yet; its text comes before its lists."""
+    sections = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?\n\n(.?)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert [name for name, _, _ in sections][:2] == ["Unreleased", ckpt_tools.__version__]
+    assert all(date and start != "#" for _, date, start in sections[1:])
 
 
 def test_the_wheel_holds_the_package_only(wheel: Path) -> None:
