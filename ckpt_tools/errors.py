@@ -205,7 +205,15 @@ class NothingMatchedError(ConvertError):
 
 
 class PartError(ConvertError):
-    """The file is one process's part of a model, and the model is wanted."""
+    """The file is one process's part of a model, and the model is wanted.
+
+    Args:
+        rest: whether what else is there is whole, so that `convert(..., partial=True)` can write it.
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", rest: bool = False) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.rest = rest
 
 
 class ObjectsError(ConvertError):

@@ -111,6 +111,7 @@ if TYPE_CHECKING:
 )
 @click.option("--shard-size", cls=Once, metavar="SIZE", help="OUT is a folder of shards of at most 5GB, 500MiB ... each.")
 @click.option("--only-weights", is_flag=True, help="From folder to folder: leave config.json, tokenizer files and the like.")
+@click.option("--partial", is_flag=True, help="Of the files of ranks: write what is whole, leave out and list the rest.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
 @click.option("--verify", is_flag=True, help="Check the CRC-32 of every record while copying.")

@@ -111,6 +111,7 @@ class Decoded:
         root_folder: the folder in the zip that everything lies in.
         records: the records of a zip, those too that the tree does not refer to.
         dead_bytes: counts the bytes that nothing refers to: gaps, and storages that no tensor is built on.
+        lost: what could not be put together and was left out, by `partial`: path and reason.
         locate: finds the bytes of the tree's tensors, for containers that put it off until they are wanted.
         others: what `--select` takes beside the tree, by name; made when it is wanted.
     """
@@ -128,6 +129,7 @@ class Decoded:
     root_folder: str = "archive"
     records: Sequence[Record] = ()
     dead_bytes: Callable[[], int] = lambda: 0
+    lost: list[tuple[str, str]] = field(default_factory=list)
     locate: Callable[[Node], Node] | None = None
     others: Mapping[str, Callable[[], Node]] = field(default_factory=dict)
 

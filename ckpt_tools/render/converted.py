@@ -51,7 +51,7 @@ def _rows(report: Converted) -> list[Row]:
     rows += up_to_ten("dropped", [f"{path} ({as_options(why)})" for path, why in report.dropped])
     rows += object_rows(report)
     rows += up_to_ten("came along" if not report.dry_run else "comes along", report.companions)
-    rows += up_to_ten("stayed", [f"{name} ({why})" for name, why in report.stayed])
+    rows += up_to_ten("stayed", [f"{name} ({as_options(why)})" for name, why in report.stayed])
     rows += up_to_ten("note", [as_options(note.text) for note in report.notes])
     if not report.dry_run:
         copied = all(note.code != "in-place" for note in report.notes)

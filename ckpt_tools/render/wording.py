@@ -29,8 +29,9 @@ def worded(document: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("notes", "findings"):
         if isinstance(rows := said.get(key), list):
             said[key] = [_worded_row(row) for row in rows]
-    if isinstance(dropped := said.get("dropped"), list):
-        said["dropped"] = [(path, as_options(why)) for path, why in dropped]
+    for key in ("dropped", "stayed"):
+        if isinstance(rows := said.get(key), list):
+            said[key] = [(path, as_options(why)) for path, why in rows]
     if isinstance(output := said.get("output"), dict):
         said["output"] = worded(output)
     return said

@@ -246,7 +246,7 @@ _READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("strip_module", "add_module", "unwrap", "slim", "ema", "allow_reshape", "adapt", "overwrite", "dry_run", "verify",
          "compact", "fsync", "keep_damaged", "tie_equal", "values", "digest", "contents", "assign", "mmap", "wrapped",
-         "only_weights"),
+         "only_weights", "partial"),
         _flag,
     ),
     **dict.fromkeys(

@@ -96,17 +96,21 @@ class Merger:
         Raises:
             PartError: ranks disagree; all such tensors are named, with the ranks.
         """
+        if wrong := self.differing():
+            raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
+
+    def differing(self) -> dict[str, set[int]]:
+        """The names of which ranks hold different values, with these ranks; reads them, once."""
         wrong: dict[str, set[int]] = {}
         for name, one, other in self.replicas:
             if one.entry.numel and not same_bytes(one.entry, other.entry):
                 wrong.setdefault(name, set()).update((one.rank, other.rank))
-        if wrong:
-            raise self._disagreeing(list(wrong), sorted(set().union(*wrong.values())), "hold different values")
         self.replicas.clear()
+        return wrong
 
     def _check_share(self, name: str, dtype: DType, share: Share) -> None:
         if share.entry.dtype.name != dtype.name:
-            raise PartError(f"{name!r} is {dtype.name}, and {share.entry.dtype.name} on {self.shown(share.rank)}.")
+            raise PartError(f"{name!r} is {dtype.name}, and {share.entry.dtype.name} on {self.shown(share.rank)}.", rest=True)
 
     def _check_covered(self, name: str, shape: Sizes, boxes: Sequence[Share], shares: Sequence[Share]) -> None:
         held, wanted = sum(prod(share.sizes) for share in boxes), prod(shape)
@@ -115,6 +119,7 @@ class Merger:
             raise PartError(
                 f"{name!r} is not whole: {held} of its {wanted} elements are on {ranks}.",
                 why="A part is missing, or is of another job.",
+                rest=True,
             )
 
     def _disagreeing(self, names: Sequence[str], ranks: Sequence[int], what: str) -> PartError:
@@ -122,6 +127,7 @@ class Merger:
             f"The ranks {listed([self.called.get(rank, rank) for rank in ranks])} {what} for {some(names)}.",
             why="All of them have it whole, and it must be the same.",
             fix="Are these files of one step of one job? Buffers that each rank counts by itself (batch norm) differ as well.",
+            rest=True,
         )
 
 

@@ -18,7 +18,7 @@ from ckpt_tools.formats.base import PART_CONTAINERS, Warned
 from ckpt_tools.formats.open import Checkpoint, find_tensors, open_checkpoint
 from ckpt_tools.formats.parts.grouping import CONSOLIDATED
 from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
-from ckpt_tools.formats.parts.siblings import open_with, siblings
+from ckpt_tools.formats.parts.siblings import open_partial, open_with, siblings
 from ckpt_tools.formats.parts.zero_names import is_zero_file
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.findings import Finding
@@ -85,16 +85,16 @@ def _names_parts(names: Iterable[Global]) -> bool:
     return any(name.module.startswith("torch.distributed.") and name.name in ("DTensor", "ShardedTensor") for name in names)
 
 
-def open_whole(path: str | os.PathLike[str]) -> Checkpoint:
+def open_whole(path: str | os.PathLike[str], *, partial: bool = False) -> Checkpoint:
     """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare.
 
     Distributed tensors that are whole on this rank (replicated, or in a world of one) become plain ones; a rank's file becomes
-    the whole with the others beside it.
+    the whole with the others beside it. With `partial` what is not whole in the files of ranks is left out (`Decoded.lost`).
 
     Raises:
         PartError: it is one process's part, and the others are not there, or do not fit. CkptError: see `open_checkpoint`.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = (open_partial(path) if partial else None) or open_checkpoint(path)
     try:
         if (part := partition(checkpoint)) is not None:
             others = siblings(checkpoint)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import Decoded, Warned
@@ -32,8 +33,11 @@ _STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step"
 _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 
 
-def decode(group: Group, files: Files, decode_file: Callable[[Source], Decoded]) -> Decoded:
+def decode(group: Group, files: Files, decode_file: Callable[[Source], Decoded], *, partial: bool = False) -> Decoded:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes.
+
+    With `partial` what is not whole is left out and listed in `Decoded.lost`; files that do not belong together are refused
+    all the same.
 
     Raises:
         PartError: a rank is missing, is another's, or has other tensors; boxes leave something out; sums (`Partial`).
@@ -41,30 +45,31 @@ def decode(group: Group, files: Files, decode_file: Callable[[Source], Decoded])
     taken = set(group.names.values())
     if doubled := [name for name in group.every if name not in taken]:
         raise PartError(f"{some(doubled)} are parts of ranks that have a file already.", fix="Remove one of the two.")
-    _check_world(group, group.world or len(group.names))
+    _check_world(group, group.world or max(group.names) + 1, partial=partial)
     keys, ranks = Keys(), sorted(group.names)
     parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
     base = parts[ranks[0]]
     base.root = keys.renew(base.root)
-    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, keys)
+    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, keys, partial=partial)
     made = joined(CONTAINER, merging.run(), files, list(parts.values()), {})
     gone = merging.globals_of_parts()
     made.globals = [name for name in made.globals if name not in gone]
     made.has_checksums = False  # those of the ranks' records are not looked at
     made.warnings += merging.warnings
+    made.lost = merging.lost
     made.locate = merging.locate
     return made
 
 
-def _check_world(group: Group, world: int) -> None:
+def _check_world(group: Group, world: int, *, partial: bool) -> None:
     missing = [rank for rank in range(world) if rank not in group.names]
     beyond = [rank for rank in group.names if rank >= world]
-    if missing or beyond:
+    if beyond or (missing and not partial):
         what = f"missing: {these_ranks(missing)}" if missing else f"{these_ranks(sorted(beyond))} would be beyond it"
         there = next(iter(group.names.values()))
         raise PartError(
             f"{there} is one of {world} parts; {what}.", why=f"{len(group.names)} of {world} files are there.",
-            fix="Get the others too: a model needs the parts of all ranks.",
+            fix="Get the others too: a model needs the parts of all ranks.", rest=not beyond,
         )  # fmt: skip
 
 
@@ -76,41 +81,84 @@ def is_tensor(node: Node) -> bool:
 class _Merging:
     """The trees of all ranks on their way into one: the first rank's, with whole tensors in it."""
 
-    def __init__(self, group: Group, roots: Mapping[int, Node], keys: Keys) -> None:
+    def __init__(self, group: Group, roots: Mapping[int, Node], keys: Keys, *, partial: bool) -> None:
         self.group, self.roots, self.ranks = group, roots, sorted(roots)
         self.merger = Merger(keys)
         self.reader = PartReader()
         self.warnings: list[Warned] = []
         self.objects: list[Object] = []
+        self.partial, self.lost = partial, list[tuple[str, str]]()
+        self.world = group.world or max(group.names) + 1
 
     def run(self) -> Node:
         """The merged tree."""
         tensors = {rank: dict(_tensors(root)) for rank, root in self.roots.items()}
-        self._check_names(tensors)
+        uneven = self._check_names(tensors)
         self._check_values()
         first = tensors[self.ranks[0]]
-        new = {id(node): self._merged(where, [tensors[rank][where] for rank in self.ranks]) for where, node in first.items()}
+        new: dict[int, Any] = {id(node): exchange.DROP for where, node in first.items() if where in uneven}
+        for where, node in first.items():
+            if where not in uneven:
+                new[id(node)] = self._merged_or_lost(where, [tensors[rank][where] for rank in self.ranks])
         self.root = exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node), node))
+        self._check_rest()
         return self.root
 
     def locate(self, root: Node) -> Node:
-        """Compare what several ranks hold; the bytes are where they are."""
-        self.merger.check_replicas()
-        return root
+        """Compare what several ranks hold; the bytes are where they are. What differs goes, if what is whole is wanted."""
+        if not self.partial:
+            self.merger.check_replicas()
+            return root
+        wrong = self.merger.differing()
+        gone = {id(node): dotted(where) for where, node in _tensors(root) if dotted(where) in wrong}
+        self.lost += [(name, f"different values on {these_ranks(sorted(ranks))}") for name, ranks in wrong.items()]
+        self.root = exchange.replace(root, lambda node: cast("Node", exchange.DROP) if id(node) in gone else node)
+        self._check_rest()
+        return self.root
+
+    def _check_rest(self) -> None:
+        """With `partial`: say which ranks are missing; something must be left."""
+        if not self.partial:
+            return
+        missing = [rank for rank in range(self.world) if rank not in self.roots]
+        if missing and not any(warned.code == "parts-missing" for warned in self.warnings):
+            text = f"of {self.world} ranks' files are missing: {these_ranks(missing)}; what is whole without them is taken"
+            self.warnings.append(Warned("parts-missing", text))
+        if self.lost and next(_tensors(self.root), None) is None:
+            raise PartError(f"No tensor is whole in the files of {these_ranks(self.ranks)}: {_first(self.lost)}.")
+
+    def _merged_or_lost(self, where: Where, nodes: Sequence[Node]) -> Any:
+        """The whole tensor; DROP, with a word in `lost`, for one that is not whole where that is no error."""
+        try:
+            return self._merged(where, nodes)
+        except PartError as error:
+            if not (self.partial and error.rest and type(where[-1]) is str):  # lists would close up
+                raise
+            self.lost.append((dotted(where), error.what.removeprefix(f"{dotted(where)!r} ").rstrip(".")))
+            return exchange.DROP
 
     def globals_of_parts(self) -> set[Global]:
         """The globals that only parts name, which are whole tensors now."""
         left = {node for node in reachable(self.root) if type(node) is Global}
         return {node for node in reachable(tuple(self.objects)) if type(node) is Global} - left
 
-    def _check_names(self, tensors: Mapping[int, Mapping[Where, Node]]) -> None:
+    def _check_names(self, tensors: Mapping[int, Mapping[Where, Node]]) -> set[Where]:
+        """The tensors that not every rank has, where they may be left out."""
         every = {where: None for found in tensors.values() for where in found}
+        uneven: dict[Where, list[int]] = {}
         for rank, found in tensors.items():
-            if missing := [dotted(where) for where in every if where not in found]:
+            lacks = [where for where in every if where not in found]
+            if self.partial and all(type(where[-1]) is str for where in lacks):
+                for where in lacks:
+                    uneven.setdefault(where, []).append(rank)
+            elif missing := [dotted(where) for where in lacks]:
                 raise PartError(
                     f"Rank {rank} does not have {some(missing)}.", why="The files of other ranks have it.",
-                    fix="Are these files of one job? Stages of a pipeline are not parts of one another.",
+                    fix="Are these files of one job? Stages of a pipeline are not parts of one another.", rest=True,
                 )  # fmt: skip
+
+        self.lost += [(dotted(where), f"not on {these_ranks(ranks)}") for where, ranks in uneven.items()]
+        return set(uneven)
 
     def _check_values(self) -> None:
         """Values that count steps must agree; of others the first rank's are taken, with a word."""
@@ -147,29 +195,33 @@ class _Merging:
         try:
             part = self.reader.read(node)
         except TensorError as error:
-            raise PartError(f"{name!r} in {file} cannot be placed.", why=str(error)) from None
+            raise PartError(f"{name!r} in {file} cannot be placed.", why=str(error), rest=True) from None
         if part is None:
-            raise PartError(f"{name!r} is a part on some ranks, and something else in {file}.")
+            raise PartError(f"{name!r} is a part on some ranks, and something else in {file}.", rest=True)
         if part.rank is not None and part.rank != rank:
             raise PartError(f"{file} says by its name that it is rank {rank}'s, and holds the part of rank {part.rank}.")
         if name.rpartition(".")[2] in ("_flat_param", "flat_param"):
             raise PartError(
                 f"{name!r} is all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT.",
                 fix="Save it again with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT.",
+                rest=True,
             )
         return part
 
     def _check_alike(self, name: str, parts: Sequence[Part]) -> None:
-        world = len(self.ranks)
         for rank, part in zip(self.ranks, parts, strict=True):
             if (part.kind, part.shape, part.dtype.name) != (parts[0].kind, parts[0].shape, parts[0].dtype.name):
-                raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.ranks[0]}.")
+                raise PartError(f"{name!r} is another tensor on rank {rank} than on rank {self.ranks[0]}.", rest=True)
             if part.is_partial:
-                raise PartError(f"{name!r} is a sum that the ranks have not added up (Partial).")
+                raise PartError(f"{name!r} is a sum that the ranks have not added up (Partial).", rest=True)
             ranks = part.mesh.ranks if part.mesh is not None else (part.world - 1,)
-            if max(ranks, default=0) >= world:
-                other = max(part.world, max(ranks) + 1)
-                raise PartError(f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {world}.")
+            if max(ranks, default=0) < self.world:
+                continue
+            other = max(part.world, max(ranks) + 1)
+            if not self.partial or self.group.world is not None:
+                text = f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {self.world}."
+                raise PartError(text, rest=self.group.world is None)
+            self.world = other  # names that say nothing of it: the others are missing
 
 
 def _tensors(root: Node) -> Iterator[tuple[Where, Node]]:
@@ -185,3 +237,8 @@ def _values(root: Node) -> Iterator[tuple[Where, Node]]:
 
 def _same(one: Node, other: Node) -> bool:
     return type(one) is type(other) and (one == other or one != one)
+
+
+def _first(lost: Sequence[tuple[str, str]]) -> str:
+    name, why = lost[0]
+    return f"{name!r} {why}" if len(lost) == 1 else f"{name!r} {why}, and {len(lost) - 1} more"

@@ -8,8 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.folders import find_layout
 from ckpt_tools.formats.open import Checkpoint, collector_paused, decode_file, decode_ranks, decode_zero, naming
-from ckpt_tools.formats.parts.grouping import CONSOLIDATED, MEGATRON_FILE, MP_RANK, consolidated_files, group_of, megatron_files
+from ckpt_tools.formats.parts import rank_files
+from ckpt_tools.formats.parts.grouping import (
+    CONSOLIDATED,
+    MEGATRON_FILE,
+    MP_RANK,
+    Group,
+    consolidated_files,
+    group_of,
+    megatron_files,
+)
 from ckpt_tools.formats.parts.zero_names import is_zero_file, zero_files
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
@@ -53,6 +63,40 @@ def siblings(checkpoint: Checkpoint) -> Siblings | None:
     if group is None:
         return None
     return _several(path.parent, len(group.names), lambda source: decode_ranks(source, path.name, group.every))
+
+
+def open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
+    """What is whole of the files of ranks that are at a path; None for anything that is no such files.
+
+    Raises:
+        PartError: nothing is whole, or the files do not belong together. CkptError: see `open_checkpoint`.
+    """
+    place, group = Path(path), _group_at(path)
+    if group is None:
+        return None
+    files = Files(place, place if place.is_dir() else place.parent)
+    try:
+        with collector_paused(), naming(files):
+            return Checkpoint(rank_files.decode(group, files, decode_file, partial=True))
+    except BaseException:
+        files.close()
+        raise
+
+
+def has_partial(path: str | os.PathLike[str]) -> bool:
+    """Whether `open_partial` knows what is at a path."""
+    return _group_at(path) is not None
+
+
+def _group_at(path: str | os.PathLike[str]) -> Group | None:
+    """The rank files that a folder holds, or that a file is one of."""
+    place = Path(path)
+    if is_address(path) or not place.exists():
+        return None
+    if not place.is_dir():
+        return group_of(place.name, os.listdir(place.parent))
+    layout = find_layout(place)
+    return group_of(layout.names[0], layout.names) if layout is not None and layout.container == "rank-files" else None
 
 
 def _several(folder: Path, count: int, decode: Callable[[Files], Decoded]) -> Siblings | None:

@@ -68,7 +68,7 @@ def find(checkpoint: Checkpoint, target: str | os.PathLike[str], *, only_weights
         if name in own:
             continue
         why = kind or _why_it_stays(name.rpartition("/")[2])
-        why = why or ("--only-weights" if only_weights else _take(name, files, found))
+        why = why or ("`only_weights`" if only_weights else _take(name, files, found))
         if why:
             found.stayed.append((name, why))
     return found

@@ -16,7 +16,7 @@ from ckpt_tools.edit import (
 )
 from ckpt_tools.edit.objects import plain
 from ckpt_tools.edit.objects.values import is_array
-from ckpt_tools.errors import NothingMatchedError, UsageError
+from ckpt_tools.errors import NothingMatchedError, PartError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import PROGRAMS, Decoded
 from ckpt_tools.formats.open import (
@@ -27,6 +27,7 @@ from ckpt_tools.formats.open import (
     tensors_outside,
 )
 from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.formats.parts.siblings import has_partial
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
@@ -54,7 +55,7 @@ def run(
 ) -> Converted:  # fmt: skip
     """Read, plan and, with an output, write; the input must still be what was read when the output takes its name."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
-    with open_whole(source) as checkpoint:
+    with open_input(source, partial=edits.partial) as checkpoint:
         pieces = edits.plan(checkpoint, report)
         report.bytes = total(pieces)
         if output is not None:
@@ -67,6 +68,20 @@ def run(
     return report
 
 
+def open_input(source: str | os.PathLike[str], *, partial: bool) -> Checkpoint:
+    """Open what is to be converted.
+
+    Raises:
+        PartError: it is not whole; where something in it is, the error names the option. CkptError: see `open_whole`.
+    """
+    try:
+        return open_whole(source, partial=partial)
+    except PartError as error:
+        if error.rest and not partial and has_partial(source):
+            error.fix = f"{error.fix} `partial=True` writes what is whole and lists the rest.".lstrip()
+        raise
+
+
 class Edits:
     """The options, checked; and what they do to a checkpoint."""
 
@@ -75,6 +90,7 @@ class Edits:
         select: str | None = None, map_location: Location | None = None, dtype: Any = None,
         dtype_only: str | Sequence[str] = (), objects: str | None = None, slim: bool = False, ema: bool = False,
         retargeting: Retargeting | None = None, verify: bool = False, reserve: int | None = None, compact: bool = False,
+        partial: bool = False,
     ) -> None:  # fmt: skip
         if reserve is not None and (kind != "safetensors" or reserve < 0):
             raise UsageError("`reserve` is the room in a safetensors header; a .pth puts a longer pickle behind its tensors.")
@@ -93,7 +109,7 @@ class Edits:
         self.retag = devices.parse_map_location(self.map_location) if self.map_location is not None else None
         self.dtype = DTYPES[CAST_TARGETS[dtype]] if dtype is not None else None
         self.dtype_only, self.objects, self.slim, self.ema = several(dtype_only), objects, slim, ema
-        self.retargeting, self.verify, self.compact = retargeting, verify, compact
+        self.retargeting, self.verify, self.compact, self.partial = retargeting, verify, compact, partial
         self.reserve = reserve if reserve is not None else 0 if compact else _RESERVE
         self.stack = ExitStack()  # what must stay open until the bytes are written: a target that is a checkpoint
         self.casting: casts.Casting | None = None
@@ -143,6 +159,7 @@ class Edits:
     def _begin(self, checkpoint: Checkpoint, report: Converted) -> None:
         """Find the bytes, tell what is odd about the input, tie what its metadata says is tied."""
         checkpoint.locate()
+        report.dropped += checkpoint.decoded.lost
         report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
         self.ties = renaming.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
         if self.ties:

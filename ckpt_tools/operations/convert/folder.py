@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import CkptError, OutputError
 from ckpt_tools.formats.open import Checkpoint, collector_paused
-from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.content import Literal, Piece, total
 from ckpt_tools.io.output import is_address, output_error, output_errors
@@ -19,7 +18,7 @@ from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert import companions, sharding
 from ckpt_tools.operations.convert.companions import Companions
-from ckpt_tools.operations.convert.conversion import Edits, not_verified, report_flat
+from ckpt_tools.operations.convert.conversion import Edits, not_verified, open_input, report_flat
 from ckpt_tools.operations.convert.dcp_items import Items, collect
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.sharding import Shards
@@ -121,7 +120,7 @@ def run_folder(
     """
     target.check()
     report = Converted(str(source), str(target.path), "dcp" if target.kind == "dcp" else "sharded", target.dry_run)
-    with open_whole(source) as checkpoint:
+    with open_input(source, partial=edits.partial) as checkpoint:
         if target.kind == "dcp":
             run_dcp(checkpoint, target, edits, report, progress)
         else:

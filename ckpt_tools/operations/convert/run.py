@@ -79,6 +79,7 @@ def convert(
     fsync: bool = False,
     shard_size: str | int | None = None,
     only_weights: bool = False,
+    partial: bool = False,
     ranks: Ranks | None = None,
     progress: Progress | None = None,
 ) -> Converted:
@@ -117,6 +118,7 @@ def convert(
         shard_size: the target is a folder of shards of at most so many bytes of tensors each ("5GB", "500MiB", a number),
             with their index; in safetensors unless `format` says "pth".
         only_weights: from a folder into a folder: leave configuration and tokenizer files, which come along else.
+        partial: of the files of ranks: leave out what is not whole (a rank is missing, ranks disagree), and list it.
         ranks: the processes that share the work of a sharded output (`ckpt_tools.io.ranks.launched`).
         overwrite: replace an existing target. dry_run: only report. verify: check CRC-32s while copying.
         reserve: bytes of room in a safetensors header for longer names, 4096 unless told, so that an edit in place fits.
@@ -154,7 +156,7 @@ def convert(
         )  # fmt: skip
         edits = Edits(
             names, kind, keep=keep, drop=drop, select=select, map_location=map_location, dtype=dtype, dtype_only=dtype_only,
-            objects=objects, slim=slim, ema=ema, verify=verify, reserve=reserve, compact=compact,
+            objects=objects, slim=slim, ema=ema, verify=verify, reserve=reserve, compact=compact, partial=partial,
             retargeting=_retargeting(
                 like, like_args, match, plan, allow_reshape, reinit, on_mismatch, rows, adapt, seed, like_select
             ),

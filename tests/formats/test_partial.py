@@ -1,0 +1,157 @@
+"""`--partial` writes what is whole of the files of ranks, lists the rest, and refuses files that do not belong together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import ckpt_tools
+from ckpt_tools.cli import main
+from ckpt_tools.errors import PartError
+from tests.support.rank_files import Cut, fsdp1, fsdp2, hsdp, save_ranks, tp
+
+
+def change(path: Path, **values: Any) -> None:
+    """One rank's file with other values under some names."""
+    state = torch.load(path, weights_only=False)
+    state.update(values)
+    torch.save(state, path)
+
+
+def written(folder: Path) -> tuple[dict[str, torch.Tensor], ckpt_tools.Converted]:
+    """What `partial` makes of a folder, as torch loads it, and the report."""
+    target = folder.parent / "out.pth"
+    report = ckpt_tools.convert(folder, target, partial=True)
+    return torch.load(target, weights_only=True), report
+
+
+def rank_file(folder: Path, rank: int, world: int = 3) -> Path:
+    """A rank's file."""
+    return folder / f"model_world_size_{world}_rank_{rank}.pt"
+
+
+@pytest.mark.parametrize(("cut", "replicated"), [
+    (fsdp1, {"bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}),
+    (fsdp2, {"bn.running_mean", "bn.running_var", "bn.num_batches_tracked"}),
+    (tp, {"emb.weight", "bn.weight", "bn.bias", "head.weight", "b.bias", "bn.running_mean",
+          "bn.running_var", "bn.num_batches_tracked"}),
+])  # fmt: skip
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_missing_rank(cut: Cut, replicated: set[str], gone: int, tmp_path: Path) -> None:
+    """What the other ranks have whole equals the model; every other tensor is listed, and the ranks that are missing."""
+    expected = save_ranks(tmp_path / "in", cut, 3)
+    rank_file(tmp_path / "in", gone).unlink()
+    with pytest.raises(PartError, match=rf"(?s)missing: rank {gone}\..*`partial=True`"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    found, report = written(tmp_path / "in")
+    assert set(found) == replicated
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert {name for name, _ in report.dropped} == set(expected) - replicated
+    assert all("elements are on rank" in why for _, why in report.dropped)
+    assert f"of 3 ranks' files are missing: rank {gone};" in next(
+        row.text for row in report.notes if row.code == "parts-missing"
+    )
+
+
+def test_a_missing_replica(tmp_path: Path) -> None:
+    """HSDP without one of its groups is whole, bit for bit."""
+    expected = save_ranks(tmp_path / "in", hsdp, 4)
+    for rank in (2, 3):
+        rank_file(tmp_path / "in", rank, 4).unlink()
+    found, report = written(tmp_path / "in")
+    assert list(found) == list(expected)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert report.dropped == []
+    assert "parts-missing" in [note.code for note in report.notes]
+
+
+def test_buffers_that_every_rank_counts_by_itself(tmp_path: Path) -> None:
+    """A batch norm that was not synchronised: its buffers are left out by name, with the ranks; all else is there."""
+    expected = save_ranks(tmp_path / "in", fsdp2, 3)
+    change(rank_file(tmp_path / "in", 2), **{"bn.running_mean": torch.ones(5), "bn.running_var": torch.zeros(5)})
+    with pytest.raises(PartError, match=r"(?s)bn.running_mean.*`partial=True`"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    found, report = written(tmp_path / "in")
+    why = "different values on ranks 0, 2"
+    assert report.dropped == [("bn.running_mean", why), ("bn.running_var", why)]
+    assert set(found) == set(expected) - {"bn.running_mean", "bn.running_var"}
+
+
+def test_a_name_that_one_rank_lacks(tmp_path: Path) -> None:
+    """Is left out, also where the first rank is the one without it; so is one with another shape."""
+    for lacking in (0, 2):
+        folder = tmp_path / str(lacking) / "in"
+        save_ranks(folder, fsdp2, 3)
+        state = torch.load(rank_file(folder, lacking), weights_only=False)
+        del state["a.bias"]
+        torch.save(state, rank_file(folder, lacking))
+        change(rank_file(folder, 1), **{"bn.running_var": torch.zeros(4)})
+        found, report = written(folder)
+        assert ("a.bias", f"not on rank {lacking}") in report.dropped
+        assert {name for name, _ in report.dropped} == {"a.bias", "bn.running_var"}
+        assert not {"a.bias", "bn.running_var"} & set(found)
+
+
+def test_names_that_tell_no_world(tmp_path: Path) -> None:
+    """The last ranks are missing, and only the meshes inside say that there were more."""
+    expected = save_ranks(tmp_path / "in", fsdp2, 3, name="model.rank_{rank}.pth")
+    (tmp_path / "in" / "model.rank_2.pth").unlink()
+    with pytest.raises(PartError, match=r"(?s)a job of 3 ranks.*`partial=True`"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    found, report = written(tmp_path / "in")
+    assert set(found) == {name for name in expected if name.startswith("bn.") and name[3:] not in ("weight", "bias")}
+    assert "of 3 ranks' files are missing: rank 2;" in next(row.text for row in report.notes if row.code == "parts-missing")
+
+
+def test_one_file_stands_for_those_that_are_left(tmp_path: Path) -> None:
+    """One rank's file, alone in its folder, named itself."""
+    save_ranks(tmp_path / "in", fsdp2, 3)
+    for rank in (0, 2):
+        rank_file(tmp_path / "in", rank).unlink()
+    report = ckpt_tools.convert(rank_file(tmp_path / "in", 1), tmp_path / "out.safetensors", partial=True)
+    assert (report.tensors, len(report.dropped)) == (3, 8)
+
+
+def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
+    """A rank's file under another's name, and values of other steps: mixing them is never whole."""
+    save_ranks(tmp_path / "in", fsdp2, 3)
+    rank_file(tmp_path / "in", 1).write_bytes(rank_file(tmp_path / "in", 0).read_bytes())
+    with pytest.raises(PartError, match="holds the part of rank 0") as caught:
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", partial=True)
+    assert "partial" not in str(caught.value)
+    save_ranks(tmp_path / "steps", fsdp2, 2)
+    for rank in (0, 1):
+        change(rank_file(tmp_path / "steps", rank, 2), step=rank)
+    with pytest.raises(PartError, match="different steps"):
+        ckpt_tools.convert(tmp_path / "steps", tmp_path / "out.pth", partial=True)
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_nothing_is_whole(tmp_path: Path) -> None:
+    """Then nothing is written."""
+    for rank in range(2):
+        torch.save({"w": torch.full((3,), float(rank))}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    with pytest.raises(PartError, match="No tensor is whole"):
+        ckpt_tools.convert(tmp_path, tmp_path / "out.pth", partial=True)
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    """Exit code 0 comes with the list, as text and as JSON; into a folder too; a whole folder has none."""
+    save_ranks(tmp_path / "in", tp, 3)
+    rank_file(tmp_path / "in", 2).unlink()
+    refused = CliRunner().invoke(main, ["convert", str(tmp_path / "in"), str(tmp_path / "a.pth")])
+    assert refused.exit_code == 3
+    assert "--partial" in refused.output
+    shown = CliRunner().invoke(main, ["convert", str(tmp_path / "in"), str(tmp_path / "a.pth"), "--partial"])
+    assert shown.exit_code == 0
+    assert "a.weight (is not whole: 28 of its 35 elements are on ranks 0, 1)" in shown.output
+    shown = CliRunner().invoke(
+        main, ["convert", str(tmp_path / "in"), str(tmp_path / "b"), "--partial", "--shard-size", "1GB", "--json"]
+    )
+    assert [row[0] for row in json.loads(shown.output)["dropped"]] == ["a.weight", "a.bias", "b.weight"]
+    save_ranks(tmp_path / "whole", tp, 2)
+    assert ckpt_tools.convert(tmp_path / "whole", tmp_path / "c.pth", partial=True).dropped == []
