@@ -151,3 +151,49 @@ def test_values_alone_are_no_safetensors(tmp_path: Path, name: str, shard_size: 
         ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", format="safetensors", shard_size=shard_size)
     assert not (tmp_path / "out").exists()
     ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pth")
+
+
+def with_attributes(path: Path, **attributes: Any) -> Path:
+    """A state dict whose weight, and whose parameter, have Python attributes; torch saves these with them."""
+    weight, parameter = torch.ones(3), nn.Parameter(torch.ones(2))
+    for name, value in attributes.items():
+        setattr(weight, name, value)
+        setattr(parameter, name, value)
+    torch.save({"w": weight, "p": parameter, "q": torch.ones(1)}, path)
+    return path
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "shards"])
+def test_attributes_of_tensors_without_a_place(tmp_path: Path, format: str) -> None:
+    """Values that were set on tensors are told to be left out; tensors among them are refused, until objects are dropped."""
+    how: dict[str, Any] = {"shard_size": 1 << 20} if format == "shards" else {"format": format}
+    path, out = with_attributes(tmp_path / "in.pth", mask=torch.zeros(3), scale=2.5), tmp_path / "out"
+    with pytest.raises(ContainerLimitError, match=r"no place for attributes of tensors, and 'w\.mask', 'p\.mask' hold tensors"):
+        ckpt_tools.convert(path, out, **how)
+    report = ckpt_tools.convert(path, out, objects="drop", **how)
+    assert [where for where, _ in report.dropped] == ["w.mask", "w.scale", "p.mask", "p.scale"]
+    values = with_attributes(tmp_path / "values.pth", scale=2.5)
+    report = ckpt_tools.convert(values, tmp_path / "more", **how)
+    assert [(where, "an attribute of a tensor" in why) for where, why in report.dropped] == [
+        ("w.scale", True),
+        ("p.scale", True),
+    ]
+    assert ckpt_tools.convert(path, tmp_path / "out.pth").dropped == []
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["w"].mask.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("options", [{"objects": "drop"}, {"slim": True}], ids=str)
+def test_attributes_beside_an_object_are_told(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A tensor that loses an attribute of an unknown class loses the others with it, and the report says which."""
+    path = with_attributes(tmp_path / "in.pth", mask=torch.zeros(3), owner=classes.Plain())
+    report = ckpt_tools.convert(path, tmp_path / "out.pth", **options)
+    assert [where for where, _ in report.dropped] == ["w.mask", "w.owner", "p.mask", "p.owner"]
+    assert not vars(torch.load(tmp_path / "out.pth", weights_only=True)["w"])
+
+
+def test_in_place_nothing_is_advised_that_it_refuses(tmp_path: Path) -> None:
+    """What would be lost can be left out of another file only, and the error says so."""
+    torch.save(Anchored(), tmp_path / "in.pth")
+    with pytest.raises(ObjectsError, match=r"would be lost: anchors\.0") as caught:
+        ckpt_tools.edit_in_place(tmp_path / "in.pth", strip_module=True, objects="plain")
+    assert caught.value.fix == "To leave them out, write another file with `drop=['anchors.0']`"

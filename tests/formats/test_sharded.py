@@ -95,6 +95,15 @@ def test_merging(folder: Path, tmp_path: Path) -> None:
     assert load_file(tmp_path / "one.safetensors").keys() == {"a.w", "b.w", "b.b"}
 
 
+def test_checkpoints_beside_the_shards_are_told(folder: Path, tmp_path: Path) -> None:
+    """The state of an optimizer beside the shards is not in the output, and a note says so."""
+    assert "others-beside" not in [note.code for note in convert(folder, tmp_path / "one.pth").notes]
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    (folder / "config.json").write_text("{}")
+    notes = [note.text for note in convert(folder, tmp_path / "two.pth").notes if note.code == "others-beside"]
+    assert notes == [f"{folder} holds other checkpoints too, which are converted one by one: optimizer.pt."]
+
+
 def test_torch_shards_with_checksums(tmp_path: Path) -> None:
     """Shards that torch.save wrote are merged with their views, and --verify knows the records of each file apart."""
     base = torch.arange(6.0)

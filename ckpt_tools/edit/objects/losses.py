@@ -161,10 +161,11 @@ def tensors_of(path: str | os.PathLike[str], lost: Sized) -> str:
 
 def _lost_error(path: Path, lost: Sequence[Where]) -> ObjectsError:
     owners = list(dict.fromkeys(dotted(_owner(where)) for where in lost))
+    more = f" and {len(owners) - 8} more" if len(owners) > 8 else ""
     return ObjectsError(
         f"{tensors_of(path, lost)} would be lost: {listed([dotted(where) for where in lost], 8)}.",
         why="They lie in objects whose plain form, the state dict of a module for example, does not hold them.",
-        fix=f"To leave them out, say so: `drop={owners[:8]!r}`" + (f" and {len(owners) - 8} more" if len(owners) > 8 else ""),
+        fix=f"To leave them out, write another file with `drop={owners[:8]!r}`{more}",
     )  # fmt: skip
 
 

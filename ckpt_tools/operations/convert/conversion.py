@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.edit import (
@@ -38,7 +39,7 @@ from ckpt_tools.operations.convert.names import Names, several
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.arguments import Location
-from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
+from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.tree.nodes import Node
 
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp"}
@@ -144,11 +145,9 @@ class Edits:
         if self.verify and report.dry_run:
             report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
         if self.dtype is not None:
-            root, self.casting = casts.cast_floats(root, self.dtype, self.dtype_only)
-            report.casts = self.casting.moves
-            if self.casting.steps:
-                text = f"{self.casting.steps} step counters of optimizers keep their dtype; `dtype_only='*.step'` casts them."
-                report.notes.append(Note("steps-kept", text))
+            root = self._cast(root, self.dtype, report)
+        if self.kind in ("safetensors", "dcp"):
+            object_policy.leave_attributes(root, self.kind, self.objects, report)
         report.tensors = count_tensors(root)
         if not report.tensors and (checkpoint.tensors or checkpoint.container in PROGRAMS):
             frozen = not checkpoint.tensors
@@ -161,10 +160,20 @@ class Edits:
         checkpoint.locate()
         report.dropped += checkpoint.decoded.lost
         report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
+        _note_beside(report)
         self.ties = renaming.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
         if self.ties:
             names = ", ".join(f"{name} = {kept}" for name, kept in self.ties.items())
             report.notes.append(Note("ties-restored", f"Tied names put back from the metadata: {names}."))
+
+    def _cast(self, root: Node, dtype: DType, report: Converted) -> Node:
+        """Cast floats, and tell."""
+        root, self.casting = casts.cast_floats(root, dtype, self.dtype_only)
+        report.casts = self.casting.moves
+        if self.casting.steps:
+            text = f"{self.casting.steps} step counters of optimizers keep their dtype; `dtype_only='*.step'` casts them."
+            report.notes.append(Note("steps-kept", text))
+        return root
 
     def _fit(self, root: Node, report: Converted) -> None:
         """Fit the state dict to the target."""
@@ -207,6 +216,18 @@ def _spec(location: Location | None) -> str | None:
     if isinstance(location, Mapping):
         return ",".join(f"{tag}={device}" for tag, device in location.items()) or None
     return None if location is None else str(location)
+
+
+def _note_beside(report: Converted) -> None:
+    """A folder is one checkpoint; others in it, the state of an optimizer for example, are not converted with it."""
+    if not os.path.isdir(report.source):
+        return
+    from ckpt_tools.operations.in_folders import find_checkpoints
+
+    folder = Path(report.source)
+    if others := [str(path.relative_to(folder)) for path in find_checkpoints(folder).checkpoints if path != folder]:
+        text = f"{report.source} holds other checkpoints too, which are converted one by one: {listed(others)}."
+        report.notes.append(Note("others-beside", text))
 
 
 def _note_outside(root: Node, report: Converted) -> None:

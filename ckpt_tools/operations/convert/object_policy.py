@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ckpt_tools.edit.objects import losses, plain
+from ckpt_tools.edit.objects.tensor_attributes import check_no_tensors, tensor_attributes
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import Checkpoint, find_tensors
@@ -54,8 +55,10 @@ def weights_alone(
         root, inside = averaged_alone(root, report)
     before = losses.Held(losses.in_state_dicts(root))
     if slim:
+        attributes = tensor_attributes(root)
         root, fates = plain.drop_unknown(root)
         report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+        _tell_attributes(attributes, root, report, "`slim`")
     lost = [where for where in packed if where[: len(inside)] == inside] + before.lost(root)
     return root, _drop_lost(checkpoint, lost, drop, report)
 
@@ -102,6 +105,7 @@ def _without_objects(
     root: Node, checkpoint: Checkpoint, policy: str, drop: Sequence[str], report: Converted
 ) -> tuple[Node, frozenset[str]]:
     """Objects made plain or left out; and the globs of --drop that name tensors which go with them."""
+    attributes = tensor_attributes(root)
     outside = losses.outside_state(root) if checkpoint.has_modules else set()
     before = losses.Held(find_tensors(root))
     known = {tensor.where for tensor in before.tensors if id(tensor.node) in outside}
@@ -111,10 +115,31 @@ def _without_objects(
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
     lost = before.lost(root)
     if policy == "drop":
+        _tell_attributes(attributes, root, report, "`objects='drop'`")
         report.dropped += [(dotted(where), "`objects='drop'`") for where in lost]
         return root, frozenset()
     report.dropped += [(dotted(where), losses.OUTSIDE) for where in lost if where in known]
     return root, _drop_lost(checkpoint, [where for where in lost if where not in known], drop, report)
+
+
+def _tell_attributes(before: Mapping[Where, Node], root: Node, report: Converted, why: str) -> None:
+    """Attributes that tensors lost with objects among them; what was dropped with its tensor is told by that."""
+    if before:
+        left, kept = tensor_attributes(root), {tensor.where for tensor in find_tensors(root)}
+        lost = (where for where in before if where not in left and where[:-1] in kept)
+        report.dropped += [(dotted(where), f"{why}: an attribute of a tensor") for where in lost]
+
+
+def leave_attributes(root: Node, container: str, policy: str | None, report: Converted) -> None:
+    """Tell which attributes of tensors a container without a place for them leaves out.
+
+    Raises:
+        ContainerLimitError: there are tensors among them, and objects are not to be dropped.
+    """
+    found = tensor_attributes(root)
+    if policy != "drop":
+        check_no_tensors(found, container)
+    report.dropped += [(dotted(where), f"an attribute of a tensor; {container} has no place for it") for where in found]
 
 
 def _check_program(checkpoint: Checkpoint, policy: str | None, report: Converted) -> None:
