@@ -27,16 +27,20 @@ _KINDS = {
     "a text": ".txt .md .html .htm .py .pdf", "a picture": ".png .jpg", "a digest file": ".digest",
 }  # fmt: skip
 _OTHERS = {suffix: kind for kind, suffixes in _KINDS.items() for suffix in suffixes.split()}
+_OF_COPIES = (".bak", ".old", ".orig", ".backup", ".new", ".tmp", "~")
 _SHORT_FOR_SAFETENSORS = (".st", ".sft", ".safe")
 
 
 def extension(path: str | os.PathLike[str]) -> str:
-    """The extension of a path or an address, in small letters.
+    """The extension of a path or an address, in small letters; of a copy that of the original.
 
-    >>> extension("best.pth.TAR"), extension("s3://bucket/model")
-    ('.tar', '')
+    >>> extension("best.pth.TAR"), extension("s3://bucket/model"), extension("m.safetensors.bak"), extension(".safetensors")
+    ('.tar', '', '.safetensors', '.safetensors')
     """
-    return PurePath(os.fspath(path)).suffix.lower()
+    name = PurePath(os.fspath(path)).name.lower()
+    for suffix in _OF_COPIES:
+        name = name.removesuffix(suffix)
+    return PurePath(f"_{name}").suffix
 
 
 def output_format(target: str | os.PathLike[str], format: Format | None) -> Format:
@@ -45,8 +49,13 @@ def output_format(target: str | os.PathLike[str], format: Format | None) -> Form
     Raises:
         UsageError: no such format; or the extension is another format's, or near one that is meant.
     """
+    check_format(format)
+    if format != "dcp" and os.fspath(target).endswith(("/", os.sep)):
+        raise UsageError(
+            f"{target} is the name of a folder, and one file is to be written.",
+            fix="Shards: `shard_size='5GB'`. For torch.distributed.checkpoint: `format='dcp'`.",
+        )
     if format is not None:
-        check_format(format)
         return format
     found = extension(target)
     if found == _SAFETENSORS:

@@ -128,3 +128,23 @@ def test_shards_of_no_format(path: Path, tmp_path: Path) -> None:
     """A format that is none is a usage error for shards too."""
     with pytest.raises(UsageError, match="`format='torch-zip'` is none of pth"):
         ckpt_tools.convert(path, tmp_path / "out", shard_size="1MB", format="torch-zip")  # type: ignore[arg-type]
+
+
+def test_names_of_copies(path: Path) -> None:
+    """A copy's name says what the original's says, as does a name that is nothing but an extension."""
+    for name in ("a.safetensors.bak", ".safetensors", "a.safetensors~", "A.SAFETENSORS.old"):
+        assert output_format(name, None) == "safetensors"
+    with pytest.raises(UsageError, match="an ONNX model"):
+        output_format("a.onnx.bak", None)
+
+
+def test_a_folder_is_no_file(path: Path, tmp_path: Path) -> None:
+    """A name that ends in a slash is a folder's, and no file is written under it."""
+    for write in (
+        lambda: ckpt_tools.convert(path, f"{tmp_path}/out/"),
+        lambda: ckpt_tools.convert(path, f"{tmp_path}/out/", format="safetensors"),
+        lambda: save({"a": torch.ones(1)}, f"{tmp_path}/out/"),
+    ):
+        with pytest.raises(UsageError, match="name of a folder"):
+            write()
+    assert not (tmp_path / "out").exists()
