@@ -311,6 +311,8 @@ def _is_raw(name: str, names: set[str]) -> bool:
 def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
     """Whether bytes that could be read as a pickle are one: they say so, or they name what can be a module, and go through."""
     head = source.read(start, min(2, source.size - start))
+    if isinstance(pickle.error, LimitError):  # a call may stand behind what was read
+        return True
     if _STARTS.match(head):
         return pickle.error is None or bool(pickle.names) or pickle.end > pickle.start + _BY_CHANCE
     if not pickle.names or not _MODULE.fullmatch(pickle.names[0].module):  # Python would go no further than such an import

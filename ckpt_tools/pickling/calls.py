@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, LimitError
 from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.arrays_behind import array_bytes, is_pickled_behind
 from ckpt_tools.pickling.callables import QUIET
@@ -326,7 +326,7 @@ def list_pickles(part: Part) -> Iterator[Pickle]:
     count, most = 0, None
     while pickles.left and count != most:
         found = _list_one(pickles)
-        if found.error is not None and count and not found.names:
+        if count and not found.names and found.error is not None and not isinstance(found.error, LimitError):
             return
         if not count and type(found.value) is int and found.value == _MAGIC_NUMBER:
             most = _PICKLES_OF_LEGACY

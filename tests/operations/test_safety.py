@@ -28,6 +28,7 @@ import torch
 from click.testing import CliRunner
 
 import ckpt_tools
+from ckpt_tools import limits
 from ckpt_tools.cli import main
 from ckpt_tools.formats.open import open_source
 from ckpt_tools.operations.check.run import check
@@ -513,3 +514,12 @@ def test_pickles_in_a_folder_called_data(tmp_path: Path) -> None:
         archive.writestr("data.pkl", pickle.dumps({}))
         archive.writestr("data/train.pkl", pickle.dumps(SYSTEM))
     assert ran(examined(tmp_path / "a.zip", (tmp_path / "a.zip").read_bytes())) == [RUNS]
+
+
+@pytest.mark.parametrize("padding", [b"I1\na" * 2000, b"](" * 500, b"]0" * 2000], ids=["numbers", "lists", "popped"])
+def test_a_call_behind_a_limit(padding: bytes, tmp_path: Path) -> None:
+    """What is too much to read is told, also where nothing has yet said that it is a pickle."""
+    data = b"(lp0\n" + padding + b"cos\nsystem\n(S'id'\ntR."
+    with limits.raised(containers=100):
+        assert examined(tmp_path / "a.pkl", data).verdict == "unexamined"
+        assert examined(tmp_path / "b.pkl", pickle.dumps(None, 2) + data).verdict == "unexamined"
