@@ -71,7 +71,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_version_has_its_section() -> None:
     """CHANGELOG.md has a dated section of this version, behind what is not released yet; its text comes before its lists."""
-    sections = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?\n\n(.?)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    text = (ROOT / "CHANGELOG.md").read_text()
+    sections = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?\n\n(?=(.?))", text, re.MULTILINE)
     assert [name for name, _, _ in sections][:2] == ["Unreleased", ckpt_tools.__version__]
     assert all(date and start != "#" for _, date, start in sections[1:])
 
