@@ -227,7 +227,7 @@ def test_a_number_of_ranks_that_nobody_has(tmp_path: Path) -> None:
     """A file that claims any number of ranks costs no time."""
     tag = save_zero(tmp_path / "in", trained(), 1, 1)
     edit(tag / OPTIMIZER.format(0), lambda saved: saved["optimizer_state_dict"].update(partition_count=10**15))
-    refused(tmp_path / "in", "1000000000000000 files .* those of the ranks 1, 2, 3, 4, 5 and 95 more are missing")
+    refused(tmp_path / "in", "1000000000000000 files .* missing: 999999999999999")
 
 
 def test_a_model_file_is_missing(tmp_path: Path) -> None:

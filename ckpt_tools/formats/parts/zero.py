@@ -49,7 +49,7 @@ _OF_PARTS = frozenset((
 
 _CODES = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}  # of a step that is a tensor
 
-_NAMED = 100  # missing ranks that are looked for
+_NAMED = 100  # missing ranks, of which more are only counted
 
 DecodeFile: TypeAlias = Callable[[Source], Decoded]
 
@@ -130,7 +130,8 @@ def _check_world(kind: str, ranks: list[int], world: int) -> None:
     missing = [rank for rank in range(min(world, len(ranks) + _NAMED)) if rank not in there]  # a file may say any number
     beyond = [rank for rank in ranks if rank >= world]
     if missing or beyond:
-        what = f"missing: {these_ranks(missing)}" if missing else f"{these_ranks(beyond)} would be beyond it"
+        what = f"missing: {world - len(ranks)}" if len(missing) >= _NAMED else ""
+        what = what or f"missing: {these_ranks(missing)}" if missing else f"{these_ranks(beyond)} would be beyond it"
         raise PartError(
             f"The checkpoint has {world} files *_{kind}, one a rank; {what}.", why=f"{len(ranks)} are there.",
             fix="Get the others too: every rank holds a part of every weight.",
