@@ -846,3 +846,14 @@ def test_what_was_written_is_read_back(suffix: str, tmp_path: Path, monkeypatch:
         repair(tmp_path / "in.pth", out, overwrite=True)
     assert out.read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pth", out.name]
+
+
+def test_a_damaged_name_in_legacy_is_not_written_as_whole(whole_legacy: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """A flipped bit in the name of torch's own function: torch would refuse the output, so that there is none."""
+    damaged = whole_legacy[0].replace(b"torch._utils\n", b"torch._utilr\n", 1)
+    (tmp_path / "in.pth").write_bytes(damaged)
+    with pytest.raises(RepairError, match=r"names 'torch\._utilr\._rebuild_tensor_v2', where 'torch\._utils\._rebuild"):
+        repair(tmp_path / "in.pth", tmp_path / "out.pth")
+    assert not (tmp_path / "out.pth").exists()
+    report = repair(tmp_path / "in.pth", tmp_path / "out.pth", keep_damaged=True)
+    assert (report.exit_code, "damaged-names" in [code for code, _ in report.notes]) == (1, True)

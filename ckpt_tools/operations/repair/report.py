@@ -59,4 +59,4 @@ class Repaired:
     @property
     def exit_code(self) -> int:
         """0 all saved, 1 something could not be."""
-        return 1 if self.missing or any(code == "cut-archives" for code, _ in self.notes) else 0
+        return 1 if self.missing or any(code in ("cut-archives", "damaged-names") for code, _ in self.notes) else 0

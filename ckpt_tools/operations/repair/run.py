@@ -30,6 +30,7 @@ from ckpt_tools.io.in_place.journal import recover
 from ckpt_tools.io.output import check_space, output_target, replacing
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.check.reading import read_checkpoint
+from ckpt_tools.operations.repair.damaged_names import damaged_names, damaged_names_error
 from ckpt_tools.operations.repair.holes import Holes
 from ckpt_tools.operations.repair.mends import Mended, mend, tie
 from ckpt_tools.operations.repair.opening import opened, scratch_place
@@ -159,6 +160,7 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list
     """Leave out what is lost, mend the rest, lay it out; fill in the report."""
     decoded = salvaged.decoded
     report.notes += salvaged.notes
+    _check_names(decoded, choices, report)
     _check_part(decoded, choices, report)
     _count(salvaged, choices.keep_damaged, report)
     if report.tensors and not report.saved and not (choices.keep_damaged and report.missing):
@@ -179,6 +181,15 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list
     if choices.holes is not None:
         report.filled = choices.holes.fill(root)
     return _lay_out(root, salvaged, choices.kind, report)
+
+
+def _check_names(decoded: Decoded, choices: _Choices, report: Repaired) -> None:
+    """A pickle with damaged names is not written as whole: torch would refuse it."""
+    if not (found := damaged_names(decoded.globals)):
+        return
+    if not choices.keep_damaged:
+        raise damaged_names_error(report.source, found)
+    report.notes += [("damaged-names", f"the pickle names {name!r}, where {near!r} is meant") for name, near in found]
 
 
 def _check_part(decoded: Decoded, choices: _Choices, report: Repaired) -> None:
