@@ -38,13 +38,12 @@ def test_torch_resumes_from_them(tmp_path: Path) -> None:
     ckpt_tools.convert(tmp_path / "in", tmp_path / "dcp", format="dcp")
     model = net()
     optim = named_optimizer(model)
-    expected = {key: value.clone() for state in optim["state"].values() for key, value in state.items()}
-    target = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}, "optim": {"state": {
-        name: {key: torch.zeros_like(value) for key, value in state.items()} for name, state in optim["state"].items()
-    }}}  # fmt: skip
+    blank = {name: {key: torch.zeros_like(value) for key, value in state.items()} for name, state in optim["state"].items()}
+    weights = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    target: dict[str, Any] = {"model": weights, "optim": {"state": blank}}
     dcp.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert all(torch.equal(target["model"][name], value) for name, value in model.state_dict().items())
-    assert expected
+    assert len(optim["state"]) == len(list(model.parameters()))
     for name, state in optim["state"].items():
         assert all(torch.equal(target["optim"]["state"][name][key], value) for key, value in state.items())
 
