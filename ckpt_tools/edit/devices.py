@@ -15,12 +15,17 @@ from ckpt_tools.tree.nodes import Entry, Node, Storage
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|maia|xla|meta|privateuseone)(:\d+)?")
 
 
+def is_device(tag: str) -> bool:
+    """Whether a device tag names a kind of device that torch has."""
+    return _DEVICE.fullmatch(tag) is not None
+
+
 def parse_map_location(spec: str) -> Callable[[str], str]:
     """What `--map-location` does to a device tag: one device for all, or `from=to` pairs separated by commas."""
     pairs = [part.strip().partition("=") for part in spec.split(",")]
     for source, equals, target in pairs:
         for device in (source, target) if equals else (source,):
-            if not _DEVICE.fullmatch(device):
+            if not is_device(device):
                 raise UsageError(
                     f"`map_location={spec!r}`: {device!r} is not a device.", fix="For example: cpu, cuda:1, cuda:0=cpu."
                 )

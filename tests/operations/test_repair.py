@@ -857,3 +857,29 @@ def test_a_damaged_name_in_legacy_is_not_written_as_whole(whole_legacy: tuple[by
     assert not (tmp_path / "out.pth").exists()
     report = repair(tmp_path / "in.pth", tmp_path / "out.pth", keep_damaged=True)
     assert (report.exit_code, "damaged-names" in [code for code, _ in report.notes]) == (1, True)
+
+
+@pytest.mark.parametrize(("value", "said"), [(b"cpt", "lies on 'cpt'"), (b"cuda:x", "lies on 'cuda:x'")])
+def test_a_damaged_device_in_legacy_is_not_written_as_whole(tmp_path: Path, value: bytes, said: str) -> None:
+    """A device tag that torch knows no kind of comes of damage: torch would refuse the output."""
+    storage = torch.arange(3.0)
+    torch.save({"w": storage}, tmp_path / "in.pth", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "in.pth").read_bytes()
+    assert whole.count(b"X\x03\0\0\0cpu") == 1
+    tag = b"X" + len(value).to_bytes(4, "little") + value
+    (tmp_path / "in.pth").write_bytes(whole.replace(b"X\x03\0\0\0cpu", tag))
+    with pytest.raises(RepairError, match=f"w {said}, which is not a device"):
+        repair(tmp_path / "in.pth", tmp_path / "out.pth")
+    assert not (tmp_path / "out.pth").exists()
+    report = repair(tmp_path / "in.pth", tmp_path / "out.pth", keep_damaged=True)
+    assert (report.exit_code, "damaged-values" in [code for code, _ in report.notes]) == (1, True)
+
+
+def test_a_damaged_gradient_in_legacy_is_not_written_as_whole(tmp_path: Path) -> None:
+    """Whole numbers that need a gradient come of damage: torch would refuse the output."""
+    torch.save({"w": torch.arange(3)}, tmp_path / "in.pth", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "in.pth").read_bytes()
+    assert whole.count(b"\x89ccollections\nOrderedDict\n") == 1
+    (tmp_path / "in.pth").write_bytes(whole.replace(b"\x89ccollections", b"\x88ccollections"))
+    with pytest.raises(RepairError, match="w needs a gradient, and holds int64"):
+        repair(tmp_path / "in.pth", tmp_path / "out.pth")

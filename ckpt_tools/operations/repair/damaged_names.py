@@ -1,12 +1,15 @@
-"""Globals whose names are damaged: a legacy file has no checksum, so that a flipped bit makes a class that nobody has."""
+"""Names and values that only damage makes: a legacy file has no checksum, and torch would refuse what a flipped bit left."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ckpt_tools.edit.devices import is_device
 from ckpt_tools.errors import RepairError
+from ckpt_tools.formats.open import find_tensors
 from ckpt_tools.pickling.weights_only import ALLOWED
-from ckpt_tools.tree.nodes import Global
+from ckpt_tools.text import dotted
+from ckpt_tools.tree.nodes import Entry, Global, Node
 
 
 def damaged_names(names: Iterable[Global]) -> list[tuple[str, str]]:
@@ -23,6 +26,27 @@ def damaged_names(names: Iterable[Global]) -> list[tuple[str, str]]:
 
 def _one_differs(one: str, other: str) -> bool:
     return sum(a != b for a, b in zip(one, other, strict=True)) == 1
+
+
+def impossible_values(root: Node) -> list[str]:
+    """What torch refuses to make of tensors: a device of no kind that it has, a gradient of whole numbers; a sentence each."""
+    found = []
+    for tensor in find_tensors(root):
+        node, name = tensor.node, dotted(tensor.where)
+        if type(node) is Entry and not is_device(node.storage.device or "cpu"):
+            found.append(f"{name} lies on {node.storage.device!r}, which is not a device")
+        elif type(node) is Entry and node.requires_grad and node.dtype.family not in ("float", "complex"):
+            found.append(f"{name} needs a gradient, and holds {node.dtype.name}")
+    return found
+
+
+def impossible_values_error(path: str, found: list[str]) -> RepairError:
+    """The error for a pickle with values that only damage makes."""
+    return RepairError(
+        f"The pickle of {path} is damaged: {found[0]}.",
+        why="The file has no checksum by which the damage could be found, and nothing says what else has changed.",
+        fix="Get the file again; `keep_damaged` writes it as it is.",
+    )
 
 
 def damaged_names_error(path: str, found: list[tuple[str, str]]) -> RepairError:

@@ -8,6 +8,8 @@ from typing import Any
 from ckpt_tools.operations.repair.mends import Mended
 from ckpt_tools.text import brief
 
+_UNSAVED = ("cut-archives", "damaged-names", "damaged-values")  # notes about what could not be saved
+
 
 @dataclass(frozen=True, slots=True)
 class Missing:
@@ -59,4 +61,8 @@ class Repaired:
     @property
     def exit_code(self) -> int:
         """0 all saved, 1 something could not be."""
-        return 1 if self.missing or any(code in ("cut-archives", "damaged-names") for code, _ in self.notes) else 0
+        return (
+            1
+            if self.missing or any(code in ("cut-archives", "damaged-names", "damaged-values") for code, _ in self.notes)
+            else 0
+        )

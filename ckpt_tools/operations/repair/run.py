@@ -30,7 +30,12 @@ from ckpt_tools.io.in_place.journal import recover
 from ckpt_tools.io.output import check_space, output_target, replacing
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.check.reading import read_checkpoint
-from ckpt_tools.operations.repair.damaged_names import damaged_names, damaged_names_error
+from ckpt_tools.operations.repair.damaged_names import (
+    damaged_names,
+    damaged_names_error,
+    impossible_values,
+    impossible_values_error,
+)
 from ckpt_tools.operations.repair.holes import Holes
 from ckpt_tools.operations.repair.mends import Mended, mend, tie
 from ckpt_tools.operations.repair.opening import opened, scratch_place
@@ -184,12 +189,15 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list
 
 
 def _check_names(decoded: Decoded, choices: _Choices, report: Repaired) -> None:
-    """A pickle with damaged names is not written as whole: torch would refuse it."""
-    if not (found := damaged_names(decoded.globals)):
-        return
-    if not choices.keep_damaged:
+    """A pickle with damaged names, or in legacy with damaged values, is not written as whole: torch would refuse it."""
+    found = damaged_names(decoded.globals)
+    values = impossible_values(decoded.root) if decoded.container == "torch-legacy" else []
+    if found and not choices.keep_damaged:
         raise damaged_names_error(report.source, found)
+    if values and not choices.keep_damaged:
+        raise impossible_values_error(report.source, values)
     report.notes += [("damaged-names", f"the pickle names {name!r}, where {near!r} is meant") for name, near in found]
+    report.notes += [("damaged-values", value) for value in values]
 
 
 def _check_part(decoded: Decoded, choices: _Choices, report: Repaired) -> None:
