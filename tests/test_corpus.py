@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import NotACheckpointError, ObjectsError
+from ckpt_tools.errors import NotACheckpointError, NothingMatchedError, ObjectsError
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.content import read
 from ckpt_tools.render.wording import as_options
@@ -120,6 +120,10 @@ def test_every_file_is_made_plain(row: dict[str, Any], tmp_path: Path) -> None:
         report = ckpt_tools.convert(
             row["path"], target, objects="plain", drop=re.findall(r"--drop (\S+)", as_options(error.fix))
         )
+    except NothingMatchedError as error:
+        if "constants of its code" not in error.why or target.exists():
+            raise
+        return  # a frozen program: nothing is written without a tensor
     after = torch.load(target, map_location="cpu", weights_only=True)
     lost = [path for path, why in report.dropped if why == "`drop`"]
     before = bits(row["path"])

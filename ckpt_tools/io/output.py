@@ -201,7 +201,7 @@ def open_regular(path: Path) -> int:
         raise NotACheckpointError(f"{path} cannot be read.", why=f"{error.strerror}.") from None
     if not stat.S_ISREG(mode):
         os.close(fd)
-        raise _not_regular(path, "a directory" if stat.S_ISDIR(mode) else "no regular file (a pipe, socket or device)")
+        raise _not_regular(path, "a directory" if stat.S_ISDIR(mode) else "not a regular file (a pipe, socket or device)")
     return fd
 
 

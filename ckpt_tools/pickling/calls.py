@@ -147,7 +147,7 @@ def _may_hold(arg: Node) -> bool:
     if type(arg) is tuple:
         return len(arg) > _LONG or any(type(part) in _MAY_HOLD for part in arg)
     if type(arg) is Object:
-        return bool(arg.steps) or arg.function not in ALLOWED
+        return bool(arg.steps) or type(arg.function) is not Global or arg.function not in ALLOWED
     return type(arg) is Global or (type(arg) is Dict and arg.attributes is not None)
 
 

@@ -276,7 +276,7 @@ def _held(node: Node) -> list[Node]:
     if type(node) is Dict:
         return [part for pair in node.items for part in pair] + ([] if node.attributes is None else [node.attributes])
     if type(node) is Object:
-        seen = node.function in _SEEN_WHEN_MADE
+        seen = type(node.function) is Global and node.function in _SEEN_WHEN_MADE  # else it may take for ever to hash
         return [None if seen else node.args, node.kwargs, *(value for _, value in node.steps)]
     return node if type(node) is list else []
 

@@ -29,6 +29,7 @@ every_container = pytest.mark.parametrize("name", MAKERS)
 OBJECTS = {"torchscript", "pickled model"}
 PROGRAMS = {"torchscript", "torch-export"}
 UNNAMED = {"dcp-part"}
+PARTS = {"deepspeed", "megatron", "consolidated"}  # cut by their frameworks' rules, with tests of their own
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_every_container_is_there() -> None:
     page = (FIXTURES.parent / "docs" / "containers.md").read_text()
     table = page.partition("|---|---|---|---|\n")[2].partition("\n\n")[0]
     listed = {name for row in table.splitlines() for name in row.split("|")[1].strip().split(", ")}
-    assert listed <= set(MAKERS)
+    assert listed - PARTS <= set(MAKERS)
 
 
 @every_container

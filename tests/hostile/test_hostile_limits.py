@@ -90,6 +90,7 @@ ALL_MEASURED = textwrap.dedent("""
 REFUSED = (
     "LimitError", "SafetensorsError", "PickleError", "ZipError", "TensorError", "DamagedFileError", "NotACheckpointError",
     "UnsupportedContainerError", "ContainerLimitError", "NothingMatchedError", "ObjectsError", "ConvertError",
+    "MissingFileError",
 )  # fmt: skip
 
 

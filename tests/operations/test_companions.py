@@ -78,7 +78,7 @@ def test_what_stays_is_said(folder: Path, tmp_path: Path) -> None:
     report = ckpt_tools.convert(folder, tmp_path / "out", shard_size="1KB")
     assert dict(report.stayed) == {
         ".gitattributes": "a hidden file", "modeling.py": "code", "notes.xyz": "neither configuration nor tokenizer",
-        "onnx": "a folder", "optimizer.pt": "another checkpoint", "pipe.json": "no regular file",
+        "onnx": "a folder", "optimizer.pt": "another checkpoint", "pipe.json": "not a regular file",
         "special_tokens_map.json": "a link",
         "tf_model.h5.index.json": "another checkpoint", "word2vec.model": "another checkpoint",
     }  # fmt: skip

@@ -118,7 +118,7 @@ def _kind(row: os.DirEntry[str]) -> str:
     if row.is_dir():
         return "a folder"
     if not row.is_file():
-        return "no regular file"
+        return "not a regular file"
     return "" if is_plain_name(row.name) else "a name that is not a file's everywhere"
 
 

@@ -33,6 +33,7 @@ from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
+from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert import object_policy
 from ckpt_tools.operations.convert.names import Names, several
@@ -160,7 +161,7 @@ class Edits:
         checkpoint.locate()
         report.dropped += checkpoint.decoded.lost
         report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
-        _note_beside(report)
+        _note_beside(checkpoint, report)
         self.ties = renaming.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
         if self.ties:
             names = ", ".join(f"{name} = {kept}" for name, kept in self.ties.items())
@@ -218,14 +219,15 @@ def _spec(location: Location | None) -> str | None:
     return None if location is None else str(location)
 
 
-def _note_beside(report: Converted) -> None:
+def _note_beside(checkpoint: Checkpoint, report: Converted) -> None:
     """A folder is one checkpoint; others in it, the state of an optimizer for example, are not converted with it."""
     if not os.path.isdir(report.source):
         return
     from ckpt_tools.operations.in_folders import find_checkpoints
 
-    folder = Path(report.source)
-    if others := [str(path.relative_to(folder)) for path in find_checkpoints(folder).checkpoints if path != folder]:
+    folder, source = Path(report.source), checkpoint.decoded.source
+    own = {folder, source.folder if isinstance(source, Files) else source.path}  # of several steps, that which is read
+    if others := [str(path.relative_to(folder)) for path in find_checkpoints(folder).checkpoints if path not in own]:
         text = f"{report.source} holds other checkpoints too, which are converted one by one: {listed(others)}."
         report.notes.append(Note("others-beside", text))
 
