@@ -10,7 +10,6 @@ from pathlib import Path
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.folders import find_layout
 from ckpt_tools.formats.open import Checkpoint, collector_paused, decode_file, decode_ranks, decode_zero, naming
-from ckpt_tools.formats.parts import rank_files
 from ckpt_tools.formats.parts.grouping import (
     CONSOLIDATED,
     MEGATRON_FILE,
@@ -77,6 +76,8 @@ def open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
     files = Files(place, place if place.is_dir() else place.parent)
     try:
         with collector_paused(), naming(files):
+            from ckpt_tools.formats.parts import rank_files
+
             return Checkpoint(rank_files.decode(group, files, decode_file, partial=True))
     except BaseException:
         files.close()
