@@ -27,7 +27,6 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, Warned, repeated
-from ckpt_tools.io.content import Content
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
@@ -324,8 +323,3 @@ def parse_size(text: str | int) -> int:
     if not 1 <= size < 1 << 63:
         raise ValueError(text)
     return int(size)
-
-
-def all_contents(tensors: Mapping[str, tuple[Entry, Content]]) -> list[tuple[str, int]]:
-    """Name and bytes of what safetensors shards will hold."""
-    return [(name, content.length) for name, (_, content) in tensors.items()]

@@ -337,7 +337,7 @@ def _each_finding(checkpoint: Checkpoint, state_dicts: _Rows, totals: dict[str, 
         if row["wrappers"]:
             found, fix = f"names start with {', '.join(row['wrappers'])}", _convert(path, _wrapper_option(row) + needed)
             yield Finding("wrapper-prefix", "warning", row["where"], found, "names of the plain model", fix)
-    yield from _prefixes(checkpoint, needed)
+    yield from _prefixes(checkpoint, state_dicts, needed)
     devices = [device for device in totals["devices"] if device not in ("cpu", "meta")]
     if devices:
         options["--map-location cpu"] = None
@@ -362,13 +362,12 @@ def _each_finding(checkpoint: Checkpoint, state_dicts: _Rows, totals: dict[str, 
         yield Finding("together", "info", [], "all of this can be mended at once", "", _convert(path, " ".join(options)))
 
 
-def _prefixes(checkpoint: Checkpoint, needed: str) -> Iterator[Finding]:
+def _prefixes(checkpoint: Checkpoint, rows: _Rows, needed: str) -> Iterator[Finding]:
     """State dicts of which every name starts with an attribute of a training module, as Lightning's do."""
     root = checkpoint.root
     holders = None if type(root) is Dict and root.get("pytorch-lightning_version") is not None else HOLDERS
-    for state_dict in checkpoint.state_dicts:
-        names = state_dict.names
-        prefix = None if wrappers_in(names) else of_all(names, holders)
+    for state_dict, row in zip(checkpoint.state_dicts, rows, strict=True):
+        prefix = None if row["wrappers"] else of_all(state_dict.names, holders)
         if prefix is not None:
             option, _, value = prefix.removal.partition("=")
             select = f" --select {shlex.quote(dotted(state_dict.where))}" if state_dict.where else ""
