@@ -10,7 +10,7 @@ from typing import Literal
 
 from ckpt_tools.errors import FolderError, NotACheckpointError
 from ckpt_tools.formats.parts.grouping import consolidated_files, iteration_folder, megatron_files, model_group, shard_groups
-from ckpt_tools.formats.parts.zero_names import checkpoint_folder, zero_files
+from ckpt_tools.formats.parts.zero.names import checkpoint_folder, zero_files
 
 INDEX_SUFFIX = ".index.json"
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's

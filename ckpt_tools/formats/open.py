@@ -18,7 +18,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, ZipError
 from ckpt_tools.formats.base import Decoded, Warned, is_zip
 from ckpt_tools.formats.parts.grouping import iteration_folder
-from ckpt_tools.formats.parts.zero_names import checkpoint_folder, zero_files
+from ckpt_tools.formats.parts.zero.names import checkpoint_folder, zero_files
 from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
@@ -296,7 +296,7 @@ def decode_ranks(files: Files, name: str, names: Sequence[str]) -> Decoded:
 
 def decode_zero(files: Files, names: Sequence[str]) -> Decoded:
     """Decode the files of a DeepSpeed checkpoint; `names` are those there are."""
-    from ckpt_tools.formats.parts.zero import decode
+    from ckpt_tools.formats.parts.zero.folder import decode
 
     found = zero_files(names)
     assert found is not None, "whoever asks has seen that there are some"

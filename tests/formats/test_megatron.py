@@ -15,7 +15,7 @@ from ckpt_tools.errors import FolderError, PartError
 from ckpt_tools.torch import load_state_dict
 
 State = dict[str, torch.Tensor]
-H, FFN, WORDS, LAYERS, EXPERTS = 8, 12, 24, 4, 4
+H, FFN, WORDS, LAYERS, EXPERTS = 12, 24, 24, 4, 4
 COLUMNS, ROWS = ("word_embeddings", "linear_qkv", "linear_fc1", "output_layer"), ("linear_proj", "linear_fc2")
 
 
@@ -81,7 +81,7 @@ def save(
     for at in [(t, p, e) for t in range(tp) for p in range(pp) for e in range(ep)]:
         args = argparse.Namespace(
             tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep, num_layers=LAYERS,
-            num_query_groups=8, swiglu=gated, padded_vocab_size=WORDS, **{"untie_embeddings_and_output_weights": True, **more},
+            num_query_groups=12, swiglu=gated, padded_vocab_size=WORDS, **{"untie_embeddings_and_output_weights": True, **more},
         )  # fmt: skip
         content: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 2}
         for chunk in range(virtual):
@@ -112,7 +112,9 @@ def merged(folder: Path) -> State:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("tp", "pp", "virtual"), [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "virtual"), [(1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 4, 1), (2, 2, 2)]
+)
 def test_the_merged_tensors_are_the_models(
     tp: int, pp: int, virtual: int, gated: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -246,7 +248,7 @@ NORM, PROJ = "decoder.final_layernorm.weight", "decoder.layers.1.self_attention.
         (on("mp_rank_01_000", change_model(lambda model: model.pop(PROJ))), "is not in mp_rank_01_000"),
         (
             on("mp_rank_01_001", change_model(lambda model: model.update({"output_layer.weight": torch.ones(12, 5)}))),
-            r"'output_layer\.weight' is \[12, 5\] on rank mp_rank_01_001, and \[12, 8\] on rank mp_rank_00_001",
+            r"'output_layer\.weight' is \[12, 5\] on rank mp_rank_01_001, and \[12, 12\] on rank mp_rank_00_001",
         ),
         (
             lambda folder, content: content["model"].update({"decoder.layers.1.mixer.in_proj.weight": torch.ones(2, 2)}),
@@ -254,7 +256,7 @@ NORM, PROJ = "decoder.final_layernorm.weight", "decoder.layers.1.self_attention.
         ),
         (
             lambda folder, content: content["model"].update({"decoder.layers.1.mlp.linear_fc1.weight": torch.ones(5, H)}),
-            "has 5 rows on a rank, and the matrix behind it 6 columns",
+            "has 5 rows on a rank, and the matrix behind it 12 columns",
         ),
         (
             lambda folder, content: content["model"].update({"decoder.layers.9.input_layernorm.weight": torch.ones(2)}),

@@ -22,7 +22,7 @@ Cut = Callable[[nn.Module, int, int], Mapping[str, Any]]
 
 
 class Net(nn.Module):
-    """Sizes that do not divide, a buffer, an embedding that is tied to the head."""
+    """Sizes that do not divide, buffers, a frozen weight, an embedding that is tied to the head."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -32,6 +32,7 @@ class Net(nn.Module):
         self.b = nn.Linear(5, 7, dtype=dtype)
         self.head = nn.Linear(7, 13, bias=False, dtype=dtype)
         self.head.weight = self.emb.weight
+        self.b.weight.requires_grad_(False)
 
 
 def net(dtype: torch.dtype = torch.float32) -> Net:
@@ -61,8 +62,9 @@ def fsdp2(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
 
 
 def hsdp(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
-    """Replicated over two groups, sharded in each."""
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")))
+    """Replicated over two groups, sharded in each; over as many groups as ranks where their number is odd."""
+    groups = 2 if world % 2 == 0 else world
+    fully_shard(model, mesh=init_device_mesh("cpu", (groups, world // groups), mesh_dim_names=("replicate", "shard")))
     return model.state_dict()
 
 
@@ -77,8 +79,9 @@ def tp(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
 
 
 def fsdp_tp(model: nn.Module, rank: int, world: int) -> Mapping[str, Any]:
-    """Tensor parallel in pairs, then `fully_shard`: `_StridedShard`."""
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("fsdp", "tp"))
+    """Tensor parallel in pairs (where the number of ranks is odd: all of them), then `fully_shard`: `_StridedShard`."""
+    columns = 2 if world % 2 == 0 else world
+    mesh = init_device_mesh("cpu", (world // columns, columns), mesh_dim_names=("fsdp", "tp"))
     parallelize_module(model, mesh["tp"], _PLAN, src_data_rank=None)
     fully_shard(model, mesh=mesh["fsdp"])
     return model.state_dict()

@@ -1,7 +1,7 @@
 """The files of DeepSpeed's ZeRO 1, 2 and 3, cut from whole tensors by its own rules of layout; torch writes them.
 
 Source: deepspeed/runtime/engine.py (`_save_checkpoint`); `state_dict` in deepspeed/runtime/zero/stage_1_and_2.py and stage3.py.
-The genuine folders in fixtures/deepspeed (made by fixtures/makers/deepspeed.py) have the same keys.
+The genuine folders in fixtures/deepspeed (made by fixtures/makers/zero.py) have the same keys.
 """
 
 from collections import OrderedDict

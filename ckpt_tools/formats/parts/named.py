@@ -19,7 +19,7 @@ from ckpt_tools.formats.open import Checkpoint, find_tensors, open_checkpoint
 from ckpt_tools.formats.parts.grouping import CONSOLIDATED
 from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
 from ckpt_tools.formats.parts.siblings import open_partial, open_with, siblings
-from ckpt_tools.formats.parts.zero_names import is_zero_file
+from ckpt_tools.formats.parts.zero.names import is_zero_file
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import attributes

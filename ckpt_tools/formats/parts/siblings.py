@@ -19,7 +19,7 @@ from ckpt_tools.formats.parts.grouping import (
     group_of,
     megatron_files,
 )
-from ckpt_tools.formats.parts.zero_names import is_zero_file, zero_files
+from ckpt_tools.formats.parts.zero.names import is_zero_file, zero_files
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
 

@@ -9,7 +9,7 @@ The tree is the state dict of the fp32 weights, in the model's order. Beside it,
 the 16-bit weights), `optimizer` (as torch's `get_optimizer_state_dict` has it, by the parameters' names) and `training` (the
 model, the optimizer, and what else the model file holds).
 
-Source: deepspeed/utils/zero_to_fp32.py; zero_states.py reads what each file says, zero_rows.py works out what lies where.
+Source: deepspeed/utils/zero_to_fp32.py; states.py reads what each file says, rows.py works out what lies where.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import TypeAlias
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Decoded, Warned
 from ckpt_tools.formats.parts.merging import Merger
-from ckpt_tools.formats.parts.zero_names import ZeroFiles
-from ckpt_tools.formats.parts.zero_rows import Group, groups_of
-from ckpt_tools.formats.parts.zero_states import ModelState, OptimizerState, read_model, read_optimizer
+from ckpt_tools.formats.parts.zero.names import ZeroFiles
+from ckpt_tools.formats.parts.zero.rows import Group, groups_of
+from ckpt_tools.formats.parts.zero.states import ModelState, OptimizerState, read_model, read_optimizer
 from ckpt_tools.formats.sharded import Keys, joined
 from ckpt_tools.io.content import read
 from ckpt_tools.io.output import Source

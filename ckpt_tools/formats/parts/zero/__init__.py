@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO: what its files say (states), what lies where (rows), and the checkpoint that they are (folder)."""
