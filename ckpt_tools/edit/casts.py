@@ -89,8 +89,8 @@ def cast_floats(root: Node, target: DType, only: Sequence[str] = ()) -> tuple[No
 def _steps(root: Node) -> set[int]:
     """The storages of the step counters of every optimizer."""
     found = set()
-    for _, node in find_optimizers(root):
-        for _, state in node.get("state").items:
+    for _, optimizer in find_optimizers(root):
+        for _, state in optimizer.state.items:
             step = state.get("step") if type(state) is Dict else None
             if type(step) is Entry and step.dtype.family == "float":
                 found.add(id(step.storage))

@@ -26,7 +26,6 @@ from ckpt_tools.tree.nodes import (
     Entry,
     List,
     Node,
-    Object,
     Where,
 )
 from ckpt_tools.tree.visit import children, component, walk
@@ -155,7 +154,7 @@ def _collect(state_dict: StateDict, flat: Flat) -> None:
     first: dict[tuple[int, str], str] = {}
     storages: dict[int, list[str]] = {}
     for index, (name, node) in enumerate(named):
-        if type(node) is Object:
+        if type(node) is not Entry:
             raise ContainerLimitError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
                                       fix=f"Leave it out: `drop={name!r}`.")  # fmt: skip
         if users[id(node.storage)] > 1:
@@ -181,19 +180,20 @@ def _values(root: Node, state_dict: StateDict, flat: Flat) -> None:
     """Plain values beside the tensors, as text under their dotted paths: those next to the state dict, and those in it."""
     found = list(_beside(root, state_dict))
     # All at once: what several of them share is made plain once.
-    values, fates = plain.make_plain(Dict(list(enumerate(node for _, node in found))))
+    values = Dict(list(enumerate(node for _, node in found)))
+    _, fates = plain.make_plain(values)
     for fate in fates:
         index, *below = fate.where
         where = (*found[index][0], *below) if type(index) is int else fate.where
         flat.fates.append(plain.Fate(where, fate.name, fate.became))
     texts = _Json()
-    for index, node in values.items:
-        _value(found[index][0], node, texts, flat)
+    for (where, _), (_, node) in zip(found, values.items, strict=True):
+        _value(where, node, texts, flat)
 
 
 def _beside(root: Node, state_dict: StateDict) -> Iterator[tuple[Where, Node]]:
     """What lies beside the path to the state dict, and what is in it but no tensor."""
-    node = root
+    node = root  # the last one is the state dict
     for depth, step in enumerate(state_dict.where):
         below = list(children(node))
         yield from (((*state_dict.where[:depth], key), value) for key, value in below if key != step)
@@ -202,7 +202,7 @@ def _beside(root: Node, state_dict: StateDict) -> Iterator[tuple[Where, Node]]:
             path = dotted(state_dict.where[: depth + 1])
             raise ContainerLimitError(f"Two keys of the checkpoint read {path!r}, and under one is the state dict.")
         node = inner[0]
-    for key, value in node.items:
+    for key, value in state_dict.node.items:
         if not (type(key) is str and is_tensor(value)):
             yield (component(key),), value
 
@@ -243,7 +243,7 @@ class _Json:
             if len(found) < len(node.items):  # 1 and "1"
                 raise TypeError
             return found
-        if type(node) in (List, tuple):
+        if type(node) is List or type(node) is tuple:
             return [self._plain(item, depth + 1) for item in (node.items if type(node) is List else node)]
         if node is None or type(node) in (str, int, float, bool):
             return node

@@ -81,18 +81,17 @@ def rename_optimizers(root: Node, rename: Rename) -> int:
     """
     changed = 0
     done: set[int] = set()
-    for _, node in find_optimizers(root):
-        state = node.get("state")
-        changed += _rename_states(state, rename, done)
-        for group in node.get("param_groups").items:
-            for key in ("param_names", "params") if type(group) is Dict else ():
-                changed += _rename_list(group.get(key), rename, done)
+    for _, optimizer in find_optimizers(root):
+        changed += _rename_states(optimizer.state, rename, done)
+        for group in optimizer.groups.items:
+            if type(group) is Dict:
+                changed += sum(_rename_list(group.get(key), rename, done) for key in ("param_names", "params"))
     return changed
 
 
-def _rename_states(state: Node, rename: Rename, done: set[int]) -> int:
+def _rename_states(state: Dict, rename: Rename, done: set[int]) -> int:
     """States that are keyed by name; `done` has what was renamed before, under another path."""
-    if type(state) is not Dict or id(state) in done:
+    if id(state) in done:
         return 0
     done.add(id(state))
     renamed = {key: rename(key) for key, _ in state.items if type(key) is str}
@@ -130,8 +129,9 @@ def restore_named_ties(node: Node, metadata: Mapping[str, str]) -> dict[str, str
     Returns:
         The names that were put back.
     """
-    entries = {key: value for key, value in node.items if type(value) is Entry} if type(node) is Dict else {}
+    if type(node) is not Dict:
+        return {}
+    entries = {key: value for key, value in node.items if type(value) is Entry}
     ties = {name: kept for name, kept in metadata.items() if kept in entries and name not in entries and name != "format"}
-    if ties:
-        node.items.extend((name, entries[kept]) for name, kept in ties.items())
+    node.items.extend((name, entries[kept]) for name, kept in ties.items())
     return ties

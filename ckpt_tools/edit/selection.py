@@ -116,13 +116,13 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: C
     for where, node in walk(root, stop=is_tensor):
         if type(node) in nodes.CONTAINERS and where in gone:
             inside = where
-        if type(node) not in (Dict, List, tuple):
+        if type(node) is not Dict and type(node) is not List and type(node) is not tuple:
             continue
         paths = globs.unwanted(where, node, names.get(id(node), set()))
         if inside is not None and where[: len(inside)] == inside:
             continue
         gone.update(dict.fromkeys(paths.values()))
-        if type(node) is tuple:
+        if type(node) is not Dict and type(node) is not List:
             _refuse_elements(where, paths)
         elif lost.setdefault(id(node), (where, node, list(paths)))[2] != list(paths):
             raise _shared(where, lost[id(node)][0])
@@ -214,12 +214,12 @@ def _check_optimizers(root: Node, dropped: Sequence[tuple[str, Node]]) -> None:
     Which parameter a place is, only the model knows; a tensor whose name the optimizer has not in its `param_names`, or whose
     shape none of its states has, is none of its parameters.
     """
-    for where, node in find_optimizers(root) if dropped else ():
-        if not any(type(key) is int for key, _ in node.get("state").items):
+    for where, optimizer in find_optimizers(root) if dropped else ():
+        if not any(type(key) is int for key, _ in optimizer.state.items):
             continue
-        names = {name for group in node.get("param_groups").items if type(group) is Dict
-                 and type(group.get("param_names")) is List for name in group.get("param_names").items}  # fmt: skip
-        shapes = {tensor.node.shape for tensor in find_tensors(node.get("state")) if type(tensor.node) is Entry}
+        named = (group.get("param_names") for group in optimizer.groups.items if type(group) is Dict)
+        names = {name for listed in named if type(listed) is List for name in listed.items}
+        shapes = {tensor.node.shape for tensor in find_tensors(optimizer.state) if type(tensor.node) is Entry}
         for name, value in dropped:
             if name in names if names else type(value) is Entry and value.shape and value.shape in shapes:
                 raise ConvertError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from ckpt_tools.edit.objects.losses import is_part
+from ckpt_tools.edit.objects.losses import model_parts
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.open import (
     StateDict,
@@ -30,7 +30,11 @@ from ckpt_tools.tree.visit import walk
 
 def modules_as_state_dicts(root: Node) -> Node:
     """Exchange pickled modules for their state dicts; what else is an object is left for `plain.drop_unknown`."""
-    return exchange.replace(root, lambda node: module_state_dict(node) if type(node) is Object and is_module(node) else node)
+
+    def swap(node: Node) -> Node:
+        return module_state_dict(node) if type(node) is Object and is_module(node) else node
+
+    return exchange.replace(root, swap)
 
 
 def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
@@ -67,10 +71,9 @@ def slim(root: Node) -> tuple[Node, list[tuple[Where, str]]]:
 def _parts(found: Sequence[StateDict]) -> Iterator[int]:
     """The ids of the dicts, lists and tuples that are parts of state dicts: extra state, packed weights."""
     for state_dict in found:
-        for key, value in state_dict.node.items:
-            if is_part(key, value):
-                inside = walk(value, stop=lambda node: is_tensor(node) or _training_state((), node) is not None)
-                yield from (id(node) for _, node in inside if type(node) in (Dict, List, tuple))
+        for _, value in model_parts(state_dict):
+            inside = walk(value, stop=lambda node: is_tensor(node) or _training_state((), node) is not None)
+            yield from (id(node) for _, node in inside if type(node) in (Dict, List, tuple))
 
 
 def _in_tuple(where: Where, node: Node, kept: set[int], gone: list[tuple[Where, str]]) -> Node:
@@ -126,16 +129,15 @@ def _training_state(where: Where, node: Node) -> str | None:
 
 def _prune(root: Node) -> None:
     """Leave out the dicts and lists that are empty now, from the inside."""
-    holders = [node for _, node in walk(root, stop=is_tensor) if type(node) in (Dict, List)]
-    for node in reversed(holders):
+    for node in reversed([node for _, node in walk(root, stop=is_tensor)]):
         if type(node) is Dict:
             node.items[:] = [(key, value) for key, value in node.items if not _is_empty(value)]
-        else:
+        elif type(node) is List:
             node.items[:] = [value for value in node.items if not _is_empty(value)]
 
 
 def _is_empty(node: Node) -> bool:
-    return type(node) in (Dict, List) and not node.items
+    return (type(node) is Dict or type(node) is List) and not node.items
 
 
 # --- --ema
@@ -218,7 +220,7 @@ def _without_lit_ema(state_dict: StateDict) -> Dict:
         flat.setdefault(name.replace(".", ""), []).append(name)
         if name.startswith("model."):
             flat.setdefault(name.removeprefix("model.").replace(".", ""), []).append(name)
-    values = {}
+    values: dict[Node, Node] = {}
     for name, value in items:
         short = name.removeprefix(_LIT_EMA) if type(name) is str and name.startswith(_LIT_EMA) else None
         if short is None or short in _COUNTERS:

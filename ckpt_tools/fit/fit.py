@@ -192,9 +192,10 @@ class _Fitting:
 
     def overlap(self, name: str, entry: Node, rows: Sequence[int] | None, blank: Blank) -> Entry:
         """The part of a tensor that fits, and initial values."""
-        whole = type(entry) is Entry and entry.dtype.in_torch and entry.dtype.packed == 1
-        kept = kept_shape(entry, blank.shape, rows) if whole else None
-        if kept is None:
+        kept = None
+        if type(entry) is Entry and entry.dtype.in_torch and entry.dtype.packed == 1:
+            kept = kept_shape(entry, blank.shape, rows)
+        if type(entry) is not Entry or kept is None:
             raise ConvertError(
                 f"{name!r} cannot overlap: the checkpoint's has another number of dimensions, or is not a plain tensor.",
                 fix="Initialise it (`on_mismatch='reinit'`), or leave it out (`on_mismatch='skip'`).",

@@ -221,12 +221,10 @@ def _keyed(made: Iterable[tuple[str, Node]], known: set[int]) -> Iterator[tuple[
 
 def _done(step: PlanStep, entries: dict[str, Node]) -> Iterator[tuple[str, Node]]:
     """The new tensors of one step."""
-    olds = [entries[name] for name in step.old]
     if step.step == "copy":
-        yield step.new[0], olds[0]
+        yield step.new[0], entries[step.old[0]]
         return
-    if unusual := [name for name, entry in zip(step.old, olds, strict=True) if type(entry) is not Entry]:
-        raise MatchPlanError(f"{unusual[0]!r} is a sparse, quantised, nested or meta tensor: it can be copied only.")
+    olds = [_plain_entry(name, entries[name]) for name in step.old]
     if step.step == "reshape":
         yield step.new[0], reshaped(olds[0], step.new_shapes[0])
     elif step.step == "transpose":
@@ -235,6 +233,12 @@ def _done(step: PlanStep, entries: dict[str, Node]) -> Iterator[tuple[str, Node]
         yield from zip(step.new, split(olds[0], [shape[0] for shape in step.new_shapes]), strict=True)
     else:
         yield step.new[0], concatenated(olds)
+
+
+def _plain_entry(name: str, node: Node) -> Entry:
+    if type(node) is not Entry:
+        raise MatchPlanError(f"{name!r} is a sparse, quantised, nested or meta tensor: it can be copied only.")
+    return node
 
 
 def reshaped(entry: Entry, shape: Shape) -> Entry:

@@ -225,6 +225,7 @@ class _OwnValues:
         checkpoint = self.stack.enter_context(open_whole(self.target.label))
         state_dict = choose_state_dict(checkpoint, self.select)
         root = to_little_endian(state_dict.node, checkpoint.decoded.byteorder)
+        assert type(root) is Dict  # edited in place
         return {key: value for key, value in root.items if type(key) is str and is_tensor(value)}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self, TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, ZipError
@@ -356,7 +356,7 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def is_tensor(node: Node) -> bool:
+def is_tensor(node: Node) -> TypeGuard[Entry | Object]:
     """Whether a node is a tensor, plain or unusual."""
     return type(node) is Entry or (type(node) is Object and unusual_tensor(node) is not None)
 
@@ -459,11 +459,18 @@ def _closed(node: Node) -> bool:
     return type(node) is Object or (type(node) is Dict and is_optimizer(node))
 
 
-def find_optimizers(root: Node) -> Iterator[tuple[Where, Dict]]:
-    """What every optimizer's `state_dict()` gave, with its path."""
+class Optimizer(NamedTuple):
+    """What an optimizer's `state_dict()` gave."""
+
+    state: Dict
+    groups: List
+
+
+def find_optimizers(root: Node) -> Iterator[tuple[Where, Optimizer]]:
+    """Every optimizer with its path."""
     for where, node in walk(root, stop=is_tensor, plain=False, entries=False):
-        if is_optimizer(node):
-            yield where, node
+        if optimizer := as_optimizer(node):
+            yield where, optimizer
 
 
 def is_extra(key: object) -> bool:
@@ -473,7 +480,15 @@ def is_extra(key: object) -> bool:
 
 def is_optimizer(node: Node) -> bool:
     """Whether a node is what `optimizer.state_dict()` gives."""
-    return type(node) is Dict and type(node.get("param_groups")) is List and type(node.get("state")) is Dict
+    return as_optimizer(node) is not None
+
+
+def as_optimizer(node: Node) -> Optimizer | None:
+    """The parts of what `optimizer.state_dict()` gives, where a node is that."""
+    if type(node) is not Dict:
+        return None
+    groups, state = node.get("param_groups"), node.get("state")
+    return Optimizer(state, groups) if type(groups) is List and type(state) is Dict else None
 
 
 def _is_state_dict(node: Dict, holders: _Holders) -> bool:

@@ -27,6 +27,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import (
+    Build,
     Dict,
     Entry,
     Global,
@@ -130,7 +131,7 @@ def _as_module(node: Object, parameters: frozenset[str], buffers: frozenset[str]
             tables["_modules"].append((name, value))
         else:
             others.append((name, value))
-    node.steps[:] = [("build", Dict([*((table, Dict(pairs)) for table, pairs in tables.items()), *others]))]
+    node.steps[:] = [Build(Dict([*((table, Dict(pairs)) for table, pairs in tables.items()), *others]))]
 
 
 # --- 1.0 and 1.1
@@ -221,5 +222,5 @@ def _json_module(row: dict[str, Any], tensors: _JsonTensors, depth: int) -> Obje
         (buffers if is_buffer else parameters).items.append((str(parameter["name"]), entry))
     modules = Dict([(str(child["name"]), _json_module(child, tensors, depth + 1)) for child in row.get("submodules", [])])
     module = Object("new", _SCRIPT_MODULE, ())
-    module.steps.append(("build", Dict([("_parameters", parameters), ("_buffers", buffers), ("_modules", modules)])))
+    module.steps.append(Build(Dict([("_parameters", parameters), ("_buffers", buffers), ("_modules", modules)])))
     return module

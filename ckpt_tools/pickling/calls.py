@@ -10,23 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ckpt_tools.errors import CkptError, LimitError
 from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.arrays_behind import array_bytes, is_pickled_behind
 from ckpt_tools.pickling.callables import QUIET
 from ckpt_tools.pickling.ratings import Rating
-from ckpt_tools.pickling.reader import OPCODES, Machine, Stop, add_step
+from ckpt_tools.pickling.reader import OPCODES, Machine, Stop
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree.nodes import (
+    Append,
+    Build,
     Dict,
     Global,
     List,
     Node,
     Object,
+    SetItems,
 )
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
@@ -99,23 +101,23 @@ class Lister(Machine):
         self.told = 0
         self.outer: list[tuple[list[Node], list[list[Node]], list[Node], dict[int, Node]]] = []  # pickles around this one
 
-    def make(self, function: Node, args: Node) -> None:
+    def make(self, function: Node, args: tuple[Node, ...]) -> None:
         """Rate a call, then stand in for its result."""
-        if type(args) is tuple and len(args) > _LONG:
+        if len(args) > _LONG:
             self.spend(len(args) // _LONG)
         if type(function) is not Global or function not in QUIET or _may_hand_over(function, args):
             self._listen(function, args)
         super().make(function, args)
 
-    def _listen(self, function: Node, args: Node) -> None:
-        has_parts = type(args) is tuple and any(type(arg) is Object and arg.steps for arg in args)
+    def _listen(self, function: Node, args: tuple[Node, ...]) -> None:
+        has_parts = any(type(arg) is Object and arg.steps for arg in args)
         self.spend(_COST_OF_LOOKING if has_parts else _COST_OF_RATING)
         self.rate(ratings.of_call(function, args), function, args)
         if type(function) is Global and function == LOAD_FROM_BYTES:
             self._load_from_bytes(args)
 
-    def _load_from_bytes(self, args: Node) -> None:
-        data = args[0] if type(args) is tuple and len(args) == 1 else None
+    def _load_from_bytes(self, args: tuple[Node, ...]) -> None:
+        data = args[0] if len(args) == 1 else None
         if type(data) is bytes:
             self.nested.append(data)
         else:
@@ -138,9 +140,9 @@ class Lister(Machine):
         return list(self.calls.values())
 
 
-def _may_hand_over(function: Global, args: Node) -> bool:
+def _may_hand_over(function: Global, args: tuple[Node, ...]) -> bool:
     """Whether arguments are more than plain values and tensors: only what can hold a function is looked at."""
-    return type(args) is tuple and any(_may_hold(arg) or (type(arg) is List and function.module == "numpy") for arg in args)
+    return any(_may_hold(arg) or (type(arg) is List and function.module == "numpy") for arg in args)
 
 
 def _may_hold(arg: Node) -> bool:
@@ -218,7 +220,7 @@ def _build(machine: Lister) -> None:
         target.attributes = target.attributes or Dict()
         target.attributes.items.append((None, state))
     if type(target) is Object:
-        target.steps.append(("build", state))
+        target.steps.append(Build(state))
         machine.nested += _pickles_in(target, state)
         machine.position += array_bytes(target, machine)
         if is_pickled_behind(target):
@@ -261,20 +263,20 @@ def _extend(machine: Lister, items: list[Node]) -> None:
     if type(target) is List:
         target.items.extend(items)
     elif type(target) is Object:
-        _add(machine, target, "append", items)
+        _rate_items(machine, target, Append)
+        target.append(items)
     elif type(target) is Dict and ratings.is_armed(target):
         machine.rate("unknown", Global("collections", "OrderedDict"), (), "changes")
     elif type(target) is Global:
         machine.rate(_of_change(target), target, (), "changes")
 
 
-def _add(machine: Lister, target: Object, step: Literal["append", "set"], items: list[Node]) -> None:
+def _rate_items(machine: Lister, target: Object, step: type[Append] | type[SetItems]) -> None:
     """Items for an instance, by a method of its class, or a function that was set as its `append`."""
-    if len(target.steps) > 1 or (target.steps and target.steps[0][0] != step):
+    if len(target.steps) > 1 or (target.steps and type(target.steps[0]) is not step):
         machine.spend(_COST_OF_LOOKING)
-    if ratings.is_shared(target) or (step == "append" and ratings.is_armed(target)):
+    if ratings.is_shared(target) or (step is Append and ratings.is_armed(target)):
         machine.rate("unknown", target.function, (), "changes")
-    add_step(target, step, items)
 
 
 def _setitem(machine: Lister) -> None:
@@ -292,7 +294,8 @@ def _set(machine: Lister, items: list[Node]) -> None:
     if type(target) is Dict:
         target.items.extend(zip(items[::2], items[1::2], strict=False))
     elif type(target) is Object:
-        _add(machine, target, "set", items)
+        _rate_items(machine, target, SetItems)
+        target.set(list(zip(items[::2], items[1::2], strict=False)))
     elif type(target) is Global:
         machine.rate(_of_change(target), target, (), "changes")
 

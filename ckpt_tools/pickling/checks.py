@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError
 from ckpt_tools.tree.nodes import (
     PLAIN,
+    Append,
     Dict,
     Entry,
-    Extras,
     List,
     Node,
     Object,
+    Pair,
+    SetItems,
 )
 from ckpt_tools.tree.visit import is_short_row
 
@@ -61,24 +63,21 @@ def _settle_one(node: Node, keys: _Keys) -> Sequence[Node]:
         return node.items
     if type(node) is tuple:
         return node
-    if type(node) is Entry:
-        return [] if node.extras is None else [node.extras]
-    if type(node) is Extras:
-        return [node.hooks, node.metadata, node.state]
+    if type(node) is Entry and node.extras is not None:
+        return [node.extras.hooks, node.extras.metadata, node.extras.state]
     return _settle_object(node, keys) if type(node) is Object else []
 
 
 def _settle_object(node: Object, keys: _Keys) -> list[Node]:
     below = [node.function, node.args, node.kwargs]
-    for index, (step, value) in enumerate(node.steps):
-        if step == "set":
-            value = keys.merge(value)
-            node.steps[index] = (step, value)
-            below.extend(item for _, item in value)
-        elif step == "append":
-            below.extend(value)
+    for step in node.steps:
+        if type(step) is SetItems:
+            step.pairs = keys.merge(step.pairs)
+            below.extend(value for _, value in step.pairs)
+        elif type(step) is Append:
+            below.extend(step.items)
         else:
-            below.append(value)
+            below.append(step.state)
     return below
 
 
@@ -95,17 +94,17 @@ class _Keys:
 
     def __init__(self) -> None:
         self.repeated: list[str] = []
-        self.numbers: dict[Node, int] = {}  # the parts of a tuple -> a number that stands for it
+        self.numbers: dict[tuple[Hashable, ...], int] = {}  # the parts of a tuple -> a number that stands for it
         self.tuples: dict[int, _Tuple] = {}  # by id
         self.parts = 0  # of all keys so far
 
-    def merge(self, pairs: list[tuple[Node, Node]]) -> list[tuple[Node, Node]]:
+    def merge(self, pairs: list[Pair]) -> list[Pair]:
         """The pairs with each key once, at its first place with its last value."""
         only_text = all(type(key) is str for key, _ in pairs)
         identities = [key if only_text else self.identity(key) for key, _ in pairs]
         if len(set(identities)) == len(pairs):
             return pairs
-        last: dict[Node, tuple[Node, Node]] = {}
+        last: dict[Hashable, Pair] = {}
         for identity, (key, value) in zip(identities, pairs, strict=True):
             if identity in last:
                 if len(self.repeated) < 1000:
@@ -114,7 +113,7 @@ class _Keys:
             last[identity] = (key, value)
         return list(last.values())
 
-    def identity(self, key: Node) -> Node:
+    def identity(self, key: Node) -> Hashable:
         """The stand-in of a key."""
         if type(key) is tuple:
             known = self._tuple(key)
@@ -128,13 +127,13 @@ class _Keys:
             if not key.is_integer():
                 return "f", key.hex()
             key = int(key)
-        if type(key) in (int, bool):
+        if type(key) is int or type(key) is bool:
             return int(key) if key.bit_length() < 32 else _long(int(key))
         if type(key) is Object:
             self._spend(_elements(key))
         return ("id", id(key)) if type(key) in (Object, Entry) else key
 
-    def _part(self, key: Node) -> Node:
+    def _part(self, key: Node) -> Hashable:
         """The stand-in of a part of a tuple: never a number, since Python's hash of several lets a file choose collisions."""
         found = self.identity(key)
         return _long(found) if type(found) is int else found
@@ -166,7 +165,7 @@ class _Keys:
         self.tuples[id(node)] = _Tuple(node, ("t", self.numbers.setdefault(parts, len(self.numbers))), depth, count)
 
 
-def _long(number: int) -> Node:
+def _long(number: int) -> Hashable:
     return "n", number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
 
 
@@ -174,7 +173,7 @@ class _Tuple(NamedTuple):
     """What is known about a tuple: itself (kept, so that its id stays its own), its stand-in, depth and number of parts."""
 
     node: tuple[Node, ...]
-    stand_in: Node
+    stand_in: Hashable
     depth: int
     parts: int
 

@@ -20,6 +20,7 @@ from ckpt_tools.pickling.torch_objects import extras_of, rebuild_tensor
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import BY_STORAGE, DType
 from ckpt_tools.tree.nodes import (
+    Build,
     Entry,
     Global,
     Node,
@@ -91,6 +92,5 @@ def _variable(node: Object) -> Node:
 
 def _state(node: Object) -> tuple[Node, ...]:
     """The state that is set, where nothing else happens to the object and it is a tuple; else an empty one."""
-    if len(node.steps) == 1 and node.steps[0][0] == "build" and type(node.steps[0][1]) is tuple:
-        return node.steps[0][1]
-    return ()
+    step = node.steps[0] if len(node.steps) == 1 else None
+    return step.state if type(step) is Build and type(step.state) is tuple else ()

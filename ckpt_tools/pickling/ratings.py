@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain, islice
 from typing import Literal, TypeAlias
 
 from ckpt_tools.pickling import callables
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import printable
 from ckpt_tools.tree.nodes import (
+    Append,
+    Build,
     ByteString,
     Dict,
     Entry,
@@ -15,7 +19,10 @@ from ckpt_tools.tree.nodes import (
     List,
     Node,
     Object,
+    SetItems,
+    Step,
 )
+from ckpt_tools.tree.visit import parts
 
 # From harmless to harmful; "unknown" is to be treated as "harmful". docs/scan.md has the table.
 Rating: TypeAlias = Literal["data", "class", "unknown", "harmful"]
@@ -27,7 +34,7 @@ _MOST_HELD = 1024  # parts of what a call is given that are looked through for a
 _MOST_STEPS = 16  # states and runs of items that are set one after another; honest objects have three
 # What these were given was looked at when they were called: tensors.
 _SEEN_WHEN_MADE = frozenset(name for name in ALLOWED if name.module.startswith("torch"))
-_HOLDERS = frozenset((tuple, list, List, Dict, Object))
+_HOLDERS = frozenset((tuple, List, Dict, Object))
 _BASES = frozenset(
     Global("builtins", name)
     for name in ("object", "dict", "list", "tuple", "set", "frozenset", "int", "float", "str", "bytes", "bytearray", "complex")
@@ -60,7 +67,7 @@ def of_call(function: Node, args: Node) -> Rating:
     return "harmful" if callables.is_harmful(name) else "unknown"
 
 
-def _of_given(name: Global, given: Node) -> Rating:
+def _of_given(name: Global, given: tuple[Node, ...]) -> Rating:
     """What makes data may look up attributes of what it is given, and call them: `dict(x)` calls `x.keys()`."""
     if name == callables.DEFAULTDICT:
         given = given[1:]
@@ -126,7 +133,7 @@ def _is_member(given: Node) -> bool:
     an instance of one (how it pickles bound methods: the hooks of modules)."""
     if type(given) is not tuple or len(given) != 2 or type(given[1]) is not str:
         return False
-    owner, name = given
+    owner, name = given[0], given[1]
     if name.startswith("__") or not name.isidentifier():
         return False
     if type(owner) is Object:
@@ -167,7 +174,7 @@ def _of_called_arguments(given: tuple[Node, ...]) -> Rating:
     return found
 
 
-def of_instance(cls: Node, args: Node) -> Rating:
+def of_instance(cls: Node, args: tuple[Node, ...]) -> Rating:
     """`cls.__new__(cls, *args)`: NEWOBJ, which makes an instance without its `__init__`."""
     if type(cls) is Object and type(cls.function) is Global and cls.function == callables.GETATTR and _is_member(cls.args):
         return worst("class", _of_references(args))  # a class inside a class
@@ -217,7 +224,7 @@ def is_shared(target: Node) -> bool:
 def is_armed(target: Node) -> bool:
     """Whether a state was set that holds a function. Items come before states: what comes next may call it."""
     if type(target) is Object:
-        states = tuple(state for step, state in target.steps[:_MOST_STEPS] if step == "build")
+        states = tuple(step.state for step in target.steps[:_MOST_STEPS] if type(step) is Build)
         return len(target.steps) > _MOST_STEPS or (bool(states) and _holds_function(states))
     return type(target) is Dict and target.attributes is not None and _holds_function(target.attributes)
 
@@ -268,17 +275,18 @@ def _is_function(node: Node) -> bool:
 
 
 def _held(node: Node) -> list[Node]:
-    """What a node holds, all of it; of an object what it was made of and what was set later."""
-    if type(node) is tuple:
-        return list(node)
-    if type(node) is List:
-        return node.items
-    if type(node) is Dict:
-        return [part for pair in node.items for part in pair] + ([] if node.attributes is None else [node.attributes])
-    if type(node) is Object:
-        seen = type(node.function) is Global and node.function in _SEEN_WHEN_MADE  # else it may take for ever to hash
-        return [None if seen else node.args, node.kwargs, *(value for _, value in node.steps)]
-    return node if type(node) is list else []
+    """What a node holds; of an object what it was made of and what was set later. Of many parts one more than are looked at."""
+    if type(node) is not Object:
+        return list(islice(parts(node), _MOST_HELD + 1))
+    seen = type(node.function) is Global and node.function in _SEEN_WHEN_MADE  # else it may take for ever to hash
+    later = chain.from_iterable(map(_given_later, node.steps))
+    return [None if seen else node.args, node.kwargs, *islice(later, _MOST_HELD)]
+
+
+def _given_later(step: Step) -> Iterable[Node]:
+    if type(step) is Append:
+        return step.items
+    return chain.from_iterable(step.pairs) if type(step) is SetItems else (step.state,)
 
 
 def of_reference(node: Node) -> Rating:

@@ -19,7 +19,9 @@ from ckpt_tools.pickling import fused
 from ckpt_tools.pickling.state import State
 from ckpt_tools.pickling.weights_only import BUILT
 from ckpt_tools.tree.nodes import (
+    Build,
     ByteString,
+    Call,
     Dict,
     Entry,
     Global,
@@ -28,13 +30,7 @@ from ckpt_tools.tree.nodes import (
     Object,
 )
 
-Maker: TypeAlias = Callable[[Any], Node]
-PersistentLoad: TypeAlias = Callable[[Node], Node]
-
 _U32, _U64, _I32 = Struct("<I"), Struct("<Q"), Struct("<i")
-_MISSING = object()
-_SHORT = frozenset((type(None), bool, int, float, bytes))  # what costs nothing when it is used again
-_PLACE_OF_A_TENSOR = 3  # containers that one more place of a tensor costs: it has a row in every report
 
 
 class Machine(State):
@@ -426,8 +422,9 @@ _SET = Global("builtins", "set")
 
 @_opcode(b"\x8f", unusual="EMPTY_SET")
 def _empty_set(machine: Machine) -> None:
-    machine.make(_SET, (List(),))
-    machine.sets[id(machine.stack[-1])] = machine.stack[-1]
+    elements = List()
+    machine.make(_SET, (elements,))
+    machine.sets[id(machine.stack[-1])] = machine.stack[-1], elements
 
 
 @_opcode(b"\x91", unusual="FROZENSET")
@@ -438,10 +435,10 @@ def _frozenset(machine: Machine) -> None:
 @_opcode(b"\x90", unusual="ADDITEMS")
 def _additems(machine: Machine) -> None:
     items = machine.pop_mark()
-    target = machine.stack[-1]
-    if id(target) not in machine.sets:
+    if id(machine.stack[-1]) not in machine.sets:
         raise machine.error("adds items to something that is not a new set")
-    target.args[0].items.extend(items)
+    _, elements = machine.sets[id(machine.stack[-1])]
+    elements.items.extend(items)
 
 
 @_opcode(b"l", unusual="LIST")
@@ -531,7 +528,7 @@ def _extend(machine: Machine, items: list[Node]) -> None:
         target.items.extend(items)
     elif type(target) is Object:
         machine.unusual["APPEND to something that is not a list"] = None
-        add_step(target, "append", items)
+        target.append(items)
     else:
         raise machine.error("appends to something that is not a list")
 
@@ -543,17 +540,9 @@ def _set(machine: Machine, pairs: list[tuple[Node, Node]]) -> None:
     elif type(target) is Object:
         if target.function != Global("collections", "Counter"):
             machine.unusual["SETITEM on something that is not a dict"] = None
-        add_step(target, "set", pairs)
+        target.set(pairs)
     else:
         raise machine.error("sets items of something that is not a dict")
-
-
-def add_step(target: Object, step: Any, values: list[Node]) -> None:
-    """Items for an object that no dict and no list stands for."""
-    if target.steps and target.steps[-1][0] == step:
-        target.steps[-1][1].extend(values)
-    else:
-        target.steps.append((step, values))
 
 
 # --- globals and objects
@@ -594,7 +583,7 @@ def _newobj_ex(machine: Machine) -> None:
     _new(machine, "new_ex", machine.stack.pop(), kwargs)
 
 
-def _new(machine: Machine, call: Any, args: Node, kwargs: Node) -> None:
+def _new(machine: Machine, call: Call, args: Node, kwargs: Dict | None) -> None:
     if type(args) is not tuple:
         raise machine.error("makes an object with arguments that are not a tuple")
     machine.spend()
@@ -631,7 +620,7 @@ def _build(machine: Machine) -> None:
     if type(target) is Object:
         if type(target.function) is Global and target.function.module != "collections" and target.function not in BUILT:
             machine.unusual[f"BUILD of {target.function}"] = None
-        target.steps.append(("build", state))
+        target.steps.append(Build(state))
     elif type(target) is Dict and target.ordered and type(state) is Dict:
         if target.attributes is None:
             target.attributes = Dict()
@@ -641,7 +630,7 @@ def _build(machine: Machine) -> None:
         machine.unusual["BUILD of a global"] = None
         machine.spend()
         machine.stack[-1] = built = Object("none", target, None)
-        built.steps.append(("build", state))
+        built.steps.append(Build(state))
     else:
         raise machine.error(f"sets the state of a {_kind(target)}, which has none")
 

@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError
 from ckpt_tools.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, LONG_TEXT
-from ckpt_tools.tree.nodes import Dict, Entry, Global, Node, Object
+from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object
 
-Maker: TypeAlias = Callable[[Any], Node]
+Maker: TypeAlias = Callable[[tuple[Node, ...]], Node]
 PersistentLoad: TypeAlias = Callable[[Node], Node]
 
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 ORDERED_DICT = Global("collections", "OrderedDict")
-_MISSING = object()
+_UNNAMED = Global("", "")  # by identity nothing on the stack
 _SHORT = frozenset((type(None), bool, int, float, bytes))  # what costs nothing when it is used again
 _PLACE_OF_A_TENSOR = 3  # containers that one more place of a tensor costs: it has a row in every report
 
@@ -57,9 +57,10 @@ class State:
         self.memo: list[Node] = []
         self.sizes: dict[bytes, tuple[int, ...]] = {}
         self.far_memo: dict[int, Node] = {}
-        self.sets: dict[int, Node] = {}  # what EMPTY_SET made, by id, kept so that the id stays its own
-        self.rebuild: Node = _MISSING  # the records of two globals that every tensor names, as the fused path knows them again
-        self.ordered_dict: Node = _MISSING
+        # what EMPTY_SET made, by id, kept so that the id stays its own, with its elements
+        self.sets: dict[int, tuple[Node, List]] = {}
+        # the records of two globals that every tensor names, as the fused path knows them again
+        self.rebuild = self.ordered_dict = _UNNAMED
         self.protocol = 0
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
@@ -143,22 +144,25 @@ class State:
         """Push a memoized value."""
         if 0 <= index < len(self.memo):
             value = self.memo[index]
+        elif index in self.far_memo:
+            value = self.far_memo[index]
         else:
-            value = self.far_memo.get(index, _MISSING)
-            if value is _MISSING:
-                raise self.error(f"reads memo {index}, which was never written")
+            raise self.error(f"reads memo {index}, which was never written")
         if type(value) not in _SHORT:
             self.spend_on_sharing(value)
         self.stack.append(value)
 
     def spend_on_sharing(self, value: Node) -> None:
         """Count what is used again: whoever looks for tensors and objects looks at every place, and writes it down."""
-        kind = type(value)
-        if kind is Global and value not in self.makers and not value.name.endswith("Storage"):  # not for a tensor
-            self.spend(2)
-        elif kind is not str and kind is not Global:
-            self.spend(_PLACE_OF_A_TENSOR if kind is Entry else 2 if kind is Object else 1)
-        length = len(value) if kind is str else len(value.name) + len(value.module) if kind is Global else 0
+        length = 0
+        if type(value) is str:
+            length = len(value)
+        elif type(value) is Global:
+            length = len(value.name) + len(value.module)
+            if value not in self.makers and not value.name.endswith("Storage"):  # not for a tensor
+                self.spend(2)
+        else:
+            self.spend(_PLACE_OF_A_TENSOR if type(value) is Entry else 2 if type(value) is Object else 1)
         if length > LONG_TEXT:
             self.spend(length // BYTES_OF_SHARED_TEXT)
 
@@ -177,7 +181,7 @@ class State:
             raise limits.GLOBALS.error("The pickle names more globals than any checkpoint.")
         self.stack.append(found)
 
-    def make(self, function: Node, args: Node) -> None:
+    def make(self, function: Node, args: tuple[Node, ...]) -> None:
         """Push what `function(*args)` would make: by a maker where the global is known, else an inert Object."""
         self.spend()
         if type(function) is not Global:

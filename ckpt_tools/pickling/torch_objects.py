@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from ckpt_tools.errors import PickleError, TensorError, ZipError
 from ckpt_tools.io.content import Content, Literal
@@ -28,6 +28,7 @@ from ckpt_tools.tree.nodes import (
     List,
     Node,
     Object,
+    Pair,
     Storage,
     check,
 )
@@ -57,7 +58,7 @@ class Storages:
                 why=f"Expected ('storage', class, key, location, size), found {_brief(pid)}.",
             )
         _, kind, key, device, numel = pid
-        if type(key) is not str or not key or type(device) is not str or not _is_count(numel):
+        if type(key) is not str or not key or type(device) is not str or type(numel) is not int or not _is_count(numel):
             raise PickleError(f"The pickle refers to a storage by a malformed id {_brief(pid)}.")
         known = self.by_key.get(key)
         if known is not None:
@@ -81,8 +82,8 @@ class Storages:
             )
 
 
-def _is_count(numel: Node) -> bool:
-    return type(numel) is int and numel >= 0 and numel.bit_length() <= 59
+def _is_count(numel: int) -> bool:
+    return numel >= 0 and numel.bit_length() <= 59
 
 
 def storage_dtype(kind: Node) -> DType | None:
@@ -111,18 +112,18 @@ def _arguments(args: tuple[Node, ...], low: int, high: int, name: str) -> tuple[
     return args
 
 
-def rebuild_tensor(args: Node) -> Node:
+def rebuild_tensor(args: tuple[Node, ...]) -> Node:
     """`_rebuild_tensor(storage, offset, size, stride)`."""
     storage, offset, shape, stride = _arguments(args, 4, 4, "_rebuild_tensor")
     return _entry(storage, storage_of(storage).dtype, offset, shape, stride, False, None)
 
 
-def _rebuild_tensor_v2(args: Node) -> Node:
+def _rebuild_tensor_v2(args: tuple[Node, ...]) -> Node:
     storage, offset, shape, stride, requires_grad, hooks, *rest = _arguments(args, 6, 7, "_rebuild_tensor_v2")
     return _entry(storage, storage_of(storage).dtype, offset, shape, stride, requires_grad, extras_of(hooks, rest))
 
 
-def _rebuild_tensor_v3(args: Node) -> Node:
+def _rebuild_tensor_v3(args: tuple[Node, ...]) -> Node:
     storage, offset, shape, stride, requires_grad, hooks, dtype, *rest = _arguments(args, 7, 8, "_rebuild_tensor_v3")
     return _entry(storage, dtype_of(dtype), offset, shape, stride, requires_grad, extras_of(hooks, rest))
 
@@ -164,26 +165,24 @@ def _entry(
     return entry
 
 
+_INTS = frozenset((int,))
+
+
 def sizes_of(node: Node) -> tuple[int, ...] | None:
     """A size or stride: a tuple of ints, a list of them, or a torch.Size."""
     if type(node) is Object and node.function == Global("torch", "Size") and type(node.args) is tuple and len(node.args) == 1:
         node = node.args[0]
     if type(node) is List:
         node = tuple(node.items)
-    if type(node) is not tuple:
-        return None
-    for part in node:
-        if type(part) is not int:
-            return None
-    return node
+    return cast("tuple[int, ...]", node) if type(node) is tuple and _INTS.issuperset(map(type, node)) else None
 
 
-def _rebuild_parameter(args: Node) -> Node:
+def _rebuild_parameter(args: tuple[Node, ...]) -> Node:
     data, requires_grad, hooks = _arguments(args, 3, 3, "_rebuild_parameter")
     return _parameter(data, requires_grad, extras_of(hooks, []))
 
 
-def _rebuild_parameter_with_state(args: Node) -> Node:
+def _rebuild_parameter_with_state(args: tuple[Node, ...]) -> Node:
     data, requires_grad, hooks, state = _arguments(args, 4, 4, "_rebuild_parameter_with_state")
     return _parameter(data, requires_grad, replace(extras_of(hooks, []) or Extras(), state=state))
 
@@ -207,7 +206,7 @@ _DENSE_REBUILDS: dict[str, Maker] = {
 }
 
 
-def _rebuild_from_type_v2(args: Node) -> Node:
+def _rebuild_from_type_v2(args: tuple[Node, ...]) -> Node:
     """A tensor subclass, or a tensor with Python attributes: function, class, arguments, state."""
     function, python_type, inner, state = _arguments(args, 4, 4, "_rebuild_from_type_v2")
     if type(function) is not Global or type(python_type) is not Global or type(inner) is not tuple:
@@ -221,20 +220,24 @@ def _rebuild_from_type_v2(args: Node) -> Node:
     return replace(entry, extras=Extras(python_type=python_type, state=state))
 
 
-def _ordered_dict(args: Node) -> Node:
+def _ordered_dict(args: tuple[Node, ...]) -> Node:
     """`OrderedDict()`, or Python 2's `OrderedDict([[key, value], ...])`."""
     if not args:
         return Dict(ordered=True)
     pairs = args[0].items if len(args) == 1 and type(args[0]) is List else None
     if pairs is None:
         return None
-    made = [tuple(pair.items) if type(pair) is List else pair for pair in pairs]
-    if any(type(pair) is not tuple or len(pair) != 2 for pair in made):
+    return Dict([_pair(node) for node in pairs], ordered=True)
+
+
+def _pair(node: Node) -> Pair:
+    pair = tuple(node.items) if type(node) is List else node
+    if type(pair) is not tuple or len(pair) != 2:
         raise PickleError("An OrderedDict is made from something that is not a list of pairs.")
-    return Dict(made, ordered=True)
+    return pair
 
 
-def _encode(args: Node) -> Node:
+def _encode(args: tuple[Node, ...]) -> Node:
     """`_codecs.encode(text, "latin1")`: how protocol 2 carries bytes."""
     if len(args) == 2 and type(args[0]) is str and args[1] in ("latin1", "latin-1"):
         try:
@@ -244,7 +247,7 @@ def _encode(args: Node) -> Node:
     return None
 
 
-def _empty_bytes(args: Node) -> Node:
+def _empty_bytes(args: tuple[Node, ...]) -> Node:
     """`bytes()`: how protocol 2 carries empty bytes."""
     return b"" if args == () else None
 
@@ -312,9 +315,10 @@ def _describe(node: Any) -> UnusualTensor:
 def unwrapped(node: Object) -> Object:
     """The tensor in the Parameters around it."""
     for _ in range(MAX_WRAPPINGS):
-        if node.name not in _PARAMETERS or type(node.args) is not tuple:
+        inner = node.args[0] if node.name in _PARAMETERS and type(node.args) is tuple else None
+        if type(inner) is not Object:
             break
-        node = node.args[0]
+        node = inner
     return node
 
 

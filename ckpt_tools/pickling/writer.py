@@ -11,13 +11,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ContainerLimitError, PickleError
 from ckpt_tools.pickling.state import ORDERED_DICT, python3_name
 from ckpt_tools.tree.nodes import (
     CONTAINERS,
     PLAIN,
+    Append,
     ByteString,
     Dict,
     Entry,
@@ -26,6 +27,7 @@ from ckpt_tools.tree.nodes import (
     List,
     Node,
     Object,
+    SetItems,
     Storage,
 )
 from ckpt_tools.tree.visit import parts
@@ -78,24 +80,19 @@ class Survey:
         seen, shared, todo = self.seen, self.shared, [root]
         while todo:
             node = todo.pop()
-            kind = type(node)
-            if kind is Global:
+            if type(node) is Global:
                 self._note_global(node)
-            elif kind is Storage:
+            elif type(node) is Storage:
                 found[id(node)] = node
-            elif kind in CONTAINERS or kind is Entry:
+            elif type(node) in CONTAINERS or type(node) is Entry or _is_long(node):
                 if id(node) in seen:
                     shared.add(id(node))
                     continue
                 seen.add(id(node))
-                if kind is Entry and node.extras is None:  # the many
+                if type(node) is Entry and node.extras is None:  # the many
                     found[id(node.storage)] = node.storage
                 else:
-                    below = parts(node)
-                    if not _are_short(below) and not _are_short_bytes(below):
-                        todo += [part for part in below if type(part) not in PLAIN or _is_long(part)]
-            elif _is_long(node):
-                (shared if id(node) in seen else seen).add(id(node))
+                    todo += _worth_a_look(node)
         self.storages = list(found.values())
 
     def _note_global(self, node: Global) -> None:
@@ -103,10 +100,19 @@ class Survey:
             self.protocol = 4
 
 
+def _worth_a_look(node: Node) -> list[Node]:
+    """The parts of a node that may be shared: no short values."""
+    below = parts(node)
+    if not below or _are_short(below) or _are_short_bytes(below):
+        return []
+    return [part for part in below if type(part) not in PLAIN or _is_long(part)]
+
+
 class _ComesRound(Exception):  # noqa: N818  not an error: everything has to go through the memo
     """A tuple or a call is needed while its own parts are written."""
 
 
+@final
 class _Done:
     """What remains to be emitted once the parts of a node are written: opcodes, then the memo."""
 
@@ -116,6 +122,7 @@ class _Done:
         self.opcodes, self.node = opcodes, node
 
 
+@final
 class _Values:
     """Plain values in a row, written without asking for each what it is."""
 
@@ -123,6 +130,9 @@ class _Values:
 
     def __init__(self, items: Sequence[Node]) -> None:
         self.items = items
+
+
+_Todo: TypeAlias = Node | _Done | _Values
 
 
 class _Writer:
@@ -146,17 +156,16 @@ class _Writer:
 
     def write(self, root: Node) -> bytes:
         self.out += bytes((0x80, self.protocol))
-        todo: list[Node] = [root]
+        todo: list[_Todo] = [root]
         while todo:
             node = todo.pop()
-            kind = type(node)
-            if kind is _Done:
+            if type(node) is _Done:
                 self.finish(node)
-            elif kind in CONTAINERS:
+            elif type(node) is Dict or type(node) is List or type(node) is Object or type(node) is tuple:
                 todo.extend(reversed(self.open(node)))
-            elif kind is _Values:
+            elif type(node) is _Values:
                 self.values(node.items)
-            elif kind is Entry:
+            elif type(node) is Entry:
                 todo.extend(reversed(self.entry(node)))
             else:
                 self.leaf(node)
@@ -203,7 +212,7 @@ class _Writer:
 
     # --- nodes with parts: each returns what is to be written next, in order
 
-    def open(self, node: Node) -> list[Node]:
+    def open(self, node: Dict | List | Object | tuple[Node, ...]) -> list[_Todo]:
         if id(node) in self.shared and self.recall(id(node)):
             return []
         if type(node) is Dict:
@@ -213,23 +222,23 @@ class _Writer:
             if id(node) in self.shared:
                 self.remember(id(node))
             return _elements(node.items)
-        if type(node) is tuple:
-            if not node:
-                return [_Done(b")")]
-            self.begin(node)
-            if len(node) < 4:
-                return [*node, _Done(_TUPLES[len(node)], node)]
-            self.out += b"("
-            return [*_in_rows(node), _Done(b"t", node)]
-        return self.object(node)
+        if type(node) is Object:
+            return self.object(node)
+        if not node:
+            return [_Done(b")")]
+        self.begin(node)
+        if len(node) < 4:
+            return [*node, _Done(_TUPLES[len(node)], node)]
+        self.out += b"("
+        return [*_in_rows(node), _Done(b"t", node)]
 
-    def dict(self, node: Dict) -> list[Node]:
+    def dict(self, node: Dict) -> list[_Todo]:
         if node.ordered:
             self.leaf(ORDERED_DICT)
         self.out += b")R" if node.ordered else b"}"
         if id(node) in self.shared:
             self.remember(id(node))
-        attributes = [] if node.attributes is None else [node.attributes, _Done(b"b")]
+        attributes: list[_Todo] = [] if node.attributes is None else [node.attributes, _Done(b"b")]
         if not node.items:
             return attributes
         self.out += b"("
@@ -240,18 +249,19 @@ class _Writer:
         """Write the first pairs at once, as long as they are names and plain entries; how many they are."""
         shared = self.shared
         for count, (name, entry) in enumerate(pairs):
-            plain = type(name) is str and type(entry) is Entry and entry.extras is None and entry.dtype.in_torch
-            if not plain or id(name) in shared or id(entry) in shared:
+            if type(name) is not str or type(entry) is not Entry or id(name) in shared or id(entry) in shared:
+                return count
+            if entry.extras is not None or not entry.dtype.in_torch:
                 return count
             self.text(name)
             self.plain_entry(entry)
         return len(pairs)
 
-    def object(self, node: Object) -> list[Node]:
+    def object(self, node: Object) -> list[_Todo]:
         self.begin(node)
-        todo: list[Node] = [node.function]
-        if node.call == "reduce" and node.function in _SETS and _is_one_list(node.args):
-            todo += [_Done(b"]"), *_elements(node.args[0].items), _Done(b"\x85R", node)]
+        todo: list[_Todo] = [node.function]
+        if node.call == "reduce" and node.function in _SETS and (elements := _one_list(node.args)):
+            todo += [_Done(b"]"), *_elements(elements.items), _Done(b"\x85R", node)]
         elif node.call == "new":
             todo += [node.args, _Done(b"\x81", node)]
         elif node.call == "new_ex":
@@ -259,16 +269,16 @@ class _Writer:
             todo = [Global("copyreg", "__newobj_ex__"), (node.function, node.args, node.kwargs), _Done(b"R", node)]
         elif node.call == "reduce":
             todo += [node.args, _Done(b"R", node)]
-        for step, value in node.steps:
-            if step == "set":
-                todo += _items(value)
-            elif step == "append":
-                todo += _elements(value)
+        for step in node.steps:
+            if type(step) is SetItems:
+                todo += _items(step.pairs)
+            elif type(step) is Append:
+                todo += _elements(step.items)
             else:
-                todo += [value, _Done(b"b")]
+                todo += [step.state, _Done(b"b")]
         return todo if node.call != "none" else [*todo, _Done(b"", node)]
 
-    def entry(self, entry: Entry) -> list[Node]:
+    def entry(self, entry: Entry) -> list[_Todo]:
         if id(entry) in self.shared and self.recall(id(entry)):
             return []
         if not entry.dtype.in_torch:
@@ -327,19 +337,20 @@ class _Writer:
         self.global_(ORDERED_DICT)
         self.out += b")R"
 
-    def entry_with_extras(self, entry: Entry, extras: Extras) -> list[Node]:
+    def entry_with_extras(self, entry: Entry, extras: Extras) -> list[_Todo]:
         """The calls that torch writes for hooks, conj bits, subclasses and Python attributes."""
         self.begin(entry)
         parameter, untyped = entry.kind == "parameter", _untyped(entry)
         hooks = Dict(ordered=True) if extras.hooks is None else extras.hooks
         grad = entry.requires_grad and not parameter
-        args = [entry.storage, entry.offset, entry.shape, entry.stride, grad, Dict(ordered=True) if parameter else hooks]
+        own_hooks = Dict(ordered=True) if parameter else hooks
+        args: list[_Todo] = [entry.storage, entry.offset, entry.shape, entry.stride, grad, own_hooks]
         args += [Global("torch", entry.dtype.name)] if untyped else []
         args += [extras.metadata] if extras.metadata is not None else []
-        function: Node = _REBUILD_V3 if untyped else _REBUILD_V2
-        arguments: list[Node] = [_Done(b"("), *args, _Done(b"t")]
+        function = _REBUILD_V3 if untyped else _REBUILD_V2
+        arguments: list[_Todo] = [_Done(b"("), *args, _Done(b"t")]
         if parameter:
-            inner = [function, *arguments, _Done(b"R"), entry.requires_grad, hooks]
+            inner: list[_Todo] = [function, *arguments, _Done(b"R"), entry.requires_grad, hooks]
             with_state = extras.state is not None and extras.python_type is None
             function = _REBUILD_PARAMETER_STATE if with_state else _REBUILD_PARAMETER
             arguments = [_Done(b"("), *inner, *([extras.state] if with_state else []), _Done(b"t")]
@@ -370,19 +381,18 @@ class _Writer:
                     self.leaf(item)
 
     def value(self, node: Node) -> None:
-        kind = type(node)
-        if kind in _ENCODERS:
-            self.out += _ENCODERS[kind](node)
-        elif kind is Global:
+        if type(node) in _ENCODERS:
+            self.out += _ENCODERS[type(node)](node)
+        elif type(node) is Global:
             self.global_(node)
-        elif kind is Storage:
+        elif type(node) is Storage:
             self.storage(node)
-        elif kind is bytes:
+        elif type(node) is bytes:
             self.bytes(node)
-        elif kind is ByteString:
+        elif type(node) is ByteString:
             self.out += b"T" + struct.pack("<i", len(node.data)) + node.data
         else:
-            raise PickleError(f"A value of type {kind.__name__} cannot be written.")
+            raise PickleError(f"A value of type {type(node).__name__} cannot be written.")
 
     def text(self, text: str) -> None:
         self.out += _text(text)
@@ -444,29 +454,29 @@ class _Writer:
         return storage.key if self.keys is None else self.keys[id(storage)]
 
 
-def _elements(items: list[Node]) -> list[Node]:
+def _elements(items: list[Node]) -> list[_Todo]:
     return [_Done(b"("), *_in_rows(items), _Done(b"e")] if items else []
 
 
-def _in_rows(items: Sequence[Node]) -> list[Node]:
+def _in_rows(items: Sequence[Node]) -> list[_Todo]:
     """The same, with plain values that follow one another put together where there are many."""
     if len(items) < _ROW:
         return list(items)
     if PLAIN.issuperset(map(type, items)):
         return [_Values(items)]
-    rows: list[Node] = []
+    rows: list[_Todo] = []
     for plain, run in groupby(items, lambda item: type(item) in PLAIN):
         members = list(run)
         rows += [_Values(members)] if plain else members
     return rows
 
 
-def _is_one_list(args: Node) -> bool:
-    """Whether these are the arguments of a set: one list, which the set copies and nobody else sees."""
-    return type(args) is tuple and len(args) == 1 and type(args[0]) is List
+def _one_list(args: Node) -> List | None:
+    """The one argument of a set: a list, which the set copies and nobody else sees."""
+    return args[0] if type(args) is tuple and len(args) == 1 and type(args[0]) is List else None
 
 
-def _items(pairs: list[tuple[Node, Node]]) -> list[Node]:
+def _items(pairs: list[tuple[Node, Node]]) -> list[_Todo]:
     return [_Done(b"("), *_in_rows([part for pair in pairs for part in pair]), _Done(b"u")] if pairs else []
 
 
@@ -510,10 +520,9 @@ def _are_short(items: Sequence[Node]) -> bool:
 
 def _is_long(node: Node) -> bool:
     """Whether a value is so long that writing it twice would matter: a file may use one text a million times."""
-    kind = type(node)
-    if kind is str or kind is bytes:
+    if type(node) is str or type(node) is bytes:
         return len(node) > _LONG
-    return (kind is int and node.bit_length() > 8 * _LONG) or (kind is ByteString and len(node.data) > _LONG)
+    return (type(node) is int and node.bit_length() > 8 * _LONG) or (type(node) is ByteString and len(node.data) > _LONG)
 
 
 def _pair(node: Global) -> tuple[str, str]:

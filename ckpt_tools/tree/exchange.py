@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import Final, TypeAlias
 
 from ckpt_tools.errors import LimitError
-
-if TYPE_CHECKING:
-    pass
 from ckpt_tools.tree.nodes import (
     PLAIN,
     RECORDS,
+    Append,
     Dict,
     Entry,
     Extras,
     List,
     Node,
     Object,
+    Pair,
+    SetItems,
+    Step,
 )
 
 
-class _Drop:
+class Drop(Enum):
     """What `swap` returns for a record that is to be left out."""
 
+    DROP = "drop"
 
-DROP = _Drop()
+
+DROP: Final = Drop.DROP
+Swap: TypeAlias = Callable[[Node], Node | Drop]
 _MAX_ATTACHED = 50  # tensors in the attributes of tensors, in tuples
 
 
-def replace(root: Node, swap: Callable[[Node], Node], *, values: frozenset[type] = frozenset()) -> Node:
+def replace(root: Node, swap: Swap, *, values: frozenset[type] = frozenset()) -> Node:
     """Exchange records everywhere, keys and arguments included.
 
     `swap` gets each Entry, Object, Storage, Global and ByteString once, and returns it or another node, whose parts are
-    exchanged in turn. DROP leaves it out of its dict or list; in a tuple None takes its place. Containers are edited in
-    place, so that shared references and cycles stay.
+    exchanged in turn. DROP leaves it out of its dict or list; in a tuple, or as the root, None takes its place. Containers are
+    edited in place, so that shared references and cycles stay.
 
     Args:
         values: types of plain values that `swap` gets too.
@@ -44,37 +49,38 @@ def replace(root: Node, swap: Callable[[Node], Node], *, values: frozenset[type]
 
 
 class _Exchange:
-    def __init__(self, swap: Callable[[Node], Node], values: frozenset[type]) -> None:
+    def __init__(self, swap: Swap, values: frozenset[type]) -> None:
         self.swap = swap
         self.swapped, self.kept = frozenset(RECORDS) | values, PLAIN - values
         # id -> (the old one, kept alive so that its id stays its own; the new one)
-        self.done: dict[int, tuple[Node, Node]] = {}
-        self.pending: list[Node] = []
+        self.done: dict[int, tuple[Node | Drop, Node | Drop]] = {}
+        self.pending: list[Dict | List | Object] = []
         self.depth = 0
 
     def run(self, root: Node) -> Node:
-        root = self.node(root)
+        new = _or_none(self.node(root))
         seen: set[int] = set()
         while self.pending:
             node = self.pending.pop()
             if id(node) not in seen:
                 seen.add(id(node))
                 _edit(node, self.node, self.kept)
-        return root
+        return new
 
-    def node(self, node: Node) -> Node:
+    def node(self, node: Node) -> Node | Drop:
         if type(node) is not tuple:
             return self.leaf(node)
         return node if self.kept.issuperset(map(type, node)) else _exchange_tuple(node, self.leaf, self.done)
 
-    def leaf(self, node: Node) -> Node:
+    def leaf(self, node: Node) -> Node | Drop:
+        new: Node | Drop = node
         if type(node) in self.swapped:
             if id(node) not in self.done:
                 self.record(node)
-            node = self.done[id(node)][1]
-        if type(node) in (Dict, List, Object):
-            self.pending.append(node)
-        return node
+            new = self.done[id(node)][1]
+        if type(new) is Dict or type(new) is List or type(new) is Object:
+            self.pending.append(new)
+        return new
 
     def record(self, node: Node) -> None:
         new = self.swap(node)
@@ -89,46 +95,58 @@ class _Exchange:
         self.depth += 1
         if self.depth > _MAX_ATTACHED:
             raise LimitError(f"The pickle attaches more than {_MAX_ATTACHED} tensors to one another.")
-        hooks, state = (None if part is DROP else part for part in (self.node(extras.hooks), self.node(extras.state)))
+        hooks, state = _or_none(self.node(extras.hooks)), _or_none(self.node(extras.state))
         self.depth -= 1
         return dataclasses.replace(extras, hooks=hooks, state=state)
 
 
-def _edit(node: Node, exchange: Callable[[Node], Node], kept: frozenset[type]) -> None:
+def _or_none(node: Node | Drop) -> Node:
+    """A node, or None in the place of one that is left out."""
+    return None if node is DROP else node
+
+
+def _edit(node: Dict | List | Object, exchange: Swap, kept: frozenset[type]) -> None:
     if type(node) is Dict:
         node.items[:] = _edit_pairs(node.items, exchange, kept)
         if node.attributes is not None:
-            node.attributes = exchange(node.attributes)
+            attributes = exchange(node.attributes)  # the same Dict, edited in place
+            assert type(attributes) is Dict
+            node.attributes = attributes
     elif type(node) is List:
         node.items[:] = _edit_list(node.items, exchange, kept)
     else:
-        node.function, node.args, node.kwargs = map(exchange, (node.function, node.args, node.kwargs))
-        steps = [(step, _edit_step(step, value, exchange, kept)) for step, value in node.steps]
-        node.steps[:] = [(step, value) for step, value in steps if value is not DROP]
+        node.function, node.args, node.kwargs = (_or_none(exchange(part)) for part in (node.function, node.args, node.kwargs))
+        node.steps[:] = [step for step in node.steps if _edit_step(step, exchange, kept)]
 
 
-def _edit_step(step: str, value: Node, exchange: Callable[[Node], Node], kept: frozenset[type]) -> Node:
-    if step == "build":
-        return exchange(value)
-    return (_edit_pairs if step == "set" else _edit_list)(value, exchange, kept)
+def _edit_step(step: Step, exchange: Swap, kept: frozenset[type]) -> bool:
+    """Edit a step of an object; whether it stays."""
+    if type(step) is SetItems:
+        step.pairs = _edit_pairs(step.pairs, exchange, kept)
+    elif type(step) is Append:
+        step.items = _edit_list(step.items, exchange, kept)
+    else:
+        state = exchange(step.state)
+        if state is DROP:
+            return False
+        step.state = state
+    return True
 
 
-def _edit_pairs(
-    pairs: list[tuple[Node, Node]], exchange: Callable[[Node], Node], kept: frozenset[type]
-) -> list[tuple[Node, Node]]:
+def _edit_pairs(pairs: list[Pair], exchange: Swap, kept: frozenset[type]) -> list[Pair]:
     if all(type(key) in kept and type(value) in kept for key, value in pairs):
         return pairs
     edited = ((exchange(key), exchange(value)) for key, value in pairs)
     return [(key, value) for key, value in edited if key is not DROP and value is not DROP]
 
 
-def _edit_list(items: list[Node], exchange: Callable[[Node], Node], kept: frozenset[type]) -> list[Node]:
+def _edit_list(items: list[Node], exchange: Swap, kept: frozenset[type]) -> list[Node]:
     if kept.issuperset(map(type, items)):
         return items
     return [item for item in map(exchange, items) if item is not DROP]
 
 
-def _exchange_tuple(root: tuple[Node, ...], leaf: Callable[[Node], Node], done: dict[int, tuple[Node, Node]]) -> Node:
+def _exchange_tuple(root: tuple[Node, ...], leaf: Swap, done: dict[int, tuple[Node | Drop, Node | Drop]]) -> Node | Drop:
     """A tuple with its leaves exchanged, nested tuples included, without recursion; itself when nothing changed."""
     stack = [root]
     while stack:
@@ -142,7 +160,7 @@ def _exchange_tuple(root: tuple[Node, ...], leaf: Callable[[Node], Node], done: 
         else:
             stack.pop()
             leaves = (done[id(part)][1] if type(part) is tuple else leaf(part) for part in node)
-            changed = tuple(None if part is DROP else part for part in leaves)
+            changed = tuple(map(_or_none, leaves))
             same = all(new is old for new, old in zip(changed, node, strict=True))
             done[id(node)] = (node, node if same else changed)
     return done[id(root)][1]

@@ -43,7 +43,7 @@ def attributes(node: Node) -> Dict | None:
     if state is None and type(node.args) is tuple and type(node.function) is Global and node.args:
         return _made_attributes(node.function, node.args)
     if type(state) is tuple and len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)}:
-        return Dict([pair for part in state if part is not None for pair in part.items])
+        return Dict([pair for part in state if type(part) is Dict for pair in part.items])
     return state if type(state) is Dict else None
 
 
@@ -57,7 +57,7 @@ def mapping(node: Node) -> list[tuple[Node, Node]]:
     """The items of a dict or of an object that behaves like one."""
     if type(node) is Dict:
         return node.items
-    return [pair for step, value in node.steps if step == "set" for pair in value] if type(node) is Object else []
+    return node.pairs if type(node) is Object else []
 
 
 def is_module(node: Node) -> bool:
@@ -79,7 +79,7 @@ def submodules(module: Object) -> Iterator[tuple[str, Object, Dict]]:
     while todo:
         prefix, depth, node = todo.pop()
         state = attributes(node)
-        if state is None:
+        if type(node) is not Object or state is None:
             continue
         own = sum(len(mapping(state.get(table))) for table in _TABLES)
         spare -= (len(prefix) + 16) * (own + 1)

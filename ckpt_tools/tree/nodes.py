@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, final
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.tree.dtypes import DType
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 Node: TypeAlias = Any
 Where: TypeAlias = tuple["str | int", ...]
+Pair: TypeAlias = "tuple[Node, Node]"
 
 
+@final
 @dataclass(slots=True, eq=False)
 class Storage:
     """One run of bytes that entries view. Entries that are the same elements of it are tied.
@@ -40,6 +42,7 @@ class Storage:
     content: Final[Content]
 
 
+@final
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
     """What a few tensors carry beyond their data.
@@ -57,6 +60,7 @@ class Extras:
     state: Node = None
 
 
+@final
 @dataclass(slots=True, eq=False)
 class Entry:
     """One tensor: a view on a storage. Stride and offset count elements, as in torch."""
@@ -95,6 +99,7 @@ class Entry:
         return is_contiguous(self.shape, self.stride)
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class Global:
     """A class or function that the file names: module and name; never imported. Python 2 module names are already mapped."""
@@ -106,6 +111,7 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class ByteString:
     """A Python 2 byte string whose bytes are not UTF-8 text."""
@@ -113,13 +119,14 @@ class ByteString:
     data: bytes
 
 
+@final
 class Dict:
     """A dict or an OrderedDict. `items` are (key, value) pairs in order, keys unique; `attributes` its `__dict__`."""
 
     __slots__ = ("attributes", "items", "ordered")
 
-    def __init__(self, items: list[tuple[Node, Node]] | None = None, *, ordered: bool = False) -> None:
-        self.items: list[tuple[Node, Node]] = [] if items is None else items
+    def __init__(self, items: list[Pair] | None = None, *, ordered: bool = False) -> None:
+        self.items: list[Pair] = [] if items is None else items
         self.ordered = ordered
         self.attributes: Dict | None = None
 
@@ -131,6 +138,7 @@ class Dict:
         return any(type(name) is str and name == key for name, _ in self.items)
 
 
+@final
 class List:
     """A list."""
 
@@ -140,9 +148,35 @@ class List:
         self.items: list[Node] = [] if items is None else items
 
 
+@final
+@dataclass(slots=True, eq=False)
+class Append:
+    """A step of an object: items that a pickle appends to it."""
+
+    items: list[Node]
+
+
+@final
+@dataclass(slots=True, eq=False)
+class SetItems:
+    """A step of an object: pairs that a pickle sets in it."""
+
+    pairs: list[Pair]
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Build:
+    """A step of an object: the state that a pickle gives it."""
+
+    state: Node
+
+
+Step: TypeAlias = Append | SetItems | Build
 Call: TypeAlias = Literal["reduce", "new", "new_ex", "none"]
 
 
+@final
 class Object:
     """A Python object that is not plain data, as an inert record of how a pickle would build it.
 
@@ -152,14 +186,28 @@ class Object:
         function: what would be called; nearly always a Global.
         args: the tuple node of arguments.
         kwargs: keyword arguments of "new_ex", else None.
-        steps: what happened to it next, in order: ("append", [nodes]), ("set", [pairs]), ("build", state).
+        steps: what happened to it next, in order.
     """
 
     __slots__ = ("args", "call", "function", "kwargs", "steps")
 
     def __init__(self, call: Call, function: Node, args: Node, kwargs: Node = None) -> None:
         self.call, self.function, self.args, self.kwargs = call, function, args, kwargs
-        self.steps: list[tuple[Literal["append", "set", "build"], Node]] = []
+        self.steps: list[Step] = []
+
+    def append(self, items: list[Node]) -> None:
+        """Append items: to those of its last step, or in a step of their own."""
+        if self.steps and type(last := self.steps[-1]) is Append:
+            last.items.extend(items)
+        else:
+            self.steps.append(Append(items))
+
+    def set(self, pairs: list[Pair]) -> None:
+        """Set pairs: with those of its last step, or in a step of their own."""
+        if self.steps and type(last := self.steps[-1]) is SetItems:
+            last.pairs.extend(pairs)
+        else:
+            self.steps.append(SetItems(pairs))
 
     @property
     def name(self) -> str:
@@ -168,8 +216,18 @@ class Object:
 
     @property
     def state(self) -> Node:
-        """The state of the last "build" step, or None."""
-        return next((value for step, value in reversed(self.steps) if step == "build"), None)
+        """What its last `Build` gives it, or None."""
+        return next((step.state for step in reversed(self.steps) if type(step) is Build), None)
+
+    @property
+    def appended(self) -> list[Node]:
+        """What is appended to it, in all steps."""
+        return [item for step in self.steps if type(step) is Append for item in step.items]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """What is set in it, in all steps."""
+        return [pair for step in self.steps if type(step) is SetItems for pair in step.pairs]
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

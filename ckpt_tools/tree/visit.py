@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from ckpt_tools import limits
-
-if TYPE_CHECKING:
-    pass
 from ckpt_tools.tree.nodes import (
     CONTAINERS,
     PLAIN,
+    Append,
     Dict,
     Entry,
     Global,
     List,
     Node,
     Object,
+    SetItems,
+    Step,
     Where,
 )
 
@@ -57,15 +56,15 @@ def _object_children(node: Object) -> Iterator[tuple[str | int, Node]]:
         yield f"<arg {index}>", arg
     if node.kwargs is not None:
         yield "<kwargs>", node.kwargs
-    for step, value in node.steps:
-        if step == "set":
-            yield from ((component(key), item) for key, item in value)
-        elif step == "append":
-            yield from enumerate(value)
-        elif type(value) is Dict:
-            yield from children(value)
+    for step in node.steps:
+        if type(step) is SetItems:
+            yield from ((component(key), item) for key, item in step.pairs)
+        elif type(step) is Append:
+            yield from enumerate(step.items)
+        elif type(step.state) is Dict:
+            yield from children(step.state)
         else:
-            yield "<state>", value
+            yield "<state>", step.state
 
 
 _SPARE_VISITS, _SPARE_WIDTH = 10_000, 100_000
@@ -159,19 +158,22 @@ class _Visits:
         unwanted = self.unwanted
         if type(node) is Dict:
             return ((component(key), item) for key, item in node.items if type(item) not in unwanted and self.holds(item))
-        pairs = enumerate(node.items if type(node) is List else node) if type(node) is not Object else _object_children(node)
+        pairs = children(node) if type(node) is Object else enumerate(_items(node))
         return ((key, item) for key, item in pairs if type(item) not in unwanted and self.holds(item))
 
     def holds(self, node: Node) -> bool:
         """Whether something is no container of plain values only. A wide one is looked through once, wherever it is."""
-        kind = type(node)
-        if kind is not List and kind is not tuple and kind is not Dict:
+        if type(node) is Dict:
+            width = len(node.items)
+        elif type(node) is List or type(node) is tuple:
+            items = _items(node)
+            width = len(items)
+            if width <= _NARROW:
+                return not self.hollow.issuperset(map(type, items))
+        else:
             return True
-        items = node if kind is tuple else node.items
-        if not items:
-            return False
-        if len(items) <= _NARROW:
-            return not (is_hollow(node, self.hollow) if kind is Dict else self.hollow.issuperset(map(type, items)))
+        if width <= _NARROW:
+            return not is_hollow(node, self.hollow)
         if id(node) in self.seen or id(node) in self.wide_and_hollow:
             return id(node) in self.seen
         hollow = is_hollow(node, self.hollow)
@@ -185,25 +187,39 @@ _NARROW = 8
 
 def is_short_row(node: Node) -> bool:
     """Whether a node is a short list or tuple of plain values: to see that is quicker than to remember it."""
-    items = node.items if type(node) is List else node
-    return type(node) in (List, tuple) and len(items) <= _NARROW and PLAIN.issuperset(map(type, items))
+    if type(node) is not List and type(node) is not tuple:
+        return False
+    items = _items(node)
+    return len(items) <= _NARROW and PLAIN.issuperset(map(type, items))
 
 
 def is_hollow(node: Node, values: frozenset[type] = PLAIN) -> bool:
     """Whether a dict, list or tuple holds values of these types only; as keys too, in a dict."""
     if type(node) is Dict:
         return all(type(value) in values and type(key) in values for key, value in node.items)
-    return type(node) is not Object and values.issuperset(map(type, node.items if type(node) is List else node))
+    return type(node) in (List, tuple) and values.issuperset(map(type, _items(node)))
 
 
 def _width(node: Node) -> int:
     """How many children a container has, about."""
-    if type(node) is tuple:
-        return len(node)
-    if type(node) is not Object:
+    if type(node) is Dict:
         return len(node.items)
-    lengths = (len(value.items) if type(value) is Dict else len(value) if step != "build" else 1 for step, value in node.steps)
-    return (len(node.args) if type(node.args) is tuple else 1) + sum(lengths)
+    if type(node) is not Object:
+        return len(_items(node))
+    return (len(node.args) if type(node.args) is tuple else 1) + sum(map(_step_width, node.steps))
+
+
+def _step_width(step: Step) -> int:
+    if type(step) is Append:
+        return len(step.items)
+    if type(step) is SetItems:
+        return len(step.pairs)
+    return len(step.state.items) if type(step.state) is Dict else 1
+
+
+def _items(node: Node) -> Sequence[Node]:
+    """The items of a list or tuple."""
+    return node.items if type(node) is List else node if type(node) is tuple else ()
 
 
 def reachable(root: Node) -> Iterator[Node]:
@@ -238,7 +254,14 @@ def parts(node: Node) -> Sequence[Node]:
         extras = node.extras
         found = [node.storage]
         return found if extras is None else [*found, extras.hooks, extras.metadata, extras.python_type, extras.state]
+    if type(node) is not Object:
+        return ()
     found = [node.function, node.args, node.kwargs]
-    for step, value in node.steps:
-        found.extend([part for pair in value for part in pair] if step == "set" else value if step == "append" else [value])
+    for step in node.steps:
+        if type(step) is SetItems:
+            found.extend(part for pair in step.pairs for part in pair)
+        elif type(step) is Append:
+            found.extend(step.items)
+        else:
+            found.append(step.state)
     return found

@@ -19,7 +19,7 @@ from ckpt_tools.io.content import (
     read_into,
 )
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.tree.nodes import Dict, Entry
 
 if TYPE_CHECKING:
     import torch
@@ -214,9 +214,10 @@ def view_of(entry: Entry) -> tuple[int, str]:
 
 def lazy_bits(entry: Entry) -> Set[str]:
     """The math bits that torch applies on reading: "conj", "neg"."""
-    if entry.extras is None or entry.extras.metadata is None:
+    metadata = None if entry.extras is None else entry.extras.metadata
+    if type(metadata) is not Dict:
         return _NO_BITS
-    return {key for key, value in entry.extras.metadata.items if value is True and type(key) is str}
+    return {key for key, value in metadata.items if value is True and type(key) is str}
 
 
 _NO_BITS: Set[str] = frozenset()

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 
 from ckpt_tools.tree import visit
-from ckpt_tools.tree.exchange import DROP
+from ckpt_tools.tree.exchange import DROP, Drop, Swap
 from ckpt_tools.tree.nodes import (
     Dict,
     Global,
     List,
     Node,
     Object,
+    Pair,
+    SetItems,
 )
 
-Plain = Callable[[Node], Node]
 _SETS = ("builtins.set", "builtins.frozenset")
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
 _HASHABLE = ("builtins.complex", "torch.Size", "torch.device")
 _MAX_DEPTH = 100
-_UNHASHABLE = object()
 
 
-def plain_keys(root: Node, plain: Plain, simple: frozenset[type] = _SIMPLE) -> list[tuple[Node, Node]]:
+def plain_keys(root: Node, plain: Swap, simple: frozenset[type] = _SIMPLE) -> list[tuple[Node, Node]]:
     """Make the keys of dicts and the elements of sets plain, in place.
 
     A frozenset becomes a tuple. What has no hashable plain form, or one that is a key already, becomes the name of its
@@ -40,25 +40,25 @@ def plain_keys(root: Node, plain: Plain, simple: frozenset[type] = _SIMPLE) -> l
         if type(node) is Dict:
             keys.edit(node.items)
         elif type(node) is Object:
-            for step, value in node.steps:
-                if step == "set":
-                    keys.edit(value)
+            for step in node.steps:
+                if type(step) is SetItems:
+                    keys.edit(step.pairs)
             if node.name in _SETS:
                 keys.edit_set(node)
     return keys.changed
 
 
 class _Keys:
-    def __init__(self, plain: Plain, simple: frozenset[type]) -> None:
+    def __init__(self, plain: Swap, simple: frozenset[type]) -> None:
         self.plain, self.simple = plain, simple
         self.changed: list[tuple[Node, Node]] = []
 
     def edit_set(self, node: Object) -> None:
-        pairs = [(item, None) for item in _elements(node)]
+        pairs: list[Pair] = [(item, None) for item in _elements(node)]
         self.edit(pairs)
         node.args = (List([key for key, _ in pairs]),)
 
-    def edit(self, pairs: list[tuple[Node, Node]]) -> None:
+    def edit(self, pairs: list[Pair]) -> None:
         """The keys of one dict. Simple keys stay; whatever comes to be beside them has to differ."""
         if self.simple.issuperset(type(key) for key, _ in pairs):
             return
@@ -68,34 +68,36 @@ class _Keys:
             if type(key) in self.simple:
                 continue
             new = self.key(key, 0)
-            if new is _UNHASHABLE or _identity(new) in taken:
+            if new is DROP or _identity(new) in taken:
                 new = _free_name(key, taken, numbers)
                 self.changed.append((key, new))
             taken.add(_identity(new))
             pairs[index] = (new, value)
 
-    def key(self, node: Node, depth: int) -> Node:
-        """The plain form of a key, or _UNHASHABLE."""
+    def key(self, node: Node, depth: int) -> Node | Drop:
+        """The plain form of a key; DROP where none can be hashed."""
         if type(node) is tuple:
             return self.tuple(node, depth)
         if type(node) is bytes and bytes not in self.simple:
-            self.changed.append((node, node.decode("latin1")))
-            return self.changed[-1][1]
+            text = node.decode("latin1")
+            self.changed.append((node, text))
+            return text
         if type(node) is not Object and type(node) is not Global:
-            return _UNHASHABLE if type(node) in (Dict, List) else node
+            return DROP if type(node) in (Dict, List) else node
         new = _elements(node) if type(node) is Object and node.name == "builtins.frozenset" else self.plain(node)
         new = self.tuple(new, depth) if type(new) is tuple else new
         if new is DROP or type(new) in (Dict, List) or (type(new) is Object and new.name not in _HASHABLE):
-            return _UNHASHABLE
-        if new is not node and new is not _UNHASHABLE:
+            return DROP
+        if new is not node:
             self.changed.append((node, new))
         return new
 
-    def tuple(self, node: tuple[Node, ...], depth: int) -> Node:
+    def tuple(self, node: tuple[Node, ...], depth: int) -> Node | Drop:
         if depth > _MAX_DEPTH:
-            return _UNHASHABLE
-        parts = tuple(self.key(part, depth + 1) for part in node)
-        return _UNHASHABLE if any(part is _UNHASHABLE for part in parts) else parts
+            return DROP
+        parts = [self.key(part, depth + 1) for part in node]
+        hashable = tuple(part for part in parts if part is not DROP)
+        return hashable if len(hashable) == len(parts) else DROP
 
 
 def _elements(node: Object) -> tuple[Node, ...]:
@@ -104,7 +106,7 @@ def _elements(node: Object) -> tuple[Node, ...]:
     return tuple(args[0].items) if type(args) is tuple and args and type(args[0]) is List else ()
 
 
-def _free_name(key: Node, taken: set[Node], numbers: dict[str, int]) -> str:
+def _free_name(key: Node, taken: set[Hashable], numbers: dict[str, int]) -> str:
     """The name of a key's class, with a number where that is taken."""
     name = text = _class_name(key)
     while text in taken:
@@ -113,11 +115,11 @@ def _free_name(key: Node, taken: set[Node], numbers: dict[str, int]) -> str:
     return text
 
 
-def _identity(key: Node) -> Node:
+def _identity(key: Node) -> Hashable:
     """Equal for keys that Python holds equal. Numbers as text: a file could choose numbers whose hashes collide."""
     if type(key) is tuple:
         return tuple(map(_identity, key))
-    if type(key) in (bool, int, float) and key == key and abs(key) != float("inf") and key == int(key):
+    if type(key) is bool or type(key) is int or (type(key) is float and key.is_integer()):
         return "n", hex(int(key))
     return key if type(key) in _SIMPLE else id(key)
 

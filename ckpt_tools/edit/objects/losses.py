@@ -75,18 +75,19 @@ def _storages(node: Node) -> frozenset[int]:
     return frozenset(found | {id(below) for below in reachable(node) if type(below) is Storage})
 
 
-def is_part(key: Node, value: Node) -> bool:
-    """Whether an item of a state dict belongs to the model: a tensor, or a value under a name (packed weights, extra state)."""
-    return type(key) is str and (is_tensor(value) or "." in key or is_extra(key))
+def model_parts(state_dict: StateDict) -> Iterator[tuple[str, Node]]:
+    """What of a state dict belongs to the model: its tensors, and values under a name (packed weights, extra state)."""
+    for key, value in state_dict.node.items:
+        if type(key) is str and (is_tensor(value) or "." in key or is_extra(key)):
+            yield key, value
 
 
 def in_state_dicts(root: Node) -> Iterator[Tensor]:
     """The tensors of the state dicts below `root`, those inside of their other values too."""
     for state_dict in find_state_dicts(root):
-        for key, value in state_dict.node.items:
-            if is_part(key, value):
-                for tensor in find_tensors(value):
-                    yield Tensor((*state_dict.where, key, *tensor.where), tensor.node, tensor.unusual)
+        for key, value in model_parts(state_dict):
+            for tensor in find_tensors(value):
+                yield Tensor((*state_dict.where, key, *tensor.where), tensor.node, tensor.unusual)
 
 
 def outside_state(root: Node) -> set[int]:
@@ -102,7 +103,7 @@ def outside_state(root: Node) -> set[int]:
         hidden = hidden_names(state)
         found |= {id(value) for name, value in mapping(state.get("_buffers")) if name in hidden}
         names = {name for name, _ in mapping(state.get("_parameters"))}
-        found |= {id(value) for name, value in state.items if names & {f"{name}_orig", f"{name}_g"}}
+        found |= {id(value) for name, value in state.items if type(name) is str and names & {f"{name}_orig", f"{name}_g"}}
     return found
 
 
@@ -181,9 +182,9 @@ def check_state_dict(checkpoint: Checkpoint, state_dict: StateDict) -> None:
     Raises:
         ObjectsError: it would not.
     """
-    parts = [(key, value) for key, value in state_dict.node.items if is_part(key, value)]
+    parts = model_parts(state_dict)
     inner = [(key, value) for key, value in parts if not is_tensor(value) and not is_extra(key) and type(value) is not Dict]
-    lost = [(key, *tensor.where) for key, value in inner for tensor in find_tensors(value)]
+    lost: list[Where] = [(key, *tensor.where) for key, value in inner for tensor in find_tensors(value)]
     where = state_dict.where
     if checkpoint.has_modules and not any(node is state_dict.node for node in reachable(checkpoint.root)):
         lost += [path for path in packed_tensors(checkpoint.root) if path[: len(where)] == where]

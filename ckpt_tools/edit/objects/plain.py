@@ -22,7 +22,7 @@ from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_2_4
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree import nodes as tree
-from ckpt_tools.tree.exchange import DROP
+from ckpt_tools.tree.exchange import DROP, Drop, Swap
 from ckpt_tools.tree.nodes import (
     ByteString,
     Dict,
@@ -131,7 +131,7 @@ def _places(root: Node, *, values: bool = False, made: Callable[[], object] = la
 def drop_unknown(root: Node) -> tuple[Node, list[Fate]]:
     """Leave out every object and global that is not known plain data; a tensor of such a class becomes a plain tensor."""
 
-    def swap(node: Node) -> Node:
+    def swap(node: Node) -> Node | Drop:
         if type(node) is Entry:
             return _known_tensor(node)
         if type(node) is Object and unusual_tensor(node) is not None and node.name == "torch._tensor._rebuild_from_type_v2":
@@ -165,7 +165,8 @@ _KEYS = frozenset((type(None), bool, int, float, str))
 
 
 def make_plain(root: Node, *, oldest: bool = False, file_bytes: int = 0) -> tuple[Node, list[Fate]]:
-    """Exchange every object for plain data; what has no plain form is dropped. Returns the root and every object's fate.
+    """Exchange every object for plain data; what has no plain form is dropped. Returns the root (None where
+    that is dropped) and every object's fate.
 
     Args:
         root: the tree.
@@ -211,9 +212,9 @@ class _New:
 
 
 def _exchange(
-    root: Node, swap: Callable[[Node], Node], places: dict[int, Where], fates: list[Fate], values: frozenset[type] = frozenset()
+    root: Node, swap: Swap, places: dict[int, Where], fates: list[Fate], values: frozenset[type] = frozenset()
 ) -> tuple[Node, list[Fate]]:
-    def noting(node: Node) -> Node:
+    def noting(node: Node) -> Node | Drop:
         new = swap(node)
         if new is not node:
             fates.append(Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)))
@@ -237,7 +238,7 @@ _KINDS: dict[type, str] = {
 }  # fmt: skip
 
 
-def _kind(node: Node) -> str:
+def _kind(node: Node | Drop) -> str:
     if type(node) is Object and node.name != "builtins.set":
         return "number" if node.name == "builtins.complex" else "tensor"
     return "dropped" if node is DROP else _KINDS.get(type(node), "None")
@@ -246,7 +247,7 @@ def _kind(node: Node) -> str:
 _PARAMETER, _TENSOR = Global("torch.nn.parameter", "Parameter"), Global("torch", "Tensor")
 
 
-def _plain(node: Node, key: Key) -> Node:
+def _plain(node: Node, key: Key) -> Node | Drop:
     if type(node) is Global:
         return node if node in ALLOWED else str(node)
     if type(node) is ByteString:
@@ -284,7 +285,7 @@ def as_value(node: Node) -> Node:
 
 def as_array(node: Node, key: Key = lambda: "0") -> Entry | None:
     """The tensor that a pickled NumPy array of numbers stands for; None for anything else."""
-    if not _makes_array(node):
+    if type(node) is not Object or type(node.function) is not Global or not is_array(node.function):
         return None
     made = plain_object(node, node.function, key)
     return made if type(made) is Entry else None
@@ -306,4 +307,6 @@ def _is_small(node: Object) -> bool:
     """Whether an object can be shown as a value at the cost of a value, however often it is referred to."""
     if node.steps or type(node.args) is not tuple or len(node.args) > 64:
         return False
-    return not any(type(arg) in (Dict, List, tuple) or (type(arg) in (str, bytes) and len(arg) > 4096) for arg in node.args)
+    return not any(
+        type(arg) in (Dict, List, tuple) or ((type(arg) is str or type(arg) is bytes) and len(arg) > 4096) for arg in node.args
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt_tools.errors import CkptError
@@ -12,7 +12,7 @@ from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree import nodes
 from ckpt_tools.tree.dtypes import BY_NUMPY, DTYPES, UINT8
-from ckpt_tools.tree.exchange import DROP
+from ckpt_tools.tree.exchange import DROP, Drop, Swap
 from ckpt_tools.tree.modules import (
     attributes,
     is_module,
@@ -31,13 +31,14 @@ from ckpt_tools.tree.nodes import (
 )
 
 Key = Callable[[], str]
+Converter = Callable[[Object, Key], Node | Drop]
 PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 _PRIMITIVES = frozenset((type(None), bool, int, float, str, bytes))
 _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
-def plain_object(node: Object, name: Global, key: Key) -> Node:
+def plain_object(node: Object, name: Global, key: Key) -> Node | Drop:
     """The plain form of an object, whose parts are still as they were; DROP where it has none.
 
     Args:
@@ -64,16 +65,16 @@ def is_array(name: Global) -> bool:
     return _conversion(name) in (_numpy_array, _numpy_frombuffer)
 
 
-def _conversion(name: Global) -> Callable[[Object, Key], Node] | None:
+def _conversion(name: Global) -> Converter | None:
     return _CONVERSIONS.get(str(name).replace("numpy._core.", "numpy.core.").replace("pathlib._local.", "pathlib."))
 
 
-def plain_subclass(node: Object) -> Node:
+def plain_subclass(node: Object) -> Node | Drop:
     """An unusual tensor without a class that torch does not know.
 
     Of one that cannot be made without its class (torchao's, jagged nested ones) its attributes are left: the tensors in it.
     """
-    function, python_type, inner, state = node.args
+    function, python_type, inner, state = _args(node)
     if python_type in ALLOWED:
         return node
     if function in ALLOWED and function != _WRAPPER:
@@ -83,17 +84,15 @@ def plain_subclass(node: Object) -> Node:
     return Dict(pairs) if pairs else DROP
 
 
-def plain_instance(node: Object) -> Node:
+def plain_instance(node: Object) -> Node | Drop:
     """An instance of a class that we do not know: its contents, its module's state dict, its attributes, its arguments."""
     state = attributes(node)
     if is_module(node):
         return module_state_dict(node)
-    pairs = [pair for step, value in node.steps if step == "set" for pair in value]
-    items = [item for step, value in node.steps if step == "append" for item in value]
-    if pairs:
+    if pairs := node.pairs:
         names = {name for name, _ in pairs if type(name) is str}
         return Dict(pairs + [pair for pair in (state.items if state else ()) if pair[0] not in names])
-    if items:
+    if items := node.appended:
         return List(items)
     if state is not None:
         return Dict(list(state.items))
@@ -102,7 +101,7 @@ def plain_instance(node: Object) -> Node:
     return _made_from(node.args)
 
 
-def _made_from(args: Node) -> Node:
+def _made_from(args: Node) -> Node | Drop:
     """What an enum member, a named tuple, a subclass of str or int is made from: its arguments are all it is."""
     if type(args) is not tuple or not args:
         return DROP
@@ -114,7 +113,7 @@ def _made_from(args: Node) -> Node:
 # --- what weights_only has taken since torch 2.5 only
 
 
-def plain_for_2_4(node: Node, key: Key) -> Node:
+def plain_for_2_4(node: Node, key: Key) -> Node | Drop:
     """A plain node as torch 2.4 takes it: a set as a list, bytes as a uint8 tensor, a complex number as a 0-d tensor."""
     if type(node) is bytes:
         return _bytes_tensor(node, key)
@@ -132,10 +131,10 @@ def plain_for_2_4(node: Node, key: Key) -> Node:
     return node
 
 
-def key_for_2_4(plain: Callable[[Node], Node]) -> Callable[[Node], Node]:
+def key_for_2_4(plain: Swap) -> Swap:
     """What keys become: complex numbers text, since they are neither a plain value nor a name."""
 
-    def convert(node: Node) -> Node:
+    def convert(node: Node) -> Node | Drop:
         new = plain(node)
         if type(new) is Object and new.name == "builtins.complex":
             number = _complex(new.args)
@@ -147,15 +146,16 @@ def key_for_2_4(plain: Callable[[Node], Node]) -> Callable[[Node], Node]:
 
 def _complex(args: Node) -> complex | None:
     """The number that two parts make; None for anything else, and for whole numbers that no float holds."""
-    if type(args) is not tuple or len(args) != 2 or not {type(part) for part in args} <= {float, int}:
+    parts = [part for part in args if type(part) is float or type(part) is int] if type(args) is tuple else []
+    if type(args) is not tuple or len(args) != 2 or len(parts) != 2:
         return None
     try:
-        return complex(*args)
+        return complex(*parts)
     except OverflowError:
         return None
 
 
-def _buffer(args: Node) -> bytes | None:
+def _buffer(args: tuple[Node, ...]) -> bytes | None:
     """The bytes of a pickled bytearray: of nothing, of bytes, or of text in latin1."""
     if not args:
         return b""
@@ -177,13 +177,18 @@ def _number_tensor(name: str, data: bytes, key: Key) -> Entry:
 # --- known objects, one converter each
 
 
+def _args(node: Node) -> Any:
+    """The arguments of an object, of the shape that its class gives them; `plain_object` sees to those of another shape."""
+    return node.args if type(node) is Object else None
+
+
 def _attributes_dict(node: Object, key: Key) -> Node:
     state = attributes(node)
     return Dict(list(state.items)) if state is not None else Dict()
 
 
 def _path(node: Object, key: Key) -> Node:
-    parts = [part for part in node.args if type(part) is str]
+    parts = [part for part in _args(node) if type(part) is str]
     windows = "Windows" in node.name
     separator = "\\" if windows else "/"
     head, *tail = parts or ["."]
@@ -195,23 +200,24 @@ def _items_dict(node: Object, key: Key) -> Node:
 
 
 def _items_list(node: Object, key: Key) -> Node:
-    items = [item for step, value in node.steps if step == "append" for item in value]
-    given = node.args[0].items if node.args and type(node.args[0]) is List else []
-    return List([*given, *items])
+    args = _args(node)
+    given = args[0].items if args and type(args[0]) is List else []
+    return List([*given, *node.appended])
 
 
 def _as_set(node: Object, key: Key) -> Node:
-    return Object("reduce", Global("builtins", "set"), (List(list(node.args[0].items)) if node.args else List(),))
+    args = _args(node)
+    return Object("reduce", Global("builtins", "set"), (List(list(args[0].items)) if args else List(),))
 
 
 def _timestamp(node: Object, key: Key) -> Node:
     import datetime
 
     # A known class of the standard library with checked bytes: nothing that the file names is looked up or called.
-    kind = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}[str(node.function.name)]
-    data, *zone = node.args
+    kind: Any = {"datetime": datetime.datetime, "date": datetime.date, "time": datetime.time}[node.name.rpartition(".")[2]]
+    data, *zone = _args(node)
     made = kind(data)
-    return (made.replace(tzinfo=_zone(*zone)) if zone else made).isoformat()
+    return str((made.replace(tzinfo=_zone(*zone)) if zone else made).isoformat())
 
 
 def _zone(node: Object) -> Any:
@@ -220,7 +226,7 @@ def _zone(node: Object) -> Any:
 
     if node.name != "datetime.timezone":
         raise ValueError("not a fixed time zone")
-    return datetime.timezone(datetime.timedelta(*node.args[0].args))
+    return datetime.timezone(datetime.timedelta(*_args(_args(node)[0])))
 
 
 def _timezone(node: Object, key: Key) -> Node:
@@ -228,50 +234,55 @@ def _timezone(node: Object, key: Key) -> Node:
 
 
 def _timedelta(node: Object, key: Key) -> Node:
-    days, seconds, microseconds = node.args
-    return days * 86400.0 + seconds + microseconds / 1e6
+    days, seconds, microseconds = _args(node)
+    return float(days * 86400.0 + seconds + microseconds / 1e6)
 
 
 def _uuid(node: Object, key: Key) -> Node:
     import uuid
 
-    return str(uuid.UUID(int=node.state.get("int")))
+    state: Any = node.state
+    return str(uuid.UUID(int=state.get("int")))
 
 
 def _range(node: Object, key: Key) -> Node:
-    return f"{node.function.name}({', '.join(map(repr, _numbers(node.args)))})"
+    return f"{node.name.rpartition('.')[2]}({', '.join(map(repr, _numbers(_args(node))))})"
 
 
-def _numbers(args: Node) -> Node:
-    if any(part is not None and type(part) is not int for part in args):
+def _numbers(args: Sequence[Node]) -> list[int | None]:
+    numbers = [part for part in args if part is None or type(part) is int]
+    if len(numbers) != len(args):
         raise ValueError("not plain numbers")
-    return args
+    return numbers
 
 
-def _named_member(node: Object, key: Key) -> Node:
+def _named_member(node: Object, key: Key) -> Node | Drop:
     """`getattr(class, name)`: how some Pythons pickle an enum member."""
-    owner, name = node.args
+    owner, name = _args(node)
     return name if type(owner) is Global and type(name) is str else DROP
 
 
-def _fraction(node: Object, key: Key) -> Node:
-    return "/".join(map(str, _numbers(node.args))) if len(node.args) == 2 else _text_argument(node, key)
+def _fraction(node: Object, key: Key) -> Node | Drop:
+    args = _args(node)
+    return "/".join(map(str, _numbers(args))) if len(args) == 2 else _text_argument(node, key)
 
 
-def _text_argument(node: Object, key: Key) -> Node:
-    return node.args[0] if type(node.args[0]) is str else DROP
+def _text_argument(node: Object, key: Key) -> Node | Drop:
+    text = _args(node)[0]
+    return text if type(text) is str else DROP
 
 
 def _numpy_scalar(node: Object, key: Key) -> Node:
-    kind, data = node.args
+    kind, data = _args(node)
     code, order = _numpy_type(kind)
     if code == "b1":
-        return data != b"\0"
+        return bool(data != b"\0")
     if code[0] in "SU":
-        return data.decode("latin1" if code[0] == "S" else f"utf-32-{'be' if order == '>' else 'le'}").rstrip("\0")
+        return str(data, "latin1" if code[0] == "S" else f"utf-32-{'be' if order == '>' else 'le'}").rstrip("\0")
     if code in ("c8", "c16"):
         return Object("reduce", Global("builtins", "complex"), struct.unpack(order + {"c8": "2f", "c16": "2d"}[code], data))
-    return struct.unpack(order + _STRUCT[code], data)[0]
+    (number,) = struct.unpack(order + _STRUCT[code], data)
+    return float(number) if code[0] == "f" else int(number)
 
 
 _STRUCT = {
@@ -281,10 +292,10 @@ _STRUCT = {
 
 def _numpy_type(node: Node) -> tuple[str, str]:
     """The code ("f8") and byte order ("<" or ">") of a pickled numpy.dtype."""
-    if type(node) is not Object or node.name != "numpy.dtype" or type(node.args[0]) is not str:
+    if type(node) is not Object or node.name != "numpy.dtype" or type(code := _args(node)[0]) is not str:
         raise ValueError("not a numpy dtype")
     order = node.state[1] if type(node.state) is tuple else "<"
-    return node.args[0], ">" if order == ">" else "<"
+    return code, ">" if order == ">" else "<"
 
 
 def _numpy_dtype(node: Object, key: Key) -> Node:
@@ -294,13 +305,14 @@ def _numpy_dtype(node: Object, key: Key) -> Node:
 
 def _numpy_array(node: Object, key: Key) -> Node:
     """An array by `_reconstruct` and its state (version, shape, dtype, is_fortran, bytes)."""
-    _, shape, kind, fortran, data = node.state
+    state: Any = node.state
+    _, shape, kind, fortran, data = state
     return _array(shape, kind, fortran, data, key)
 
 
 def _numpy_frombuffer(node: Object, key: Key) -> Node:
-    buffer, kind, shape, order = node.args
-    data = buffer.args[0] if type(buffer) is Object else buffer
+    buffer, kind, shape, order = _args(node)
+    data = _args(buffer)[0] if type(buffer) is Object else buffer
     return _array(shape, kind, order == "F", data, key)
 
 
@@ -329,7 +341,7 @@ def _object_array(shape: Any, code: str, data: Any) -> Node:
     return List(list(data.items))
 
 
-_CONVERSIONS: dict[str, Callable[[Object, Key], Node]] = {
+_CONVERSIONS: dict[str, Converter] = {
     "argparse.Namespace": _attributes_dict,
     "types.SimpleNamespace": _attributes_dict,
     "collections.defaultdict": _items_dict,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import Decoded, Warned
@@ -25,6 +24,7 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
+from ckpt_tools.tree.exchange import Drop
 from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Where
 from ckpt_tools.tree.visit import reachable, walk
 
@@ -96,7 +96,7 @@ class _Merging:
         uneven = self._check_names(tensors)
         self._check_values()
         first = tensors[self.ranks[0]]
-        new: dict[int, Any] = {id(node): exchange.DROP for where, node in first.items() if where in uneven}
+        new: dict[int, Node | Drop] = {id(node): exchange.DROP for where, node in first.items() if where in uneven}
         for where, node in first.items():
             if where not in uneven:
                 new[id(node)] = self._merged_or_lost(where, [tensors[rank][where] for rank in self.ranks])
@@ -112,7 +112,7 @@ class _Merging:
         wrong = self.merger.differing()
         gone = {id(node): dotted(where) for where, node in _tensors(root) if dotted(where) in wrong}
         self.lost += [(name, f"different values on {these_ranks(sorted(ranks))}") for name, ranks in wrong.items()]
-        self.root = exchange.replace(root, lambda node: cast("Node", exchange.DROP) if id(node) in gone else node)
+        self.root = exchange.replace(root, lambda node: exchange.DROP if id(node) in gone else node)
         self._check_rest()
         return self.root
 
@@ -127,7 +127,7 @@ class _Merging:
         if self.lost and next(_tensors(self.root), None) is None:
             raise PartError(f"No tensor is whole in the files of {these_ranks(self.ranks)}: {_first(self.lost)}.")
 
-    def _merged_or_lost(self, where: Where, nodes: Sequence[Node]) -> Any:
+    def _merged_or_lost(self, where: Where, nodes: Sequence[Node]) -> Node | Drop:
         """The whole tensor; DROP, with a word in `lost`, for one that is not whole where that is no error."""
         try:
             return self._merged(where, nodes)

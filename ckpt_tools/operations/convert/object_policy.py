@@ -12,7 +12,6 @@ from ckpt_tools.formats.open import Checkpoint, find_tensors
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import visit
-from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.nodes import Node, Where
 
@@ -96,7 +95,7 @@ def apply_objects(
     if policy == "plain" and (newer := plain.newer_dtypes(root)):
         text = f"weights_only takes {', '.join(newer)} since torch 2.5; torch 2.4 refuses the file."
         report.notes.append(Note("newer-dtypes", text))
-    if root is None or root is DROP:
+    if root is None:
         raise NothingMatchedError("Nothing would be left.", why="The whole checkpoint is one object that has no plain form.")
     return root, used
 

@@ -43,7 +43,6 @@ from ckpt_tools.operations.repair.report import Missing, Repaired
 from ckpt_tools.operations.repair.salvage import Salvaged, find_lost, leave_out
 from ckpt_tools.operations.repair.verification import entries, verify
 from ckpt_tools.tree.arguments import natural
-from ckpt_tools.tree.exchange import DROP
 from ckpt_tools.tree.nodes import (
     Entry,
     Node,
@@ -174,7 +173,7 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list
             f"Nothing can be saved from {report.source}: none of {report.tensors} tensors is whole.", why=f"{why}."
         )
     root = decoded.root if choices.keep_damaged else leave_out(decoded.root, salvaged.lost)
-    if root is DROP:
+    if root is None and decoded.root is not None:
         raise RepairError(f"Nothing can be saved from {report.source}.", why="The only tensor is damaged.")
     report.mended += [Mended(row.code, [], f"{row.found}; it is not kept") for row in decoded.warnings]
     report.mended += _header_mends(salvaged, report.container)

@@ -31,7 +31,7 @@ from ckpt_tools.operations.repair.zip_walk import (
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
-from ckpt_tools.tree.exchange import DROP, replace
+from ckpt_tools.tree.exchange import DROP, Drop, replace
 from ckpt_tools.tree.nodes import (
     Entry,
     Node,
@@ -225,10 +225,10 @@ def find_lost(root: Node, lost: dict[int, str]) -> list[Lost]:
 
 
 def leave_out(root: Node, lost: dict[int, str]) -> Node:
-    """The tree without tensors on lost storages, and without those storages; DROP when nothing is left."""
+    """The tree without tensors on lost storages, and without those storages; None when nothing is left."""
     gone = {id(tensor.node) for tensor in find_tensors(root) if type(tensor.node) is Object and _on(tensor.node, lost)}
 
-    def swap(node: Node) -> Node:
+    def swap(node: Node) -> Node | Drop:
         if type(node) is Entry and id(node.storage) in lost and node.nbytes:
             return DROP
         if (type(node) is Storage and id(node) in lost) or id(node) in gone:
