@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError
-from ckpt_tools.operations.convert.run import convert
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.open import Checkpoint, open_checkpoint
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.compare.stats import Stats, stats
     from ckpt_tools.operations.convert.in_place import edit_in_place
     from ckpt_tools.operations.convert.report import Converted
+    from ckpt_tools.operations.convert.run import convert
     from ckpt_tools.operations.inspect import Description, inspect
     from ckpt_tools.operations.repair.report import Repaired
     from ckpt_tools.operations.repair.run import repair
@@ -64,6 +64,7 @@ _HOMES = {
     "Stats": "operations.compare.stats",
     "average": "operations.average",
     "check": "operations.check.run",
+    "convert": "operations.convert.run",
     "diff": "operations.compare.differences",
     "edit_in_place": "operations.convert.in_place",
     "inspect": "operations.inspect",
@@ -75,7 +76,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The other public names are imported when they are first used: `ckpt inspect` does not pay for `convert`."""
+    """Public names are imported when they are first used: `ckpt inspect` does not pay for `convert`."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ckpt_tools' has no attribute {name!r}")
     from importlib import import_module

@@ -17,6 +17,7 @@ from torch import nn
 import ckpt_tools
 import ckpt_tools.torch as load_code
 from ckpt_tools.errors import CkptError, NothingMatchedError, UsageError
+from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.tree import arguments
 from tests.support.samples import FIXTURES
 
@@ -79,14 +80,17 @@ def test_whatever_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
 
 
 def test_every_argument_has_its_row() -> None:
-    """The table knows each argument of each public call; what no signature has is Python's own TypeError."""
-    assert {argument for _, argument in ARGUMENTS} <= set(arguments._READERS)
+    """The table or a record of options knows each argument of each public call; any other is Python's own TypeError."""
+    options = set(ConvertOptions.options) | set(InPlaceOptions.options)
+    assert {argument for _, argument in ARGUMENTS} <= set(arguments._READERS) | options
     with pytest.raises(TypeError, match="no_such"):
         ckpt_tools.inspect(SINGLE, no_such=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         ckpt_tools.inspect(SINGLE, SINGLE)  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         ckpt_tools.convert(SINGLE)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"convert\(\) got an unexpected keyword argument 'no_such'"):
+        ckpt_tools.convert(SINGLE, "out.pth", no_such=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_tools.cli.completion import complete_names, complete_places
 from ckpt_tools.cli.options import (
     LOCATION,
-    Once,
     end_process,
+    given,
+    options_of,
     quiet_option,
     show_progress,
-    target_options,
     work_shared,
 )
+from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.run import convert as convert_checkpoint
 
 if TYPE_CHECKING:
@@ -26,107 +26,11 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=LOCATION, required=False)
-@click.option("--strip-module", is_flag=True, help="Remove leading 'module.', repeated ones too, in every state dict.")
-@click.option("--add-module", is_flag=True, help="Put 'module.' before every name.")
-@click.option("--unwrap", is_flag=True, help="Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.")
-@click.option("--strip-prefix", cls=Once, metavar="P", help="Remove a leading literal prefix.")
-@click.option("--add-prefix", cls=Once, metavar="P", help="Put a literal prefix before every name.")
-@click.option("--rename", multiple=True, metavar="REGEX=REPLACEMENT", help=r"re.sub on names, in order; \1 works. Repeatable.")
-@click.option(
-    "--keep",
-    multiple=True,
-    metavar="GLOB",
-    shell_complete=complete_names,
-    help="Keep only tensors whose name matches. Repeatable.",
-)
-@click.option(
-    "--drop",
-    multiple=True,
-    metavar="GLOB",
-    shell_complete=complete_names,
-    help="Drop what matches, by name or dotted path. Repeatable.",
-)
-@click.option(
-    "--select",
-    cls=Once,
-    metavar="WHERE",
-    shell_complete=complete_places,
-    help="One state dict or subtree (model, ema, netG) becomes the whole output.",
-)
-@click.option("--map-location", cls=Once, metavar="SPEC", help="cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.")
-@click.option("--dtype", cls=Once, type=click.Choice(["bf16", "fp16", "fp32", "fp64"]), help="Cast float tensors.")
-@click.option(
-    "--dtype-only",
-    multiple=True,
-    metavar="GLOB",
-    shell_complete=complete_names,
-    help="Cast only tensors whose name matches. Repeatable.",
-)
-@target_options(
-    stages=["exact+wrappers", "names", "structure", "position"],
-    finding="How partners are found: by name without wrappers (the default); also by a common prefix or suffix; also by "
-    "shape, order and names of layers; or zipped in order.",
-)
-@click.option("--plan", cls=Once, metavar="PLAN.toml", help="Match plan (TOML) that ckpt match wrote; it names the partners.")
-@click.option(
-    "--reinit",
-    multiple=True,
-    metavar="[GLOB=]SCHEME",
-    help="Initial values for tensors that IN does not have: zeros, ones, normal:STD, trunc_normal:STD, uniform:A, "
-    "xavier_uniform, xavier_normal, kaiming_uniform, kaiming_normal, orthogonal, target (what its constructor gives), default "
-    "(PyTorch's own for the layer). Without GLOB it is for weights: biases get zeros, norms ones. Repeatable; of several "
-    "globs the last that matches counts.",
-)
-@click.option(
-    "--on-mismatch",
-    cls=Once,
-    type=click.Choice(["error", "reinit", "overlap", "skip"]),
-    help="A tensor of another shape: refused, initialised anew, kept where both have rows and columns, or left out.",
-)
-@click.option(
-    "--rows", multiple=True, metavar="[GLOB=]N,N,...", help="With overlap: which rows of IN, in this order. Repeatable."
-)
-@click.option("--adapt", is_flag=True, help="Fit a first convolution to other channels, position embeddings to another grid.")
-@click.option("--seed", cls=Once, type=int, metavar="N", help="For initial values: one seed, the same bytes everywhere [0].")
-@click.option(
-    "--objects",
-    cls=Once,
-    type=click.Choice(["keep", "plain", "drop"]),
-    help="What happens to objects that are not plain data. plain: a tensor that would be lost with one is an error.",
-)
-@click.option(
-    "--slim",
-    "--weights-only-content",
-    "slim",
-    is_flag=True,
-    help="State dicts and plain values alone: no optimizer, scheduler, random state, objects; storages as large as needed.",
-)
-@click.option("--ema", is_flag=True, help="The averaged weights (ema, model_ema, ema_state_dict ...) become the whole output.")
-@click.option(
-    "--format",
-    "format_",
-    cls=Once,
-    type=click.Choice(["pth", "pth-legacy", "safetensors", "dcp"]),
-    help="Container of OUT; else by its name. pth-legacy: for PyTorch before 1.6. dcp: a folder for distributed jobs.",
-)
-@click.option("--shard-size", cls=Once, metavar="SIZE", help="OUT is a folder of shards of at most 5GB, 500MiB ... each.")
-@click.option("--only-weights", is_flag=True, help="From folder to folder: leave config.json, tokenizer files and the like.")
-@click.option("--partial", is_flag=True, help="Of the files of ranks: write what is whole, leave out and list the rest.")
-@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
-@click.option("--verify", is_flag=True, help="Check the CRC-32 of every record while copying.")
+@options_of(ConvertOptions)
 @click.option("--in-place", is_flag=True, help="Edit names and device tags in IN itself; no OUT. A kill leaves old or new.")
-@click.option(
-    "--reserve", cls=Once, type=click.IntRange(0, 64 << 20), metavar="BYTES", help="Room in a safetensors header.  [4096]"
-)
-@click.option("--compact", is_flag=True, help="Leave no gaps, at the price of moving every tensor.")
-@click.option("--fsync", is_flag=True, help="Make a new OUT durable before returning (a replaced one always is).")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def convert(
-    source: Path, target: Path | None, format_: str | None, in_place: bool, quiet: bool, as_json: bool, on_mismatch: str | None,
-    seed: int | None, **options: Any,
-) -> None:  # fmt: skip
+def convert(source: Path, target: Path | None, in_place: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
 
     \b
@@ -150,19 +54,16 @@ def convert(
 
     Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
     """
+    asked = given(options)
     if in_place:
-        report = _edit_in_place(source, target, {"format": format_, "on_mismatch": on_mismatch, "seed": seed, **options})
-        _report(report, quiet=quiet, as_json=as_json)
+        _report(_edit_in_place(source, target, asked), quiet=quiet, as_json=as_json)
         return
     if target is None:
         raise click.UsageError("Missing argument 'OUT'; --in-place does without.")
     preload = None if as_json or quiet else "ckpt_tools.render.converted"
-    folder = options["shard_size"] is not None or format_ == "dcp"
+    folder = "shard_size" in asked or asked.get("format") == "dcp"
     with work_shared(folder=folder) as ranks, show_progress(quiet=quiet, preload=preload) as progress:
-        report = convert_checkpoint(
-            source, target, format=cast("Any", format_), on_mismatch=cast("Any", on_mismatch or "error"), seed=seed or 0,
-            progress=progress, ranks=ranks, **options,
-        )  # fmt: skip
+        report = convert_checkpoint(source, target, progress=progress, ranks=ranks, **asked)
     if ranks is None or not ranks.rank:  # the first process reports for all
         _report(report, quiet=quiet, as_json=as_json)
     if ranks is not None and ranks.world > 1:
@@ -180,18 +81,13 @@ def _report(report: Converted, *, quiet: bool, as_json: bool) -> None:
         show_converted(report)
 
 
-_IN_PLACE = (
-    "strip_module", "add_module", "unwrap", "strip_prefix", "add_prefix", "rename", "map_location", "objects", "dry_run",
-)  # fmt: skip
-
-
-def _edit_in_place(path: Path, target: Path | None, options: dict[str, Any]) -> Converted:
+def _edit_in_place(path: Path, target: Path | None, asked: dict[str, Any]) -> Converted:
     from ckpt_tools.operations.convert.in_place import edit_in_place
 
     if target is not None:
         raise click.UsageError("--in-place edits IN itself; leave OUT away.")
-    if other := [name for name, value in options.items() if value and name not in _IN_PLACE]:
+    if other := [name for name in asked if name not in InPlaceOptions.options]:
         raise click.UsageError(
             f"--in-place does not go with --{other[0].replace('_', '-')}: it leaves the tensors where they are."
         )
-    return edit_in_place(path, **{name: options[name] for name in _IN_PLACE})
+    return edit_in_place(path, **asked)

@@ -13,17 +13,22 @@ from ckpt_tools.cli.completion import complete_places
 from ckpt_tools.cli.options import (
     LOCATION,
     Once,
+    options_of,
     quiet_option,
-    target_options,
 )
+from ckpt_tools.fit.options import TargetOptions
 
 
 @click.command()
 @click.argument("source", metavar="IN", type=LOCATION)
-@target_options(
-    stages=["structure", "position"], required=True,
-    finding="What names leave: align modules by shape, names and order, or zip in order.",
-)  # fmt: skip
+@options_of(
+    TargetOptions,
+    like={"required": True},
+    match={
+        "type": click.Choice(["structure", "position"]),
+        "help": "What names leave: align modules by shape, names and order, or zip in order.",
+    },
+)
 @click.option(
     "--rename", multiple=True, metavar="REGEX=REPLACEMENT", help="Rename tensors of IN first, as in convert. Repeatable."
 )

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +16,7 @@ import click
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.io.output import is_address
+from ckpt_tools.tree.options import Option, Options
 
 if TYPE_CHECKING:
     from ckpt_tools.io.ranks import Ranks
@@ -112,25 +113,45 @@ class Once(click.Option):
 quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors: the exit code tells.")
 
 
-def target_options(*, stages: Sequence[str], finding: str, required: bool = False) -> Callable[..., Any]:
-    """The options that name a target and how its tensors find their partners: as `stages`, of which `finding` tells."""
-    options = (
-        click.option(
-            "--like", cls=Once, required=required, metavar="TARGET",
-            help="Fit to this: a checkpoint, package.module:callable or ./models.py:Net (which are imported).",
-        ),
-        click.option("--like-args", cls=Once, metavar="JSON", help="""Its arguments: '{"num_classes": 200}'."""),
-        click.option("--like-select", cls=Once, metavar="WHERE", help="Which state dict of a TARGET that holds several."),
-        click.option("--match", cls=Once, type=click.Choice(stages), help=finding),
-        click.option("--allow-reshape", is_flag=True, help="Take partners whose shapes differ by sizes of 1."),
-    )  # fmt: skip
+def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[..., Any]:
+    """The options of a record, in its order, on a command; `changed` says by name what this command has otherwise.
+
+    The command is called with what was given on the command line alone (`given`): the record knows the defaults.
+    """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
+        for name, option in reversed(record.options.items()):
+            if option.kind != "code":
+                names = [f"--{name.replace('_', '-')}", *([f"--{option.alias}"] if option.alias else []), name]
+                command = click.option(*names, **{**_as_click(option), **changed.get(name, {})})(command)
         return command
 
     return decorate
+
+
+def _as_click(option: Option) -> dict[str, Any]:
+    """What click calls an option of this kind."""
+    said: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "shell_complete": _completion(option)}
+    if option.kind == "flag":
+        return {**said, "is_flag": True}
+    if option.kind == "texts":
+        return {**said, "help": f"{option.help} Repeatable.", "multiple": True}
+    if option.kind == "whole":
+        return {**said, "cls": Once, "type": click.IntRange(0, option.most)}
+    return {**said, "cls": Once, "type": click.Choice(option.choices) if option.choices else str}
+
+
+def _completion(option: Option) -> Callable[..., Any] | None:
+    if not option.completes:
+        return None
+    from ckpt_tools.cli.completion import complete_names, complete_places
+
+    return complete_names if option.completes == "names" else complete_places
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what click hands over, what was on the command line."""
+    return {name: value for name, value in options.items() if value not in (None, (), False)}
 
 
 @contextlib.contextmanager

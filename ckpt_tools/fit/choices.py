@@ -6,13 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
-from typing import Literal, TypeAlias
 
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.fit.initialisers import Rules
+from ckpt_tools.fit.options import OnMismatch, RowChoice
 
-OnMismatch: TypeAlias = Literal["error", "reinit", "overlap", "skip"]
-RowChoice: TypeAlias = Sequence[int] | Mapping[str, Sequence[int]] | None
 _CHOICES = ("error", "reinit", "overlap", "skip")
 
 

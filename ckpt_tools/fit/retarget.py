@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -15,12 +14,9 @@ from ckpt_tools.errors import (
     ConvertError,
     MatchPlanError,
     NothingMatchedError,
-    UsageError,
 )
 from ckpt_tools.fit.choices import (
     Choices,
-    OnMismatch,
-    RowChoice,
     Rows,
 )
 from ckpt_tools.fit.fit import (
@@ -35,6 +31,7 @@ from ckpt_tools.fit.initialisers import (
     blank_for,
     check_finite,
 )
+from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.fit.plan_files import read_plan
 from ckpt_tools.fit.plans import Plan, plan_of
 from ckpt_tools.fit.targets import (
@@ -78,30 +75,11 @@ class FittedTo:
 class Retargeting:
     """The options that name a target, checked."""
 
-    def __init__(
-        self, like: Any, like_args: str | Mapping[str, Any] | None, stages: Stages | None, plan: str | os.PathLike[str] | None,
-        allow_reshape: bool, reinit: str | Sequence[str] | Mapping[str, str] | None, on_mismatch: OnMismatch,
-        rows: RowChoice | Sequence[str], adapt: bool, seed: int, like_select: str | None,
-    ) -> None:  # fmt: skip
-        self.like, self.like_args, self.plan, self.allow_reshape = like, like_args, plan, allow_reshape
-        self.like_select = like_select
-        self.stages: Stages = stages or "exact+wrappers"
-        self.choices = Choices(Rules(reinit), on_mismatch, Rows(rows), adapt, seed)
-        given = {
-            "like_args": like_args, "like_select": like_select, "match": stages, "allow_reshape": allow_reshape,
-            "reinit": self.choices.reinit, "rows": self.choices.rows, "adapt": adapt, "on_mismatch": on_mismatch != "error",
-            "seed": seed,
-        }  # fmt: skip
-        used = [option for option, value in given.items() if value]
-        if used and like is None and plan is None:
-            raise UsageError(f"`{used[0]}` is about a target; `like=TARGET` is missing.")
-        if like is None and (like_args or like_select):
-            raise UsageError(f"`{used[0]}` is about a target; `like=TARGET` is missing.")
-        if plan is not None and (stages or allow_reshape):
-            raise UsageError(f"`{'match' if stages else 'allow_reshape'}` does not go with `plan`, which names the partners.")
-
-    def __bool__(self) -> bool:
-        return self.like is not None or self.plan is not None
+    def __init__(self, options: FitOptions) -> None:
+        self.like, self.like_args, self.like_select = options.like, options.like_args, options.like_select
+        self.plan, self.allow_reshape = options.plan, options.allow_reshape
+        self.stages: Stages = options.match or "exact+wrappers"
+        self.choices = Choices(Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed)
 
     def apply(self, root: Node, path: str, stack: ExitStack) -> tuple[FittedTo, int]:
         """Fit the only state dict below `root`, in place; `stack` holds what must stay open until the bytes are written.

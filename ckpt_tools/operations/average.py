@@ -27,15 +27,14 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Content, Piece, total
 from ckpt_tools.io.output import Output, check_space
-from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.compare.sides import check_effort
 from ckpt_tools.operations.convert.conversion import CONTAINERS, Edits
 from ckpt_tools.operations.convert.folder import FolderTarget, run_dcp
-from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.object_policy import modules_first
+from ckpt_tools.operations.convert.options import ConvertOptions, ObjectsPolicy
 from ckpt_tools.operations.convert.report import Converted, Note
-from ckpt_tools.operations.convert.run import ObjectsPolicy, open_output
+from ckpt_tools.operations.convert.run import open_output
 from ckpt_tools.text import brief, dotted, listed
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DType
@@ -134,23 +133,26 @@ def average(
     to_folder = kind == "dcp"
     for source in sources:
         check_one_file(source, target, format)
-    edits = Edits(Names(unwrap=unwrap), kind, select=select, objects=objects)
+    options = ConvertOptions(
+        unwrap=unwrap, select=select, objects=objects, overwrite=overwrite, dry_run=dry_run, fsync=fsync, progress=progress
+    )
+    edits = Edits(options, kind)
     report = Averaged(list(map(str, sources)), parts)
     report.output = Converted(str(sources[0]), str(target), CONTAINERS[kind], dry_run)
-    folder = FolderTarget(target, kind, overwrite=overwrite, durable=fsync, dry_run=dry_run, ranks=Ranks(), inputs=sources)
+    folder = FolderTarget(target, kind, options, inputs=sources)
     with ExitStack() as stack:
         output = None
         if to_folder:
             folder.check()
         else:
-            output = open_output(stack, target, sources, overwrite=overwrite, durable=fsync, dry_run=dry_run)
+            output = open_output(stack, target, sources, options)
         stack.enter_context(collector_paused())
         checkpoints = [stack.enter_context(open_whole(path)) for path in sources]
         if objects == "plain":
             _take_state_dicts(checkpoints, report.output)
         _Mean(checkpoints, parts, select, integers, report, unwrapped=unwrap).apply()
         if to_folder:
-            run_dcp(checkpoints[0], folder, edits, report.output, progress)
+            run_dcp(checkpoints[0], folder, edits, report.output)
         else:
             _write_file(edits.plan(checkpoints[0], report.output), output, report.output, progress)
         for checkpoint in checkpoints:

@@ -14,14 +14,10 @@ import torch
 
 from ckpt_tools.edit import casts
 from ckpt_tools.errors import ConvertError, MatchError, TargetError, UsageError
-from ckpt_tools.fit.choices import (
-    Choices,
-    OnMismatch,
-    RowChoice,
-    Rows,
-)
+from ckpt_tools.fit.choices import Choices, Rows
 from ckpt_tools.fit.fit import Fitted, Wanted, fit
 from ckpt_tools.fit.initialisers import Blank, Rules, blank_in
+from ckpt_tools.fit.options import OnMismatch, RowChoice
 from ckpt_tools.fit.plans import plan_of
 from ckpt_tools.fit.targets import params_of
 from ckpt_tools.formats.open import (

@@ -1,6 +1,6 @@
 """What callers of the library give: what is natural in Python becomes what the library takes, the rest is a UsageError.
 
-An argument means the same in every public call, so one table says by name what it may be.
+An argument means the same in every public call, so one table says by name what it may be; an option in a record says it there.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def _refused(name: str, value: Any, wanted: str) -> UsageError:
     return UsageError(f"`{name}` is {shown.replace('`', '')}, a {type(value).__name__}.", why=f"It takes {wanted}.")
 
 
-def _anything(_name: str, value: Any) -> Any:
+def read_anything(_name: str, value: Any) -> Any:
     return value
 
 
-def _path(name: str, value: Any) -> Any:
+def read_path(name: str, value: Any) -> Any:
     """A str or os.PathLike of one."""
     try:
         text = os.fspath(value)
@@ -76,23 +76,34 @@ def _path(name: str, value: Any) -> Any:
     return value
 
 
-def _paths(name: str, value: Any) -> list[Any]:
+def read_paths(name: str, value: Any) -> list[Any]:
     if isinstance(value, str | bytes | os.PathLike | Mapping) or not isinstance(value, Iterable):
         raise _refused(name, value, "a list of paths")
-    return [_path(name, one) for one in _items(name, value)]
+    return [read_path(name, one) for one in read_items(name, value)]
 
 
-def _optional(reader: Reader) -> Reader:
+def read_optional(reader: Reader) -> Reader:
     return lambda name, value: None if value is None else reader(name, value)
 
 
-def _text(name: str, value: Any) -> str:
+def read_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise _refused(name, value, "text")
     return value
 
 
-def _texts(name: str, value: Any) -> list[str]:
+def read_choice(choices: Sequence[str]) -> Reader:
+    """One of a few words."""
+
+    def read(name: str, value: Any) -> str:
+        if read_text(name, value) not in choices:
+            raise UsageError(f"`{name}={value!r}` is none of {', '.join(choices)}.")
+        return str(value)
+
+    return read
+
+
+def read_texts(name: str, value: Any) -> list[str]:
     """One text, or any number of them."""
     if value is None:
         return []
@@ -100,41 +111,41 @@ def _texts(name: str, value: Any) -> list[str]:
         return [value]
     if isinstance(value, bytes | Mapping) or not isinstance(value, Iterable):
         raise _refused(name, value, "text, or a list of texts")
-    return [_text(name, one) for one in _items(name, value)]
+    return [read_text(name, one) for one in read_items(name, value)]
 
 
-def _items(name: str, value: Iterable[Any]) -> list[Any]:
+def read_items(name: str, value: Iterable[Any]) -> list[Any]:
     try:
         return list(value)
     except TypeError:  # an array without dimensions
         raise _refused(name, value, "a list") from None
 
 
-def _rules(name: str, value: Any) -> list[Any]:
+def read_rules(name: str, value: Any) -> list[Any]:
     """`REGEX=REPLACEMENT` texts, pairs of the two, or a mapping."""
     if isinstance(value, Mapping):
         value = list(value.items())
     if value is None or isinstance(value, str):
-        return _texts(name, value)
+        return read_texts(name, value)
     if isinstance(value, bytes) or not isinstance(value, Iterable):
         raise _refused(name, value, "'REGEX=REPLACEMENT', a list of them, or pairs")
-    return [one if isinstance(one, str) else _pair(name, one) for one in _items(name, value)]
+    return [one if isinstance(one, str) else read_pair(name, one) for one in read_items(name, value)]
 
 
-def _pair(name: str, value: Any) -> tuple[str, str]:
+def read_pair(name: str, value: Any) -> tuple[str, str]:
     if not isinstance(value, list | tuple) or len(value) != 2 or not all(isinstance(part, str) for part in value):
         raise _refused(name, value, "'REGEX=REPLACEMENT', a list of them, or pairs of texts")
     return value[0], value[1]
 
 
-def _schemes(name: str, value: Any) -> Any:
+def read_schemes(name: str, value: Any) -> Any:
     """One scheme, `GLOB=SCHEME` texts, or a mapping from globs."""
     if isinstance(value, Mapping):
-        return {_text(name, glob): _text(name, scheme) for glob, scheme in value.items()}
-    return _texts(name, value)
+        return {read_text(name, glob): read_text(name, scheme) for glob, scheme in value.items()}
+    return read_texts(name, value)
 
 
-def _flag(name: str, value: Any) -> bool:
+def read_flag(name: str, value: Any) -> bool:
     """True or False; NumPy's too. A text such as "no" would be true."""
     if isinstance(value, bool):
         return value
@@ -143,7 +154,7 @@ def _flag(name: str, value: Any) -> bool:
     raise _refused(name, value, "True or False")
 
 
-def _whole(name: str, value: Any) -> int:
+def read_whole(name: str, value: Any) -> int:
     """A whole number from 0 up; NumPy's too."""
     try:
         number = operator.index(value)
@@ -154,60 +165,60 @@ def _whole(name: str, value: Any) -> int:
     return number
 
 
-def _size(name: str, value: Any) -> Any:
+def read_size(name: str, value: Any) -> Any:
     """A text such as "5GB", or a number of bytes, 5e9 too."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    return value if isinstance(value, str) else _whole(name, value)
+    return value if isinstance(value, str) else read_whole(name, value)
 
 
-def _rows(name: str, value: Any) -> Any:
+def read_rows(name: str, value: Any) -> Any:
     """Row numbers in anything that has them in order, or a mapping from globs to such; or texts of the command line."""
     if isinstance(value, Mapping):
-        return {_text(name, glob): _numbers(name, rows, _whole) for glob, rows in value.items()}
+        return {read_text(name, glob): read_numbers(name, rows, read_whole) for glob, rows in value.items()}
     if isinstance(value, str):
         return [value]
     if isinstance(value, list | tuple) and value and all(isinstance(row, str) for row in value):
         return list(value)
-    return _numbers(name, value, _whole)
+    return read_numbers(name, value, read_whole)
 
 
-def _numbers(name: str, value: Any, reader: Reader) -> list[Any]:
+def read_numbers(name: str, value: Any, reader: Reader) -> list[Any]:
     """The numbers of a list, range, array or tensor."""
     if isinstance(value, str | bytes | Mapping) or not (hasattr(value, "tolist") or isinstance(value, Iterable)):
         raise _refused(name, value, "a list of numbers")
-    found = value.tolist() if hasattr(value, "tolist") else _items(name, value)
+    found = value.tolist() if hasattr(value, "tolist") else read_items(name, value)
     if not isinstance(found, list):
         raise _refused(name, value, "a list of numbers")
     return [reader(name, number) for number in found]
 
 
-def _weight(name: str, value: Any) -> float:
+def read_weight(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise _refused(name, value, "numbers") from None
 
 
-def _weights(name: str, value: Any) -> list[float]:
-    return _numbers(name, value, _weight)
+def read_weights(name: str, value: Any) -> list[float]:
+    return read_numbers(name, value, read_weight)
 
 
-def _dtype(name: str, value: Any) -> Any:
+def read_dtype(name: str, value: Any) -> Any:
     """torch's own dtype, or the name of one."""
     if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
         return str(value).removeprefix("torch.")
-    return _text(name, value).removeprefix("torch.")
+    return read_text(name, value).removeprefix("torch.")
 
 
-def _location(name: str, value: Any) -> Any:
+def read_location(name: str, value: Any) -> Any:
     """A device, or a mapping from device tag to device."""
     if isinstance(value, Mapping):
-        return {_device(name, tag): _device(name, target) for tag, target in value.items()}
-    return _device(name, value)
+        return {read_device(name, tag): read_device(name, target) for tag, target in value.items()}
+    return read_device(name, value)
 
 
-def _device(name: str, value: Any) -> str:
+def read_device(name: str, value: Any) -> str:
     if type(value).__name__ == "device" and type(value).__module__ == "torch":
         return str(value)
     if not isinstance(value, str):
@@ -215,59 +226,53 @@ def _device(name: str, value: Any) -> str:
     return value
 
 
-def _call(name: str, value: Any) -> Any:
+def read_call(name: str, value: Any) -> Any:
     if not callable(value):
         raise _refused(name, value, "a function")
     return value
 
 
-def _keywords(name: str, value: Any) -> Any:
+def read_keywords(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {_text(name, key): one for key, one in value.items()}
-    return _text(name, value)
+        return {read_text(name, key): one for key, one in value.items()}
+    return read_text(name, value)
 
 
-def _state_dict(name: str, value: Any) -> Any:
+def read_state_dict(name: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise _refused(name, value, "a mapping from names to tensors")
     return value
 
 
-def _ranks(name: str, value: Any) -> Any:
+def read_ranks(name: str, value: Any) -> Any:
     if not hasattr(value, "world"):
         raise _refused(name, value, "what ckpt_tools.io.ranks.launched gives")
     return value
 
 
+# Of functions that take no record of options (`ckpt_tools.tree.options`).
 _READERS: dict[str, Reader] = {
-    **dict.fromkeys(("path", "source", "target", "left", "right"), _path),
-    **dict.fromkeys(("against", "plan"), _optional(_path)),
-    "sources": _paths,
+    **dict.fromkeys(("path", "source", "target", "left", "right"), read_path),
+    "against": read_optional(read_path),
+    "sources": read_paths,
     **dict.fromkeys(
-        ("strip_module", "add_module", "unwrap", "slim", "ema", "allow_reshape", "adapt", "overwrite", "dry_run", "verify",
-         "compact", "fsync", "keep_damaged", "tie_equal", "values", "digest", "contents", "assign", "mmap", "wrapped",
-         "only_weights", "partial"),
-        _flag,
+        ("unwrap", "adapt", "overwrite", "dry_run", "fsync", "keep_damaged", "tie_equal", "values", "digest", "contents",
+         "assign", "mmap", "wrapped"),
+        read_flag,
     ),
-    **dict.fromkeys(
-        ("strip_prefix", "add_prefix", "select", "like_select", "objects", "match", "on_mismatch", "format", "integers",
-         "filter", "device"),
-        _optional(_text),
-    ),
-    "prefix": _text,
-    **dict.fromkeys(("keep", "drop", "dtype_only", "ignore", "allow_missing", "allow_unexpected"), _texts),
-    "rename": _rules,
-    "reinit": _schemes,
-    "rows": _optional(_rows),
-    "weights": _optional(_weights),
-    **dict.fromkeys(("seed", "jobs"), _whole),
-    **dict.fromkeys(("reserve", "depth"), _optional(_whole)),
-    "shard_size": _optional(_size),
-    "dtype": _optional(_dtype),
-    "map_location": _optional(_location),
-    **dict.fromkeys(("progress", "advance"), _optional(_call)),
-    "like_args": _optional(_keywords),
-    "ranks": _optional(_ranks),
-    "state_dict": _state_dict,
-    **dict.fromkeys(("like", "model", "model_or_mapping"), _anything),
+    **dict.fromkeys(("select", "objects", "match", "on_mismatch", "format", "integers", "filter", "device"),
+                    read_optional(read_text)),
+    "prefix": read_text,
+    **dict.fromkeys(("ignore", "allow_missing", "allow_unexpected"), read_texts),
+    "rename": read_rules,
+    "reinit": read_schemes,
+    "rows": read_optional(read_rows),
+    "weights": read_optional(read_weights),
+    **dict.fromkeys(("seed", "jobs"), read_whole),
+    "depth": read_optional(read_whole),
+    "dtype": read_optional(read_dtype),
+    "map_location": read_optional(read_location),
+    **dict.fromkeys(("progress", "advance"), read_optional(read_call)),
+    "state_dict": read_state_dict,
+    **dict.fromkeys(("like", "options", "model", "model_or_mapping"), read_anything),
 }  # fmt: skip

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import (
     casts,
@@ -34,9 +34,10 @@ from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
 from ckpt_tools.io.sources import Files
-from ckpt_tools.io.writer import Progress, write
+from ckpt_tools.io.writer import write
 from ckpt_tools.operations.convert import object_policy
-from ckpt_tools.operations.convert.names import Names, several
+from ckpt_tools.operations.convert.names import Names
+from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.arguments import Location
@@ -47,23 +48,23 @@ CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "
 _RESERVE = 4096  # bytes of room in a safetensors header
 
 if TYPE_CHECKING:
+    from ckpt_tools.fit.options import FitOptions
     from ckpt_tools.fit.retarget import Retargeting
 
 
 @collector_paused()
 def run(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], edits: Edits, output: Output | None, clone: Clone | None,
-    progress: Progress | None,
+    source: str | os.PathLike[str], target: str | os.PathLike[str], edits: Edits, output: Output | None, clone: Clone | None
 ) -> Converted:  # fmt: skip
     """Read, plan and, with an output, write; the input must still be what was read when the output takes its name."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
-    with open_input(source, partial=edits.partial) as checkpoint:
+    with open_input(source, partial=edits.options.partial) as checkpoint:
         pieces = edits.plan(checkpoint, report)
         report.bytes = total(pieces)
         if output is not None:
             done = clone.done if clone is not None else 0
             check_space(output.target.parent, output.target, report.bytes, fd=output.fd, written=done)
-            write(pieces, output, progress, clone)
+            write(pieces, output, edits.options.progress, clone)
             checkpoint.decoded.source.check_unchanged()
             if edits.casting is not None:
                 report.overflowed, report.underflowed = edits.casting.overflowed(), edits.casting.underflowed()
@@ -85,34 +86,16 @@ def open_input(source: str | os.PathLike[str], *, partial: bool) -> Checkpoint:
 
 
 class Edits:
-    """The options, checked; and what they do to a checkpoint."""
+    """What the options do to a checkpoint."""
 
-    def __init__(
-        self, names: Names, kind: str = "pth", *, keep: str | Sequence[str] = (), drop: str | Sequence[str] = (),
-        select: str | None = None, map_location: Location | None = None, dtype: Any = None,
-        dtype_only: str | Sequence[str] = (), objects: str | None = None, slim: bool = False, ema: bool = False,
-        retargeting: Retargeting | None = None, verify: bool = False, reserve: int | None = None, compact: bool = False,
-        partial: bool = False,
-    ) -> None:  # fmt: skip
-        if reserve is not None and (kind != "safetensors" or reserve < 0):
+    def __init__(self, options: ConvertOptions, kind: str = "pth") -> None:
+        if options.reserve is not None and kind != "safetensors":
             raise UsageError("`reserve` is the room in a safetensors header; a .pth puts a longer pickle behind its tensors.")
-        if dtype is not None and dtype not in CAST_TARGETS:
-            raise UsageError(f"`dtype={dtype!r}` is none of bf16, fp16, fp32, fp64.")
-        if dtype_only and dtype is None:
-            raise UsageError("`dtype_only` says which tensors `dtype` casts; `dtype` is missing.")
-        if objects not in (None, "keep", "plain", "drop"):
-            raise UsageError(f"`objects={objects!r}` is none of keep, plain, drop.")
-        if slim and objects == "keep":
-            raise UsageError("`slim` drops objects, so `objects='keep'` contradicts it.")
-        if retargeting is not None and retargeting.plan is not None and names.steps:
-            raise UsageError(f"`{names.steps[0][0]}` does not go with `plan`, which says every name.")
-        self.names, self.kind, self.keep, self.drop, self.select = names, kind, several(keep), several(drop), select
-        self.map_location = _spec(map_location)
+        self.options, self.kind, self.names = options, kind, Names(options)
+        self.map_location = _spec(options.map_location)
         self.retag = devices.parse_map_location(self.map_location) if self.map_location is not None else None
-        self.dtype = DTYPES[CAST_TARGETS[dtype]] if dtype is not None else None
-        self.dtype_only, self.objects, self.slim, self.ema = several(dtype_only), objects, slim, ema
-        self.retargeting, self.verify, self.compact, self.partial = retargeting, verify, compact, partial
-        self.reserve = reserve if reserve is not None else 0 if compact else _RESERVE
+        self.retargeting = _retargeting(options)
+        self.reserve = options.reserve if options.reserve is not None else 0 if options.compact else _RESERVE
         self.stack = ExitStack()  # what must stay open until the bytes are written: a target that is a checkpoint
         self.casting: casts.Casting | None = None
         self.ties: dict[str, str] = {}
@@ -126,15 +109,15 @@ class Edits:
     def edit(self, checkpoint: Checkpoint, report: Converted) -> Node:
         """Edit the tree and fill in the report; returns the root."""
         self._begin(checkpoint, report)
-        root = checkpoint.root if self.select is None else selection.select_in(checkpoint, self.select)
+        root = checkpoint.root if self.options.select is None else selection.select_in(checkpoint, self.options.select)
         root = self._narrow(root, checkpoint, report)
         if self.kind == "safetensors" and any(map(is_array, checkpoint.decoded.globals)):  # it holds nothing else of them
             root, fates = plain.arrays_as_tensors(root)
             report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
-        if self.keep or self.drop:
-            gone = selection.filter_tensors(root, self.keep, self.drop, self.used)
+        if self.options.keep or self.options.drop:
+            gone = selection.filter_tensors(root, self.options.keep, self.options.drop, self.used)
             report.dropped += [(dotted(where), "`keep` / `drop`") for where in gone]
-            if self.keep:
+            if self.options.keep:
                 _note_outside(root, report)
         self.names.apply(root, report)
         root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
@@ -143,12 +126,12 @@ class Edits:
         if self.retag is not None:
             root, report.devices = devices.map_devices(root, self.retag)
             _note_devices(report, checkpoint, self.kind, self.map_location)
-        if self.verify and report.dry_run:
+        if self.options.verify and report.dry_run:
             report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
-        if self.dtype is not None:
-            root = self._cast(root, self.dtype, report)
+        if self.options.dtype is not None:
+            root = self._cast(root, DTYPES[CAST_TARGETS[str(self.options.dtype)]], report)
         if self.kind in ("safetensors", "dcp"):
-            object_policy.leave_attributes(root, self.kind, self.objects, report)
+            object_policy.leave_attributes(root, self.kind, self.options.objects, report)
         report.tensors = count_tensors(root)
         if not report.tensors and (checkpoint.tensors or checkpoint.container in PROGRAMS):
             frozen = not checkpoint.tensors
@@ -169,7 +152,7 @@ class Edits:
 
     def _cast(self, root: Node, dtype: DType, report: Converted) -> Node:
         """Cast floats, and tell."""
-        root, self.casting = casts.cast_floats(root, dtype, self.dtype_only)
+        root, self.casting = casts.cast_floats(root, dtype, self.options.dtype_only)
         report.casts = self.casting.moves
         if self.casting.steps:
             text = f"{self.casting.steps} step counters of optimizers keep their dtype; `dtype_only='*.step'` casts them."
@@ -189,27 +172,36 @@ class Edits:
 
     def _narrow(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
         """Objects as --objects says; the averaged weights, or state dicts and values, on storages of their own size."""
-        chosen = self.objects is None and (self.slim or self.ema)
+        chosen = self.options.objects is None and (self.options.slim or self.options.ema)
         if chosen:
             root, self.used = object_policy.weights_alone(
-                root, checkpoint, self.drop, report, ema=self.ema, slim=self.slim
+                root, checkpoint, self.options.drop, report, ema=self.options.ema, slim=self.options.slim
             )  # fmt: skip
-        objects = "plain" if self.slim and self.objects is None else self.objects
-        selected = self.select is not None or (chosen and self.ema)  # what lies elsewhere does not come along
-        root, used = object_policy.apply_objects(root, checkpoint, objects, report, selected=selected, drop=self.drop)
+        objects = "plain" if self.options.slim and self.options.objects is None else self.options.objects
+        selected = self.options.select is not None or (chosen and self.options.ema)  # what lies elsewhere does not come along
+        root, used = object_policy.apply_objects(root, checkpoint, objects, report, selected=selected, drop=self.options.drop)
         self.used |= used
-        if self.ema and not chosen:
+        if self.options.ema and not chosen:
             root, _ = object_policy.averaged_alone(root, report)
-        return self._slimmed(root, report) if self.slim else root
+        return self._slimmed(root, report) if self.options.slim else root
 
     def _slimmed(self, root: Node, report: Converted) -> Node:
         from ckpt_tools.edit import compaction, slimming
 
         root, gone = slimming.slim(root)
         report.dropped += [(dotted(where), what) for where, what in gone]
-        root, done = compaction.compact(root, verify=self.verify)
+        root, done = compaction.compact(root, verify=self.options.verify)
         report.compacted, report.saved = done.storages, done.saved
         return root
+
+
+def _retargeting(options: FitOptions) -> Retargeting | None:
+    """The target, where one is named; what does the work is imported then."""
+    if not options.targeted:
+        return None
+    from ckpt_tools.fit.retarget import Retargeting
+
+    return Retargeting(options)
 
 
 def _spec(location: Location | None) -> str | None:
@@ -265,11 +257,11 @@ def not_verified(decoded: Decoded) -> Note:
 
 
 def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
-    decoded, verify = checkpoint.decoded, edits.verify
+    decoded, verify = checkpoint.decoded, edits.options.verify
     if verify and not decoded.has_checksums:
         report.notes.append(not_verified(decoded))
     if edits.kind == "safetensors":
-        flat = flatten.flatten(root, objects=edits.objects, metadata=decoded.metadata)
+        flat = flatten.flatten(root, objects=edits.options.objects, metadata=decoded.metadata)
         report_flat(flat, report)
         pieces = safetensors.lay_out(flat.tensors, flat.metadata, reserve=edits.reserve)
         return casts.checked(pieces, root) if verify and decoded.has_checksums else pieces
@@ -284,5 +276,5 @@ def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted
         pieces = torch_legacy.lay_out(root)
     else:
         folder, trust_crc = decoded.root_folder, decoded.has_checksums
-        pieces = torch_layout.lay_out(root, folder=folder, trust_crc=trust_crc, verify=verify, compact=edits.compact)
+        pieces = torch_layout.lay_out(root, folder=folder, trust_crc=trust_crc, verify=verify, compact=edits.options.compact)
     return casts.checked(pieces, root) if verify else pieces

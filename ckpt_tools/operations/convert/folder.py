@@ -20,6 +20,7 @@ from ckpt_tools.operations.convert import companions, sharding
 from ckpt_tools.operations.convert.companions import Companions
 from ckpt_tools.operations.convert.conversion import Edits, not_verified, open_input, report_flat
 from ckpt_tools.operations.convert.dcp_items import Items, collect
+from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.sharding import Shards
 from ckpt_tools.tree.nodes import Node
@@ -37,20 +38,9 @@ _STALE = {
 class FolderTarget:
     """The output folder of a conversion and how it is written."""
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        kind: str,
-        *,
-        overwrite: bool,
-        durable: bool,
-        dry_run: bool,
-        ranks: Ranks,
-        inputs: Inputs = (),
-        only_weights: bool = False,
-    ) -> None:
-        self.path, self.kind, self.inputs, self.only_weights = path, kind, tuple(inputs), only_weights
-        self.overwrite, self.durable, self.dry_run, self.ranks = overwrite, durable, dry_run, ranks
+    def __init__(self, path: str | os.PathLike[str], kind: str, options: ConvertOptions, inputs: Inputs = ()) -> None:
+        self.path, self.kind, self.options, self.inputs = path, kind, options, tuple(inputs)
+        self.ranks = options.ranks if options.ranks is not None else Ranks()
 
     def check(self) -> None:
         """What can be refused before the input is read.
@@ -68,7 +58,7 @@ class FolderTarget:
 
     def _names(self) -> list[str]:
         """What is in the folder already."""
-        overwrite = self.overwrite or self.dry_run
+        overwrite = self.options.overwrite or self.options.dry_run
         if is_address(self.path):
             from ckpt_tools.io import uploads
 
@@ -79,7 +69,7 @@ class FolderTarget:
 
     def companions(self, checkpoint: Checkpoint, report: Converted) -> Companions:
         """The files beside the weights that come along, told in the report."""
-        found = companions.find(checkpoint, self.path, only_weights=self.only_weights)
+        found = companions.find(checkpoint, self.path, only_weights=self.options.only_weights)
         report.companions, report.stayed = list(found.names), list(found.stayed)
         if report.casts and "config.json" in found.taken:
             text = "config.json comes along as it is: a dtype in it is that of the input, not of the cast tensors."
@@ -104,33 +94,29 @@ class FolderTarget:
 
             rule = re.compile("|".join((rule.pattern, *map(re.escape, beside.taken))))  # what goes when the writing fails
 
-            return uploads.uploading_folder(os.fspath(self.path), last=last, stale=rule, overwrite=self.overwrite)
+            return uploads.uploading_folder(os.fspath(self.path), last=last, stale=rule, overwrite=self.options.overwrite)
         return replacing_folder(
-            self.path, last=last, stale=rule, overwrite=self.overwrite, durable=self.durable, inputs=self.inputs
+            self.path, last=last, stale=rule, overwrite=self.options.overwrite, durable=self.options.fsync, inputs=self.inputs
         )
 
 
-def run_folder(
-    source: str | os.PathLike[str], target: FolderTarget, edits: Edits, limit: int, progress: Progress | None
-) -> Converted:
+def run_folder(source: str | os.PathLike[str], target: FolderTarget, edits: Edits, limit: int) -> Converted:
     """Read, plan and write a folder.
 
     With several processes each writes its share of the shards; the first writes the index once all are done. When one fails,
     all do, and nothing appears.
     """
     target.check()
-    report = Converted(str(source), str(target.path), "dcp" if target.kind == "dcp" else "sharded", target.dry_run)
-    with open_input(source, partial=edits.partial) as checkpoint:
+    report = Converted(str(source), str(target.path), "dcp" if target.kind == "dcp" else "sharded", target.options.dry_run)
+    with open_input(source, partial=edits.options.partial) as checkpoint:
         if target.kind == "dcp":
-            run_dcp(checkpoint, target, edits, report, progress)
+            run_dcp(checkpoint, target, edits, report)
         else:
-            _run_shards(checkpoint, target, edits, limit, report, progress)
+            _run_shards(checkpoint, target, edits, limit, report)
     return report
 
 
-def _run_shards(
-    checkpoint: Checkpoint, target: FolderTarget, edits: Edits, limit: int, report: Converted, progress: Progress | None
-) -> None:
+def _run_shards(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, limit: int, report: Converted) -> None:
     ranks = target.ranks
 
     def plan() -> tuple[Shards, Companions]:
@@ -141,11 +127,11 @@ def _run_shards(
     shards, beside = ranks.make_same(plan, lambda made: zlib.crc32(made[0].index))
     report.files = len(shards.files)
     report.bytes = sum(total(pieces) for _, pieces in shards.files) + len(shards.index)
-    if target.dry_run:
+    if target.options.dry_run:
         return
     with ExitStack() as stack:
         staging = target.staged(stack, shards.index_name, beside)
-        ranks.agree(lambda: _write_own(shards, staging, report.bytes + beside.bytes, ranks, progress))
+        ranks.agree(lambda: _write_own(shards, staging, report.bytes + beside.bytes, ranks, edits.options.progress))
         ranks.agree(lambda: companions.copy(beside, staging) if ranks.rank == 0 else None)
         ranks.agree(checkpoint.decoded.source.check_unchanged)
         _merge_counts(edits, report, ranks)
@@ -158,14 +144,19 @@ def _run_shards(
 
 def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> Shards:
     decoded = checkpoint.decoded
-    verify = edits.verify and decoded.has_checksums
-    if edits.verify and not decoded.has_checksums:
+    verify = edits.options.verify and decoded.has_checksums
+    if edits.options.verify and not decoded.has_checksums:
         report.notes.append(not_verified(decoded))
     if edits.kind == "safetensors":
-        shards = sharding.safetensors_shards(root, limit, objects=edits.objects, metadata=decoded.metadata)
+        shards = sharding.safetensors_shards(root, limit, objects=edits.options.objects, metadata=decoded.metadata)
     else:
         shards = sharding.torch_shards(
-            root, limit, objects=edits.objects, metadata=decoded.metadata, trust_crc=decoded.has_checksums, verify=verify
+            root,
+            limit,
+            objects=edits.options.objects,
+            metadata=decoded.metadata,
+            trust_crc=decoded.has_checksums,
+            verify=verify,
         )
     report_flat(shards.flat, report)
     if verify:
@@ -211,7 +202,7 @@ def _merge_counts(edits: Edits, report: Converted, ranks: Ranks) -> None:
                 counts[name] = counts.get(name, 0) + count
 
 
-def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: Converted, progress: Progress | None) -> None:
+def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: Converted) -> None:
     """Plan and write a distributed checkpoint; `target.check` has been asked."""
     ranks = target.ranks
 
@@ -224,18 +215,18 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         return zlib.crc32(repr([(item.name, item.nbytes) for item in made[0].items]).encode())
 
     found, beside = ranks.make_same(plan, checksum)
-    if edits.verify:
+    if edits.options.verify:
         report.notes.append(Note("not-verified", "`verify`: not for `format='dcp'`, whose tensors torch writes anew."))
     _note_dcp(found.text_keys, found.attributes, report)
     report.aliases = dict(found.aliases)
     written = [item for item in found.items if item.name not in found.aliases]
     report.bytes = sum(item.nbytes for item in written)
-    if target.dry_run:
+    if target.options.dry_run:
         return
     with ExitStack() as stack:
         staging = target.staged(stack, ".metadata", beside)
         ranks.agree(lambda: staging.check_space((report.bytes + beside.bytes) // ranks.world))
-        _save(found, staging, ranks, progress)
+        _save(found, staging, ranks, edits.options.progress)
         ranks.agree(lambda: companions.copy(beside, staging) if ranks.rank == 0 else None)
         ranks.agree(checkpoint.decoded.source.check_unchanged)
         _merge_counts(edits, report, ranks)
@@ -251,7 +242,7 @@ def write_dcp(root: Node, path: str | os.PathLike[str]) -> None:
     Raises:
         ContainerLimitError, CollisionError: see `collect`. OutputError: the folder cannot be written.
     """
-    target = FolderTarget(path, "dcp", overwrite=True, durable=True, dry_run=False, ranks=Ranks())
+    target = FolderTarget(path, "dcp", ConvertOptions(overwrite=True, fsync=True))
     target.check()
     found = collect(root)
     with ExitStack() as stack:

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import flatten
 from ckpt_tools.errors import ContainerLimitError, OutputError
@@ -25,38 +24,24 @@ from ckpt_tools.io.content import (
 from ckpt_tools.io.in_place import journal
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.operations.convert.conversion import Edits, report_flat
-from ckpt_tools.operations.convert.names import Names
+from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.report import Converted, Note
-from ckpt_tools.tree.arguments import Location, Renames, natural
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import Node
-
-if TYPE_CHECKING:
-    from ckpt_tools.operations.convert.run import ObjectsPolicy
+from ckpt_tools.tree.options import as_keywords
 
 _FORMATS = {"torch-zip": "pth", "torch-legacy": "pth-legacy", "safetensors": "safetensors"}
 _LIMIT = 256 << 20  # bytes to rewrite; more than this is work for a copy
 
 
+@as_keywords(InPlaceOptions)
 @natural
-def edit_in_place(
-    path: str | os.PathLike[str],
-    *,
-    strip_module: bool = False,
-    add_module: bool = False,
-    unwrap: bool = False,
-    strip_prefix: str | None = None,
-    add_prefix: str | None = None,
-    rename: Renames = (),
-    map_location: Location | None = None,
-    objects: ObjectsPolicy | None = None,
-    dry_run: bool = False,
-) -> Converted:
+def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Converted:
     """Change names and device tags of a checkpoint in its own file. Durable; a kill leaves the old file or the new one.
 
     Args:
         path: a torch-zip, torch-legacy or safetensors file.
-        strip_module, add_module, unwrap, strip_prefix, add_prefix, rename, map_location, objects: as for `convert`.
-        dry_run: only report.
+        options: those of `InPlaceOptions`, as keywords.
 
     Returns:
         The report of `convert`; its `bytes` are the file's new size.
@@ -68,11 +53,8 @@ def edit_in_place(
     started = time.perf_counter()
     if is_address(path):
         raise OutputError(f"{path} is not on this machine.", why="Only local files are edited in place.", fix="Name an OUT.")
-    names = Names(
-        strip_module=strip_module, add_module=add_module, unwrap=unwrap, strip_prefix=strip_prefix, add_prefix=add_prefix,
-        rename=rename,
-    )  # fmt: skip
-    if not dry_run:
+    asked = ConvertOptions(**{name: getattr(options, name) for name in options.given()})
+    if not options.dry_run:
         journal.recover(Path(os.path.realpath(path)))
     with open_checkpoint(path) as checkpoint, collector_paused():
         source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)
@@ -81,10 +63,10 @@ def edit_in_place(
                 f"{path} is a {checkpoint.container} file, which cannot be edited in place.", fix="Convert it to another file."
             )
         part = partition(checkpoint)
-        if part is not None and objects in ("plain", "drop"):
+        if part is not None and options.objects in ("plain", "drop"):
             raise part_error(checkpoint, part)
-        edits = Edits(names, kind, map_location=map_location, objects=objects)
-        report = Converted(str(path), str(path), checkpoint.container, dry_run)
+        edits = Edits(asked, kind)
+        report = Converted(str(path), str(path), checkpoint.container, options.dry_run)
         if part is not None:
             report.notes.append(Note("partition", f"The file is a part of a model, and stays one: {part.found}."))
         pieces = _lay_out(edits.edit(checkpoint, report), checkpoint, report)
@@ -92,7 +74,7 @@ def edit_in_place(
         patches = _differing(source, _patches(pieces, source))
         rewritten = sum(len(data) for _, data in patches)
         report.notes.append(Note("in-place", f"{rewritten} bytes are rewritten; the tensors stay where they are."))
-        if not dry_run and (patches or report.bytes != source.size):
+        if not options.dry_run and (patches or report.bytes != source.size):
             journal.patch(Path(os.path.realpath(source.path)), patches, report.bytes, source.identity)
     report.seconds = time.perf_counter() - started
     return report

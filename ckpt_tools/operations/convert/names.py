@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.renaming import Rename
-from ckpt_tools.errors import NothingMatchedError, UsageError
+from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.open import StateDict, find_state_dicts
+from ckpt_tools.operations.convert.options import NameOptions
 from ckpt_tools.operations.convert.report import Converted, Note, RenamedNames
 from ckpt_tools.tree import names
-from ckpt_tools.tree.arguments import Renames
 from ckpt_tools.tree.nodes import Node
 
 
 class Names:
     """The name options, checked and put together into one function of a name."""
 
-    def __init__(
-        self, *, strip_module: bool = False, add_module: bool = False, unwrap: bool = False, strip_prefix: str | None = None,
-        add_prefix: str | None = None, rename: Renames = (),
-    ) -> None:  # fmt: skip
-        if strip_module and add_module:
-            raise UsageError("`strip_module` and `add_module` contradict each other.")
-        if strip_prefix == "" or add_prefix == "":
-            raise UsageError("A prefix cannot be empty.")
+    def __init__(self, options: NameOptions) -> None:
+        strip_prefix, add_prefix = options.strip_prefix, options.add_prefix
         self.steps: list[tuple[str, Rename]] = []
         self.known: dict[str, str] = {}  # names that have been renamed already, each asked for several times
-        if strip_module:
+        if options.strip_module:
             self.steps.append(("strip_module", names.strip_module))
-        if unwrap:
+        if options.unwrap:
             self.steps.append(("unwrap", names.unwrap))
         if strip_prefix is not None:
             self.steps.append((f"strip_prefix={strip_prefix!r}", lambda name: names.strip_leading(name, strip_prefix)))
-        for text in [rename] if isinstance(rename, str) else rename.items() if isinstance(rename, Mapping) else rename:
+        for text in options.rename:
             pattern, replacement = renaming.parse_rename(text)
             self.steps.append((f"rename={text!r}", lambda name, p=pattern, r=replacement: p.sub(r, name)))  # type: ignore[misc]
-        for option, prefix in (("add_prefix", add_prefix), ("add_module", names.MODULE if add_module else None)):
+        for option, prefix in (("add_prefix", add_prefix), ("add_module", names.MODULE if options.add_module else None)):
             if prefix is not None:
                 self.steps.append((option, lambda name, prefix=prefix: prefix + name))  # type: ignore[misc]
 
@@ -92,8 +84,3 @@ class Names:
                 text = f"`{options[0]}`: {pair[0]!r} loses one 'module.', {pair[1]!r} more. "
                 fix = r"Where the model itself has a sub-module of that name, remove one only: `rename='^module\\.='`."
                 report.notes.append(Note("uneven-prefix", text + fix))
-
-
-def several(values: str | Sequence[str]) -> Sequence[str]:
-    """A single text where several may be given: one of them."""
-    return (values,) if isinstance(values, str) else values

@@ -1,0 +1,79 @@
+"""The options that name a target, and those that say what becomes of tensors without a partner in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.tree import arguments
+from ckpt_tools.tree.options import Options, anything, choice, flag, text, texts, value, whole
+
+if TYPE_CHECKING:
+    import os
+
+    from ckpt_tools.matching import Stages
+
+OnMismatch: TypeAlias = Literal["error", "reinit", "overlap", "skip"]
+RowChoice: TypeAlias = Sequence[int] | Mapping[str, Sequence[int]] | None
+
+
+class TargetOptions(Options):
+    """What a checkpoint is compared with or fitted to, and how its tensors find their partners."""
+
+    like: Any = anything(
+        "Fit to this: a checkpoint, package.module:callable or ./models.py:Net (which are imported).",
+        metavar="TARGET", in_code="An `nn.Module` or a state dict too.",
+    )  # fmt: skip
+    like_args: str | Mapping[str, Any] | None = value(
+        """Its arguments: '{"num_classes": 200}'.""", arguments.read_keywords, metavar="JSON", in_code="Or a mapping."
+    )
+    like_select: str | None = text("Which state dict of a TARGET that holds several.", metavar="WHERE")
+    match: Stages | None = choice(
+        "How partners are found: by name without wrappers (the default); also by a common prefix or suffix; also by shape, "
+        "order and names of layers; or zipped in order.",
+        ["exact+wrappers", "names", "structure", "position"],
+    )
+    allow_reshape: bool = flag("Take partners whose shapes differ by sizes of 1.")
+
+
+class FitOptions(TargetOptions):
+    """What becomes of tensors that the target wants otherwise."""
+
+    plan: str | os.PathLike[str] | None = value(
+        "Match plan (TOML) that ckpt match wrote; it names the partners.", arguments.read_path, metavar="PLAN.toml"
+    )
+    reinit: str | Sequence[str] | Mapping[str, str] | None = texts(
+        "Initial values for tensors that IN does not have: zeros, ones, normal:STD, trunc_normal:STD, uniform:A, "
+        "xavier_uniform, xavier_normal, kaiming_uniform, kaiming_normal, orthogonal, target (what its constructor gives), "
+        "default (PyTorch's own for the layer). Without GLOB it is for weights: biases get zeros, norms ones. Of several globs "
+        "the last that matches counts.",
+        read=arguments.read_schemes, default=None, metavar="[GLOB=]SCHEME", in_code="Or a mapping from globs.",
+    )  # fmt: skip
+    on_mismatch: OnMismatch = choice(
+        "A tensor of another shape: refused, initialised anew, kept where both have rows and columns, or left out.",
+        ["error", "reinit", "overlap", "skip"], default="error",
+    )  # fmt: skip
+    rows: RowChoice | Sequence[str] = texts(
+        "With overlap: which rows of IN, in this order.", read=arguments.read_rows, default=None, metavar="[GLOB=]N,N,...",
+        in_code="Row numbers, or a mapping from globs to such.",
+    )  # fmt: skip
+    adapt: bool = flag("Fit a first convolution to other channels, position embeddings to another grid.")
+    seed: int = whole("For initial values: one seed, the same bytes everywhere [0].", default=0, metavar="N")
+
+    def check(self) -> None:
+        """Raise UsageError for an option about a target where none is named, or one that a plan settles."""
+        super().check()
+        about = [name for name in self.given() if name in FitOptions.options and name not in ("like", "plan")]
+        alone = about if self.plan is None else [name for name in about if name in ("like_args", "like_select")]
+        if alone and self.like is None:
+            raise UsageError(f"`{alone[0]}` is about a target; `like=TARGET` is missing.")
+        if self.plan is not None and (self.match or self.allow_reshape):
+            raise UsageError(
+                f"`{'match' if self.match else 'allow_reshape'}` does not go with `plan`, which names the partners."
+            )
+
+    @property
+    def targeted(self) -> bool:
+        """Whether the checkpoint is fitted to something."""
+        return self.like is not None or self.plan is not None

@@ -1,0 +1,168 @@
+"""What a user may ask of `convert`. A new option is one line here: the command line, the check of its value, the docstring and
+the reference derive from it. IN and OUT are the two paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.fit.options import FitOptions
+from ckpt_tools.tree import arguments
+from ckpt_tools.tree.arguments import Location, Renames
+from ckpt_tools.tree.options import Options, choice, flag, text, texts, value, whole
+from ckpt_tools.tree.output_names import FORMATS, Format
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckpt_tools.io.ranks import Ranks
+    from ckpt_tools.io.writer import Progress
+
+ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
+
+
+class NameOptions(Options):
+    """Other names."""
+
+    strip_module: bool = flag("Remove leading 'module.', repeated ones too, in every state dict.")
+    add_module: bool = flag("Put 'module.' before every name.")
+    unwrap: bool = flag("Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.")
+    strip_prefix: str | None = text("Remove a leading literal prefix.", metavar="P")
+    add_prefix: str | None = text("Put a literal prefix before every name.", metavar="P")
+    rename: Renames = texts(
+        r"re.sub on names, in order; \1 works.", read=arguments.read_rules, metavar="REGEX=REPLACEMENT",
+        in_code="Or a pair of the two, or a list or mapping of pairs.",
+    )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise UsageError for name options that contradict each other."""
+        super().check()
+        if self.strip_module and self.add_module:
+            raise UsageError("`strip_module` and `add_module` contradict each other.")
+        if self.strip_prefix == "" or self.add_prefix == "":
+            raise UsageError("A prefix cannot be empty.")
+
+
+class Selection(Options):
+    """Less than the whole."""
+
+    keep: str | Sequence[str] = texts("Keep only tensors whose name matches.", metavar="GLOB", completes="names", moves=True)
+    drop: str | Sequence[str] = texts(
+        "Drop what matches, by name or dotted path.", metavar="GLOB", completes="names", moves=True
+    )
+    select: str | None = text(
+        "One state dict or subtree (model, ema, netG) becomes the whole output.",
+        metavar="WHERE",
+        completes="places",
+        moves=True,
+    )
+
+
+class DeviceOptions(Options):
+    """Other device tags."""
+
+    map_location: Location | None = value(
+        "cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.", arguments.read_location, metavar="SPEC",
+        in_code="Or a mapping from device tag to device.",
+    )  # fmt: skip
+
+
+class CastOptions(Options):
+    """Other dtypes."""
+
+    dtype: str | torch.dtype | None = value(
+        "Cast float tensors.", arguments.read_dtype, choices=["bf16", "fp16", "fp32", "fp64"], in_code="Or a torch.dtype.",
+        moves=True,
+    )  # fmt: skip
+    dtype_only: str | Sequence[str] = texts("Cast only tensors whose name matches.", metavar="GLOB", completes="names")
+
+    def check(self) -> None:
+        """Raise UsageError for a dtype that nothing is cast to, and for globs without one."""
+        super().check()
+        if self.dtype is not None:
+            from ckpt_tools.tree.dtypes import CAST_TARGETS
+
+            if self.dtype not in CAST_TARGETS:
+                raise UsageError(f"`dtype={self.dtype!r}` is none of bf16, fp16, fp32, fp64.")
+        elif self.dtype_only:
+            raise UsageError("`dtype_only` says which tensors `dtype` casts; `dtype` is missing.")
+
+
+class ObjectOptions(Options):
+    """What is not plain data."""
+
+    objects: ObjectsPolicy | None = choice(
+        "What happens to objects that are not plain data. plain: a tensor that would be lost with one is an error.",
+        ["keep", "plain", "drop"],
+    )
+
+
+class SlimOptions(Options):
+    """Weights alone."""
+
+    slim: bool = flag(
+        "State dicts and plain values alone: no optimizer, scheduler, random state, objects; storages as large as needed.",
+        alias="weights-only-content", moves=True,
+    )  # fmt: skip
+    ema: bool = flag("The averaged weights (ema, model_ema, ema_state_dict ...) become the whole output.", moves=True)
+
+
+class OutputOptions(Options):
+    """What is written, and where nothing is."""
+
+    format: Format | None = choice(
+        "Container of OUT; else by its name. pth-legacy: for PyTorch before 1.6. dcp: a folder for distributed jobs.", FORMATS
+    )
+    shard_size: str | int | None = value(
+        "OUT is a folder of shards of at most 5GB, 500MiB ... each.", arguments.read_size, metavar="SIZE",
+        in_code="Or a number of bytes.",
+    )  # fmt: skip
+    only_weights: bool = flag("From folder to folder: leave config.json, tokenizer files and the like.")
+    partial: bool = flag("Of the files of ranks: write what is whole, leave out and list the rest.")
+    overwrite: bool = flag("Replace OUT if it exists.")
+
+
+class DryRunOption(Options):
+    """Nothing at all."""
+
+    dry_run: bool = flag("Report what would happen, write nothing.")
+
+
+class WriteOptions(Options):
+    """How the bytes are written."""
+
+    verify: bool = flag("Check the CRC-32 of every record while copying.", moves=True)
+    reserve: int | None = whole("Room in a safetensors header.  [4096]", metavar="BYTES", most=64 << 20)
+    compact: bool = flag("Leave no gaps, at the price of moving every tensor.", moves=True)
+    fsync: bool = flag("Make a new OUT durable before returning (a replaced one always is).")
+    ranks: Ranks | None = value(
+        "The processes that share the work of a sharded output (`ckpt_tools.io.ranks.launched`).", arguments.read_ranks,
+        kind="code",
+    )  # fmt: skip
+    progress: Progress | None = value("Called with (bytes written, bytes in total).", arguments.read_call, kind="code")
+
+
+class InPlaceOptions(NameOptions, DeviceOptions, ObjectOptions, DryRunOption):
+    """All that `edit_in_place` takes."""
+
+
+class ConvertOptions(
+    NameOptions, Selection, DeviceOptions, CastOptions, FitOptions, ObjectOptions, SlimOptions, OutputOptions, DryRunOption,
+    WriteOptions,
+):  # fmt: skip
+    """All that `convert` takes."""
+
+    def check(self) -> None:
+        """Raise UsageError for options that do not go together."""
+        super().check()
+        if self.slim and self.objects == "keep":
+            raise UsageError("`slim` drops objects, so `objects='keep'` contradicts it.")
+        if self.plan is not None and (named := [name for name in self.given() if name in NameOptions.options]):
+            raise UsageError(f"`{named[0]}` does not go with `plan`, which says every name.")
+
+    @property
+    def moves_tensors(self) -> bool:
+        """Whether the tensors do not stay where they lie in the input."""
+        return self.targeted or any(self.options[name].moves for name in self.given())

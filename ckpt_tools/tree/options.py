@@ -1,0 +1,217 @@
+"""Options as records: each option is said once, with its type, its default, its sentence, and what it takes.
+
+The command line's options, the checks, the docstrings and the reference derive from this. To a type checker a record is a
+frozen dataclass; a real one would take as long to make as everything else that `ckpt` does before it reads its arguments.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, dataclass_transform, overload
+
+from ckpt_tools.tree import arguments
+from ckpt_tools.tree.arguments import Reader
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+P = ParamSpec("P")
+Record = TypeVar("Record", bound="Options")
+Record_co = TypeVar("Record_co", bound="Options", covariant=True)
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Option:
+    """One option.
+
+    Attributes:
+        default: its value where it is not given. read: makes a value of what a caller gives, or raises UsageError.
+        help: the sentence. in_code: what else callers of the library are told, types above all.
+        metavar: what stands for the value in --help. choices: all values, where they can be counted.
+        kind: "flag", "text", "texts" (given several times), "whole"; "code" is none of the command line's.
+        least, most: bounds of a whole number. alias: another name on the command line. completes: "names" or "places".
+        moves: whether tensors do not stay where they lie in the input.
+    """
+
+    def __init__(
+        self, default: Any, read: Reader, help: str, *, kind: str = "text", in_code: str = "", metavar: str | None = None,
+        choices: Sequence[str] = (), least: int = 0, most: int | None = None, alias: str = "", completes: str = "",
+        moves: bool = False,
+    ) -> None:  # fmt: skip
+        self.default, self.read, self.help, self.kind, self.in_code = default, read, help, kind, in_code
+        self.metavar, self.choices, self.least, self.most = metavar, tuple(choices), least, most
+        self.alias, self.completes, self.moves = alias, completes, moves
+
+    def value(self, name: str, given: Any) -> Any:
+        """What a caller gave, read; the default where that is nothing."""
+        if given is self.default:
+            return given
+        value = self.read(name, given)
+        empty = isinstance(value, list | dict) and not value and self.read is not arguments.read_anything
+        return self.default if empty else value
+
+    def is_given(self, value: Any) -> bool:
+        """Whether a value is another than the default."""
+        return value is not self.default if self.read is arguments.read_anything else bool(value != self.default)
+
+    def words(self) -> str:
+        """The sentence for callers of the library."""
+        choices = f" {', '.join(map(repr, self.choices))}." if self.choices else ""
+        return f"{self.help}{choices}{' ' if self.in_code else ''}{self.in_code}"
+
+
+# --- the kinds of options; to a type checker each is a default of the field's type
+
+
+def flag(help: str, **more: Any) -> Any:
+    """Yes or no."""
+    return Option(False, arguments.read_flag, help, kind="flag", **more)
+
+
+def text(help: str, **more: Any) -> Any:
+    """One text."""
+    return Option(None, arguments.read_optional(arguments.read_text), help, **more)
+
+
+def texts(help: str, *, read: Reader = arguments.read_texts, default: Any = (), **more: Any) -> Any:
+    """One text, or several."""
+    return Option(default, read, help, kind="texts", **more)
+
+
+def choice(help: str, choices: Sequence[str], *, default: str | None = None, **more: Any) -> Any:
+    """One of a few words."""
+    return Option(default, arguments.read_optional(arguments.read_choice(choices)), help, choices=choices, **more)
+
+
+def whole(help: str, *, default: int | None = None, **more: Any) -> Any:
+    """A whole number from 0 up."""
+    read = arguments.read_whole if default is not None else arguments.read_optional(arguments.read_whole)
+    return Option(default, read, help, kind="whole", **more)
+
+
+def value(help: str, read: Reader, **more: Any) -> Any:
+    """Something else that is read by `read`."""
+    return Option(None, arguments.read_optional(read), help, **more)
+
+
+def anything(help: str, **more: Any) -> Any:
+    """A value that is not read before its use."""
+    return Option(None, arguments.read_anything, help, **more)
+
+
+# --- records
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Options:
+    """The base of records of options; a record may be put together from others.
+
+    Attributes:
+        options: every option by its name: those of the bases, in the order in which the class lists them, then its own.
+    """
+
+    options: ClassVar[dict[str, Option]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls.options = {
+            name: option for base in cls.__bases__ if issubclass(base, Options) for name, option in base.options.items()
+        }
+        cls.options |= {name: option for name, option in vars(cls).items() if isinstance(option, Option)}
+
+    if not TYPE_CHECKING:  # a type checker makes its own, with the types of the fields
+
+        def __init__(self, **given: Any) -> None:
+            if unknown := given.keys() - self.options.keys():
+                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(unknown)!r}")
+            for name, option in self.options.items():
+                vars(self)[name] = option.value(name, given[name]) if name in given else option.default
+            self.check()
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            raise AttributeError(f"{type(self).__name__} is frozen: replace() gives another.")
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.given())
+        return f"{type(self).__name__}({shown})"
+
+    def check(self) -> None:
+        """Raise UsageError for options that contradict each other."""
+
+    def given(self) -> list[str]:
+        """The names of the options whose value is not the default."""
+        return [name for name, option in self.options.items() if option.is_given(getattr(self, name))]
+
+    def replace(self, **changed: Any) -> Self:
+        """The same options but for some."""
+        return type(self)(**{**vars(self), **changed})
+
+
+# --- functions that take the options of a record as keywords
+
+if TYPE_CHECKING:
+    StrPath = str | PathLike[str]
+
+
+class _OnePath(Protocol[P, R_co]):
+    def __call__(self, path: StrPath, *args: P.args, **options: P.kwargs) -> R_co: ...
+
+
+class _TwoPaths(Protocol[P, R_co]):
+    def __call__(self, source: StrPath, target: StrPath, *args: P.args, **options: P.kwargs) -> R_co: ...
+
+
+class _Keywords(Protocol[P, Record_co]):
+    """What makes of a function that takes a record one that takes keywords."""
+
+    @overload
+    def __call__(self, function: Callable[[StrPath, StrPath, Record_co], R]) -> _TwoPaths[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[[StrPath, Record_co], R]) -> _OnePath[P, R]: ...
+
+
+def as_keywords(record: Callable[P, Record]) -> _Keywords[P, Record]:
+    """A function whose last argument, `options`, is a record takes the record's options as keywords instead.
+
+    Its signature shows them; its docstring says each where it says `options`.
+    """
+    kind: Any = record
+
+    def decorate(function: Any) -> Any:
+        @wraps(function)
+        def call(*paths: Any, **given: Any) -> Any:
+            options = kind(**{name: given.pop(name) for name in [*given] if name in kind.options})
+            return function(*paths, **given, options=options)  # what is left Python refuses as it does for any function
+
+        made: Any = call
+        made.__doc__ = _OPTIONS.sub(lambda _: described(kind), function.__doc__ or "")
+        made.__signature__ = _signature(function, kind)
+        return made
+
+    return decorate
+
+
+_OPTIONS = re.compile(r"^ {8}options: .*$", re.MULTILINE)
+
+
+def described(record: type[Options]) -> str:
+    """The lines of a docstring that say what each option is."""
+    return "\n".join(f"        {name}: {option.words()}" for name, option in record.options.items())
+
+
+def types(record: type[Options]) -> dict[str, str]:
+    """The type of each option, as it is written."""
+    known = {name: text for base in reversed(record.__mro__) for name, text in vars(base).get("__annotations__", {}).items()}
+    return {name: known[name] for name in record.options}
+
+
+def _signature(function: Callable[..., object], record: type[Options]) -> Signature:
+    own, kinds = function.__annotations__, types(record)
+    paths = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=own[name]) for name in own
+             if name not in ("options", "return")]  # fmt: skip
+    keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=kinds[name])
+                for name, option in record.options.items()]  # fmt: skip
+    return Signature([*paths, *keywords], return_annotation=own["return"])
