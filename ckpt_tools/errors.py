@@ -56,9 +56,13 @@ class CkptError(Exception):
         what: the sentence that says what was refused, with the file and tensor concerned.
         why: what was found and what was expected.
         fix: what the user can do, a command where there is one.
+
+    Attributes:
+        rank: the process of a job whose error it is, where it is another one's.
     """
 
     exit_code = 3
+    rank: int | None = None
 
     def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
         super().__init__(_cut(what))
@@ -124,7 +128,16 @@ class UnsupportedContainerError(CkptError):
 
 
 class DamagedFileError(CkptError):
-    """A checkpoint whose container breaks a promise of its format."""
+    """A checkpoint whose container breaks a promise of its format.
+
+    Args:
+        says: PyTorch's own words for it, where they are known.
+        whole: of a file that was cut off, how many of its tensors are whole.
+    """
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "", says: str = "", whole: int | None = None) -> None:
+        super().__init__(what, why=why, fix=fix)
+        self.says, self.whole = says, whole
 
 
 class ZipError(DamagedFileError):

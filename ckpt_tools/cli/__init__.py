@@ -97,8 +97,9 @@ class _Group(click.Group):
 
             error = problem if isinstance(problem, CkptError) else limits.exhausted(problem, "The command cannot be finished")
             self.print_failure(_error_document, error)
-            with _telling():
-                print_error(error)
+            if not _is_told_elsewhere(error):
+                with _telling():
+                    print_error(error)
             ctx.exit(error.exit_code)
         except click.ClickException as error:  # options of a command; click prints it
             self.print_failure(_usage_document, error)
@@ -106,6 +107,9 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             self.tell_interrupted()
             ctx.exit(130)
+        except _Terminated as stopped:
+            self.print_failure(_terminated_document, stopped)
+            raise
         except BrokenPipeError:
             # The reader of our output (head, less) has gone.
             _silence(sys.stdout)
@@ -118,8 +122,11 @@ class _Group(click.Group):
             ctx.exit(3)
 
     def print_failure(self, document: Callable[[Any], dict[str, Any]], error: object) -> None:
-        """Why there is no report, as the JSON that was asked for; where it cannot be printed, the exit code has to do."""
-        if not self.as_json:
+        """Why there is no report, as the JSON that was asked for; where it cannot be printed, the exit code has to do.
+
+        Of the processes that torchrun started the first one speaks, as it does for a report.
+        """
+        if not self.as_json or _rank() > 0:
             return
         from ckpt_tools.render.json import print_document
 
@@ -149,6 +156,24 @@ def _usage_document(error: click.ClickException) -> dict[str, Any]:
     return failure_document("UsageError", error.format_message(), exit_code=error.exit_code, fix=fix)
 
 
+def _rank() -> int:
+    """Which process of torchrun's this one is; 0 for one that works alone."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() and os.environ.get("WORLD_SIZE", "1") != "1" else 0
+
+
+def _is_told_elsewhere(error: CkptError) -> bool:
+    """Whether the error is another process's, which says so itself; the first process says every error."""
+    return _rank() > 0 and error.rank not in (None, _rank())
+
+
+def _terminated_document(stopped: SystemExit) -> dict[str, Any]:
+    from ckpt_tools.render.json import failure_document
+
+    assert isinstance(stopped.code, int)
+    return failure_document("Terminated", "Terminated.", exit_code=stopped.code)
+
+
 def _interrupted_document(_: object) -> dict[str, Any]:
     from ckpt_tools.render.json import failure_document
 
@@ -170,12 +195,16 @@ def _silence(stream: TextIO) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+class _Terminated(SystemExit):
+    """SIGTERM came; the exit code is the shell's for it, 143."""
+
+
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
     """SIGTERM raises, so that a half-written output is removed on the way out."""
 
     def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+        raise _Terminated(128 + number)
 
     try:
         before = signal.signal(signal.SIGTERM, stop)

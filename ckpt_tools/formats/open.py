@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeGuard
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, LimitError, ZipError
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, ZipError
 from ckpt_tools.formats.base import Decoded, Warned, is_zip
 from ckpt_tools.formats.parts.grouping import iteration_folder
 from ckpt_tools.formats.parts.zero.names import checkpoint_folder, zero_files
@@ -26,6 +26,7 @@ from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.pickling.weights_only import refused
 from ckpt_tools.text import printable
 from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.findings import getting_again
 from ckpt_tools.tree.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.tree.nodes import (
     CONTAINERS,
@@ -224,6 +225,8 @@ def naming(source: Source) -> Iterator[None]:
     except CkptError as error:
         if str(source.path) not in error.what:
             error.what = f"{source.path}: {error.what}"
+        if isinstance(error, DamagedFileError) and error.whole is not None:
+            error.fix = error.fix or getting_again(str(source.path), error.whole)
         raise
     except (MemoryError, RecursionError) as error:
         raise limits.exhausted(error, str(source.path)) from None

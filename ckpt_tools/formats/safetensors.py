@@ -33,7 +33,6 @@ from ckpt_tools.io.content import (
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import brief, load_json
 from ckpt_tools.tree.dtypes import BY_SAFETENSORS, DType
-from ckpt_tools.tree.findings import GET_AGAIN
 from ckpt_tools.tree.nodes import (
     MAX_ELEMENTS,
     Dict,
@@ -217,7 +216,7 @@ def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
     if at != size:
         whole = sum(end <= size for _, end, _ in spans)
         what = "has bytes that no tensor claims" if at < size else f"is cut off: {whole} of {len(spans)} tensors complete"
-        raise SafetensorsError(f"The file {what}: its tensors end at {at}, its data at {size}.", fix=GET_AGAIN)
+        raise SafetensorsError(f"The file {what}: its tensors end at {at}, its data at {size}.", whole=whole)
 
 
 def aliases_in(metadata: Mapping[str, str]) -> dict[str, Any]:

@@ -186,8 +186,7 @@ def open_regular(path: Path) -> int:
         # O_NONBLOCK: opening a FIFO without a writer would wait for ever. It means nothing for a regular file.
         fd = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
-        why = "It is a link to a file that is not there." if os.path.islink(path) else "There is no such file."
-        raise MissingFileError(f"{path} cannot be read.", why=why, fix=_near(path)) from None
+        raise missing(path) from None
     except (OSError, ValueError) as error:
         if os.path.isdir(path):  # Windows refuses to open a directory
             raise _not_regular(path, "a directory") from None
@@ -203,6 +202,12 @@ def open_regular(path: Path) -> int:
         os.close(fd)
         raise _not_regular(path, "a directory" if stat.S_ISDIR(mode) else "not a regular file (a pipe, socket or device)")
     return fd
+
+
+def missing(path: Path) -> MissingFileError:
+    """The error for a path at which there is nothing, with the names beside it that are like its own."""
+    why = "It is a link to a file that is not there." if os.path.islink(path) else "There is no such file."
+    return MissingFileError(f"{path} cannot be read.", why=why, fix=_near(path))
 
 
 def _near(path: Path) -> str:

@@ -63,6 +63,7 @@ class Ranks:
         """An error, which says whose it is where it is another process's."""
         if rank != self.rank:
             failure.what = f"Process {rank} of the job failed: {failure.what}"
+            failure.rank = rank
         return failure
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -38,6 +39,7 @@ from ckpt_tools.operations.convert.run import open_output
 from ckpt_tools.text import brief, dotted, listed
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.names import unwrap as unwrap_name
 from ckpt_tools.tree.nodes import (
@@ -356,5 +358,6 @@ def _unusual(name: str, nodes: Sequence[Node], sides: Sequence[_Names]) -> Node:
         return nodes[0]
     raise ConvertError(
         f"{name!r} is a sparse, quantised or nested tensor and differs between {sides[0].path} and the others.",
-        why="ckpt averages dense tensors only.", fix="Leave it out first: ckpt convert IN OUT --drop NAME.",
+        why="Only dense tensors have a mean.",
+        fix=f"Leave it out first: {mending('convert', str(sides[0].path), f'--drop {shlex.quote(name)}')}",
     )  # fmt: skip

@@ -320,7 +320,7 @@ def _findings(
     checkpoint: Checkpoint, safety: Safety, part: Partition | None, state_dicts: _Rows, totals: dict[str, Any], loads: Loads
 ) -> Iterator[Finding]:
     """What is worth knowing; of a part first that it is one."""
-    found = chain(safety.findings(), _each_finding(checkpoint, state_dicts, totals, loads))
+    found = chain(safety.findings(str(checkpoint.path)), _each_finding(checkpoint, state_dicts, totals, loads))
     if part is None:
         yield from found
         return

@@ -18,7 +18,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import listed, printable
-from ckpt_tools.tree.findings import Finding
+from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.nodes import Global
 
 if TYPE_CHECKING:
@@ -76,9 +76,10 @@ class Safety:
         unexamined = [{"where": where, "why": why} for where, why in self.unexamined]
         return {"verdict": self.verdict, "calls": calls, "classes": self.classes, "unexamined": unexamined}
 
-    def findings(self) -> list[Finding]:
-        """The dangers as findings; what to do about them stands once, at the first."""
-        advice = [(_EXPECTED, _FIX)] + [("", "")] * _SHOWN_CALLS
+    def findings(self, path: str) -> list[Finding]:
+        """The dangers of the file at a path as findings; what to do about them stands once, at the first."""
+        fix = f"Do not load it. This takes its tensors alone: {mending('convert', path, '--objects plain')}"
+        advice = [(_EXPECTED, fix)] + [("", "")] * _SHOWN_CALLS
         shown = [sentence(where, call) for where, call in self.calls[:_SHOWN_CALLS]]
         if len(self.calls) > _SHOWN_CALLS:
             shown.append(f"... and {len(self.calls) - _SHOWN_CALLS} more calls")
@@ -90,7 +91,6 @@ class Safety:
 
 
 _EXPECTED = "data, and calls that make data (docs/scan.md)"
-_FIX = "Do not load it. This takes its tensors alone: ckpt convert IN OUT --objects plain"
 
 
 def sentence(where: str, call: Call) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.open import HEAD, collector_paused, open_source
-from ckpt_tools.io.output import is_address
+from ckpt_tools.io.output import is_address, missing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.operations.safety import Safety, Verdict, examine
 from ckpt_tools.text import brief
@@ -102,7 +102,7 @@ def files_of(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str | os.PathL
     for path in paths:
         if is_address(path) or not os.path.isdir(path):
             if not is_address(path) and not os.path.lexists(path):
-                raise NotACheckpointError(f"{path} does not exist.")
+                raise missing(Path(path))
             yield path
             continue
         found = sorted(_below(path))

@@ -25,6 +25,7 @@ from ckpt_tools.render.text import (
     counted,
     loading_row,
     path_text,
+    quoted,
     size_text,
 )
 from ckpt_tools.render.wording import as_options
@@ -94,7 +95,7 @@ def _data(description: Description, stats: Stats | None, difference: Difference 
         "overview": list(_overview(description)),
         "findings": [
             {"severity": row.severity, "where": path_text(row.where) if row.where else "", "found": printable(row.found),
-             "expected": printable(row.expected), "says": printable(row.says), "fix": printable(row.fix)}
+             "expected": printable(row.expected), "says": printable(quoted(row.says)), "fix": printable(row.fix)}
             for row in description.findings
         ],
         "difference": _difference(difference) if difference is not None else None,

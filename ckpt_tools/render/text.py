@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, DamagedFileError
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
 
@@ -75,9 +75,21 @@ def print_error(error: CkptError) -> None:
 
     out = console(stderr=True)
     out.print(Text("Error: ", style="bold red") + Text(printable(as_options(error.what))), soft_wrap=True)
-    for part, style in ((error.why, ""), (error.fix, "green")):
+    parts = [(as_options(error.why), ""), (quoted(words_of(error)), "dim"), (as_options(error.fix), "green")]
+    for part, style in parts:
         if part:
-            out.print(Text(printable(as_options(part)), style=style), soft_wrap=True)
+            out.print(Text(printable(part), style=style), soft_wrap=True)
+
+
+def words_of(error: CkptError) -> str:
+    """What PyTorch itself says about the file; the empty text where that is not known."""
+    return error.says if isinstance(error, DamagedFileError) else ""
+
+
+def quoted(says: str) -> str:
+    """PyTorch's or safetensors' own words, with who says them."""
+    who = "safetensors" if says.startswith("SafetensorError") else "PyTorch"
+    return f"{who}: {says}" if says else ""
 
 
 def label_grid() -> Table:
@@ -133,8 +145,7 @@ def print_finding(finding: Finding, out: Console, *, with_code: bool = False) ->
     if finding.expected:
         out.print(Text(f"  expected {printable(as_options(finding.expected))}", style="dim"), soft_wrap=True)
     if finding.says:
-        who = "safetensors" if finding.says.startswith("SafetensorError") else "PyTorch"
-        out.print(Text(f"  {who}: {printable(finding.says)}", style="dim"), soft_wrap=True)
+        out.print(Text(f"  {printable(quoted(finding.says))}", style="dim"), soft_wrap=True)
     if finding.fix:
         out.print(Text(f"  {printable(as_options(finding.fix))}", style="green"), soft_wrap=True)
 

@@ -66,7 +66,10 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))
 
 
-GET_AGAIN = "An interrupted download or a full disk does that: get it again, or save what is whole: ckpt repair IN OUT"
+def getting_again(path: str, whole: int) -> str:
+    """What to do about a file that was cut off with so many whole tensors in it."""
+    advice = "An interrupted download or a full disk does that: get it again"
+    return f"{advice}, or save what is whole: {mending('repair', path)}" if whole else f"{advice}."
 
 
 def counted_bytes(count: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,29 @@ def test_ctrl_c(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckpt_tools.formats.open.open_source", interrupted)
     document = failure(ckpt(name, "in.pth", *["out.pth"][: name == "convert"], "--json"))
     assert (document["error"], document["exit_code"]) == ("Interrupted", 130)
+
+
+def test_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that is told to end says so in JSON, and exits with 143."""
+
+    def terminated(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("ckpt_tools.formats.open.open_source", terminated)
+    result = ckpt("convert", "in.pth", "out.pth", "--json")
+    document = json.loads(result.stdout)
+    jsonschema.validate(document, SCHEMA)
+    assert (document["error"], document["exit_code"], result.exit_code) == ("Terminated", 143, 143)
+
+
+@pytest.mark.parametrize(("rank", "documents"), [("0", 1), ("1", 0)])
+def test_of_several_processes_one_speaks(rank: str, documents: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the processes of a job only the first writes the document; each says its own error in words."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = ckpt("inspect", "--json")
+    assert (len(result.stdout.splitlines()), result.exit_code) == (documents, 2)
+    assert "Missing argument" in result.stderr
 
 
 def test_without_json_nothing_changes() -> None:

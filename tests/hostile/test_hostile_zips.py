@@ -112,7 +112,7 @@ def test_14_truncated_anywhere(tmp_path: Path) -> None:
 
 def test_14_truncated_in_the_pickle(tmp_path: Path) -> None:
     """Before the pickle ends, there is nothing to count."""
-    refused(write(tmp_path, saved()[:200]), ZipError, "no tensor can be told", "within the pickle")
+    refused(write(tmp_path, saved()[:200]), ZipError, "no tensor can be told", "pickle that lists them is cut off")
 
 
 def test_14_tied_and_empty_tensors_count(tmp_path: Path) -> None:

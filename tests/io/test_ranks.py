@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -79,6 +80,14 @@ def test_a_distributed_checkpoint_by_two(source: Path, tmp_path: Path) -> None:
     assert all(torch.equal(found["one"][name], tensor) for name, tensor in found["two"].items())
     sizes = [(tmp_path / "two" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
     assert min(sizes) > 0.4 * sum(sizes)
+
+
+def test_a_job_that_fails_writes_one_document(source: Path, tmp_path: Path) -> None:
+    """What all processes fail with is one JSON document."""
+    gone = source.with_name("gone.pth")
+    done = launch(2, "convert", str(gone), str(tmp_path / "out"), "--shard-size", "1KB", "--json")
+    document = json.loads(done.stdout)
+    assert (document["error"], document["what"]) == ("MissingFileError", f"{gone} cannot be read.")
 
 
 @pytest.mark.parametrize("how", ["raises", "killed"])

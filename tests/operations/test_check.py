@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import os
 import pathlib
 import pickle
 import re
@@ -347,6 +348,69 @@ def test_a_cut_file_carries_pytorchs_error(tmp_path: Path) -> None:
     assert "of 40 tensors complete" in report.findings[0].found
     assert torch_error(path).startswith(report.findings[0].says)
     assert "ckpt repair" in report.findings[0].fix
+
+
+def test_what_pytorch_says_stands_once(tmp_path: Path) -> None:
+    """Of a file that was cut off torch's words are quoted in a line of their own, by `check` and by `inspect`."""
+    path = saved(tmp_path / "cut.pth")
+    path.write_bytes(path.read_bytes()[:3000])
+    said = "PyTorch: RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
+    for output in (ckpt("check", path).stdout, ckpt("inspect", path).stderr):
+        assert output.count("central directory") == 1
+        assert said in output
+    document = json.loads(ckpt("inspect", "--json", path).stdout)
+    assert f"PyTorch: {document['says']}" == said
+
+
+def _cut_in_the_tensors(path: Path, kept: float) -> None:
+    """A file of two tensors with that part of the bytes behind its header or pickle."""
+    state = {"a.weight": torch.ones(64, 64), "b.weight": torch.zeros(64, 64)}
+    if path.suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=path.suffix == ".pth")
+    size = path.stat().st_size
+    os.truncate(path, int(size - (1 - kept) * 2 * 64 * 64 * 4))
+
+
+@pytest.mark.parametrize("name", ["zip.pth", "legacy.pt", "model.safetensors"])
+@pytest.mark.parametrize("kept", [0.2, 0.8])
+def test_repair_is_advised_where_it_saves_something(tmp_path: Path, name: str, kept: float) -> None:
+    """Of a file that was cut off the advice names a repair, with the file's own name, just where a tensor is whole."""
+    path = tmp_path / name
+    _cut_in_the_tensors(path, kept)
+    (finding,) = check(path).findings
+    assert "get it again" in finding.fix
+    _, advised, command = finding.fix.partition("ckpt repair ")
+    assert bool(advised) is (kept > 0.5)
+    if advised:
+        given, target = command.split()
+        assert given == str(path)
+        assert ckpt("repair", given, target).exit_code == 1  # one of two is saved
+        assert Path(target).exists()
+    else:
+        assert ckpt("repair", path, path.with_name(f"saved{path.suffix}")).exit_code == 3
+
+
+@pytest.mark.parametrize("data", [b"\xfe" * 3000, (50).to_bytes(8, "little") + b'{"a": ' + b"\xff" * 60])
+def test_no_repair_is_advised_where_nothing_begins(tmp_path: Path, data: bytes) -> None:
+    """Bytes named .safetensors that are no header, or a damaged one: repair could save nothing, and is not advised."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(data)
+    (finding,) = check(path).findings
+    assert finding.code == "unreadable"
+    assert "repair" not in finding.fix
+    assert ckpt("repair", path, tmp_path / "out.safetensors").exit_code == 3
+
+
+def test_repair_is_advised_for_what_lies_behind_garbage(tmp_path: Path) -> None:
+    """A whole file behind a few other bytes does not open, and repair finds it: the advice stays."""
+    save_file({"a.weight": torch.ones(4)}, tmp_path / "in.safetensors")
+    path = tmp_path / "late.safetensors"
+    path.write_bytes(b"\xfe" * 16 + (tmp_path / "in.safetensors").read_bytes())
+    (finding,) = check(path).findings
+    assert "ckpt repair" in finding.fix
+    assert ckpt(*finding.fix.split()[1:]).exit_code == 0
 
 
 @pytest.mark.parametrize(

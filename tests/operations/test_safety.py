@@ -365,10 +365,29 @@ def test_what_to_do_stands_once(tmp_path: Path) -> None:
     """Of many dangerous calls twenty are told and the others counted; what to do about them is said at the first."""
     calls = [Payload(os.system, f"echo {number}") for number in range(23)]
     safety = examined(tmp_path / "many.pkl", pickle.dumps(calls))
-    told = [finding for finding in safety.findings() if finding.code == "dangerous"]
+    told = [finding for finding in safety.findings("in.pth") if finding.code == "dangerous"]
     assert len(told) == 21
     assert told[-1].found == "... and 3 more calls"
     assert [bool(finding.fix and finding.expected) for finding in told] == [True] + [False] * 20
+
+
+def test_what_to_do_names_the_file(tmp_path: Path) -> None:
+    """The command in the advice takes the file's own name, and takes its tensors."""
+    path = tmp_path / "evil.pth"
+    torch.save({"a.weight": torch.ones(2), "run": Payload(os.system, "echo hi")}, path)
+    fix = next(finding.fix for finding in ckpt_tools.inspect(path).findings if finding.code == "dangerous")
+    command = fix.partition(": ckpt ")[2].split()
+    assert command[1] == str(path)
+    assert CliRunner().invoke(main, command).exit_code == 0
+    assert torch.load(command[2], weights_only=True)["a.weight"].tolist() == [1, 1]
+
+
+def test_a_missing_path_is_worded_as_elsewhere(tmp_path: Path) -> None:
+    """`ckpt scan` says of a path that is not there what every other command says, with names that are near."""
+    torch.save({"a.weight": torch.ones(2)}, tmp_path / "model.pth")
+    gone = str(tmp_path / "modle.pth")
+    told = {command: CliRunner().invoke(main, [command, gone]).stderr for command in ("scan", "inspect", "stats")}
+    assert set(told.values()) == {f"Error: {gone} cannot be read.\nThere is no such file.\nDid you mean 'model.pth'?\n"}
 
 
 def test_check_says_dangerous(tmp_path: Path) -> None:

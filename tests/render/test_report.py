@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from ckpt_tools import diff, inspect, stats
 from ckpt_tools.cli import main
 from ckpt_tools.render.html import page
+from ckpt_tools.tree.findings import Finding
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.samples import (
     FIXTURES,
@@ -64,6 +66,14 @@ def test_nothing_is_loaded_and_nothing_else_runs() -> None:
         assert base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() in policy
     assert set(re.findall(r"https?://[^\"']*", text)) <= {"http://www.w3.org/2000/svg"}  # a name, not an address
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|new Function", script)
+
+
+def test_who_is_quoted() -> None:
+    """A page says whose words it quotes: safetensors' or PyTorch's."""
+    description = inspect(FIXTURES / "single.pth")
+    for says, who in (("SafetensorError: header too large", "safetensors"), ("EOFError: Ran out of input", "PyTorch")):
+        quoting = replace(description, findings=[Finding("misnamed", "warning", [], "a", says=says)])
+        assert embedded(page(quoting))["findings"][0]["says"] == f"{who}: {says}"
 
 
 def hostile_file(folder: Path) -> Path:

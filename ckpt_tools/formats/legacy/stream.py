@@ -38,7 +38,6 @@ from ckpt_tools.pickling.torch_objects import (
 )
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import UINT8
-from ckpt_tools.tree.findings import GET_AGAIN
 from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
@@ -358,5 +357,5 @@ def _cut(pickles: Pickles, root: Node, storages: _LegacyStorages, whole: list[st
     return DamagedFileError(
         f"The file is cut off: {good} of {len(entries)} tensors complete.",
         why=f"It ends after {pickles.part.end} bytes, within storage {len(whole) + 1} of {count}.",
-        fix=GET_AGAIN,
+        whole=good,
     )

@@ -18,7 +18,6 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
-from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.nodes import Entry, Node
 from ckpt_tools.tree.visit import walk
 
@@ -41,39 +40,41 @@ _STEP, _BLOCK = 4093, 4096  # in which miniz looks for the end record, backwards
 _LOOKED_AT = 0xFFFF + 22  # bytes from the end, after which it gives up
 
 
+_MINIZ = "RuntimeError: PytorchStreamReader failed reading zip archive: "
+
+
 def said_of_cut(size: int) -> str:
-    """What `torch.load` says about a zip of this size that has no end record.
+    """What `torch.load` of torch 2.13 says about a zip of this size that has no end record.
 
     In small files miniz steps to before the beginning of the file, and the system refuses to read there.
     (Source: mz_zip_reader_locate_header_sig of miniz 3.)
     """
     if size < 22:
-        return "not a ZIP archive"
+        return f"{_MINIZ}not a ZIP archive"
     steps = -(-(_LOOKED_AT - _BLOCK) // _STEP)
     if _BLOCK < size < _BLOCK + _STEP * steps and (size - _BLOCK) % _STEP:
-        return "[Errno 22] Invalid argument"
-    return "failed finding central directory"
+        return "OSError: [Errno 22] Invalid argument"
+    return f"{_MINIZ}failed finding central directory"
 
 
 def describe_cut(source: Source) -> ZipError:
     """The error for a torch-zip without a directory, with how many of its tensors are complete."""
     what = "The zip directory at the end of the file is missing"
-    fix = "The file was cut off, most often by an interrupted download or a full disk: get it again, or save what is whole: "
-    fix += mending("repair", str(source.path))
-    said = f"The file ends after {source.size} bytes; PyTorch says {said_of_cut(source.size)!r}."
+    ends, says = f"The file ends after {source.size} bytes", said_of_cut(source.size)
     try:
         whole, count, last = _count(source)
     except CkptError as error:
-        return ZipError(f"{what}; no tensor can be told from what is left.", why=f"{said} {error.what}", fix=fix)
-    where = f" It ends in the record {last!r}." if last else ""
-    return ZipError(f"{what}: {whole} of {count} tensors complete.", why=said + where, fix=fix)
+        why = f"{ends}. {error.what}"
+        return ZipError(f"{what}; no tensor can be told from what is left.", why=why, says=says, whole=0)
+    why = f"{ends}, in the record {last!r}." if last else f"{ends}."
+    return ZipError(f"{what}: {whole} of {count} tensors complete.", why=why, says=says, whole=whole)
 
 
 def _count(source: Source) -> tuple[int, int, str]:
     """How many tensors are whole, how many there are, and the record that is cut ("" when none is)."""
     first = next(_records(source, {}), None)
     if first is None or first.end is None or not first.name.endswith("/data.pkl"):
-        raise ZipError("The file ends within the pickle that lists them.")
+        raise ZipError("The pickle that lists them is cut off or missing.")
     folder = first.name.removesuffix("data.pkl")
     storages = Storages(_nowhere)
     root = Machine(source.read(first.data, first.end - first.data), MAKERS, storages.load).load()

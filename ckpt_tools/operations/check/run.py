@@ -30,6 +30,7 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts.named import partition, without_advice
 from ckpt_tools.formats.zip.directory import has_end
+from ckpt_tools.formats.zip.truncated import said_of_cut
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import Source, is_address, replacing
 from ckpt_tools.io.processes import in_processes
@@ -250,26 +251,36 @@ def _paths(wheres: Sequence[Where]) -> str:
 
 def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
     """The report of a file that cannot be read: our error, and what PyTorch says in its place."""
-    says, size = "", 0
+    says, size, repairable = "", 0, False
     if not isinstance(error, RemoteError):  # which has been waited for once
         with contextlib.suppress(CkptError), contextlib.closing(open_source(path)) as source:
             size = source.size
-            says = _torch_says(source, error) if not isinstance(source, Files) else ""
+            if not isinstance(source, Files):
+                says = _torch_says(source, error)
+                repairable = isinstance(error, DamagedFileError) and _may_be_saved(source)
     found = error.what + (f" {error.why}" if error.why else "")
-    fix = error.fix or (mending("repair", str(path)) if isinstance(error, DamagedFileError) else "")
+    fix = error.fix or (mending("repair", str(path)) if repairable else "")
     findings = [Finding("unreadable", "problem", [], found, "", fix, says)]
     safety = of_unreadable(path, error)
     if safety is not None and safety.calls:
-        findings += safety.findings()
+        findings += safety.findings(str(path))
     return Checked(str(path), None, size, "unreadable", findings=findings, safety=safety)
+
+
+def _may_be_saved(source: Source) -> bool:
+    from ckpt_tools.operations.repair.opening import may_be_saved  # few files need it
+
+    return may_be_saved(source)
 
 
 def _torch_says(source: Source, error: CkptError) -> str:
     """PyTorch's own error for a file that we refuse; it sees no checksums and no disorder inside a pickle."""
+    if isinstance(error, DamagedFileError) and error.says:
+        return error.says
     head = source.read(0, min(HEAD, source.size))
     if is_zip(head):
         cut = isinstance(error, ZipError) and not isinstance(error, ChecksumError) and not has_end(source)
-        return torch_errors.of_cut_zip(source.size) if cut else ""
+        return said_of_cut(source.size) if cut else ""
     return torch_errors.of_bytes(source.path, head, source.size)
 
 

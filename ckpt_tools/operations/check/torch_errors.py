@@ -11,10 +11,7 @@ from _compat_pickle import REVERSE_IMPORT_MAPPING, REVERSE_NAME_MAPPING
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckpt_tools.formats.zip.truncated import said_of_cut
-
 _READER = "PytorchStreamReader failed "
-MINIZ = f"{_READER}reading zip archive: "
 EMPTY = "EOFError: Ran out of input"
 TAR = "RuntimeError: Cannot use ``weights_only=True`` with files saved in the legacy .tar format."
 TORCHSCRIPT = (  # since torch 2.6; before, weights_only=True too handed the file to torch.jit.load
@@ -57,12 +54,6 @@ def of_bytes(path: Path, head: bytes, size: int) -> str:
         f"{_WEIGHTS_ONLY} Unsupported operand {head[0]} "
         f"(with weights_only=False: UnpicklingError: invalid load key, {chr(head[0])!r}.)"
     )
-
-
-def of_cut_zip(size: int) -> str:
-    """What torch.load says about a zip of this size without an end record."""
-    said = said_of_cut(size)
-    return f"OSError: {said}" if said.startswith("[Errno") else f"RuntimeError: {MINIZ}{said}"
 
 
 def _of_safetensors(head: bytes, size: int) -> str:

@@ -87,8 +87,7 @@ def salvage_safetensors(source: Source, start: int) -> Salvaged:
     Raises:
         SafetensorsError: its header is damaged too.
     """
-    length = int.from_bytes(source.read(start, 8), "little")
-    end = _end(source, start + 8, length) if start + 8 + length <= source.size else None
+    length, end = int.from_bytes(source.read(start, 8), "little"), header_end(source, start)
     if end is None:
         raise SafetensorsError("The safetensors header is cut or damaged.", why="Without it no name and no shape is known.")
     reach = Reach(source, start, 8 + length + end)
@@ -113,6 +112,12 @@ def salvage_safetensors(source: Source, start: int) -> Salvaged:
 
     salvaged.decoded.root = map_storages(salvaged.decoded.root, there)
     return salvaged
+
+
+def header_end(source: Source, start: int) -> int | None:
+    """Where the tensors of a safetensors file that begins here end; None where its header is cut or damaged."""
+    length = int.from_bytes(source.read(start, 8), "little")
+    return _end(source, start + 8, length) if start + 8 + length <= source.size else None
 
 
 def _end(source: Source, at: int, length: int) -> int | None:

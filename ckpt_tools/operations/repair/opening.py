@@ -41,6 +41,7 @@ from ckpt_tools.operations.repair.flipped_bits import FlippedBits, flipped_back,
 from ckpt_tools.operations.repair.garbage import (
     find_legacy,
     find_safetensors,
+    header_end,
     is_text_mode,
     salvage_safetensors,
     undo_text_mode,
@@ -215,17 +216,34 @@ def _salvage(source: Source, error: CkptError, keep_damaged: bool) -> Salvaged:
 
 def _by_kind(source: Source, keep_damaged: bool) -> Salvaged:
     """What is whole in the container that begins first in the file; in a zip where no other does."""
+    kind, start = _begins(source)
+    if kind == "safetensors":
+        return salvage_safetensors(source, start)
+    if kind != "torch-legacy":
+        return salvage_zips(source, keep_damaged=keep_damaged)
+    salvaged = salvage_legacy(Window(source, start, source.size - start))
+    if start:
+        salvaged.notes.append(("leading-bytes", f"{counted_bytes(start)} before the stream are left out."))
+    return salvaged
+
+
+def _begins(source: Source) -> tuple[str, int]:
+    """Which container begins first in the file, and where; "" for none that is known by its beginning."""
     head = source.read(0, min(HEAD, source.size))
     if is_zip(head):
-        return salvage_zips(source, keep_damaged=keep_damaged)
+        return "zip", 0
     if (start := 0 if safetensors.sniff(head) else find_safetensors(source)) is not None:
-        return salvage_safetensors(source, start)
-    if (start := find_legacy(source)) is not None:
-        salvaged = salvage_legacy(Window(source, start, source.size - start))
-        if start:
-            salvaged.notes.append(("leading-bytes", f"{counted_bytes(start)} before the stream are left out."))
-        return salvaged
-    return salvage_zips(source, keep_damaged=keep_damaged)
+        return "safetensors", start
+    start = find_legacy(source)
+    return ("torch-legacy", start) if start is not None else ("", 0)
+
+
+def may_be_saved(source: Source) -> bool:
+    """Whether anything begins in a damaged file that repair could read, told from its first megabyte."""
+    kind, start = _begins(source)
+    if kind == "safetensors":
+        return header_end(source, start) is not None
+    return bool(kind) or _has_zip(source) or (source.size > 0 and is_text_mode(source))
 
 
 def _has_zip(source: Source) -> bool:
