@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _MOST = 1000
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
@@ -31,6 +33,8 @@ def complete_names(ctx: click.Context, param: click.Parameter, incomplete: str) 
 
 
 def _offered(ctx: click.Context, incomplete: str, *, names: bool) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem  # click itself imports it only where a shell asks
+
     try:
         found = (text for text in _found(ctx, names=names) if text.startswith(incomplete) and _PLAIN.fullmatch(text))
         return [CompletionItem(text) for text in islice(dict.fromkeys(found), _MOST)]

@@ -36,13 +36,13 @@ class Expanded:
 
 def expand(paths: tuple[Path, ...]) -> Expanded:
     """Folders as the checkpoints in them and the files that are none; files and addresses as they are."""
-    from ckpt_tools.operations.in_folders import find_checkpoints
-
     expanded = Expanded([], {})
     for path in paths:
         if is_address(path) or not path.is_dir():
             expanded.checkpoints.append(path)
             continue
+        from ckpt_tools.operations.in_folders import find_checkpoints
+
         found = find_checkpoints(path)
         if not found.checkpoints:
             count = f"None of its {len(found.others)} files is one" if found.others else "It has no files"

@@ -34,12 +34,21 @@ def find_layout(folder: str | os.PathLike[str]) -> Layout | None:
     Raises:
         NotACheckpointError: several indexes, each a checkpoint of its own; or the folder cannot be read.
     """
-    folder = checkpoint_folder(iteration_folder(Path(folder)))
+    folder = folder_of_files(Path(folder))
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise NotACheckpointError(f"{folder} cannot be read.", why=f"{error.strerror or error}.") from None
     return layout_of(folder, names)
+
+
+def folder_of_files(folder: Path) -> Path:
+    """Where the files of a folder's checkpoint are: the folder itself, or the one in it that its training says counts.
+
+    Raises:
+        FolderError, NotACheckpointError: that one is not there.
+    """
+    return checkpoint_folder(iteration_folder(folder))
 
 
 def layout_of(folder: str | os.PathLike[str], names: list[str]) -> Layout | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
-from ckpt_tools.io.in_place.rollback import MARK, half_edited
+from ckpt_tools.io.in_place.marks import MARK
+from ckpt_tools.io.in_place.rollback import half_edited
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.findings import mending
 

@@ -17,8 +17,6 @@ from typing import NamedTuple, Self, TypeGuard
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, ZipError
 from ckpt_tools.formats.base import Decoded, Warned, is_zip
-from ckpt_tools.formats.parts.grouping import iteration_folder
-from ckpt_tools.formats.parts.zero.names import checkpoint_folder, zero_files
 from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
@@ -214,7 +212,11 @@ def open_source(path: str | os.PathLike[str]) -> Source:
         from ckpt_tools.io.remote.source import open_remote
 
         return open_remote(os.fspath(path))
-    return Files(Path(path), checkpoint_folder(iteration_folder(Path(path)))) if os.path.isdir(path) else Source(path)
+    if not os.path.isdir(path):
+        return Source(path)
+    from ckpt_tools.formats.folders import folder_of_files
+
+    return Files(Path(path), folder_of_files(Path(path)))
 
 
 @contextlib.contextmanager
@@ -300,6 +302,7 @@ def decode_ranks(files: Files, name: str, names: Sequence[str]) -> Decoded:
 def decode_zero(files: Files, names: Sequence[str]) -> Decoded:
     """Decode the files of a DeepSpeed checkpoint; `names` are those there are."""
     from ckpt_tools.formats.parts.zero.folder import decode
+    from ckpt_tools.formats.parts.zero.names import zero_files
 
     found = zero_files(names)
     assert found is not None, "whoever asks has seen that there are some"

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import (
     ChangedFileError,
@@ -26,9 +27,11 @@ from ckpt_tools.errors import (
     OutputForbiddenError,
     OutputIsFolderError,
 )
-from ckpt_tools.io import attributes, temporaries
-from ckpt_tools.io.in_place import journal, rollback
-from ckpt_tools.io.in_place.rollback import Journal, is_marked
+from ckpt_tools.io.in_place.marks import is_marked, journal_path, read_at
+
+if TYPE_CHECKING:  # what writes is imported by whoever writes: reading a file needs none of it
+    from ckpt_tools.io.attributes import Inputs
+    from ckpt_tools.io.in_place.rollback import Journal
 
 _BINARY: int = getattr(os, "O_BINARY", 0)
 
@@ -72,8 +75,12 @@ class Source:
         """Take the file's size and identity; find out whether it is half edited, and is to be read through a journal."""
         status, path = self.status(), Path(os.path.realpath(self.path))
         self.size, self._identity = status.st_size, identity_of(status)
-        read = partial(rollback.read_at, self._descriptor())
+        read = partial(read_at, self._descriptor())
         try:
+            if not is_marked(read) and not os.path.lexists(journal_path(path)):
+                return
+            from ckpt_tools.io.in_place import rollback
+
             found = list(rollback.beside(path, status, read))
             marked = is_marked(read)
         except OSError as error:
@@ -157,7 +164,7 @@ class Source:
         fd = self._descriptor()
         try:
             if self.half_edited and self.half_edited.record:
-                return self.half_edited.record.over(offset, length, rollback.read_at(fd, offset, length))
+                return self.half_edited.record.over(offset, length, read_at(fd, offset, length))
             if hasattr(os, "pread"):
                 return os.pread(fd, length, offset)
             os.lseek(fd, offset, os.SEEK_SET)
@@ -236,7 +243,7 @@ class Output:
 
 @contextlib.contextmanager
 def replacing(
-    path: str | os.PathLike[str], *, overwrite: bool = False, durable: bool = False, inputs: attributes.Inputs = ()
+    path: str | os.PathLike[str], *, overwrite: bool = False, durable: bool = False, inputs: Inputs = ()
 ) -> Iterator[Output]:
     """A temporary file beside `path` that takes its name when the block ends well, and vanishes when it does not.
 
@@ -249,6 +256,8 @@ def replacing(
         OutputExistsError: `path` exists and `overwrite` is false, also when it appears while the block runs.
         OutputError: a directory, a device, a missing or read-only folder, a full disk.
     """
+    from ckpt_tools.io import attributes, temporaries
+
     with output_errors(Path(path)):
         temporaries.remove_orphans(Path(os.path.realpath(path)))
     target = output_target(path, overwrite=overwrite)
@@ -258,7 +267,9 @@ def replacing(
             with output_errors(target):
                 replaces = target.exists()
                 if replaces:
-                    journal.recover(target)  # or its journal would lie beside what takes its place
+                    from ckpt_tools.io.in_place.journal import recover
+
+                    recover(target)  # or its journal would lie beside what takes its place
                 fd = temporaries.create(temporary)
                 if replaces:
                     attributes.keep(target, fd)
@@ -276,7 +287,7 @@ def replacing(
         with output_errors(target):
             _commit(temporary, target, overwrite=overwrite)
             if durable or replaces:
-                journal.sync_folder(target.parent)
+                temporaries.sync_folder(target.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -303,6 +314,8 @@ def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     if os.path.exists(path) and not os.path.isfile(path):  # /dev/stdout leads to a pipe, which has no path to follow
         raise OutputError(f"{path} is not a regular file.", why="An output is written beside its place and then renamed.")
     if target.exists() and not overwrite:
+        from ckpt_tools.io import temporaries
+
         temporaries.remove_orphans(target)  # nobody gets as far as `replacing`
         raise exists_error(target)
     if not target.parent.is_dir():

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ckpt_tools.errors import OutputError, OutputExistsError, OutputIsFolderError
 from ckpt_tools.io import attributes, temporaries
-from ckpt_tools.io.in_place.journal import recover, sync_folder
+from ckpt_tools.io.in_place.journal import recover
 from ckpt_tools.io.output import (
     Output,
     check_space,
@@ -142,8 +142,8 @@ def replacing_folder(
             else:
                 _take_place(temporary, target)
             if durable or existing:
-                sync_folder(target)
-                sync_folder(target.parent)
+                temporaries.sync_folder(target)
+                temporaries.sync_folder(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if lock >= 0:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +104,8 @@ def _remove_orphan_folder(path: str) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | _CLOEXEC)
         try:
             if _lock(fd, wait=False):
+                import shutil  # with every compression that Python knows; such a folder is rare
+
                 shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(fd)
@@ -135,6 +136,18 @@ def _remove_orphan(path: str) -> None:
             if _lock(fd, wait=False):
                 os.unlink(path)
         finally:
+            os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the system can."""
+    if os.name != "posix":
+        return
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        with contextlib.suppress(OSError):  # it has been synced
             os.close(fd)
 
 

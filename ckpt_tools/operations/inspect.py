@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.edit.objects.plain import as_value, is_known
@@ -24,8 +24,7 @@ from ckpt_tools.formats.open import (
     is_tensor,
     open_checkpoint,
 )
-from ckpt_tools.formats.parts.named import Partition, partition, without_advice
-from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
+from ckpt_tools.formats.parts.named import Partition, names_parts, partition, without_advice
 from ckpt_tools.operations.loaders import Loads, how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.operations.sharing import find_sharing
@@ -48,6 +47,9 @@ from ckpt_tools.tree.nodes import (
 )
 from ckpt_tools.tree.prefixes import HOLDERS, of_all
 from ckpt_tools.tree.visit import reachable, walk
+
+if TYPE_CHECKING:  # few files have parts of tensors
+    from ckpt_tools.formats.parts.rank_parts import Part, PartReader
 
 MAX_VALUES = 1000
 MAX_TEXT = 4096
@@ -147,7 +149,7 @@ def _measure(checkpoint: Checkpoint) -> tuple[_Rows, _Rows, dict[str, Any]]:
     """A row for each tensor and each state dict; the totals."""
     tensors = checkpoint.tensors
     names = {state_dict.where: frozenset(state_dict.names) for state_dict in checkpoint.state_dicts}
-    reader = PartReader()
+    reader = _part_reader() if names_parts(checkpoint) else None
     rows = [_tensor_row(tensor, names, reader) for tensor in tensors]
     state_dicts = _state_dicts(checkpoint, rows)
     totals = {
@@ -162,7 +164,13 @@ def _measure(checkpoint: Checkpoint) -> tuple[_Rows, _Rows, dict[str, Any]]:
     return rows, state_dicts, totals
 
 
-def _tensor_row(tensor: Tensor, names: dict[Where, frozenset[str]], reader: PartReader) -> dict[str, Any]:
+def _part_reader() -> PartReader:
+    from ckpt_tools.formats.parts.rank_parts import PartReader
+
+    return PartReader()
+
+
+def _tensor_row(tensor: Tensor, names: dict[Where, frozenset[str]], reader: PartReader | None) -> dict[str, Any]:
     where, node = tensor.where, tensor.node
     last = where[-1] if where else None
     name = last if isinstance(last, str) and last in names.get(where[:-1], ()) else None
@@ -176,7 +184,7 @@ def _tensor_row(tensor: Tensor, names: dict[Where, frozenset[str]], reader: Part
         }  # fmt: skip
     unusual = tensor.unusual
     assert unusual is not None
-    if unusual.kind in PART_KINDS:
+    if reader is not None:
         with contextlib.suppress(TensorError):  # what cannot be placed is told by a finding
             if (part := reader.read(node)) is not None:
                 return row | _of_part(part)

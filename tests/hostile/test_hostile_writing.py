@@ -34,13 +34,8 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats import safetensors
 from ckpt_tools.io import cloning, content, temporaries
 from ckpt_tools.io import output as files
-from ckpt_tools.io.in_place.rollback import (
-    MARK,
-    Record,
-    Region,
-    journal_path,
-    unpack,
-)
+from ckpt_tools.io.in_place.marks import MARK, journal_path
+from ckpt_tools.io.in_place.rollback import Record, Region, unpack
 from tests.hostile.refusals import INTERRUPTIBLE, convert_refused, listing
 
 SMALL, KERNEL, AHEAD = 1000, 3 << 20, 40 << 20  # bytes: through the buffer, by copy_file_range, copied ahead in a thread

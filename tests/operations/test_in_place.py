@@ -24,7 +24,7 @@ from ckpt_tools.errors import (
     DamagedFileError,
     OutputError,
 )
-from ckpt_tools.io.in_place import journal, rollback
+from ckpt_tools.io.in_place import journal, marks, rollback
 from ckpt_tools.io.output import Source
 from ckpt_tools.torch import load_state_dict, save
 
@@ -75,7 +75,7 @@ def test_the_result_is_that_of_a_copy(pth: Path, tmp_path: Path, edit: dict[str,
     assert ours["epoch"] == 3
     devices = [ckpt_tools.inspect(path).totals["devices"] for path in (pth, tmp_path / "copy.pth")]
     assert devices[0] == devices[1]
-    assert not journal.journal_path(pth).exists()
+    assert not marks.journal_path(pth).exists()
 
 
 def test_edits_follow_each_other(pth: Path, tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def interrupted(path: Path, **edit: Any) -> bytes:
     if pid == 0:
         _die_after_half_a_patch(path, edit)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-    assert path.read_bytes().startswith(rollback.MARK)
+    assert path.read_bytes().startswith(marks.MARK)
     assert path.read_bytes()[8:] != old[8:]
     return old
 
@@ -397,7 +397,7 @@ def test_reading_a_half_edited_file_writes_nothing(tmp_path: Path, kind: str, ed
     result = CliRunner().invoke(main, ["repair", str(path)])
     assert (result.exit_code, "as it was before the edit" in result.output) == (0, True), result.output
     assert path.read_bytes() == old
-    assert not journal.journal_path(path).exists()
+    assert not marks.journal_path(path).exists()
     assert CliRunner().invoke(main, ["repair", str(path)]).exit_code == 2
 
 
@@ -443,14 +443,14 @@ def test_a_file_that_was_written_since_is_left_as_it_is(pth: Path, writer: Calla
     """Another checkpoint under the name of a half-edited one: every command takes it as it is, and says that a journal lies
     beside it; edits, killed or not, work on it."""
     interrupted(pth)
-    stray = journal.journal_path(pth).read_bytes()
+    stray = marks.journal_path(pth).read_bytes()
     writer(pth)
     new = pth.read_bytes()
     loaded = torch.load(pth, weights_only=True)["model"]
     assert codes(pth)["stray-journal"] == "warning"
     assert ckpt_tools.check(pth).verdict == "findings"
     assert as_read(pth) == new == pth.read_bytes()
-    assert journal.journal_path(pth).read_bytes() == stray
+    assert marks.journal_path(pth).read_bytes() == stray
     interrupted(pth, add_prefix="again.")
     assert list(load_state_dict(pth, select="model", unwrap=False)) == list(loaded)
     ckpt_tools.edit_in_place(pth, add_prefix="x.")
@@ -462,15 +462,15 @@ def test_a_file_that_was_written_since_is_left_as_it_is(pth: Path, writer: Calla
 def test_kills_over_kills(pth: Path, tmp_path: Path) -> None:
     """An edit that is killed, a rollback that is killed at every call, and again: what is read stays the old file."""
     old = interrupted(pth)
-    torn, whole = pth.read_bytes(), journal.journal_path(pth).read_bytes()
+    torn, whole = pth.read_bytes(), marks.journal_path(pth).read_bytes()
     for at in range(1, 40):
         result = cut(pth, at, "kill", journal.recover)
         assert as_read(pth) == old
         if result.code == 0:
             break
-        if not journal.journal_path(pth).exists():
+        if not marks.journal_path(pth).exists():
             pth.write_bytes(torn)
-            journal.journal_path(pth).write_bytes(whole)
+            marks.journal_path(pth).write_bytes(whole)
     assert result.code == 0
     assert at > 8
     assert pth.read_bytes() == old
@@ -501,20 +501,20 @@ def test_renamed_files_are_read_through_their_journal(pth: Path) -> None:
 def test_half_edited_and_without_its_journal(pth: Path) -> None:
     """Copied away without its journal, or with one that is another's or damaged: refused by every reader, and by torch."""
     interrupted(pth)
-    whole, torn = journal.journal_path(pth).read_bytes(), pth.read_bytes()
+    whole, torn = marks.journal_path(pth).read_bytes(), pth.read_bytes()
     copy = pth.parent / "elsewhere" / "copy.pth"
     copy.parent.mkdir()
     for body in (None, whole, whole[:-1], b"anything"):
         copy.write_bytes(torn)
         if body is not None:
-            journal.journal_path(copy).write_bytes(body)
+            marks.journal_path(copy).write_bytes(body)
         for work in (ckpt_tools.inspect, ckpt_tools.open_checkpoint, load_state_dict, journal.recover):
             with pytest.raises(DamagedFileError, match="is half edited"):
                 work(copy)
         with pytest.raises(DamagedFileError, match="is half edited"):
             ckpt_tools.repair(copy, copy.with_name("out.pth"))
         assert copy.read_bytes() == torn
-        assert body is None or journal.journal_path(copy).read_bytes() == body
+        assert body is None or marks.journal_path(copy).read_bytes() == body
         with pytest.raises(pickle.UnpicklingError):
             torch.load(copy, weights_only=True)
 
@@ -531,21 +531,21 @@ def test_a_half_edited_file_with_other_bytes(pth: Path, writer: Callable[[Path],
     with pytest.raises(DamagedFileError, match="other bytes than it was made for"):
         ckpt_tools.edit_in_place(pth, strip_module=True)
     assert pth.read_bytes() == torn
-    assert journal.journal_path(pth).exists()
+    assert marks.journal_path(pth).exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_journal_that_was_never_whole(pth: Path) -> None:
     """Killed while it wrote the journal: the file is untouched; readers leave the rest, the next edit removes it."""
     old = interrupted(pth)
-    whole = journal.journal_path(pth).read_bytes()
+    whole = marks.journal_path(pth).read_bytes()
     pth.write_bytes(old)
     for length in (0, 5, 40, len(whole) - 1):
-        journal.journal_path(pth).write_bytes(whole[:length])
+        marks.journal_path(pth).write_bytes(whole[:length])
         assert not codes(pth).keys() & {"half-edited", "stray-journal"}
-        assert journal.journal_path(pth).exists()
+        assert marks.journal_path(pth).exists()
     ckpt_tools.edit_in_place(pth, unwrap=True)
-    assert not journal.journal_path(pth).exists()
+    assert not marks.journal_path(pth).exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -563,7 +563,7 @@ def test_what_replaces_a_half_edited_file_takes_its_journal_away(pth: Path, tmp_
     else:
         save({"a": torch.ones(3)}, pth)
         assert list(torch.load(pth)) == ["a"]
-    assert not journal.journal_path(pth).exists()
+    assert not marks.journal_path(pth).exists()
     assert not codes(pth).keys() & {"half-edited", "stray-journal"}
 
 
@@ -576,7 +576,7 @@ def test_a_disk_that_breaks_is_told_as_it_is(pth: Path) -> None:
         journal.recover(pth)
         assert pth.read_bytes() == old or not said[-1] or "journal" in said[-1]
         pth.write_bytes(old)
-    assert any("may be half edited" in text and str(journal.journal_path(pth)) in text for text in said)
+    assert any("may be half edited" in text and str(marks.journal_path(pth)) in text for text in said)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -595,7 +595,7 @@ def test_a_shard_is_read_through_its_journal_too(pth: Path, tmp_path: Path) -> N
     assert states(folder) == before
     assert as_read(shard) == old
     ckpt_tools.convert(pth, folder, select="model", shard_size=20_000, format="pth", overwrite=True)
-    assert not journal.journal_path(shard).exists()
+    assert not marks.journal_path(shard).exists()
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everything")
@@ -616,7 +616,7 @@ def test_a_folder_that_cannot_be_written(pth: Path) -> None:
 def test_the_journal_of_another_user(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever may put a file into a folder must not be able to change what somebody else reads or writes."""
     old = interrupted(pth)
-    torn, place = pth.read_bytes(), journal.journal_path(pth)
+    torn, place = pth.read_bytes(), marks.journal_path(pth)
     real = os.fstat
 
     def foreign(fd: int) -> os.stat_result:
@@ -643,7 +643,7 @@ def test_an_edit_that_ends_while_a_reader_looks(pth: Path, monkeypatch: pytest.M
     real = rollback._is_locked
 
     def late(fd: int) -> bool:
-        journal.journal_path(pth).unlink()
+        marks.journal_path(pth).unlink()
         pth.write_bytes(new)
         return real(fd)
 
@@ -659,7 +659,7 @@ def test_an_edit_under_way_is_waited_for_by_nobody(pth: Path, monkeypatch: pytes
     monkeypatch.setattr(journal, "_PATIENCE", 0.05)
     old = interrupted(pth)
     torn = pth.read_bytes()
-    with journal.journal_path(pth).open("r+b") as held:
+    with marks.journal_path(pth).open("r+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(OutputError, match="edited by another process"):
             ckpt_tools.open_checkpoint(pth)
@@ -677,7 +677,7 @@ def test_readers_beside_an_edit(pth: Path) -> None:
     import fcntl
 
     old = interrupted(pth)
-    with journal.journal_path(pth).open("rb") as held:
+    with marks.journal_path(pth).open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_SH)
         assert as_read(pth) == old
         journal.recover(pth)
@@ -690,7 +690,7 @@ def test_a_file_that_changed_is_left_alone(pth: Path) -> None:
     identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns - 1)
     with pytest.raises(ChangedFileError):
         journal.patch(pth, [(0, b"x")], status.st_size, identity)
-    assert not journal.journal_path(pth).exists()
+    assert not marks.journal_path(pth).exists()
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everything")

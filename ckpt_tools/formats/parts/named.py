@@ -12,16 +12,12 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import PART_CONTAINERS, Warned
 from ckpt_tools.formats.open import Checkpoint, find_tensors, open_checkpoint
-from ckpt_tools.formats.parts.grouping import CONSOLIDATED
-from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
-from ckpt_tools.formats.parts.siblings import open_partial, open_with, siblings
-from ckpt_tools.formats.parts.zero.names import is_zero_file
-from ckpt_tools.tree import exchange, visit
-from ckpt_tools.tree.findings import Finding
+from ckpt_tools.tree import visit
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import (
     Dict,
@@ -31,6 +27,11 @@ from ckpt_tools.tree.nodes import (
     Node,
     Object,
 )
+
+if TYPE_CHECKING:  # most files are no part: what reads parts is imported where there is one
+    from ckpt_tools.formats.parts.rank_parts import Part
+    from ckpt_tools.formats.parts.siblings import Siblings
+    from ckpt_tools.tree.findings import Finding
 
 _GATHER = (
     "Load them where they were saved, on as many processes, and save the whole there: ckpt_tools.torch.save(model, OUT), or "
@@ -66,7 +67,7 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
     if checkpoint.container in ("safetensors", "dcp", *PART_CONTAINERS):
         return None  # which hold whole tensors; what a dcp keeps of Megatron-LM's arguments is no part's
     root = checkpoint.root
-    found = _of_tensors(root) if _names_parts(checkpoint.decoded.globals) else None
+    found = _of_tensors(root) if names_parts(checkpoint) else None
     if found is None and type(root) is Dict:
         found = (
             _of_zero(root)
@@ -75,14 +76,23 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
             or _of_consolidated(checkpoint)
             or _of_module(checkpoint)
         )
-    if found is not None and (others := siblings(checkpoint)) is not None and others.count == found.world:
+    if found is not None and (others := _others(checkpoint)) is not None and others.count == found.world:
         path = shlex.quote(str(checkpoint.path))
         return replace(found, fix=f"All {found.world} parts are here; they become one: ckpt convert {path} OUT.safetensors")
     return found
 
 
-def _names_parts(names: Iterable[Global]) -> bool:
+def names_parts(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint names the classes of distributed tensors: without them it has none."""
+    names = checkpoint.decoded.globals
     return any(name.module.startswith("torch.distributed.") and name.name in ("DTensor", "ShardedTensor") for name in names)
+
+
+def _others(checkpoint: Checkpoint) -> Siblings | None:
+    """The files of the other ranks beside this one."""
+    from ckpt_tools.formats.parts.siblings import siblings
+
+    return siblings(checkpoint)
 
 
 def open_whole(path: str | os.PathLike[str], *, partial: bool = False) -> Checkpoint:
@@ -94,14 +104,10 @@ def open_whole(path: str | os.PathLike[str], *, partial: bool = False) -> Checkp
     Raises:
         PartError: it is one process's part, and the others are not there, or do not fit. CkptError: see `open_checkpoint`.
     """
-    checkpoint = (open_partial(path) if partial else None) or open_checkpoint(path)
+    checkpoint = (_open_partial(path) if partial else None) or open_checkpoint(path)
     try:
         if (part := partition(checkpoint)) is not None:
-            others = siblings(checkpoint)
-            if others is None:
-                raise part_error(checkpoint, part)
-            checkpoint.close()
-            checkpoint = open_with(checkpoint.path, others)
+            checkpoint = _with_others(checkpoint, part)
         take_whole(checkpoint)
         if checkpoint.container in PART_CONTAINERS:
             checkpoint.locate()  # compares what several ranks hold, before anything is made of it
@@ -111,6 +117,23 @@ def open_whole(path: str | os.PathLike[str], *, partial: bool = False) -> Checkp
     return checkpoint
 
 
+def _open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
+    from ckpt_tools.formats.parts.siblings import open_partial
+
+    return open_partial(path)
+
+
+def _with_others(checkpoint: Checkpoint, part: Partition) -> Checkpoint:
+    """The whole that one process's part is of, which is closed."""
+    from ckpt_tools.formats.parts.siblings import open_with
+
+    others = _others(checkpoint)
+    if others is None:
+        raise part_error(checkpoint, part)
+    checkpoint.close()
+    return open_with(checkpoint.path, others)
+
+
 def part_error(checkpoint: Checkpoint, part: Partition) -> PartError:
     """The error for a part that is to be used as a model."""
     return PartError(f"{checkpoint.path} is a part of a model, and not one: {part.found}.", fix=part.fix)
@@ -118,8 +141,11 @@ def part_error(checkpoint: Checkpoint, part: Partition) -> PartError:
 
 def take_whole(checkpoint: Checkpoint) -> None:
     """Exchange distributed tensors that are whole on this rank for plain ones; the warnings say so."""
-    if not _names_parts(checkpoint.decoded.globals):
+    if not names_parts(checkpoint):
         return
+    from ckpt_tools.formats.parts.rank_parts import PartReader
+    from ckpt_tools.tree import exchange
+
     reader, taken = PartReader(), list[Object]()
 
     def swap(node: Node) -> Node:
@@ -150,6 +176,8 @@ def without_advice(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 def _of_tensors(root: Node) -> Partition | None:
     """By the tensors of which only a part is here."""
+    from ckpt_tools.formats.parts.rank_parts import PART_KINDS, Part, PartReader
+
     reader, parts, unread, count = PartReader(), list[Part](), list[str](), 0
     for tensor in find_tensors(root):
         count += 1
@@ -220,7 +248,11 @@ def _of_zero(root: Dict) -> Partition | None:
 
 def _of_zero_model(checkpoint: Checkpoint) -> Partition | None:
     """Stages 1 and 2: a model file is whole, in 16 bits; with those of the ranks beside it, it is one of several."""
-    if not is_zero_file(checkpoint.path.name) or checkpoint.root.get("param_shapes") is None or siblings(checkpoint) is None:
+    if checkpoint.root.get("param_shapes") is None:
+        return None
+    from ckpt_tools.formats.parts.zero.names import is_zero_file
+
+    if not is_zero_file(checkpoint.path.name) or _others(checkpoint) is None:
         return None
     found = "the 16-bit weights of a DeepSpeed ZeRO checkpoint; the fp32 ones are in the files of the ranks beside it"
     return Partition(found, _ZERO_ALONE, "DeepSpeed", None, _partition_count(checkpoint.root.get("dp_world_size")))
@@ -266,10 +298,14 @@ def _of_module(checkpoint: Checkpoint) -> Partition | None:
 
 def _of_consolidated(checkpoint: Checkpoint) -> Partition | None:
     """By its name, and by the files beside it or what its shapes say."""
+    if not checkpoint.path.name.startswith("consolidated."):
+        return None
+    from ckpt_tools.formats.parts.grouping import CONSOLIDATED
+
     match = CONSOLIDATED.fullmatch(checkpoint.path.name)
     if match is None:
         return None
-    others = siblings(checkpoint)
+    others = _others(checkpoint)
     world = others.count if others is not None else _parts_by_shape(checkpoint.root)
     if world == 1:
         return None

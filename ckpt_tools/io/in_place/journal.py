@@ -18,18 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_tools.errors import ChangedFileError, OutputError
-from ckpt_tools.io.in_place.rollback import (
-    MARKED,
-    Record,
-    Region,
-    beside,
-    close,
-    half_edited,
-    is_marked,
-    new_mark,
-    read_at,
-)
-from ckpt_tools.io.in_place.rollback import journal_path as journal_path
+from ckpt_tools.io.in_place.marks import MARKED, is_marked, journal_path, read_at
+from ckpt_tools.io.in_place.rollback import Record, Region, beside, close, half_edited, new_mark
+from ckpt_tools.io.temporaries import sync_folder
 
 _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _PATIENCE = 1.0  # seconds for a lock: a reader has it for the moment in which it looks whether an editor lives
@@ -245,14 +236,3 @@ def _lock(fd: int) -> None:
             if time.monotonic() > end:
                 raise OutputError("The file is being edited by another process.", why="It is locked.") from None
             time.sleep(0.01)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
-    if os.name != "posix":
-        return
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        close(fd)

@@ -15,30 +15,21 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ckpt_tools.errors import DamagedFileError, OutputError
+from ckpt_tools.io.in_place.marks import MARK, MARKED, SUFFIX, Reader, is_marked, journal_path, read_at
 
 _MAGIC = b"ckpt journal 2\n"
 _HEAD = struct.Struct("<4Q8sQ")  # device, inode, size before, size after, mark, number of regions
 _REGION = struct.Struct("<3Q")  # offset, length of the old bytes, length of the new ones
 _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-_SUFFIX = ".ckpt-journal"
 _BLOCK = 512  # bytes of a file that are compared at once
-_STEP = 4 << 20
 MAX_JOURNAL = 1 << 30  # bytes; it holds a pickle, a directory or a header
-MARK = b"\xffCKP"
-MARKED = 8  # bytes at the start of a file that are the mark while it is edited
 State = Literal["before", "between", "after"]
-Reader = Callable[[int, int], bytes]  # (offset, length) -> the bytes, fewer at the end of the file
-
-
-def journal_path(path: Path) -> Path:
-    """Where the journal of a file is."""
-    return path.with_name(f".{path.name}{_SUFFIX}")
 
 
 def new_mark() -> bytes:
@@ -202,14 +193,9 @@ def beside(path: Path, status: os.stat_result, read: Reader, *, every: bool = Fa
             yield found
 
 
-def is_marked(read: Reader) -> bool:
-    """Whether a file begins as one that is being edited, or was when the edit was killed."""
-    return read(0, len(MARK)) == MARK
-
-
 def _journals(folder: Path) -> list[Path]:
     try:
-        return [folder / name for name in sorted(os.listdir(folder)) if name.endswith(_SUFFIX)]
+        return [folder / name for name in sorted(os.listdir(folder)) if name.endswith(SUFFIX)]
     except OSError:
         return []
 
@@ -280,22 +266,6 @@ def half_edited(path: str, journals: Sequence[Journal]) -> DamagedFileError:
         f"{path} is half edited: an edit in place was interrupted.", why=why,
         fix="Put its journal (.NAME.ckpt-journal) into its folder, and the file where it was edited; else get the file again.",
     )  # fmt: skip
-
-
-def read_at(fd: int, offset: int, length: int) -> bytes:
-    """Up to `length` bytes from `offset`; fewer at the end of the file."""
-    parts = []
-    while length and (data := _read(fd, offset, min(length, _STEP))):
-        parts.append(data)
-        offset, length = offset + len(data), length - len(data)
-    return b"".join(parts)
-
-
-def _read(fd: int, offset: int, length: int) -> bytes:
-    if hasattr(os, "pread"):  # threads read from one descriptor
-        return os.pread(fd, length, offset)
-    os.lseek(fd, offset, os.SEEK_SET)
-    return os.read(fd, length)
 
 
 def close(fd: int) -> None:

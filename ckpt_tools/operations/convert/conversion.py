@@ -8,17 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tools.edit import (
-    casts,
-    devices,
-    flatten,
-    renaming,
-    selection,
-)
+from ckpt_tools.edit import devices, renaming
 from ckpt_tools.edit.objects import plain
 from ckpt_tools.edit.objects.values import is_array
 from ckpt_tools.errors import NothingMatchedError, PartError, UsageError
-from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import PROGRAMS, Decoded
 from ckpt_tools.formats.open import (
     Checkpoint,
@@ -28,7 +21,6 @@ from ckpt_tools.formats.open import (
     tensors_outside,
 )
 from ckpt_tools.formats.parts.named import open_whole
-from ckpt_tools.formats.parts.siblings import has_partial
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
@@ -47,7 +39,9 @@ from ckpt_tools.tree.nodes import Node
 CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp"}
 _RESERVE = 4096  # bytes of room in a safetensors header
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what only some conversions need is imported by those
+    from ckpt_tools.edit.casts import Casting
+    from ckpt_tools.edit.flatten import Flat
     from ckpt_tools.fit.options import FitOptions
     from ckpt_tools.fit.retarget import Retargeting
 
@@ -80,8 +74,11 @@ def open_input(source: str | os.PathLike[str], *, partial: bool) -> Checkpoint:
     try:
         return open_whole(source, partial=partial)
     except PartError as error:
-        if error.rest and not partial and has_partial(source):
-            error.fix = f"{error.fix} `partial=True` writes what is whole and lists the rest.".lstrip()
+        if error.rest and not partial:
+            from ckpt_tools.formats.parts.siblings import has_partial
+
+            if has_partial(source):
+                error.fix = f"{error.fix} `partial=True` writes what is whole and lists the rest.".lstrip()
         raise
 
 
@@ -97,7 +94,7 @@ class Edits:
         self.retargeting = _retargeting(options)
         self.reserve = options.reserve if options.reserve is not None else 0 if options.compact else _RESERVE
         self.stack = ExitStack()  # what must stay open until the bytes are written: a target that is a checkpoint
-        self.casting: casts.Casting | None = None
+        self.casting: Casting | None = None
         self.ties: dict[str, str] = {}
         self.used: frozenset[str] = frozenset()  # globs of --drop that named what objects would have lost
 
@@ -109,18 +106,17 @@ class Edits:
     def edit(self, checkpoint: Checkpoint, report: Converted) -> Node:
         """Edit the tree and fill in the report; returns the root."""
         self._begin(checkpoint, report)
-        root = checkpoint.root if self.options.select is None else selection.select_in(checkpoint, self.options.select)
-        root = self._narrow(root, checkpoint, report)
+        root = self._narrow(self._selected(checkpoint), checkpoint, report)
         if self.kind == "safetensors" and any(map(is_array, checkpoint.decoded.globals)):  # it holds nothing else of them
             root, fates = plain.arrays_as_tensors(root)
             report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
         if self.options.keep or self.options.drop:
-            gone = selection.filter_tensors(root, self.options.keep, self.options.drop, self.used)
-            report.dropped += [(dotted(where), "`keep` / `drop`") for where in gone]
-            if self.options.keep:
-                _note_outside(root, report)
+            self._filter(root, report)
         self.names.apply(root, report)
-        root = casts.to_little_endian(root, checkpoint.decoded.byteorder)
+        if checkpoint.decoded.byteorder != "little":
+            from ckpt_tools.edit.casts import to_little_endian
+
+            root = to_little_endian(root, checkpoint.decoded.byteorder)
         if self.retargeting is not None:
             self._fit(root, report)
         if self.retag is not None:
@@ -139,6 +135,23 @@ class Edits:
             raise NothingMatchedError("No tensor would be left.", why=why)
         return root
 
+    def _selected(self, checkpoint: Checkpoint) -> Node:
+        """The root, or what --select names in its place."""
+        if self.options.select is None:
+            return checkpoint.root
+        from ckpt_tools.edit.selection import select_in
+
+        return select_in(checkpoint, self.options.select)
+
+    def _filter(self, root: Node, report: Converted) -> None:
+        """Keep and drop tensors by their names."""
+        from ckpt_tools.edit.selection import filter_tensors
+
+        gone = filter_tensors(root, self.options.keep, self.options.drop, self.used)
+        report.dropped += [(dotted(where), "`keep` / `drop`") for where in gone]
+        if self.options.keep:
+            _note_outside(root, report)
+
     def _begin(self, checkpoint: Checkpoint, report: Converted) -> None:
         """Find the bytes, tell what is odd about the input, tie what its metadata says is tied."""
         checkpoint.locate()
@@ -152,7 +165,9 @@ class Edits:
 
     def _cast(self, root: Node, dtype: DType, report: Converted) -> Node:
         """Cast floats, and tell."""
-        root, self.casting = casts.cast_floats(root, dtype, self.options.dtype_only)
+        from ckpt_tools.edit.casts import cast_floats
+
+        root, self.casting = cast_floats(root, dtype, self.options.dtype_only)
         report.casts = self.casting.moves
         if self.casting.steps:
             text = f"{self.casting.steps} step counters of optimizers keep their dtype; `dtype_only='*.step'` casts them."
@@ -239,7 +254,7 @@ def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: st
         report.notes.append(Note("devices-unchanged", f"`map_location={spec!r}`: no storage had to change."))
 
 
-def report_flat(flat: flatten.Flat, report: Converted) -> None:
+def report_flat(flat: Flat, report: Converted) -> None:
     """What became of ties, views and objects when the tree was made flat."""
     report.aliases = {name: alias["of"] for name, alias in flat.aliases.items()}
     report.notes += [Note(code, text) for code, text in flat.notes]
@@ -257,24 +272,43 @@ def not_verified(decoded: Decoded) -> Note:
 
 
 def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
-    decoded, verify = checkpoint.decoded, edits.options.verify
-    if verify and not decoded.has_checksums:
+    decoded, verify = checkpoint.decoded, edits.options.verify and checkpoint.decoded.has_checksums
+    if edits.options.verify and not verify:
         report.notes.append(not_verified(decoded))
     if edits.kind == "safetensors":
-        flat = flatten.flatten(root, objects=edits.options.objects, metadata=decoded.metadata)
-        report_flat(flat, report)
-        pieces = safetensors.lay_out(flat.tensors, flat.metadata, reserve=edits.reserve)
-        return casts.checked(pieces, root) if verify and decoded.has_checksums else pieces
-    if decoded.container in ("safetensors", "sharded", "dcp"):
-        known = {safetensors.ALIASES, safetensors.STATE_DICT_METADATA, "format", *edits.ties}
-        lost = [key for key in decoded.metadata if key not in known]
-        report.dropped += [(key, "text beside the tensors; a .pth has no place for it") for key in lost]
-    verify = verify and decoded.has_checksums
+        pieces = _lay_out_flat(root, decoded, edits, report)
+    else:
+        if decoded.container in ("safetensors", "sharded", "dcp"):
+            _tell_lost_text(decoded, edits, report)
+        pieces = _lay_out_torch(root, decoded, edits, verify=verify)
+    if not verify:
+        return pieces
+    from ckpt_tools.edit.casts import checked
+
+    return checked(pieces, root)
+
+
+def _lay_out_flat(root: Node, decoded: Decoded, edits: Edits, report: Converted) -> list[Piece]:
+    from ckpt_tools.edit.flatten import flatten
+    from ckpt_tools.formats import safetensors
+
+    flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata)
+    report_flat(flat, report)
+    return safetensors.lay_out(flat.tensors, flat.metadata, reserve=edits.reserve)
+
+
+def _tell_lost_text(decoded: Decoded, edits: Edits, report: Converted) -> None:
+    from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
+
+    known = {ALIASES, STATE_DICT_METADATA, "format", *edits.ties}
+    lost = [key for key in decoded.metadata if key not in known]
+    report.dropped += [(key, "text beside the tensors; a .pth has no place for it") for key in lost]
+
+
+def _lay_out_torch(root: Node, decoded: Decoded, edits: Edits, *, verify: bool) -> list[Piece]:
     if edits.kind == "pth-legacy":
         from ckpt_tools.formats.legacy import torch_legacy
 
-        pieces = torch_legacy.lay_out(root)
-    else:
-        folder, trust_crc = decoded.root_folder, decoded.has_checksums
-        pieces = torch_layout.lay_out(root, folder=folder, trust_crc=trust_crc, verify=verify, compact=edits.options.compact)
-    return casts.checked(pieces, root) if verify else pieces
+        return torch_legacy.lay_out(root)
+    folder, trust_crc = decoded.root_folder, decoded.has_checksums
+    return torch_layout.lay_out(root, folder=folder, trust_crc=trust_crc, verify=verify, compact=edits.options.compact)

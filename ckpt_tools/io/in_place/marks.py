@@ -1,0 +1,42 @@
+"""What tells that a file is being edited in place, or was when the edit was killed: its first bytes, and the name of a journal.
+
+Every file that is opened is asked, so this is apart from what reads a journal (`rollback`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+MARK = b"\xffCKP"
+MARKED = 8  # bytes at the start of a file that are the mark while it is edited
+SUFFIX = ".ckpt-journal"
+_STEP = 4 << 20
+Reader = Callable[[int, int], bytes]  # (offset, length) -> the bytes, fewer at the end of the file
+
+
+def journal_path(path: Path) -> Path:
+    """Where the journal of a file is."""
+    return path.with_name(f".{path.name}{SUFFIX}")
+
+
+def is_marked(read: Reader) -> bool:
+    """Whether a file begins as one that is being edited, or was when the edit was killed."""
+    return read(0, len(MARK)) == MARK
+
+
+def read_at(fd: int, offset: int, length: int) -> bytes:
+    """Up to `length` bytes from `offset`; fewer at the end of the file."""
+    parts = []
+    while length and (data := _read(fd, offset, min(length, _STEP))):
+        parts.append(data)
+        offset, length = offset + len(data), length - len(data)
+    return b"".join(parts)
+
+
+def _read(fd: int, offset: int, length: int) -> bytes:
+    if hasattr(os, "pread"):  # threads read from one descriptor
+        return os.pread(fd, length, offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    return os.read(fd, length)
