@@ -12,7 +12,10 @@ from ckpt_tools.pickling.checks import settle
 from ckpt_tools.tree.nodes import Global, Node
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ckpt_tools.formats.zip.directory import Record
+    from ckpt_tools.io.sources import Files
 
 
 # The containers of programs: the code of the warning that a file is one, and what it is called.
@@ -94,6 +97,24 @@ def trailing(count: int, what: str) -> list[Warned]:
     return [Warned("trailing-bytes", f"{count} bytes after {what}", "nothing; they are not kept")] if count else []
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What a checkpoint lies in.
+
+    Attributes:
+        kind: "gzip", "tar", "tar.gz" ... member: its name in there; of a compressed file the name without the extension.
+        source: the file itself. whole: its bytes, inflated. path: what the checkpoint is called in messages and commands.
+        folder: the folder in the archive that it is, or that it is in; None for a compressed file.
+    """
+
+    kind: str
+    member: str
+    source: Source
+    whole: Source
+    path: Path
+    folder: Files | None = None
+
+
 @dataclass(slots=True)
 class Decoded:
     """What a container's `read` makes of a file.
@@ -114,6 +135,7 @@ class Decoded:
         lost: what could not be put together and was left out, by `partial`: path and reason.
         locate: finds the bytes of the tree's tensors, for containers that put it off until they are wanted.
         others: what `--select` takes beside the tree, by name; made when it is wanted.
+        packed: the archive or compressed file that it lies in, if any; `source` is then the part of that which is read.
     """
 
     container: str
@@ -132,6 +154,7 @@ class Decoded:
     lost: list[tuple[str, str]] = field(default_factory=list)
     locate: Callable[[Node], Node] | None = None
     others: Mapping[str, Callable[[], Node]] = field(default_factory=dict)
+    packed: Packed | None = None
 
     def take_in(self, part: Decoded, name: str) -> None:
         """What must be told of a checkpoint that lies in this one under a name: its globals, odd uses and warnings."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
+from ckpt_tools.formats.packed.compressed import KINDS
 from ckpt_tools.io.in_place.marks import MARK
 from ckpt_tools.io.in_place.rollback import half_edited
 from ckpt_tools.io.output import Source
@@ -13,11 +14,8 @@ from ckpt_tools.tree.findings import mending
 # What torch wrote before 1.6: the pickled magic number 0x1950a86a20f9469cfc6c.
 LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _KINDS = (
-    (b"\x1f\x8b", "a gzip archive", "Unpack it first: gunzip FILE."),
+    *((kind.magic, kind.called, f"Unpack it first: {kind.shell} FILE.") for kind in KINDS),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "Unpack it first."),
-    (b"\xfd7zXZ\x00", "an xz archive", "Unpack it first: unxz FILE."),
-    (b"BZh", "a bzip2 archive", "Unpack it first: bunzip2 FILE."),
-    (b"\x28\xb5\x2f\xfd", "a zstd archive", "Unpack it first: unzstd FILE."),
     (b"Rar!", "a RAR archive", "Unpack it first."),
     (b"\x89PNG", "a PNG picture", ""),
     (b"\xff\xd8\xff", "a JPEG picture", ""),

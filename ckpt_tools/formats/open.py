@@ -15,9 +15,10 @@ from types import TracebackType
 from typing import NamedTuple, Self, TypeGuard
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, ZipError
-from ckpt_tools.formats.base import Decoded, Warned, is_zip
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, NotACheckpointError, ZipError
+from ckpt_tools.formats.base import Decoded, Packed, Warned, is_tar, is_zip
 from ckpt_tools.formats.polyglots import refuse_polyglot
+from ckpt_tools.io.member_paths import archive_and_member
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
@@ -63,7 +64,8 @@ class Checkpoint:
     Use it in a `with` block, or call `close`; the file stays open for whoever wants the bytes.
 
     Attributes:
-        path: the file. file_bytes: its size in bytes.
+        path: the file; of a member of an archive with its name behind a `!`. file_bytes: the file's size in bytes.
+        name: what the checkpoint's own file or folder is called, in whatever it lies.
         container: "torch-zip", "torch-legacy", "torchscript", "safetensors" ...: docs/containers.md has them all.
         root: the tree (see `ckpt_tools.tree.nodes`).
         decoded: everything that the container's reader found.
@@ -71,8 +73,9 @@ class Checkpoint:
 
     def __init__(self, decoded: Decoded) -> None:
         self.decoded = decoded
-        self.path: Path = decoded.source.path
-        self.file_bytes: int = decoded.source.size
+        self.packed: Packed | None = decoded.packed
+        self.path: Path = decoded.source.path if self.packed is None else self.packed.path
+        self.file_bytes: int = (decoded.source if self.packed is None else self.packed.source).size
         self.container: str = decoded.container
         self.root: Node = decoded.root
         self._modules = _Modules()
@@ -86,6 +89,18 @@ class Checkpoint:
     def close(self) -> None:
         """Close the file; the tree stays readable."""
         self.decoded.source.close()
+        if self.packed is not None:
+            self.packed.source.close()
+
+    @property
+    def described(self) -> str:
+        """The container, and what it lies in."""
+        return self.container if self.packed is None else f"{self.container} inside {self.packed.kind}"
+
+    @property
+    def name(self) -> str:
+        """What the file or folder of the checkpoint is called, in whatever it lies."""
+        return self.path.name if self.packed is None else self.packed.member.rpartition("/")[2]
 
     def locate(self) -> Node:
         """Find the bytes of every tensor, where the container put that off; returns the root. Ask for it before writing."""
@@ -138,7 +153,7 @@ class Checkpoint:
     @property
     def _listed(self) -> int:
         """What all tensors that are listed may cost."""
-        return _LISTED_COST * limits.TENSORS.most(self.file_bytes)
+        return _LISTED_COST * limits.TENSORS.most(max(self.file_bytes, self.decoded.source.size))
 
     def _too_often(self, what: str, count: int) -> LimitError:
         return limits.TENSORS.error(f"{self.path} refers to its {what} too often: {count} times in {self.file_bytes} bytes.")
@@ -171,8 +186,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint and decode its structure. Runs nothing, imports nothing, reads no tensor bytes.
 
     Args:
-        path: a file, whose container is found by content, not by extension; the index of a sharded checkpoint; or a folder
-            that is one checkpoint.
+        path: a file, whose container is found by content, not by extension; the index of a sharded checkpoint; a folder
+            that is one checkpoint; a tar or a compressed file with one in it, `model.tar!member` where there are several.
 
     Returns:
         The open checkpoint.
@@ -181,10 +196,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         NotACheckpointError: the file is missing, or something else. UnsupportedContainerError: a container that this
         version does not read. DamagedFileError, LimitError: the file breaks a promise of its format.
     """
-    source = open_source(path)
+    place, member = archive_and_member(path)
+    source = open_source(place)
     try:
         with collector_paused(), naming(source):
-            return Checkpoint(_decode_folder(source) if isinstance(source, Files) else _decode(source))
+            return Checkpoint(_decode_folder(source) if isinstance(source, Files) else _decode(source, member))
     except BaseException:
         source.close()
         raise
@@ -234,10 +250,20 @@ def naming(source: Source) -> Iterator[None]:
         raise limits.exhausted(error, str(source.path)) from None
 
 
-def _decode(source: Source) -> Decoded:
-    """Decode with the container that the first bytes name; an index of shards with what it names."""
+def _decode(source: Source, member: str) -> Decoded:
+    """Decode with the container that the first bytes name; an index of shards with what it names; what an archive holds."""
     head = source.read(0, min(HEAD, source.size))
     refuse_polyglot(source, head)
+    if may_be_packed(head):
+        from ckpt_tools.formats.packed import unpacking
+
+        if unpacking.is_packed(source, head):
+            readers = unpacking.Readers(
+                _decode_content, _decode_folder, begins_as_checkpoint, lambda decoded: count_tensors(decoded.root)
+            )
+            return unpacking.decode(source, head, member, readers)
+    if member:
+        raise NotACheckpointError(f"{source.path} is no archive whose members are read by name.")
     if not head.lstrip().startswith(b"{"):
         return decode_file(source)
     from ckpt_tools.formats import sharded
@@ -312,19 +338,33 @@ def decode_zero(files: Files, names: Sequence[str]) -> Decoded:
 def decode_file(source: Source) -> Decoded:
     """Decode one file that stands for itself."""
     with naming(source), limits.of_file(source.size):
-        head = source.read(0, min(HEAD, source.size))
-        refuse_polyglot(source, head)
-        for sniff, decode in _containers():
-            if sniff(head):
-                return decode(source)
-        from ckpt_tools.formats import safetensors
-        from ckpt_tools.formats.foreign import recognise, unknown
+        return _decode_content(source)
 
-        if error := recognise(source, head):
-            raise error
-        if source.path.suffix.lower() == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header
-            return safetensors.decode(source)
-        raise unknown(source, head)
+
+def _decode_content(source: Source) -> Decoded:
+    """Decode one file, in the budget of whoever reads it."""
+    head = source.read(0, min(HEAD, source.size))
+    refuse_polyglot(source, head)
+    for sniff, decode in _containers():
+        if sniff(head):
+            return decode(source)
+    from ckpt_tools.formats import safetensors
+    from ckpt_tools.formats.foreign import recognise, unknown
+
+    if error := recognise(source, head):
+        raise error
+    if source.path.suffix.lower() == ".safetensors":  # damaged, and like nothing else: say what is wrong with its header
+        return safetensors.decode(source)
+    raise unknown(source, head)
+
+
+def may_be_packed(head: bytes) -> bool:
+    """Whether a file that starts so may be compressed, or a tar; what reads those is imported only then."""
+    if is_zip(head):
+        return False
+    from ckpt_tools.formats.packed.compressed import kind_of
+
+    return kind_of(head) is not None or is_tar(head) or head[257:262] == b"ustar"
 
 
 _Container = tuple[Callable[[bytes], bool], Callable[[Source], Decoded]]

@@ -6,21 +6,19 @@ as both. What cannot be looked through is told.
 
 from __future__ import annotations
 
-import bz2
+import contextlib
 import lzma
 import re
 import tarfile
-import tempfile
-import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from io import RawIOBase
 from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError
 from ckpt_tools.formats.base import is_tar, is_zip
+from ckpt_tools.formats.packed.compressed import KINDS, new_xz, runs, zstd_blocks
 from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip import concatenated
 from ckpt_tools.formats.zip.directory import (
@@ -30,15 +28,13 @@ from ckpt_tools.formats.zip.directory import (
     read_directory,
 )
 from ckpt_tools.io.content import chunks, read
-from ckpt_tools.io.in_place.journal import write_all
 from ckpt_tools.io.output import Source
-from ckpt_tools.io.sources import Window
+from ckpt_tools.io.sources import Reader, Spooled, Window
 from ckpt_tools.pickling.calls import Pickle, list_pickles
 from ckpt_tools.pickling.stream import BytesPart, FilePart
 
 _HEAD = 4096
-_BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 20
-_COST_OF_RUN = 4 * _HEAD
+_BLOCK = 4 << 20
 _MOST_DEPTH = 8  # archives and pickles in one another
 _MOST_LISTED = 10_000  # pickles of one file
 _INFLATED_PICKLE = 64 << 20  # bytes of a pickle that has to be inflated, or four times the file: it is read as a whole
@@ -50,16 +46,15 @@ _ZFILE = 2 + len(hex(2**64))
 _NUMPY = b"\x93NUMPY"
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _LOCKED = (
-    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (b"Rar!", "a RAR archive"), (b"\x28\xb5\x2f\xfd", "a zstd archive"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (b"Rar!", "a RAR archive"),
     (b"\x04\x22\x4d\x18", "an lz4 archive"),
 )  # fmt: skip
 
 
 _JOBLIB = "zlib of joblib 0.8"  # `ZF`, 19 characters of its length in hexadecimal, perhaps a space
 # Of zlib and lzma two or three bytes tell, which other files begin with too: what cannot be inflated is none.
-_COMPRESSED: tuple[tuple[bytes, str, Callable[[], Any]], ...] = (
-    (b"\x1f\x8b", "gzip", lambda: zlib.decompressobj(31)), (b"BZh", "bzip2", bz2.BZ2Decompressor),
-    (b"\xfd7zXZ\x00", "xz", lzma.LZMADecompressor), (b"]\x00\x00", "lzma", lzma.LZMADecompressor),
+_COMPRESSED: tuple[tuple[bytes, str, Callable[[], Any] | None], ...] = (
+    *((kind.magic, kind.name, kind.make) for kind in KINDS), (b"]\x00\x00", "lzma", new_xz),
     (b"\x78\x01", "zlib", zlib.decompressobj), (b"\x78\x5e", "zlib", zlib.decompressobj),
     (b"\x78\x9c", "zlib", zlib.decompressobj), (b"\x78\xda", "zlib", zlib.decompressobj),
     (b"ZF0x", _JOBLIB, zlib.decompressobj),
@@ -107,22 +102,6 @@ class _InMemory(Source):
         """Nothing to close."""
 
 
-class _Spooled(Source):
-    """Bytes that were inflated into a temporary file without a name, which goes when nothing refers to it any more."""
-
-    def __init__(self, source: Source, blocks: Iterable[bytes | memoryview]) -> None:
-        self.path, self.size, self._identity = source.path, 0, object()
-        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed with this source
-        weakref.finalize(self, file.close)
-        self._fd = file.fileno()
-        for block in blocks:
-            write_all(self._fd, memoryview(block))
-            self.size += len(block)
-
-    def close(self) -> None:
-        """Nothing: it ends when nothing refers to it."""
-
-
 class _Walk:
     """One file on its way through: how much may still be inflated, and what has been found."""
 
@@ -146,10 +125,12 @@ class _Walk:
         opener = next(((magic, kind, make) for magic, kind, make in _COMPRESSED if head.startswith(magic)), None)
         if opener:
             self.guarded(where, lambda: self.compressed(source, where, depth, *opener))
-        if is_zip(head) or has_end(source):
-            self.guarded(where, lambda: self.archive(source, where, depth))
+        behind = source
         if is_tar(head):
             self.guarded(where, lambda: self.tar(source, where, depth))
+            behind = _behind_members(source)
+        if is_zip(head) or has_end(behind):
+            self.guarded(where, lambda: self.archive(source, where, depth))
         if not head.startswith(_NUMPY):
             self.stream(source, where, depth)
         elif _holds_objects(head):
@@ -171,7 +152,7 @@ class _Walk:
 
     def stream(self, source: Source, where: str, depth: int, start: int = 0) -> None:
         """Pickles one behind another, if there are any."""
-        end = min(source.size, start + self.longest) if isinstance(source, _Spooled) else source.size
+        end = min(source.size, start + self.longest) if isinstance(source, Spooled) else source.size
         for number, pickle in enumerate(list_pickles(FilePart(source, min(start, end), end))):
             if pickle.cut and end < source.size:
                 self.skip(where, f"a pickle goes on beyond {self.longest} bytes that were inflated")
@@ -233,7 +214,7 @@ class _Walk:
         self.spend(record.size)
         if record.size <= _BLOCK:
             return _InMemory(read(record_content(source, record)), source)
-        return _Spooled(source, chunks(record_content(source, record)))
+        return Spooled(source, chunks(record_content(source, record)))
 
     def spend(self, count: int) -> None:
         """Count bytes that are inflated.
@@ -247,49 +228,38 @@ class _Walk:
 
     def tar(self, source: Source, where: str, depth: int) -> None:
         """The members of a tar, as Python's own reader finds them; none is extracted."""
-        with tarfile.open(fileobj=_File(source), mode="r:") as archive:
+        with _opened_tar(source) as archive:
             for info in archive:
                 if info.isreg():
                     self.examine(Window(source, info.offset_data, min(info.size, source.size - info.offset_data)),
                                  _inside(where, info.name), depth + 1)  # fmt: skip
 
-    def compressed(self, source: Source, where: str, depth: int, magic: bytes, kind: str, make: Callable[[], Any]) -> None:
+    def compressed(
+        self, source: Source, where: str, depth: int, magic: bytes, kind: str, make: Callable[[], Any] | None
+    ) -> None:
         """What a compressed file holds."""
+        start = _behind_length(source) if kind == _JOBLIB else 0
+        blocks = zstd_blocks(source, self.spend) if make is None else runs(source, start, make, magic, self.spend)
         try:
-            opened = _Spooled(source, self.inflated(source, _behind_length(source) if kind == _JOBLIB else 0, make, magic))
+            opened = Spooled(source, blocks)
         except (zlib.error, lzma.LZMAError):
             if kind in ("zlib", "lzma", _JOBLIB):
                 return
             raise
         self.examine(opened, _inside(where, f"({kind})"), depth + 1)
 
-    def inflated(self, source: Source, start: int, make: Callable[[], Any], again: bytes = b"") -> Iterator[bytes]:
-        """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends.
 
-        With `again` also the runs behind it that begin so, zeros between them: gzip, bz2 and lzma read them as one.
-        """
-        opened, at, size = make(), start, _PACKED_BLOCK
-        while at < source.size:
-            data = source.read(at, min(size, source.size - at))
-            at += len(data)
-            piece = opened.decompress(data, _BLOCK)
-            while piece:
-                self.spend(len(piece))
-                yield piece
-                piece = b"" if opened.eof else opened.decompress(getattr(opened, "unconsumed_tail", b""), _BLOCK)
-            size = min(2 * size, _PACKED_BLOCK)
-            if opened.eof:
-                at = _next_run(source, at - len(opened.unused_data))
-                if not again or source.read(at, min(len(again), source.size - at)) != again:
-                    return
-                self.spend(_COST_OF_RUN)
-                opened, size = make(), _HEAD  # runs may be short
+def _behind_members(source: Source) -> Source:
+    """What stands behind the last member of a tar: a zip that is a member of its own has been looked through as one."""
+    end = 0
+    with contextlib.suppress(tarfile.TarError, OSError, ValueError, EOFError, CkptError), _opened_tar(source) as archive:
+        for info in archive:
+            end = info.offset_data + info.size
+    return Window(source, end, source.size - end) if end <= source.size else source
 
 
-def _next_run(source: Source, at: int) -> int:
-    """The first byte from `at` on that is no zero; of a megabyte of zeros none is looked for."""
-    padding = source.read(at, min(_PACKED_BLOCK, source.size - at))
-    return at + len(padding) - len(padding.lstrip(b"\0"))
+def _opened_tar(source: Source) -> tarfile.TarFile:
+    return tarfile.open(fileobj=Reader(source), mode="r:")
 
 
 _OF_PROGRAMS = ("/constants.pkl", "/archive_format", "/model.json", "/models/model.json", "/serialized_exported_program.json")
@@ -360,7 +330,7 @@ def _by_signatures(source: Source, walk: _Walk) -> Iterator[tuple[str, Source]]:
             yield name, window
             continue
         try:
-            yield name, _Spooled(source, walk.inflated(window, 0, lambda: zlib.decompressobj(-15)))
+            yield name, Spooled(source, runs(window, 0, lambda: zlib.decompressobj(-15), b"", walk.spend))
         except (zlib.error, LimitError) as error:
             walk.skip(name, f"it cannot be inflated: {error}")
 
@@ -375,29 +345,3 @@ def _signatures(source: Source) -> Iterator[int]:
             yield at + found
             found = data.find(_LOCAL_SIGNATURE, found + 1)
         at += _BLOCK
-
-
-class _File(RawIOBase):
-    """A source as Python's tarfile reads a file."""
-
-    def __init__(self, source: Source) -> None:
-        self.source, self.at = source, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, self.source.size - self.at)
-        data = self.source.read(self.at, left if size is None or size < 0 else min(size, left))
-        self.at += len(data)
-        return data
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        self.at = offset + (0, self.at, self.source.size)[whence]
-        return self.at
-
-    def tell(self) -> int:
-        return self.at

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from ckpt_tools.io.member_paths import archive_and_member
+
 Inputs: TypeAlias = Sequence[str | os.PathLike[str]]
 _OWNER = 0o600  # whoever makes a file may read and write it
 _KEPT = ("user.", "system.posix_acl_access", "security.selinux")  # other extended attributes are about the old bytes
@@ -39,7 +41,8 @@ def _modes(inputs: Inputs) -> Iterator[int]:
 
 
 def _with_shards(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """An index stands for the folder with the shards that it names."""
+    """An index stands for the folder with the shards that it names, a member for its archive."""
+    path, _ = archive_and_member(path)
     return os.path.dirname(path) or "." if os.fspath(path).endswith(".index.json") else path
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from io import RawIOBase
 from pathlib import Path
 from typing import TypeAlias
 
@@ -154,3 +156,57 @@ class Window(Source):
     def _check(self, offset: int, length: int) -> None:
         if length and (offset < 0 or offset + length > self.size):
             raise self.changed()
+
+
+class Spooled(Source):
+    """Bytes made of another source, in a temporary file without a name, which goes when nothing refers to it any more.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+
+    def __init__(self, origin: Source, blocks: Iterable[bytes | memoryview]) -> None:
+        import tempfile  # few commands need these
+
+        from ckpt_tools.io.in_place.journal import write_all
+
+        self.origin, self.path, self.size, self._identity = origin, origin.path, 0, object()
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  closed with this source
+        weakref.finalize(self, file.close)
+        self._fd = file.fileno()
+        for block in blocks:
+            write_all(self._fd, memoryview(block))
+            self.size += len(block)
+
+    def check_unchanged(self) -> None:
+        """As the source that it was made of."""
+        self.origin.check_unchanged()
+
+    def close(self) -> None:
+        """Nothing: it ends when nothing refers to it."""
+
+
+class Reader(RawIOBase):
+    """A source as what reads a file of Python's takes it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.at = source, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, self.source.size - self.at)
+        data = self.source.read(self.at, left if size is None or size < 0 else min(size, left))
+        self.at += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self.at = offset + (0, self.at, self.source.size)[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at

@@ -24,6 +24,10 @@ from ckpt_tools.io.parsers import load_json
 _HEAD = 512
 _ALWAYS = frozenset((".pth", ".pt", ".pt2", ".ckpt", ".bin", ".safetensors", ".th", ".t7"))
 _TARRED = (".pth.tar", ".pt.tar", ".ckpt.tar")
+# What is packed is not inflated to see what it is: SageMaker's name, NeMo's, and checkpoints' own with one more extension.
+_PACKED = re.compile(
+    r"model\.(?:tar\.gz|tgz)|.+\.nemo|.+\.(?:pth|pt|ckpt|bin|safetensors|th)\.(?:gz|bz2|xz|zst)", re.IGNORECASE
+)
 # Names that tokenizers and data sets have too: examined where the bytes are a checkpoint's, or were never written.
 _MAYBE = frozenset((".tar", ".model", ".pkl", ".pickle", ".dat", ".zip", ".jit", ".ptl", ".npz", ".npy", ".distcp"))
 _NO_CONTENT = re.compile(rb"\0+\Z|version https://git-lfs|\s*<(?:!doctype|html)|\Z", re.IGNORECASE)
@@ -116,7 +120,7 @@ def _is_checkpoint(path: Path) -> bool:
         return suffix in _ALWAYS | _MAYBE
     if not path.is_file():  # a socket, a pipe
         return False
-    if suffix in _ALWAYS or name.endswith(_TARRED):
+    if suffix in _ALWAYS or name.endswith(_TARRED) or _PACKED.fullmatch(name):
         return True
     try:
         with path.open("rb") as file:

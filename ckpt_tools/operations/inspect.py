@@ -72,6 +72,7 @@ class Description:
         weights_only: what `torch.load(weights_only=True)` says. safety: what loading without it would run.
         metadata: the text in a safetensors header. findings: problems and facts, with the command that mends them.
         part: of one process's part of a model, whose and of how many; else None.
+        packed: of a checkpoint in a compressed file or a tar, which kind that is and the member; else None.
     """
 
     path: str
@@ -90,6 +91,7 @@ class Description:
     metadata: dict[str, str]
     findings: list[Finding]
     part: dict[str, Any] | None = None
+    packed: dict[str, str] | None = None
 
     __repr__ = brief
 
@@ -126,7 +128,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         list(map(str, dict.fromkeys((*checkpoint.decoded.globals, *safety.names)))),
         {"loads": loads.weights_only, "refused": loads.refused, "reasons": loads.reasons, "call": loads.call}, safety,
         dict(checkpoint.decoded.metadata), list(_findings(checkpoint, safety, part, state_dicts, totals, loads)),
-        _part_row(part) if part is not None else None,
+        _part_row(part) if part is not None else None, _packed_row(checkpoint),
     )  # fmt: skip
 
 
@@ -140,6 +142,11 @@ def find_findings(checkpoint: Checkpoint, safety: Safety | None = None) -> list[
 
 def _part_row(part: Partition) -> dict[str, Any]:
     return {name: getattr(part, name) for name in ("family", "rank", "world", "parts", "tensors")}
+
+
+def _packed_row(checkpoint: Checkpoint) -> dict[str, str] | None:
+    packed = checkpoint.packed
+    return None if packed is None else {"kind": packed.kind, "member": packed.member}
 
 
 _Rows: TypeAlias = list[dict[str, Any]]

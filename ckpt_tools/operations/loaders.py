@@ -17,6 +17,7 @@ _SAFETENSORS = "safetensors.torch.load_file"
 _DCP = "torch.distributed.checkpoint.load"
 _RANK_FILES = f"{TORCH_LOAD}, one rank's part each"
 _DEEPSPEED = "DeepSpeed's load_checkpoint, on as many processes"
+_UNPACKED = "once it is unpacked"
 _CALLS = {
     "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
     "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
@@ -61,13 +62,17 @@ class Loads:
     @property
     def is_refused(self) -> bool:
         """Whether weights_only refuses what is in the file; a name or a folder that is not for torch.load is no such thing."""
-        for_torch_load = not self.misnamed and not self.call.startswith((_DCP, _SAFETENSORS, _RANK_FILES, _DEEPSPEED))
+        elsewhere = self.call.startswith((_DCP, _SAFETENSORS, _RANK_FILES, _DEEPSPEED)) or self.call.endswith(_UNPACKED)
+        for_torch_load = not self.misnamed and not elsewhere
         return bool(self.refused) or (for_torch_load and bool(self.reasons))
 
 
 def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads:
     """What loads a checkpoint, and what of it weights_only refuses; `elsewhere` are globals of any pickle in the file."""
     container, misnamed = checkpoint.container, misnaming(checkpoint)
+    if checkpoint.packed is not None:
+        reason = f"it lies in a file of {checkpoint.packed.kind}, which has to be unpacked first"
+        return Loads(f"{_call(checkpoint)}, {_UNPACKED}", checkpoint.refused_globals, [reason])
     if container in PROGRAMS:  # torch.load looks at none of their globals
         reason = (
             _REFUSED[container] if not is_first_torchscript(checkpoint) else "it is a TorchScript program of torch 1.0 or 1.1"
@@ -110,7 +115,7 @@ def misnaming(checkpoint: Checkpoint) -> str:
     torch 2.13 hands every name that ends in `.safetensors` to safetensors; torch 2.4 goes by content alone.
     """
     container, suffix = checkpoint.container, checkpoint.path.suffix
-    if container in ("dcp", "sharded", *PART_CONTAINERS):
+    if container in ("dcp", "sharded", *PART_CONTAINERS) or checkpoint.packed is not None:
         return ""
     if suffix == ".safetensors" and container != "safetensors":
         return f"a {container} by content, but named .safetensors: safetensors refuses it, and so does torch.load of 2.13"

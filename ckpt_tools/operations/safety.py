@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from ckpt_tools.errors import CkptError, RemoteError
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import Checkpoint, open_source
+from ckpt_tools.io.member_paths import archive_and_member
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.weights_only import ALLOWED
@@ -142,7 +143,7 @@ def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | No
     """The answer for a file that is not a checkpoint or breaks: what stands before the break would already have run."""
     if isinstance(error, RemoteError):
         return None
-    with contextlib.suppress(CkptError), contextlib.closing(open_source(path)) as source:
+    with contextlib.suppress(CkptError), contextlib.closing(open_source(archive_and_member(path)[0])) as source:
         return examine(source)
     return None
 
@@ -150,6 +151,9 @@ def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | No
 def of_checkpoint(checkpoint: Checkpoint) -> Safety:
     """The answer for an open checkpoint; not read again where its reader has seen every pickle and none names a class."""
     decoded = checkpoint.decoded
+    if checkpoint.packed is not None:  # whatever else is in there is unpacked with it
+        found = examine(checkpoint.packed.whole)
+        return replace(found, verdict="plain") if found.verdict == "nothing" else found
     if decoded.container in _READ_WHOLE and ALLOWED.issuperset(decoded.globals) and not _may_hide(decoded):
         return Safety("plain")
     found = examine(decoded.source)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt_tools.render.text import (
+    container_text,
     counted,
     label_grid,
     loading_row,
@@ -68,7 +69,7 @@ def _print_head(description: Description, view: View, out: Console) -> None:
     totals = description.totals
     out.print(Text(printable(description.path), style="bold"), soft_wrap=True)
     grid = label_grid()
-    grid.add_row("container", f"{description.container}, {size_text(description.file_bytes)}")
+    grid.add_row("container", container_text(description))
     spent = totals["storage_bytes"]
     extra = f" in {size_text(spent)} of storage" if spent != totals["bytes"] else ""
     tensors = f"{totals['tensors']:,}, {counted(totals['elements'], 'element')}, {size_text(totals['bytes'])}{extra}"

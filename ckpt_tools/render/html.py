@@ -22,6 +22,7 @@ from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.writer import write
 from ckpt_tools.render.text import (
+    container_text,
     counted,
     loading_row,
     path_text,
@@ -114,7 +115,7 @@ def _text(value: object) -> str:
 def _overview(description: Description) -> Sequence[tuple[str, str]]:
     totals = description.totals
     rows = [("file", printable(os.path.abspath(description.path))),
-            ("container", f"{description.container}, {size_text(description.file_bytes)}"),
+            ("container", container_text(description)),
             ("tensors", f"{totals['tensors']:,}, {counted(totals['elements'], 'element')}, {size_text(totals['bytes'])}"),
             ("dtypes", _counts(totals["dtypes"]))]  # fmt: skip
     if totals["devices"]:

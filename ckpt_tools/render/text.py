@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from ckpt_tools.operations.inspect import Description
+
 PIPE_WIDTH = 1000  # in a pipe no line is broken: grep and copy-paste need whole names
 
 
@@ -57,7 +59,7 @@ def show(render: Callable[[Console], None]) -> None:
 def loading_row(weights_only: Mapping[str, Any]) -> tuple[str, str]:
     """What torch.load says of a checkpoint, or the call that loads what is not for it."""
     call = weights_only["call"]
-    if call.partition(",")[0] != "torch.load":
+    if call.partition(",")[0] != "torch.load" or call.endswith("unpacked"):
         return "loads with", call
     return "weights_only", "loads" if weights_only["loads"] else "refused by torch.load(weights_only=True)"
 
@@ -204,3 +206,12 @@ def room_for_names(columns: dict[str, list[str]], out: Console) -> int:
     """What the columns leave of the width, each taking its longest line and two blanks."""
     taken = sum(2 + max(map(len, (name, *"\n".join(cells).split("\n")))) for name, cells in columns.items())
     return out.width - taken - 2
+
+
+def container_text(description: Description) -> str:
+    """The container, what it lies in, and the size of the file."""
+    packed, size = description.packed, size_text(description.file_bytes)
+    if packed is None:
+        return f"{description.container}, {size}"
+    member = f", {printable(packed['member'])}" if packed["member"] else ""
+    return f"{description.container} inside {packed['kind']}{member}, {size}"

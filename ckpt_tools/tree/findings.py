@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -50,6 +51,8 @@ CODES = frozenset((
     "beside-the-weights",
 ))  # fmt: skip
 
+_PACKED = re.compile(r"(?:\.tar)?\.(?:gz|bz2|xz|zst|tgz|nemo)$", re.IGNORECASE)
+_TAR = re.compile(r"\.(?:tar\.\w+|tgz|nemo)$", re.IGNORECASE)
 _NOT_WRITTEN = (".pkl", ".pickle", ".tar")  # the names of older formats, which a torch-zip may have too
 
 
@@ -59,11 +62,20 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     Args:
         suffix: the extension of the output where it is not the input's; never one of a format that nobody writes here.
     """
-    stem, own = (path.rstrip("/"), ".pth") if os.path.isdir(path) else os.path.splitext(path)
+    stem, own = (path.rstrip("/"), ".pth") if os.path.isdir(path) else _parts_of(path)
     stem = stem.rpartition("/")[2] if "://" in path else stem  # the output of what has an address is written here
     own = ".pth" if own.lower() in _NOT_WRITTEN or not writes(own) else own
     target = f"{stem}.fixed{own if suffix is None else suffix}"
     return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))
+
+
+def _parts_of(path: str) -> tuple[str, str]:
+    """The name of a file without its extension, and that; of a packed one what was packed."""
+    archive, mark, member = path.partition("!")
+    stem = _PACKED.sub("", archive)
+    if not mark:
+        return os.path.splitext(stem) if stem == archive or not _TAR.search(archive) else (stem, ".pth")
+    return stem, os.path.splitext(member)[1] or ".pth"
 
 
 def getting_again(path: str, whole: int) -> str:

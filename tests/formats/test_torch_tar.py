@@ -160,8 +160,7 @@ def test_12_other_members(tmp_path: Path) -> None:
 
 
 def test_12_a_tar_of_something_else(tmp_path: Path) -> None:
-    """Any other tar is said to be one."""
-    refused(write(tmp_path, tar(**{"model.pth": b"x"})), UnsupportedContainerError, "a tar archive, but not one", "'model.pth'")
+    """A tar of some of the members is said to be none of torch's."""
     refused(write(tmp_path, tar(storages=STORED)), UnsupportedContainerError, "a tar archive, but not one")
 
 

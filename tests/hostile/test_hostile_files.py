@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import lzma
@@ -15,12 +16,12 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import (
+    AmbiguousFileError,
     FolderError,
     ForbiddenFileError,
     MissingFileError,
     NotACheckpointError,
     ObjectsError,
-    UnsupportedContainerError,
     ZipError,
 )
 from tests.hostile.headers import info, safetensors
@@ -93,8 +94,7 @@ PACKED = {
     "gzip": (gzip.compress(b"x" * 100), "a gzip archive", "gunzip"),
     "7z": (b"7z\xbc\xaf\x27\x1c" + bytes(40), "a 7z archive", "Unpack"),
     "xz": (lzma.compress(b"x" * 100), "an xz archive", "unxz"),
-    "zstd": (b"\x28\xb5\x2f\xfd" + bytes(40), "a zstd archive", "unzstd"),
-    "bzip2": (b"BZh9" + bytes(40), "a bzip2 archive", "bunzip2"),
+    "bzip2": (bz2.compress(b"x" * 100), "a bzip2 archive", "bunzip2"),
     "png": (b"\x89PNG\r\n\x1a\n" + zlib.compress(b"x"), "a PNG picture", ""),
     "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(40), "an HDF5 file", ""),
     "gguf": (b"GGUF\x03" + bytes(40), "a GGUF file", ""),
@@ -209,7 +209,7 @@ def test_12_tar(tmp_path: Path) -> None:
         member = tarfile.TarInfo("../escape")
         member.size = 4
         tar.addfile(member, io.BytesIO(b"evil"))
-    refused(write(tmp_path, buffer.getvalue(), "old.tar"), UnsupportedContainerError, "is a tar archive", "torch 0.1")
+    refused(write(tmp_path, buffer.getvalue(), "old.tar"), AmbiguousFileError, "not a name inside a folder")
     assert not (tmp_path.parent / "escape").exists()
     assert ckpt_tools.inspect(write(tmp_path, saved(), "model.pth.tar")).totals["tensors"] == 1
 

@@ -17,9 +17,8 @@ Source: torch/serialization.py (`legacy_load` in `_legacy_load`); POSIX.1-2001, 
 from __future__ import annotations
 
 import contextlib
-import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import (
@@ -32,12 +31,12 @@ from ckpt_tools.errors import (
     UnsupportedContainerError,
 )
 from ckpt_tools.formats.base import (
-    TAR_BLOCK,
     Decoded,
     Warned,
     is_tar,
     settled,
 )
+from ckpt_tools.formats.packed.tars import OddHeaderError, entries
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
@@ -55,10 +54,8 @@ from ckpt_tools.tree.nodes import (
     Storage,
 )
 
-_BLOCK = TAR_BLOCK
 _MAX_MEMBERS = 64  # of which torch writes four
 _NAMES = ("sys_info", "storages", "tensors", "pickle")
-_REGULAR = (b"0", b"\0")
 _REBUILDS = (Global("torch._utils", "_rebuild_tensor"), Global("torch._utils", "_rebuild_tensor_v2"))
 _SMALL_WINDOW, _SMALL = 4096, "A pickle of the tar"
 
@@ -66,6 +63,13 @@ _SMALL_WINDOW, _SMALL = 4096, "A pickle of the tar"
 def sniff(head: bytes) -> bool:
     """Whether a file that starts with these bytes is a tar archive."""
     return is_tar(head) or head[257:262] == b"ustar"
+
+
+def is_torchs(source: Source) -> bool:
+    """Whether a tar has a member that torch wrote, as far as it can be read; any other is for `formats/packed`."""
+    with contextlib.suppress(OddHeaderError, DamagedFileError):
+        return any(header.is_file and header.name in _NAMES for header, _ in entries(source, _MAX_MEMBERS))
+    return False
 
 
 def decode(source: Source) -> Decoded:
@@ -107,14 +111,14 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
     members: dict[str, FilePart] = {}
     others, odd = [], ""
     try:
-        for header, part in _entries(source):
+        for header, part in entries(source, _MAX_MEMBERS):
             if header.name not in _NAMES:
                 others.append(header.name)
             elif header.name in members or not header.is_file:
                 odd = f"two members {header.name!r}" if header.name in members else f"a {header.name!r} that is not a file"
             else:
                 members[header.name] = part
-    except _OddHeaderError as error:
+    except OddHeaderError as error:
         odd = str(error)
     if odd and {*members, *others} & set(_NAMES):
         raise AmbiguousFileError(f"The tar has {odd}.", why=TWO_FILES)
@@ -126,110 +130,6 @@ def _members(source: Source) -> tuple[dict[str, FilePart], list[str]]:
             fix="Unpack it, and give ckpt the file in it.",
         )  # fmt: skip
     return members, others
-
-
-class _OddHeaderError(Exception):
-    """A header that torch never wrote, and that readers of tars take in different ways. The text says which."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """One header, as Python's tarfile reads it."""
-
-    name: str
-    kind: bytes
-    size: int
-
-    @property
-    def is_file(self) -> bool:
-        """Whether it is a regular file; the oldest tars mark a folder by its name alone."""
-        return self.kind in _REGULAR and not self.name.endswith("/")
-
-
-def _entries(source: Source) -> Iterator[tuple[_Header, FilePart]]:
-    """Each member and its bytes, in file order, up to the first empty block."""
-    position, said = 0, None
-    for _ in range(_MAX_MEMBERS):
-        if position + _BLOCK > source.size or not any(block := source.read(position, _BLOCK)):
-            return
-        header, start = _header(block, position, said), position + _BLOCK
-        if start + header.size > source.size:
-            raise DamagedFileError(
-                f"The tar is cut off in its member {header.name!r}.",
-                why=f"It ends after {source.size} bytes; the member goes up to byte {start + header.size}.",
-                fix="An interrupted download or a full disk does that: get it again.",
-            )
-        if header.kind in _PAX:
-            said = _pax_size(source.read(start, min(header.size, _MAX_PAX)), header, said)
-        else:
-            yield header, FilePart(source, start, start + header.size)
-            said = None
-        position = start + -(-header.size // _BLOCK) * _BLOCK
-    if position + _BLOCK <= source.size and any(source.read(position, _BLOCK)):
-        raise _OddHeaderError(f"more than {_MAX_MEMBERS} members")
-
-
-def _header(block: bytes, position: int, said: int | None) -> _Header:
-    """One header; `said` is the member's size by a header of the pax format before it.
-
-    Raises:
-        DamagedFileError: its checksum does not match. _OddHeaderError: a kind that torch never wrote.
-    """
-    name, prefix = (_text(block[start:end]) for start, end in ((0, 100), (345, 500)))
-    kind, size = block[156:157], _size(block, position)
-    if said is not None and kind not in _PAX:
-        size = said
-    header = _Header(f"{prefix}/{name}" if prefix else name, kind, size)
-    if header.kind in _PAX or header.is_file:
-        return header
-    if header.kind not in (*_REGULAR, *_WITHOUT_BYTES) or header.size:  # some readers pass over the bytes, tarfile does not
-        raise _OddHeaderError(f"a member of kind {header.kind!r} with {header.size} bytes")
-    return replace(header, name=header.name.rstrip("/"))
-
-
-def _pax_size(data: bytes, header: _Header, before: int | None) -> int | None:
-    """The size that a header of the pax format gives to the member behind it. Times, owners and comments change nothing.
-
-    Raises:
-        _OddHeaderError: it renames the member, or is not as it should be.
-    """
-    size, at = before, 0
-    while at < len(data):
-        record = _PAX_RECORD.match(data, at)
-        if record is None or int(record[1]) != len(record[0]):
-            raise _OddHeaderError("a malformed pax header")
-        key, at = record[2], record.end()
-        if key == b"size" and header.kind == b"x" and size is None and record[3].isdigit():
-            size = int(record[3])
-        elif key not in _IDLE_KEYS:
-            raise _OddHeaderError(f"a pax header with {key[:40]!r}")
-    if header.size > _MAX_PAX:
-        raise _OddHeaderError(f"a pax header of {header.size} bytes")
-    return size
-
-
-_PAX = (b"x", b"g")
-_PAX_RECORD = re.compile(rb"([1-9][0-9]{0,4}) ([^=\n]{1,100})=([^\n]*)\n")
-_IDLE_KEYS = frozenset((b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"))
-_MAX_PAX = 1 << 16
-_WITHOUT_BYTES = (b"1", b"2", b"3", b"4", b"5", b"6")
-
-
-def _text(field: bytes) -> str:
-    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
-
-
-def _size(header: bytes, position: int) -> int:
-    """The size in a header whose checksum is right: octal, or where the first bit is set, binary (GNU, over 8 GB)."""
-    try:
-        expected = int(header[148:156].strip(b" \0"), 8)
-        field = header[124:136]
-        size = int.from_bytes(field[1:], "big") if field[0] == 0x80 else int(field.strip(b" \0") or b"0", 8)
-    except ValueError:
-        expected, size = -1, 0
-    if sum(header) - sum(header[148:156]) + 8 * 32 != expected or size < 0:
-        raise DamagedFileError(f"The tar header at byte {position} is damaged.", why="Its checksum does not match.")
-    return size
 
 
 # --- what the members say

@@ -252,7 +252,7 @@ def _of_zero_model(checkpoint: Checkpoint) -> Partition | None:
         return None
     from ckpt_tools.formats.parts.zero.names import is_zero_file
 
-    if not is_zero_file(checkpoint.path.name) or _others(checkpoint) is None:
+    if not is_zero_file(checkpoint.name) or _others(checkpoint) is None:
         return None
     found = "the 16-bit weights of a DeepSpeed ZeRO checkpoint; the fp32 ones are in the files of the ranks beside it"
     return Partition(found, _ZERO_ALONE, "DeepSpeed", None, _partition_count(checkpoint.root.get("dp_world_size")))
@@ -288,7 +288,7 @@ _MODULES = {
 
 
 def _of_module(checkpoint: Checkpoint) -> Partition | None:
-    found = (what for rule, what in _MODULES.items() if rule.fullmatch(checkpoint.path.name))
+    found = (what for rule, what in _MODULES.items() if rule.fullmatch(checkpoint.name))
     what = next(found, None)
     return None if what is None else Partition(f"{what}, of a DeepSpeed checkpoint", _ZERO, "DeepSpeed")
 
@@ -298,11 +298,11 @@ def _of_module(checkpoint: Checkpoint) -> Partition | None:
 
 def _of_consolidated(checkpoint: Checkpoint) -> Partition | None:
     """By its name, and by the files beside it or what its shapes say."""
-    if not checkpoint.path.name.startswith("consolidated."):
+    if not checkpoint.name.startswith("consolidated."):
         return None
     from ckpt_tools.formats.parts.grouping import CONSOLIDATED
 
-    match = CONSOLIDATED.fullmatch(checkpoint.path.name)
+    match = CONSOLIDATED.fullmatch(checkpoint.name)
     if match is None:
         return None
     others = _others(checkpoint)

@@ -126,10 +126,8 @@ def _storages(checkpoint: Checkpoint) -> Iterator[Storage]:
 
 def _sources(source: Source, contents: Sequence[Range | Deflated]) -> list[Source]:
     """The files that a checkpoint is made of, each once."""
-    found: dict[Source, None] = dict.fromkeys(source.members.values() if isinstance(source, Files) else [source])
-    for content in contents:
-        found[in_file(content.source, 0)[0]] = None
-    return [source for source in found if not isinstance(source, Window)]
+    own = list(source.members.values()) if isinstance(source, Files) else [source]
+    return list(dict.fromkeys(in_file(part, 0)[0] for part in (*own, *(content.source for content in contents))))
 
 
 def in_file(source: Source, offset: int) -> tuple[Source, int]:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -177,7 +177,15 @@ def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None)
         name, other = wanted.against
         report.against = digests.compare(read.digests, other, name)
     report.findings = list(_findings(checkpoint, read, report, wanted, heads))
+    if checkpoint.packed is not None:
+        report.findings = list(map(_unpacked_first, report.findings))
     return report
+
+
+def _unpacked_first(finding: Finding) -> Finding:
+    """A finding about what is packed: ckpt repair takes only what is not."""
+    is_repair = finding.fix.startswith("ckpt repair ")
+    return replace(finding, fix="Unpack it, and give ckpt repair the file that was in it.") if is_repair else finding
 
 
 def _heads(checkpoint: Checkpoint) -> frozenset[Where]:

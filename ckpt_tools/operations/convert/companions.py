@@ -1,8 +1,8 @@
 """The files beside the weights of a folder that go with them into another: configuration, tokenizer, licence.
 
-They are told by their names, and copied as they are. What stays is said: links (they may lead anywhere), folders, hidden
-files, code, other checkpoints. verl keeps them in `huggingface/` beside the files of the ranks (verl's
-`utils/checkpoint/fsdp_checkpoint_manager.py`).
+They are told by their names, and copied as they are; of links only those of Hugging Face's cache, with what they lead to. What
+stays is said: other links (they may lead anywhere), folders, hidden files, code, other checkpoints. verl keeps them in
+`huggingface/` beside the files of the ranks (verl's `utils/checkpoint/fsdp_checkpoint_manager.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from ckpt_tools.errors import NotACheckpointError
 from ckpt_tools.formats.folders import INDEX_SUFFIX
 from ckpt_tools.formats.open import Checkpoint, begins_as_checkpoint
+from ckpt_tools.formats.packed.members import Folder
 from ckpt_tools.formats.parts.rank_files import CONTAINER as RANK_FILES
 from ckpt_tools.io import attributes
 from ckpt_tools.io.content import Piece, Range
@@ -60,10 +61,11 @@ def find(checkpoint: Checkpoint, target: str | os.PathLike[str], *, only_weights
     Raises:
         NotACheckpointError: one that should come along cannot be read.
     """
-    found, files = Companions(), checkpoint.decoded.source
-    if not isinstance(files, Files) or _same_folder(files, target):
+    found, files = Companions(), _folder_of(checkpoint)
+    if files is None or _same_folder(files, target):
         return found
     own, listed = set(files.members), _beside(files, checkpoint.container)
+    own |= {checkpoint.name} if checkpoint.packed is not None else set()
     for name, kind in listed:
         if name in own:
             continue
@@ -72,6 +74,14 @@ def find(checkpoint: Checkpoint, target: str | os.PathLike[str], *, only_weights
         if why:
             found.stayed.append((name, why))
     return found
+
+
+def _folder_of(checkpoint: Checkpoint) -> Files | None:
+    """The folder that a checkpoint is, or that it is in within an archive."""
+    if checkpoint.packed is not None:
+        return checkpoint.packed.folder
+    source = checkpoint.decoded.source
+    return source if isinstance(source, Files) else None
 
 
 def copy(companions: Companions, staging: Staging) -> None:
@@ -94,6 +104,8 @@ def _beside(files: Files, container: str) -> list[tuple[str, str]]:
     """Every name in the folder, and why it stays whatever it is called: "" for regular files."""
     if is_address(str(files.folder)):
         return [(name, "") for name in sorted(set(files.names())) if is_plain_name(name)]
+    if isinstance(files, Folder):
+        return [(name, "" if name in files.files else "a folder") for name in sorted(files.names())]
     inner = "huggingface" if container == RANK_FILES else ""
     found = []
     for name, kind in _listed(files.folder):
@@ -107,19 +119,30 @@ def _beside(files: Files, container: str) -> list[tuple[str, str]]:
 def _listed(folder: Path) -> Iterator[tuple[str, str]]:
     try:
         with os.scandir(folder) as rows:
-            yield from ((row.name, _kind(row)) for row in rows)
+            yield from ((row.name, _kind(row, folder)) for row in rows)
     except OSError as error:
         raise NotACheckpointError(f"{folder} cannot be read.", why=f"{error.strerror or error}.") from None
 
 
-def _kind(row: os.DirEntry[str]) -> str:
-    if row.is_symlink():
+def _kind(row: os.DirEntry[str], folder: Path) -> str:
+    if row.is_symlink() and not _leads_into_its_cache(row.path, folder):
         return "a link"
     if row.is_dir():
         return "a folder"
     if not row.is_file():
         return "not a regular file"
     return "" if is_plain_name(row.name) else "a name that is not a file's everywhere"
+
+
+def _leads_into_its_cache(path: str, folder: Path) -> bool:
+    """Whether a link is one of Hugging Face's cache: `snapshots/COMMIT/config.json -> ../../blobs/HASH`, a file of that model.
+
+    Source: huggingface_hub's `file_download.py` (`_create_symlink`).
+    """
+    snapshot = Path(os.path.realpath(folder))
+    if snapshot.parent.name != "snapshots":
+        return False
+    return Path(os.path.realpath(path)).parent == snapshot.parent.parent / "blobs" and os.path.isfile(path)
 
 
 def _why_it_stays(name: str) -> str:

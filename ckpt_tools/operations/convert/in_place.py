@@ -60,7 +60,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
         source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)
         if kind is None or type(source) is not Source:  # a local file, whole
             raise ContainerLimitError(
-                f"{path} is a {checkpoint.container} file, which cannot be edited in place.", fix="Convert it to another file."
+                f"{path} is a {checkpoint.described} file, which cannot be edited in place.", fix="Convert it to another file."
             )
         part = partition(checkpoint)
         if part is not None and options.objects in ("plain", "drop"):

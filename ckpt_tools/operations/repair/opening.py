@@ -26,6 +26,7 @@ from ckpt_tools.formats.open import (
     HEAD,
     Checkpoint,
     collector_paused,
+    may_be_packed,
     naming,
     open_checkpoint,
     open_source,
@@ -33,6 +34,7 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.formats.zip.directory import RecordRange
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import Content, Deflated, Range
+from ckpt_tools.io.member_paths import archive_and_member
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.operations.check.reading import Mismatch, read_checkpoint
@@ -81,17 +83,34 @@ def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack
         raise
     except CkptError as error:
         error.__traceback__ = None  # which holds everything that was read so far
-        source = open_source(path)
+        source = open_source(archive_and_member(path)[0])
         stack.callback(source.close)
+        refuse_packed(source)
         if isinstance(source, Files) or source.path.suffix == ".json":
             raise _of_several_files(path, f"{error.what} {error.why}") from None
         return _salvaged(source, error, keep_damaged, scratch, stack)
+    if checkpoint.packed is not None:
+        refuse_packed(checkpoint.packed.source)
     if checkpoint.container not in _REPAIRED:
         raise _not_repaired(path, checkpoint.container)
     cut = next((warned.found for warned in checkpoint.warnings if warned.code == CUT_ARCHIVE), "")
     if cut:
         return _salvage(checkpoint.decoded.source, DamagedFileError(f"{cut}."), keep_damaged), cut
     return proved(checkpoint), ""
+
+
+def refuse_packed(source: Source) -> None:
+    """Raise UnsupportedContainerError for a compressed file or a tar: what is in it is mended once it is unpacked."""
+    head = source.read(0, min(HEAD, source.size)) if not isinstance(source, Files) else b""
+    if not may_be_packed(head):
+        return
+    from ckpt_tools.formats.packed.unpacking import unpack_command
+
+    if command := unpack_command(source, head):
+        raise UnsupportedContainerError(
+            f"{source.path} is packed, and ckpt repair mends what is not.",
+            fix=f"Unpack it first ({command}), and repair the file that was in it.",
+        )
 
 
 def _not_repaired(path: str | os.PathLike[str], container: str) -> UnsupportedContainerError:

@@ -1,0 +1,174 @@
+"""Compressed files: told by their first bytes, and inflated once, into a temporary file without a name."""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ckpt_tools import limits
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, UnsupportedContainerError
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Reader, Spooled
+
+_BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 20
+_AFTER_RUN = 4096  # bytes that are read first of what stands behind a run: runs may be short
+_XZ_MEMORY = 1 << 28  # bytes; `xz -9` needs a quarter of that
+Spend = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A way to compress a file.
+
+    Attributes:
+        name, called: its name, alone and with an article. magic: the first bytes. suffix: how names end.
+        shell: the command that undoes it. make: what inflates it; None for zstd, which Python has since 3.14 only.
+    """
+
+    name: str
+    called: str
+    magic: bytes
+    suffix: str
+    shell: str
+    make: Callable[[], Any] | None
+
+
+def new_xz() -> Any:
+    """What inflates xz and lzma, in memory that does not go by what the file asks for."""
+    return lzma.LZMADecompressor(memlimit=_XZ_MEMORY)
+
+
+KINDS = (
+    Kind("gzip", "a gzip archive", b"\x1f\x8b", ".gz", "gunzip", lambda: zlib.decompressobj(31)),
+    Kind("bzip2", "a bzip2 archive", b"BZh", ".bz2", "bunzip2", bz2.BZ2Decompressor),
+    Kind("xz", "an xz archive", b"\xfd7zXZ\x00", ".xz", "unxz", new_xz),
+    Kind("zstd", "a zstd archive", b"\x28\xb5\x2f\xfd", ".zst", "unzstd", None),
+)
+_ZSTD = ("compression.zstd", "zstandard")  # since Python 3.14, and the package of that name
+
+
+def kind_of(head: bytes) -> Kind | None:
+    """How a file that starts with these bytes is compressed."""
+    return next((kind for kind in KINDS if head.startswith(kind.magic)), None)
+
+
+def inflate(source: Source, kind: Kind) -> Spooled:
+    """The bytes of a compressed file, inflated; they count as what the file being read may inflate to.
+
+    Raises:
+        DamagedFileError: cut off, damaged, or with other bytes behind. LimitError: it inflates to more than any real file, or
+        there is no room for it. UnsupportedContainerError: nothing here inflates zstd.
+    """
+    budget = limits.budget(source.size)
+
+    def spend(count: int) -> None:
+        budget.take(limits.INFLATED, count, f"{source.path} inflates to more than any real file.")
+
+    blocks = zstd_blocks(source, spend) if kind.make is None else _whole(source, kind, spend)
+    try:
+        return Spooled(source, blocks)
+    except CkptError:  # some of ours are an OSError too
+        raise
+    except (zlib.error, lzma.LZMAError, EOFError, ValueError) as error:
+        raise _damaged(source, kind, f"{error}.") from None
+    except OSError as error:
+        if error.errno is None:  # bz2's own
+            raise _damaged(source, kind, f"{error}.") from None
+        raise LimitError(
+            f"{source.path} cannot be inflated into a temporary file.", why=f"{error.strerror}.",
+            fix=f"Unpack it ({kind.shell}), or set TMPDIR to a folder with room.",
+        ) from None  # fmt: skip
+
+
+def _damaged(source: Source, kind: Kind, why: str) -> DamagedFileError:
+    return DamagedFileError(f"{source.path} cannot be inflated ({kind.name}).", why=why, fix="Get it again.")
+
+
+def _whole(source: Source, kind: Kind, spend: Spend) -> Iterator[bytes]:
+    """All that the file inflates to; it has to end where what was compressed ends."""
+    assert kind.make is not None
+    end = yield from runs(source, 0, kind.make, kind.magic, spend)
+    if end is None:
+        raise _damaged(source, kind, "It is cut off.")
+    if end < source.size:
+        raise _damaged(source, kind, f"{source.size - end} bytes of something else stand behind what was compressed.")
+
+
+def runs(source: Source, start: int, make: Callable[[], Any], again: bytes, spend: Spend) -> Generator[bytes, None, int | None]:
+    """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends; `spend` counts them first.
+
+    With `again` also the runs behind it that begin so, zeros between them: gzip, bz2 and lzma read them as one.
+
+    Returns:
+        Where the last one ends, behind the zeros; None where it is cut off.
+    """
+    opened, at, size = make(), start, _PACKED_BLOCK
+    while at < source.size:
+        data = source.read(at, min(size, source.size - at))
+        at += len(data)
+        piece = opened.decompress(data, _BLOCK)
+        while piece:
+            spend(len(piece))
+            yield piece
+            piece = b"" if opened.eof else opened.decompress(getattr(opened, "unconsumed_tail", b""), _BLOCK)
+        size = min(2 * size, _PACKED_BLOCK)
+        if opened.eof:
+            at = _next_run(source, at - len(opened.unused_data))
+            if not again or source.read(at, min(len(again), source.size - at)) != again:
+                return at
+            spend(4 * _AFTER_RUN)  # what another one costs
+            opened, size = make(), _AFTER_RUN
+    return None
+
+
+def _next_run(source: Source, at: int) -> int:
+    """The first byte from `at` on that is no zero; of a megabyte of zeros none is looked for."""
+    padding = source.read(at, min(_PACKED_BLOCK, source.size - at))
+    return at + len(padding) - len(padding.lstrip(b"\0"))
+
+
+# --- zstd
+
+
+def has_zstd() -> bool:
+    """Whether something here inflates zstd."""
+    return _zstd_module() is not None
+
+
+def _zstd_module() -> Any:
+    for name in _ZSTD:
+        try:
+            return import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+def zstd_blocks(source: Source, spend: Spend) -> Iterator[bytes]:
+    """What a file inflates to, in blocks; `spend` counts them first.
+
+    Raises:
+        UnsupportedContainerError: nothing here inflates it. EOFError: it is damaged, or cut off.
+    """
+    module = _zstd_module()
+    if module is None:
+        raise UnsupportedContainerError(
+            f"{source.path} is a zstd archive, which nothing here inflates.",
+            why="Python can do so from 3.14 on, or with the package zstandard.",
+            fix="Unpack it (unzstd), or: pip install zstandard",
+        )
+    file = Reader(source)
+    opened = module.ZstdFile(file) if hasattr(module, "ZstdFile") else module.ZstdDecompressor().stream_reader(
+        file, read_across_frames=True
+    )  # fmt: skip
+    try:
+        while piece := opened.read(_BLOCK):
+            spend(len(piece))
+            yield piece
+    except getattr(module, "ZstdError", ValueError) as error:
+        raise EOFError(str(error)) from None

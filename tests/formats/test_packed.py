@@ -1,0 +1,394 @@
+"""A checkpoint in a compressed file or a tar is read as what it is; what could mean two things is refused."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import ckpt_tools
+from ckpt_tools import limits
+from ckpt_tools.cli import main
+from ckpt_tools.errors import (
+    AmbiguousFileError,
+    CkptError,
+    ContainerLimitError,
+    DamagedFileError,
+    LimitError,
+    NotACheckpointError,
+    PartError,
+    UnsupportedContainerError,
+    ZipError,
+)
+from ckpt_tools.torch import load_into, load_state_dict
+from tests.hostile.refusals import refused, write
+from tests.support.containers import Net, state
+from tests.support.rank_files import fsdp2, save_ranks
+from tests.support.samples import FIXTURES
+
+CONFIG = b'{"hidden_size": 3}'
+PAYLOAD = b"cos\nsystem\n(S'true'\ntR."
+
+
+def saved(content: object = None) -> bytes:
+    """What torch.save writes of the state."""
+    buffer = io.BytesIO()
+    torch.save(state() if content is None else content, buffer)
+    return buffer.getvalue()
+
+
+def tar(members: dict[str, bytes], kind: int = tarfile.PAX_FORMAT) -> bytes:
+    """A tar of these members, as Python writes it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:", format=kind) as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def folder_tar(folder: Path, mode: str = "w:gz") -> bytes:
+    """A folder as `tar czf OUT -C FOLDER .` packs it."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:  # type: ignore[call-overload]
+        archive.add(folder, ".")
+    return buffer.getvalue()
+
+
+SAGEMAKER = {"./config.json": CONFIG, "./code/inference.py": b"import os", "./model.pth": saved()}
+PACKED: dict[str, tuple[bytes, str, str]] = {
+    "model.pth.gz": (gzip.compress(saved()), "gzip", "model.pth"),
+    "model.pth.bz2": (bz2.compress(saved()), "bzip2", "model.pth"),
+    "model.pth.xz": (lzma.compress(saved()), "xz", "model.pth"),
+    "two runs.gz": (gzip.compress(saved()[:700]) + gzip.compress(saved()[700:]), "gzip", "two runs"),
+    "model.tar": (tar(SAGEMAKER), "tar", "model.pth"),
+    "gnu.tar": (tar({"long" * 40 + "/model.pth": saved()}, tarfile.GNU_FORMAT), "tar", "long" * 40 + "/model.pth"),
+    "pax.tar": (tar({"lóng" * 40 + "/model.pth": saved()}), "tar", "lóng" * 40 + "/model.pth"),
+    "model.tar.gz": (gzip.compress(tar(SAGEMAKER)), "tar.gz", "model.pth"),
+    "model": (lzma.compress(tar(SAGEMAKER)), "tar.xz", "model.pth"),
+    "model.nemo": (tar({"./model_config.yaml": b"a: 1", "./model_weights.ckpt": saved()}), "tar", "model_weights.ckpt"),
+    "old.nemo": (gzip.compress(tar({"model_weights.ckpt": saved()})), "tar.gz", "model_weights.ckpt"),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_reads_what_is_packed(name: str, tmp_path: Path) -> None:
+    """By content: inspect says what lies in what, check proves its records, load code gets the tensors that torch saved."""
+    data, kind, member = PACKED[name]
+    path = write(tmp_path, data, name)
+    found = ckpt_tools.inspect(path)
+    assert (found.container, found.packed, found.file_bytes) == ("torch-zip", {"kind": kind, "member": member}, len(data))
+    checked = ckpt_tools.check(path, digest=True)
+    assert (checked.verdict, checked.tensors, checked.records) == ("healthy", 3, 9)
+    loaded = load_state_dict(path)
+    assert all(torch.equal(loaded[key], value) for key, value in state().items())
+    assert found.weights_only["loads"] is False
+    assert "unpacked" in found.weights_only["reasons"][0]
+
+
+@pytest.mark.parametrize("name", ["model.pth.gz", "model.tar", "model.tar.gz"])
+def test_every_command(name: str, tmp_path: Path) -> None:
+    """convert, diff, stats, average, load_into and report take a packed file as they take the file in it."""
+    path, plain = write(tmp_path, PACKED[name][0], name), write(tmp_path, saved(), "plain.pth")
+    ckpt_tools.convert(path, tmp_path / "out.safetensors", add_prefix="m.")
+    assert {key.removeprefix("m.") for key in load_file(tmp_path / "out.safetensors")} == set(state())
+    assert ckpt_tools.diff(path, plain, values=True).same
+    assert [row.where for row in ckpt_tools.stats(path).tensors] == [row.where for row in ckpt_tools.stats(plain).tensors]
+    ckpt_tools.average([path, plain], tmp_path / "mean.pth")
+    assert torch.load(tmp_path / "mean.pth")["fc.bias"].tolist() == [-1.0, 0.5]
+    model = Net()
+    model.fc.weight.data.zero_()
+    assert load_into(model, path)
+    assert torch.equal(model.fc.weight, state()["fc.weight"])
+    shown = CliRunner().invoke(main, ["inspect", str(path)])
+    assert f"torch-zip inside {PACKED[name][1]}, model.pth" in shown.output
+
+
+def test_a_large_one_is_copied_whole(tmp_path: Path) -> None:
+    """Tensors of megabytes come out of a tar and of a compressed file byte for byte, mapped or read."""
+    large = {"w": torch.arange(600_000.0)}
+    for name, data in {"large.tar": tar({"m.pth": saved(large)}), "large.gz": gzip.compress(saved(large), 1)}.items():
+        path = write(tmp_path, data, name)
+        ckpt_tools.convert(path, tmp_path / "large.pth", overwrite=True, verify=True)
+        assert torch.equal(torch.load(tmp_path / "large.pth")["w"], large["w"])
+        assert all(torch.equal(load_state_dict(path, mmap=mapped)["w"], large["w"]) for mapped in (True, False))
+
+
+# --- folders in a tar
+
+
+@pytest.mark.parametrize("mode", ["w:", "w:gz"])
+def test_a_folder_of_shards(mode: str, tmp_path: Path) -> None:
+    """A sharded checkpoint in a folder of a tar is one, and its configuration comes along into another folder."""
+    folder = tmp_path / "in" / "run"
+    folder.mkdir(parents=True)
+    for number, (name, value) in enumerate(state().items(), 1):
+        save_file({name: value}, folder / f"model-{number:05}-of-00003.safetensors")
+    files = {name: f"model-{number:05}-of-00003.safetensors" for number, name in enumerate(state(), 1)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    (folder / "config.json").write_bytes(CONFIG)
+    path = write(tmp_path, folder_tar(tmp_path / "in", mode), "run.tar")
+    found = ckpt_tools.inspect(path)
+    assert (found.container, (found.packed or {})["member"]) == ("sharded", "run")
+    assert ckpt_tools.check(path).verdict == "healthy"
+    report = ckpt_tools.convert(path, tmp_path / "out", shard_size="1KB")
+    assert report.companions == ["config.json"]
+    assert (tmp_path / "out" / "config.json").read_bytes() == CONFIG
+    assert ckpt_tools.diff(path, tmp_path / "out", values=True).same
+
+
+def test_companions_of_one_file(tmp_path: Path) -> None:
+    """What lies beside the one checkpoint in a tar comes along too; folders stay, and that is said."""
+    path = write(tmp_path, gzip.compress(tar(SAGEMAKER)), "model.tar.gz")
+    report = ckpt_tools.convert(path, tmp_path / "out", shard_size="1KB")
+    assert (report.companions, report.stayed) == (["config.json"], [("code", "a folder")])
+    assert not (tmp_path / "out" / "model.pth").exists()
+
+
+def test_rank_files_in_a_tar(tmp_path: Path) -> None:
+    """The files of all ranks become one model; one of them alone is refused as a part."""
+    folder = tmp_path / "ranks"
+    whole = save_ranks(folder, fsdp2, 2)
+    path = write(tmp_path, folder_tar(folder, "w:"), "ranks.tar")
+    loaded = load_state_dict(path)
+    assert all(torch.equal(loaded[name], value) for name, value in whole.items())
+    alone = f"{path}!{sorted(item.name for item in folder.iterdir())[0]}"
+    with pytest.raises(PartError, match="rank 0 of 2"):
+        load_state_dict(alone)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_torch_dist_folder_in_a_nemo(tmp_path: Path) -> None:
+    """NeMo's model_weights/ is a distributed checkpoint, of which every chunk is found in the tar."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path / "in" / "model_weights"), no_dist=True)
+    (tmp_path / "in" / "model_config.yaml").write_text("a: 1\n")
+    for mode in ("w:", "w:gz"):
+        path = write(tmp_path, folder_tar(tmp_path / "in", mode), "model.nemo")
+        assert ckpt_tools.inspect(path).container == "dcp"
+        assert ckpt_tools.check(path).verdict == "healthy"
+        ckpt_tools.convert(path, tmp_path / "out.pth", overwrite=True)
+        written = torch.load(tmp_path / "out.pth")
+        assert all(torch.equal(written[name], value) for name, value in state().items())
+
+
+# --- which of several
+
+
+def test_several_are_listed_and_one_is_named(tmp_path: Path) -> None:
+    """Two checkpoints are an error that lists them; a `!` names one, in every command."""
+    other = saved({"w": torch.ones(2)})
+    path = write(tmp_path, tar({"a/model.pth": saved(), "b.safetensors": b"", "c.pth": other}), "two.tar")
+    refused(path, NotACheckpointError, "holds 2 checkpoints: a/model.pth, c.pth", f"'{path}!a/model.pth'")
+    assert [row["name"] for row in ckpt_tools.inspect(f"{path}!c.pth").tensors] == ["w"]
+    assert ckpt_tools.inspect(f"{path}!c.pth").path == f"{path}!c.pth"
+    ckpt_tools.convert(f"{path}!c.pth", tmp_path / "c.pth")
+    assert torch.load(tmp_path / "c.pth")["w"].tolist() == [1, 1]
+    refused(Path(f"{path}!d.pth"), NotACheckpointError, "has no member 'd.pth'")
+    refused(Path(f"{write(tmp_path, saved(), 'plain.pth')}!d.pth"), NotACheckpointError, "is no archive")
+    refused(Path(f"{write(tmp_path, gzip.compress(saved()), 'm.gz')}!d"), NotACheckpointError, "has no member 'd'")
+
+
+def test_a_file_with_that_name_comes_first(tmp_path: Path) -> None:
+    """A `!` in the name of a file that is there means nothing."""
+    assert ckpt_tools.inspect(write(tmp_path, saved(), "a!b.pth")).totals["tensors"] == 3
+
+
+def test_what_holds_no_tensors_is_not_chosen_between(tmp_path: Path) -> None:
+    """`training_args.bin` of a trainer beside the model is no second checkpoint."""
+    path = write(tmp_path, tar({"training_args.bin": saved({"lr": 0.1}), "model.pth": saved()}), "run.tar")
+    assert (ckpt_tools.inspect(path).packed or {})["member"] == "model.pth"
+
+
+# --- safety
+
+
+@pytest.mark.parametrize("pack", [lambda data: data, gzip.compress, lzma.compress])
+def test_every_member_counts(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """A pickle beside the checkpoint is rated too, by inspect, check and scan."""
+    path = write(tmp_path, pack(tar(SAGEMAKER | {"extra.pkl": PAYLOAD})), "m.tar")
+    assert ckpt_tools.scan(path)[0].verdict == "dangerous"
+    assert ckpt_tools.inspect(path).safety.verdict == "dangerous"
+    assert "dangerous" in {row.code for row in ckpt_tools.check(path).findings}
+    clean = write(tmp_path, pack(tar(SAGEMAKER)), "clean.tar")
+    assert ckpt_tools.scan(clean)[0].verdict == ckpt_tools.inspect(clean).safety.verdict == "plain"
+
+
+def test_a_zip_behind_a_tar_is_looked_through(tmp_path: Path) -> None:
+    """What other programs find behind the members of a tar is no member, and rated nevertheless."""
+    zipped = io.BytesIO()
+    import zipfile
+
+    with zipfile.ZipFile(zipped, "w") as archive:
+        archive.writestr("x.pkl", PAYLOAD)
+    assert ckpt_tools.scan(write(tmp_path, tar({"a.txt": b"a"}) + zipped.getvalue(), "a.tar"))[0].failed
+
+
+def linked(kind: bytes, name: str = "model.pth", target: str = "/etc/passwd") -> bytes:
+    """A tar with a link, or what else has no bytes, behind the state."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:") as archive:
+        for info, data in ((tarfile.TarInfo("state.pth"), saved()), (tarfile.TarInfo(name), b"")):
+            info.size = len(data)
+            if not data:
+                info.type, info.linkname = kind, target
+            archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "absolute": (tar({"/tmp/model.pth": saved()}), "which is not a name inside a folder"),
+    "parent": (tar({"../model.pth": saved()}), "which is not a name inside a folder"),
+    "backslash": (tar({"a\\model.pth": saved()}), "which is not a name inside a folder"),
+    "empty part": (tar({"a//model.pth": saved()}), "which is not a name inside a folder"),
+    "twice": (tar({"model.pth": saved(), "./model.pth": saved()}), "two members 'model.pth'"),
+    "symbolic link": (linked(tarfile.SYMTYPE), "the link 'model.pth'"),
+    "hard link": (linked(tarfile.LNKTYPE, target="state.pth"), "the link 'model.pth'"),
+    "sparse": (linked(b"S"), "of kind b'S'"),
+    "torch's names": (tar({"./storages": b"1", "./pickle": b"2"}), "torch 0.1"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("pack", [lambda data: data, gzip.compress])
+def test_what_unpacks_in_two_ways_is_refused(name: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """Links, names that lead out of the folder, two members of one name: never followed, never chosen between."""
+    data, said = HOSTILE[name]
+    refused(write(tmp_path, pack(data), "m.tar"), AmbiguousFileError, said)
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["m.tar"]
+
+
+DAMAGED: dict[str, tuple[bytes, type[CkptError], str]] = {
+    "cut gzip": (gzip.compress(saved())[:-20], DamagedFileError, "cut off"),
+    "cut xz": (lzma.compress(saved())[:-20], DamagedFileError, "cut off"),
+    "gzip with a wrong sum": (gzip.compress(saved())[:-8] + bytes(8), DamagedFileError, "incorrect data check"),
+    "damaged bzip2": (bz2.compress(saved())[:20] + bytes(40), DamagedFileError, "cannot be inflated (bzip2)"),
+    "bytes behind": (gzip.compress(saved()) + b"more", DamagedFileError, "4 bytes of something else stand behind"),
+    "cut tar": (tar(SAGEMAKER)[:3000], DamagedFileError, "The tar is cut off in its member './model.pth'"),
+    "tar with a damaged header": (tar(SAGEMAKER)[:1024].ljust(2048, b"x"), DamagedFileError, "The tar header at byte 1024"),
+    "gzip in gzip": (gzip.compress(gzip.compress(saved())), NotACheckpointError, "of something that is no checkpoint"),
+    "gzip of text": (gzip.compress(b"hello"), NotACheckpointError, "a gzip archive of something that is no checkpoint"),
+    "empty gzip": (gzip.compress(b""), NotACheckpointError, "a gzip archive"),
+    "empty tar": (tar({"a.txt": b"x"}), NotACheckpointError, "It holds a.txt"),
+    "a member that is damaged": (tar({"m.pth": saved()[:-100]}), ZipError, "m.bin!m.pth"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_is_named(name: str, tmp_path: Path) -> None:
+    """What is cut off, damaged, or holds no checkpoint: an error that says which."""
+    data, error, said = DAMAGED[name]
+    refused(write(tmp_path, data, "m.bin"), error, said)
+
+
+def test_a_bomb_meets_the_limit(tmp_path: Path) -> None:
+    """What inflates to more than any real file stops there, whatever the layers; the limit can be raised."""
+    path = write(tmp_path, gzip.compress(tar({"zeros.bin": bytes(3 << 20), "model.pth": saved()})), "bomb.tar.gz")
+    with limits.raised(inflated=1 << 20), pytest.raises(LimitError, match="inflates to more") as caught:
+        ckpt_tools.inspect(path)
+    assert "limits.raised(inflated=" in caught.value.fix
+    assert ckpt_tools.inspect(path).totals["tensors"] == 3
+
+
+def test_no_room_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is an error that names the way out."""
+    path = write(tmp_path, gzip.compress(saved()), "m.gz")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ckpt_tools.io.in_place.journal.write_all", full)
+    refused(path, LimitError, "No space left", "set TMPDIR")
+
+
+def test_repair_and_edits_in_place_say_the_way_out(tmp_path: Path) -> None:
+    """What is packed is not mended and not edited where it lies: the error has the command that unpacks it."""
+    for name, said in {"model.tar.gz": "tar xf", "model.tar": "tar xf", "model.pth.gz": "gunzip"}.items():
+        path = write(tmp_path, PACKED[name][0], name)
+        for broken in (PACKED[name][0], PACKED[name][0][:-30]):
+            path.write_bytes(broken)
+            with pytest.raises(UnsupportedContainerError) as caught:
+                ckpt_tools.repair(path, tmp_path / "out.pth")
+            assert f"{said} {path}" in caught.value.fix
+        path.write_bytes(PACKED[name][0])
+        with pytest.raises(ContainerLimitError, match="cannot be edited in place"):
+            ckpt_tools.edit_in_place(path, add_module=True)
+        assert path.read_bytes() == PACKED[name][0]
+
+
+def test_an_output_is_as_private_as_the_archive(tmp_path: Path) -> None:
+    """The file of one member may be read by those who may read the archive."""
+    path = write(tmp_path, tar(SAGEMAKER), "m.tar")
+    path.chmod(0o600)
+    ckpt_tools.convert(f"{path}!model.pth", tmp_path / "out.pth")
+    assert os.stat(tmp_path / "out.pth").st_mode & 0o777 == 0o600
+
+
+# --- zstd
+
+
+class Zstd(ModuleType):
+    """A stand-in for the package zstandard, which undoes gzip: it is there that a stream comes from."""
+
+    class ZstdError(Exception):
+        """What zstandard raises."""
+
+    class ZstdDecompressor:
+        """What opens a stream."""
+
+        def stream_reader(self, file: io.RawIOBase, *, read_across_frames: bool) -> gzip.GzipFile:
+            assert read_across_frames
+            file.seek(4)
+            return gzip.GzipFile(fileobj=io.BytesIO(file.read()))
+
+
+def test_zstd_where_something_inflates_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the package zstandard it is read and scanned as the others are; without it the error says what is missing."""
+    path = write(tmp_path, b"\x28\xb5\x2f\xfd" + gzip.compress(saved()), "model.pth.zst")
+    monkeypatch.setitem(sys.modules, "compression", None)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    refused(path, UnsupportedContainerError, "is a zstd archive", "pip install zstandard")
+    assert ckpt_tools.scan(path)[0].verdict == "unexamined"
+    monkeypatch.setitem(sys.modules, "zstandard", Zstd("zstandard"))
+    assert ckpt_tools.inspect(path).packed == {"kind": "zstd", "member": "model.pth"}
+    assert ckpt_tools.scan(path)[0].verdict == "plain"
+
+
+def test_zstd_itself(tmp_path: Path) -> None:
+    """What the package zstandard writes is read, where it is installed."""
+    zstandard = pytest.importorskip("zstandard")
+    path = write(tmp_path, zstandard.ZstdCompressor().compress(tar(SAGEMAKER)), "model.tar.zst")
+    assert ckpt_tools.inspect(path).packed == {"kind": "tar.zst", "member": "model.pth"}
+
+
+# --- in folders
+
+
+def test_a_folder_lists_what_is_packed(tmp_path: Path) -> None:
+    """`ckpt check FOLDER` takes model.tar.gz, .nemo and compressed checkpoints by their names; other archives are listed."""
+    for name in ("model.tar.gz", "model.nemo", "model.pth.xz"):
+        write(tmp_path, PACKED[name][0], name)
+    write(tmp_path, gzip.compress(b"words"), "data.txt.gz")
+    shutil.copy(FIXTURES / "ddp.pth", tmp_path)
+    shown = CliRunner().invoke(main, ["inspect", "--json", str(tmp_path)])
+    rows = [json.loads(line) for line in shown.output.splitlines()]
+    assert sorted(Path(row["path"]).name for row in rows if "path" in row) == [
+        "ddp.pth", "model.nemo", "model.pth.xz", "model.tar.gz"
+    ]  # fmt: skip
+    assert any("data.txt.gz" in str(row) for row in rows if "no_checkpoints" in row or "folder" in row)
