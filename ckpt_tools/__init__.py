@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.repair.report import Repaired
     from ckpt_tools.operations.repair.run import repair
     from ckpt_tools.operations.scan import Scanned, scan
+    from ckpt_tools.torch.steps import Steps, open  # noqa: A004 - called as ckpt_tools.open, like gzip.open
 
 __all__ = [
     "Averaged",
@@ -39,6 +40,7 @@ __all__ = [
     "Repaired",
     "Scanned",
     "Stats",
+    "Steps",
     "__version__",
     "average",
     "check",
@@ -46,6 +48,7 @@ __all__ = [
     "diff",
     "edit_in_place",
     "inspect",
+    "open",
     "open_checkpoint",
     "repair",
     "scan",
@@ -62,12 +65,14 @@ _HOMES = {
     "Repaired": "operations.repair.report",
     "Scanned": "operations.scan",
     "Stats": "operations.compare.stats",
+    "Steps": "torch.steps",
     "average": "operations.average",
     "check": "operations.check.run",
     "convert": "operations.convert.run",
     "diff": "operations.compare.differences",
     "edit_in_place": "operations.convert.in_place",
     "inspect": "operations.inspect",
+    "open": "torch.steps",
     "open_checkpoint": "formats.open",
     "repair": "operations.repair.run",
     "scan": "operations.scan",

@@ -1,7 +1,9 @@
 """For mkdocs: pages from click and from files outside docs/, and links that work on GitHub as they work here."""
 
+import inspect
 import posixpath
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ ROOT_PAGES = {
 }
 _LINK = re.compile(r"\[([^\[\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 _TITLE = re.compile(r"\A# ([^`\n]*)$", re.MULTILINE)
+_OPTIONS = re.compile(r"<!-- options of (\S+) -->")
 _CODE = re.compile(r"`[^`\n]*`")
 _SETUP = re.compile(r"<!-- setup\n.*?\n-->\n*", re.DOTALL)
 
@@ -46,6 +49,19 @@ def _help(title: str, command: click.Command, context: click.Context) -> str:
     return f"## {title}\n\n```text\n{command.get_help(context)}\n```"
 
 
+def options(place: str) -> str:
+    """The options that a call takes as keywords, from their records: name, type, default, what they are for."""
+    names, inner = place.split("."), 0
+    while names[inner][0].islower() and inner < len(names) - 1:
+        inner += 1
+    call: Any = import_module(".".join(names[:inner]))
+    for name in names[inner:]:
+        call = getattr(call, name)
+    said = dict(re.findall(r"^ +(\w+): (.*)$", call.__doc__, re.MULTILINE))
+    rows = [one for one in inspect.signature(call).parameters.values() if one.kind is one.KEYWORD_ONLY]
+    return "\n".join(f"* `{one.name}: {one.annotation} = {one.default!r}` - {said[one.name]}" for one in rows)
+
+
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     """What a test makes beforehand is not shown; a link to a file of the repository becomes one to its page, or text."""
     here = page.file.src_uri
@@ -62,6 +78,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
         return text if outside else found[0]  # a file that is nowhere stays a link, which the strict build refuses
 
     text = _in_this_dialect(_LINK.sub(link, _SETUP.sub("", markdown)))
+    text = _OPTIONS.sub(lambda found: options(found[1]), text)
     return text.replace("<!-- commands -->", commands()) if "<!-- commands -->" in text else text
 
 

@@ -1,4 +1,4 @@
-"""Load code: checkpoints as live tensors and in live models, names without wrappers, atomic saves. It imports torch.
+"""Load code: checkpoints as live tensors and in live models, names without wrappers, atomic saves. It needs torch.
 
 from ckpt_tools.torch import load_into, load_state_dict, save
 report = load_into(model, "ddp.pth")
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.torch.building import MapLocation
-from ckpt_tools.torch.live_names import add_prefix, strip_prefix, unwrap
-from ckpt_tools.torch.loading import load, load_state_dict
-from ckpt_tools.torch.saving import save
-
 if TYPE_CHECKING:
+    from ckpt_tools.torch.building import MapLocation
     from ckpt_tools.torch.into import load_into
+    from ckpt_tools.torch.live_names import add_prefix, strip_prefix, unwrap
+    from ckpt_tools.torch.loading import load, load_state_dict
     from ckpt_tools.torch.report import LoadReport
+    from ckpt_tools.torch.saving import save
 
 __all__ = [
     "LoadReport",
@@ -29,11 +28,14 @@ __all__ = [
     "unwrap",
 ]
 
-_HOMES = {"LoadReport": "report", "load_into": "into"}
+_HOMES = {
+    "LoadReport": "report", "MapLocation": "building", "add_prefix": "live_names", "load": "loading", "load_into": "into",
+    "load_state_dict": "loading", "save": "saving", "strip_prefix": "live_names", "unwrap": "live_names",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """Imported when first used: who only wants a state dict does not wait for the matching."""
+    """Imported when first used: who only wants a state dict does not wait for the matching, nor `ckpt_tools.open` for torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ckpt_tools.torch' has no attribute {name!r}")
     from importlib import import_module

@@ -9,8 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import wraps
-from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Protocol, Self, TypeVar, dataclass_transform, overload
+from inspect import Parameter, Signature, signature
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Concatenate,
+    ParamSpec,
+    Protocol,
+    Self,
+    TypeVar,
+    cast,
+    dataclass_transform,
+    overload,
+)
 
 from ckpt_tools.tree import arguments
 from ckpt_tools.tree.arguments import Reader
@@ -22,6 +34,7 @@ P = ParamSpec("P")
 Record = TypeVar("Record", bound="Options")
 Record_co = TypeVar("Record_co", bound="Options", covariant=True)
 R = TypeVar("R")
+S = TypeVar("S")
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -60,7 +73,7 @@ class Option:
 
     def words(self) -> str:
         """The sentence for callers of the library."""
-        choices = f" {', '.join(map(repr, self.choices))}." if self.choices else ""
+        choices = f" One of {', '.join(map(repr, self.choices))}." if self.choices else ""
         return f"{self.help}{choices}{' ' if self.in_code else ''}{self.in_code}"
 
 
@@ -145,6 +158,10 @@ class Options:
         """The names of the options whose value is not the default."""
         return [name for name, option in self.options.items() if option.is_given(getattr(self, name))]
 
+    def asked(self) -> dict[str, Any]:
+        """The options whose value is not the default, with their values."""
+        return {name: getattr(self, name) for name in self.given()}
+
     def replace(self, **changed: Any) -> Self:
         """The same options but for some."""
         return type(self)(**{**vars(self), **changed})
@@ -162,6 +179,15 @@ class _OnePath(Protocol[P, R_co]):
 
 class _TwoPaths(Protocol[P, R_co]):
     def __call__(self, source: StrPath, target: StrPath, *args: P.args, **options: P.kwargs) -> R_co: ...
+
+
+class _MethodKeywords(Protocol[P, Record_co]):
+    """The same for methods."""
+
+    @overload
+    def __call__(self, method: Callable[[S, Record_co], R]) -> Callable[Concatenate[S, P], R]: ...
+    @overload
+    def __call__(self, method: Callable[[S, StrPath, Record_co], R]) -> Callable[Concatenate[S, StrPath, P], R]: ...
 
 
 class _Keywords(Protocol[P, Record_co]):
@@ -187,19 +213,25 @@ def as_keywords(record: Callable[P, Record]) -> _Keywords[P, Record]:
             return function(*paths, **given, options=options)  # what is left Python refuses as it does for any function
 
         made: Any = call
-        made.__doc__ = _OPTIONS.sub(lambda _: described(kind), function.__doc__ or "")
+        made.__doc__ = _OPTIONS.sub(lambda line: described(kind, line[1]), function.__doc__ or "")
         made.__signature__ = _signature(function, kind)
         return made
 
     return decorate
 
 
-_OPTIONS = re.compile(r"^ {8}options: .*$", re.MULTILINE)
+def as_keywords_of_method(record: Callable[P, Record]) -> _MethodKeywords[P, Record]:
+    """`as_keywords` for a method."""
+    made: Any = as_keywords(record)
+    return cast("_MethodKeywords[P, Record]", made)
 
 
-def described(record: type[Options]) -> str:
+_OPTIONS = re.compile(r"^( +)options: .*$", re.MULTILINE)
+
+
+def described(record: type[Options], indent: str) -> str:
     """The lines of a docstring that say what each option is."""
-    return "\n".join(f"        {name}: {option.words()}" for name, option in record.options.items())
+    return "\n".join(f"{indent}{name}: {option.words()}" for name, option in record.options.items())
 
 
 def types(record: type[Options]) -> dict[str, str]:
@@ -209,9 +241,8 @@ def types(record: type[Options]) -> dict[str, str]:
 
 
 def _signature(function: Callable[..., object], record: type[Options]) -> Signature:
-    own, kinds = function.__annotations__, types(record)
-    paths = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=own[name]) for name in own
-             if name not in ("options", "return")]  # fmt: skip
+    own, kinds = signature(function), types(record)
+    first = [parameter for name, parameter in own.parameters.items() if name != "options"]
     keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=kinds[name])
                 for name, option in record.options.items()]  # fmt: skip
-    return Signature([*paths, *keywords], return_annotation=own["return"])
+    return own.replace(parameters=[*first, *keywords])

@@ -18,11 +18,12 @@ from ckpt_tools.tree.options import Options, flag, texts
 from tests.support.samples import FIXTURES
 
 DDP = FIXTURES / "ddp.pth"
+PAGE = (FIXTURES.parent / "docs" / "convert.md").read_text()
 
 
 @pytest.mark.parametrize("name", ConvertOptions.options)
 def test_an_option_is_the_same_everywhere(name: str) -> None:
-    """The call has it with its default, the docstring its sentence; the command line has it under its name with its help."""
+    """The call has it with its default, the docstring its sentence; the command line has it with its help; the page names it."""
     option, call = ConvertOptions.options[name], ckpt_tools.convert
     assert inspect.signature(call).parameters[name].default is option.default
     assert f"\n        {name}: {option.help}" in str(call.__doc__)
@@ -32,6 +33,7 @@ def test_an_option_is_the_same_everywhere(name: str) -> None:
     else:
         assert f"--{name.replace('_', '-')}" in shown[name].opts
         assert str(shown[name].help).startswith(option.help)
+        assert f"`--{name.replace('_', '-')}" in PAGE
 
 
 def test_a_new_option_is_one_line() -> None:

@@ -53,7 +53,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
     started = time.perf_counter()
     if is_address(path):
         raise OutputError(f"{path} is not on this machine.", why="Only local files are edited in place.", fix="Name an OUT.")
-    asked = ConvertOptions(**{name: getattr(options, name) for name in options.given()})
+    asked = ConvertOptions(**options.asked())
     if not options.dry_run:
         journal.recover(Path(os.path.realpath(path)))
     with open_checkpoint(path) as checkpoint, collector_paused():

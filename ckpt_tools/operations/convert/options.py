@@ -144,13 +144,16 @@ class WriteOptions(Options):
     progress: Progress | None = value("Called with (bytes written, bytes in total).", arguments.read_call, kind="code")
 
 
+class SaveOptions(OutputOptions, DryRunOption, WriteOptions):
+    """All about the output."""
+
+
 class InPlaceOptions(NameOptions, DeviceOptions, ObjectOptions, DryRunOption):
     """All that `edit_in_place` takes."""
 
 
 class ConvertOptions(
-    NameOptions, Selection, DeviceOptions, CastOptions, FitOptions, ObjectOptions, SlimOptions, OutputOptions, DryRunOption,
-    WriteOptions,
+    NameOptions, Selection, DeviceOptions, CastOptions, FitOptions, ObjectOptions, SlimOptions, SaveOptions
 ):  # fmt: skip
     """All that `convert` takes."""
 

@@ -49,6 +49,11 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], opti
     Raises:
         CkptError: see `ckpt_tools.errors`; nothing has been written then.
     """
+    return convert_with(source, target, options)
+
+
+def convert_with(source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions) -> Converted:
+    """`convert` with its options in their record."""
     started = time.perf_counter()
     limit = None if options.shard_size is None else shard_limit(target, options.shard_size, options.format)
     kind = options.format or "safetensors" if limit is not None else output_format(target, options.format)
