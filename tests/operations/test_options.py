@@ -23,7 +23,7 @@ PAGE = (FIXTURES.parent / "docs" / "convert.md").read_text()
 
 @pytest.mark.parametrize("name", ConvertOptions.options)
 def test_an_option_is_the_same_everywhere(name: str) -> None:
-    """The call has it with its default, the docstring its sentence; the command line has it with its help; the page names it."""
+    """The call has its default, the docstring its sentence; the command line has it with its help, the page names it."""
     option, call = ConvertOptions.options[name], ckpt_tools.convert
     assert inspect.signature(call).parameters[name].default is option.default
     assert f"\n        {name}: {option.help}" in str(call.__doc__)
