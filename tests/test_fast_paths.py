@@ -69,7 +69,7 @@ def pickle_of(path: Path) -> bytes:
 
 def machine(data: bytes, *, fast: bool) -> Machine:
     """A machine over a pickle whose storages are all there."""
-    return Machine(data, MAKERS, Storages(lambda key, size: Literal(b"")).load, fast=fast)
+    return Machine(data, MAKERS, Storages(lambda key, size: Literal(b"")).storage, fast=fast)
 
 
 def outcome(data: bytes, *, fast: bool) -> object:

@@ -17,6 +17,7 @@ from ckpt_tools.formats.open import (
     find_state_dicts,
     find_tensors,
     is_tensor,
+    tensors_by_name,
 )
 from ckpt_tools.formats.safetensors import ALIASES, MAX_HEADER, STATE_DICT_METADATA
 from ckpt_tools.io.content import Content
@@ -149,11 +150,11 @@ def _outside(root: Node, state_dict: StateDict) -> Iterator[Where]:
 
 def _collect(state_dict: StateDict, flat: Flat) -> None:
     """The tensors: ties become aliases, views that merely overlap are written in full."""
-    named = [(name, node) for name, node in state_dict.node.items if type(name) is str and is_tensor(node)]
-    users = Counter(id(node.storage) for _, node in named if type(node) is Entry)
+    named = tensors_by_name(state_dict.node)
+    users = Counter(id(node.storage) for node in named.values() if type(node) is Entry)
     first: dict[tuple[int, str], str] = {}
     storages: dict[int, list[str]] = {}
-    for index, (name, node) in enumerate(named):
+    for index, (name, node) in enumerate(named.items()):
         if type(node) is not Entry:
             raise ContainerLimitError(f"{name!r} is a sparse, quantised, nested or meta tensor, which safetensors cannot hold.",
                                       fix=f"Leave it out: `drop={name!r}`.")  # fmt: skip

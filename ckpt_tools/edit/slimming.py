@@ -221,15 +221,15 @@ def _without_lit_ema(state_dict: StateDict) -> Dict:
         if name.startswith("model."):
             flat.setdefault(name.removeprefix("model.").replace(".", ""), []).append(name)
     values: dict[Node, Node] = {}
-    for name, value in items:
-        short = name.removeprefix(_LIT_EMA) if type(name) is str and name.startswith(_LIT_EMA) else None
+    for key, value in state_dict.node.named.items():
+        short = key.removeprefix(_LIT_EMA) if key.startswith(_LIT_EMA) else None
         if short is None or short in _COUNTERS:
             continue
         whose = flat.get(short, flat.get(short.replace(".", ""), []))
         if len(whose) != 1:
             known = " or ".join(map(repr, whose)) or "nothing that is there"
             raise ConvertError(
-                f"{name!r} is the average of {known}.", why="Averaged names without dots are matched to the model's names.",
+                f"{key!r} is the average of {known}.", why="Averaged names without dots are matched to the model's names.",
                 fix="Take them apart with `keep` and `rename`.",
             )  # fmt: skip
         values[whose[0]] = value

@@ -25,7 +25,7 @@ from ckpt_tools.fit.initialisers import (
     settle,
 )
 from ckpt_tools.fit.plans import Plan
-from ckpt_tools.formats.open import is_tensor
+from ckpt_tools.formats.open import is_tensor, tensors_by_name
 from ckpt_tools.io.content import Content
 from ckpt_tools.text import listed
 from ckpt_tools.tree.names import module_paths
@@ -98,11 +98,11 @@ def fit(node: Dict, plan: Plan, wanted: Wanted, choices: Choices) -> Fitted:
         MatchError: something is left over, and no choice covers it; all of it is listed. MatchPlanError: the plan was made for
         another state dict. ConvertError, NothingMatchedError, UsageError: a choice that cannot be followed.
     """
-    source = {key: value for key, value in node.items if type(key) is str and is_tensor(value)}
+    source = tensors_by_name(node)
     work = _Fitting(source, wanted, choices)
     work.check(plan)
     plans.apply(node, plan)
-    made = {key: value for key, value in node.items if type(key) is str and is_tensor(value)}
+    made = tensors_by_name(node)
     work.describe(plan)
     for name, tensor in made.items():
         work.take(name, tensor)

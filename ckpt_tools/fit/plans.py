@@ -7,14 +7,14 @@ exchanged), `split` (one tensor cut along its first dimension), `concat` (severa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, TypeAlias, get_args
 
 from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import MatchPlanError
-from ckpt_tools.formats.open import is_tensor
+from ckpt_tools.formats.open import tensors_by_name
 from ckpt_tools.io.content import Computed, Content, chunks
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching.records import Shape
@@ -182,7 +182,7 @@ def apply(node: Dict, plan: Plan) -> None:
             a name that is not there, another shape. Nothing is changed then.
     """
     check(plan)
-    entries = {key: value for key, value in node.items if type(key) is str and is_tensor(value)}
+    entries = tensors_by_name(node)
     _check_fits(entries, plan)
     made = [pair for step in plan.steps for pair in _done(step, entries)]
     made = list(_keyed(made, {id(entry.storage) for entry in entries.values() if type(entry) is Entry}))
@@ -194,7 +194,7 @@ def apply(node: Dict, plan: Plan) -> None:
     rename_metadata(node, plan.renames)
 
 
-def _check_fits(entries: dict[str, Node], plan: Plan) -> None:
+def _check_fits(entries: Mapping[str, Node], plan: Plan) -> None:
     wanted = [pair for step in plan.steps for pair in zip(step.old, step.old_shapes, strict=True)]
     wanted += [(old, shape) for old, _, shape, _ in plan.mismatched]
     known = {*(name for name, _ in wanted), *plan.drop, *plan.unexpected}
@@ -219,7 +219,7 @@ def _keyed(made: Iterable[tuple[str, Node]], known: set[int]) -> Iterator[tuple[
         yield name, entry
 
 
-def _done(step: PlanStep, entries: dict[str, Node]) -> Iterator[tuple[str, Node]]:
+def _done(step: PlanStep, entries: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
     """The new tensors of one step."""
     if step.step == "copy":
         yield step.new[0], entries[step.old[0]]

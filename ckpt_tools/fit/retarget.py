@@ -40,12 +40,12 @@ from ckpt_tools.fit.targets import (
     params_of,
     read_target,
 )
-from ckpt_tools.formats.open import find_optimizers, find_state_dicts, is_tensor
+from ckpt_tools.formats.open import find_optimizers, find_state_dicts, is_tensor, tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Content
 from ckpt_tools.matching import Stages, match
 from ckpt_tools.text import dotted
-from ckpt_tools.tree.nodes import Dict, Entry, Node
+from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 from ckpt_tools.values.numeric import live_content, row_major
 
 if TYPE_CHECKING:
@@ -203,8 +203,7 @@ class _OwnValues:
         checkpoint = self.stack.enter_context(open_whole(self.target.label))
         state_dict = choose_state_dict(checkpoint, self.select)
         root = to_little_endian(state_dict.node, checkpoint.decoded.byteorder)
-        assert type(root) is Dict  # edited in place
-        return {key: value for key, value in root.items if type(key) is str and is_tensor(value)}
+        return tensors_by_name(as_dict(root))
 
 
 def _state_dict(module: torch.nn.Module) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
     find_state_dicts,
-    is_tensor,
+    tensors_by_name,
 )
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.parsers import load_json
@@ -149,7 +149,7 @@ def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDic
 
 def params_of(node: Dict) -> tuple[Param, ...]:
     """The tensors of a state dict node."""
-    return tuple(_param(name, value) for name, value in node.items if type(name) is str and is_tensor(value))
+    return tuple(_param(name, value) for name, value in tensors_by_name(node).items())
 
 
 def _param(name: str, node: Node) -> Param:

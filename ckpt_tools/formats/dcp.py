@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.errors import (
@@ -54,6 +54,7 @@ from ckpt_tools.tree.nodes import (
     List,
     Node,
     Object,
+    Pair,
     Storage,
     contiguous_stride,
 )
@@ -128,11 +129,11 @@ def _unexpected(machine: Machine) -> list[Global]:
 
 def _fields(node: Node, kind: str) -> dict[str, Node]:
     """The attributes of a record of torch's class `kind`."""
-    known = type(node) is Object and type(node.function) is Global and node.function.module.startswith(_MODULE)
-    state = node.state if known and node.function.name == kind else None
-    if type(state) is not Dict:
+    function = node.function if type(node) is Object else None
+    known = type(function) is Global and function.module.startswith(_MODULE) and function.name == kind
+    if type(node) is not Object or not known or type(node.state) is not Dict:
         raise DamagedFileError(f"The metadata has something else where a {kind} is expected.")
-    return {key: value for key, value in state.items if type(key) is str}
+    return node.state.named
 
 
 def _pairs(node: Node, what: str) -> list[tuple[Node, Node]]:
@@ -168,12 +169,15 @@ def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
     """Name -> its path in the nested dicts and lists that were saved; empty where they were flat."""
     found: dict[str, tuple[str | int, ...]] = {}
     for name, path in node.items if type(node) is Dict else ():
-        good = type(path) is tuple and path and all(type(part) in (str, int) for part in path) and type(path[0]) is str
-        inside = good and all(type(part) is str or 0 <= part <= limits.LIST_ITEMS.value for part in path)
-        if type(name) is not str or not inside:
+        steps: list[str | int] = [step for step in path if _is_step(step)] if type(path) is tuple else []
+        if type(name) is not str or type(path) is not tuple or len(steps) != len(path) or not path or type(path[0]) is not str:
             raise DamagedFileError("The metadata has a path that cannot be read.")
-        found[name] = path
+        found[name] = tuple(steps)
     return found
+
+
+def _is_step(node: Node) -> TypeGuard[str | int]:
+    return type(node) is str or (type(node) is int and 0 <= node <= limits.LIST_ITEMS.value)
 
 
 class _Nested:
@@ -217,7 +221,7 @@ class _Reader:
         self.keys = Keys()
         self.tied: dict[Any, Entry] = {}
         self.waiting: dict[int, tuple[Content, _Waiting]] = {}  # by the content's id, which stays its own while it is here
-        self.safetensors: dict[tuple[str, int], dict[Node, Node]] = {}  # the tensors of each file by name
+        self.safetensors: dict[tuple[str, int], dict[str, Entry]] = {}  # the tensors of each file by name
 
     def value(self, name: str, node: Node) -> Node:
         """An entry, or a value out of its archive."""
@@ -296,7 +300,7 @@ class _Reader:
         key = (place.file, place.offset)
         if key not in self.safetensors:
             window = Window(source, place.offset, source.size - place.offset)
-            self.safetensors[key] = dict(safetensors.decode(window).root.items)
+            self.safetensors[key] = safetensors.entries_of(safetensors.decode(window))
         entry = self.safetensors[key].get(name)
         if type(entry) is not Entry or entry.dtype is not dtype or entry.shape != sizes:
             raise TensorError(f"{source.path}: the chunk of {name!r} is not what .metadata says.")
@@ -348,8 +352,9 @@ class _Waiting:
 
 def _properties(node: Node) -> tuple[DType, bool]:
     """dtype and requires_grad of a TensorProperties, whose state is a tuple in that order with the layout between."""
-    known = type(node) is Object and type(node.function) is Global and node.function.name == "TensorProperties"
-    state = node.state if known else None
+    function = node.function if type(node) is Object else None
+    known = type(function) is Global and function.name == "TensorProperties"
+    state = node.state if type(node) is Object and known else None
     if type(state) is not tuple or len(state) < 3 or type(state[2]) is not bool:
         raise DamagedFileError("The metadata has a tensor without properties.")
     layout = state[1].args if type(state[1]) is Object else ()
@@ -369,10 +374,10 @@ def decode_safetensors(names: tuple[str, ...], files: Files) -> Decoded:
         decoded = safetensors.decode(files.open(file))
         parts.append(decoded)
         offsets = _sharding_info(decoded)
-        for name, entry in decoded.root.items:
+        for name, entry in safetensors.entries_of(decoded).items():
             found.setdefault(name, []).append((offsets.get(name, (0,) * len(entry.shape)), entry))
     keys = Keys()
-    items = [(name, _whole(name, boxes, keys)) for name, boxes in found.items()]
+    items: list[Pair] = [(name, _whole(name, boxes, keys)) for name, boxes in found.items()]
     joined_metadata = {key: text for part in parts for key, text in part.metadata.items() if not key.startswith("DCP_")}
     return joined("dcp", Dict(items), files, parts, joined_metadata)
 

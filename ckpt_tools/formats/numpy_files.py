@@ -45,8 +45,9 @@ from ckpt_tools.pickling.stream import (
     Part,
     Pickles,
 )
+from ckpt_tools.pickling.torch_objects import sizes_of
 from ckpt_tools.tree import exchange, visit
-from ckpt_tools.tree.dtypes import BY_NUMPY
+from ckpt_tools.tree.dtypes import BY_NUMPY, DType
 from ckpt_tools.tree.nodes import (
     MAX_DIMENSIONS,
     Dict,
@@ -269,7 +270,7 @@ class Arrays:
         self.budget.make(_lists(header.shape) + count // _TEXTS_PER_CONTAINER, _TOO_MANY)
         data = read(part(content, header.length, count * width))
         codec = "latin1" if header.code[0] == "S" else f"utf-32-{'be' if header.big else 'le'}"
-        cells = [data[at : at + width].decode(codec, "replace").rstrip("\0") for at in range(0, len(data), width)]
+        cells: list[Node] = [data[at : at + width].decode(codec, "replace").rstrip("\0") for at in range(0, len(data), width)]
         return _nested(cells, header.shape)
 
     def _objects(self, header: Header, rest: Part) -> Node:
@@ -302,17 +303,13 @@ class Arrays:
 
     def _array(self, node: Node, blobs: Blobs) -> Node:
         """A pickled array of numbers as a tensor; anything else as it is."""
-        state = _array_state(node) if type(node) is Object else None
-        if state is None or type(state[0]) is not tuple or type(state[3]) is not bytes:
-            return node
-        shape, kind, fortran, data = state
-        code = kind.args[0] if type(kind) is Object and kind.name == "numpy.dtype" and kind.args else None
-        dtype = BY_NUMPY.get(code) if type(code) is str else None
-        if dtype is None or any(type(size) is not int or size < 0 for size in shape):
+        shape, kind, fortran, data = (_array_state(node) if type(node) is Object else None) or (None, None, None, None)
+        shape = sizes_of(shape) if type(shape) is tuple else None
+        dtype, big = _numbers(kind)
+        if dtype is None or shape is None or min(shape, default=0) < 0 or type(data) is not bytes:
             return node
         if _elements(shape) * dtype.itemsize != len(data):
             raise TensorError("A pickled array has more or fewer bytes than its shape.")
-        big = type(kind.state) is tuple and len(kind.state) > 1 and kind.state[1] == ">"
         content = blobs.content(data)
         stride = tuple(reversed(contiguous_stride(shape[::-1]))) if fortran is True else contiguous_stride(shape)
         return self._entry(
@@ -324,6 +321,15 @@ class Arrays:
         unusual = ["a file of NumPy's", *self.unusual]
         warned: list[Warned] = settled(root)
         return Decoded(container, root, source, list(self.globals), unusual, warnings=warned, storage_bytes=self.storage_bytes)
+
+
+def _numbers(kind: Node) -> tuple[DType | None, bool]:
+    """The dtype that a pickled numpy.dtype stands for, if it is one of numbers, and whether it is big-endian."""
+    if type(kind) is not Object or kind.name != "numpy.dtype" or type(kind.args) is not tuple or not kind.args:
+        return None, False
+    code, state = kind.args[0], kind.state
+    big = type(state) is tuple and len(state) > 1 and state[1] == ">"
+    return BY_NUMPY.get(code) if type(code) is str else None, big
 
 
 def _array_state(node: Object) -> tuple[Node, Node, Node, Node] | None:

@@ -178,7 +178,7 @@ class StateDict:
     @property
     def names(self) -> list[str]:
         """The names of its tensors, in order."""
-        return [key for key, value in self.node.items if type(key) is str and is_tensor(value)]
+        return list(tensors_by_name(self.node))
 
 
 @natural
@@ -407,6 +407,11 @@ def is_tensor(node: Node) -> TypeGuard[Entry | Object]:
     return type(node) is Entry or (type(node) is Object and unusual_tensor(node) is not None)
 
 
+def tensors_by_name(node: Dict) -> dict[str, Entry | Object]:
+    """The tensors that are values of a dict themselves, plain and unusual."""
+    return {name: value for name, value in node.items if type(name) is str and is_tensor(value)}
+
+
 def find_tensors(root: Node) -> Iterator[Tensor]:
     """Every tensor below `root` with its path, in order."""
     for where, node in walk(root, stop=is_tensor, plain=False):
@@ -457,9 +462,9 @@ def list_tensors(root: Node, modules: _Modules) -> Iterator[Tensor]:
     for where, node in walk(root, stop=modules.stop, plain=False):
         state_dict = modules.state_dict(node)
         if state_dict is not None:
-            named = [(name, value) for name, value in state_dict.items if is_tensor(value)]
-            yield from (_tensor((*where, name), value) for name, value in named)
-            shown = {id(value) for _, value in named}
+            named = tensors_by_name(state_dict)
+            yield from (_tensor((*where, name), value) for name, value in named.items())
+            shown = {id(value) for value in named.values()}
             rest = (tensor for tensor in find_tensors(node) if id(tensor.node) not in shown)
             yield from (Tensor((*where, *tensor.where), tensor.node, tensor.unusual) for tensor in rest)
         elif is_tensor(node):
@@ -478,7 +483,7 @@ def list_state_dicts(root: Node) -> list[StateDict]:
     for where, node in walk(root, stop=modules.stop, plain=False):
         if type(node) is Dict and where in found:
             listed.append(StateDict(where, node))
-        elif modules.state_dict(node) is not None:
+        elif is_module(node) and modules.state_dict(node) is not None:
             if id(node) not in made:
                 made[id(node)] = module_state_dict(node)
             if made[id(node)].items:
@@ -538,7 +543,7 @@ def as_optimizer(node: Node) -> Optimizer | None:
 
 
 def _is_state_dict(node: Dict, holders: _Holders) -> bool:
-    tensors = [key for key, value in node.items if type(key) is str and is_tensor(value)]
+    tensors = list(tensors_by_name(node))
     if not tensors or _are_scores(node, tensors):
         return False
     if any("." in name for name in tensors):

@@ -38,6 +38,7 @@ from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Storage,
+    as_dict,
     check,
     contiguous_stride,
 )
@@ -83,6 +84,11 @@ def decode(source: Source) -> Decoded:
     root = Dict(restore_aliases(items, metadata), ordered=True)
     root.attributes = restore_state_dict_metadata(metadata)
     return Decoded("safetensors", root, source, metadata=metadata, warnings=warnings, storage_bytes=size)
+
+
+def entries_of(decoded: Decoded) -> dict[str, Entry]:
+    """The tensors of a file by name."""
+    return {name: entry for name, entry in as_dict(decoded.root).named.items() if type(entry) is Entry}
 
 
 def _read_header(source: Source) -> tuple[dict[str, Any], int]:

@@ -37,7 +37,9 @@ from ckpt_tools.tree.nodes import (
     Entry,
     Node,
     Object,
+    Pair,
     Storage,
+    as_dict,
 )
 from ckpt_tools.tree.visit import reachable
 
@@ -152,7 +154,7 @@ def places_of(shards: Mapping[str, Decoded]) -> dict[str, str]:
     """Name -> the shard that holds it."""
     places: dict[str, str] = {}
     for file, decoded in shards.items():
-        for name, _ in decoded.root.items:
+        for name in as_dict(decoded.root).named:
             if name in places:
                 raise DamagedFileError(
                     f"The tensor {name!r} is in two shards, {places[name]} and {file}.",
@@ -177,12 +179,12 @@ def _check_map(weight_map: Mapping[str, str], places: Mapping[str, str], shards:
             )
 
 
-def _ordered(weight_map: Mapping[str, str], shards: Sequence[Decoded], metadata: Mapping[str, str]) -> list[tuple[Any, Any]]:
+def _ordered(weight_map: Mapping[str, str], shards: Sequence[Decoded], metadata: Mapping[str, str]) -> list[Pair]:
     """The items in the index's order. transformers sorts its index, so that one which is sorted and not ours tells no order."""
-    items = {name: value for decoded in shards for name, value in decoded.root.items}
+    items = {name: value for decoded in shards for name, value in as_dict(decoded.root).named.items()}
     names = list(weight_map)
     if names == sorted(names) and ORDER not in metadata:
-        return list(items.items())
+        return [*items.items()]
     aliases = safetensors.aliases_in(metadata)
     listed = [(name, items[name]) for name in names if name not in aliases]
     rest = [(name, value) for name, value in items.items() if name not in weight_map and name not in aliases]

@@ -85,12 +85,12 @@ _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
 def _machine(stream: bytes, storages: Storages, keys: str) -> Machine:
     """A machine over the pickle; pickled storages in strings of bytes, which few files have, bring their reader along."""
     if b"_load_from_bytes" not in stream:
-        return Machine(stream, MAKERS, storages.load)
+        return Machine(stream, MAKERS, storages.storage)
 
     from ckpt_tools.formats.legacy.stream import Blobs
 
     blobs = Blobs(prefix=keys)
-    return blobs.watch(Machine(stream, blobs.makers, storages.load))
+    return blobs.watch(Machine(stream, blobs.makers, storages.storage))
 
 
 def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: Storages, data: str) -> int:

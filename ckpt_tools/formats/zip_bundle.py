@@ -15,6 +15,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import (
@@ -41,7 +42,7 @@ from ckpt_tools.io.in_place.journal import write_all
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Window
-from ckpt_tools.tree.nodes import Dict, List, Node
+from ckpt_tools.tree.nodes import Dict, List, Node, as_dict
 
 _ZIP = b"PK\x03\x04"
 _HEAD = 512  # bytes of a member that tell what it is
@@ -137,14 +138,14 @@ class _Bundle:
             )
             return
         self.budget.take(limits.TEXT_BYTES, record.size, f"The member {record.name!r} is too long.")
-        self.decoded.root.items.append((record.name, _value(read(torch_zip.record_content(self.source, record)))))
+        as_dict(self.decoded.root).items.append((record.name, _value(read(torch_zip.record_content(self.source, record)))))
 
     def _warn(self, code: str, found: str) -> None:
         self.decoded.warnings.append(Warned(code, found))
 
     def _merge(self, name: str, part: Decoded) -> None:
         bundle = self.decoded
-        bundle.root.items.append((name, self.keys.renew(part.root)))
+        as_dict(bundle.root).items.append((name, self.keys.renew(part.root)))
         bundle.take_in(part, name)
         if part.source is self.source:
             bundle.records = [*bundle.records, *part.records]
@@ -205,12 +206,13 @@ def _value(data: bytes) -> Node:
         return text
 
 
-def _node(value: object, depth: int) -> Node:
+def _node(value: Any, depth: int) -> Node:
     if depth > _MAX_JSON_DEPTH:
         raise ValueError("nested too deep")
     if isinstance(value, dict):
         return Dict([(key, _node(item, depth + 1)) for key, item in value.items()])
-    return List([_node(item, depth + 1) for item in value]) if isinstance(value, list) else value
+    plain: Node = value
+    return List([_node(item, depth + 1) for item in value]) if isinstance(value, list) else plain
 
 
 class Inflated(Source):

@@ -263,9 +263,9 @@ class _Mean:
     def mean(self, name: str, sides: Sequence[_Names]) -> Node:
         """What stands in the place of a tensor."""
         nodes = [side.nodes[name] for side in sides]
-        if not all(type(node) is Entry for node in nodes):
+        entries = [node for node in nodes if type(node) is Entry]
+        if len(entries) != len(nodes):
             return _unusual(name, nodes, sides)
-        entries: list[Entry] = nodes
         _check_agree(name, entries, sides)
         if not all(_has_mean(entry.dtype) for entry in entries):
             return self.integer(name, entries, sides)

@@ -36,6 +36,7 @@ from ckpt_tools.tree.modules import is_module, settings
 from ckpt_tools.tree.names import MODULE, wrappers_in
 from ckpt_tools.tree.nodes import (
     PLAIN,
+    ByteString,
     Dict,
     Entry,
     Global,
@@ -291,13 +292,15 @@ def _holds_no_values(node: Node) -> bool:
 
 def _is_row(node: Node) -> bool:
     """A list or tuple of plain values, shown whole."""
+    if type(node) is not List and type(node) is not tuple:
+        return False
     items = node.items if type(node) is List else node
-    return type(node) in (List, tuple) and _ROW.issuperset(map(type, items[:MAX_VALUES]))  # no longer row is shown
+    return _ROW.issuperset(map(type, items[:MAX_VALUES]))  # no longer row is shown
 
 
 def value_text(node: Node) -> Any:
     """A plain value as JSON can say it: numbers too long for text, NaN and bytes become short descriptions."""
-    if type(node) in (List, tuple):
+    if type(node) is List or type(node) is tuple:
         items = node.items if type(node) is List else node
         return [value_text(item) for item in items] if len(items) <= _SHOWN_ITEMS else f"list of {len(items)}"
     if node is None or type(node) is bool:
@@ -309,7 +312,9 @@ def value_text(node: Node) -> Any:
     if type(node) is str:
         text = node.encode("utf-8", "backslashreplace").decode()
         return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text)} characters)"
-    return f"{len(node if type(node) is bytes else node.data)} bytes"
+    data = node.data if type(node) is ByteString else node
+    assert type(data) is bytes
+    return f"{len(data)} bytes"
 
 
 def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ class Storages:
         self.locate, self.prefix = locate, prefix
         self.by_key: dict[str, tuple[tuple[Node, ...], Storage]] = {}
 
-    def load(self, pid: Node) -> Node:
+    def storage(self, pid: Node) -> Storage:
         """The storage of a persistent id ("storage", class, key, location, number of elements)."""
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
             raise PickleError(

@@ -39,7 +39,7 @@ class Builder:
         self.maps = _Maps() if mapped else None
         self.devices: dict[str, torch.device] = {}
         self.made: dict[int, Any] = {}
-        self.pending: list[Node] = []
+        self.pending: list[Dict | List | Entry] = []
 
     def build(self, root: Node) -> Any:
         result = self.value(root)
@@ -49,18 +49,17 @@ class Builder:
             if type(node) is List:
                 made.extend(self.value(item) for item in node.items)
                 continue
-            attributes = node.attributes if type(node) is Dict else node.extras.state
             if type(node) is Dict:
                 made.update((self.value(key), self.value(value)) for key, value in node.items)
-            for name, value in attributes.items if type(attributes) is Dict else ():
+            attributes = node.attributes if type(node) is Dict else node.extras and node.extras.state
+            for name, value in attributes.named.items() if type(attributes) is Dict else ():
                 setattr(made, name, self.value(value))
         return result
 
     def value(self, node: Node) -> Any:
-        kind = type(node)
-        if kind is tuple:
+        if type(node) is tuple:
             return self.tuple(node)
-        if kind not in (Dict, List, Entry, Object, Global, Storage):
+        if type(node) not in (Dict, List, Entry, Object, Global, Storage):
             return node
         if id(node) not in self.made:
             self.made[id(node)] = self.make(node)
@@ -97,11 +96,12 @@ class Builder:
     def object(self, node: Node) -> Any:
         """One of the few known objects that stay objects when made plain."""
         make = _OBJECTS.get(node.name) if type(node) is Object else None
-        if make is None or type(node.args) is not tuple or node.steps:
+        if type(node) is not Object or make is None or type(node.args) is not tuple or node.steps:
             what = "a sparse, quantised, nested or meta tensor" if is_tensor(node) else getattr(node, "name", "a global")
             raise ObjectsError(f"{self.path} holds {what}, which cannot be made without torch.load.")
-        args = [part.items if type(part) is List else part for part in node.args]
-        return make(*map(self.value, args)) if not any(type(arg) is list for arg in args) else make(*args)
+        if any(type(part) is List for part in node.args):
+            return make(*(part.items if type(part) is List else part for part in node.args))
+        return make(*map(self.value, node.args))
 
     def tensor(self, entry: Entry) -> torch.Tensor:
         storage = self.value(entry.storage)

@@ -25,7 +25,7 @@ from ckpt_tools.formats.open import (
     StateDict,
     collector_paused,
     is_extra,
-    is_tensor,
+    tensors_by_name,
 )
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import (
@@ -47,7 +47,7 @@ from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
 from ckpt_tools.tree.arguments import Renames, natural
 from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.tree.nodes import Entry, Node
+from ckpt_tools.tree.nodes import Entry, as_dict
 from ckpt_tools.values.numeric import row_major, torch_dtype
 
 
@@ -137,10 +137,12 @@ class _Loading:
 
     def __init__(self, checkpoint: Checkpoint, state_dict: StateDict, slots: Slots, choices: Choices, assign: bool) -> None:
         self.checkpoint, self.slots, self.choices, self.assign = checkpoint, slots, choices, assign
-        self.node = casts.to_little_endian(loadable(state_dict.node, checkpoint.path), checkpoint.decoded.byteorder)
-        self.extras = {key: value for key, value in self.node.items if is_extra(key)}  # may be tensors, and are none of these
+        root = loadable(state_dict.node, checkpoint.path)
+        self.node = as_dict(casts.to_little_endian(root, checkpoint.decoded.byteorder))
+        # may be tensors, and are none of these
+        self.extras = {name: value for name, value in self.node.named.items() if is_extra(name)}
         self.node.items[:] = [(key, value) for key, value in self.node.items if not is_extra(key)]
-        self.source: dict[str, Node] = {key: value for key, value in self.node.items if is_tensor(value)}
+        self.source = tensors_by_name(self.node)
         self.report = LoadReport(str(checkpoint.path))
         self.copies: list[_Copy] = []
         self.extra_state: list[tuple[torch.nn.Module, Any]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -12,7 +12,7 @@ from ckpt_tools.edit.objects import plain
 from ckpt_tools.edit.objects.losses import check_state_dict, tensors_of
 from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.fit.targets import choose_state_dict
-from ckpt_tools.formats.open import Checkpoint, StateDict, is_tensor
+from ckpt_tools.formats.open import Checkpoint, StateDict, is_tensor, tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.operations.convert.conversion import Edits, open_input
 from ckpt_tools.operations.convert.options import ConvertOptions
@@ -22,7 +22,7 @@ from ckpt_tools.torch.building import Builder, MapLocation
 from ckpt_tools.tree import names
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
-from ckpt_tools.tree.nodes import Dict, Where
+from ckpt_tools.tree.nodes import Dict, Pair, Where, as_dict
 
 
 @natural
@@ -127,15 +127,12 @@ def loadable(node: Dict, path: str | os.PathLike[str]) -> Dict:
     Raises:
         ObjectsError: tensors that cannot be made without their class.
     """
-    kept = [
-        (key, value) for key, value in node.items if type(key) is str and (is_tensor(value) or key.endswith("_extra_state"))
-    ]
+    kept: list[Pair] = [pair for pair in node.named.items() if is_tensor(pair[1]) or pair[0].endswith("_extra_state")]
     made = Dict(kept, ordered=node.ordered)
     made.attributes = node.attributes
-    tensors = {key for key, value in kept if is_tensor(value)}
-    root = cast("Dict", plain.make_plain(made)[0])
-    plain_tensors = {key for key, value in root.items if is_tensor(value)}
-    if lost := [key for key in tensors if key not in plain_tensors]:
+    tensors = tensors_by_name(made)
+    root = as_dict(plain.make_plain(made)[0])
+    if lost := tensors.keys() - tensors_by_name(root).keys():
         raise ObjectsError(
             f"{tensors_of(path, lost)} cannot be made without their class: {listed(sorted(lost), 8)}.",
             why="Each is an object around other tensors.", fix="torch.load makes them, where the class is there.",

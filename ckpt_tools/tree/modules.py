@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.tree.nodes import (
@@ -60,7 +61,7 @@ def mapping(node: Node) -> list[tuple[Node, Node]]:
     return node.pairs if type(node) is Object else []
 
 
-def is_module(node: Node) -> bool:
+def is_module(node: Node) -> TypeGuard[Object]:
     """Whether an object is an `nn.Module`: it has the three tables that every module has."""
     if type(node) is not Object:
         return False

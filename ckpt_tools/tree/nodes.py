@@ -1,6 +1,7 @@
 """The decoded structure of a checkpoint: plain values, containers, entries, inert objects. No tensor data.
 
-A node is None, bool, int, float, str, bytes or a tuple of nodes, or one of the records below. `Storage`, `Entry`, `Global`
+A node is None, bool, int, float, str, bytes or a tuple of nodes, or one of the records below, and nothing else: a union of
+final classes, so that mypy knows after `type(node) is Dict` what it is, and else what it is not. `Storage`, `Entry`, `Global`
 and `ByteString` are frozen. `Dict`, `List` and `Object` have identity (they may be shared, and may contain themselves); a
 tree belongs to whoever read it, and transforms edit those three in place.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, final
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.tree.dtypes import DType
@@ -17,7 +18,6 @@ from ckpt_tools.tree.dtypes import DType
 if TYPE_CHECKING:
     from ckpt_tools.io.content import Content
 
-Node: TypeAlias = Any
 Where: TypeAlias = tuple["str | int", ...]
 Pair: TypeAlias = "tuple[Node, Node]"
 
@@ -134,6 +134,11 @@ class Dict:
         """The value under `key`, or None."""
         return next((value for name, value in self.items if type(name) is str and name == key), None)
 
+    @property
+    def named(self) -> dict[str, Node]:
+        """The values whose keys are text."""
+        return {name: value for name, value in self.items if type(name) is str}
+
     def __contains__(self, key: str) -> bool:
         return any(type(name) is str and name == key for name, _ in self.items)
 
@@ -228,6 +233,17 @@ class Object:
     def pairs(self) -> list[Pair]:
         """What is set in it, in all steps."""
         return [pair for step in self.steps if type(step) is SetItems for pair in step.pairs]
+
+
+Node: TypeAlias = (
+    bool | int | float | str | bytes | tuple["Node", ...] | Dict | List | Object | Entry | Storage | Global | ByteString | None
+)
+
+
+def as_dict(node: Node) -> Dict:
+    """A node that whoever asks has seen to be a Dict, or made as one."""
+    assert type(node) is Dict
+    return node
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.writer import write
+from ckpt_tools.tree.nodes import as_dict
 
 FORMAT = 'format = "ckpt-plan-1"\n'
 QKV = torch.arange(24.0).reshape(6, 4)
@@ -40,7 +41,7 @@ def applied(state: dict[str, object], plan: Plan, folder: Path) -> dict[str, tor
     """What torch loads from a file that the plan has been applied to."""
     torch.save(state, folder / "in.pth")
     with open_checkpoint(folder / "in.pth") as checkpoint:
-        apply(checkpoint.root, plan)
+        apply(as_dict(checkpoint.root), plan)
         with replacing(folder / "out.pth", overwrite=True) as output:
             write(torch_layout.lay_out(checkpoint.root, folder="in"), output)
     loaded: dict[str, torch.Tensor] = torch.load(folder / "out.pth", weights_only=True)
@@ -102,10 +103,10 @@ def test_a_plan_that_does_not_fit_is_refused(plan: Plan, message: str, tmp_path:
     """Nothing is applied in part: a step that cannot be done, a name without a fate, another shape."""
     torch.save({"a": torch.ones(2), "epoch": 1}, tmp_path / "in.pth")
     with open_checkpoint(tmp_path / "in.pth") as checkpoint:
-        before = list(checkpoint.root.items)
+        before = list(as_dict(checkpoint.root).items)
         with pytest.raises(MatchPlanError, match=message):
-            apply(checkpoint.root, plan)
-        assert checkpoint.root.items == before
+            apply(as_dict(checkpoint.root), plan)
+        assert as_dict(checkpoint.root).items == before
 
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)

@@ -42,6 +42,7 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.boxes import Chunk, assemble
+from tests.support.trees import entry_at
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -92,7 +93,7 @@ def test_whole_chunks_become_ranges(folder: Path) -> None:
     """Once located, a contiguous chunk is a range of the .distcp file, which the kernel can copy."""
     with open_checkpoint(folder) as checkpoint:
         root = checkpoint.locate()
-        entry = root.get("model").get("a.w")
+        entry = entry_at(root, "model", "a.w")
         assert type(entry) is Entry
         content = entry.storage.content
         assert isinstance(content, Range)
@@ -114,7 +115,7 @@ def test_a_job_of_two_processes(tmp_path: Path) -> None:
     done = subprocess.run(job, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     with open_checkpoint(tmp_path / "theirs") as checkpoint:
-        weight = checkpoint.locate().get("model").get("0.weight")
+        weight = entry_at(checkpoint.locate(), "model", "0.weight")
         assert isinstance(weight.storage.content, Joined)  # row-sharded: ranges of the files of two ranks
     convert(tmp_path / "theirs", tmp_path / "out.pth")
     back = torch.load(tmp_path / "out.pth", weights_only=True)

@@ -14,6 +14,7 @@ from ckpt_tools.errors import NotACheckpointError, NothingMatchedError, PartErro
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.content import Joined
 from ckpt_tools.torch import load, load_state_dict
+from tests.support.trees import entry_at
 from tests.support.zero_files import TAG, save_zero, trained
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
@@ -142,7 +143,7 @@ def test_ranges_stay_ranges(stage: int, tmp_path: Path) -> None:
     """A weight is copied out of the ranks' files as it lies there; nothing is put together in memory."""
     save_zero(tmp_path, trained(), stage, 3)
     with open_checkpoint(tmp_path) as checkpoint:
-        content = checkpoint.root.get("emb.weight").storage.content
+        content = entry_at(checkpoint.root, "emb.weight").storage.content
         assert isinstance(content, Joined)
         assert len(content.parts) == 3
 

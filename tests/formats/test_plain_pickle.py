@@ -38,6 +38,7 @@ from tests.hostile.pickles import pickle as opcodes
 from tests.hostile.refusals import refused, warned, write
 from tests.support.graphs import assert_same, live_tensors
 from tests.support.legacy import legacy, stream
+from tests.support.trees import entry_at
 from tests.test_properties import quick, tensors
 
 PROTOCOLS = range(6)
@@ -90,7 +91,7 @@ def test_bytes_are_ranges_of_the_file(tmp_path: Path) -> None:
     for protocol, kind in ((2, Literal), (4, Range), (5, Range)):
         path = write(tmp_path, pickle.dumps({"w": torch.arange(1000.0)}, protocol))
         with open_checkpoint(path) as checkpoint:
-            entry = checkpoint.root.get("w")
+            entry = entry_at(checkpoint.root, "w")
             assert type(entry) is Entry
             assert type(entry.storage.content) is kind
 

@@ -30,6 +30,7 @@ from tests.support.rank_files import (
     sharded,
     tp,
 )
+from tests.support.trees import entry_at
 
 Cut = Callable[[nn.Module, int, int], Mapping[str, Any]]
 CASES = [
@@ -117,7 +118,7 @@ def test_check_reads_every_record_of_every_rank(folder: Path) -> None:
 def test_rows_stay_ranges(folder: Path) -> None:
     """What FSDP cut by rows is copied out of the files as it lies there; nothing is put together in memory."""
     with open_checkpoint(folder) as checkpoint:
-        content = checkpoint.root.get("emb.weight").storage.content
+        content = entry_at(checkpoint.root, "emb.weight").storage.content
         assert isinstance(content, Joined)
         assert len(content.parts) == 3
 

@@ -23,6 +23,7 @@ from ckpt_tools.errors import (
     PickleError,
     TensorError,
 )
+from ckpt_tools.tree.nodes import as_dict
 from tests.hostile import pickles as p
 from tests.hostile.calls import CALLS, COMMAND, SYSTEM
 from tests.hostile.headers import info, safetensors
@@ -33,6 +34,7 @@ from tests.hostile.refusals import (
     write,
 )
 from tests.hostile.zips import torch_zip
+from tests.support.trees import value_at
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}
 
@@ -421,7 +423,7 @@ SMALLEST: list[Any] = [
 def test_62_what_pickle_writes_passes(value: Any, tmp_path: Path) -> None:
     """The smallest containers in the greatest number that torch.save can write: the budget is no obstacle to them."""
     torch.save({"w": torch.zeros(1), "x": value}, tmp_path / "many.pth")
-    assert ckpt_tools.open_checkpoint(tmp_path / "many.pth").root.get("w") is not None
+    assert value_at(ckpt_tools.open_checkpoint(tmp_path / "many.pth").root, "w") is not None
 
 
 def test_63_long_numbers(tmp_path: Path) -> None:
@@ -646,7 +648,7 @@ def test_52_items_of_a_class(tmp_path: Path) -> None:
     path = write(tmp_path, beside(p.glob("collections", "OrderedDict") + steps))
     ckpt_tools.convert(path, tmp_path / "out.pth", objects="drop")
     with ckpt_tools.open_checkpoint(tmp_path / "out.pth") as checkpoint:
-        assert [key for key, _ in checkpoint.root.items] == ["a.w"]
+        assert [key for key, _ in as_dict(checkpoint.root).items] == ["a.w"]
 
 
 @pytest.mark.parametrize("inner", [p.NONE, p.integer(5), p.call("my", "f")])

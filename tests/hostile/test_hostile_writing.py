@@ -37,6 +37,7 @@ from ckpt_tools.io import output as files
 from ckpt_tools.io.in_place.marks import MARK, journal_path
 from ckpt_tools.io.in_place.rollback import Record, Region, unpack
 from tests.hostile.refusals import INTERRUPTIBLE, convert_refused, listing
+from tests.support.trees import entry_at
 
 SMALL, KERNEL, AHEAD = 1000, 3 << 20, 40 << 20  # bytes: through the buffer, by copy_file_range, copied ahead in a thread
 
@@ -553,7 +554,7 @@ def test_95_input_shrinks_after_it_was_opened(tmp_path: Path) -> None:
     with ckpt_tools.open_checkpoint(source) as checkpoint:
         os.truncate(source, 1000)
         with pytest.raises(ChangedFileError, match="changed while it was read"):
-            content.read(checkpoint.root.get("module.a.w").storage.content)
+            content.read(entry_at(checkpoint.root, "module.a.w").storage.content)
 
 
 def test_95_input_is_replaced(tmp_path: Path) -> None:

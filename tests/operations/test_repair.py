@@ -42,9 +42,11 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair import garbage, run
 from ckpt_tools.operations.repair.report import Repaired
 from ckpt_tools.operations.repair.zip_walk import Found, by_name, walk_zip
+from ckpt_tools.tree.nodes import as_dict
 from tests.hostile import pickles as p
 from tests.hostile.zips import torch_zip
 from tests.support.samples import PTH, SAFETENSORS
+from tests.support.trees import value_at
 from tests.support.zips import flip_byte, rewrite
 
 Tensors = dict[str, torch.Tensor]
@@ -475,7 +477,7 @@ def test_stale_metadata_beside_the_right_one(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "model.pth")
     assert [row.code for row in repair(tmp_path / "model.pth", tmp_path / "out.pth").mended] == ["stale-metadata"]
     with open_checkpoint(tmp_path / "out.pth") as checkpoint:
-        rows = checkpoint.root.attributes.get("_metadata").items
+        rows = as_dict(value_at(as_dict(checkpoint.root).attributes, "_metadata")).items
     assert [path for path, _ in rows].count("fc") == 1
     assert torch.load(tmp_path / "out.pth")._metadata["fc"] == {"version": 1}
 

@@ -184,11 +184,12 @@ def make_plain(root: Node, *, oldest: bool = False, file_bytes: int = 0) -> tupl
         new.add()
         return f"plain{next(numbers)}"
 
-    def swap(node: Node) -> Node:
+    def swap(node: Node) -> Node | Drop:
         return _plain(node, key)
 
-    def swap_older(node: Node) -> Node:
-        return plain_for_2_4(_plain(node, key), key)
+    def swap_older(node: Node) -> Node | Drop:
+        new = _plain(node, key)
+        return DROP if new is DROP else plain_for_2_4(new, key)
 
     changed = plain_keys(root, key_for_2_4(swap), _KEYS) if oldest else plain_keys(root, swap)
     fates = [Fate(places.get(id(node), _INSIDE), _name(node), _kind(new)) for node, new in changed]
@@ -280,7 +281,7 @@ def as_value(node: Node) -> Node:
     if type(node) is not Object or type(node.function) is not Global or not is_known(node.function) or not _is_small(node):
         return None
     made = plain_object(node, node.function, lambda: "0")
-    return made if type(made) in (str, int, float, bool) else None
+    return made if isinstance(made, (str, int, float)) else None
 
 
 def as_array(node: Node, key: Key = lambda: "0") -> Entry | None:

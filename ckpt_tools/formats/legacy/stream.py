@@ -98,7 +98,7 @@ class Blobs:
         self.machine, self.anchor = machine, anchor
         return machine
 
-    def load(self, args: Node) -> Node:
+    def load(self, args: tuple[Node, ...]) -> Node:
         """What the bytes hold; None, which leaves an object, where that is no torch-legacy stream."""
         data = args[0] if len(args) == 1 else None
         if type(data) is not bytes or not is_stream(data) or self.machine is None:
@@ -226,28 +226,31 @@ class _LegacyStorages(Storages):
                 "The pickle refers to something outside it that is not a storage.",
                 why="Expected ('storage', class, key, location, size, view).",
             )
-        if type(pid[2]) is not str or not _KEY.fullmatch(pid[2]):
+        _, kind, key, device, numel, view = pid
+        if type(key) is not str or not _KEY.fullmatch(key):
             raise PickleError("The pickle refers to a storage by a malformed id: its key is not a number.")
-        root = self._empty(pid) or super().load(pid[:5])
-        return root if pid[5] is None else self._view(pid[1], root, pid[5])
+        root = self._empty(kind, key, device, numel) or self.storage(pid[:5])
+        return root if view is None else self._view(kind, root, view)
 
-    def _empty(self, pid: tuple[Node, ...]) -> Storage | None:
+    def _empty(self, kind: Node, key: str, device: Node, numel: Node) -> Storage | None:
         """An empty storage that is used with a second type: torch keeps them apart, since they share no bytes."""
-        known = self.by_key.get(pid[2])
-        if known is None or known[1].nbytes or pid[4] != 0 or known[0][1] == pid[1] or type(pid[3]) is not str:
+        if key not in self.by_key or numel != 0 or type(device) is not str:
             return None
-        dtype = storage_dtype(pid[1])
-        key = f"{known[1].key}.{dtype.name if dtype else 'untyped'}"
-        return self.emptied.setdefault((known[1].key, key), Storage(key, dtype, 0, pid[3], _NOWHERE))
+        pid, first = self.by_key[key]
+        if first.nbytes or pid[1] == kind:
+            return None
+        dtype = storage_dtype(kind)
+        own = f"{first.key}.{dtype.name if dtype else 'untyped'}"
+        return self.emptied.setdefault((first.key, own), Storage(own, dtype, 0, device, _NOWHERE))
 
     def _view(self, kind: Node, root: Storage, metadata: Node) -> Storage:
         """The range of a root storage that ("view key", offset, elements) names."""
-        if type(metadata) is not tuple or len(metadata) != 3 or type(metadata[0]) is not str:
+        key, offset, numel = metadata if type(metadata) is tuple and len(metadata) == 3 else (None, None, None)
+        if type(key) is not str or not _KEY.fullmatch(key) or type(offset) is not int or type(numel) is not int:
             raise PickleError("The pickle refers to a view of a storage by a malformed id.")
-        key, offset, numel = metadata
+        if min(offset, numel) < 0:
+            raise PickleError("The pickle refers to a view of a storage by a malformed id.")
         size = (storage_dtype(kind) or UINT8).itemsize
-        if not _KEY.fullmatch(key) or type(offset) is not int or type(numel) is not int or min(offset, numel) < 0:
-            raise PickleError("The pickle refers to a view of a storage by a malformed id.")
         if (offset + numel) * size > root.nbytes:
             raise TensorError(f"A view reaches outside its storage {root.key!r}.")
         found = self.views.get(key)
@@ -302,8 +305,8 @@ def _read_keys(frame: SmallPickles, storages: _LegacyStorages) -> list[str]:
             else "The list of storages is malformed.",
             why=error.what,
         ) from None
-    keys = node.items if type(node) is List else None
-    if keys is None or any(type(key) is not str for key in keys):
+    keys = [key for key in node.items if type(key) is str] if type(node) is List else []
+    if type(node) is not List or len(keys) != len(node.items):
         raise PickleError("The list of storages is not a list of text.")
     listed, known = set(keys), set(storages.by_key)
     if len(listed) != len(keys):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import (
@@ -174,8 +173,8 @@ class _Objects:
         """The usual makers; tensors may be built on a tuple that names the storage."""
         return {**MAKERS, **{name: self._on_tuple(MAKERS[name]) for name in _REBUILDS}}
 
-    def _on_tuple(self, maker: Maker) -> Callable[[Node], Node]:
-        def make(args: Node) -> Node:
+    def _on_tuple(self, maker: Maker) -> Maker:
+        def make(args: tuple[Node, ...]) -> Node:
             named = args[0] if args else None
             if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
                 return maker(args)
@@ -240,17 +239,20 @@ def _read_storages(small: SmallPickles, objects: _Objects) -> None:
         objects.roots.append(storage)
         pickles.skip(nbytes)
     views = small.load() if pickles.left else List()
-    if type(views) is not List or any(type(view) is not tuple or len(view) != 4 for view in views.items):
+    rows = [view for view in views.items if type(view) is tuple and len(view) == 4] if type(views) is List else []
+    if type(views) is not List or len(rows) != len(views.items):
         raise PickleError("The tar's list of views is not a list of tuples of four.")
-    for view in views.items:
+    for view in rows:
         _add_view(objects, *view)
 
 
 def _add_view(objects: _Objects, key: Node, root_key: Node, offset: Node, numel: Node) -> None:
     root, below, start = objects.storage(_key(root_key))
     itemsize = (root.dtype or UINT8).itemsize
-    inside = type(offset) is int and type(numel) is int and min(offset, numel) >= 0
-    if not inside or (offset + numel) * itemsize > root.nbytes or _key(key) in objects.storages:
+    if type(offset) is not int or type(numel) is not int:
+        raise PickleError("The tar gives a view an offset or a size that is not a number.")
+    inside = min(offset, numel) >= 0 and (offset + numel) * itemsize <= root.nbytes
+    if not inside or _key(key) in objects.storages:
         raise TensorError(f"A view reaches outside its storage {root.key!r}, or is there twice.")
     content = _within(root, offset * itemsize, numel * itemsize)
     view = Storage(str(_key(key)), root.dtype, numel * itemsize, root.device, content)

@@ -82,10 +82,11 @@ def _ranks(names: Sequence[str]) -> list[str]:
 
 
 def _flat(part: Decoded) -> dict[str, Entry]:
-    root = part.root
-    if type(root) is not Dict or any(type(name) is not str or type(node) is not Entry for name, node in root.items):
+    root = part.root if type(part.root) is Dict else Dict()
+    entries = {name: node for name, node in root.items if type(name) is str and type(node) is Entry}
+    if type(part.root) is not Dict or len(entries) != len(root.items):
         raise PartError(f"{part.source.path.name} holds something else than one mapping of names to tensors.")
-    return dict(root.items)
+    return entries
 
 
 def _params(files: Files, tensors: Mapping[str, Entry]) -> Params | None:

@@ -28,7 +28,7 @@ from ckpt_tools.formats.sharded import (
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.temporaries import SUFFIX
 from ckpt_tools.text import listed, printable
-from ckpt_tools.tree.nodes import Dict
+from ckpt_tools.tree.nodes import Dict, as_dict
 
 
 def read(names: Sequence[str], files: Files, decode_file: DecodeFile) -> dict[str, Decoded]:
@@ -85,7 +85,7 @@ def decode(shards: Mapping[str, Decoded], files: Files) -> Decoded:
     """
     places_of(shards)
     found = renewed(shards.values())
-    root = Dict([item for decoded in found for item in decoded.root.items], ordered=True)
+    root = Dict([item for decoded in found for item in as_dict(decoded.root).items], ordered=True)
     made = joined("sharded", root, files, found, own_metadata(found, {}))
     fix = printable(f"ckpt repair {shlex.quote(str(files.folder))}")
     text = f"the index of the {len(shards)} shards is missing; all of them are here"

@@ -32,7 +32,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
 from ckpt_tools.text import listed, some
 from ckpt_tools.tree.modules import attributes
-from ckpt_tools.tree.nodes import Dict, Entry, Node
+from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 
 CONTAINER = "megatron"
 _KINDS = ("tensor", "pipeline", "expert")
@@ -56,6 +56,11 @@ class _Part:
     arguments: Dict
     chunks: list[Chunk]
 
+    @property
+    def root(self) -> Dict:
+        """Its tree."""
+        return as_dict(self.decoded.root)
+
 
 def decode(names: Sequence[str], files: Files, decode_file: Callable[[Source], Decoded]) -> Decoded:
     """Read the structure of every rank's file and put the tensors together; no tensor bytes.
@@ -73,7 +78,7 @@ def decode(names: Sequence[str], files: Files, decode_file: Callable[[Source], D
         decoded.root = keys.renew(decoded.root)
         folder, arguments = name.partition("/")[0], _arguments(name, decoded.root)
         sizes = _sizes(folder, arguments) if not parts else sizes
-        parts.append(_Part(folder, _place(folder, sizes), decoded, arguments, _chunks(name, decoded.root)))
+        parts.append(_Part(folder, _place(folder, sizes), decoded, arguments, _chunks(name, as_dict(decoded.root))))
     _check_world(sizes, parts)
     _check_agreeing(parts)
     merging = _Merging(parts, sizes, keys)
@@ -100,8 +105,8 @@ def _arguments(name: str, root: Node) -> Dict:
 def _sizes(folder: str, arguments: Dict) -> Place:
     """The ranks of each kind of parallelism."""
     found = [arguments.get(f"{kind}_model_parallel_size") for kind in _KINDS]
-    sizes = [1 if size is None else size for size in found]
-    if any(type(size) is not int or not 1 <= size <= _MOST for size in sizes):
+    sizes = [size for size in (1 if size is None else size for size in found) if type(size) is int and 1 <= size <= _MOST]
+    if len(sizes) != len(found):
         raise PartError(f"The args in {folder} say an impossible number of ranks: {listed(found)}.")
     if sizes[2] > 1 and arguments.get("expert_tensor_parallel_size") not in (None, sizes[0]):
         raise PartError("The experts are cut into another number of tensor parallel ranks than the rest, which is not read.")
@@ -123,9 +128,9 @@ def _place(folder: str, sizes: Place) -> Place:
     return numbers[0], next(rest) if sizes[1] > 1 else 0, next(rest) if sizes[2] > 1 else 0
 
 
-def _chunks(name: str, root: Node) -> list[Chunk]:
+def _chunks(name: str, root: Dict) -> list[Chunk]:
     """The tensors of a rank: of each of its virtual stages, in order."""
-    found = {int(match[1] or 0): key for key, _ in root.items if type(key) is str and (match := _MODEL.fullmatch(key))}
+    found = {int(match[1] or 0): key for key in root.named if (match := _MODEL.fullmatch(key))}
     if sorted(found) != [*range(len(found))] or not found:
         raise PartError(f"{name} holds no model, or its virtual stages are not counted from 0.")
     return [chunk_of(f"{name}: {found[number]}", root.get(found[number])) for number in sorted(found)]
@@ -165,7 +170,7 @@ def _check_agreeing(parts: Sequence[_Part]) -> None:
                     f"The args of {first.folder} and {part.folder} say another {kind}.", why="They are of two jobs."
                 )
         for key in ("iteration", "checkpoint_version"):
-            if part.decoded.root.get(key) != first.decoded.root.get(key):
+            if part.root.get(key) != first.root.get(key):
                 raise PartError(
                     f"{first.folder} and {part.folder} have another {key}.", why="They were saved at different steps."
                 )
@@ -175,7 +180,7 @@ def _check_agreeing(parts: Sequence[_Part]) -> None:
 
 
 def _notes(parts: Sequence[_Part], merging: _Merging) -> list[Warned]:
-    left = [key for key in _LEFT_OUT if any(key in part.decoded.root for part in parts)]
+    left = [key for key in _LEFT_OUT if any(key in part.root for part in parts)]
     left += (
         ["distrib_optim.pt"] if any((part.decoded.source.path.parent / "distrib_optim.pt").exists() for part in parts) else []
     )
@@ -206,7 +211,7 @@ class _Merging:
         model = Dict([(name, self._merged(name, places)) for name, places in self.held.items()], ordered=True)
         self._check_vocabulary(model)
         items = list[tuple[Node, Node]]()
-        for key, value in self.parts[0].decoded.root.items:
+        for key, value in self.parts[0].root.items:
             if type(key) is str and _MODEL.fullmatch(key):
                 items += [("model", model)] if key in ("model", "model0") else []
             elif key not in _LEFT_OUT:
@@ -255,8 +260,8 @@ class _Merging:
     def _check_vocabulary(self, model: Dict) -> None:
         """The embedding has the rows that the args say; those beyond the tokenizer's are padding, and kept."""
         rows = self.arguments.get("padded_vocab_size")
-        for name, entry in model.items:
-            if name.endswith("word_embeddings.weight") and type(rows) is int:
+        for name, entry in model.named.items():
+            if name.endswith("word_embeddings.weight") and type(rows) is int and type(entry) is Entry:
                 if entry.shape[0] != rows:
                     raise PartError(f"{name!r} has {entry.shape[0]} rows, and the args say {rows} (padded_vocab_size).")
                 real = self.arguments.get("vocab_size")
@@ -272,8 +277,8 @@ class _Merging:
         return self.merger.replicated(name, [row for group in groups for row in group])
 
     def _version(self) -> float:
-        version = self.parts[0].decoded.root.get("checkpoint_version")
-        return version if type(version) in (int, float) else 0.0
+        version = self.parts[0].root.get("checkpoint_version")
+        return float(version) if isinstance(version, (int, float)) else 0.0
 
     def _part_of(self, name: str) -> Entry | None:
         """Any rank's part of a tensor, by its name in the whole model."""

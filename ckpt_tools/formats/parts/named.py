@@ -26,6 +26,7 @@ from ckpt_tools.tree.nodes import (
     List,
     Node,
     Object,
+    as_dict,
 )
 
 if TYPE_CHECKING:  # most files are no part: what reads parts is imported where there is one
@@ -150,7 +151,7 @@ def take_whole(checkpoint: Checkpoint) -> None:
 
     def swap(node: Node) -> Node:
         part = reader.read(node) if type(node) is Object else None
-        if part is None or not part.is_whole:
+        if type(node) is not Object or part is None or not part.is_whole:
             return node
         taken.append(node)
         entry = next(box.entry for box in part.held if box.sizes == part.shape)
@@ -248,14 +249,15 @@ def _of_zero(root: Dict) -> Partition | None:
 
 def _of_zero_model(checkpoint: Checkpoint) -> Partition | None:
     """Stages 1 and 2: a model file is whole, in 16 bits; with those of the ranks beside it, it is one of several."""
-    if checkpoint.root.get("param_shapes") is None:
+    root = as_dict(checkpoint.root)
+    if root.get("param_shapes") is None:
         return None
     from ckpt_tools.formats.parts.zero.names import is_zero_file
 
     if not is_zero_file(checkpoint.name) or _others(checkpoint) is None:
         return None
     found = "the 16-bit weights of a DeepSpeed ZeRO checkpoint; the fp32 ones are in the files of the ranks beside it"
-    return Partition(found, _ZERO_ALONE, "DeepSpeed", None, _partition_count(checkpoint.root.get("dp_world_size")))
+    return Partition(found, _ZERO_ALONE, "DeepSpeed", None, _partition_count(root.get("dp_world_size")))
 
 
 def _partition_count(node: Node) -> int | None:

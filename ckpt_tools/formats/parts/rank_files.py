@@ -179,10 +179,11 @@ class _Merging:
 
     def _merged(self, where: Where, nodes: Sequence[Node]) -> Node:
         name = dotted(where)
-        if all(type(node) is Entry for node in nodes):
+        entries = [node for node in nodes if type(node) is Entry]
+        if len(entries) == len(nodes):
             if any(type(key) is str and _OWN_STATE.search(key) for key in where):
-                return nodes[0]  # every rank's random numbers are its own
-            return self.merger.replicated(name, list(zip(self.ranks, nodes, strict=True)))
+                return entries[0]  # every rank's random numbers are its own
+            return self.merger.replicated(name, list(zip(self.ranks, entries, strict=True)))
         self.objects += [node for node in nodes if type(node) is Object]
         parts = [self._part(name, rank, node) for rank, node in zip(self.ranks, nodes, strict=True)]
         self._check_alike(name, parts)

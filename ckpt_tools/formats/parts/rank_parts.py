@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import read
@@ -121,7 +121,7 @@ class PartReader:
             TensorError: its place in the whole cannot be read, or contradicts what is here.
         """
         unusual = unusual_tensor(node)
-        if unusual is None or unusual.kind not in PART_KINDS:
+        if type(node) is not Object or unusual is None or unusual.kind not in PART_KINDS:
             return None
         if unusual.dtype is None or unusual.shape is None:
             raise TensorError("A distributed tensor has no dtype or shape.")
@@ -136,7 +136,8 @@ class PartReader:
         return made
 
     def _dtensor(self, node: Object, dtype: DType, shape: Sizes) -> Part:
-        state = _state(node.args[3])
+        _, _, rebuilt_from, own_state = _args(node)
+        state = _state(own_state)
         entry, spec = state["_local_tensor"], _record(state["_spec"], "DTensorSpec")
         if type(entry) is not Entry:
             raise TensorError("The local part of a DTensor is not a plain tensor.")
@@ -154,7 +155,7 @@ class PartReader:
                     why=f"Its place in the mesh, {list(coordinate)}, stands for {list(sizes)}.",
                 )
             held = (Held(offsets, sizes, entry),)
-        grad = node.args[2][6] is True
+        grad = rebuilt_from[6] is True
         return Part("dtensor", dtype, shape, held, rank, world, (), mesh, placements, grad)
 
     def _mesh(self, node: Node) -> tuple[Mesh, int | None, Sizes | None, int]:
@@ -210,7 +211,7 @@ def _shard_order(node: Node, placements: Sequence[Placement]) -> list[int] | Non
     """The order that a spec of torch 2.10 and later says; None where the placements say it."""
     if node is None or any(place.kind == "strided" for place in placements):
         return None
-    cuts = [number for entry in _row(node) for number in _row(entry.args[1])]
+    cuts = [number for entry in _row(node) for number in sizes_of(_args(entry)[1]) or ()]
     wanted = [number for number, place in enumerate(placements) if place.kind == "shard"]
     if sorted(cuts) != wanted:
         raise TensorError("A DTensor's shard_order names other dimensions than its placements.")
@@ -219,7 +220,7 @@ def _shard_order(node: Node, placements: Sequence[Placement]) -> list[int] | Non
 
 def _placement(node: Node, dimensions: int) -> Placement:
     record = _record(node, "Shard", "_StridedShard", "Replicate", "Partial", "_Partial", "_MaskPartial")
-    name = node.function.name
+    name = _class_name(node)
     if name == "Replicate":
         return Placement("replicate")
     if "Partial" in name:
@@ -239,9 +240,11 @@ def _mesh(state: dict[str, Node]) -> tuple[Mesh, int | None, Sizes | None, int]:
     if "_layout" in state:
         mesh, rank, world = _mesh_by_layout(state, coordinate)
     else:
-        shape = state["mesh"].shape
         ranks = _numbers(state.get("_flatten_mesh_list"), state["mesh"])
-        mesh, rank, world = Mesh(shape, ranks), None, len(ranks)
+        tensor = state["mesh"]
+        if type(tensor) is not Entry:
+            raise TensorError("The ranks of a mesh cannot be read.")
+        mesh, rank, world = Mesh(tensor.shape, ranks), None, len(ranks)
     _check_mesh(mesh, coordinate)
     if coordinate is not None:
         own = mesh.ranks[_position(mesh.shape, coordinate)]
@@ -302,8 +305,9 @@ def _position(shape: Sizes, coordinate: Sizes) -> int:
 
 
 def _sharded(node: Object, dtype: DType, shape: Sizes) -> Part:
-    shards, metadata, process_group, *_ = node.args[3]
-    listed = tuple(_box(row, shape) for row in _record(metadata, "ShardedTensorMetadata")["shards_metadata"].items)
+    shards, metadata, process_group, *_ = _args(node)[3]
+    rows: Any = _record(metadata, "ShardedTensorMetadata")["shards_metadata"]
+    listed = tuple(_box(row, shape) for row in rows.items)
     group = process_group.state if type(process_group) is Object else None
     known = _state(group) if group is not None else {}
     held = []
@@ -332,10 +336,20 @@ def _box(node: Node, shape: Sizes) -> tuple[Sizes, Sizes]:
 
 def _record(node: Node, *names: str) -> dict[str, Node]:
     """The attributes of an object of one of torch.distributed's classes."""
-    known = type(node) is Object and type(node.function) is Global and node.function.module.startswith("torch.distributed.")
-    if not known or node.function.name not in names:
+    if type(node) is not Object or _class_name(node) not in names:
         raise TensorError(f"A distributed tensor has something else where a {names[0]} is expected.")
     return _state(node.state) if node.state is not None else {}
+
+
+def _class_name(node: Node) -> str:
+    """The class of a record of torch.distributed; the empty text for anything else."""
+    function = node.function if type(node) is Object else None
+    return function.name if type(function) is Global and function.module.startswith("torch.distributed.") else ""
+
+
+def _args(node: Node) -> Any:
+    """The arguments of an object, of the shape that torch gives them; `PartReader.read` sees to those of another shape."""
+    return node.args if type(node) is Object else None
 
 
 def _state(node: Node) -> dict[str, Node]:

@@ -77,7 +77,7 @@ def _count(source: Source) -> tuple[int, int, str]:
         raise ZipError("The pickle that lists them is cut off or missing.")
     folder = first.name.removesuffix("data.pkl")
     storages = Storages(_nowhere)
-    root = Machine(source.read(first.data, first.end - first.data), MAKERS, storages.load).load()
+    root = Machine(source.read(first.data, first.end - first.data), MAKERS, storages.storage).load()
     settle(root)
     sizes = {f"{folder}data/{key}": storage.nbytes for key, (_, storage) in storages.by_key.items()}
     whole: set[str] = set()

@@ -228,9 +228,10 @@ def _streams(view: _View, byteorder: str, spans: dict[Source, list[Span]]) -> bo
 def _gather(views: list[_View], byteorder: str, read: Read) -> None:
     """Take in what does not lie in the file as it is: strided, deflated, big-endian. What cannot be inflated is skipped."""
     for view in views:
-        root = to_little_endian((view.entry,), byteorder)
+        entry = to_little_endian(view.entry, byteorder)
+        assert type(entry) is Entry
         try:
-            for chunk in chunks(row_major(root[0])):
+            for chunk in chunks(row_major(entry)):
                 view.take(chunk)
         except DamagedFileError:
             if not read.mismatches:  # else it was said already, with the record's name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.formats.open import StateDict, is_tensor
+from ckpt_tools.formats.open import StateDict, tensors_by_name
 from ckpt_tools.matching import match
 from ckpt_tools.matching.params import Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
@@ -37,7 +37,7 @@ def is_large(left: StateDict, right: StateDict) -> bool:
 
 
 def _params(state_dict: StateDict) -> list[Param]:
-    return [_param(name, node) for name, node in state_dict.node.items if type(name) is str and is_tensor(node)]
+    return [_param(name, node) for name, node in tensors_by_name(state_dict.node).items()]
 
 
 def _param(name: str, node: Node) -> Param:

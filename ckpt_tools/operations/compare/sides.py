@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.objects.plain import as_array, as_value
@@ -26,6 +26,7 @@ from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.modules import classes, is_module, settings
 from ckpt_tools.tree.nodes import (
+    PLAIN,
     ByteString,
     Entry,
     Global,
@@ -59,11 +60,14 @@ class Array:
         return f"array {'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}"
 
 
+Value: TypeAlias = Node | Array
+
+
 @dataclass(slots=True)
 class Module:
     """What a pickled module holds beside its tensors: the settings and the classes, by their dotted paths in it."""
 
-    values: dict[str, Node] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
     objects: dict[str, str] = field(default_factory=dict)
 
 
@@ -82,7 +86,7 @@ class Side:
     root: Node
     tensors: dict[Where, Tensor]
     state_dicts: list[StateDict]
-    values: dict[str, Node] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
     objects: dict[str, str] = field(default_factory=dict)
     modules: dict[str, Module] = field(default_factory=dict)
     texts: bool = False
@@ -143,7 +147,7 @@ def _module(node: Object) -> Module:
     return found
 
 
-def _add(where: Where, node: Node, values: dict[str, Node], objects: dict[str, str]) -> None:
+def _add(where: Where, node: Node, values: dict[str, Value], objects: dict[str, str]) -> None:
     """Add what a node is, if it is a value or an object; short rows of plain values are one value."""
     value = _value(node) if type(node) is Object else node
     if is_tensor(node) or type(node) is Storage:
@@ -152,10 +156,12 @@ def _add(where: Where, node: Node, values: dict[str, Node], objects: dict[str, s
         objects[dotted(where)] = str(node)
     elif type(node) is Object and value is None:
         objects[dotted(where)] = node.name
-    elif type(value) in (List, tuple) and is_hollow(value):
+    elif type(value) is ByteString:
+        values[dotted(where)] = value.data
+    elif (type(value) is List or type(value) is tuple) and is_hollow(value):
         values[dotted(where)] = tuple(value.items if type(value) is List else value)
-    elif value is None or type(value) in (bool, int, float, str, bytes, ByteString, Array):
-        values[dotted(where)] = value.data if type(value) is ByteString else value
+    elif type(value) is Array or type(value) in PLAIN:
+        values[dotted(where)] = value
 
 
 def _is_closed(node: Node) -> bool:
@@ -164,7 +170,7 @@ def _is_closed(node: Node) -> bool:
     return is_tensor(node) or (type(node) is Object and (_value(node) is not None or is_module(node)))
 
 
-def _value(node: Object) -> Node:
+def _value(node: Object) -> Value:
     """The plain value that an object stands for, an array among them; None for anything else."""
     entry = as_array(node)
     if entry is None or not isinstance(entry.storage.content, Literal):
@@ -172,7 +178,7 @@ def _value(node: Object) -> Node:
     return Array(entry.dtype.name, entry.shape, entry.stride, entry.storage.content.data)
 
 
-def as_texts(values: dict[str, Node]) -> dict[str, str]:
+def as_texts(values: dict[str, Value]) -> dict[str, str]:
     """Values as a safetensors header holds them: text, the rest as JSON. JSON in text is taken apart, path by path."""
     found: dict[str, str] = {}
     for path, value in values.items():
@@ -198,7 +204,7 @@ def _leaves(path: str, text: str) -> Iterator[tuple[str, str]]:
             yield where, value if type(value) is str else _text(value)
 
 
-def _text(value: Node) -> str:
+def _text(value: Value) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError):  # bytes, an array, or an int of more digits than Python writes out

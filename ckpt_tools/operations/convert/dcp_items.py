@@ -109,7 +109,7 @@ def _leaves(root: Dict, found: Items, most: int) -> Iterator[tuple[Path, Node]]:
         path, children, holder = stack[-1]
         for key, node in children:
             where = (*path, key)
-            if type(node) in (Dict, List) and node.items and (type(node) is Dict or id(node) in holders):
+            if (type(node) is Dict or (type(node) is List and id(node) in holders)) and node.items:
                 if id(node) in open_ids:
                     raise ContainerLimitError(f"{dotted(where)!r} contains itself, which a distributed checkpoint cannot hold.")
                 if id(node) in seen and (most := most - len(node.items)) < 0:
@@ -125,7 +125,7 @@ def _leaves(root: Dict, found: Items, most: int) -> Iterator[tuple[Path, Node]]:
             stack.pop()
 
 
-def _children(node: Node, found: Items) -> Iterator[tuple[str | int, Node]]:
+def _children(node: Dict | List, found: Items) -> Iterator[tuple[str | int, Node]]:
     if type(node) is List:
         yield from enumerate(node.items)
         return
@@ -147,7 +147,7 @@ def _holders(root: Dict) -> set[int]:
     found: set[int] = set()
     lists: list[tuple[List, ...]] = []
     seen: set[int] = set()
-    stack: list[tuple[Node, tuple[List, ...]]] = [(root, ())]
+    stack: list[tuple[Dict | List, tuple[List, ...]]] = [(root, ())]
     while stack:
         node, above = stack.pop()
         if id(node) in seen:
@@ -157,7 +157,7 @@ def _holders(root: Dict) -> set[int]:
         values = node.items if type(node) is List else [value for _, value in node.items]
         if inside and any(type(value) is Dict or is_tensor(value) for value in values):
             lists.append(inside)
-        stack.extend((value, inside) for value in values if type(value) in (Dict, List))
+        stack.extend((value, inside) for value in values if type(value) is Dict or type(value) is List)
     for chain in lists:
         found.update(map(id, chain))
     return found

@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_tools.edit import flatten
 from ckpt_tools.edit.flatten import Flat
 from ckpt_tools.formats import safetensors, sharded
-from ckpt_tools.formats.open import is_tensor
+from ckpt_tools.formats.open import tensors_by_name
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Piece
 from ckpt_tools.tree.nodes import Dict, Node
@@ -62,7 +62,7 @@ def torch_shards(
         ContainerLimitError: several state dicts, tensors outside of one, objects that are to be kept.
     """
     state_dict, flat = flatten.one_state_dict(root, objects=objects, metadata=metadata, holder="A sharded checkpoint")
-    items = [(name, node) for name, node in state_dict.node.items if type(name) is str and is_tensor(node)]
+    items: list[tuple[str, Node]] = [*tensors_by_name(state_dict.node).items()]
     groups = sharded.storage_groups(items)
     shards = sharded.split([(str(number), size) for number, (_, size) in enumerate(groups)], limit)
     names, files = sharded.TORCH, []
@@ -76,7 +76,7 @@ def torch_shards(
         file = names.shard(number + 1, len(shards))
         inside = sorted((pair for group in shard for pair in members[group]), key=lambda pair: places[pair[0]]) if items else []
         homes |= dict.fromkeys((name for name, _ in inside), file)
-        tree = Dict(inside, ordered=True)
+        tree = Dict([*inside], ordered=True)
         files.append((file, torch_layout.lay_out(tree, trust_crc=trust_crc, verify=verify)))
     weight_map = {name: homes[name] for name, _ in items}
     total = sum(size for _, size in groups)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.edit import renaming
-from ckpt_tools.formats.open import StateDict, find_state_dicts, is_tensor
+from ckpt_tools.formats.open import StateDict, find_state_dicts
 from ckpt_tools.io.content import Literal
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.names import (
@@ -236,8 +236,10 @@ def tie(root: Node, digests: Mapping[Where, str]) -> Iterator[Mended]:
         first: dict[str, tuple[str, Entry]] = {}
         tied: list[tuple[str, str]] = []
         for index, (name, entry) in enumerate(state_dict.node.items):
-            digest = digests.get((*state_dict.where, name)) if type(name) is str and is_tensor(entry) else None
-            if digest is None or type(entry) is not Entry:
+            if type(name) is not str or type(entry) is not Entry:
+                continue
+            digest = digests.get((*state_dict.where, name))
+            if digest is None:
                 continue
             other, model = first.setdefault(digest, (name, entry))
             if model.storage is not entry.storage:

@@ -97,7 +97,7 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
     folder = pickle.name.removesuffix("/data.pkl")
     locator = _Locator(source, by_name(walked.records), folder)
     storages = Storages(locator.locate)
-    machine = Machine(read(pickle.content(source)), MAKERS, storages.load)
+    machine = Machine(read(pickle.content(source)), MAKERS, storages.storage)
     root = machine.load()
     settle(root)
     made = {key: storage for key, (_, storage) in storages.by_key.items()}

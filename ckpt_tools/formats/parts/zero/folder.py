@@ -206,8 +206,8 @@ class _Merging:
             pieces = {rank: [state.flat[row] for row in group.rows] for rank, state in self.optimizers.items()}
             made.update(self._cut(group, pieces, "the weights"))
         made.update((name, self._frozen(name, shape)) for name, shape in self.model.frozen.items())
-        module = {key: value for key, value in self.model.module.items if type(key) is str}
-        tied = {_place(module[name]): name for name in made if type(module.get(name)) is Entry and module[name].numel}
+        module = self.model.module.named
+        tied = {_place(entry): name for name in made if type(entry := module.get(name)) is Entry and entry.numel}
         for name, value in module.items():
             if name not in made and name not in self.model.shared:
                 made[name] = self._as_it_is(name, value, made.get(tied.get(_place(value), "")))
@@ -307,15 +307,16 @@ class _Merging:
             raise PartError("The files have no optimizer state.")
         state = [pair for group in self.groups for pair in self._states(group)]
         names = {row: list(group.shapes) for group in self.groups for row in group.rows[:1]}
-        groups = []
+        groups: list[Node] = []
         for values in self.first.groups:
             rows = values.get("params")
-            own = [name for row in (rows.items if type(rows) is List else ()) for name in names.get(row, ())]
+            numbers = [row for row in (rows.items if type(rows) is List else ()) if type(row) is int]
+            own = [name for row in numbers for name in names.get(row, ())]
             rest = [(key, value) for key, value in values.items if key != "params"]
             groups.append(Dict([*rest, ("params", List(list(own)))]))
         return Dict([("state", Dict(state)), ("param_groups", List(groups))])
 
-    def _states(self, group: Group) -> Iterator[tuple[str, Dict]]:
+    def _states(self, group: Group) -> Iterator[tuple[Node, Node]]:
         """The state of each parameter of a group: rows cut as the weights are, and steps as they are."""
         first = [self.first.states.get(row, Dict()) for row in group.rows]
         made: dict[str, list[tuple[Node, Node]]] = {name: [] for name in group.shapes}
@@ -334,9 +335,10 @@ class _Merging:
         found: dict[int, list[Entry]] = {}
         for rank, state in self.optimizers.items():
             for row in group.rows:
-                entry = state.states.get(row, Dict()).get(key)
-                held, wanted = entry.shape if type(entry) is Entry else None, state.flat[row].numel
-                if held is None or len(held) != 1 or held[0] < wanted or (held[0] > wanted and self.first.is_stage_3):
+                entry = state.states.get(row, Dict()).get(key) if type(key) is str else None
+                held, wanted = entry.shape if type(entry) is Entry else (), state.flat[row].numel
+                too_long = self.first.is_stage_3 and held > (wanted,)
+                if type(entry) is not Entry or len(held) != 1 or held < (wanted,) or too_long:
                     shown = listed(held) if held else "no"
                     raise PartError(
                         f"The optimizer's {key!r} of {some(list(group.shapes))} has {shown} elements on rank {rank}.",
@@ -358,8 +360,9 @@ class _Merging:
 
 
 def _same(one: Entry, other: Node) -> bool:
-    alike = type(other) is Entry and (one.shape, one.dtype.name) == (other.shape, other.dtype.name)
-    return alike and (not one.numel or same_bytes(one, other))
+    if type(other) is not Entry or (one.shape, one.dtype.name) != (other.shape, other.dtype.name):
+        return False
+    return not one.numel or same_bytes(one, other)
 
 
 def _flat(entry: Entry) -> Entry:

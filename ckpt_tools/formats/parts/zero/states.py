@@ -72,7 +72,8 @@ def read_model(file: str, root: Node) -> ModelState:
     Raises:
         PartError: it is no such file, or one of a kind that is not joined.
     """
-    if type(root) is not Dict or type(root.get("module")) is not Dict:
+    module = root.get("module") if type(root) is Dict else None
+    if type(root) is not Dict or type(module) is not Dict:
         raise _malformed(file, "it has no weights (`module`)")
     if root.get("param_shapes") is None:
         raise _malformed(file, "it has no param_shapes, which ZeRO saves")
@@ -86,7 +87,7 @@ def read_model(file: str, root: Node) -> ModelState:
     fragments = {name: value for name, value in _items(root.get("frozen_param_fragments")) if type(value) is Entry}
     world, step = root.get("dp_world_size"), root.get("global_steps")
     return ModelState(
-        file, root, root.get("module"), frozenset(name for name in _listed(root.get("buffer_names")) if type(name) is str),
+        file, root, module, frozenset(name for name in _listed(root.get("buffer_names")) if type(name) is str),
         shapes, _shapes(file, root.get("frozen_param_shapes")), fragments,
         {name: holder for name, holder in _items(root.get("shared_params")) if type(holder) is str},
         world if type(world) is int else None, step if type(step) is int else None,
@@ -108,8 +109,9 @@ def read_optimizer(file: str, root: Node) -> OptimizerState:
     counts = [count for count in _listed(state.get("partition_count")) if type(count) is int]
     if not counts or len(set(counts)) > 1:  # of experts there are other counts than of the rest
         raise _malformed(file, "its groups are cut among several numbers of ranks" if counts else "it has no partition_count")
-    flat = tuple(_listed(state.get(_STAGE_3 if is_stage_3 else _STAGE_2)))
-    if not all(type(entry) is Entry and len(entry.shape) == 1 and entry.is_contiguous for entry in flat):
+    rows = _listed(state.get(_STAGE_3 if is_stage_3 else _STAGE_2))
+    flat = tuple(entry for entry in rows if type(entry) is Entry and len(entry.shape) == 1 and entry.is_contiguous)
+    if len(flat) != len(rows):
         raise _malformed(file, "its weights are not rows")
     inner = state.get("optimizer_state_dict" if is_stage_3 else "base_optimizer_state")
     groups = inner.get("param_groups") if type(inner) is Dict else None
