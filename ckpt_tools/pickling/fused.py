@@ -21,15 +21,33 @@ from ckpt_tools.tree.nodes import (
 )
 
 _INT = rb"(?:K.|M..|J...[\0-\x7f])"
-_SIZES = rb"(\)|(?:%b){1,3}[\x85-\x87]|\((?:%b){4,8}t)" % (_INT, _INT)
-_PUT = rb"r(....)"
-_TENSOR = re.compile(
-    rb"()()\(\(h(.)h(.)X(.)\0\0\0([0-9]{1,18})" + _PUT + rb"h(.)(" + _INT + rb")t" + _PUT + rb"Q"  # the persistent id
-    rb"(" + _INT + rb")" + _SIZES + rb"(?:" + _PUT + rb")?" + _SIZES + rb"(?:" + _PUT + rb")?"  # offset, size, stride
-    rb"([\x88\x89])h(.)\)R" + _PUT + rb"t" + _PUT + rb"R" + _PUT,  # requires_grad, hooks, the call
-    re.DOTALL,
+_SIZES = rb"(?:\)|(?:%b){1,3}[\x85-\x87]|\((?:%b){4,8}t)" % (_INT, _INT)
+
+
+def _group(name: str, pattern: bytes) -> bytes:
+    return b"(?P<%b>%b)" % (name.encode(), pattern)
+
+
+def _get(name: str) -> bytes:
+    """A value out of the memo, by an index of one byte."""
+    return b"h" + _group(name, b".")
+
+
+def _put(name: str) -> bytes:
+    """A value into the memo, at an index of four bytes."""
+    return b"r" + _group(f"put_{name}", b"....")
+
+
+_ID = (
+    rb"\(\(" + _get("word") + _get("kind") + rb"X" + _group("length", b".") + rb"\0\0\0" + _group("key", b"[0-9]{1,18}")
+    + _put("key") + _get("device") + _group("numel", _INT) + rb"t" + _put("id") + rb"Q"
 )  # fmt: skip
-_AFTER_KEY = re.compile(_TENSOR.pattern.replace(rb"()()", _PUT + rb"h(.)", 1), re.DOTALL)
+_VIEW = _group("offset", _INT) + b"".join(
+    _group(name, _SIZES) + rb"(?:" + _put(name) + rb")?" for name in ("size", "stride")
+)  # fmt: skip
+_CALL = _group("grad", rb"[\x88\x89]") + _get("hooks") + rb"\)R" + _put("hooks") + rb"t" + _put("args") + rb"R" + _put("tensor")
+_FIRST = re.compile(_group("put_name", b"") + _group("rebuild", b"") + _ID + _VIEW + _CALL, re.DOTALL)
+_AFTER_KEY = re.compile(_put("name") + _get("rebuild") + _ID + _VIEW + _CALL, re.DOTALL)
 # Indices that count up, four bytes each and the lowest first, read as one number: the first index times ones, plus steps.
 _COUNTING = [(sum(1 << 32 * i for i in range(count)), sum(i << 32 * i for i in range(count))) for count in range(9)]
 _TUPLE_OPCODES = {0x85: 1, 0x86: 2, 0x87: 3}
@@ -41,28 +59,29 @@ def tensors(machine: State) -> None:
     Stops before the first bytes that are not of that shape.
     """
     data, stack, limit = machine.data, machine.stack, machine.limit
-    found = _TENSOR.match(data, machine.position, limit)
-    if found is None or machine.far_memo or not _tensor(machine, found, b"", ""):
+    found = _FIRST.match(data, machine.position, limit)
+    if found is None or machine.far_memo or not _tensor(machine, found, ""):
         return
     while data[machine.position : machine.position + 1] == b"X":
         start = machine.position + 5
         end = start + int.from_bytes(data[start - 4 : start], "little")
         found = _AFTER_KEY.match(data, end, limit)
-        if found is None or machine.memo[found[2][0]] is not machine.rebuild:
+        if found is None or machine.memo[found["rebuild"][0]] is not machine.rebuild:
             return
         key = machine.text(data[start:end])
         stack += (key, machine.rebuild)
-        if not _tensor(machine, found, found[1], key):
+        if not _tensor(machine, found, key):
             del stack[-2:]
             return
 
 
-def _tensor(machine: State, found: re.Match[bytes], put_name: bytes, name: str) -> bool:
+def _tensor(machine: State, found: re.Match[bytes], name: str) -> bool:
     """Put the tensor that was matched in the place of its rebuild function; False when it is not as it looked."""
-    (_, _, word, kind, length, key, put_key, device, numel, put_pid, offset, size, put_size, stride, put_stride, grad, hooks,
-     put_hooks, put_args, put_tensor) = found.groups(b"")  # fmt: skip
+    # all groups at once, in their order: asking for each by its name takes longer than the rest
+    (put_name, _, word, kind, length, key, put_key, device, numel, put_id, offset, size, put_size, stride, put_stride,
+     grad, hooks, put_hooks, put_args, put_tensor) = found.groups(b"")  # fmt: skip
     memo, sizes = machine.memo, machine.sizes
-    puts = put_name + put_key + put_pid + put_size + put_stride + put_hooks + put_args + put_tensor
+    puts = put_name + put_key + put_id + put_size + put_stride + put_hooks + put_args + put_tensor
     ones, steps = _COUNTING[len(puts) // 4]
     if int.from_bytes(puts, "little") != len(memo) * ones + steps:
         return False
