@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 import ckpt_tools
-from fuzz import headers, raw
+from fuzz import folders, headers, raw
 from fuzz.values import number, text
 
 _PLAN = """format = "ckpt-plan-1"
@@ -167,4 +167,4 @@ class _Socket:
     settimeout = close = shutdown = setsockopt
 
 
-KINDS: tuple[Callable[[Random, Path], Callable[[], object]], ...] = (plan, index, answer)
+KINDS: tuple[Callable[[Random, Path], Callable[[], object]], ...] = (plan, index, answer, folders.folder)
