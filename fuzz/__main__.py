@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -29,17 +30,15 @@ def main() -> int:
                 asked = row["asking"]
             elif "found" in row:
                 _report(row, options.seed, save, seen)
-            else:
+            elif "done" in row:
                 total.update(row["counts"])
                 first, done = first + row["done"], True
-        if not done:
-            total["cases"] += at + 1 - first
-            first = at + 1
-            if asked == "torch":  # it may crash on a file that we read; that is no fault of ours, and somebody should know
-                total["deaths of torch"] += 1
-                print(f"--seed {options.seed} --first {at}: torch died", flush=True)
-            else:
-                _report({"found": "the process died", "case": at, "trace": ""}, options.seed, save, seen)
+            elif not done:
+                total["cases"] += at + 1 - first
+                first = at + 1
+                who = "torch" if asked == "torch" else "the process"
+                total["deaths of torch"] += asked == "torch"
+                _report({"found": f"{who} died: {row['ended']}", "case": at, "trace": row["trace"]}, options.seed, save, seen)
     print(", ".join(f"{count} {name}" for name, count in total.items()))
     print(f"{len(seen)} kinds of findings" + (f", files in {save}" if seen else ""))
     return 1 if seen else 0
@@ -62,10 +61,16 @@ def _rows(options: argparse.Namespace, first: int, count: int, seconds: float) -
     """What a worker says, line by line, until it ends in one way or the other."""
     numbers = (options.seed, first, count, seconds, options.convert)
     command = [sys.executable, "-m", "fuzz.worker", *map(str, numbers)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # else every thread takes 64 MB of the address space that it may have
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment) as worker,
+    ):
         assert worker.stdout is not None
         for line in worker.stdout:
             yield json.loads(line)
+        said.seek(0)
+        yield {"ended": worker.wait(), "trace": said.read()[-2000:]}
 
 
 def _report(row: dict[str, Any], seed: int, save: Path, seen: Counter[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import faulthandler
 import importlib
 import json
 import pkgutil
@@ -22,6 +23,7 @@ from fuzz.guard import Guard
 def main(seed: int, first: int, count: int, seconds: float, convert_every: int) -> None:
     """Try cases. JSON lines say which case is next, who is given the file, what was found, and at the end how many."""
     warnings.simplefilter("ignore")
+    faulthandler.enable()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as name:
         folder = Path(name)
@@ -30,7 +32,7 @@ def main(seed: int, first: int, count: int, seconds: float, convert_every: int) 
         for module in pkgutil.walk_packages(ckpt_tools.__path__, "ckpt_tools."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-        for codec in ("utf-32-le", "utf-32-be"):  # of text in arrays; one module each
+        for codec in ("utf-32-le", "utf-32-be", "idna"):  # of text in arrays, of names of hosts; one module each
             codecs.lookup(codec)
         for number in range(-300, 0):  # whatever is imported late is imported now
             _try(cases, number, convert=True, quiet=True)

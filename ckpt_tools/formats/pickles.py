@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import lzma
+import math
 import re
 import tarfile
 import zlib
@@ -18,6 +19,7 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError
 from ckpt_tools.formats.base import is_tar, is_zip
+from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.packed.compressed import KINDS, new_xz, runs, zstd_blocks
 from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip import concatenated
@@ -31,6 +33,7 @@ from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled, Window
 from ckpt_tools.pickling.calls import Pickle, list_pickles
+from ckpt_tools.pickling.raw_between import Between, LegacyStorages, TarStorages, TarTensors
 from ckpt_tools.pickling.stream import BytesPart, FilePart
 
 _HEAD = 4096
@@ -110,7 +113,7 @@ class _Walk:
         self.left, self.parts = limits.INFLATED.most(size), 0
         self.longest = max(_INFLATED_PICKLE, 4 * size)
 
-    def examine(self, source: Source, where: str, depth: int) -> None:
+    def examine(self, source: Source, where: str, depth: int, between: Between | None = None) -> None:
         """A file, a member of an archive, or bytes that a pickle loads: as whatever it may be read as."""
         self.parts += 1
         if depth > _MOST_DEPTH or len(self.found.pickles) >= _MOST_LISTED or self.parts > _MOST_PARTS:
@@ -131,10 +134,10 @@ class _Walk:
             behind = _behind_members(source)
         if is_zip(head) or has_end(behind):
             self.guarded(where, lambda: self.archive(source, where, depth))
-        if not head.startswith(_NUMPY):
-            self.stream(source, where, depth)
-        elif _holds_objects(head):
-            self.stream(source, where, depth, _npy_header(head))
+        if head.startswith(_NUMPY):
+            self.arrays(source, where, depth)
+        else:
+            self.stream(source, where, depth, between=between)
 
     def guarded(self, where: str, look: Callable[[], None]) -> None:
         """Look into a part; where that fails, it is told, and the rest goes on."""
@@ -150,23 +153,40 @@ class _Walk:
 
     # --- pickles
 
-    def stream(self, source: Source, where: str, depth: int, start: int = 0) -> None:
-        """Pickles one behind another, if there are any."""
-        end = min(source.size, start + self.longest) if isinstance(source, Spooled) else source.size
-        for number, pickle in enumerate(list_pickles(FilePart(source, min(start, end), end))):
+    def arrays(self, source: Source, where: str, depth: int) -> None:
+        """The array of a .npy, and those behind it, as `numpy.load` reads one after another from an open file."""
+        at: int | None = 0
+        while at is not None and at < source.size and self.parts <= _MOST_PARTS:
+            head, self.parts = source.read(at, min(_HEAD, source.size - at)), self.parts + 1
+            if not head.startswith(_NUMPY):
+                self.stream(source, where, depth, at)
+                return
+            if _holds_objects(head):
+                at = self.stream(source, where, depth, at + _npy_header(head))
+            else:
+                length = _array_bytes(head)
+                at = None if length is None else at + length
+
+    def stream(self, source: Source, where: str, depth: int, start: int = 0, between: Between | None = None) -> int:
+        """Pickles one behind another, if there are any; returns where the last one ends."""
+        last, end = source.size, min(source.size, start + self.longest) if isinstance(source, Spooled) else source.size
+        for number, pickle in enumerate(list_pickles(FilePart(source, min(start, end), end), between)):
             if pickle.cut and end < source.size:
                 self.skip(where, f"a pickle goes on beyond {self.longest} bytes that were inflated")
             elif not number and not _is_pickle(source, start, pickle):
-                return
-            pickle.where = where
+                break
+            pickle.where, last = where, pickle.end
             self.found.pickles.append(pickle)
             if pickle.error is not None:
                 self.skip(where, f"{pickle.error.what} {pickle.error.why}".strip())
+            if pickle.unread:
+                self.skip(where, f"behind its pickles: {pickle.unread}")
             for data in pickle.nested:
                 self.examine(_InMemory(data, source), _inside(where, "bytes that it loads"), depth + 1)
             if len(self.found.pickles) >= _MOST_LISTED:
                 self.skip(where, f"there are more than {_MOST_LISTED} pickles")
-                return
+                break
+        return last
 
     # --- archives
 
@@ -231,8 +251,9 @@ class _Walk:
         with _opened_tar(source) as archive:
             for info in archive:
                 if info.isreg():
-                    self.examine(Window(source, info.offset_data, min(info.size, source.size - info.offset_data)),
-                                 _inside(where, info.name), depth + 1)  # fmt: skip
+                    member = Window(source, info.offset_data, min(info.size, source.size - info.offset_data))
+                    between = _IN_TAR.get(info.name.rstrip("/"), LegacyStorages)()
+                    self.examine(member, _inside(where, info.name), depth + 1, between)
 
     def compressed(
         self, source: Source, where: str, depth: int, magic: bytes, kind: str, make: Callable[[], Any] | None
@@ -262,6 +283,8 @@ def _opened_tar(source: Source) -> tarfile.TarFile:
     return tarfile.open(fileobj=Reader(source), mode="r:")
 
 
+# Raw bytes stand between the pickles of these members of a torch-tar.
+_IN_TAR: dict[str, type[Between]] = {"storages": TarStorages, "tensors": TarTensors}
 _OF_PROGRAMS = ("/constants.pkl", "/archive_format", "/model.json", "/models/model.json", "/serialized_exported_program.json")
 
 
@@ -308,6 +331,16 @@ def _npy_header(head: bytes) -> int:
     """Where the bytes behind the header of a .npy start."""
     width = 2 if head[6:7] == b"\1" else 4
     return 8 + width + int.from_bytes(head[8 : 8 + width], "little")
+
+
+def _array_bytes(head: bytes) -> int | None:
+    """How long a .npy of numbers or text is, its header included; None where that is not known."""
+    try:
+        header = parse_header(head)
+    except CkptError:
+        return None
+    itemsize = int(header.code[1:] or 0) * (4 if header.code[0] == "U" else 1)  # the sizes of texts are in characters
+    return header.length + math.prod(header.shape) * itemsize
 
 
 def _inside(where: str, name: str) -> str:

@@ -8,14 +8,15 @@ Source for what Python goes on with: CPython's Modules/_pickle.c, `load_reduce`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_tools.errors import CkptError, LimitError
+from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.arrays_behind import array_bytes, is_pickled_behind
 from ckpt_tools.pickling.callables import QUIET
 from ckpt_tools.pickling.ratings import Rating
+from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
 from ckpt_tools.pickling.reader import OPCODES, Machine, Stop
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
@@ -37,8 +38,6 @@ _COST_OF_RATING = 8  # in containers: arguments are looked through
 _LONG = 64  # parts of a tuple that are looked at for nothing
 _COST_OF_LOOKING = 64  # where one of them had a state set, which is looked through too
 _WINDOW = 4 << 20  # most pickles are read at once
-_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
-_PICKLES_OF_LEGACY = 5  # magic number, protocol, sys_info, the object, the keys; raw bytes follow
 _MAKERS = {
     name: MAKERS[name]
     for name in (Global("collections", "OrderedDict"), Global("_codecs", "encode"), Global("builtins", "bytes"))
@@ -46,6 +45,7 @@ _MAKERS = {
 _STARTS = frozenset((b"\x80", b"c", b"(", b"]", b"}"))  # of pickles that make a call
 _SHORTEST, _MOST_NESTED = 8, 64  # bytes of a pickle that makes a call, and how many are looked at in one state
 _MAY_HOLD = frozenset((Global, Object, Dict, tuple))
+_KEY = 2  # in the persistent id of a storage
 _STORAGE = Global("torch.storage", "UntypedStorage")
 _COMPUTED = Global("", "<a computed name>")
 
@@ -74,8 +74,8 @@ class Pickle:
         start, end: where it stands in its part. where: the member of an archive that it is in, or "".
         calls: those that are dangerous, in the order in which they would run.
         names: every global. nested: bytes that it has loaded in turn. unusual: uses that weights_only refuses.
-        error: why it could not be read to its end. value: what it holds, where that is a number.
-        cut: whether it goes on beyond the end of what there is.
+        error: why it could not be read to its end. cut: whether it goes on beyond the end of what there is.
+        unread: why what stands behind the raw bytes that follow it cannot be found.
     """
 
     start: int
@@ -86,15 +86,16 @@ class Pickle:
     nested: list[bytes] = field(default_factory=list)
     unusual: list[str] = field(default_factory=list)
     error: CkptError | None = None
-    value: int | None = None
     cut: bool = False
+    unread: str = ""
 
 
 class Lister(Machine):
     """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does."""
 
     def __init__(self, data: bytes, offset: int = 0) -> None:
-        super().__init__(data, _MAKERS, _stand_in, offset, fast=False)
+        super().__init__(data, _MAKERS, self._stand_in, offset, fast=False)
+        self.pids: dict[Node, tuple[Node, ...]] = {}  # of storages, by their keys
         self.opcodes = _LENIENT
         self.calls: dict[tuple[str, str], Call] = {}
         self.nested: list[bytes] = []
@@ -108,6 +109,11 @@ class Lister(Machine):
         if type(function) is not Global or function not in QUIET or _may_hand_over(function, args):
             self._listen(function, args)
         super().make(function, args)
+
+    def _stand_in(self, pid: Node) -> Node:
+        if type(pid) is tuple and len(pid) > _KEY and type(pid[_KEY]) is str:
+            self.pids[pid[_KEY]] = pid
+        return Object("none", _STORAGE, ())
 
     def _listen(self, function: Node, args: tuple[Node, ...]) -> None:
         has_parts = any(type(arg) is Object and arg.steps for arg in args)
@@ -151,10 +157,6 @@ def _may_hold(arg: Node) -> bool:
     if type(arg) is Object:
         return bool(arg.steps) or type(arg.function) is not Global or arg.function not in ALLOWED
     return type(arg) is Global or (type(arg) is Dict and arg.attributes is not None)
-
-
-def _stand_in(pid: Node) -> Node:
-    return Object("none", _STORAGE, ())
 
 
 # --- the opcodes at which Python goes on and our own machine does not
@@ -320,26 +322,39 @@ for _code, _handler in (
 # --- the pickles of a part
 
 
-def list_pickles(part: Part) -> Iterator[Pickle]:
-    """The pickles of a part, one behind another from its start; the raw bytes behind them are passed over.
+def list_pickles(part: Part, between: Between | None = None) -> Iterator[Pickle]:
+    """The pickles of a part, one behind another from its start, and behind the raw bytes between them.
 
     The first one comes whether it can be read or not, another one that breaks only where it names something.
+
+    Args:
+        part: where they are. between: what raw bytes there are; storages, where it is torch-legacy, unless told otherwise.
     """
-    pickles = Pickles(part, _WINDOW)
-    count, most = 0, None
-    while pickles.left and count != most:
-        found = _list_one(pickles)
-        if count and not found.names and found.error is not None and not isinstance(found.error, LimitError):
+    pickles, between = Pickles(part, _WINDOW), between or LegacyStorages()
+    first = True
+    while pickles.left:
+        found, value, pids = _list_one(pickles)
+        if not first and not found.names and found.error is not None and not isinstance(found.error, LimitError):
             return
-        if not count and type(found.value) is int and found.value == _MAGIC_NUMBER:
-            most = _PICKLES_OF_LEGACY
+        first = False
+        if found.error is None:
+            found.unread = _pass_over(between, pickles, value, pids)
         yield found
-        if found.error is not None:
+        if found.error is not None or found.unread:
             return
-        count += 1
 
 
-def _list_one(pickles: Pickles) -> Pickle:
+def _pass_over(between: Between, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str:
+    """Go on to the next pickle; why not, where there may be one."""
+    try:
+        return between.pass_over(pickles, value, pids) or ""
+    except CkptError as error:
+        pickles.skip(pickles.left)  # it was cut off, or no loader comes so far
+        return "" if isinstance(error, PickleError) else error.what
+
+
+def _list_one(pickles: Pickles) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
+    """A pickle, what it holds, the persistent ids in it."""
     start, lister, error = pickles.position, Lister(b""), None
 
     def make(data: bytes, offset: int) -> Machine:
@@ -352,8 +367,8 @@ def _list_one(pickles: Pickles) -> Pickle:
     except CkptError as failure:
         error, value = failure, None
     end = pickles.position if error is None else pickles.anchor + lister.position
-    found = Pickle(start, end, error=error, value=value if type(value) is int else None)
+    found = Pickle(start, end, error=error)
     found.calls, found.names = lister.listed(), list(lister.globals)
     found.cut = error is not None and pickles.cut
     found.nested, found.unusual = lister.nested, list(lister.unusual)
-    return found
+    return found, value, lister.pids

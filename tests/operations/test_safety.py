@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 import pickle
+import struct
 import subprocess
 import sys
 import tarfile
@@ -34,6 +35,9 @@ from ckpt_tools.formats.open import open_source
 from ckpt_tools.operations.check.run import check
 from ckpt_tools.operations.inspect import inspect
 from ckpt_tools.operations.safety import Safety, examine
+from tests.hostile import pickles as p
+from tests.support import tars
+from tests.support.legacy import MAGIC, floats, legacy
 from tests.support.samples import (
     PTH,
     SAFETENSORS,
@@ -290,6 +294,56 @@ CONTAINERS = {
     "small pickle of torch-legacy": PAYLOAD + torch_saved(zipfile_format=False),
     "two archives": torch_saved() + torch_saved(),
 }  # fmt: skip
+
+
+def array() -> bytes:
+    """A .npy of numbers."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(5.0))
+    return buffer.getvalue()
+
+
+def old_tar(where: str) -> bytes:
+    """A torch-tar with two storages and tensors, and the payload in the pickle of one of them, popped from the stack."""
+    call = {where: p.call(os.system.__module__, "system", p.text("echo owned")) + b"0"}
+    kind = p.glob("torch", "FloatStorage")
+    stored = [p.pickle(call.get(f"storage {key}", b""), p.tuple_of(p.integer(key), p.text("cpu"), kind)) + floats(1, 2)
+              for key in (1, 2)]  # fmt: skip
+    described = [p.pickle(call.get(f"tensor {key}", b""), p.tuple_of(p.integer(key), p.integer(1), kind))
+                 + struct.pack("<ii3q", 1, 0, 2, 1, 0) for key in (3, 4)]  # fmt: skip
+    two, views = p.pickle(p.integer(2)), p.pickle(call.get("views", b""), b"]")
+    root = p.dict_of(a=tars.persistent(3), b=tars.persistent(4))
+    return tars.torch_tar(root, b"".join([two, *stored, views]), b"".join([two, *described]))
+
+
+LEGACY = legacy({"a.w": torch.arange(6.0), "n": 3, "tied": torch.arange(300).half()})
+COMPUTED_MAGIC = p.pickle(p.call("builtins", "int", p.text(str(0x1950A86A20F9469CFC6C))))
+BEHIND = {
+    "torch-legacy, then a pickle": LEGACY + PAYLOAD,
+    "two of torch-legacy": LEGACY + torch_saved(zipfile_format=False),
+    "three of torch-legacy": LEGACY + LEGACY + torch_saved(zipfile_format=False),
+    "torch-legacy without storages": legacy({"n": 3}) + PAYLOAD,
+    "torch-legacy with a computed magic number": COMPUTED_MAGIC + LEGACY[len(MAGIC):] + PAYLOAD,
+    **{f"torch-tar, {where}": old_tar(where) for where in ("storage 1", "storage 2", "views", "tensor 3", "tensor 4")},
+    "numbers of NumPy, then a pickle": array() + PAYLOAD,
+    "numbers of NumPy, then objects": array() + array() + object_array(),
+    "objects of NumPy, then objects": object_array() + object_array(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", BEHIND.values(), ids=BEHIND.keys())
+def test_behind_raw_bytes(data: bytes, tmp_path: Path) -> None:
+    """A pickle behind storages, shapes or numbers counts: torch itself, or a loader that reads on in the file, would run it."""
+    assert set(ran(examined(tmp_path / "file", data))) == {RUNS}
+
+
+def test_what_stands_behind_a_computed_storage_is_not_known(tmp_path: Path) -> None:
+    """Where the bytes between two pickles cannot be counted, the file could not be looked through; a cut one has no more."""
+    stored = p.pickle(p.integer(1)) + p.pickle(p.call("builtins", "int", p.text("3"))) + floats(1, 2)
+    found = examined(tmp_path / "file", tars.torch_tar(p.dict_of(n=p.NONE), stored, None))
+    assert (found.verdict, found.unexamined[0][0]) == ("unexamined", "storages")
+    assert "computed" in found.unexamined[0][1]
+    assert examined(tmp_path / "cut", LEGACY[:-1]).verdict == "plain"
 
 
 @pytest.mark.parametrize("data", CONTAINERS.values(), ids=CONTAINERS.keys())
