@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,8 +152,11 @@ def difference(ours: list[Row], theirs: list[Row]) -> str | None:
 
 
 def _same_path(ours: list[str | int], theirs: list[str | int]) -> bool:
-    """Whether two paths are one; keys that are not text have a text of their own in each."""
-    pairs = zip(ours, theirs, strict=False)
-    return len(ours) == len(theirs) and all(
-        one == two or str(one).startswith("<") or str(one) == str(two) or f"<class '{one}'>" == two for one, two in pairs
-    )
+    """Whether two paths are one; keys that are no text have one of their own in each: `torch.f` is `<function f at 0x7f>`."""
+    return len(ours) == len(theirs) and all(map(_same_key, ours, theirs))
+
+
+def _same_key(ours: str | int, theirs: str | int) -> bool:
+    one, two = str(ours), str(theirs)
+    named = re.fullmatch(r"<(?:class|function|built-in \w+) '?([\w.]+)\b.*>", two)
+    return ours == theirs or one.startswith("<") or one == two or (named is not None and f".{one}".endswith(f".{named[1]}"))
