@@ -119,7 +119,7 @@ def test_every_container_is_there() -> None:
 @every_container
 def test_the_container_is_what_it_is_called(name: str, tmp_path: Path) -> None:
     """`inspect` finds the container that the sample stands for."""
-    names = {"pickled model": "torch-legacy", "index": "sharded", "dcp-safetensors": "dcp"}
+    names = {"pickled model": "torch-legacy", "index": "sharded", "dcp-safetensors": "dcp", "packed": "torch-zip"}
     assert inspect(MAKERS[name](tmp_path)).container == names.get(name, name)
 
 

@@ -87,6 +87,26 @@ def test_what_stays_is_said(folder: Path, tmp_path: Path) -> None:
         assert not (tmp_path / "out" / name).exists()
 
 
+def test_links_of_a_cache(folder: Path, tmp_path: Path) -> None:
+    """Hugging Face's cache keeps a model's files in blobs/ and links to them: those come along; others stay."""
+    model = tmp_path / "models--owner--name"
+    (model / "blobs").mkdir(parents=True)
+    (model / "snapshots").mkdir()
+    snapshot = model / "snapshots" / "c0ffee"
+    folder.rename(snapshot)
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(model / "blobs" / str(number))
+        path.symlink_to(f"../../blobs/{number}")
+    (tmp_path / "secret.json").write_text("secret")
+    (snapshot / "special_tokens_map.json").symlink_to(tmp_path / "secret.json")
+    (snapshot / "added_tokens.json").symlink_to("../../blobs/none")
+    report = ckpt_tools.convert(snapshot, tmp_path / "out", shard_size="1KB")
+    assert report.companions == sorted(TAKEN)
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in TAKEN} == TAKEN
+    assert not any((tmp_path / "out" / name).is_symlink() for name in TAKEN)
+    assert dict(report.stayed) == {"special_tokens_map.json": "a link", "added_tokens.json": "a link"}
+
+
 def test_verls_folder(tmp_path: Path) -> None:
     """From `huggingface/` beside the files of the ranks into the output itself; what tells of the parts stays."""
     folder = tmp_path / "actor"

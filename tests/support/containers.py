@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -145,6 +146,16 @@ def _rank_files(folder: Path) -> Path:
     return folder / "ranks"
 
 
+def _packed(folder: Path) -> Path:
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as archive:
+        info = tarfile.TarInfo("run/model.pth")
+        info.size = len(_saved())
+        archive.addfile(info, io.BytesIO(_saved()))
+    (folder / "model.tar.gz").write_bytes(data.getvalue())
+    return folder / "model.tar.gz"
+
+
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "torch-zip": _written("model.pth", _saved),
     "torch-legacy": _written("legacy.pth", lambda: legacy(state())),
@@ -162,5 +173,6 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "dcp": _dcp,
     "rank-files": _rank_files,
     "dcp-safetensors": _dcp_safetensors,
+    "packed": _packed,
     "dcp-part": lambda folder: _dcp(folder) / "__0_0.distcp",
 }
