@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.convert.report import Converted
     from ckpt_tools.operations.convert.run import convert
     from ckpt_tools.operations.inspect import Description, inspect
+    from ckpt_tools.operations.match import Matched, match
     from ckpt_tools.operations.repair.report import Repaired
     from ckpt_tools.operations.repair.run import repair
     from ckpt_tools.operations.scan import Scanned, scan
+    from ckpt_tools.render.html import Reported, report
     from ckpt_tools.torch.steps import Steps, open  # noqa: A004 - called as ckpt_tools.open, like gzip.open
 
 __all__ = [
@@ -37,7 +39,9 @@ __all__ = [
     "Converted",
     "Description",
     "Difference",
+    "Matched",
     "Repaired",
+    "Reported",
     "Scanned",
     "Stats",
     "Steps",
@@ -48,9 +52,11 @@ __all__ = [
     "diff",
     "edit_in_place",
     "inspect",
+    "match",
     "open",
     "open_checkpoint",
     "repair",
+    "report",
     "scan",
     "stats",
 ]
@@ -62,7 +68,9 @@ _HOMES = {
     "Converted": "operations.convert.report",
     "Description": "operations.inspect",
     "Difference": "operations.compare.report",
+    "Matched": "operations.match",
     "Repaired": "operations.repair.report",
+    "Reported": "render.html",
     "Scanned": "operations.scan",
     "Stats": "operations.compare.stats",
     "Steps": "torch.steps",
@@ -72,9 +80,11 @@ _HOMES = {
     "diff": "operations.compare.differences",
     "edit_in_place": "operations.convert.in_place",
     "inspect": "operations.inspect",
+    "match": "operations.match",
     "open": "torch.steps",
     "open_checkpoint": "formats.open",
     "repair": "operations.repair.run",
+    "report": "render.html",
     "scan": "operations.scan",
     "stats": "operations.compare.stats",
 }

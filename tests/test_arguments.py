@@ -18,6 +18,7 @@ import ckpt_tools
 import ckpt_tools.torch as load_code
 from ckpt_tools.errors import CkptError, NothingMatchedError, UsageError
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
+from ckpt_tools.operations.match import MatchOptions
 from ckpt_tools.tree import arguments
 from tests.support.samples import FIXTURES
 
@@ -53,12 +54,14 @@ def asked(folder: Path, function: Callable[..., Any], given: dict[str, Any]) -> 
     out, state = folder / "out.pth", {"weight": torch.ones(1, 1)}
     needed = {
         "path": SINGLE, "source": SINGLE, "target": out, "left": SINGLE, "right": SINGLE, "sources": [SINGLE, SINGLE],
-        "model": nn.Linear(1, 1), "state_dict": state, "model_or_mapping": state,
+        "output": folder / "out.toml", "model": nn.Linear(1, 1), "state_dict": state, "model_or_mapping": state,
     }  # fmt: skip
     wanted = inspect.signature(function).parameters
     keywords = {name: value for name, value in needed.items() if name in wanted} | given
     if function is load_code.save and "path" not in given:
         keywords["path"] = out
+    if function is ckpt_tools.match:
+        keywords.setdefault("like", SINGLE)
     if function is ckpt_tools.edit_in_place:
         keywords.setdefault("dry_run", True)
     with contextlib.suppress(CkptError):
@@ -66,6 +69,7 @@ def asked(folder: Path, function: Callable[..., Any], given: dict[str, Any]) -> 
         if isinstance(made, ckpt_tools.Checkpoint):
             made.close()
     out.unlink(missing_ok=True)
+    out.with_suffix(".toml").unlink(missing_ok=True)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -81,7 +85,7 @@ def test_whatever_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
 
 def test_every_argument_has_its_row() -> None:
     """The table or a record of options knows each argument of each public call; any other is Python's own TypeError."""
-    options = set(ConvertOptions.options) | set(InPlaceOptions.options)
+    options = {name for record in (ConvertOptions, InPlaceOptions, MatchOptions) for name in record.options}
     assert {argument for _, argument in ARGUMENTS} <= set(arguments._READERS) | options
     with pytest.raises(TypeError, match="no_such"):
         ckpt_tools.inspect(SINGLE, no_such=1)  # type: ignore[call-arg]

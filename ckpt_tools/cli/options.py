@@ -122,7 +122,7 @@ def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for name, option in reversed(record.options.items()):
             if option.kind != "code":
-                names = [f"--{name.replace('_', '-')}", *([f"--{option.alias}"] if option.alias else []), name]
+                names = [f"--{name.replace('_', '-')}", *([option.alias] if option.alias else []), name]
                 command = click.option(*names, **{**_as_click(option), **changed.get(name, {})})(command)
         return command
 
@@ -185,9 +185,14 @@ def show_progress(*, quiet: bool = False, preload: str | None = None) -> Iterato
     with contextlib.ExitStack() as stack:
         update: Progress | None = None
         started: float | None = None
+        before = 0
 
         def progress(done: int, size: int) -> None:
-            nonlocal update, started
+            nonlocal update, started, before
+            if done < before:  # the next work of several: a bar and a time of its own
+                stack.close()
+                update, started = None, None
+            before = done
             if preload is not None and preload not in sys.modules:
                 import_module(preload)
             now = time.monotonic()

@@ -39,32 +39,14 @@ def report(
 
     Exit code: 0 written, 2 usage, 3 refused.
     """
-    from ckpt_tools.errors import UsageError
-    from ckpt_tools.io.output import output_target
-    from ckpt_tools.operations.inspect import inspect
-    from ckpt_tools.render.html import page, save
-    from ckpt_tools.tree.output_names import check_document_name
+    from ckpt_tools.render.html import report as write_report
 
-    if select is not None and other is None:
-        raise UsageError("--select says what is compared with OTHER; OTHER is missing.")
-    check_document_name(output, "an HTML page", ".html")
-    output_target(output, overwrite=overwrite)  # before every tensor is read
-    description, stats, difference = inspect(path), None, None
     with show_progress(quiet=quiet) as progress:
-        if histograms:
-            from ckpt_tools.operations.compare.stats import stats as measure
-
-            stats = measure(path, progress=progress)
-    with show_progress(quiet=quiet) as progress:
-        if other is not None:
-            from ckpt_tools.operations.compare.differences import diff
-
-            difference = diff(path, other, values=True, select=select, progress=progress)
-    size = save(
-        page(description, stats, difference), output, overwrite=overwrite, inputs=[item for item in (path, other) if item]
-    )
+        written = write_report(
+            path, other, output=output, histograms=histograms, select=select, overwrite=overwrite, progress=progress
+        )
     if not quiet:
         from ckpt_tools.render.text import size_text
         from ckpt_tools.text import printable
 
-        sys.stdout.write(f"wrote {printable(str(output))}, {size_text(size)}\n")
+        sys.stdout.write(f"wrote {printable(written.output)}, {size_text(written.bytes)}\n")

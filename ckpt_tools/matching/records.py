@@ -33,7 +33,12 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Two tensors that are partners by name or place, of different shapes."""
+    """Two tensors that are partners by name or place, of different shapes.
+
+    Attributes:
+        old, new: its name in the checkpoint and in the target. reason: which stage found it.
+        source_shape, target_shape: what they are.
+    """
 
     old: str
     new: str
@@ -63,7 +68,7 @@ class Offer:
         step: "split" (one old name, several new), "concat" (several old names, one new) or "transpose" (one of each).
         old, new: the names in the order in which their parts lie along the first dimension.
         source_shapes, target_shapes: in the same order.
-        confidence: as in `Match`. parts: what the parts are, in order: ("q", "k", "v").
+        reason, confidence: as in `Match`. parts: what the parts are, in order: ("q", "k", "v").
     """
 
     step: Literal["split", "concat", "transpose"]

@@ -11,16 +11,18 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools._version import __version__
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.content import Literal, Piece
-from ckpt_tools.io.output import replacing
-from ckpt_tools.io.writer import write
+from ckpt_tools.io.output import output_target, replacing
+from ckpt_tools.io.writer import Progress, write
+from ckpt_tools.operations.inspect import inspect
 from ckpt_tools.render.text import (
     container_text,
     counted,
@@ -30,7 +32,9 @@ from ckpt_tools.render.text import (
     size_text,
 )
 from ckpt_tools.render.wording import as_options
-from ckpt_tools.text import listed, printable
+from ckpt_tools.text import brief, listed, printable
+from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.output_names import check_document_name
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.compare.report import Change, Difference, Only
@@ -40,6 +44,67 @@ if TYPE_CHECKING:
 _MOST_ROWS = 1000  # of one kind of difference, value or object
 _MOST_TEXT = 300
 _SPECIAL = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """What `report` wrote.
+
+    Attributes:
+        path, other: the checkpoints; other is None where there is one. output: the page. bytes: its size.
+    """
+
+    path: str
+    other: str | None
+    output: str
+    bytes: int
+
+    __repr__ = brief
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+@natural
+def report(
+    path: str | os.PathLike[str],
+    other: str | os.PathLike[str] | None = None,
+    *,
+    output: str | os.PathLike[str],
+    histograms: bool = False,
+    select: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Reported:
+    """Write one self-contained HTML page about a checkpoint: overview, bytes by module, tensors to search and sort, findings.
+
+    Args:
+        path: the checkpoint. other: another one; the page then tells what differs too.
+        output: the page to write. overwrite: replace it if it exists.
+        histograms: read every tensor, for mean, spread, extremes and a histogram of each.
+        select: what is compared with `other`: the dotted path of a state dict or subtree of both.
+        progress: called with (bytes read, bytes in total), for one work after the other.
+
+    Raises:
+        CkptError: a file that cannot be read, a page that cannot be written, jinja2 is missing.
+    """
+    if select is not None and other is None:
+        raise UsageError("`select` says what is compared with OTHER; OTHER is missing.")
+    check_document_name(output, "an HTML page", ".html")
+    output_target(output, overwrite=overwrite)  # before every tensor is read
+    description, measured, difference = inspect(path), None, None
+    if histograms:
+        from ckpt_tools.operations.compare.stats import stats
+
+        measured = stats(path, progress=progress)
+    if other is not None:
+        from ckpt_tools.operations.compare.differences import diff
+
+        difference = diff(path, other, values=True, select=select, progress=progress)
+    inputs = [one for one in (path, other) if one is not None]
+    size = save(page(description, measured, difference), output, overwrite=overwrite, inputs=inputs)
+    return Reported(str(path), None if other is None else str(other), str(output), size)
 
 
 def page(description: Description, stats: Stats | None = None, difference: Difference | None = None) -> str:

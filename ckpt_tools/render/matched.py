@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt_tools.matching.records import Ambiguous, Matching, Shape
-from ckpt_tools.operations.match import MatchReport
+from ckpt_tools.operations.match import Matched
 from ckpt_tools.render.text import (
     by_reason,
     counted,
@@ -28,7 +28,7 @@ _SHOWN_ROWS, _SHOWN_CANDIDATES = 60, 4
 Names: TypeAlias = tuple[str, ...]
 
 
-def print_matched(report: MatchReport, out: Console, *, show_all: bool, plan: Path | None) -> None:
+def print_matched(report: Matched, out: Console, *, show_all: bool, plan: Path | None) -> None:
     """Print the report of `ckpt match`."""
     matching = report.matching
     out.print(Text(printable(f"{report.source} -> {report.target}"), style="bold"), soft_wrap=True)

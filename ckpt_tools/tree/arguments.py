@@ -252,12 +252,12 @@ def read_ranks(name: str, value: Any) -> Any:
 
 # Of functions that take no record of options (`ckpt_tools.tree.options`).
 _READERS: dict[str, Reader] = {
-    **dict.fromkeys(("path", "source", "target", "left", "right"), read_path),
-    "against": read_optional(read_path),
+    **dict.fromkeys(("path", "source", "target", "left", "right", "output"), read_path),
+    **dict.fromkeys(("against", "other"), read_optional(read_path)),
     "sources": read_paths,
     **dict.fromkeys(
         ("unwrap", "adapt", "overwrite", "dry_run", "fsync", "keep_damaged", "tie_equal", "values", "digest", "contents",
-         "assign", "mmap", "wrapped"),
+         "assign", "mmap", "wrapped", "histograms"),
         read_flag,
     ),
     **dict.fromkeys(("select", "objects", "match", "on_mismatch", "format", "integers", "filter", "device"),

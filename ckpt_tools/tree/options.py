@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from typing import (
@@ -46,7 +47,8 @@ class Option:
         help: the sentence. in_code: what else callers of the library are told, types above all.
         metavar: what stands for the value in --help. choices: all values, where they can be counted.
         kind: "flag", "text", "texts" (given several times), "whole"; "code" is none of the command line's.
-        least, most: bounds of a whole number. alias: another name on the command line. completes: "names" or "places".
+        least, most: bounds of a whole number. completes: "names" or "places".
+        alias: another name on the command line, as it is typed.
         moves: whether tensors do not stay where they lie in the input.
     """
 
@@ -114,6 +116,13 @@ def value(help: str, read: Reader, **more: Any) -> Any:
 def anything(help: str, **more: Any) -> Any:
     """A value that is not read before its use."""
     return Option(None, arguments.read_anything, help, **more)
+
+
+def as_in(record: type[Options], name: str, help: str) -> Any:
+    """The option of another record, with a sentence of its own."""
+    own = copy(record.options[name])
+    own.help = help
+    return own
 
 
 # --- records

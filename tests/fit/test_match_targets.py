@@ -9,11 +9,13 @@ import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
+import ckpt_tools
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, TargetError, UsageError
 from ckpt_tools.fit.plan_files import read_plan
 from ckpt_tools.fit.targets import read_target
 from tests.support import networks as nets
+from tests.support.samples import FIXTURES
 
 MODULE = """
 import torch
@@ -204,3 +206,17 @@ def test_names_from_files_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     shown = ckpt("match", tmp_path / "a.pth", "--like", tmp_path / "b.pth").output
     assert "\x1b" not in shown
     assert "a\\x1b[31m.weight" in shown
+
+
+def test_the_call_is_the_command(tmp_path: Path) -> None:
+    """`ckpt_tools.match` gives the command's report and writes the command's plan; what it cannot do without is asked for."""
+    source, like = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
+    report = ckpt_tools.match(source, like=like, match="structure", output=tmp_path / "call.toml")
+    shown = ckpt("match", source, "--like", like, "--match", "structure", "-o", tmp_path / "command.toml", "--json")
+    assert json.loads(shown.output) == json.loads(json.dumps(report.to_json()))
+    assert (tmp_path / "call.toml").read_text() == (tmp_path / "command.toml").read_text()
+    assert report.matching.complete_with_offers
+    with pytest.raises(UsageError, match="`like` names the target"):
+        ckpt_tools.match(source)
+    with pytest.raises(UsageError, match="`overwrite` is about a plan"):
+        ckpt_tools.match(source, like=like, overwrite=True)

@@ -18,7 +18,6 @@ import ckpt_tools
 from ckpt_tools.cli import main
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.parts.rank_parts import Placement, box_at, cut_order
-from ckpt_tools.operations.match import match_checkpoint
 from ckpt_tools.torch import (
     load,
     load_into,
@@ -82,8 +81,8 @@ CALLS: dict[str, Callable[[Path, Path, Path], Any]] = {
     "diff-right": lambda part, model, _: ckpt_tools.diff(model, part, values=True),
     "stats": lambda part, *_: ckpt_tools.stats(part),
     "average": lambda part, model, out: ckpt_tools.average([part, model], out, objects="plain"),
-    "match": lambda part, model, _: match_checkpoint(part, model),
-    "match-target": lambda part, model, _: match_checkpoint(model, part),
+    "match": lambda part, model, _: ckpt_tools.match(part, like=model),
+    "match-target": lambda part, model, _: ckpt_tools.match(model, like=part),
     "repair": lambda part, _, out: ckpt_tools.repair(part, out.with_suffix(".safetensors")),
     "load": lambda part, *_: load(part),
     "load_state_dict": lambda part, *_: load_state_dict(part),

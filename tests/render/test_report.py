@@ -17,8 +17,10 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+import ckpt_tools
 from ckpt_tools import diff, inspect, stats
 from ckpt_tools.cli import main
+from ckpt_tools.errors import UsageError
 from ckpt_tools.render.html import page
 from ckpt_tools.tree.findings import Finding
 from tests.support.browser import CHROMIUM, Browser
@@ -95,6 +97,22 @@ def test_hostile_names_stay_in_their_block(tmp_path: Path) -> None:
     assert "<b>evil" not in text
     assert "\u202e" not in text
     assert len(embedded(text)["tensors"]["name"]) == len(HOSTILE)
+
+
+def test_the_call_is_the_command(tmp_path: Path) -> None:
+    """`ckpt_tools.report` writes the very page of the command, tells its size, and refuses what the command refuses."""
+    single, ddp = FIXTURES / "single.pth", FIXTURES / "ddp.pth"
+    seen: list[tuple[int, int]] = []
+    report = ckpt_tools.report(
+        single, ddp, output=tmp_path / "call.html", histograms=True, progress=lambda *step: seen.append(step)
+    )
+    command = ["report", str(single), str(ddp), "--histograms", "--output", str(tmp_path / "command.html")]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    assert (tmp_path / "call.html").read_bytes() == (tmp_path / "command.html").read_bytes()
+    assert report.bytes == (tmp_path / "call.html").stat().st_size
+    assert seen
+    with pytest.raises(UsageError, match="`select` says what is compared"):
+        ckpt_tools.report(single, output=tmp_path / "other.html", select="model")
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class SlimOptions(Options):
 
     slim: bool = flag(
         "State dicts and plain values alone: no optimizer, scheduler, random state, objects; storages as large as needed.",
-        alias="weights-only-content", moves=True,
+        alias="--weights-only-content", moves=True,
     )  # fmt: skip
     ema: bool = flag("The averaged weights (ema, model_ema, ema_state_dict ...) become the whole output.", moves=True)
 
