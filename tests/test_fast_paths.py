@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from ckpt_tools.io.content import (
     Piece,
     Range,
 )
+from ckpt_tools.io.content import read as read_content
 from ckpt_tools.io.output import Source, replacing, reserve
 from ckpt_tools.pickling import fused
 from ckpt_tools.pickling.reader import Machine
@@ -45,6 +47,27 @@ from ckpt_tools.tree.nodes import (
 from ckpt_tools.tree.visit import walk
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize(("elements", "most"), [(4, 40), (8192, 1100)])
+def test_local_headers_are_read_many_at_once(
+    elements: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """The headers of a thousand small tensors take a few reads, of large ones a read each; the bytes found are the same."""
+    real, count = Source.read, 0
+
+    def read(self: Source, offset: int, length: int) -> bytes:
+        nonlocal count
+        count += 1
+        return real(self, offset, length)
+
+    torch.save({f"{index}": torch.full((elements,), float(index)) for index in range(1000)}, tmp_path / "t.pth")
+    monkeypatch.setattr(Source, "read", read)
+    with ckpt_tools.open_checkpoint(tmp_path / "t.pth") as checkpoint:
+        assert count < most
+        for index, tensor in enumerate(checkpoint.tensors):
+            assert isinstance(tensor.node, Entry)
+            assert read_content(tensor.node.storage.content)[:4] == struct.pack("<f", index)
 
 
 def many_tensors(count: int = 120) -> dict[str, object]:

@@ -172,7 +172,7 @@ WRITING = {"io.temporaries", "io.attributes", "io.writer", "io.cloning", "io.in_
 OTHERS = {"io.in_place.rollback", "operations.in_folders", "shutil", "click.shell_completion"}
 UNUSED = {
     "inspect FILE": PARTS | WRITING | OTHERS | {"json"},
-    "inspect --json FILE": PARTS | WRITING | OTHERS | {"rich", "render.text"},
+    "inspect --json FILE": PARTS | WRITING | OTHERS | {"rich"},
     "convert FILE OUT --strip-module": PARTS | OTHERS | {"formats.safetensors", "values.numeric", "json"},
 }
 

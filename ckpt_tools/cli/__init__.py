@@ -27,7 +27,9 @@ from ckpt_tools.text import did_you_mean
 # In the order of --help.
 COMMANDS = ("inspect", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "report")
 
-atexit.register(gc.freeze)  # the process ends: looking for cycles among all that it made would only take time
+# A command makes little that refers to itself, and ends soon: looking for cycles among all that it made would only take time.
+gc.set_threshold(500_000)
+atexit.register(gc.freeze)
 
 
 def _raise_limits(_ctx: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> None:

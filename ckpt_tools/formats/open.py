@@ -460,6 +460,9 @@ def list_tensors(root: Node, modules: _Modules) -> Iterator[Tensor]:
     Afterwards `modules` knows every module that there is.
     """
     for where, node in walk(root, stop=modules.stop, plain=False):
+        if type(node) is Entry:
+            yield Tensor(where, node)
+            continue
         state_dict = modules.state_dict(node)
         if state_dict is not None:
             named = tensors_by_name(state_dict)

@@ -13,7 +13,8 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckpt_tools import limits
-from ckpt_tools.edit.objects.plain import as_value, is_known
+from ckpt_tools.edit.objects.known import is_known
+from ckpt_tools.edit.objects.values import as_value
 from ckpt_tools.errors import LimitError, TensorError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import (
@@ -414,12 +415,12 @@ def _wrapper_option(row: dict[str, Any]) -> str:
 
 def _oversized(checkpoint: Checkpoint, totals: dict[str, Any]) -> Iterator[Finding]:
     """Storages of which the tensors use less than half, a megabyte or more in all."""
-    used: dict[int, tuple[Storage, int]] = {}
+    used: dict[Storage, int] = {}
     for tensor in checkpoint.tensors:
         if type(tensor.node) is Entry:
             storage = tensor.node.storage
-            used[id(storage)] = (storage, used.get(id(storage), (storage, 0))[1] + tensor.node.nbytes)
-    wasted = sum(storage.nbytes - count for storage, count in used.values() if count * 2 < storage.nbytes)
+            used[storage] = used.get(storage, 0) + tensor.node.nbytes
+    wasted = sum(storage.nbytes - count for storage, count in used.items() if count * 2 < storage.nbytes)
     if wasted >= 1 << 20 or (wasted and wasted * 2 > totals["storage_bytes"]):
         found = f"tensors that use {totals['bytes']} of {totals['storage_bytes']} bytes of storage"
         expected = "storages as large as their tensors (--slim leaves optimizers and objects out as well)"

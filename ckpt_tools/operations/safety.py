@@ -172,4 +172,4 @@ def _may_hide(decoded: Decoded) -> bool:
     if any(use.startswith("call of") for use in decoded.unusual) or any(row.code in _MORE_BYTES for row in decoded.warnings):
         return True
     storages, known = f"{decoded.root_folder}/data/", {f"{decoded.root_folder}/{name}" for name in _RECORDS}
-    return any(row.name not in known and not row.name.startswith(storages) for row in decoded.records)
+    return not known.issuperset([row.name for row in decoded.records if not row.name.startswith(storages)])

@@ -36,6 +36,8 @@ def find_sharing(checkpoint: Checkpoint) -> Sharing:
     state_dicts = {state_dict.where: frozenset(state_dict.names) for state_dict in checkpoint.state_dicts}
     found = Sharing()
     for group in groups.values():
+        if len(group) == 1:
+            continue
         same: dict[_Elements, list[Where]] = {}
         for where, entry in group:
             same.setdefault(elements_of(entry), []).append(where)

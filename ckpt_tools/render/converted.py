@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.edit.objects.plain import WITH_OUTER
+from ckpt_tools.edit.objects.known import WITH_OUTER
 from ckpt_tools.render.rows import Row, show_rows, up_to_ten
 from ckpt_tools.render.text import (
     by_reason,

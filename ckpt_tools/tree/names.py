@@ -104,17 +104,18 @@ def wrappers_in(names: Iterable[str]) -> tuple[str, ...]:
     """
     found: dict[str, None] = {}
     leads: dict[str, tuple[str, ...]] = {"": ()}
-    bare: set[str] = set()  # leading wrappers that some name does without
+    dotted: set[str] = set()  # leads of names with a dot
     for name in names:
         lead = _LEAD.match(name)
         text = lead.group() if lead is not None else ""
         if text not in leads:
             leads[text] = leading_wrappers(name)
             found.update(dict.fromkeys(leads[text]))
-        if "." in name and len(bare) < len(LEADING_WRAPPERS):
-            bare.update(wrapper for wrapper in LEADING_WRAPPERS if wrapper not in leads[text])
+        if "." in name:
+            dotted.add(text)
         if "._" in name:
             found.update(dict.fromkeys(w for w in INNER_WRAPPERS if f".{w}" in name))
+    bare = {wrapper for wrapper in LEADING_WRAPPERS if any(wrapper not in leads[text] for text in dotted)}
     return tuple(wrapper for wrapper in found if wrapper not in bare)
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools import limits
 from ckpt_tools.edit.objects.keys import plain_keys
+from ckpt_tools.edit.objects.known import WITH_OUTER, is_known
 from ckpt_tools.edit.objects.values import (
-    PATHS,
     Key,
+    as_array,
     is_array,
     key_for_2_4,
     plain_for_2_4,
@@ -34,47 +35,12 @@ from ckpt_tools.tree.nodes import (
     Where,
 )
 
-# Kept as they are by default, beside what weights_only allows.
-_NAMES = frozenset((
-    "argparse.Namespace", "types.SimpleNamespace", "collections.defaultdict", "collections.deque", "builtins.set",
-    "builtins.frozenset", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.int", "builtins.float",
-    "builtins.str", "builtins.bool", "builtins.bytes", "builtins.bytearray", "builtins.complex", "builtins.range",
-    "builtins.slice", "builtins.object", "numpy.core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
-    "numpy.core.numeric._frombuffer", "numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct",
-    "numpy._core.numeric._frombuffer",
-))  # fmt: skip
-_NUMPY_TYPES = frozenset((
-    "dtype", "ndarray", "generic", "bool", "bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
-    "uint64", "float16", "float32", "float64", "complex64", "complex128", "str_", "bytes_", "void", "object_",
-    "longlong", "ulonglong", "intc", "uintc", "longdouble", "clongdouble", "datetime64", "timedelta64",
-))  # fmt: skip
-
-
-def is_known(name: Global) -> bool:
-    """Whether a global stands for plain data: what weights_only allows, NumPy scalars and arrays, Namespace, paths, dates."""
-    if name in ALLOWED or str(name) in _NAMES:
-        return True
-    if name.module == "numpy":
-        return name.name in _NUMPY_TYPES
-    if name.module == "numpy.dtypes":
-        return name.name.endswith("DType")
-    if name.module in ("pathlib", "pathlib._local"):
-        return name.name in PATHS
-    return str(name) in _SIMPLE
-
 
 def is_resolved(name: Global) -> bool:
     """Whether nothing is lost where no object names a global: known data, and what readers make entries of."""
     return is_known(name) or name in (LOAD_FROM_BYTES, VARIABLE)
 
 
-_SIMPLE = frozenset((
-    "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone", "decimal.Decimal",
-    "fractions.Fraction", "uuid.UUID",
-))  # fmt: skip
-
-
-WITH_OUTER = "part of the object around it"
 _INSIDE: Where = ("<inside an object>",)
 
 
@@ -276,22 +242,6 @@ def newer_dtypes(root: Node) -> list[str]:
     return [name for name in found if Global("torch", name) not in ALLOWED_2_4]
 
 
-def as_value(node: Node) -> Node:
-    """The text or number that a NumPy scalar, a path or a date stands for; None for anything else."""
-    if type(node) is not Object or type(node.function) is not Global or not is_known(node.function) or not _is_small(node):
-        return None
-    made = plain_object(node, node.function, lambda: "0")
-    return made if isinstance(made, (str, int, float)) else None
-
-
-def as_array(node: Node, key: Key = lambda: "0") -> Entry | None:
-    """The tensor that a pickled NumPy array of numbers stands for; None for anything else."""
-    if type(node) is not Object or type(node.function) is not Global or not is_array(node.function):
-        return None
-    made = plain_object(node, node.function, key)
-    return made if type(made) is Entry else None
-
-
 def _makes_array(node: Node) -> bool:
     return type(node) is Object and type(node.function) is Global and is_array(node.function)
 
@@ -302,12 +252,3 @@ def arrays_as_tensors(root: Node) -> tuple[Node, list[Fate]]:
         return root, []
     numbers = iter(range(1 << 62))
     return _exchange(root, lambda node: as_array(node, lambda: f"array{next(numbers)}") or node, _places(root), [])
-
-
-def _is_small(node: Object) -> bool:
-    """Whether an object can be shown as a value at the cost of a value, however often it is referred to."""
-    if node.steps or type(node.args) is not tuple or len(node.args) > 64:
-        return False
-    return not any(
-        type(arg) in (Dict, List, tuple) or ((type(arg) is str or type(arg) is bytes) and len(arg) > 4096) for arg in node.args
-    )

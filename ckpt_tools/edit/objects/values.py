@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ckpt_tools.edit.objects.known import PATHS, is_known
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.content import Literal
 from ckpt_tools.pickling.torch_objects import unusual_tensor
@@ -32,7 +33,6 @@ from ckpt_tools.tree.nodes import (
 
 Key = Callable[[], str]
 Converter = Callable[[Object, Key], Node | Drop]
-PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 _PRIMITIVES = frozenset((type(None), bool, int, float, str, bytes))
 _FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
@@ -58,6 +58,31 @@ def plain_object(node: Object, name: Global, key: Key) -> Node | Drop:
         return convert(node, key)
     except (ValueError, TypeError, IndexError, AttributeError, KeyError, struct.error, OverflowError, CkptError):
         return DROP
+
+
+def as_value(node: Node) -> Node:
+    """The text or number that a NumPy scalar, a path or a date stands for; None for anything else."""
+    if type(node) is not Object or type(node.function) is not Global or not is_known(node.function) or not _is_small(node):
+        return None
+    made = plain_object(node, node.function, lambda: "0")
+    return made if isinstance(made, (str, int, float)) else None
+
+
+def as_array(node: Node, key: Key = lambda: "0") -> Entry | None:
+    """The tensor that a pickled NumPy array of numbers stands for; None for anything else."""
+    if type(node) is not Object or type(node.function) is not Global or not is_array(node.function):
+        return None
+    made = plain_object(node, node.function, key)
+    return made if type(made) is Entry else None
+
+
+def _is_small(node: Object) -> bool:
+    """Whether an object can be shown as a value at the cost of a value, however often it is referred to."""
+    if node.steps or type(node.args) is not tuple or len(node.args) > 64:
+        return False
+    return not any(
+        type(arg) in (Dict, List, tuple) or ((type(arg) is str or type(arg) is bytes) and len(arg) > 4096) for arg in node.args
+    )
 
 
 def is_array(name: Global) -> bool:

@@ -25,17 +25,17 @@ def misplaced(
     """
     if version < b"1" or not alignment.isdigit() or not 0 < int(alignment[:9]) < _WIDE:
         return []
-    position = -1
+    step, position = int(alignment), -1
     for key, nbytes in sizes:
         name = f"{folder}/data/{key}"
         record = records.get(name)
-        if record is None or record.deflated or (position < 0 and key != "0") or max(record.data, nbytes) >= _WIDE:
+        if record is None or record.deflated or (position < 0 and key != "0") or record.data >= _WIDE or nbytes >= _WIDE:
             return []  # torch refuses, or computes in another way
         if position < 0:
             place = record.data
         else:
             start = position + LOCAL.size + len(name.encode()) + _FB_HEADER
-            place = -(-start // int(alignment)) * int(alignment)
+            place = -(-start // step) * step
         if place != record.data:
             found = f"the bytes of {name!r} are at {record.data}, torch with calculate_storage_offsets takes those at {place}"
             expected = "records where .format_version and .storage_alignment have them"

@@ -210,17 +210,42 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> list[R
     records, at = [], 0
     if source.fd < 0:
         source.prefetch(list(_local_headers(data)))
+    headers = _Headers(source, start)
     for _ in range(count):
         if at + CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
             raise ZipError(
                 f"The zip directory is damaged at offset {start + at}.", why="There is no entry where one is counted."
             )
-        record, at = _read_entry(source, data, at, start)
+        record, at = _read_entry(headers, data, at)
         if record is not None:
             records.append(record)
     if at != len(data):
         raise ZipError(f"The zip directory lists more than the {count} records that the end record counts.")
     return records
+
+
+class _Headers:
+    """The local headers of a zip; where they lie close together, as between small tensors, many are read at once."""
+
+    def __init__(self, source: Source, end: int) -> None:
+        self.source, self.end = source, end
+        self.near = _NEAR if source.fd >= 0 else 0
+        self.last, self.start, self.block = -_NEAR, 0, b""
+
+    def read(self, offset: int, length: int) -> bytes:
+        """What is there; nothing where it would reach into the directory."""
+        at, last, self.last = offset - self.start, self.last, offset
+        if at >= 0 and at + length <= len(self.block):
+            return self.block[at : at + length]
+        if offset + length > self.end:
+            return b""
+        if not 0 <= offset - last < self.near:
+            return self.source.read(offset, length)
+        self.start, self.block = offset, self.source.read(offset, min(max(_AT_ONCE, length), self.end - offset))
+        return self.block[:length]
+
+
+_NEAR, _AT_ONCE = 12 << 10, 64 << 10  # reading a block takes as long as reading five headers one by one
 
 
 def _local_headers(data: bytes) -> Iterator[tuple[int, int]]:
@@ -236,7 +261,7 @@ def _local_headers(data: bytes) -> Iterator[tuple[int, int]]:
         at = name_end + extra_length + comment
 
 
-def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[Record | None, int]:
+def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | None, int]:
     """One entry of the central directory, with its local header checked; None for an empty folder entry."""
     fields = CENTRAL.unpack_from(data, at)
     _, _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length, comment, disk, _, attributes, header = (
@@ -246,7 +271,7 @@ def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[R
     extra_end = name_end + extra_length
     following = extra_end + comment
     if following > len(data):
-        raise ZipError(f"The zip directory is damaged at offset {directory + at}.", why="An entry runs past its end.")
+        raise ZipError(f"The zip directory is damaged at offset {headers.end + at}.", why="An entry runs past its end.")
     raw_name = data[at + CENTRAL.size : name_end]
     name = _checked_name(raw_name)
     if extra_length:
@@ -261,7 +286,7 @@ def _read_entry(source: Source, data: bytes, at: int, directory: int) -> tuple[R
         return None, following
     if flags & _ODD_FLAGS or method or size != compressed:
         _check_kind(name, flags, method, size, compressed)
-    start = _check_local(source, raw_name, name, flags, method, header, (crc, compressed, size), directory)
+    start = _check_local(headers, raw_name, name, flags, method, header, (crc, compressed, size))
     return Record(name, header, start, size, compressed, crc, method == 8, flags, data[at:following]), following
 
 
@@ -323,11 +348,11 @@ def _check_kind(name: str, flags: int, method: int, size: int, compressed: int) 
 
 
 def _check_local(
-    source: Source, raw: bytes, name: str, flags: int, method: int, header: int, sums: tuple[int, int, int], directory: int
+    headers: _Headers, raw: bytes, name: str, flags: int, method: int, header: int, sums: tuple[int, int, int]
 ) -> int:
     """Where the record's bytes start, after comparing its local header with the central entry."""
     length = LOCAL.size + len(raw)
-    local = source.read(header, length) if header + length <= directory else b""
+    local = headers.read(header, length)
     if local[:4] != b"PK\x03\x04":
         raise ZipError(f"The zip record {name!r} is not where the directory says (offset {header}).")
     _, _, local_flags, local_method, _, _, crc, compressed, size, name_length, extra_length = LOCAL.unpack_from(local)
@@ -340,12 +365,14 @@ def _check_local(
     if not local_flags & 8 and (crc, compressed, size) != sums and _FULL32 not in (compressed, size):
         raise ZipError(f"The zip record {name!r} has another size or CRC-32 in its local header.")
     start = header + length + int(extra_length)
-    if start + sums[1] > directory:
+    if start + sums[1] > headers.end:
         raise ZipError(f"The zip record {name!r} reaches into the zip directory: the file is cut or damaged.")
     return start
 
 
 def _check_names(records: list[Record]) -> None:
+    if len({record.name.casefold() for record in records}) == len(records):
+        return
     folded: dict[str, Record] = {}
     for record in records:
         other, name = folded.setdefault(record.name.casefold(), record).name, record.name

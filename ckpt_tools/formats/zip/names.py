@@ -19,8 +19,9 @@ _LOOKED_UP = frozenset((_PICKLE, _CONSTANTS, _EXPORTED, *_OTHERS))
 
 def single_folder(records: Sequence[Record]) -> str | None:
     """The folder that holds every record, or None."""
-    roots = _roots(records)
-    return roots[0] if len(roots) == 1 and all("/" in record.name for record in records) else None
+    root = records[0].name.partition("/")[0] if records else ""
+    folder = f"{root}/"
+    return root if records and all(record.name.startswith(folder) for record in records) else None
 
 
 def _roots(records: Sequence[Record]) -> list[str]:
@@ -32,7 +33,8 @@ def refuse_two_readings(records: Sequence[Record]) -> None:
 
     Of a zip that none of the loaders would open the names are free.
     """
-    below = {record.name.partition("/")[2] for record in records}
+    data = f"{records[0].name.partition('/')[0]}/data/" if records else ""  # storages, which nobody looks up so
+    below = {record.name.partition("/")[2] for record in records if not record.name.startswith(data)}
     if not {name.lower() for name in below} & {_PICKLE, _CONSTANTS, _EXPORTED}:
         return
     if single_folder(records) is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ckpt_tools.edit.casts import to_little_endian
-from ckpt_tools.edit.objects.plain import as_array, as_value
+from ckpt_tools.edit.objects.values import as_array, as_value
 from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.edit.selection import select_in
 from ckpt_tools.errors import LimitError, NothingMatchedError

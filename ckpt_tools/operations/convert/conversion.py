@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tools.edit import devices, renaming
-from ckpt_tools.edit.objects import plain
-from ckpt_tools.edit.objects.values import is_array
+from ckpt_tools.edit import renaming
+from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import NothingMatchedError, PartError, UsageError
 from ckpt_tools.formats.base import PROGRAMS, Decoded
 from ckpt_tools.formats.open import (
@@ -27,7 +26,6 @@ from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
 from ckpt_tools.io.sources import Files
 from ckpt_tools.io.writer import write
-from ckpt_tools.operations.convert import object_policy
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
@@ -90,7 +88,7 @@ class Edits:
             raise UsageError("`reserve` is the room in a safetensors header; a .pth puts a longer pickle behind its tensors.")
         self.options, self.kind, self.names = options, kind, Names(options)
         self.map_location = _spec(options.map_location)
-        self.retag = devices.parse_map_location(self.map_location) if self.map_location is not None else None
+        self.retag = _retagging(self.map_location)
         self.retargeting = _retargeting(options)
         self.reserve = options.reserve if options.reserve is not None else 0 if options.compact else _RESERVE
         self.stack = ExitStack()  # what must stay open until the bytes are written: a target that is a checkpoint
@@ -107,9 +105,8 @@ class Edits:
         """Edit the tree and fill in the report; returns the root."""
         self._begin(checkpoint, report)
         root = self._narrow(self._selected(checkpoint), checkpoint, report)
-        if self.kind == "safetensors" and any(map(is_array, checkpoint.decoded.globals)):  # it holds nothing else of them
-            root, fates = plain.arrays_as_tensors(root)
-            report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+        if self.kind == "safetensors" and any(name.module.startswith("numpy") for name in checkpoint.decoded.globals):
+            root = self._arrays(root, report)  # it holds nothing else of them
         if self.options.keep or self.options.drop:
             self._filter(root, report)
         self.names.apply(root, report)
@@ -120,14 +117,18 @@ class Edits:
         if self.retargeting is not None:
             self._fit(root, report)
         if self.retag is not None:
-            root, report.devices = devices.map_devices(root, self.retag)
+            from ckpt_tools.edit.devices import map_devices
+
+            root, report.devices = map_devices(root, self.retag)
             _note_devices(report, checkpoint, self.kind, self.map_location)
         if self.options.verify and report.dry_run:
             report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
         if self.options.dtype is not None:
             root = self._cast(root, DTYPES[CAST_TARGETS[str(self.options.dtype)]], report)
         if self.kind in ("safetensors", "dcp"):
-            object_policy.leave_attributes(root, self.kind, self.options.objects, report)
+            from ckpt_tools.operations.convert.object_policy import leave_attributes
+
+            leave_attributes(root, self.kind, self.options.objects, report)
         report.tensors = count_tensors(root)
         if not report.tensors and (checkpoint.tensors or checkpoint.container in PROGRAMS):
             frozen = not checkpoint.tensors
@@ -187,6 +188,10 @@ class Edits:
 
     def _narrow(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
         """Objects as --objects says; the averaged weights, or state dicts and values, on storages of their own size."""
+        if not (self.options.objects or self.options.slim or self.options.ema) and _is_plain(checkpoint):
+            return root
+        from ckpt_tools.operations.convert import object_policy
+
         chosen = self.options.objects is None and (self.options.slim or self.options.ema)
         if chosen:
             root, self.used = object_policy.weights_alone(
@@ -199,6 +204,14 @@ class Edits:
         if self.options.ema and not chosen:
             root, _ = object_policy.averaged_alone(root, report)
         return self._slimmed(root, report) if self.options.slim else root
+
+    def _arrays(self, root: Node, report: Converted) -> Node:
+        """NumPy's arrays of numbers as tensors."""
+        from ckpt_tools.edit.objects.plain import arrays_as_tensors
+
+        root, fates = arrays_as_tensors(root)
+        report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+        return root
 
     def _slimmed(self, root: Node, report: Converted) -> Node:
         from ckpt_tools.edit import compaction, slimming
@@ -217,6 +230,20 @@ def _retargeting(options: FitOptions) -> Retargeting | None:
     from ckpt_tools.fit.retarget import Retargeting
 
     return Retargeting(options)
+
+
+def _is_plain(checkpoint: Checkpoint) -> bool:
+    """Whether it holds plain data only, by what its pickle names: nothing in it is anything else then."""
+    decoded = checkpoint.decoded
+    return checkpoint.container not in PROGRAMS and not decoded.unusual and all(map(is_known, decoded.globals))
+
+
+def _retagging(spec: str | None) -> Callable[[str], str] | None:
+    if spec is None:
+        return None
+    from ckpt_tools.edit.devices import parse_map_location
+
+    return parse_map_location(spec)
 
 
 def _spec(location: Location | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ckpt_tools.edit.objects import losses, plain
+from ckpt_tools.edit.objects.known import WITH_OUTER, is_known
 from ckpt_tools.edit.objects.tensor_attributes import check_no_tensors, tensor_attributes
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
@@ -26,7 +27,7 @@ def modules_first(root: Node, report: Converted) -> Node:
             seen.add(id(module))
             report.objects.append(ObjectFate(list(where), module.name, "dict"))
             inner = [(below, name) for below, name in plain.find_unknown(module) if below]
-            report.objects += [ObjectFate([*where, *below], name, plain.WITH_OUTER) for below, name in inner]
+            report.objects += [ObjectFate([*where, *below], name, WITH_OUTER) for below, name in inner]
     return modules_as_state_dicts(root)
 
 
@@ -80,7 +81,7 @@ def apply_objects(
     decoded = checkpoint.decoded
     if checkpoint.container in PROGRAMS:
         _check_program(checkpoint, policy, report)
-    simple = all(map(plain.is_known, decoded.globals)) and not decoded.unusual  # then nothing can be unknown
+    simple = all(map(is_known, decoded.globals)) and not decoded.unusual  # then nothing can be unknown
     unknown = [] if simple else plain.find_unknown(root)
     present = {name for _, name in unknown}
     hidden = [] if selected else [g for g in decoded.globals if not plain.is_resolved(g) and str(g) not in present]

@@ -1,0 +1,40 @@
+"""What is plain data, by the names of its classes; every command asks this, and imports what makes data of others for those."""
+
+from __future__ import annotations
+
+from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.tree.nodes import Global
+
+PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
+WITH_OUTER = "part of the object around it"  # what became of an object inside another
+# Kept as they are by default, beside what weights_only allows.
+_NAMES = frozenset((
+    "argparse.Namespace", "types.SimpleNamespace", "collections.defaultdict", "collections.deque", "builtins.set",
+    "builtins.frozenset", "builtins.list", "builtins.dict", "builtins.tuple", "builtins.int", "builtins.float",
+    "builtins.str", "builtins.bool", "builtins.bytes", "builtins.bytearray", "builtins.complex", "builtins.range",
+    "builtins.slice", "builtins.object", "numpy.core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
+    "numpy.core.numeric._frombuffer", "numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct",
+    "numpy._core.numeric._frombuffer",
+))  # fmt: skip
+_NUMPY_TYPES = frozenset((
+    "dtype", "ndarray", "generic", "bool", "bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
+    "uint64", "float16", "float32", "float64", "complex64", "complex128", "str_", "bytes_", "void", "object_",
+    "longlong", "ulonglong", "intc", "uintc", "longdouble", "clongdouble", "datetime64", "timedelta64",
+))  # fmt: skip
+_SIMPLE = frozenset((
+    "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone", "decimal.Decimal",
+    "fractions.Fraction", "uuid.UUID",
+))  # fmt: skip
+
+
+def is_known(name: Global) -> bool:
+    """Whether a global stands for plain data: what weights_only allows, NumPy scalars and arrays, Namespace, paths, dates."""
+    if name in ALLOWED or str(name) in _NAMES:
+        return True
+    if name.module == "numpy":
+        return name.name in _NUMPY_TYPES
+    if name.module == "numpy.dtypes":
+        return name.name.endswith("DType")
+    if name.module in ("pathlib", "pathlib._local"):
+        return name.name in PATHS
+    return str(name) in _SIMPLE
