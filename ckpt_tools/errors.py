@@ -238,7 +238,7 @@ class TargetError(ConvertError):
 
 
 class MatchError(ConvertError):
-    """The checkpoint does not fit the target, and nobody said what to do about it."""
+    """The checkpoint does not fit the target, and no option says what to do about it."""
 
 
 class MatchPlanError(ConvertError):

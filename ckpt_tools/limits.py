@@ -227,5 +227,5 @@ def of_file(file_bytes: int) -> Iterator[None]:
 
 
 def budget(file_bytes: int) -> Budget:
-    """The budget of the file that is being read; outside of `of_file` one for this size."""
+    """The budget of the file that is being read; outside `of_file` one for this size."""
     return _budget.get() or Budget(file_bytes)

@@ -20,11 +20,9 @@ from ckpt_tools.errors import UsageError
 
 @click.command(short_help="Write the mean of several checkpoints.")
 @click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="IN IN... OUT")
-@click.option(
-    "--weights", cls=Once, metavar="W,W,...", help="What each IN counts for, divided by their sum; else all the same."
-)
+@click.option("--weights", cls=Once, metavar="W,W,...", help="The weight of each IN, divided by their sum; else all equal.")
 @click.option("--unwrap", is_flag=True, help="Compare names without their wrappers, and write them so.")
-@click.option("--integers", cls=Once, type=click.Choice(["first", "max"]), help="What is taken of integers that differ.")
+@click.option("--integers", cls=Once, type=click.Choice(["first", "max"]), help="Which value is taken where integers differ.")
 @click.option(
     "--select",
     cls=Once,

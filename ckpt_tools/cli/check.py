@@ -32,7 +32,7 @@ _JOBS = 4
 @click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings with this code. Repeatable.")
 @click.option(
     "--device", cls=Once, metavar="DEVICE",
-    help="What the machine has that will load it (cpu, cuda:1): tags of other devices are a problem, else a note.",
+    help="A device that the loading machine has (cpu, cuda:1): tags of others are a problem; else a note.",
 )  # fmt: skip
 @click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes for several files; else up to 4.")
 @click.option("--overwrite", is_flag=True, help="Replace the FILE of --output if it exists.")
@@ -100,5 +100,5 @@ def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
         return Expanded(list(paths), {})
     expanded = expand(paths)
     if len(expanded.checkpoints) != 1:
-        raise click.UsageError(f"--output holds the digests of one checkpoint; here are {len(expanded.checkpoints)}.")
+        raise click.UsageError(f"--output holds the digests of one checkpoint; the paths have {len(expanded.checkpoints)}.")
     return expanded

@@ -1,7 +1,7 @@
 """What a shell offers behind --select, --filter, --keep, --drop: paths and names from the file on the command line.
 
 Only names of plain characters are offered: a shell puts a completion on the command line as it is, and a name from a file
-could hold a command. Whatever goes wrong, nothing is offered; a shell is no place for messages.
+could hold a command. Whatever goes wrong, nothing is offered; a shell is not the place for messages.
 """
 
 from __future__ import annotations

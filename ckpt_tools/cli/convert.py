@@ -48,7 +48,7 @@ def convert(source: Path, target: Path | None, in_place: bool, quiet: bool, as_j
     --dtype.
 
     IN may be a folder: of shards with their index, of torch.distributed.checkpoint, of a file for each rank. Where OUT is a
-    folder too, what is no weights comes along: config.json, the tokenizer's files; never code.
+    folder too, other files come along: config.json, the tokenizer's files; never code.
 
     With --shard-size or --format dcp the processes of torchrun --nproc-per-node N -m ckpt_tools convert ... share the work.
 
@@ -85,7 +85,7 @@ def _edit_in_place(path: Path, target: Path | None, asked: dict[str, Any]) -> Co
     from ckpt_tools.operations.convert.in_place import edit_in_place
 
     if target is not None:
-        raise click.UsageError("--in-place edits IN itself; leave OUT away.")
+        raise click.UsageError("--in-place edits IN itself; give no OUT.")
     if other := [name for name in asked if name not in InPlaceOptions.options]:
         raise click.UsageError(
             f"--in-place does not go with --{other[0].replace('_', '-')}: it leaves the tensors where they are."

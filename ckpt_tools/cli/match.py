@@ -26,7 +26,7 @@ from ckpt_tools.operations.match import match as match_checkpoint
     like={"required": True},
     match={
         "type": click.Choice(["structure", "position"]),
-        "help": "What names leave: align modules by shape, names and order, or zip in order.",
+        "help": "How the rest is paired after names: by shape, names and order of the modules, or in order.",
     },
     output={"type": LOCATION},
 )

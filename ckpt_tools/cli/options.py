@@ -28,14 +28,14 @@ _PROGRESS_AFTER = 1.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """What the paths of a command stand for: the checkpoints, and by folder the files in it that are none."""
+    """What the paths of a command stand for: the checkpoints, and by folder the files in it that are not."""
 
     checkpoints: list[Path]
     others: dict[Path, list[Path]]
 
 
 def expand(paths: tuple[Path, ...]) -> Expanded:
-    """Folders as the checkpoints in them and the files that are none; files and addresses as they are."""
+    """Folders as the checkpoints in them and the other files; files and addresses as they are."""
     expanded = Expanded([], {})
     for path in paths:
         if is_address(path) or not path.is_dir():
@@ -196,7 +196,7 @@ def show_progress(*, quiet: bool = False, preload: str | None = None) -> Iterato
             if preload is not None and preload not in sys.modules:
                 import_module(preload)
             now = time.monotonic()
-            started = now if started is None else started  # the work's own time: imports are none of it
+            started = now if started is None else started  # the work's own time: imports do not count
             if update is None and not quiet and done < size and now - started > _PROGRESS_AFTER and sys.stderr.isatty():
                 update = stack.enter_context(_bar(size, started))
             if update is not None:

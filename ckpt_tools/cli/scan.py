@@ -14,7 +14,7 @@ from ckpt_tools.cli.options import LOCATION
 
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="PATH...")
-@click.option("--all", "show_all", is_flag=True, help="A line also for files that hold nothing to run.")
+@click.option("--all", "show_all", is_flag=True, help="List files that hold nothing to run, too.")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json", "sarif"]), default="text", show_default=True,
     help="sarif: one SARIF 2.1.0 log, for code hosts.",
@@ -22,16 +22,16 @@ from ckpt_tools.cli.options import LOCATION
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json: one document a line; see docs/json.md.")
 @click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes for many files; else up to 4.")
 def scan(paths: tuple[Path, ...], show_all: bool, form: str, as_json: bool, jobs: int | None) -> None:
-    """Is it safe to load? Say of every file below PATH what would run, without running it.
+    """Is it safe to load? Show for every file below PATH what loading it would run, without running it.
 
     \b
     ckpt scan downloads/
     ckpt scan --json downloads/ | jq -r 'select(.verdict == "dangerous") | .path'
     ckpt scan --format sarif models/ > scan.sarif
 
-    Every file is looked through by its content, archives in archives too. docs/scan.md says what is dangerous.
+    Every file is examined by its content, archives in archives too. docs/scan.md says what is dangerous.
 
-    Exit code: 0 none is dangerous, 1 one is, or could not be looked through, 3 there is no such file.
+    Exit code: 0 none is dangerous, 1 one is, or could not be examined, 3 there is no such file.
     """
     from ckpt_tools.operations.scan import files_of, scan_files
     from ckpt_tools.render.json import print_document

@@ -59,7 +59,7 @@ def flatten(root: Node, *, objects: str | None = None, metadata: Mapping[str, st
         metadata: text of a safetensors input, which the output keeps.
 
     Raises:
-        ContainerLimitError: several state dicts, tensors outside of one, an unusual tensor, objects that are to be kept.
+        ContainerLimitError: several state dicts, tensors outside one, an unusual tensor, objects that are to be kept.
     """
     state_dict, flat = one_state_dict(root, objects=objects, metadata=metadata)
     _collect(state_dict, flat)
@@ -75,7 +75,7 @@ def one_state_dict(
     """The one state dict of a tree, and what lies beside its tensors as text; the tensors are left to the caller.
 
     Raises:
-        ContainerLimitError: several state dicts, tensors outside of one, objects that are to be kept.
+        ContainerLimitError: several state dicts, tensors outside one, objects that are to be kept.
     """
     if objects == "keep" and plain.find_unknown(root):
         raise ContainerLimitError(
@@ -117,14 +117,14 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
         fixes = fixes or ["write a .pth, which holds anything"]
         places = f", in {', '.join(map(repr, parts[:4]))}" if parts else ""
         raise ContainerLimitError(
-            f"{holder} holds one flat state dict; here are tensors outside of one{places}.",
+            f"{holder} holds one flat state dict; here are tensors outside one{places}.",
             fix=", or ".join(fixes)[:1].upper() + ", or ".join(fixes)[1:],
         )
     return found[0]
 
 
 def _parts(root: Node, state_dict: StateDict, outside: Sequence[Where]) -> list[str]:
-    """What is to be left out for tensors outside of the state dict to go: whole optimizers, else all that is beside it."""
+    """What is to be left out for tensors outside the state dict to go: whole optimizers, else all that is beside it."""
     optimizers = [where for where, _ in find_optimizers(root) if where]
     parts = []
     for where in outside:
@@ -139,7 +139,7 @@ def _drops(paths: Sequence[str]) -> str:
 
 
 def _outside(root: Node, state_dict: StateDict) -> Iterator[Where]:
-    """Where there are tensors that are no direct part of the state dict, or have no text as their name."""
+    """Where there are tensors that are not a direct part of the state dict, or have no text as their name."""
     for where, node in walk(root, stop=lambda node: is_tensor(node) or node is state_dict.node, plain=False):
         if is_tensor(node):
             yield where
@@ -201,7 +201,7 @@ def _beside(root: Node, state_dict: StateDict) -> Iterator[tuple[Where, Node]]:
         inner = [value for key, value in below if key == step]
         if len(inner) > 1:  # keys that are not text can look alike as text
             path = dotted(state_dict.where[: depth + 1])
-            raise ContainerLimitError(f"Two keys of the checkpoint read {path!r}, and under one is the state dict.")
+            raise ContainerLimitError(f"Two keys of the checkpoint are written {path!r}, and one of them holds the state dict.")
         node = inner[0]
     for key, value in state_dict.node.items:
         if not (type(key) is str and is_tensor(value)):

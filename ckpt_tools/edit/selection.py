@@ -131,7 +131,7 @@ def filter_tensors(root: Node, keep: Sequence[str], drop: Sequence[str], used: C
     for _, node, indices in lost.values():
         tensors += _without(node, set(indices), names.get(id(node), set()))
     if gone and next(find_tensors(root), None) is None:
-        raise NothingMatchedError("No tensor would be left.", why="`keep` and `drop` take away all there are.")
+        raise NothingMatchedError("No tensor would be left.", why="`keep` and `drop` leave out all of them.")
     _check_optimizers(root, tensors)
     return list(gone)
 
@@ -212,7 +212,7 @@ def _check_optimizers(root: Node, dropped: Sequence[tuple[str, Node]]) -> None:
     """Refuse to drop a tensor while an optimizer stays whose state belongs to it by its place among the parameters.
 
     Which parameter a place is, only the model knows; a tensor whose name the optimizer has not in its `param_names`, or whose
-    shape none of its states has, is none of its parameters.
+    shape none of its states has, is not one of its parameters.
     """
     for where, optimizer in find_optimizers(root) if dropped else ():
         if not any(type(key) is int for key, _ in optimizer.state.items):
@@ -223,7 +223,7 @@ def _check_optimizers(root: Node, dropped: Sequence[tuple[str, Node]]) -> None:
         for name, value in dropped:
             if name in names if names else type(value) is Entry and value.shape and value.shape in shapes:
                 raise ConvertError(
-                    f"{name!r} cannot go alone: the state of the optimizer {dotted(where)!r} belongs to it by its place.",
-                    why="All states behind it would belong to other parameters.",
+                    f"{name!r} cannot be dropped alone: the state of the optimizer {dotted(where)!r} refers to it by place.",
+                    why="All states after it would belong to other parameters.",
                     fix=f"Leave the optimizer out too: `drop={dotted(where)!r}`.",
                 )

@@ -89,9 +89,9 @@ def _in_tuple(where: Where, node: Node, kept: set[int], gone: list[tuple[Where, 
 def _unwanted(where: Where, value: Node, holder: Node, kept: set[int], gone: list[tuple[Where, str]]) -> bool:
     kind = _training_state(where, value)
     if kind is None and is_tensor(value) and id(holder) not in kept:
-        kind = "a tensor outside of state dicts"
+        kind = "a tensor outside state dicts"
     if kind is None and type(value) is tuple and _has_loose_tensors(value, kept):
-        kind = "tensors outside of state dicts"
+        kind = "tensors outside state dicts"
     if kind is not None:
         gone.append((where, kind))
     return kind is not None

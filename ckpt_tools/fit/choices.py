@@ -98,7 +98,7 @@ class Choices:
 
     def __post_init__(self) -> None:
         if self.on_mismatch not in _CHOICES:
-            raise UsageError(f"`on_mismatch={self.on_mismatch!r}` is none of {', '.join(_CHOICES)}.")
+            raise UsageError(f"`on_mismatch={self.on_mismatch!r}` is not one of {', '.join(_CHOICES)}.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise UsageError(f"`seed={self.seed!r}` is not a whole number from 0 up.")
         if self.rows and self.on_mismatch != "overlap":

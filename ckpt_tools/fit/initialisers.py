@@ -271,7 +271,7 @@ def _default(blank: Blank) -> Scheme:
 
 
 def _by_name(blank: Blank) -> Scheme | None:
-    """The rule where nobody says what kind of layer it is: by the tensor's own name and its dimensions."""
+    """The rule where the kind of layer is not known: by the tensor's own name and its dimensions."""
     if blank.own in ("running_mean", "running_var", "num_batches_tracked"):
         return _NORMS[blank.own]
     if blank.own.startswith("bias") or blank.own.endswith("bias") or blank.own == "beta":

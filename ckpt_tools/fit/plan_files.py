@@ -27,7 +27,7 @@ from ckpt_tools.tree.output_names import check_document_name
 
 FORMAT = "ckpt-plan-1"
 _HEAD = f"""\
-# What becomes of every tensor of a checkpoint. Edit it, then: ckpt convert IN OUT --plan THIS-FILE
+# Matching plan, written by ckpt match: what becomes of every tensor. Edit it, then: ckpt convert IN OUT --plan THIS-FILE
 # Steps: copy, reshape, transpose (two dimensions), split and concat (along the first dimension, in the order of the names).
 format = "{FORMAT}"
 """
@@ -72,7 +72,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield from ("[[mismatched]]", f"old = {_toml(old)}", f"new = {_toml(new)}")
         yield from (f"shape = {_toml(before)}", f"to = {_toml(after)}")
     for new, candidates, why in plan.ambiguous:
-        yield "\n# Which candidate it is, a person must say: make a [[tensor]] of this one."
+        yield "\n# Several candidates fit: choose one, and make a [[tensor]] of this entry."
         yield from ("[[ambiguous]]", f"new = {_toml(new)}", f"candidates = {_toml(candidates)}", f"why = {_toml(why)}")
 
 
@@ -163,7 +163,7 @@ def _step(row: dict[str, Any], label: str) -> PlanStep:
     _known(row, ("old", "new", "step", "reason", "confidence", "shape", "to"), label)
     step = row.get("step", "copy")
     if step not in STEPS:
-        raise MatchPlanError(f"{label}: step = {brief(step)} is none of {', '.join(STEPS)}.")
+        raise MatchPlanError(f"{label}: step = {brief(step)} is not one of {', '.join(STEPS)}.")
     old, new = (_several(row.get(key), _name, f"{label}: {key}") for key in ("old", "new"))
     old_shapes = _several(row.get("shape"), _shape, f"{label}: shape")
     new_shapes = old_shapes if step == "copy" and "to" not in row else _several(row.get("to"), _shape, f"{label}: to")

@@ -55,7 +55,7 @@ class Plan:
     """Steps in the order of the target, and the names that no step has.
 
     Attributes:
-        drop: names of the checkpoint that are left out on purpose. unexpected: those that nobody has decided about.
+        drop: names of the checkpoint that are left out on purpose. unexpected: those that nothing has been decided about.
         missing: names of the target that nothing fills. mismatched: (old, new, its shape, the target's).
         ambiguous: (new, candidates, why).
     """
@@ -141,7 +141,7 @@ def _check_one_fate(side: str, *fates: tuple[str, Iterable[str]]) -> None:
 def _check_step(step: PlanStep) -> None:
     label = f"{step.step} to {step.new[0]!r}" if step.new else step.step
     if len(step.old) != len(step.old_shapes) or len(step.new) != len(step.new_shapes):
-        raise MatchPlanError(f"{label}: as many shapes as names are wanted.")
+        raise MatchPlanError(f"{label}: one shape for each name is needed.")
     if (len(step.old) != 1 and step.step != "concat") or (len(step.new) != 1 and step.step != "split"):
         raise MatchPlanError(f"{label}: it has {len(step.old)} old and {len(step.new)} new names.")
     if not step.old or not step.new or not all(step.new):

@@ -135,7 +135,7 @@ def _only_state_dict(root: Node, path: str) -> Dict:
         raise NothingMatchedError(f"{path} holds no state dict that could be fitted to a target.")
     wheres = ", ".join(dotted(state_dict.where) or "the root" for state_dict in found)
     raise NothingMatchedError(
-        f"{path} holds {len(found)} state dicts: {wheres}; one is fitted to a target.",
+        f"{path} holds {len(found)} state dicts: {wheres}; only one can be fitted to a target.",
         fix=f"Choose it: `select={dotted(found[0].where) or dotted(found[1].where)!r}`.",
     )
 
@@ -152,7 +152,7 @@ def note_optimizer(root: Node, fitted: FittedTo) -> str:
     if not (fitted.initialised or fitted.adapted or fitted.skipped):
         return ""
     path = next((dotted(where) for where, _ in find_optimizers(root)), None)
-    return "" if path is None else f"The state in {path} is of the old tensors; leave it out: `drop={path!r}`"
+    return "" if path is None else f"The state in {path} belongs to the old tensors; leave it out: `drop={path!r}`"
 
 
 # --- what the target wants
@@ -167,7 +167,7 @@ def _wanted(target: Target | None, label: str, seed: int, stack: ExitStack, sele
 
 
 def _no_blank(name: str) -> Blank:
-    raise KeyError(name)  # without a target nobody knows a name's shape, and nobody asks
+    raise KeyError(name)  # without a target a name's shape is not known, and not asked for
 
 
 class _OwnValues:

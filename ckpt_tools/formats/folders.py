@@ -97,7 +97,7 @@ def layout(folder: Path, names: list[str]) -> Layout:
     """The layout of a folder that should be a checkpoint.
 
     Raises:
-        NotACheckpointError: it is none, or several.
+        NotACheckpointError: it is not one, or several.
     """
     found = layout_of(folder, sorted(names))
     if found is None:

@@ -1,4 +1,4 @@
-"""What a file is when it is no checkpoint that we read, told from its first bytes: one sentence each."""
+"""What a file is when it is not a checkpoint that we read, told from its first bytes: one sentence each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
     """The error that says what the file is; None when nothing known begins so."""
     path = source.path
     if not head:
-        return NotACheckpointError(f"{path} is an empty file.", why="Whatever should have written it wrote nothing.")
+        return NotACheckpointError(f"{path} is an empty file.", why="The program that should have written it wrote nothing.")
     if head.startswith(MARK):  # a remote file, or a part of one
         return half_edited(str(path), [])
     for magic, kind, fix in _KINDS:

@@ -169,7 +169,7 @@ def parse_header(head: bytes, name: str = "") -> Header:
     found = _DESCR.fullmatch(descr) if type(descr) is str else None
     code = "" if not found else "O" if found[2] == "O" else found[2] + found[3]  # NumPy wrote "|O8" before 1.7
     if not found or not (code in BY_NUMPY or found[2] in "OSU"):
-        raise UnsupportedContainerError(f"{what} has the NumPy dtype {str(descr)[:100]!r}, which torch has not.")
+        raise UnsupportedContainerError(f"{what} has the NumPy dtype {str(descr)[:100]!r}, which torch does not have.")
     return Header(code, found[1] == ">", fortran, shape, start + length)
 
 
@@ -186,7 +186,7 @@ class _Structure(str):
 
 
 def _literal(text: bytes) -> dict[str, object] | None:
-    """The fields of a header, None when it is none."""
+    """The fields of a header; None when it is not one."""
     inside = text.decode("latin-1").strip()
     if inside[:1] != "{" or inside[-1:] != "}":
         return None

@@ -161,7 +161,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """One tensor of a tree and where it is. `unusual` is set for one that is no plain view on a storage."""
+    """One tensor of a tree and where it is. `unusual` is set for one that is not a plain view on a storage."""
 
     where: Where
     node: Entry | Object
@@ -321,7 +321,7 @@ def decode_ranks(files: Files, name: str, names: Sequence[str]) -> Decoded:
     from ckpt_tools.formats.parts.rank_files import decode
 
     group = group_of(name, names)
-    assert group is not None, "whoever asks has seen that it has a rank"
+    assert group is not None, "callers have checked that it has a rank"
     return decode(group, files, decode_file)
 
 
@@ -331,7 +331,7 @@ def decode_zero(files: Files, names: Sequence[str]) -> Decoded:
     from ckpt_tools.formats.parts.zero.names import zero_files
 
     found = zero_files(names)
-    assert found is not None, "whoever asks has seen that there are some"
+    assert found is not None, "callers have checked that there are some"
     return decode(found, files, decode_file)
 
 
@@ -422,7 +422,7 @@ def find_tensors(root: Node) -> Iterator[Tensor]:
 
 
 def tensors_outside(root: Node, state_dicts: Sequence[StateDict]) -> list[Tensor]:
-    """The tensors below `root` that are no direct part of one of these state dicts, in order."""
+    """The tensors below `root` that are not a direct part of one of these state dicts, in order."""
     inside = {state_dict.where for state_dict in state_dicts}
     return [tensor for tensor in find_tensors(root) if tensor.where[:-1] not in inside]
 
@@ -498,8 +498,8 @@ def find_state_dicts(root: Node) -> list[StateDict]:
     """Every state dict below `root`, wherever it is.
 
     A dict is one when it maps text to tensors, and either a name has a dot in it, or at least half of its values are
-    tensors and none of the others holds tensors; scores, which are single numbers, are none. Optimizer state (`state` and
-    `param_groups`) is none, nor is anything in it, nor what lies inside an object.
+    tensors and none of the others holds tensors; scores, which are single numbers, are not. Optimizer state (`state` and
+    `param_groups`) is not one, nor is anything in it, nor what lies inside an object.
     """
     found = []
     holders = _Holders(root)
@@ -528,7 +528,7 @@ def find_optimizers(root: Node) -> Iterator[tuple[Where, Optimizer]]:
 
 
 def is_extra(key: object) -> bool:
-    """Whether a key of a state dict is that of what `get_extra_state` gave; dicts of tensors in there are none of their own."""
+    """Whether a key of a state dict is that of what `get_extra_state` gave; dicts of tensors in there are no state dicts."""
     return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
 
 
@@ -559,7 +559,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def _are_scores(node: Dict, names: list[str]) -> bool:
-    """Whether these are single numbers, under what is no name of a parameter, or among other values.
+    """Whether these are single numbers, under what is not a parameter's name, or among other values.
 
     Lightning's best_k_models has them by the paths of files, fairseq's meters beside counts.
     """

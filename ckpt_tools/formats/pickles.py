@@ -1,7 +1,7 @@
 """Every pickle in a file, wherever it stands: one behind another, in archives, behind the header of a .npy, compressed.
 
-It goes by content, and by nothing that a reader of checkpoints believes: a file that is two formats at once is looked through
-as both. What cannot be looked through is told.
+It goes by content, and by nothing that a reader of checkpoints believes: a file that is two formats at once is examined
+as both. What cannot be examined is told.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _LOCKED = (
 
 
 _JOBLIB = "zlib of joblib 0.8"  # `ZF`, 19 characters of its length in hexadecimal, perhaps a space
-# Of zlib and lzma two or three bytes tell, which other files begin with too: what cannot be inflated is none.
+# Of zlib and lzma two or three bytes tell, which other files begin with too: what cannot be inflated is not one.
 _COMPRESSED: tuple[tuple[bytes, str, Callable[[], Any] | None], ...] = (
     *((kind.magic, kind.name, kind.make) for kind in KINDS), (b"]\x00\x00", "lzma", new_xz),
     (b"\x78\x01", "zlib", zlib.decompressobj), (b"\x78\x5e", "zlib", zlib.decompressobj),
@@ -67,7 +67,7 @@ _PACKED = (*(magic for magic, _ in _LOCKED), *(magic for magic, _, _ in _COMPRES
 
 @dataclass(slots=True)
 class Pickles:
-    """Every pickle of a file, and what of it could not be looked through.
+    """Every pickle of a file, and what of it could not be examined.
 
     Attributes:
         pickles: in the order in which they were found. unexamined: (member or "", why).
@@ -271,7 +271,7 @@ class _Walk:
 
 
 def _behind_members(source: Source) -> Source:
-    """What stands behind the last member of a tar: a zip that is a member of its own has been looked through as one."""
+    """What stands behind the last member of a tar: a zip that is a member of its own has been examined as one."""
     end = 0
     with contextlib.suppress(tarfile.TarError, OSError, ValueError, EOFError, CkptError), _opened_tar(source) as archive:
         for info in archive:

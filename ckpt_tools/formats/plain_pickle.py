@@ -112,7 +112,7 @@ def _refuse_computed_magic(pickles: Pickles) -> None:
     except CkptError:
         return
     raise AmbiguousFileError(
-        "This is a torch-legacy stream whose magic number is computed by a call, which nobody should run.", why=TWO_FILES
+        "This is a torch-legacy stream whose magic number is computed by a call, which must not run.", why=TWO_FILES
     )
 
 

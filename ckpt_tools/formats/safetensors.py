@@ -52,7 +52,7 @@ STATE_DICT_METADATA = "ckpt_tools.state_dict_metadata"
 def sniff(head: bytes) -> bool:
     """Whether a file that starts with these bytes may be a safetensors file.
 
-    Eight printable characters are no length but text: a JSON error body can have its second brace there.
+    Eight printable characters are not a length but text: a JSON error body can have its second brace there.
     """
     return len(head) >= 9 and head[8:9] == b"{" and not (head[:8].isascii() and head[:8].decode().isprintable())
 

@@ -114,7 +114,7 @@ def _read_index(index: Source) -> tuple[dict[str, str], dict[str, str]]:
     try:
         content = load_json(index.read(0, index.size), pairs=_unique)
     except ValueError as error:
-        raise DamagedFileError(f"{index.path} is not an index: no JSON.", why=f"{error}.") from None
+        raise DamagedFileError(f"{index.path} is not an index: it is not JSON.", why=f"{error}.") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise DamagedFileError(f"{index.path} is not an index: it has no weight_map of names to files.")
@@ -314,7 +314,7 @@ def parse_size(text: str | int) -> int:
     """A size such as "5GB" (of 1000s, as Hugging Face counts) or "5GiB" (of 1024s), or a number of bytes.
 
     Raises:
-        ValueError: it is none, or not positive.
+        ValueError: it is not one, or not positive.
     """
     size: float = math.nan
     if isinstance(text, int):

@@ -120,7 +120,7 @@ class _Bundle:
             self._keep(record)
 
     def _pickle(self, record: Record) -> Decoded | None:
-        """A member that looks like a pickle; None when it is none of those that can be read, and is kept as bytes."""
+        """A member that looks like a pickle; None when it is not one of those that can be read, and is kept as bytes."""
         try:
             return plain_pickle.decode(Window(*self.inflated.place(record), record.size))
         except LimitError:

@@ -37,7 +37,7 @@ _BINARY: int = getattr(os, "O_BINARY", 0)
 
 
 _RESERVE = 0x40305828  # FS_IOC_RESVSP of linux/falloc.h; where it is another number the call fails
-_SPACE = struct.Struct("hhqqiI4i")  # struct space_resv: type, whence, start, length, four fields that nobody reads
+_SPACE = struct.Struct("hhqqiI4i")  # struct space_resv: type, whence, start, length, four fields that are not read
 _RESERVE_FROM = 4 << 20  # bytes
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -218,7 +218,7 @@ def missing(path: Path) -> MissingFileError:
 
 
 def _near(path: Path) -> str:
-    """Files beside a path that is not there, whose names are like its own. A dangling link is listed, and is no answer."""
+    """Files beside a path that is not there, whose names are like its own. A dangling link is listed, and does not count."""
     from ckpt_tools.text import did_you_mean
 
     try:
@@ -279,7 +279,7 @@ def replacing(
             with output_errors(target):
                 if durable or replaces:
                     os.fsync(fd)
-                lock = os.dup(fd)  # until the temporary has its name, nobody may take it for an orphan
+                lock = os.dup(fd)  # until the temporary has its name, no process may take it for an orphan
         finally:
             with output_errors(target):
                 if fd >= 0:
@@ -316,7 +316,7 @@ def _checked_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     if target.exists() and not overwrite:
         from ckpt_tools.io import temporaries
 
-        temporaries.remove_orphans(target)  # nobody gets as far as `replacing`
+        temporaries.remove_orphans(target)  # no other process gets as far as `replacing`
         raise exists_error(target)
     if not target.parent.is_dir():
         raise no_folder(path, target.parent)
@@ -394,7 +394,7 @@ def reserve(fd: int, size: int) -> None:
     """Have the blocks of a file allocated before its bytes come, where that makes writing faster: ext4, xfs.
 
     File systems without a block device of their own (device number 0) gain nothing: tmpfs would touch its pages twice, btrfs
-    not compress them. The file's length stays. A disk without room is no error here: whoever writes the bytes meets it.
+    not compress them. The file's length stays. A disk without room is not an error here: whoever writes the bytes meets it.
     """
     if size < _RESERVE_FROM:
         return

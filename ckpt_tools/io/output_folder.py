@@ -122,7 +122,7 @@ def replacing_folder(
     Args:
         path: the folder. last: the name of the index. stale: names of files that belong to a checkpoint of this kind.
         overwrite: whether the folder may hold something already. durable: fsync also for a new folder.
-        inputs: what the files are made of; what one of these keeps to itself nobody else may read in the output.
+        inputs: what the files are made of; who may not read one of these may not read the output.
     """
     target = check_folder(path, overwrite=overwrite)
     existing = target.is_dir() and any(target.iterdir())

@@ -1,6 +1,6 @@
 """The one door to parsers that are not ours: JSON and TOML. What they would make of a text is counted before they see it.
 
-A text of seven bytes can be a dict of two hundred. So brackets, commas and the like outside of strings are counted first and
+A text of seven bytes can be a dict of two hundred. So brackets, commas and the like outside strings are counted first and
 spent from the budget of the file that the text is from; a file that is beyond it is refused before any of it is made.
 """
 
@@ -28,7 +28,7 @@ _TOML_STRING = re.compile(
 )
 _TABLE = re.compile(r"^[ \t]*+\[(?!\[)", re.MULTILINE)  # of which no plan has any; a table of many, [[tensor]], is told apart
 _FRACTION = re.compile(r"(?<=\d)\.(?=\d)")
-# What a character outside of strings makes the parser keep, in containers of a pickle, about 200 bytes each: in JSON a dict,
+# What a character outside strings makes the parser keep, in containers of a pickle, about 200 bytes each: in JSON a dict,
 # a list, a value; in TOML also what tomllib notes down about every part of a dotted key, and the time that a line takes.
 _JSON_COSTS = {"{": 2.0, "[": 1.0, ",": 0.25, ":": 0.25}
 _TOML_COSTS = {".": 8.0, "{": 4.0, "[": 1.5, "=": 1.0, ",": 0.5, "\n": 0.125}
@@ -80,7 +80,7 @@ def load_toml(text: str) -> dict[str, Any]:
     if any(line.count(".") > _LEVELS_OF_A_KEY for line in outside.split("\n")):
         raise ValueError("A key has more parts than any plan's")
     cost = _cost(outside, _TOML_COSTS) + 3 * len(_TABLE.findall(outside)) + text.count("\\") // 4
-    limits.budget(len(text)).make(cost, "The plan says more than one of its size can.")
+    limits.budget(len(text)).make(cost, "The plan describes more than a file of its size can.")
     try:
         return tomllib.loads(text)
     except RecursionError:

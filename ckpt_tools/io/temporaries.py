@@ -1,8 +1,8 @@
 """The temporary file beside an output: named after it, locked while its writer lives, removed by the next one when it died.
 
 A process that is killed cannot remove its temporary. The lock tells: the system releases it with the process, so a temporary
-whose lock can be had is nobody's. Where there are no locks (Windows, some network file systems) nothing is removed but what
-the system itself says is not open.
+whose lock can be had belongs to no process. Where there are no locks (Windows, some network file systems) nothing is removed
+but what the system itself says is not open.
 """
 
 from __future__ import annotations

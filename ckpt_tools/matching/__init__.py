@@ -56,7 +56,7 @@ def match(
         CollisionError: a rule gives two tensors one name. MatchError: "position", and two tensors disagree.
     """
     if stages not in STAGES:
-        raise UsageError(f"{stages!r} is none of {', '.join(STAGES)}.")
+        raise UsageError(f"{stages!r} is not one of {', '.join(STAGES)}.")
     pairing = Pairing(source, target, allow_reshape=allow_reshape)
     apply_rules(pairing, rename)
     match_whole_wrapper(pairing)

@@ -35,7 +35,7 @@ Counted: TypeAlias = tuple[frozenset[Family], frozenset[Family]]
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class ItemPair:
     """Two items that are one, and how that was found; `counted` are the numbered families that their order rests on.
 
     `open` are kinds of units in a block that one side has more of elsewhere: which of them the block holds is not proved.
@@ -74,13 +74,13 @@ class Context:
     level: int = 0
     open: frozenset[int] = frozenset()
 
-    def below(self, pair: Pair) -> Context:
+    def below(self, pair: ItemPair) -> Context:
         """The context of two blocks that are partners."""
         depths = (len(pair.old.path), len(pair.new.path))
         counted, left_open = self.counted | pair.counted, self.open | pair.open
         return Context(depths, self.families, self.whole, counted, self.level + 1, left_open)
 
-    def unit_pair(self, pair: Pair) -> UnitPair:
+    def unit_pair(self, pair: ItemPair) -> UnitPair:
         """Two units that are partners here."""
         assert isinstance(pair.old, Unit)
         assert isinstance(pair.new, Unit)
@@ -102,7 +102,7 @@ def conflicts(one: Feature, other: Feature) -> int:
     return count
 
 
-def resolve(olds: Sequence[Item], news: Sequence[Item], context: Context) -> list[Pair]:
+def resolve(olds: Sequence[Item], news: Sequence[Item], context: Context) -> list[ItemPair]:
     """Pairs among items of one kind: those that are certain. The others stay undecided.
 
     1. One on each side: partners, unless their names contradict each other.
@@ -116,16 +116,16 @@ def resolve(olds: Sequence[Item], news: Sequence[Item], context: Context) -> lis
         return []
     if len(olds) == len(news) == 1:
         clash = conflicts(meaning(olds[0].path[depth_old:]), meaning(news[0].path[depth_new:]))
-        return [] if clash else [Pair(olds[0], news[0], "unique")]
+        return [] if clash else [ItemPair(olds[0], news[0], "unique")]
     groups = _Groups(olds, news, context)
     if len(groups.old) * len(groups.new) > _MOST_SCORES:
         return []
     groups.compare()
-    pairs: list[Pair] = []
+    pairs: list[ItemPair] = []
     while step := groups.mutual() or (groups.tied() if len(olds) == len(news) else None):
         own, others = step
         if len(own) == len(others) == 1:
-            pairs.append(Pair(own[0], others[0], "names"))
+            pairs.append(ItemPair(own[0], others[0], "names"))
         else:
             pairs += in_order(own, others, context)
     return pairs
@@ -215,7 +215,7 @@ def _score(one: Feature, other: Feature, telling: Feature) -> int:
 # --- order
 
 
-def in_order(olds: Sequence[Item], news: Sequence[Item], context: Context) -> list[Pair]:
+def in_order(olds: Sequence[Item], news: Sequence[Item], context: Context) -> list[ItemPair]:
     """Items paired in the order of registration, if both sides say that this order is one; else none."""
     depth_old, depth_new = context.depths
     if _may_be_parallel(olds) or _may_be_parallel(news):
@@ -227,7 +227,7 @@ def in_order(olds: Sequence[Item], news: Sequence[Item], context: Context) -> li
         for items, depth, families in zip((olds, news), context.depths, context.families, strict=True)
     )
     counted = frozenset([(_families(olds, depth_old), _families(news, depth_new))])
-    return [Pair(old, new, "order", counted) for old, new in zip(olds, news, strict=True)] if supported else []
+    return [ItemPair(old, new, "order", counted) for old, new in zip(olds, news, strict=True)] if supported else []
 
 
 def _families(items: Sequence[Item], depth: int) -> frozenset[Family]:

@@ -22,7 +22,7 @@ from ckpt_tools.matching.blocks import (
 from ckpt_tools.matching.lexicon import end_of
 from ckpt_tools.matching.resolve import (
     Context,
-    Pair,
+    ItemPair,
     UnitPair,
     resolve,
 )
@@ -106,13 +106,13 @@ def _take_back(alignment: Alignment, pairs: list[UnitPair]) -> None:
 # --- blocks
 
 
-def _pair_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[Pair]:
+def _pair_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[ItemPair]:
     """Blocks that are partners, the largest first; their units are taken out of the two lists.
 
     Each round looks at all units for blocks of one kind. A network of thousands of kinds of blocks is not looked at for ever:
     what is left then is compared unit by unit.
     """
-    found: list[Pair] = []
+    found: list[ItemPair] = []
     effort = max(_MOST_UNITS, _MOST_ROUNDS * (len(left) + len(right)))
     while effort > 0 and (pairs := _next_blocks(left, right, context)):
         effort -= len(left) + len(right)
@@ -123,7 +123,7 @@ def _pair_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[
     return found
 
 
-def _next_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[Pair]:
+def _next_blocks(left: list[Unit], right: list[Unit], context: Context) -> list[ItemPair]:
     """The largest blocks that are partners; kinds of units that one side has more of count only at first."""
     totals = [Counter(unit.kind for unit in units if unit.kind >= 0) for units in (left, right)]
     even = {kind for kind, count in totals[0].items() if totals[1][kind] == count}

@@ -193,7 +193,7 @@ def _take_state_dicts(checkpoints: Sequence[Checkpoint], report: Converted) -> N
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _NamedTensors:
     """The tensors of one state dict of one source, by the name that is compared."""
 
     path: str
@@ -250,7 +250,7 @@ class _Mean:
             )  # fmt: skip
         return same[0]
 
-    def named(self, state_dict: StateDict, path: str) -> _Names:
+    def named(self, state_dict: StateDict, path: str) -> _NamedTensors:
         """The tensors by the names that are compared."""
         nodes: dict[str, Node] = {}
         for key, node in state_dict.node.items:
@@ -258,9 +258,9 @@ class _Mean:
                 if (name := self.name(key)) in nodes:
                     raise ConvertError(f"{path}: two tensors are named {name!r} once unwrapped.")
                 nodes[name] = node
-        return _Names(path, state_dict.where, nodes)
+        return _NamedTensors(path, state_dict.where, nodes)
 
-    def mean(self, name: str, sides: Sequence[_Names]) -> Node:
+    def mean(self, name: str, sides: Sequence[_NamedTensors]) -> Node:
         """What stands in the place of a tensor."""
         nodes = [side.nodes[name] for side in sides]
         entries = [node for node in nodes if type(node) is Entry]
@@ -273,7 +273,7 @@ class _Mean:
         parts = [(row_major(entry), entry.dtype, weight) for entry, weight in zip(entries, self.weights, strict=True)]
         return self.entry(entries, weighted_sum(parts, entries[0].dtype))
 
-    def integer(self, name: str, entries: Sequence[Entry], sides: Sequence[_Names]) -> Entry:
+    def integer(self, name: str, entries: Sequence[Entry], sides: Sequence[_NamedTensors]) -> Entry:
         """An integer, bool or quantised tensor: kept where it is equal everywhere."""
         first = entries[0]
         if all(first.dtype is entry.dtype and same_bytes(first, entry) for entry in entries[1:]):
@@ -307,7 +307,7 @@ class _Mean:
     def note_rest(self, state_dicts: Sequence[StateDict]) -> None:
         """Say what was not averaged."""
         if rest := len(tensors_outside(self.roots[0], state_dicts)):
-            text = f"{rest} tensors outside of state dicts (optimizer state) are those of {self.paths[0]}; `select` drops them."
+            text = f"{rest} tensors outside state dicts (optimizer state) are those of {self.paths[0]}; `select` drops them."
             self.report.output.notes.append(Note("rest-from-first", text))
 
 
@@ -326,7 +326,7 @@ def _has_largest(dtype: DType) -> bool:
     return dtype.family in ("int", "bool") and has_numbers(dtype) and dtype.name != "uint64"  # compared as int64
 
 
-def _check_names(first: _Names, other: _Names) -> None:
+def _check_names(first: _NamedTensors, other: _NamedTensors) -> None:
     missing = [name for name in first.nodes if name not in other.nodes]
     extra = [name for name in other.nodes if name not in first.nodes]
     if not missing and not extra:
@@ -338,10 +338,10 @@ def _check_names(first: _Names, other: _Names) -> None:
     ]
     alike = {unwrap_name(name) for name in first.nodes} == {unwrap_name(name) for name in other.nodes}
     fix = "They agree without wrappers: `unwrap=True`." if alike else f"ckpt diff {first.path} {other.path} shows all of it."
-    raise ConvertError(f"{first.path} and {other.path} have other names.", why=" ".join(both), fix=fix)
+    raise ConvertError(f"{first.path} and {other.path} have different names.", why=" ".join(both), fix=fix)
 
 
-def _check_agree(name: str, entries: Sequence[Entry], sides: Sequence[_Names]) -> None:
+def _check_agree(name: str, entries: Sequence[Entry], sides: Sequence[_NamedTensors]) -> None:
     first = entries[0]
     for entry, side in zip(entries[1:], sides[1:], strict=True):
         if entry.shape != first.shape:
@@ -352,7 +352,7 @@ def _check_agree(name: str, entries: Sequence[Entry], sides: Sequence[_Names]) -
             raise ConvertError(f"{name!r} is not the same kind of number everywhere.", why=f"{dtypes}.")
 
 
-def _unusual(name: str, nodes: Sequence[Node], sides: Sequence[_Names]) -> Node:
+def _unusual(name: str, nodes: Sequence[Node], sides: Sequence[_NamedTensors]) -> Node:
     """A sparse, quantised or nested tensor: kept where it is equal everywhere."""
     if all(type(node) is Object and same_unusual(nodes[0], node) for node in nodes[1:]):
         return nodes[0]

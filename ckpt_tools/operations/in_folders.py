@@ -1,4 +1,4 @@
-"""The checkpoints in a folder, told by what they are; and every file that is none, so that nothing is passed over in silence.
+"""The checkpoints in a folder, told by what they are; and every other file, so that nothing is passed over in silence.
 
 A name of a checkpoint is enough to be examined: a `.pth` that is damaged is to be told about. A file of any other name is one
 by its first bytes, whatever it is called. Files are not read further, but for the directory of a zip and an index of shards.
@@ -39,19 +39,19 @@ _SKIPPED = frozenset((".git",))  # which may hold every file a second time
 
 
 @dataclass(slots=True)
-class Found:
+class FolderContent:
     """What is below a folder.
 
     Attributes:
         checkpoints: files, and folders that are one checkpoint, in the order of their paths.
-        others: the files that are none, likewise.
+        others: the other files, likewise.
     """
 
     checkpoints: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
 
 
-def find_checkpoints(top: Path) -> Found:
+def find_checkpoints(top: Path) -> FolderContent:
     """Every checkpoint below a folder, the folder itself among them where it is one, and every other file.
 
     A file that a link in the folder leads to counts once, under the name of the link (Hugging Face's cache).
@@ -59,7 +59,7 @@ def find_checkpoints(top: Path) -> Found:
     Raises:
         NotACheckpointError: a folder cannot be read.
     """
-    found, linked = Found(), set()
+    found, linked = FolderContent(), set()
     for folder, folders, names in os.walk(top, onerror=_unreadable):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
         ranks = [name for name in folders if MP_RANK.fullmatch(name)]

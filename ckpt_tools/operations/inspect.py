@@ -370,7 +370,7 @@ def _each_finding(checkpoint: Checkpoint, state_dicts: _Rows, totals: dict[str, 
     dead = checkpoint.decoded.dead_bytes()
     if dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > checkpoint.file_bytes):
         options["--compact"] = None
-        found = f"{dead} of {checkpoint.file_bytes} bytes belong to nothing"
+        found = f"{dead} of {checkpoint.file_bytes} bytes are used by nothing"
         yield Finding("dead-bytes", "info", [], found, "a file without gaps", _convert(path, "--compact" + needed))
     if loads.is_refused:
         options["--objects plain"] = None
@@ -380,7 +380,7 @@ def _each_finding(checkpoint: Checkpoint, state_dicts: _Rows, totals: dict[str, 
         fix = warned.fix or _convert(path, " --objects plain" if warned.code in programs else needed)
         yield Finding(warned.code, warned.severity, [], warned.found, warned.expected, fix)
     if len(options) > 1:
-        yield Finding("together", "info", [], "all of this can be mended at once", "", _convert(path, " ".join(options)))
+        yield Finding("together", "info", [], "one command mends all of this", "", _convert(path, " ".join(options)))
 
 
 def _prefixes(checkpoint: Checkpoint, rows: _Rows, needed: str) -> Iterator[Finding]:

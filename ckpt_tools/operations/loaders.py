@@ -61,7 +61,7 @@ class Loads:
 
     @property
     def is_refused(self) -> bool:
-        """Whether weights_only refuses what is in the file; a name or a folder that is not for torch.load is no such thing."""
+        """Whether weights_only refuses what is in the file; a name or a folder that is not for torch.load is something else."""
         elsewhere = self.call.startswith((_DCP, _SAFETENSORS, _RANK_FILES, _DEEPSPEED)) or self.call.endswith(_UNPACKED)
         for_torch_load = not self.misnamed and not elsewhere
         return bool(self.refused) or (for_torch_load and bool(self.reasons))

@@ -35,11 +35,11 @@ class Safety:
     """What loading a file without weights_only would run.
 
     Attributes:
-        verdict: "dangerous", "unexamined" (a part of it could not be looked through), "needs-code" (classes that are not in the
+        verdict: "dangerous", "unexamined" (a part of it could not be examined), "needs-code" (classes that are not in the
             documented list of data, none known to do harm), "plain", or "nothing" (no pickle, and no program, is in it).
         calls: (where, call), in the order of the file. names: every global that the pickles name.
         unexamined: (where, why). program: whether it is a program of torch's.
-        pickles: how many pickles were looked through.
+        pickles: how many pickles were examined.
     """
 
     verdict: Verdict
@@ -65,7 +65,7 @@ class Safety:
             return f"needs code: {names}; none known to do harm"
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
-            return printable(f"could not be looked through: {where + ': ' if where else ''}{why}")
+            return printable(f"could not be examined: {where + ': ' if where else ''}{why}")
         return "plain: it names nothing but data" if self.verdict == "plain" else "nothing to run"
 
     def to_json(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Safety:
         found = [Finding("dangerous", "problem", [], text, *told) for text, told in zip(shown, advice, strict=False)]
         if self.unexamined:
             reasons = listed([f"{printable(where) or 'the file'}: {printable(why)}" for where, why in self.unexamined])
-            found.append(Finding("unexamined", "warning", [], f"not all of it could be looked through: {reasons}", "", ""))
+            found.append(Finding("unexamined", "warning", [], f"not all of it could be examined: {reasons}", "", ""))
         return found
 
 

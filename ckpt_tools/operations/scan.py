@@ -44,7 +44,7 @@ class Scanned:
 
     @property
     def failed(self) -> bool:
-        """Whether it is dangerous, or not all of it could be looked through."""
+        """Whether it is dangerous, or not all of it could be examined."""
         return self.verdict in _FAILING
 
     __repr__ = brief
@@ -56,7 +56,7 @@ class Scanned:
 
 @natural
 def scan(path: str | os.PathLike[str], *, jobs: int = 1) -> list[Scanned]:
-    """Look through a file, a folder with everything below it, or an address. Runs and imports nothing, reads no tensor.
+    """Examine a file, a folder with everything below it, or an address. Runs and imports nothing, reads no tensor.
 
     Args:
         path: what is scanned. jobs: how many processes share the files of a folder.
@@ -71,7 +71,7 @@ def scan(path: str | os.PathLike[str], *, jobs: int = 1) -> list[Scanned]:
 
 
 def scan_files(paths: Sequence[str | os.PathLike[str]], *, jobs: int = 1) -> Iterator[Scanned]:
-    """Look through files, in processes of their own where there are many; the reports come in the order of the paths."""
+    """Examine files, in processes of their own where there are many; the reports come in the order of the paths."""
     jobs = min(jobs, len(paths))
     if jobs < 2 or len(paths) < _MANY:
         yield from map(scan_file, paths)
@@ -80,7 +80,7 @@ def scan_files(paths: Sequence[str | os.PathLike[str]], *, jobs: int = 1) -> Ite
 
 
 def scan_file(path: str | os.PathLike[str]) -> Scanned:
-    """Look through one file."""
+    """Examine one file."""
     size = 0
     try:
         with collector_paused(), contextlib.closing(open_source(path)) as source:

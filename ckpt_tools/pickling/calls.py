@@ -34,9 +34,9 @@ from ckpt_tools.tree.nodes import (
 
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
-_COST_OF_RATING = 8  # in containers: arguments are looked through
+_COST_OF_RATING = 8  # in containers: arguments are examined
 _LONG = 64  # parts of a tuple that are looked at for nothing
-_COST_OF_LOOKING = 64  # where one of them had a state set, which is looked through too
+_COST_OF_LOOKING = 64  # where one of them had a state set, which is examined too
 _WINDOW = 4 << 20  # most pickles are read at once
 _MAKERS = {
     name: MAKERS[name]

@@ -28,9 +28,9 @@ from ckpt_tools.tree.visit import parts
 Rating: TypeAlias = Literal["data", "class", "unknown", "harmful"]
 RATINGS: tuple[Rating, ...] = ("data", "class", "unknown", "harmful")
 _DANGEROUS = RATINGS[2:]
-_MOST_PARTS = 64  # of the arguments of one call that are looked through
+_MOST_PARTS = 64  # of the arguments of one call that are examined
 _MOST_DEPTH = 4
-_MOST_HELD = 1024  # parts of what a call is given that are looked through for a function
+_MOST_HELD = 1024  # parts of what a call is given that are examined for a function
 _MOST_STEPS = 16  # states and runs of items that are set one after another; honest objects have three
 # What these were given was looked at when they were called: tensors.
 _SEEN_WHEN_MADE = frozenset(name for name in ALLOWED if name.module.startswith("torch"))
@@ -251,7 +251,7 @@ def hands_over(given: Node, in_lists: bool = False) -> bool:
 
 
 def _holds_function(root: Node) -> bool:
-    """Whether a global that is no data is in a node; so it is said of what has too many parts to look at."""
+    """Whether a global that is not data is in a node; so it is said of what has too many parts to look at."""
     stack, seen, looked = [root], set(), 0
     while stack:
         node = stack.pop()

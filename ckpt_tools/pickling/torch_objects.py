@@ -287,7 +287,7 @@ MAX_WRAPPINGS = 8  # parameters of subclasses of tensors: torch nests two
 
 
 def unusual_tensor(node: Node) -> UnusualTensor | None:
-    """What kind of tensor an Object rebuilds; None when it is none."""
+    """What kind of tensor an Object rebuilds; None when it is not one."""
     if type(node) is not Object or node.name not in _REBUILDS or node.call != "reduce":
         return None
     try:

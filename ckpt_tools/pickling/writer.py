@@ -472,7 +472,7 @@ def _in_rows(items: Sequence[Node]) -> list[_Todo]:
 
 
 def _one_list(args: Node) -> List | None:
-    """The one argument of a set: a list, which the set copies and nobody else sees."""
+    """The one argument of a set: a list, which the set copies and nothing else sees."""
     return args[0] if type(args) is tuple and len(args) == 1 and type(args[0]) is List else None
 
 

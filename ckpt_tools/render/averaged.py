@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def print_averaged(report: Averaged, out: Console) -> None:
-    """What was written, from which files with which weights, and what was no mean."""
+    """What was written, from which files with which weights, and what has no mean."""
     output = report.output
     verb = "would write" if output.dry_run else "wrote"
     out.print(Text(f"{verb} {printable(output.target)}", style="bold"), soft_wrap=True)

@@ -197,7 +197,7 @@ def _fold_siblings(lines: list[_Line]) -> list[_Line]:
 def _fold_blocks(lines: list[_Line]) -> list[_Line]:
     """Lines that repeat but for a counted number become one: `layers.{0-11}.attn.{weight, bias}`.
 
-    In a state dict the shapes must agree too; outside of one (optimizer state) they may differ.
+    In a state dict the shapes must agree too; outside one (optimizer state) they may differ.
     """
     groups: dict[tuple[str, str, str, str], list[tuple[int, _Line]]] = {}
     for line in lines:

@@ -115,7 +115,7 @@ def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Console
     if len(shown) < len(rows):
         names.append(f"... {len(rows) - len(shown)} more (--all)")
     columns = {heading: [line[index] for line in lines] for index, heading in enumerate(headings)}
-    return name_table("tensor with other numbers", names, columns, out, right=headings if measured else ())
+    return name_table("tensor with different numbers", names, columns, out, right=headings if measured else ())
 
 
 def _gap(row: TensorChange) -> tuple[str, ...]:

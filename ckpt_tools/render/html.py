@@ -258,7 +258,7 @@ def _difference(found: Difference) -> dict[str, Any]:
         _block("Devices", ["tensor", "here", "in the other"], list(map(_change, found.devices))),
         _block("Values and objects", ["path", "", "here", "in the other"],
                [[row.where, row.kind, row.left, row.right] for row in (*found.values, *found.objects)]),
-        _block("Tensors with other numbers", ["tensor", "max abs", "max rel", "cosine", "changed"],
+        _block("Tensors with different numbers", ["tensor", "max abs", "max rel", "cosine", "changed"],
                [[row.where, *_gap(row.gap, row.reason)] for row in found.changed], numeric=[1, 2, 3, 4]),
         _block("Notes", [""], [[as_options(note)] for note in found.notes]),
     ]  # fmt: skip

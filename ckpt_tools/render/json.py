@@ -25,7 +25,7 @@ def print_document(document: dict[str, Any]) -> None:
 
 
 def folder_document(folder: Path, others: Sequence[Path]) -> dict[str, Any]:
-    """What follows the documents of the checkpoints in a folder: the files that are none."""
+    """What follows the documents of the checkpoints in a folder: its other files."""
     return {"folder": str(folder), "no_checkpoints": [str(path) for path in others]}
 
 

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +24,6 @@ from ckpt_tools.text import printable
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN_ROWS, _SHOWN_CANDIDATES = 60, 4
-Names: TypeAlias = tuple[str, ...]
 
 
 def print_matched(report: Matched, out: Console, *, show_all: bool, plan: Path | None) -> None:
@@ -65,7 +63,7 @@ def _left_over(matching: Matching) -> list[tuple[str, int]]:
 class _Row:
     """Pairs that are shown as one: names with their numbers taken out, and the numbers."""
 
-    patterns: Names
+    patterns: tuple[str, ...]
     note: str
     leaves: dict[str, None] = field(default_factory=dict)
     numbers: list[tuple[list[str], ...]] = field(default_factory=list)
@@ -94,9 +92,9 @@ def _range(values: list[str]) -> str:
     return f"{{{values[0]}-{values[-1]}}}" if counted_up and len(values) > 2 else f"{{{','.join(values)}}}"
 
 
-def _rows(items: Iterable[tuple[Names, str]]) -> list[_Row]:
+def _rows(items: Iterable[tuple[tuple[str, ...], str]]) -> list[_Row]:
     """Names side by side with a note, folded over last parts and over numbers."""
-    rows: dict[tuple[Names, str], _Row] = {}
+    rows: dict[tuple[tuple[str, ...], str], _Row] = {}
     for names, note in items:
         leaf = names[0].rpartition(".")[2]
         same = all(name.rpartition(".")[2] == leaf for name in names)

@@ -18,13 +18,13 @@ from ckpt_tools.text import printable
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _RULES = (
     ("dangerous", "error", "Loading the file without weights_only runs code"),
-    ("unexamined", "warning", "Not all of the file could be looked through"),
+    ("unexamined", "warning", "Not all of the file could be examined"),
     ("needs-code", "note", "Loading the file needs classes that weights_only does not allow"),
 )
 
 
 def sarif(reports: Sequence[Scanned]) -> dict[str, Any]:
-    """The whole log: one run, with a result for every call, part that was not looked through, and file that needs classes."""
+    """The whole log: one run, with a result for every call, part that was not examined, and file that needs classes."""
     rules = [
         {"id": code, "shortDescription": {"text": text}, "defaultConfiguration": {"level": level}}
         for code, level, text in _RULES
@@ -40,7 +40,7 @@ def _results(report: Scanned) -> Iterator[dict[str, Any]]:
     for where, call in safety.calls:
         yield _result(report, "dangerous", sentence(where, call), where)
     for where, why in safety.unexamined:
-        yield _result(report, "unexamined", f"not looked through: {printable(why)}", where)
+        yield _result(report, "unexamined", f"not examined: {printable(why)}", where)
     if report.verdict == "needs-code":
         yield _result(report, "needs-code", safety.text, "")
 

@@ -12,7 +12,7 @@ from ckpt_tools.render.text import counted
 from ckpt_tools.text import printable
 
 _COLOURS = {"dangerous": "red", "unexamined": "yellow", "needs-code": "cyan", "plain": "green", "nothing": "dim"}
-_WORDS = {"unexamined": "could not be looked through", "needs-code": "needs code", "nothing": "nothing to run"}
+_WORDS = {"unexamined": "could not be examined", "needs-code": "needs code", "nothing": "nothing to run"}
 
 
 def print_scanned(report: Scanned, out: Console) -> None:

@@ -183,7 +183,7 @@ _MAP_FROM = 1 << 20  # a smaller file is read: it costs nothing, and a map can b
 
 
 def _map(source: Source) -> mmap.mmap | None:
-    if source.size < _MAP_FROM or source.fd < 0 or os.name == "nt":  # Windows lets nobody replace a file that is mapped
+    if source.size < _MAP_FROM or source.fd < 0 or os.name == "nt":  # Windows lets no process replace a file that is mapped
         return None
     try:
         return mmap.mmap(source.fd, 0, access=mmap.ACCESS_COPY)

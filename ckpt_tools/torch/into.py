@@ -139,7 +139,7 @@ class _Loading:
         self.checkpoint, self.slots, self.choices, self.assign = checkpoint, slots, choices, assign
         root = loadable(state_dict.node, checkpoint.path)
         self.node = as_dict(casts.to_little_endian(root, checkpoint.decoded.byteorder))
-        # may be tensors, and are none of these
+        # may be tensors, and are not among these
         self.extras = {name: value for name, value in self.node.named.items() if is_extra(name)}
         self.node.items[:] = [(key, value) for key, value in self.node.items if not is_extra(key)]
         self.source = tensors_by_name(self.node)

@@ -69,8 +69,8 @@ def find_slots(model: torch.nn.Module) -> Slots:
     """The slots of a model, wrapped or not.
 
     Raises:
-        TargetError: something in its state dict that is no plain tensor of its modules: packed weights of a quantised layer, a
-            ShardedTensor, a lazy parameter that has no shape yet. All of them are named.
+        TargetError: something in its state dict that is not a plain tensor of its modules: packed weights of a quantised layer,
+            a ShardedTensor, a lazy parameter that has no shape yet. All of them are named.
     """
     state_dict = model.state_dict(keep_vars=True)  # first: FSDP2 puts its parts in the place of parameters that are whole now
     owners, modules = _owners(model), dict(model.named_modules(remove_duplicate=False))

@@ -97,7 +97,7 @@ def read_choice(choices: Sequence[str]) -> Reader:
 
     def read(name: str, value: Any) -> str:
         if read_text(name, value) not in choices:
-            raise UsageError(f"`{name}={value!r}` is none of {', '.join(choices)}.")
+            raise UsageError(f"`{name}={value!r}` is not one of {', '.join(choices)}.")
         return str(value)
 
     return read

@@ -60,7 +60,7 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     """The line for a shell that mends a file: `ckpt COMMAND FILE FILE.fixed OPTIONS`.
 
     Args:
-        suffix: the extension of the output where it is not the input's; never one of a format that nobody writes here.
+        suffix: the extension of the output where it is not the input's; never one of a format that is not written here.
     """
     stem, own = (path.rstrip("/"), ".pth") if os.path.isdir(path) else _parts_of(path)
     stem = stem.rpartition("/")[2] if "://" in path else stem  # the output of what has an address is written here

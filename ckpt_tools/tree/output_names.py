@@ -84,9 +84,9 @@ def names_file(path: str | os.PathLike[str]) -> bool:
 
 
 def check_format(format: str | None) -> None:
-    """Raise UsageError for a format that is none."""
+    """Raise UsageError for an unknown format."""
     if format is not None and format not in FORMATS:
-        raise UsageError(f"`format={format!r}` is none of {', '.join(FORMATS)}.")
+        raise UsageError(f"`format={format!r}` is not one of {', '.join(FORMATS)}.")
 
 
 def check_one_file(source: str | os.PathLike[str], target: str | os.PathLike[str], format: Format | None) -> None:

@@ -162,7 +162,7 @@ class _Visits:
         return ((key, item) for key, item in pairs if type(item) not in unwanted and self.holds(item))
 
     def holds(self, node: Node) -> bool:
-        """Whether something is no container of plain values only. A wide one is looked through once, wherever it is."""
+        """Whether something is not a container of plain values only. A wide one is examined once, wherever it is."""
         if type(node) is Dict:
             width = len(node.items)
         elif type(node) is List or type(node) is tuple:

@@ -49,7 +49,7 @@ def assemble(name: str, shape: Sizes, itemsize: int, chunks: Sequence[Chunk]) ->
             at >= 0 and at + size <= whole for at, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
         )
         if not inside:
-            raise TensorError(f"A chunk of {name!r} reaches outside of the tensor's shape {list(shape)}.")
+            raise TensorError(f"A chunk of {name!r} reaches outside the tensor's shape {list(shape)}.")
     held = sum(prod(chunk.sizes) for chunk in parts)
     if held != prod(shape):
         raise TensorError(f"The chunks of {name!r} hold {held} elements; its shape {list(shape)} needs {prod(shape)}.")

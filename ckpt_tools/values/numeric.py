@@ -309,7 +309,7 @@ def _as_bytes(values: torch.Tensor, dtype: DType) -> memoryview:
 
 
 def largest(parts: list[tuple[Content, DType]], target: DType) -> Computed:
-    """The largest of several integers, place by place, exactly. Looked at as int64, so uint64 is none of them."""
+    """The largest of several integers, place by place, exactly. Looked at as int64, so uint64 is not one of them."""
 
     def work() -> Iterator[memoryview]:
         import torch

@@ -66,7 +66,7 @@ def test_slim_keeps_the_weights_and_the_values(tmp_path: Path) -> None:
     assert told["scaler"] == "gradient scaler"
     assert told["lr_scheduler"] == "scheduler"
     assert told["rng_state"] == told["rng"] == "random state"
-    assert told["extra.0"] == "a tensor outside of state dicts"
+    assert told["extra.0"] == "a tensor outside state dicts"
     assert [(row.where, row.became) for row in report.objects if row.name == "tests.support.classes.Plain"] == [
         (["trainer"], "dropped")
     ]
@@ -240,7 +240,7 @@ def test_a_tensor_with_optimizer_state_does_not_go_alone(tmp_path: Path, named: 
     sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
     optimizer.step()
     path = saved(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    with pytest.raises(ConvertError, match="belongs to it by its place") as caught:
+    with pytest.raises(ConvertError, match="refers to it by place") as caught:
         converted(path, drop="3.*")
     assert caught.value.fix.endswith("`drop='optimizer'`.")
     loaded, _ = converted(path, drop=["3.*", "optimizer"])
@@ -250,7 +250,7 @@ def test_a_tensor_with_optimizer_state_does_not_go_alone(tmp_path: Path, named: 
     path = saved(tmp_path, {"model": model.state_dict(), "ema": model.state_dict(), "optimizer": optimizer.state_dict()})
     loaded, _ = converted(path, drop="ema.*")
     assert (set(loaded), len(loaded["ema"])) == ({"model", "ema", "optimizer"}, 0)
-    with pytest.raises(ConvertError, match="belongs to it by its place"):
+    with pytest.raises(ConvertError, match="refers to it by place"):
         converted(path, drop=["ema.*", "model.3.*"])
 
 

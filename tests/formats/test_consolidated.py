@@ -141,7 +141,7 @@ QKV = "layers.0.attention.wqkv.weight"
         (change(1, lambda state: state["norm.weight"].add_(1)), r"ranks 0, 1 hold different values for 'norm\.weight'"),
         (
             change(1, lambda state: state.update({"norm.weight": torch.ones(3)})),
-            r"have other shapes .* 'norm\.weight'",
+            r"have different shapes .* 'norm\.weight'",
         ),
         (
             change(1, lambda state: state.update({"output.weight": torch.ones(9, 5)})),

@@ -338,7 +338,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_metadata_that_lies(folder: Path, tmp_path: Path, name: str) -> None:
-    """Places outside of the folder or the file, holes, other dtypes, impossible sizes: each its own sentence."""
+    """Places outside the folder or the file, holes, other dtypes, impossible sizes: each its own sentence."""
     change, message = CHANGES[name]
     rewrite(folder, change)
     with pytest.raises(CkptError, match=message):

@@ -189,7 +189,7 @@ def test_the_files_of_a_hugging_face_trainer(tmp_path: Path, classes: Callable[.
     states = {"python": random.getstate(), "numpy": np.random.default_rng(0).random(3), "cpu": torch.get_rng_state()}
     assert plain(write(tmp_path / "run" / "rng_state.pth", states), objects="plain")["cpu"].dtype == torch.uint8
     path = write(tmp_path / "run" / "optimizer.pt", optimizer())
-    with pytest.raises(ContainerLimitError, match="outside of one, in 'state'") as caught:
+    with pytest.raises(ContainerLimitError, match="outside one, in 'state'") as caught:
         ckpt_tools.convert(path, tmp_path / "out.safetensors")
     assert caught.value.fix == "Write a .pth, which holds anything"
     write(tmp_path / "run" / "pytorch_model.bin", weights())
@@ -268,7 +268,7 @@ def test_weights_of_numpy(tmp_path: Path, nested: bool, container: str) -> None:
     ckpt_tools.convert(mixed, tmp_path / "mixed.safetensors")
     assert [row["name"] for row in ckpt_tools.inspect(tmp_path / "mixed.safetensors").tensors] == ["a.w", "a.b"]
     beside = write(tmp_path / "beside.pth", {"model": {"a.w": torch.ones(2)}, "mean": np.ones(3)})
-    with pytest.raises(ContainerLimitError, match="outside of one, in 'mean'"):
+    with pytest.raises(ContainerLimitError, match="outside one, in 'mean'"):
         ckpt_tools.convert(beside, tmp_path / "beside.safetensors")
     ckpt_tools.convert(beside, tmp_path / "beside.safetensors", drop="mean")
 
@@ -282,5 +282,5 @@ def test_a_tuple_of_states(tmp_path: Path) -> None:
     assert_same(dict(slim[0]), dict(weights()))
     nested = write(tmp_path / "nested.pth", {"pair": (weights(), weights(1)), "loose": (torch.ones(2), 3)})
     report = ckpt_tools.convert(nested, tmp_path / "nested.out", slim=True)
-    assert report.dropped == [("loose", "tensors outside of state dicts")]
+    assert report.dropped == [("loose", "tensors outside state dicts")]
     assert_same(dict(torch.load(tmp_path / "nested.out", weights_only=True)["pair"][1]), dict(weights(1)))

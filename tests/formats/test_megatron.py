@@ -194,7 +194,7 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     (tmp_path / "mp_rank_01" / "distrib_optim.pt").write_bytes(b"")
     notes = " ".join(note.text for note in ckpt_tools.convert(tmp_path, tmp_path / "out.pth", objects="plain").notes)
     assert "optimizer, distrib_optim.pt: cut as the ranks are" in notes
-    assert "2 values of the model that are no tensors" in notes
+    assert "2 values of the model that are not tensors" in notes
     assert f"3 rows of the vocabulary are padding ({WORDS} for {WORDS - 3} tokens)" in notes
     assert "optimizer" not in torch.load(tmp_path / "out.pth", weights_only=True)
 

@@ -176,9 +176,9 @@ def test_python_2_header(tmp_path: Path) -> None:
         (GOOD.replace("False", "0"), DamagedFileError, "malformed header"),
         (GOOD.replace("(2,)", f"({2**40}, {2**40})"), TensorError, "more than 2**63"),
         (GOOD.replace("(2,)", "(1000,)"), DamagedFileError, "cut off"),
-        (GOOD.replace("<f4", "<f16"), UnsupportedContainerError, "'<f16', which torch has not"),
-        (GOOD.replace("<f4", "<M8[ns]"), UnsupportedContainerError, "'<M8[ns]', which torch has not"),
-        (GOOD.replace("'<f4'", "[('a', '<f4')]"), UnsupportedContainerError, "which torch has not"),
+        (GOOD.replace("<f4", "<f16"), UnsupportedContainerError, "'<f16', which torch does not have"),
+        (GOOD.replace("<f4", "<M8[ns]"), UnsupportedContainerError, "'<M8[ns]', which torch does not have"),
+        (GOOD.replace("'<f4'", "[('a', '<f4')]"), UnsupportedContainerError, "which torch does not have"),
         (GOOD.replace("<f4", "<U999999999"), DamagedFileError, "cut off in the array"),
     ],
 )

@@ -107,7 +107,7 @@ def test_47_stack_global_of_no_text(name: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("after", [b"\0", p.pickle(SYSTEM, COMMAND, p.REDUCE), b"garbage"])
 def test_48_bytes_after_stop(after: bytes, tmp_path: Path) -> None:
-    """A second pickle, or anything, behind the first: mentioned, looked through, not written."""
+    """A second pickle, or anything, behind the first: mentioned, examined, not written."""
     path = write(tmp_path, torch_zip(p.pickle(p.dict_of(**{"a.w": p.tensor()})) + after, FLOATS))
     found = warned(path, "trailing-pickle-bytes")
     assert ("os.system" in found.globals) == (found.safety.verdict == "dangerous") == (b"system" in after)

@@ -116,7 +116,7 @@ def test_wrappers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        ({"b.w": torch.ones(2)}, "other names"),
+        ({"b.w": torch.ones(2)}, "different names"),
         ({"a.w": torch.ones(3)}, "two shapes"),
         ({"a.w": torch.arange(2)}, "kind of number"),
     ],

@@ -275,7 +275,7 @@ def test_keep_and_drop(tmp_path: Path) -> None:
     loaded, report = run(tmp_path, {**training_state(), "mean": torch.ones(2)}, keep=["*.weight"], drop=["optimizer"])
     assert "mean" in loaded
     assert [note.text for note in report.notes] == [
-        "`keep`: what lies outside of state dicts stays, mean; `drop` takes it by path."
+        "`keep`: what lies outside state dicts stays, mean; `drop` takes it by path."
     ]
 
 
@@ -488,7 +488,7 @@ def test_safetensors_needs_one_flat_state_dict(tmp_path: Path) -> None:
     error = refused(tmp_path, state, ContainerLimitError, "has 2: 'model', 'ema'", name="o.safetensors")
     assert "`select='model'`" in error.fix
     del state["ema"]
-    error = refused(tmp_path, state, ContainerLimitError, "outside of one", name="o.safetensors")
+    error = refused(tmp_path, state, ContainerLimitError, "outside one", name="o.safetensors")
     assert "`select='model'`" in error.fix
     assert "`drop=['optimizer']`" in error.fix
     for options in ({"select": "model"}, {"drop": ["optimizer"]}):
@@ -508,7 +508,7 @@ def test_safetensors_refuses_tensors_without_a_name(tmp_path: Path) -> None:
 def test_safetensors_advice_for_extra_states(tmp_path: Path) -> None:
     """Tensors in a module's extra state are to be left out, and not to be chosen in place of the model."""
     state = {"l.w": torch.ones(2), "l._extra_state": {"t": torch.ones(1)}}
-    error = refused(tmp_path, state, ContainerLimitError, "outside of one, in 'l._extra_state'", name="o.safetensors")
+    error = refused(tmp_path, state, ContainerLimitError, "outside one, in 'l._extra_state'", name="o.safetensors")
     assert error.fix == "Leave them out: `drop=['l._extra_state']`"
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors", drop="l._extra_state")
     assert set(load_file(tmp_path / "o.safetensors")) == {"l.w"}

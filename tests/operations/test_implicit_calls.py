@@ -127,6 +127,6 @@ def test_honest_ones_are_not(protocol: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [b"K\x01a", b"h\x00b"])
 def test_looking_is_bounded(step: bytes, tmp_path: Path) -> None:
-    """One instance that is used again and again is not looked through each time."""
+    """One instance that is used again and again is not examined each time."""
     state = b"}(" + b"".join(text(f"a{number}") + b"]" for number in range(400)) + b"u\x94b"
     assert verdict(tmp_path, THING + state + step * 20_000).verdict in ("dangerous", "unexamined")

@@ -126,7 +126,7 @@ def test_advice_names_what_is_written(tmp_path: Path, name: str, fixed: str) -> 
 
 def test_shards_of_no_format(path: Path, tmp_path: Path) -> None:
     """A format that is none is a usage error for shards too."""
-    with pytest.raises(UsageError, match="`format='torch-zip'` is none of pth"):
+    with pytest.raises(UsageError, match="`format='torch-zip'` is not one of pth"):
         ckpt_tools.convert(path, tmp_path / "out", shard_size="1MB", format="torch-zip")  # type: ignore[arg-type]
 
 

@@ -338,7 +338,7 @@ def test_behind_raw_bytes(data: bytes, tmp_path: Path) -> None:
 
 
 def test_what_stands_behind_a_computed_storage_is_not_known(tmp_path: Path) -> None:
-    """Where the bytes between two pickles cannot be counted, the file could not be looked through; a cut one has no more."""
+    """Where the bytes between two pickles cannot be counted, the file could not be examined; a cut one has no more."""
     stored = p.pickle(p.integer(1)) + p.pickle(p.call("builtins", "int", p.text("3"))) + floats(1, 2)
     found = examined(tmp_path / "file", tars.torch_tar(p.dict_of(n=p.NONE), stored, None))
     assert (found.verdict, found.unexamined[0][0]) == ("unexamined", "storages")
@@ -359,7 +359,7 @@ def test_what_cannot_be_looked_through_is_told(magic: bytes, tmp_path: Path) -> 
 
 
 def test_no_limit_hides_a_call(tmp_path: Path) -> None:
-    """A file with more pickles or levels, or a longer pickle, than is looked through is not called plain."""
+    """A file with more pickles or levels, or a longer pickle, than is examined is not called plain."""
     call = b"cos\nsystem\n(S'id'\ntR."
     assert examined(tmp_path / "a", b"\x80\x02N." * 10_001 + call).verdict == "unexamined"
     deep = zipped(a=call)
@@ -457,7 +457,7 @@ def test_check_says_dangerous(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [*PTH, *SAFETENSORS], ids=by_name)
 def test_fixtures_are_not_dangerous(path: Path) -> None:
-    """No checkpoint that torch made of real training is called dangerous, by inspect or when its bytes are looked through."""
+    """No checkpoint that torch made of real training is called dangerous, by inspect or when its bytes are examined."""
     source = open_source(path)
     found = examine(source)
     source.close()
@@ -498,9 +498,9 @@ def test_scan_of_a_folder(tmp_path: Path) -> None:
     assert code == 1
     assert f"{top / 'deep' / 'evil.bin'}: dangerous: it runs {RUNS}\n" in shown
     assert f"{top / 'own.pth'}: needs code: models.Net; none known to do harm\n" in shown
-    assert f"{top / 'packed.7z'}: could not be looked through: a 7z archive" in shown
+    assert f"{top / 'packed.7z'}: could not be examined: a 7z archive" in shown
     assert "notes.txt" not in shown
-    last = "7 files: 1 dangerous, 1 could not be looked through, 2 needs code, 1 plain, 2 nothing to run\n"
+    last = "7 files: 1 dangerous, 1 could not be examined, 2 needs code, 1 plain, 2 nothing to run\n"
     assert shown.endswith(last)
     assert "notes.txt: nothing to run" in run("scan", "--all", str(top))[1]
 
@@ -555,7 +555,7 @@ def test_scan_from_python(tmp_path: Path) -> None:
 
 
 def test_scan_of_an_address(tmp_path: Path, server: Server) -> None:
-    """A file behind an address is looked through by ranges."""
+    """A file behind an address is examined by ranges."""
     (tmp_path / "evil.pth").write_bytes(torch_saved())
     code, shown = run("scan", server.url("evil.pth"))
     assert code == 1

@@ -1,4 +1,4 @@
-"""Tensors that an edit would lose although nobody asked for it: --drop has to name them, or they are an error."""
+"""Tensors that an edit would lose although no option asked for it: --drop has to name them, or they are an error."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _needs_unknown(node: Node) -> bool:
 
 
 def _known_tensor(entry: Entry) -> Entry:
-    """A tensor without a class that nobody knows, and without attributes of such classes."""
+    """A tensor without an unknown class, and without attributes of unknown classes."""
     extras = entry.extras
     if extras is None or all(_unknown_name(node) is None for part in (extras.python_type, extras.state, extras.hooks)
                              for node in visit.reachable(part)):  # fmt: skip

@@ -99,7 +99,7 @@ class Blobs:
         return machine
 
     def load(self, args: tuple[Node, ...]) -> Node:
-        """What the bytes hold; None, which leaves an object, where that is no torch-legacy stream."""
+        """What the bytes hold; None, which leaves an object, where that is not a torch-legacy stream."""
         data = args[0] if len(args) == 1 else None
         if type(data) is not bytes or not is_stream(data) or self.machine is None:
             return None
@@ -143,7 +143,7 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", there: dict[int, i
 
     Args:
         part: where it is. depth: how many streams it lies in. prefix: put before the keys of its storages.
-        there: where given, a stream that is cut is no error: for each storage (by id) that is not whole, how many bytes of it
+        there: where given, a stream that is cut off is not an error: for each storage (by id) that is not whole, how many bytes of it
             there are is put in.
 
     Raises:
@@ -286,7 +286,7 @@ def _cut_out(content: Content, start: int, length: int) -> Content:
 
 
 def set_content(storage: Storage, content: Content) -> None:
-    """Say where a storage's bytes are. Its reader alone may, which learns that last: nobody else has seen it yet."""
+    """Say where a storage's bytes are. Its reader alone may, which learns that last: nothing else has seen it yet."""
     object.__setattr__(storage, "content", content)
 
 

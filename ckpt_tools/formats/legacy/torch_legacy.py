@@ -63,7 +63,7 @@ def decode(source: Source, there: dict[int, int] | None = None) -> Decoded:
 
     Args:
         source: the file.
-        there: where given, a file that is cut is no error: see `legacy_stream.read_stream`.
+        there: where given, a file that is cut off is not an error: see `legacy_stream.read_stream`.
 
     Raises:
         DamagedFileError, LimitError: the file breaks a promise of the format.

@@ -127,7 +127,7 @@ def runs(source: Source, start: int, make: Callable[[], Any], again: bytes, spen
 
 
 def _next_run(source: Source, at: int) -> int:
-    """The first byte from `at` on that is no zero; of a megabyte of zeros none is looked for."""
+    """The first byte from `at` on that is not zero; of a megabyte of zeros none is looked for."""
     padding = source.read(at, min(_PACKED_BLOCK, source.size - at))
     return at + len(padding) - len(padding.lstrip(b"\0"))
 

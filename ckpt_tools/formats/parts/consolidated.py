@@ -69,7 +69,7 @@ def _ranks(names: Sequence[str]) -> list[str]:
     found: dict[int, str] = {}
     for name in names:
         match = CONSOLIDATED.fullmatch(name)
-        assert match is not None, "whoever asks has seen that it is one"
+        assert match is not None, "callers have checked that it is one"
         if int(match[1]) in found:
             raise PartError(f"{found[int(match[1])]} and {name} are one rank's.", fix="Remove one of the two.")
         found[int(match[1])] = name

@@ -73,7 +73,7 @@ def _names(said: ShardName) -> Names:
 def index_name(shard: str) -> str:
     """The name of the index that a shard's siblings should have beside them."""
     said = shard_name(shard)
-    assert said is not None, "whoever asks has seen that it is one"
+    assert said is not None, "callers have checked that it is one"
     return _names(said).index
 
 

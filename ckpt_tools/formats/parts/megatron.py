@@ -119,7 +119,7 @@ def _sizes(folder: str, arguments: Dict) -> Place:
 def _place(folder: str, sizes: Place) -> Place:
     """Which rank a folder is by its name: a stage is in it where there are several, a rank of experts likewise."""
     match = MP_RANK.fullmatch(folder)
-    assert match is not None, "whoever asks has seen that it is a rank's"
+    assert match is not None, "callers have checked that it is a rank's"
     numbers = [int(number) for number in match.groups() if number is not None]
     if len(numbers) != 1 + (sizes[1] > 1) + (sizes[2] > 1):
         shown = " x ".join(f"{size} {kind}" for size, kind in zip(sizes, _KINDS, strict=True))
@@ -186,7 +186,7 @@ def _notes(parts: Sequence[_Part], merging: _Merging) -> list[Warned]:
     )
     found = [Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged")] if left else []
     extra = sum(chunk.left_out for part in parts for chunk in part.chunks)
-    found += [Warned("left-out", f"{extra} values of the model that are no tensors (_extra_state)")] if extra else []
+    found += [Warned("left-out", f"{extra} values of the model that are not tensors (_extra_state)")] if extra else []
     if merging.padding:
         found.append(Warned("padded-vocabulary", merging.padding, severity="info"))
     return found
@@ -238,7 +238,7 @@ class _Merging:
             chunks = [part.chunks[virtual] for _, part in members]
             if any(chunk.layers != chunks[0].layers or chunk.experts != chunks[0].experts for chunk in chunks):
                 folders = listed([part.folder for _, part in members])
-                raise PartError(f"The ranks of one stage, {folders}, have other numbers of layers or experts.")
+                raise PartError(f"The ranks of one stage, {folders}, have different numbers of layers or experts.")
             for (number, part), chunk in zip(members, chunks, strict=True):
                 for name, entry in with_offsets(chunk, offsets, part.place[2], self._tied(stage)):
                     self.held.setdefault(name, {})[part.place] = (number, entry)

@@ -30,7 +30,7 @@ class Chunk:
 
     Attributes:
         tensors: by name, as on the rank. layers: how many there are, by what the names have in front.
-        experts: how many are in a layer. left_out: how many values are no tensors.
+        experts: how many are in a layer. left_out: how many values are not tensors.
     """
 
     tensors: dict[str, Entry] = field(default_factory=dict)
@@ -43,7 +43,7 @@ def chunk_of(what: str, node: Node) -> Chunk:
     """The tensors below a model's state dict, nested or flat.
 
     Raises:
-        PartError: it is no state dict; two tensors have one name; layers or experts are not counted from 0.
+        PartError: it is not a state dict; two tensors have one name; layers or experts are not counted from 0.
     """
     found = Chunk()
     layers: dict[str, set[int]] = {}

@@ -82,7 +82,7 @@ class Merger:
         own = Share(rank, (0,) * len(first.shape), first.shape, first)
         for other, entry in entries[1:]:
             if (entry.shape, entry.dtype.name) != (first.shape, first.dtype.name):
-                raise self._disagreeing([name], [rank, other], "have other shapes or dtypes")
+                raise self._disagreeing([name], [rank, other], "have different shapes or dtypes")
             self.replicas.append((name, own, replace(own, rank=other, entry=entry)))
         return first
 

@@ -64,7 +64,7 @@ class Partition:
 
 
 def partition(checkpoint: Checkpoint) -> Partition | None:
-    """What part of what a checkpoint is; None for anything that is no part, or whole on this rank."""
+    """What part of what a checkpoint is; None for anything that is not a part, or whole on this rank."""
     if checkpoint.container in ("safetensors", "dcp", *PART_CONTAINERS):
         return None  # which hold whole tensors; what a dcp keeps of Megatron-LM's arguments is no part's
     root = checkpoint.root
@@ -137,7 +137,7 @@ def _with_others(checkpoint: Checkpoint, part: Partition) -> Checkpoint:
 
 def part_error(checkpoint: Checkpoint, part: Partition) -> PartError:
     """The error for a part that is to be used as a model."""
-    return PartError(f"{checkpoint.path} is a part of a model, and not one: {part.found}.", fix=part.fix)
+    return PartError(f"{checkpoint.path} is a part of a model, not a whole one: {part.found}.", fix=part.fix)
 
 
 def take_whole(checkpoint: Checkpoint) -> None:

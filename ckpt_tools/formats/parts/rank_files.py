@@ -128,7 +128,7 @@ class _Merging:
             raise PartError(f"No tensor is whole in the files of {these_ranks(self.ranks)}: {_first(self.lost)}.")
 
     def _merged_or_lost(self, where: Where, nodes: Sequence[Node]) -> Node | Drop:
-        """The whole tensor; DROP, with a word in `lost`, for one that is not whole where that is no error."""
+        """The whole tensor; DROP, with a word in `lost`, for one that is not whole where that is not an error."""
         try:
             return self._merged(where, nodes)
         except PartError as error:

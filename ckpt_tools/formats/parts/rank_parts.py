@@ -327,7 +327,7 @@ def _box(node: Node, shape: Sizes) -> tuple[Sizes, Sizes]:
     offsets, sizes = _ints(record["shard_offsets"]), _ints(record["shard_sizes"])
     inside = all(0 <= at <= at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True))
     if not inside:
-        raise TensorError(f"A shard reaches outside of the tensor's shape {list(shape)}.")
+        raise TensorError(f"A shard reaches outside the tensor's shape {list(shape)}.")
     return offsets, sizes
 
 

@@ -65,7 +65,7 @@ def siblings(checkpoint: Checkpoint) -> Siblings | None:
 
 
 def open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
-    """What is whole of the files of ranks that are at a path; None for anything that is no such files.
+    """What is whole of the files of ranks that are at a path; None for anything else.
 
     Raises:
         PartError: nothing is whole, or the files do not belong together. CkptError: see `open_checkpoint`.

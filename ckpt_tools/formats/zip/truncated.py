@@ -100,7 +100,7 @@ def _tensors(root: Node) -> Iterator[Entry]:
 
 
 def _records(source: Source, sizes: dict[str, int]) -> Iterator[Found]:
-    """The records from the start of the file on, until the bytes are no local header any more.
+    """The records from the start of the file on, until the bytes are not a local header any more.
 
     Args:
         source: the file.

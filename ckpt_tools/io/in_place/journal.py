@@ -108,12 +108,12 @@ def _journal(path: Path, fd: int, record: Record) -> Iterator[None]:
     except OSError as error:
         raise OutputError(
             f"{path} is edited, but its journal cannot be removed.",
-            why=f"{place}: {error.strerror or error}.", fix="The edit is whole; remove the journal.",
+            why=f"{place}: {error.strerror or error}.", fix="The edit is complete; remove the journal.",
         ) from None  # fmt: skip
 
 
 def _create(path: Path) -> tuple[Path, int]:
-    """A new journal, locked, and its descriptor. The file is locked: a journal that is in its place is no living editor's."""
+    """A new journal, locked, and its descriptor. The file is locked: a journal in its place has no living editor."""
     own = journal_path(path)
     for number in itertools.count(2):
         place = own if number == 2 else own.with_name(f".{path.name}.{number - 1}.ckpt-journal")
@@ -144,7 +144,7 @@ def _undo(path: Path, fd: int, record: Record, place: Path, journal: int) -> Non
 
 
 def _remove(place: Path, journal: int) -> None:
-    """Unlink before unlocking, so that nobody sees a journal that is no longer wanted; Windows unlinks closed files only."""
+    """Unlink before unlocking, so that no process sees an unwanted journal; Windows unlinks closed files only."""
     if os.name != "posix":
         close(journal)
         journal = -1
@@ -173,7 +173,7 @@ def recover(path: Path) -> bool:
             return False
         fd = os.open(path, os.O_RDWR | _BINARY)
         try:
-            _lock(fd)  # from here on nobody else edits the file, makes a journal of it or removes one
+            _lock(fd)  # from here on no other process edits the file, makes a journal of it or removes one
             return _recover(path, fd)
         finally:
             close(fd)

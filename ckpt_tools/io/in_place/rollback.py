@@ -235,7 +235,7 @@ def _distrust(journal: os.stat_result, file: os.stat_result) -> str:
 def _told(path: Path, place: Path, data: bytes, locked: bool, status: os.stat_result, read: Reader) -> Journal:
     record = unpack(data)
     if record is None and not data.startswith(_MAGIC) and not _MAGIC.startswith(data):
-        return Journal(place, why="it is none that this version writes")
+        return Journal(place, why="this version writes no such journal")
     mine = record is None or (record.device, record.inode) == (status.st_dev, status.st_ino)
     if locked and mine:
         raise OutputError(f"{path} is being edited by another process.", why=f"Its journal {place} is locked.")

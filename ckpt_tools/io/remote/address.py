@@ -9,7 +9,7 @@ from ckpt_tools.errors import DamagedFileError
 
 
 class Address(PurePosixPath):
-    """An address where a path is expected: it has a name and a suffix, reads as it was given, and is no local file."""
+    """An address where a path is expected: it has a name and a suffix, reads as it was given, and is not a local file."""
 
     def __new__(cls, url: str) -> Address:
         """Keeps the text: a path would make `https:/` of `https://`."""
@@ -27,7 +27,7 @@ class Address(PurePosixPath):
         return Address, (str(self),)  # a path would be put together from its parts
 
     def beside(self, name: str) -> str:
-        """The address of another file in its folder, whose name is no address: `%` and `?` are letters of it.
+        """The address of another file in its folder, whose name is not an address: `%` and `?` are letters of it.
 
         Raises:
             DamagedFileError: a name that would be a path once the server has decoded it.

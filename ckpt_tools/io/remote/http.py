@@ -134,7 +134,7 @@ class HttpObject:
                         ) from None
             except CkptError:
                 raise
-            except ValueError as error:  # an address that is none, a host that has no name
+            except ValueError as error:  # not an address, a host that has no name
                 raise unreachable(self.url, f"{error}.") from None
             except (OSError, HTTPException) as error:
                 if not left:
@@ -155,7 +155,7 @@ class HttpObject:
             self.place = response.geturl()
             span, _, size = response.headers.get("Content-Range", "").removeprefix("bytes ").partition("/")
             if not _is_number(size) or not span.startswith(f"{start}-"):
-                raise unreachable(self.url, "The server does not say which range of what it sends.")
+                raise unreachable(self.url, "The server does not say which range it sent.")
             self._note(int(size), response.headers)
             data = bytes(response.read(end - start))
             if len(data) != min(end, self.size) - start:
@@ -176,7 +176,7 @@ class HttpObject:
             size = f"{length} bytes" if _is_number(length) else "a file of unknown size"
             raise RemoteError(
                 f"{self.url} cannot be read in parts: the server ignores range requests.",
-                why=f"It would send {size} for every look at it; up to {_TAKEN_WHOLE} bytes are taken whole.",
+                why=f"Every read would download {size}; files of up to {_TAKEN_WHOLE} bytes are downloaded whole.",
                 fix="Download it, and name the local file.",
             )
         self.whole = bytes(response.read(_TAKEN_WHOLE + 1))

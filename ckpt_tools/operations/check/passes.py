@@ -11,7 +11,7 @@ from ckpt_tools.io.content import CHUNK
 from ckpt_tools.io.crc import crc32
 from ckpt_tools.io.output import Source
 
-Taker: TypeAlias = Callable[[memoryview], object]
+Sink: TypeAlias = Callable[[memoryview], object]
 Advance: TypeAlias = Callable[[int], object]
 
 
@@ -30,11 +30,11 @@ class Crc:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of a file's bytes, and who takes them as they are read, in pieces, in order."""
+    """A run of a file's bytes, and what takes them in as they are read, in pieces, in order."""
 
     offset: int
     length: int
-    takers: Sequence[Taker]
+    sinks: Sequence[Sink]
 
     @property
     def end(self) -> int:
@@ -72,7 +72,7 @@ def _hand_out(spans: list[Span], start: int, block: memoryview) -> list[Span]:
     for span in spans:
         end = span.offset + span.length
         part = block[max(span.offset - start, 0) : end - start]
-        for take in span.takers:
+        for take in span.sinks:
             take(part)
         if end > stop:
             going_on.append(span)

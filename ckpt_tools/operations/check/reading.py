@@ -30,7 +30,7 @@ from ckpt_tools.values.numeric import lazy_bits, row_major, view_of
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class DamagedRecord:
     """A record that does not match its CRC-32; `found` is what its bytes have, None when they cannot be inflated."""
 
     source: Source
@@ -60,7 +60,7 @@ class Read:
     storages: list[Storage] = field(default_factory=list)
     bytes: int = 0
     records: int = 0
-    mismatches: list[Mismatch] = field(default_factory=list)
+    mismatches: list[DamagedRecord] = field(default_factory=list)
     digests: list[digests.Digest] = field(default_factory=list)
     counted: list[values.Counted] = field(default_factory=list)
     skipped: list[Where] = field(default_factory=list)
@@ -108,7 +108,7 @@ def read_checkpoint(
         source.check_unchanged()
         read.bytes += source.size
     read.records = len(checks)
-    found = [Mismatch(source, record, crc) for source, record, check in checks if (crc := check()) != record.crc]
+    found = [DamagedRecord(source, record, crc) for source, record, check in checks if (crc := check()) != record.crc]
     read.mismatches = found
     _gather(gathered, decoded.byteorder, read)
     _collect(views, checkpoint, read)

@@ -12,7 +12,7 @@ from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.zip.directory import ALIGNMENT, DESCRIPTOR_64, Record
 from ckpt_tools.io.content import Deflated, Range
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.operations.check.reading import Mismatch, Read, in_file
+from ckpt_tools.operations.check.reading import DamagedRecord, Read, in_file
 from ckpt_tools.operations.in_folders import indexed_files
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.findings import Finding, mending
@@ -56,7 +56,7 @@ def _mismatches(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
         yield Finding("mixed-writers", "problem", [], text, "one writer", fix)
 
 
-def _users(checkpoint: Checkpoint, mismatches: Sequence[Mismatch]) -> dict[int, list[str]]:
+def _users(checkpoint: Checkpoint, mismatches: Sequence[DamagedRecord]) -> dict[int, list[str]]:
     """The id of a damaged record -> dotted paths of the tensors in it."""
     if not mismatches:
         return {}

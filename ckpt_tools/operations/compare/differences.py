@@ -17,7 +17,7 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.operations.compare.renames import (
     MOST_FOR_STRUCTURE,
-    Pair,
+    NamePair,
     is_large,
     pair_names,
 )
@@ -116,7 +116,7 @@ class _Paired:
 
     left: Tensor
     right: Tensor
-    names: Pair | None = None
+    names: NamePair | None = None
 
     @property
     def where(self) -> str:
@@ -145,7 +145,7 @@ def _pair_tensors(left: Side, right: Side, report: Difference) -> list[_Paired]:
 
 
 def _in_state_dicts(
-    left: Side, right: Side, one: StateDict, other: StateDict, names: Sequence[Pair], report: Difference
+    left: Side, right: Side, one: StateDict, other: StateDict, names: Sequence[NamePair], report: Difference
 ) -> Iterator[_Paired]:
     for pair in names:
         old, new = (*one.where, pair.left), (*other.where, pair.right)

@@ -15,7 +15,7 @@ MOST_FOR_STRUCTURE = 20_000  # names on both sides together
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class NamePair:
     """One tensor on both sides: its two names, and the stage of `match` that took them for the same."""
 
     left: str
@@ -23,11 +23,11 @@ class Pair:
     reason: str
 
 
-def pair_names(left: StateDict, right: StateDict) -> list[Pair]:
+def pair_names(left: StateDict, right: StateDict) -> list[NamePair]:
     """Pair the names of two state dicts, in the order of the left one. What is in doubt, or has no partner, is left out."""
     found = match(_params(left), _params(right), stages="names" if is_large(left, right) else "structure")
-    partners = {row.old: Pair(row.old, row.new, row.reason) for row in found.matched}
-    partners |= {row.old: Pair(row.old, row.new, row.reason) for row in found.mismatched}
+    partners = {row.old: NamePair(row.old, row.new, row.reason) for row in found.matched}
+    partners |= {row.old: NamePair(row.old, row.new, row.reason) for row in found.mismatched}
     return [partners[name] for name in left.names if name in partners]
 
 
@@ -48,10 +48,10 @@ def _param(name: str, node: Node) -> Param:
     return Param(name, unusual.shape or (), unusual.dtype.name if unusual.dtype else None, kind=unusual.kind)
 
 
-def removed_prefix(pairs: Sequence[Pair]) -> str | None:
+def removed_prefix(pairs: Sequence[NamePair]) -> str | None:
     """The one prefix that all renamed pairs have on one side and not on the other; None when there is no such.
 
-    >>> removed_prefix([Pair("module.conv.weight", "conv.weight", "wrapper"), Pair("n", "n", "exact")])
+    >>> removed_prefix([NamePair("module.conv.weight", "conv.weight", "wrapper"), NamePair("n", "n", "exact")])
     'module.'
     """
     renamed = [(pair.left, pair.right) for pair in pairs if pair.left != pair.right]

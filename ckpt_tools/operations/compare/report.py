@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt_tools.operations.compare.renames import Pair, removed_prefix
+from ckpt_tools.operations.compare.renames import NamePair, removed_prefix
 from ckpt_tools.operations.compare.sides import Side
 from ckpt_tools.text import brief, dotted
 from ckpt_tools.tree.names import wrappers_in
@@ -107,7 +107,7 @@ class Difference:
 # --- the sentence
 
 
-def conclude(report: Difference, names: Sequence[Pair], sides: tuple[Side, Side], *, contents: bool) -> None:
+def conclude(report: Difference, names: Sequence[NamePair], sides: tuple[Side, Side], *, contents: bool) -> None:
     """Fill in `same`, the summary and what it leaves to say: `names` are the pairs of all state dicts."""
     counts = {
         "moved": sum(row["moved"] for row in report.state_dicts),
@@ -138,7 +138,7 @@ _WORDS = {
     "renamed": ("name changed", "names changed"), "shape": ("other shape", "other shapes"),
     "dtype": ("other dtype", "other dtypes"), "device": ("other device tag", "other device tags"),
     "value": ("other value", "other values"), "object": ("other object", "other objects"),
-    "tensor": ("tensor with other numbers", "tensors with other numbers"),
+    "tensor": ("tensor with different numbers", "tensors with different numbers"),
 }  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def _counted(kind: str, count: int) -> str:
     return f"{count:,} {_WORDS[kind][count != 1]}"
 
 
-def _only_difference(kind: str, report: Difference, names: Sequence[Pair], sides: tuple[Side, Side]) -> str | None:
+def _only_difference(kind: str, report: Difference, names: Sequence[NamePair], sides: tuple[Side, Side]) -> str | None:
     """What the only kind of difference comes down to, where one phrase says it."""
     if kind == "renamed":
         return _renaming(names, sides)
@@ -166,7 +166,7 @@ def _only_difference(kind: str, report: Difference, names: Sequence[Pair], sides
     return None
 
 
-def _renaming(names: Sequence[Pair], sides: tuple[Side, Side]) -> str | None:
+def _renaming(names: Sequence[NamePair], sides: tuple[Side, Side]) -> str | None:
     if (prefix := removed_prefix(names)) is not None:
         return f"the prefix `{prefix}`"
     if any(pair.reason != "wrapper" for pair in names if pair.left != pair.right):

@@ -100,7 +100,7 @@ def open_side(checkpoint: Checkpoint, where: str | None = None) -> Side:
         where: a dotted path; None or "." for all of it.
 
     Raises:
-        NothingMatchedError: there is no such place.
+        NothingMatchedError: no such place.
     """
     ties = restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
     chosen = checkpoint.root if where in (None, WHOLE) else _select(checkpoint, str(where))

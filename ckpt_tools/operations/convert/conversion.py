@@ -270,7 +270,7 @@ def _note_outside(root: Node, report: Converted) -> None:
     """--keep is about the names of state dicts: say what stays because it has no such name."""
     if outside := tensors_outside(root, find_state_dicts(root)):
         shown = listed([dotted(tensor.where) for tensor in outside], 1)
-        text = f"`keep`: what lies outside of state dicts stays, {shown}; `drop` takes it by path."
+        text = f"`keep`: what lies outside state dicts stays, {shown}; `drop` takes it by path."
         report.notes.append(Note("outside-kept", text))
 
 

@@ -85,7 +85,7 @@ class CastOptions(Options):
             from ckpt_tools.tree.dtypes import CAST_TARGETS
 
             if self.dtype not in CAST_TARGETS:
-                raise UsageError(f"`dtype={self.dtype!r}` is none of bf16, fp16, fp32, fp64.")
+                raise UsageError(f"`dtype={self.dtype!r}` is not one of bf16, fp16, fp32, fp64.")
         elif self.dtype_only:
             raise UsageError("`dtype_only` says which tensors `dtype` casts; `dtype` is missing.")
 

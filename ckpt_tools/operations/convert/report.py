@@ -57,7 +57,7 @@ class Converted:
         aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
         compacted: storages that were cut down to what their tensors use; saved: the bytes that this saves.
         fitted: what was done to fit a target; None without one.
-        companions: files of the input's folder that are no weights and came along: config.json, the tokenizer.
+        companions: files of the input's folder that are not weights and came along: config.json, the tokenizer.
         stayed: what else is in that folder and did not, with the reason.
         notes: what else the user should know.
         tensors, files, bytes: tensors and files in the output, and its size. seconds: how long it took.

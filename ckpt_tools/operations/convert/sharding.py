@@ -59,7 +59,7 @@ def torch_shards(
     """Lay a tree out in torch-zip shards; tensors that share a storage stay together, as views on it.
 
     Raises:
-        ContainerLimitError: several state dicts, tensors outside of one, objects that are to be kept.
+        ContainerLimitError: several state dicts, tensors outside one, objects that are to be kept.
     """
     state_dict, flat = flatten.one_state_dict(root, objects=objects, metadata=metadata, holder="A sharded checkpoint")
     items: list[tuple[str, Node]] = [*tensors_by_name(state_dict.node).items()]

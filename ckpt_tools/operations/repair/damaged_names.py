@@ -13,7 +13,7 @@ from ckpt_tools.tree.nodes import Entry, Global, Node
 
 
 def damaged_names(names: Iterable[Global]) -> list[tuple[str, str]]:
-    """Each name that is none of what torch allows, but differs from one of those in one letter; and that one."""
+    """Each name that torch does not allow, but that differs from an allowed one in one letter; and that one."""
     known: dict[int, list[str]] = {}
     for allowed in map(str, ALLOWED):
         known.setdefault(len(allowed), []).append(allowed)
@@ -50,7 +50,7 @@ def impossible_values_error(path: str, found: list[str]) -> RepairError:
 
 
 def damaged_names_error(path: str, found: list[tuple[str, str]]) -> RepairError:
-    """The error for a pickle with damaged names: what it makes would be loaded by nobody."""
+    """The error for a pickle with damaged names: nothing would load what it makes."""
     name, near = found[0]
     return RepairError(
         f"The pickle of {path} is damaged: it names {name!r}, where {near!r} is meant.",

@@ -23,12 +23,12 @@ _SEARCHED = 1 << 20
 _HEADER = re.compile(rb'\{\s*"')
 
 
-class Reach(Window):
+class TruncatedSource(Window):
     """A source that claims another size than its file has: bytes are read where they are, those beyond the end cannot be."""
 
     def __init__(self, source: Source, start: int, size: int) -> None:
         super().__init__(source, start, min(size, source.size - start))
-        self.there, self.size = self.size, size
+        self.available, self.size = self.size, size
 
 
 def is_text_mode(source: Source) -> bool:
@@ -90,27 +90,27 @@ def salvage_safetensors(source: Source, start: int) -> Salvaged:
     length, end = int.from_bytes(source.read(start, 8), "little"), header_end(source, start)
     if end is None:
         raise SafetensorsError("The safetensors header is cut or damaged.", why="Without it no name and no shape is known.")
-    reach = Reach(source, start, 8 + length + end)
-    salvaged = Salvaged(safetensors.decode(reach))
+    claimed = TruncatedSource(source, start, 8 + length + end)
+    salvaged = Salvaged(safetensors.decode(claimed))
     if start:
         salvaged.notes.append(("leading-bytes", f"{counted_bytes(start)} before the header are left out."))
-    behind = source.size - start - reach.size
+    behind = source.size - start - claimed.size
     if behind > 0:
         salvaged.notes.append(("trailing-bytes", f"{counted_bytes(behind)} behind the tensors are left out."))
 
-    def there(storage: Storage) -> Storage:
+    def cut_short(storage: Storage) -> Storage:
         content = storage.content
         assert isinstance(content, Range)
-        left = max(0, reach.there - content.offset)
+        left = max(0, claimed.available - content.offset)
         if left >= content.length:
             return storage
         changed = Storage(
-            storage.key, storage.dtype, storage.nbytes, None, filled(Range(reach, content.offset, left), storage.nbytes)
+            storage.key, storage.dtype, storage.nbytes, None, filled(Range(claimed, content.offset, left), storage.nbytes)
         )
         salvaged.lost[id(changed)] = f"the file ends after {left} of its {storage.nbytes} bytes"
         return changed
 
-    salvaged.decoded.root = map_storages(salvaged.decoded.root, there)
+    salvaged.decoded.root = map_storages(salvaged.decoded.root, cut_short)
     return salvaged
 
 
@@ -121,7 +121,7 @@ def header_end(source: Source, start: int) -> int | None:
 
 
 def _end(source: Source, at: int, length: int) -> int | None:
-    """Where the last tensor ends, as a header says; None when it is none."""
+    """Where the last tensor ends, as a header says; None when it is not one."""
     try:
         header = load_json(source.read(at, length))
         rows = [info["data_offsets"] for name, info in header.items() if name != "__metadata__"]

@@ -1,4 +1,4 @@
-"""Mend what is no damage and hurts all the same: names, `_metadata`, batch norms without a counter, lost ties.
+"""Mend what is not damage and hurts all the same: names, `_metadata`, batch norms without a counter, lost ties.
 
 Each mend needs evidence in the file itself; where there is none it is left alone, and said.
 """
@@ -50,7 +50,7 @@ def mend(root: Node, lost: Collection[Where] = ()) -> Iterator[Mended]:
     """Mend every state dict below `root`, in place.
 
     Args:
-        lost: tensors that were in the file and could not be saved: nobody knows their values, so none is made up.
+        lost: tensors that were in the file and could not be saved: their values are not known, so none is made up.
     """
     for state_dict in find_state_dicts(root):
         yield from _mend_prefixes(state_dict)
@@ -209,7 +209,7 @@ def _versions(node: Dict) -> dict[str, Node]:
 
 
 def _free_keys(root: Node) -> Iterator[str]:
-    """Storage keys that nobody has."""
+    """Storage keys that are not taken."""
     used = {node.key for node in reachable(root) if type(node) is Storage}
     number = 0
     while True:

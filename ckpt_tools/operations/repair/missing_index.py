@@ -48,6 +48,6 @@ def write_index(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repai
             with replacing(target) as output:
                 write([Piece(Literal(text))], output)
                 files.check_unchanged()
-    report.notes.append(("index-written", f"It names {len(shards)} shards, which are as they were."))
+    report.notes.append(("index-written", f"It names {len(shards)} shards, which are unchanged."))
     report.seconds = time.perf_counter() - started
     return report

@@ -37,7 +37,7 @@ from ckpt_tools.io.content import Content, Deflated, Range
 from ckpt_tools.io.member_paths import archive_and_member
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.operations.check.reading import Mismatch, read_checkpoint
+from ckpt_tools.operations.check.reading import DamagedRecord, read_checkpoint
 from ckpt_tools.operations.repair import several
 from ckpt_tools.operations.repair.flipped_bits import FlippedBits, flipped_back, told
 from ckpt_tools.operations.repair.garbage import (
@@ -159,7 +159,7 @@ def proved(checkpoint: Checkpoint) -> Salvaged:
     return salvaged
 
 
-def _flipped(mismatches: list[Mismatch]) -> dict[Mismatch, int]:
+def _flipped(mismatches: list[DamagedRecord]) -> dict[DamagedRecord, int]:
     """The records that a single flipped bit explains, and the bit."""
     bits, found = FlippedBits(), {}
     for row in mismatches:
@@ -170,14 +170,14 @@ def _flipped(mismatches: list[Mismatch]) -> dict[Mismatch, int]:
     return found
 
 
-def _as_it_is(content: RecordRange | Deflated, row: Mismatch) -> Content:
+def _as_it_is(content: RecordRange | Deflated, row: DamagedRecord) -> Content:
     """The bytes of a damaged record, not as a record any more: they get the CRC-32 that they have."""
     if isinstance(content, RecordRange):
         return Range(content.source, content.offset, content.length)
     return replace(content, crc=0) if row.found is not None else filled(None, content.length)
 
 
-def _writers(mismatches: list[Mismatch]) -> list[tuple[str, str]]:
+def _writers(mismatches: list[DamagedRecord]) -> list[tuple[str, str]]:
     others = [row for row in mismatches if row.other_writer]
     if not others:
         return []

@@ -36,8 +36,8 @@ from ckpt_tools.operations.repair.damaged_names import (
     impossible_values,
     impossible_values_error,
 )
-from ckpt_tools.operations.repair.holes import Holes
 from ckpt_tools.operations.repair.mends import Mended, mend, tie
+from ckpt_tools.operations.repair.missing_tensors import MissingTensors
 from ckpt_tools.operations.repair.opening import opened, scratch_place
 from ckpt_tools.operations.repair.report import Missing, Repaired
 from ckpt_tools.operations.repair.salvage import Salvaged, find_lost, leave_out
@@ -59,7 +59,7 @@ Expected: TypeAlias = list[tuple[Where, Entry]]
 class _Choices:
     keep_damaged: bool
     tie_equal: bool
-    holes: Holes | None
+    to_fill: MissingTensors | None
     kind: str
 
 
@@ -100,13 +100,15 @@ def repair(
     if bool(like) != bool(reinit):
         raise UsageError("`like` says which tensors there should be, `reinit` what is put in their place: give both.")
     started = time.perf_counter()
-    holes = Holes(str(like), [reinit] if isinstance(reinit, str) else list(reinit), seed) if like is not None else None
+    to_fill = (
+        MissingTensors(str(like), [reinit] if isinstance(reinit, str) else list(reinit), seed) if like is not None else None
+    )
     kind = output_format(target, None)
     report = Repaired(str(source), str(target), "safetensors" if kind == "safetensors" else "torch-zip", dry_run)
     where = output_target(target, overwrite=overwrite or dry_run)
     if _is_one_file(where, source):
         raise UsageError("OUT is IN: repair never touches its input.", fix="Give OUT another name.")
-    choices = _Choices(keep_damaged, tie_equal, holes, kind)
+    choices = _Choices(keep_damaged, tie_equal, to_fill, kind)
     with opened(source, keep_damaged=keep_damaged, scratch=scratch_place(where, dry_run=dry_run)) as (salvaged, was):
         report.was = was
         pieces, expected = _plan(salvaged, choices, report)
@@ -182,8 +184,8 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list
     decoded.root, decoded.byteorder = root, "little"
     if choices.tie_equal:
         report.mended += tie(root, _equal(Checkpoint(decoded)))
-    if choices.holes is not None:
-        report.filled = choices.holes.fill(root)
+    if choices.to_fill is not None:
+        report.filled = choices.to_fill.fill(root)
     return _lay_out(root, salvaged, choices.kind, report)
 
 
@@ -204,7 +206,7 @@ def _check_part(decoded: Decoded, choices: _Choices, report: Repaired) -> None:
     checkpoint = Checkpoint(decoded)
     if (part := partition(checkpoint)) is None:
         return
-    if choices.kind == "safetensors" or choices.holes is not None:
+    if choices.kind == "safetensors" or choices.to_fill is not None:
         raise part_error(checkpoint, part)
     report.notes.append(("partition", f"The file is a part of a model, and stays one: {part.found}."))
 

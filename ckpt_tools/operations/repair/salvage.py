@@ -44,7 +44,7 @@ from ckpt_tools.tree.visit import reachable
 
 @dataclass(slots=True)
 class Salvaged:
-    """A decoded checkpoint with holes.
+    """A decoded checkpoint with missing tensors.
 
     Attributes:
         decoded: the tree and what else was found.
@@ -199,7 +199,7 @@ def salvage_legacy(source: Source) -> Salvaged:
     return salvaged
 
 
-# --- holes
+# --- missing bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ _LAST = END64.size + LOCATOR64.size + END.size  # as torch ends every archive
 _ENDS = {b"PK\x06\x06": _LAST, b"PK\x06\x07": LOCATOR64.size + END.size, b"PK\x05\x06": END.size}
 _PROGRAM = re.compile(r"/code/|/constants\.pkl$|/archive_format$")
 _PART = "The file is a part of a distributed checkpoint; its tensors have no names."
-_CUT = "The file ends within an archive or behind one: which more there were only the .metadata of its folder tells."
+_CUT = "The file ends within an archive or behind one; only the .metadata of its folder says which others there were."
 
 
 def salvage_zips(source: Source, *, keep_damaged: bool) -> Salvaged:

@@ -42,7 +42,7 @@ def verify(written: Path, expected: Iterable[tuple[Where, Entry]], target: str) 
     if differ:
         raise RepairError(
             f"What was written of {len(differ)} tensors is not what was read, and {target} is not there.",
-            why="The disk or the memory of this machine gives other bytes back than it takes.",
+            why="The disk or the memory of this machine does not give back the bytes that it was given.",
         )
 
 

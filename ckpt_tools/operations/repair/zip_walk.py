@@ -130,7 +130,7 @@ def _centrals(source: Source, places: Sequence[int]) -> dict[str, list[Claim]]:
 
 
 def _name(raw: bytes) -> str | None:
-    """A record name as torch writes them; None for bytes that are none."""
+    """A record name as torch writes them; None for bytes that are not one."""
     try:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:

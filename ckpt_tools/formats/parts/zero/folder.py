@@ -41,7 +41,7 @@ from ckpt_tools.values.same_bytes import same_bytes
 
 CONTAINER = "deepspeed"
 _SAVE = "Load the folder with DeepSpeed, on as many processes, and save the whole there: engine.save_16bit_model(FOLDER)."
-# What a model file says about the parts, which are none any more.
+# What a model file says about the parts, which is not a part any more.
 _OF_PARTS = frozenset((
     "module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
     "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions",

@@ -88,7 +88,7 @@ def is_zero_file(name: str) -> bool:
 def checkpoint_folder(folder: Path) -> Path:
     """The folder with the files: the one that `latest` names, or the only step there is; else the folder itself.
 
-    What `latest` says is looked for among the folders that are there, and is no path.
+    What `latest` says is looked for among the folders that are there, and is not a path.
 
     Raises:
         NotACheckpointError: `latest` names a folder that is not there, or there are several steps and no `latest`.

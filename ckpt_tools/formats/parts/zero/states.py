@@ -70,7 +70,7 @@ def read_model(file: str, root: Node) -> ModelState:
     """The facts of a model file.
 
     Raises:
-        PartError: it is no such file, or one of a kind that is not joined.
+        PartError: it is not such a file, or one of a kind that is not joined.
     """
     module = root.get("module") if type(root) is Dict else None
     if type(root) is not Dict or type(module) is not Dict:
@@ -98,7 +98,7 @@ def read_optimizer(file: str, root: Node) -> OptimizerState:
     """The facts of a rank's optimizer file.
 
     Raises:
-        PartError: it is no such file, or one of a kind that is not joined.
+        PartError: it is not such a file, or one of a kind that is not joined.
     """
     state = root.get("optimizer_state_dict") if type(root) is Dict else None
     if type(state) is not Dict or (_STAGE_2 not in state and _STAGE_3 not in state):

@@ -1,4 +1,4 @@
-"""Fill the holes: what a target model has and the saved state dict lacks gets initial values, so that the result loads."""
+"""Fill in missing tensors: what a target has and the saved state dict lacks gets initial values, so that the result loads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Node
 
 
-class Holes:
+class MissingTensors:
     """`--like` and `--reinit`, read and checked before any work.
 
     Raises:
-        UsageError: a scheme that is none, or that needs the target's own values. TargetError: no such target.
+        UsageError: an unknown scheme, or one that needs the target's own values. TargetError: no such target.
     """
 
     def __init__(self, like: str, reinit: Sequence[str], seed: int) -> None:
         if any(text.rpartition("=")[2] == "target" for text in reinit):
-            raise UsageError("`reinit='target'` is for ckpt convert; repair fills holes with initial values.")
+            raise UsageError("`reinit='target'` is for ckpt convert; repair fills in missing tensors with initial values.")
         self.target = read_target(like)
         self.choices = Choices(Rules(reinit), seed=seed, allow_unexpected=("*",))
 
