@@ -263,7 +263,7 @@ def _decode(source: Source, member: str) -> Decoded:
             )
             return unpacking.decode(source, head, member, readers)
     if member:
-        raise NotACheckpointError(f"{source.path} is no archive whose members are read by name.")
+        raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
     if not head.lstrip().startswith(b"{"):
         return decode_file(source)
     from ckpt_tools.formats import sharded

@@ -22,7 +22,7 @@ Pid = tuple[Node, ...]
 
 
 class Between(Protocol):
-    """Passes over what is no pickle."""
+    """Passes over what is not a pickle."""
 
     def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
         """Go on to the next pickle, behind one that held `value` and named storages by their keys; else why that cannot be.

@@ -143,8 +143,8 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", there: dict[int, i
 
     Args:
         part: where it is. depth: how many streams it lies in. prefix: put before the keys of its storages.
-        there: where given, a stream that is cut off is not an error: for each storage (by id) that is not whole, how many bytes of it
-            there are is put in.
+        there: where given, a stream that is cut off is not an error: for each storage (by id) that is not whole, how many
+            bytes of it there are is put in.
 
     Raises:
         DamagedFileError: it ends early, or breaks a promise of the format.

@@ -96,7 +96,7 @@ def _compressed(source: Source, whole: Source, kind: Kind, member: str, readers:
         why = error.what.removeprefix(f"{source.path}: ").replace(str(whole.path), "It")
         fix = f"Unpack it to see what it is: {kind.shell} FILE."
         raise NotACheckpointError(
-            f"{source.path} is {kind.called} of something that is no checkpoint.", why=why, fix=fix
+            f"{source.path} is {kind.called} of something that is not a checkpoint.", why=why, fix=fix
         ) from None
     decoded.packed = Packed(kind.name, member, source, whole, source.path)
     return decoded
