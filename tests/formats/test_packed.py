@@ -201,7 +201,7 @@ def test_several_are_listed_and_one_is_named(tmp_path: Path) -> None:
     ckpt_tools.convert(f"{path}!c.pth", tmp_path / "c.pth")
     assert torch.load(tmp_path / "c.pth")["w"].tolist() == [1, 1]
     refused(Path(f"{path}!d.pth"), NotACheckpointError, "has no member 'd.pth'")
-    refused(Path(f"{write(tmp_path, saved(), 'plain.pth')}!d.pth"), NotACheckpointError, "is no archive")
+    refused(Path(f"{write(tmp_path, saved(), 'plain.pth')}!d.pth"), NotACheckpointError, "is not an archive")
     refused(Path(f"{write(tmp_path, gzip.compress(saved()), 'm.gz')}!d"), NotACheckpointError, "has no member 'd'")
 
 
