@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 from functools import lru_cache
@@ -59,9 +60,9 @@ def _content(rng: Random, files: Files) -> None:
     name, other = rng.choice(list(files)), rng.choice(list(files.values()))
     data = files[name]
     if data.startswith(b"PK") and rng.random() < 0.8:
-        files[name] = zips.mutate(rng, data, other if other.startswith(b"PK") else data)
-    else:
-        files[name] = raw.mutate(rng, data, other)
+        with contextlib.suppress(Exception):  # it was mutated before, and is no zip any more
+            data = zips.mutate(rng, data, other if other.startswith(b"PK") else data)
+    files[name] = raw.mutate(rng, data, other) if data is files[name] else data
 
 
 def _lost(rng: Random, files: Files) -> None:

@@ -8,7 +8,7 @@ Source for what Python goes on with: CPython's Modules/_pickle.c, `load_reduce`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import CkptError, LimitError, PickleError
@@ -165,6 +165,30 @@ def _may_hold(arg: Node) -> bool:
 _LENIENT = list(OPCODES)
 
 
+def _proto(machine: Lister) -> None:
+    """Any protocol: a later Python may know it."""
+    machine.protocol = machine.take(1)[0]
+
+
+def _extension(width: int) -> Callable[[Lister], None]:
+    """A global that the program which loads the pickle has given a number, by `copyreg.add_extension`."""
+
+    def push(machine: Lister) -> None:
+        machine.name_global("copyreg", f"<extension {int.from_bytes(machine.take(width), 'little')}>")
+
+    return push
+
+
+def _buffer(machine: Lister) -> None:
+    """Bytes that the program hands over beside the pickle."""
+    machine.spend()
+    machine.stack.append(b"")
+
+
+def _nothing(machine: Lister) -> None:
+    """What changes nothing."""
+
+
 def _frame(machine: Lister) -> None:
     length = int.from_bytes(machine.take(8), "little")
     if length > machine.end - machine.position:
@@ -312,6 +336,8 @@ def _of_change(target: Global) -> Rating:
 
 
 for _code, _handler in (
+    (b"\x80", _proto), (b"\x82", _extension(1)), (b"\x83", _extension(2)), (b"\x84", _extension(4)), (b"\x97", _buffer),
+    (b"\x98", _nothing),
     (b"\x95", _frame), (b"\x93", _stack_global), (b"R", _reduce), (b"\x81", _new), (b"\x92", _newobj_ex), (b"i", _inst),
     (b"o", _obj), (b"b", _build), (b"a", _append), (b"e", _appends), (b"s", _setitem), (b"u", _setitems), (b"\x90", _additems),
     (b".", _stop),
