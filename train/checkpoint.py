@@ -1,6 +1,6 @@
 """Checkpoints on disk: whole or not there, with a `latest` that names one that is whole; and the random states in them.
 
-* `DIR/epoch_003.pth`: after three epochs
+* `DIR/epoch_003.pth`: after three epochs; `DIR/epoch_003/`, a folder, with `--save ranks` and `--save dcp`
 * `DIR/epoch_003_step_00010.pth`: stopped by a signal, ten steps into the fourth
 * `DIR/epoch_003.json`: what the checkpoint is, readable without loading it
 * `DIR/latest`: the name of the newest, written after it
@@ -9,6 +9,7 @@
 import json
 import os
 import random
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,28 +23,69 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.io.output import replacing
 from ckpt_tools.torch import load, save
 from train.config import RECIPE, Config, refuse
+from train.parallel import World
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "epoch", "step", "totals", "seconds", "config", "rng")
-SUFFIXES = (".pth", ".safetensors")
+SUFFIXES = (".pth", ".safetensors", "")
 
 
-def write(checkpoint: Mapping[str, Any], model: nn.Module, config: Config) -> Path:
+def write(checkpoint: Mapping[str, Any], model: nn.Module, config: Config, world: World) -> None:
     """Writes one checkpoint into `config.out`, then its JSON, then `latest`; then removes what `--keep` is done with.
 
-    `--save module` pickles `model` whole, and `--format safetensors` holds the weights alone: neither can be resumed.
-    A process killed at any point leaves `latest` on the last whole checkpoint.
+    Every rank calls this; rank 0 writes, and the others where they have parts of the tensors. A process killed at any
+    point leaves `latest` on the last whole checkpoint.
     """
-    path = config.out / f"{stem(checkpoint['epoch'], checkpoint['step'])}.{config.format}"
+    path = config.out / stem(checkpoint["epoch"], checkpoint["step"])
+    if config.parts:
+        write_folder(checkpoint, path, config.save, world)
+    else:
+        path = path.with_name(f"{path.name}.{config.format}")
+        write_file(checkpoint, model, path, config, world)
+    if world.rank == 0:
+        publish(checkpoint, path, config)
+
+
+def write_file(checkpoint: Mapping[str, Any], model: nn.Module, path: Path, config: Config, world: World) -> None:
+    """One file with all of it. `--save module` and `--format safetensors` keep weights alone, which cannot be resumed."""
+    if world.rank > 0 and world.mode != "fsdp":  # under fsdp `save` gathers the parts of all ranks, and rank 0 writes
+        return
     if config.save == "module":
-        with replacing(path, overwrite=True, durable=True) as output, open(output.fd, "wb", closefd=False) as file:
-            torch.save(model, file)
+        pickle_to(path, model)
     else:
         save(checkpoint["model"] if config.format == "safetensors" else checkpoint, path)
+
+
+def write_folder(checkpoint: Mapping[str, Any], path: Path, kind: str, world: World) -> None:
+    """A folder with the parts of every rank, a file each; it appears under its name when all of them are in it."""
+    new = path.with_name(f".{path.name}.new")
+    if world.rank == 0:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+    world.barrier()
+    if kind == "dcp":
+        from train import fsdp
+
+        fsdp.save_dcp(checkpoint, new, world)
+    else:
+        pickle_to(new / f"model_world_size_{world.size}_rank_{world.rank}.pt", checkpoint)
+    world.barrier()
+    if world.rank == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        new.rename(path)
+
+
+def pickle_to(path: Path, value: Any) -> None:
+    """`torch.save`, whole or not at all."""
+    with replacing(path, overwrite=True, durable=True) as output, open(output.fd, "wb", closefd=False) as file:
+        torch.save(value, file)
+
+
+def publish(checkpoint: Mapping[str, Any], path: Path, config: Config) -> None:
+    """The JSON of a checkpoint that is there, and `latest`."""
     facts = {name: checkpoint[name] for name in ("epoch", "step", "config", "torch")}
     write_text(path.with_suffix(".json"), json.dumps({"file": path.name, **facts}, indent=2) + "\n")
     write_text(config.out / "latest", path.name + "\n")
     prune(config.out, config.keep)
-    return path
 
 
 def make_folder(folder: Path) -> None:
@@ -69,7 +111,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def prune(folder: Path, keep: int | None) -> None:
     """Removes all but the newest `keep` checkpoints, with their JSON."""
     for path in checkpoints(folder)[:-keep] if keep else []:
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
         path.with_suffix(".json").unlink(missing_ok=True)
 
 
@@ -80,12 +122,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def locate(resume: str, out: Path) -> Path:
-    """The file that `--resume PATH|latest` means. Raises UsageError where there is none."""
+    """The file or folder that `--resume PATH|latest` means. Raises UsageError where there is none."""
     pointer = out / "latest"
     if resume == "latest":
         refuse(not pointer.is_file(), f"--resume latest: there is no {pointer}; leave --resume out to start anew")
         resume = str(out / pointer.read_text(encoding="utf-8").strip())
-    refuse(not Path(resume).is_file(), f"--resume: there is no file {resume}")
+    refuse(not Path(resume).exists(), f"--resume: there is no file {resume}")
     return Path(resume)
 
 
@@ -98,6 +140,8 @@ def read(path: Path) -> dict[str, Any]:
         checkpoint = load(path, map_location="cpu")
     except CkptError as error:
         raise UsageError(f"cannot resume from {path}: {' '.join(str(error).split())}") from error
+    if isinstance(checkpoint, dict) and path.is_dir():
+        checkpoint = {"scaler": {}, **checkpoint}  # a dcp keeps nothing that is empty
     there = checkpoint.keys() if isinstance(checkpoint, dict) else ()
     missing = [part for part in PARTS if part not in there]
     config = {} if missing or not isinstance(checkpoint["config"], dict) else checkpoint["config"]
@@ -105,9 +149,14 @@ def read(path: Path) -> dict[str, Any]:
     refuse(
         bool(missing),
         f"cannot resume from {path}: it has no {', '.join(missing[:3])}; a run goes on from what --format pth and "
-        "--save unwrapped or wrapped write",
+        "--save unwrapped, wrapped, ranks or dcp write",
     )
-    return dict(checkpoint)
+    return {**checkpoint, "optimizer": by_place(checkpoint["optimizer"])}
+
+
+def by_place(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state under the places of its parameters, of which a dcp makes text."""
+    return {**optimizer, "state": {int(place): values for place, values in optimizer.get("state", {}).items()}}
 
 
 def random_states(devices: tuple[torch.device, ...]) -> dict[str, Any]:
@@ -132,7 +181,7 @@ def set_random_states(states: Mapping[str, Any], devices: tuple[torch.device, ..
         numpy.random.set_state(tuple(states["numpy"]))
     torch.set_rng_state(states["torch"])
     gpus = [device for device in devices if device.type == "cuda"]
-    for device, state in zip(gpus, states["cuda"], strict=False):
+    for device, state in zip(gpus, states.get("cuda", ()), strict=False):
         torch.cuda.set_rng_state(state, device)
 
 

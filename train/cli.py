@@ -32,7 +32,11 @@ def choice(*values: str) -> click.Choice[str]:
 
 
 COUNT = click.IntRange(min=1)
-SAVE = "Plain names; the wrapper's names (module.); or the network pickled whole, which cannot be resumed."
+SAVE = (
+    "Plain names; the wrapper's names (module.); the network pickled whole, which cannot be resumed; under fsdp a "
+    "folder: a file for each rank, or torch.distributed.checkpoint's."
+)
+PARALLEL = "One device, DataParallel, DistributedDataParallel, FSDP2 (fully_shard)."
 POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
@@ -53,15 +57,15 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @option("--schedule", type=choice("constant", "cosine"), help="Of the learning rate; cosine ends at 0 after --epochs.")
 @option("--scale-lr", is_flag=True, help="The linear rule: --lr is for a batch of 256, and grows with --batch-size.")
 @option("--seed", type=click.IntRange(min=0), help="Of the weights and of the order of the images.")
-@option("--parallel", type=choice("single", "dp", "ddp"), help="One device, DataParallel, DistributedDataParallel.")
-@option("--device", metavar="auto|cpu|cuda|cuda:N", help="Where to train; under ddp each process has its own GPU.")
+@option("--parallel", type=choice("single", "dp", "ddp", "fsdp"), help=PARALLEL)
+@option("--device", metavar="auto|cpu|cuda|cuda:N", help="Where to train; under ddp and fsdp each process has its own GPU.")
 @option("--device-ids", metavar="0,1,...", help="The GPUs of --parallel dp.  [default: all]")
 @option("--local-rank", "--local_rank", type=int, hidden=True)  # torch.distributed.launch gives it, torchrun does not
 @option("--sync-bn", is_flag=True, help="Under ddp on GPUs: batch statistics over all processes.")
 @option("--amp", type=choice(*AMP), help="Mixed precision; fp16 comes with a gradient scaler.")
 @option("--compile", is_flag=True, help="torch.compile the network.")
 @option("--workers", type=click.IntRange(min=0), help="Processes that prepare batches.")
-@option("--save", type=choice("unwrapped", "wrapped", "module"), help=SAVE)
+@option("--save", type=choice("unwrapped", "wrapped", "module", "ranks", "dcp"), help=SAVE)
 @option("--format", type=choice("pth", "safetensors"), help="safetensors: the weights alone, which cannot be resumed.")
 @option("--keep", type=COUNT, help="How many checkpoints stay.  [default: all]")
 @option("--resume", metavar="PATH|latest", help="Go on from a checkpoint, with the recipe that it was trained with.")
@@ -69,17 +73,19 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @option("--tensorboard", is_flag=True, help="Write TensorBoard events into --out.")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> int:
-    """Train one of four small networks, in one process, under DataParallel, or under DistributedDataParallel.
+    """Train one of four small networks, in one process, under DataParallel, DistributedDataParallel or FSDP2.
 
     \b
       python -m train --model mlp --out runs/mlp
       python -m train --model resnet18 --parallel dp
       torchrun --nproc-per-node 2 -m train --model lenet --parallel ddp --save wrapped
+      torchrun --nproc-per-node 2 -m train --model lenet --parallel fsdp --save ranks
       python -m train --out runs/mlp --resume latest --epochs 20
 
-    Each epoch ends with OUT/epoch_NNN.pth, then OUT/latest names it. Ctrl-C and SIGTERM save after the step under
-    way. A resumed run takes what decides its numbers (network, data, seed, batch size, learning rate ...) from the
-    checkpoint, and goes on exactly where that one stopped, in the same mode or another.
+    Each epoch ends with OUT/epoch_NNN.pth, or a folder OUT/epoch_NNN with --save ranks and dcp; then OUT/latest names it.
+    Ctrl-C and SIGTERM save after the step under way. A resumed run takes what decides its numbers (network, data, seed,
+    batch size, learning rate ...) from the checkpoint, and goes on exactly where that one stopped, in the same mode or
+    another.
     """
     given = frozenset(name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE)
     config = Config(**options)

@@ -64,6 +64,16 @@ class Config:
             self.format == "safetensors" and self.save == "module",
             "--format safetensors holds tensors alone: --save module needs --format pth",
         )
+        if self.parallel == "fsdp":
+            refuse(self.save in ("wrapped", "module"), f"FSDP2 has no wrapper, and --save {self.save} no meaning under it")
+            refuse(self.compile, "--compile is for --parallel single and ddp")
+        refuse(self.parts and self.parallel != "fsdp", f"--save {self.save} belongs to --parallel fsdp")
+        refuse(self.parts and self.format == "safetensors", f"--save {self.save} writes a folder: leave --format out")
+
+    @property
+    def parts(self) -> bool:
+        """Whether every rank writes its part of the tensors, into a folder, rather than the first one all of them."""
+        return self.save in ("ranks", "dcp")
 
     @property
     def learning_rate(self) -> float:

@@ -1,9 +1,9 @@
 """One process or many: who this process is, which devices it uses, and the few words that ranks exchange.
 
-`single` and `dp` are one process. `ddp` is one process a device, started by torchrun, which sets RANK, WORLD_SIZE,
-LOCAL_RANK and MASTER_ADDR. Gradients travel inside DistributedDataParallel (nccl on cuda, gloo on cpu); everything
-else that ranks tell each other is small and goes over gloo, without touching a GPU: over `control`, or where
-that is None over the one group there is.
+`single` and `dp` are one process. `ddp` and `fsdp` are one process a device, started by torchrun, which sets RANK,
+WORLD_SIZE, LOCAL_RANK and MASTER_ADDR. Gradients, and under fsdp weights, travel inside DistributedDataParallel or
+FSDP2 (nccl on cuda, gloo on cpu); everything else that ranks tell each other is small and goes over gloo, without
+touching a GPU: over `control`, or where that is None over the one group there is.
 """
 
 import gc
@@ -110,10 +110,11 @@ def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def join(config: Config) -> World:
     """This process's place in the run. Raises UsageError where the way it was started does not fit `--parallel`."""
     launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-    if config.parallel == "ddp":
-        refuse(not launched, "start --parallel ddp with torchrun: torchrun --nproc-per-node 2 -m train --parallel ddp")
+    if config.parallel in ("ddp", "fsdp"):
+        option = f"--parallel {config.parallel}"
+        refuse(not launched, f"start {option} with torchrun: torchrun --nproc-per-node 2 -m train {option}")
         return join_ranks(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    refuse(launched, f"torchrun starts --parallel ddp; --parallel {config.parallel} is started by python -m train")
+    refuse(launched, f"torchrun starts --parallel ddp and fsdp; --parallel {config.parallel} is started by python -m train")
     return World(config.parallel, devices(config))
 
 
@@ -122,10 +123,10 @@ def join_ranks(config: Config, rank: int, size: int) -> World:
     device = rank_device(config)
     if device.type == "cpu":
         dist.init_process_group("gloo")
-        return World("ddp", (device,), rank, size)
+        return World(config.parallel, (device,), rank, size)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    return World("ddp", (device,), rank, size, dist.new_group(backend="gloo"))
+    return World(config.parallel, (device,), rank, size, dist.new_group(backend="gloo"))
 
 
 def check_division(config: Config, world: World) -> None:
@@ -156,7 +157,7 @@ def joined(config: Config) -> Iterator[World]:
 
 def leave(world: World) -> None:
     """Ends the exchange between ranks."""
-    if world.mode == "ddp":
+    if world.mode in ("ddp", "fsdp"):
         # A DistributedDataParallel that waits for the garbage collector keeps gloo's threads alive until the process
         # ends, and a thread that lets go of a tensor then aborts it: 2 of 25 runs did, on the rank that is done first.
         gc.collect()
@@ -185,7 +186,7 @@ def devices(config: Config) -> tuple[torch.device, ...]:
 def rank_device(config: Config) -> torch.device:
     """The one device of this rank: its own GPU, or the CPU."""
     kind, index = wanted(config.device)
-    refuse(index is not None, "under ddp each process takes the GPU of its LOCAL_RANK: write --device cuda")
+    refuse(index is not None, "under ddp and fsdp each process takes the GPU of its LOCAL_RANK: write --device cuda")
     if kind == "cpu":
         refuse(config.sync_bn, "PyTorch's SyncBatchNorm works on GPUs only")
         return torch.device("cpu")
@@ -218,7 +219,7 @@ def numbers(text: str) -> list[int]:
 
 
 def wrap(model: nn.Module, world: World, shape: tuple[int, int, int], *, sync_bn: bool = False) -> nn.Module:
-    """`model` as the mode calls for it: as it is, or inside DataParallel or DistributedDataParallel.
+    """`model` as the mode calls for it: as it is, inside DataParallel or DistributedDataParallel, or sharded.
 
     `shape` is that of one input image (channels, height, width).
     """
@@ -229,7 +230,19 @@ def wrap(model: nn.Module, world: World, shape: tuple[int, int, int], *, sync_bn
         return nn.DataParallel(model, device_ids=ids)
     if world.mode == "ddp":
         return settled(DistributedDataParallel(model, device_ids=ids), torch.zeros(1, *shape, device=world.device))
+    if world.mode == "fsdp":
+        from train import fsdp
+
+        return fsdp.sharded(model, world)
     return model
+
+
+def share_buffers(model: nn.Module, world: World) -> None:
+    """Gives rank 0's batch-norm statistics to all under fsdp; DistributedDataParallel does so before every pass."""
+    if world.mode == "fsdp":
+        firsts = world.from_first(lambda: [buffer.cpu() for buffer in model.buffers()])
+        for buffer, first in zip(model.buffers(), firsts, strict=True):
+            buffer.copy_(first)
 
 
 def settled(model: DistributedDataParallel, image: Tensor) -> DistributedDataParallel:

@@ -91,9 +91,10 @@ def prepare(config: Config, world: World) -> Run:
     train_split = data.split(train_set, config, world, shuffle=True)
     test_split = data.split(test_set, config, world, shuffle=False)
 
-    checkpoint.seed_everything(config.seed + world.rank)  # DistributedDataParallel gives rank 0's weights to all
+    checkpoint.seed_everything(config.seed)  # the same weights in all: DistributedDataParallel would see to it, FSDP2 not
     network = models.build(config.model, train_set.fit[0], data.CLASSES, width=config.width, hidden=config.hidden)
     data.refuse_lone_samples(network, len(train_set), config, world)
+    checkpoint.seed_everything(config.seed + world.rank)
     model = parallel.wrap(network.to(world.device), world, train_set.fit, sync_bn=config.sync_bn)
     raw = model.module if isinstance(model, nn.DataParallel | DistributedDataParallel) else model
     called = cast(nn.Module, torch.compile(model)) if config.compile else model
@@ -189,6 +190,7 @@ def evaluate(run: Run) -> tuple[float, float]:
     Through the wrapper, since DistributedDataParallel first gives rank 0's batch-norm statistics to every rank: what
     is measured is what is saved.
     """
+    parallel.share_buffers(run.raw, run.world)
     run.model.eval()
     totals = torch.zeros_like(run.totals)
     for step, (images, labels) in enumerate(run.test.loader):
@@ -217,7 +219,8 @@ def finish_epoch(run: Run) -> dict[str, Any]:
 
 
 def snapshot(run: Run) -> dict[str, Any]:
-    """The checkpoint. Plain data and tensors, so that it loads anywhere; every rank calls this, rank 0 writes it."""
+    """The checkpoint. Plain data and tensors, so that it loads anywhere; under fsdp each rank has its part of the tensors."""
+    parallel.share_buffers(run.raw, run.world)
     kept = run.model if run.config.save == "wrapped" else run.raw
     return {
         "model": kept.state_dict(),
@@ -235,17 +238,24 @@ def snapshot(run: Run) -> dict[str, Any]:
 
 
 def save(run: Run) -> None:
-    """Rank 0 writes, when every rank is there; none goes on, or ends, before the file is whole."""
+    """Writes when every rank is there; none goes on, or ends, before the file is whole."""
     state = snapshot(run)
     run.world.barrier()
-    if run.world.rank == 0:
-        checkpoint.write(state, run.raw, run.config)
+    checkpoint.write(state, run.raw, run.config, run.world)
     run.world.barrier()
 
 
 def restore(run: Run, saved: dict[str, Any]) -> None:
-    """Puts a checkpoint into a run, whichever mode made it: names are unwrapped, tensors go to this rank's device."""
-    run.raw.load_state_dict(unwrap(saved["model"]))
+    """Puts a checkpoint into a run, whichever mode made it: names are unwrapped, tensors go to this rank's device.
+
+    Under fsdp it keeps its part of each.
+    """
+    saved = {**saved, "model": unwrap(saved["model"])}
+    if run.world.mode == "fsdp":
+        from train import fsdp
+
+        saved = fsdp.own_parts(saved, run.raw)
+    run.raw.load_state_dict(saved["model"])
     run.optimizer.load_state_dict(saved["optimizer"])
     run.scheduler.load_state_dict(saved["scheduler"])
     run.scaler.load_state_dict(saved["scaler"])

@@ -4,14 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import (
-    NETWORKS,
-    close,
-    last,
-    ranks,
-    run,
-    same,
-)
+from ckpt_tools.torch import load_state_dict
+from tests.train.runs import NETWORKS, close, last, ranks, run, same
 
 pytestmark = pytest.mark.matrix
 
@@ -26,6 +20,10 @@ def several(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         spelled = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
         runs.append([*spelled, "--epochs", "2", "--save", "wrapped", "--out", f"{out}/{model}/whole"])
         runs.append(["--resume", f"{out}/{model}/whole/epoch_001.pth", "--out", f"{out}/{model}/resumed"])
+        if request.param == 2:
+            fsdp = ["--parallel", "fsdp", "--out", f"{out}/{model}/fsdp", "--save"]
+            runs.append([*fsdp, "dcp", "--resume", f"{out}/{model}/whole/epoch_001.pth"])
+            runs.append([*fsdp, "ranks", "--resume", "latest", "--epochs", "3"])
     ranks(request.param, *runs)
     return out
 
@@ -39,3 +37,6 @@ def test_several_ranks_train_resume_exactly_and_agree(model: str, several: Path,
         single = run(tmp_path / "single", model=model, epochs=2, **NETWORKS[model] | {"batch_size": 96})
         assert close(single, whole, tolerance=1e-3)
     assert run(tmp_path / "one", resume=str(several / model / "whole" / "epoch_001.pth"))["epoch"] == 2
+    if (several / model / "fsdp").exists():
+        assert close(whole, {"model": load_state_dict(several / model / "fsdp" / "epoch_002", select="model")}, tolerance=1e-3)
+        assert run(tmp_path / "parts", resume=str(several / model / "fsdp" / "epoch_003"), epochs=4)["epoch"] == 4

@@ -28,6 +28,13 @@ def refusal(options: str, out: Path) -> str:
     [
         ("--model vgg", "'vgg' is not one of"),
         ("--parallel ddp", "torchrun --nproc-per-node 2 -m train --parallel ddp"),
+        ("--parallel fsdp", "torchrun --nproc-per-node 2 -m train --parallel fsdp"),
+        ("--parallel fsdp --save wrapped", "FSDP2 has no wrapper"),
+        ("--parallel fsdp --save module", "--save module no meaning"),
+        ("--parallel fsdp --compile", "--compile is for --parallel single and ddp"),
+        ("--save ranks", "belongs to --parallel fsdp"),
+        ("--parallel fsdp --save dcp --format safetensors", "leave --format out"),
+        ("--save dcp --parallel ddp", "belongs to --parallel fsdp"),
         ("--batch-size 10 --grad-accum 4", "--batch-size 10 does not divide into 4 equal parts"),
         ("--model resnet18 --batch-size 1", "a batch of one"),
         ("--model resnet18 --width 0.1 --batch-size 479", "a batch of one"),
@@ -55,7 +62,7 @@ def test_a_wrong_run_is_refused(options: str, sentence: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("mode", ["single", "dp"])
 def test_one_process_modes_are_refused_under_torchrun(mode: str, tmp_path: Path, only_rank: Callable[[], None]) -> None:
     only_rank()
-    assert "torchrun starts --parallel ddp" in refusal(f"--parallel {mode}", tmp_path / "out")
+    assert "torchrun starts --parallel ddp and fsdp" in refusal(f"--parallel {mode}", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
