@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 
 from ckpt_tools.cli.completion import complete_places
 from ckpt_tools.cli.options import (
-    LOCATION,
+    OUTPUT,
     Once,
     quiet_option,
     show_progress,
@@ -19,7 +18,7 @@ from ckpt_tools.errors import UsageError
 
 
 @click.command(short_help="Write the mean of several checkpoints.")
-@click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="IN IN... OUT")
+@click.argument("paths", nargs=-1, required=True, type=OUTPUT, metavar="IN IN... OUT")
 @click.option("--weights", cls=Once, metavar="W,W,...", help="The weight of each IN, divided by their sum; else all equal.")
 @click.option("--unwrap", is_flag=True, help="Compare names without their wrappers, and write them so.")
 @click.option("--integers", cls=Once, type=click.Choice(["first", "max"]), help="Which value is taken where integers differ.")
@@ -44,7 +43,7 @@ from ckpt_tools.errors import UsageError
 @click.option("--fsync", is_flag=True, help="Make a new OUT durable before returning (a replaced one always is).")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def average(paths: tuple[Path, ...], weights: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
+def average(paths: tuple[str, ...], weights: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write the mean of several checkpoints of one model. OUT is the whole new file or is left alone.
 
     \b

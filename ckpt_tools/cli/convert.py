@@ -9,6 +9,7 @@ import click
 
 from ckpt_tools.cli.options import (
     LOCATION,
+    OUTPUT,
     end_process,
     given,
     options_of,
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("source", metavar="IN", type=LOCATION)
-@click.argument("target", metavar="[OUT]", type=LOCATION, required=False)
+@click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
 @options_of(ConvertOptions)
 @click.option("--in-place", is_flag=True, help="Edit names and device tags in IN itself; no OUT. A kill leaves old or new.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def convert(source: Path, target: Path | None, in_place: bool, quiet: bool, as_json: bool, **options: Any) -> None:
+def convert(source: Path, target: str | None, in_place: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
 
     \b
@@ -81,7 +82,7 @@ def _report(report: Converted, *, quiet: bool, as_json: bool) -> None:
         show_converted(report)
 
 
-def _edit_in_place(path: Path, target: Path | None, asked: dict[str, Any]) -> Converted:
+def _edit_in_place(path: Path, target: str | None, asked: dict[str, Any]) -> Converted:
     from ckpt_tools.operations.convert.in_place import edit_in_place
 
     if target is not None:

@@ -95,6 +95,7 @@ class Location(click.Path):
 
 
 LOCATION = Location(path_type=Path)
+OUTPUT = Location(path_type=str)  # as it was typed: `out/` is a folder's name, which a Path forgets
 
 
 class Once(click.Option):

@@ -11,6 +11,7 @@ import click
 
 from ckpt_tools.cli.options import (
     LOCATION,
+    OUTPUT,
     Once,
     quiet_option,
     show_progress,
@@ -19,7 +20,7 @@ from ckpt_tools.cli.options import (
 
 @click.command()
 @click.argument("source", metavar="IN", type=LOCATION)
-@click.argument("target", metavar="[OUT]", type=LOCATION, required=False)
+@click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
 @click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors as they are, with zeros for what is missing of them.")
 @click.option("--like", cls=Once, metavar="TARGET", help="A checkpoint, or package.module:callable, whose tensors OUT gets.")
 @click.option("--reinit", multiple=True, metavar="[GLOB=]SCHEME", help="Initial values for what --like has and IN lost.")
@@ -30,7 +31,7 @@ from ckpt_tools.cli.options import (
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def repair(
-    source: Path, target: Path | None, keep_damaged: bool, like: str | None, reinit: tuple[str, ...], seed: int | None,
+    source: Path, target: str | None, keep_damaged: bool, like: str | None, reinit: tuple[str, ...], seed: int | None,
     tie_equal: bool, overwrite: bool, dry_run: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Save what is whole in a damaged checkpoint, and mend what hurts in a whole one. With OUT, IN is left alone.

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.render.text import words_of
 from ckpt_tools.render.wording import as_options, worded
 
 
@@ -31,6 +30,8 @@ def folder_document(folder: Path, others: Sequence[Path]) -> dict[str, Any]:
 
 def error_document(path: str | None, error: CkptError) -> dict[str, Any]:
     """What stands in the place of a report that could not be made; of one file among several with its path."""
+    from ckpt_tools.render.text import words_of  # which imports rich: a report that is there needs none
+
     kind = type(error).__name__
     what, why, fix = map(as_options, (error.what, error.why, error.fix))
     return failure_document(kind, what, why=why, says=words_of(error), fix=fix, exit_code=error.exit_code, path=path)

@@ -148,3 +148,13 @@ def test_a_folder_is_no_file(path: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="name of a folder"):
             write()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["convert IN OUT/", "average IN IN OUT/", "repair IN OUT/"])
+def test_what_was_typed_counts(path: Path, tmp_path: Path, command: str) -> None:
+    """A slash behind OUT on the command line means a folder there too."""
+    arguments = command.replace("IN", str(path)).replace("OUT", str(tmp_path / "out")).split()
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert f"{tmp_path}/out/ is the name of a folder" in result.output
+    assert not (tmp_path / "out").exists()
