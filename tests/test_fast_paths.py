@@ -237,7 +237,7 @@ def test_a_clone_of_another_file_is_not_trusted(wrapped: Path, tmp_path: Path, m
         with ckpt_tools.open_checkpoint(wrapped) as checkpoint:
             entry = next(node for _, node in walk(checkpoint.root) if type(node) is Entry)
             content: Any = entry.storage.content
-            while clone.under_way(1):
+            while clone.is_running(1):
                 pass
             assert clone.done == other.stat().st_size
             assert not clone.holds(content.source, 0, 10)
@@ -283,7 +283,7 @@ def test_blocks_are_reserved_ahead_and_given_back(wrapped: Path, tmp_path: Path,
     large = tmp_path / "large.pth"
     torch.save(torch.zeros(size // 4), large)
     with replacing(tmp_path / "out.pth") as output, cloning.Clone(large, output) as clone:
-        while clone.under_way(1):
+        while clone.is_running(1):
             pass
         writer.write([Piece(Literal(wrapped.read_bytes()))], output, None, clone)
     assert (tmp_path / "out.pth").read_bytes() == wrapped.read_bytes()

@@ -99,28 +99,37 @@ def _only_state_dict(root: Node, holder: str) -> StateDict:
                 fix="Write a .pth, which holds anything.",
             )
         return StateDict((), root)
-    wheres = [dotted(state_dict.where) for state_dict in found]
     if len(found) > 1:
-        others = _drops([where for where in wheres if where])
-        raise ContainerLimitError(
-            f"{holder} holds one flat state dict; this checkpoint has {len(found)}: {', '.join(map(repr, wheres))}.",
-            fix=f"Choose one: `select={wheres[0]!r}`." if wheres[0] else f"Leave out what lies in another: {others}",
-        )
+        raise _several(found, holder)
     own = found[0] if found else StateDict((), Dict())
     outside = list(islice(_outside(root, own), 1000))
     if outside or not found:
-        parts = _parts(root, own, outside)
-        beside = any(where[: len(own.where)] != own.where for where in outside)
-        fixes = [f"take the state dict alone: `select={wheres[0]!r}`"] if found and beside else []
-        drops = _drops(parts) if found else ""
-        fixes += [f"leave them out: {drops}"] if drops else []
-        fixes = fixes or ["write a .pth, which holds anything"]
-        places = f", in {', '.join(map(repr, parts[:4]))}" if parts else ""
-        raise ContainerLimitError(
-            f"{holder} holds one flat state dict; here are tensors outside one{places}.",
-            fix=", or ".join(fixes)[:1].upper() + ", or ".join(fixes)[1:],
-        )
-    return found[0]
+        raise _tensors_outside(root, own, outside, holder)
+    return own
+
+
+def _several(found: Sequence[StateDict], holder: str) -> ContainerLimitError:
+    """The error for more than one state dict."""
+    wheres = [dotted(state_dict.where) for state_dict in found]
+    others = _drops([where for where in wheres if where])
+    return ContainerLimitError(
+        f"{holder} holds one flat state dict; this checkpoint has {len(found)}: {', '.join(map(repr, wheres))}.",
+        fix=f"Choose one: `select={wheres[0]!r}`." if wheres[0] else f"Leave out what lies in another: {others}",
+    )
+
+
+def _tensors_outside(root: Node, own: StateDict, outside: Sequence[Where], holder: str) -> ContainerLimitError:
+    """The error for tensors outside the state dict, or for no state dict at all, when `own` is empty."""
+    parts, fixes = _parts(root, own, outside), []
+    if own.node.items and any(where[: len(own.where)] != own.where for where in outside):
+        fixes.append(f"take the state dict alone: `select={dotted(own.where)!r}`")
+    if own.node.items and parts:
+        fixes.append(f"leave them out: {_drops(parts)}")
+    fix = ", or ".join(fixes) or "write a .pth, which holds anything"
+    places = f", in {', '.join(map(repr, parts[:4]))}" if parts else ""
+    return ContainerLimitError(
+        f"{holder} holds one flat state dict; here are tensors outside one{places}.", fix=fix[:1].upper() + fix[1:]
+    )
 
 
 def _parts(root: Node, state_dict: StateDict, outside: Sequence[Where]) -> list[str]:

@@ -64,7 +64,7 @@ def overlap(entry: Entry, blank: Blank, scheme: Scheme | None, seed: int, rows: 
 
     Args:
         entry: the tensor. blank: the shape wanted, in the entry's dtype.
-        scheme: settled; None where nothing is left to initialise.
+        scheme: resolved; None where nothing is left to initialise.
         rows: rows of the tensor, in the order in which they come; else the first ones.
     """
     kept = kept_shape(entry, blank.shape, rows)

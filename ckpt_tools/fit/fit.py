@@ -22,7 +22,7 @@ from ckpt_tools.fit.initialisers import (
     Blank,
     Scheme,
     content,
-    settle,
+    resolve,
 )
 from ckpt_tools.fit.plans import Plan
 from ckpt_tools.formats.open import is_tensor, tensors_by_name
@@ -231,14 +231,14 @@ class _Fitting:
         return self.choices.seed
 
     def scheme(self, name: str, blank: Blank) -> Scheme:
-        """The chosen scheme, settled for this tensor."""
+        """The chosen scheme, resolved for this tensor."""
         scheme = self.choices.reinit.of(name)
         if scheme is None:
             raise MatchError(
                 f"{name!r} needs initial values, and no initialiser was given.", why=f"Its shape is {_text(blank.shape)}.",
                 fix=_advice(self.choices.in_code, f"`reinit='{name}=normal:0.02'`", f"reinit={{'{name}': 'normal:0.02'}}"),
             )  # fmt: skip
-        return settle(scheme, blank)
+        return resolve(scheme, blank)
 
     def blank(self, name: str, like: Node, shape: tuple[int, ...] | None = None) -> Blank:
         """What is wanted under a name; in the dtype of the tensor that it replaces, and tied ones under their first name."""

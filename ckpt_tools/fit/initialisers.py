@@ -145,31 +145,31 @@ class Rules:
             )
 
 
-def settle(scheme: Scheme, blank: Blank) -> Scheme:
+def resolve(scheme: Scheme, blank: Blank) -> Scheme:
     """The scheme that `default`, or one for all weights, means for a tensor; any other is itself, checked.
 
     Raises:
         ConvertError: a scheme that this shape or dtype cannot have, or no rule for `default`.
     """
-    settled = _default(blank) if scheme.kind == "default" else scheme
-    if settled.for_weights and settled.kind != "target":
-        settled = _of_no_weight(blank) or replace(settled, for_weights=False, zero_row=blank.padding)
-    if settled.kind == "target":
-        return settled
-    if settled.kind not in ("zeros", "ones", "constant") and blank.dtype.family != "float":
+    resolved = _default(blank) if scheme.kind == "default" else scheme
+    if resolved.for_weights and resolved.kind != "target":
+        resolved = _of_no_weight(blank) or replace(resolved, for_weights=False, zero_row=blank.padding)
+    if resolved.kind == "target":
+        return resolved
+    if resolved.kind not in ("zeros", "ones", "constant") and blank.dtype.family != "float":
         raise ConvertError(
-            f"{blank.name!r} is {blank.dtype.name}; {settled} gives numbers with fractions.",
+            f"{blank.name!r} is {blank.dtype.name}; {resolved} gives numbers with fractions.",
             fix=f"Give it a scheme of its own: `reinit='{blank.name}=zeros'`.",
         )
-    if settled.kind in (*_BY_FAN, "orthogonal") and len(blank.shape) < 2:
+    if resolved.kind in (*_BY_FAN, "orthogonal") and len(blank.shape) < 2:
         raise ConvertError(
-            f"{blank.name!r} has {len(blank.shape)} dimensions; {settled} needs 2.",
+            f"{blank.name!r} has {len(blank.shape)} dimensions; {resolved} needs 2.",
             fix=f"Give it a scheme of its own: `reinit='*.{blank.own}=zeros'`.",
         )
     if blank.dtype.family == "quantized" or not blank.dtype.in_torch or blank.dtype.packed > 1:
         raise ConvertError(f"{blank.name!r} is {blank.dtype.name}, which cannot be initialised.")
-    _check_bound(settled, blank)
-    return settled
+    _check_bound(resolved, blank)
+    return resolved
 
 
 def _of_no_weight(blank: Blank) -> Scheme | None:
@@ -316,7 +316,7 @@ def _bound(scheme: Scheme, shape: tuple[int, ...]) -> float:
 
 
 def numbers(scheme: Scheme, blank: Blank, seed: int, start: int, count: int) -> torch.Tensor:
-    """Elements `start` to `start + count` of an initialised tensor, row-major, as float64; `scheme` is settled."""
+    """Elements `start` to `start + count` of an initialised tensor, row-major, as float64; `scheme` is resolved."""
     values = _values(scheme, blank, seed, start, count)
     if scheme.zero_row is not None:
         width = math.prod(blank.shape[1:])
@@ -359,7 +359,7 @@ def threads_for(scheme: Scheme) -> AbstractContextManager[None]:
 
 
 def content(scheme: Scheme, blank: Blank, seed: int) -> Computed:
-    """The bytes of an initialised tensor; worked out in chunks while they are written. `scheme` is settled."""
+    """The bytes of an initialised tensor; worked out in chunks while they are written. `scheme` is resolved."""
     count = math.prod(blank.shape)
 
     def work() -> Iterator[memoryview]:

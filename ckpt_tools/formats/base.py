@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.checks import settle
+from ckpt_tools.pickling.checks import validate
 from ckpt_tools.tree.nodes import Global, Node
 
 if TYPE_CHECKING:
@@ -87,14 +87,14 @@ class Warned:
     fix: str = ""
 
 
-def settled(root: Node) -> list[Warned]:
+def validate_tree(root: Node) -> list[Warned]:
     """Check a tree that was read from a pickle, and merge keys that are set twice; the first of those as warnings."""
-    return [Warned("repeated-key", f"the key {key!r} is set twice; the last value wins") for key in settle(root)[:20]]
+    return [Warned("repeated-key", f"the key {key!r} is set twice; the last value wins") for key in validate(root)[:20]]
 
 
-def trailing(count: int, what: str) -> list[Warned]:
+def trailing(count: int, what: str, code: str = "trailing-bytes") -> list[Warned]:
     """The warning for bytes behind the end, if there are any."""
-    return [Warned("trailing-bytes", f"{count} bytes after {what}", "nothing; they are not kept")] if count else []
+    return [Warned(code, f"{count} bytes after {what}", "nothing; they are not kept")] if count else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class Decoded:
     others: Mapping[str, Callable[[], Node]] = field(default_factory=dict)
     packed: Packed | None = None
 
-    def take_in(self, part: Decoded, name: str) -> None:
+    def merge(self, part: Decoded, name: str) -> None:
         """What must be told of a checkpoint that lies in this one under a name: its globals, odd uses and warnings."""
         self.globals = list(dict.fromkeys((*self.globals, *part.globals)))
         self.unusual = list(dict.fromkeys((*self.unusual, *part.unusual)))

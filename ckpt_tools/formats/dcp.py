@@ -41,7 +41,7 @@ from ckpt_tools.io.content import (
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.pickling.checks import settle
+from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, dtype_of, sizes_of
 from ckpt_tools.tree import exchange, nodes
@@ -92,7 +92,7 @@ def decode(source: Source, files: Files) -> Decoded:
     limits.PICKLE_BYTES.check(source.size, f"{source.path} has {source.size} bytes.")
     machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
     record = machine.load()
-    settle(record)
+    validate(record)
     fields = _fields(record, "Metadata")
     places = dict(_places(fields.get("storage_data")))
     for place in places.values():
@@ -105,7 +105,7 @@ def decode(source: Source, files: Files) -> Decoded:
             raise DamagedFileError("The metadata describes something that has no name.")
         builder.put(paths.get(name, (name,)), reader.value(name, node))
     root = builder.root
-    settle(root)
+    validate(root)
     decoded = joined("dcp", root, files, reader.blobs, {})
     decoded.has_checksums = False  # those of the chunks' archives are not looked at
     decoded.globals = [*_unexpected(machine), *decoded.globals]
@@ -312,7 +312,7 @@ class _Reader:
         """The tree with the chunks of every tensor found in their files: whole rows become ranges, which the kernel copies."""
         new: dict[int, Storage] = {}
 
-        def settled(storage: Storage) -> Storage:
+        def located(storage: Storage) -> Storage:
             known = self.waiting.get(id(storage.content))
             if known is None:
                 return storage
@@ -322,9 +322,9 @@ class _Reader:
 
         def swap(node: Node) -> Node:
             if type(node) is Storage:
-                return settled(node)
-            if type(node) is Entry and settled(node.storage) is not node.storage:
-                return replace(node, storage=settled(node.storage))
+                return located(node)
+            if type(node) is Entry and located(node.storage) is not node.storage:
+                return replace(node, storage=located(node.storage))
             return node
 
         return exchange.replace(root, swap)

@@ -142,7 +142,7 @@ class _Weights:
             raise ZipError(
                 f"The bytes of {name!r} are {part.byteorder}-endian, those of the archive {program.byteorder}-endian."
             )
-        program.take_in(part, record.name)
+        program.merge(part, record.name)
         return self.keys.renew(part.root)
 
 

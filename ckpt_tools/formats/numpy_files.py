@@ -29,8 +29,8 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.base import (
     Decoded,
     Warned,
-    settled,
     trailing,
+    validate_tree,
 )
 from ckpt_tools.formats.legacy.stream import Blobs
 from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
@@ -319,7 +319,7 @@ class Arrays:
     def decoded(self, container: str, root: Node, source: Source) -> Decoded:
         """The result."""
         unusual = ["a file of NumPy's", *self.unusual]
-        warned: list[Warned] = settled(root)
+        warned: list[Warned] = validate_tree(root)
         return Decoded(container, root, source, list(self.globals), unusual, warnings=warned, storage_bytes=self.storage_bytes)
 
 

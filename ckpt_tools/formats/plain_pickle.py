@@ -25,8 +25,8 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.base import (
     Decoded,
-    settled,
     trailing,
+    validate_tree,
 )
 from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.legacy.stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
@@ -79,7 +79,8 @@ def decode(source: Source) -> Decoded:
     root = modernise(arrays.as_tensors(root, blobs), machine.globals)
     return Decoded(
         "pickle", root, source, list(machine.globals), ["a pickle that torch.save did not write", *machine.unusual],
-        warnings=[*settled(root), *trailing(left, "the pickle")], storage_bytes=blobs.storage_bytes + arrays.storage_bytes,
+        warnings=[*validate_tree(root), *trailing(left, "the pickle")],
+        storage_bytes=blobs.storage_bytes + arrays.storage_bytes,
     )  # fmt: skip
 
 

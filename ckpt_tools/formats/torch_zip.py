@@ -18,12 +18,11 @@ from functools import partial
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ChecksumError, TensorError, ZipError
-from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing
+from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing, validate_tree
 from ckpt_tools.formats.zip.directory import Directory, Record, RecordRange
 from ckpt_tools.io.content import Content, Deflated, read
 from ckpt_tools.io.crc import crc32
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.checks import settle
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.tree.findings import mending
@@ -55,16 +54,22 @@ def decode(source: Source, directory: Directory, folder: str, member: str = "", 
         root = modernise(root, machine.globals)
     storages.check_found()
     warnings += _misplaced(source, records, folder, storages)
-    warnings += [Warned("repeated-key", f"the key {key!r} is set twice; the last value wins") for key in settle(root)[:20]]
-    if machine.position != len(stream):
-        count = len(stream) - machine.position
-        warnings.append(Warned("trailing-pickle-bytes", f"{count} bytes after the pickle", "nothing; they are not kept"))
+    warnings += [*validate_tree(root), *trailing(len(stream) - machine.position, "the pickle", "trailing-pickle-bytes")]
+    data = f"{folder}/data/"
     return Decoded(
-        "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, warnings,
-        sum(record.compressed for name, record in records.items() if name.startswith(f"{folder}/data/")),
-        byteorder, has_checksums, folder, directory.records,
-        partial(_dead_bytes, directory, records, storages, f"{folder}/data/"),
-    )  # fmt: skip
+        "torch-zip",
+        root,
+        source,
+        globals=list(machine.globals),
+        unusual=list(machine.unusual),
+        warnings=warnings,
+        storage_bytes=sum(record.compressed for name, record in records.items() if name.startswith(data)),
+        byteorder=byteorder,
+        has_checksums=has_checksums,
+        root_folder=folder,
+        records=directory.records,
+        dead_bytes=partial(_dead_bytes, directory, records, storages, data),
+    )
 
 
 def _misplaced(source: Source, records: dict[str, Record], folder: str, storages: Storages) -> list[Warned]:

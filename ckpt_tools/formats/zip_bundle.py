@@ -146,7 +146,7 @@ class _Bundle:
     def _merge(self, name: str, part: Decoded) -> None:
         bundle = self.decoded
         as_dict(bundle.root).items.append((name, self.keys.renew(part.root)))
-        bundle.take_in(part, name)
+        bundle.merge(part, name)
         if part.source is self.source:
             bundle.records = [*bundle.records, *part.records]
         bundle.storage_bytes += part.storage_bytes

@@ -87,7 +87,7 @@ class Clone:
             if time.monotonic() - started < _STEP_SECONDS:
                 step *= 2
 
-    def under_way(self, seconds: float) -> bool:
+    def is_running(self, seconds: float) -> bool:
         """Whether the copy still runs after waiting for so long."""
         if self._thread is None:
             return False

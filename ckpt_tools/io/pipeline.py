@@ -77,7 +77,7 @@ class Pipeline:
             self.buffer = self._free.get()
         self._raise()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Flush, and wait until everything is written."""
         self.flush()
         if self._threads:

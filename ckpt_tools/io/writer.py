@@ -57,7 +57,7 @@ def write(pieces: Sequence[Piece], output: Output, progress: Progress | None = N
         _wait_for(clone, progress, loop.size)
         for piece in pieces:
             loop.add(piece)
-        loop.pipeline.settle()
+        loop.pipeline.drain()
     except BaseException as error:
         loop.pipeline.abandon(error)
         raise
@@ -76,7 +76,7 @@ def _wait_for(clone: Clone | None, progress: Progress | None, size: int) -> None
     while clone is not None and running:
         if progress is not None:
             progress(min(clone.done, size), size)
-        running = clone.under_way(0.1)
+        running = clone.is_running(0.1)
 
 
 class _Loop:
@@ -118,7 +118,7 @@ class _Loop:
         there = self.clone is not None and content.offset == self.position
         if not there or not self.clone or not self.clone.holds(content.source, content.offset, content.length):
             return False
-        self.pipeline.settle()
+        self.pipeline.drain()
         try:
             os.lseek(self.output.fd, content.length, os.SEEK_CUR)
         except OSError as error:
@@ -156,7 +156,7 @@ class _Loop:
         if content.length > self.pipeline.room:
             self.pipeline.flush()
         if content.length > self.pipeline.room:
-            self.pipeline.settle()
+            self.pipeline.drain()
             self.append(content.make(), checksum)
             return
         part = self.pipeline.buffer.take(content.length)
@@ -167,7 +167,7 @@ class _Loop:
 
     def copy_in_kernel(self, content: Range) -> Range:
         """Copy without the bytes passing through this process; returns what is left when the kernel cannot (go on)."""
-        self.pipeline.settle()
+        self.pipeline.drain()
         offset, left = content.offset, content.length
         while left:
             fd = content.source.fd  # that the source is gone is no error of the output

@@ -23,7 +23,7 @@ from ckpt_tools.tree.visit import is_short_row
 UNHASHABLE = ("builtins.bytearray", "builtins.set", "collections.OrderedDict", "collections.Counter", "collections.defaultdict")
 
 
-def settle(root: Node) -> list[str]:
+def validate(root: Node) -> list[str]:
     """Check the tree and merge keys that are set twice (the last value wins, as in Python).
 
     Returns:
@@ -45,14 +45,14 @@ def settle(root: Node) -> list[str]:
             if type(node) in PLAIN or (type(node) is Entry and node.extras is None) or id(node) in seen or is_short_row(node):
                 continue
             seen.add(id(node))
-            parts = _settle_one(node, keys)
+            parts = _validate_one(node, keys)
             if not PLAIN.issuperset(map(type, parts)):
                 below.extend(parts)
         level = below
     return keys.repeated
 
 
-def _settle_one(node: Node, keys: _Keys) -> Sequence[Node]:
+def _validate_one(node: Node, keys: _Keys) -> Sequence[Node]:
     if type(node) is Dict:
         if not node.items and node.attributes is None:
             return ()
@@ -65,10 +65,10 @@ def _settle_one(node: Node, keys: _Keys) -> Sequence[Node]:
         return node
     if type(node) is Entry and node.extras is not None:
         return [node.extras.hooks, node.extras.metadata, node.extras.state]
-    return _settle_object(node, keys) if type(node) is Object else []
+    return _validate_object(node, keys) if type(node) is Object else []
 
 
-def _settle_object(node: Object, keys: _Keys) -> list[Node]:
+def _validate_object(node: Object, keys: _Keys) -> list[Node]:
     below = [node.function, node.args, node.kwargs]
     for step in node.steps:
         if type(step) is SetItems:

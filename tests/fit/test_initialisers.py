@@ -22,7 +22,7 @@ from ckpt_tools.fit.initialisers import (
     check_finite,
     content,
     parse_scheme,
-    settle,
+    resolve,
 )
 from ckpt_tools.io.content import read
 from ckpt_tools.tree.dtypes import DTYPES
@@ -34,7 +34,7 @@ SHAPE = (200, 1024)
 
 def made(scheme: str, blank: Blank, seed: int = 0) -> torch.Tensor:
     """An initialised tensor."""
-    data = bytearray(read(content(settle(parse_scheme(scheme), blank), blank, seed)))
+    data = bytearray(read(content(resolve(parse_scheme(scheme), blank), blank, seed)))
     dtype = getattr(torch, blank.dtype.name)
     return torch.frombuffer(data, dtype=dtype).reshape(blank.shape) if data else torch.empty(blank.shape, dtype=dtype)
 
@@ -56,7 +56,7 @@ DIGESTS = {
 def test_one_seed_gives_the_same_bytes_everywhere(scheme: str) -> None:
     """The bytes of each scheme are pinned; another seed or name gives others."""
     blank = Blank("fc.weight", (40, 30, 3, 3), FLOAT32)
-    data = read(content(settle(parse_scheme(scheme), blank), blank, 7))
+    data = read(content(resolve(parse_scheme(scheme), blank), blank, 7))
     assert hashlib.sha256(data).hexdigest()[:16] == DIGESTS[scheme]
     assert read(content(parse_scheme(scheme), blank, 8)) != data
     assert read(content(parse_scheme(scheme), Blank("fc2.weight", blank.shape, FLOAT32), 7)) != data
@@ -192,11 +192,11 @@ def test_default_without_a_module() -> None:
         "rnn.bias_ih_l0": ((4,), "zeros"), "ln.gamma": ((4,), "ones"),
     }  # fmt: skip
     for name, (shape, expected) in shapes.items():
-        assert str(settle(parse_scheme("default"), Blank(name, shape, FLOAT32))) == expected
+        assert str(resolve(parse_scheme("default"), Blank(name, shape, FLOAT32))) == expected
     counter = Blank("bn.num_batches_tracked", (), DTYPES["int64"])
     assert made("default", counter).item() == 0
     with pytest.raises(ConvertError, match="no rule for 'cls_token'"):
-        settle(parse_scheme("default"), Blank("cls_token", (1, 1, 8), FLOAT32))
+        resolve(parse_scheme("default"), Blank("cls_token", (1, 1, 8), FLOAT32))
 
 
 class Own(nn.Linear):
@@ -252,7 +252,7 @@ def test_rules() -> None:
 def test_what_cannot_be_initialised(scheme: str, blank: Blank, message: str) -> None:
     """A scheme that does not go with a dtype or shape is refused by name before anything is written."""
     with pytest.raises(ConvertError, match=message):
-        settle(parse_scheme(scheme), blank)
+        resolve(parse_scheme(scheme), blank)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "float8_e4m3fn"])

@@ -138,13 +138,13 @@ _MAGIC = re.compile(
 )
 
 
-def read_stream(part: Part, depth: int = 0, prefix: str = "", there: dict[int, int] | None = None) -> Stream:
+def read_stream(part: Part, depth: int = 0, prefix: str = "", available_bytes: dict[int, int] | None = None) -> Stream:
     """Decode a stream: its pickles, and where each storage lies.
 
     Args:
         part: where it is. depth: how many streams it lies in. prefix: put before the keys of its storages.
-        there: where given, a stream that is cut off is not an error: for each storage (by id) that is not whole, how many
-            bytes of it there are is put in.
+        available_bytes: where given, a stream that is cut off is not an error: for each storage (by id) that is not whole, how
+            many bytes of it there are is put in.
 
     Raises:
         DamagedFileError: it ends early, or breaks a promise of the format.
@@ -171,7 +171,7 @@ def read_stream(part: Part, depth: int = 0, prefix: str = "", there: dict[int, i
         machine.unusual["a nested tensor in torch-legacy, which torch saves and cannot load"] = None
     keys = _read_keys(frame, storages)
     frame.tell(machine)
-    _place(pickles, keys, storages, root, little=little, there=there)
+    _place(pickles, keys, storages, root, little=little, available_bytes=available_bytes)
     root = modernise(storages.without_views(root, part), machine.globals)
     size = sum(storage.nbytes for _, storage in storages.by_key.values()) + blobs.storage_bytes
     return Stream(root, machine, size, pickles.position, little, storages.classes)
@@ -319,7 +319,13 @@ def _read_keys(frame: SmallPickles, storages: _LegacyStorages) -> list[str]:
 
 
 def _place(
-    pickles: Pickles, keys: list[str], storages: _LegacyStorages, root: Node, *, little: bool, there: dict[int, int] | None
+    pickles: Pickles,
+    keys: list[str],
+    storages: _LegacyStorages,
+    root: Node,
+    *,
+    little: bool,
+    available_bytes: dict[int, int] | None,
 ) -> None:
     """Find the bytes of every storage: a count of elements as 8 bytes, then the elements."""
     if isinstance(pickles.part, FilePart):
@@ -334,10 +340,10 @@ def _place(
         if found != numel:
             raise TensorError(f"Storage {key!r} should have {numel} elements; the file says {found}.")
         if short or pickles.left < storage.nbytes:
-            if there is None:
+            if available_bytes is None:
                 raise _cut(pickles, root, storages, keys[:index], len(keys))
-            there[id(storage)] = 0 if short else pickles.left
-            set_content(storage, pickles.part.content(pickles.position, there[id(storage)]))
+            available_bytes[id(storage)] = 0 if short else pickles.left
+            set_content(storage, pickles.part.content(pickles.position, available_bytes[id(storage)]))
             pickles.skip(pickles.left)
             continue
         set_content(storage, pickles.part.content(pickles.position, storage.nbytes))

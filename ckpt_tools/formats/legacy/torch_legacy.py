@@ -20,8 +20,8 @@ from ckpt_tools.formats.base import (
     Decoded,
     Warned,
     moves_tensors,
-    settled,
     trailing,
+    validate_tree,
 )
 from ckpt_tools.formats.legacy.stream import (
     MAGIC_NUMBER,
@@ -58,19 +58,19 @@ def sniff(head: bytes) -> bool:
     return is_stream(head)
 
 
-def decode(source: Source, there: dict[int, int] | None = None) -> Decoded:
+def decode(source: Source, available_bytes: dict[int, int] | None = None) -> Decoded:
     """Read the pickles of a torch-legacy file, and the 8 bytes before each storage; no tensor bytes.
 
     Args:
         source: the file.
-        there: where given, a file that is cut off is not an error: see `legacy_stream.read_stream`.
+        available_bytes: where given, a file that is cut off is not an error: see `legacy_stream.read_stream`.
 
     Raises:
         DamagedFileError, LimitError: the file breaks a promise of the format.
     """
-    stream = read_stream(FilePart(source, 0, source.size), there=there)
+    stream = read_stream(FilePart(source, 0, source.size), available_bytes=available_bytes)
     machine = stream.machine
-    warnings = [*settled(stream.root), *trailing(source.size - stream.end, "the last storage")]
+    warnings = [*validate_tree(stream.root), *trailing(source.size - stream.end, "the last storage")]
     if stream.classes:
         shown = ", ".join(stream.classes[:5]) + (" ..." if len(stream.classes) > 5 else "")
         warnings.append(

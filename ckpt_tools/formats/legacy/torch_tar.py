@@ -33,7 +33,7 @@ from ckpt_tools.formats.base import (
     Decoded,
     Warned,
     is_tar,
-    settled,
+    validate_tree,
 )
 from ckpt_tools.formats.packed.tars import OddHeaderError, entries
 from ckpt_tools.io.content import Range
@@ -91,7 +91,7 @@ def decode(source: Source) -> Decoded:
     for others in small:
         others.tell(machine)
     root = modernise(root, machine.globals)
-    warnings = settled(root)
+    warnings = validate_tree(root)
     if pickles.left:
         warnings.append(Warned("trailing-pickle-bytes", f"{pickles.left} bytes after the pickle", "nothing; they are not kept"))
     if unread:

@@ -15,7 +15,7 @@ from ckpt_tools.errors import CkptError, ZipError
 from ckpt_tools.formats.zip.directory import LOCAL
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.io.output import Source
-from ckpt_tools.pickling.checks import settle
+from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.tree.nodes import Entry, Node
@@ -78,7 +78,7 @@ def _count(source: Source) -> tuple[int, int, str]:
     folder = first.name.removesuffix("data.pkl")
     storages = Storages(_nowhere)
     root = Machine(source.read(first.data, first.end - first.data), MAKERS, storages.storage).load()
-    settle(root)
+    validate(root)
     sizes = {f"{folder}data/{key}": storage.nbytes for key, (_, storage) in storages.by_key.items()}
     whole: set[str] = set()
     cut = ""

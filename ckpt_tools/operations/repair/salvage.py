@@ -28,7 +28,7 @@ from ckpt_tools.operations.repair.zip_walk import (
     by_name,
     names_of_pickles,
 )
-from ckpt_tools.pickling.checks import settle
+from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.tree.exchange import DROP, Drop, replace
@@ -99,7 +99,7 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
     storages = Storages(locator.locate)
     machine = Machine(read(pickle.content(source)), MAKERS, storages.storage)
     root = machine.load()
-    settle(root)
+    validate(root)
     made = {key: storage for key, (_, storage) in storages.by_key.items()}
     decoded = Decoded(
         "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, [],
