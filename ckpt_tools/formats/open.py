@@ -325,14 +325,14 @@ def decode_ranks(files: Files, name: str, names: Sequence[str]) -> Decoded:
     return decode(group, files, decode_file)
 
 
-def decode_zero(files: Files, names: Sequence[str]) -> Decoded:
-    """Decode the files of a DeepSpeed checkpoint; `names` are those there are."""
+def decode_zero(files: Files, names: Sequence[str], *, partial: bool = False) -> Decoded:
+    """Decode the files of a DeepSpeed checkpoint; `names` are those there are. `partial`: what is whole of them."""
     from ckpt_tools.formats.parts.zero.folder import decode
     from ckpt_tools.formats.parts.zero.names import zero_files
 
     found = zero_files(names)
     assert found is not None, "callers have checked that there are some"
-    return decode(found, files, decode_file)
+    return decode(found, files, decode_file, partial=partial)
 
 
 def decode_file(source: Source) -> Decoded:

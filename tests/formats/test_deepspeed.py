@@ -1,5 +1,6 @@
 """A folder of DeepSpeed ZeRO becomes one checkpoint, equal to what was cut, or an error names what does not fit."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ import ckpt_tools
 from ckpt_tools.cli import main
 from ckpt_tools.errors import NotACheckpointError, NothingMatchedError, PartError
 from ckpt_tools.formats.open import open_checkpoint
+from ckpt_tools.formats.parts.zero.patterns import Patterns
 from ckpt_tools.io.content import Joined
 from ckpt_tools.torch import load, load_state_dict
 from tests.support.trees import entry_at
-from tests.support.zero_files import TAG, save_zero, trained
+from tests.support.zero_files import TAG, model_file, save_zero, trained
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -37,6 +39,24 @@ def test_genuine_folders(name: str) -> None:
         assert {*found} == {*expected}
         assert all(equal({key: found[key]}, {key: expected[key].detach()}) for key in expected)
         assert found["head.weight"].data_ptr() == found["emb.weight"].data_ptr()
+
+
+@pytest.mark.parametrize(("name", "trained"), [("experts-z2-bf16", 10), ("pipeline-z1-bf16", 6), ("columns-z1-bf16", 6)])
+def test_genuine_folders_that_are_cut_twice(name: str, trained: int, tmp_path: Path) -> None:
+    """Experts, stages of a pipeline and AutoTP's columns and rows, from the folder and each file: what the engine had."""
+    folder, expected = FIXTURES / name, torch.load(FIXTURES / name / "reference.pth", weights_only=True)
+    for path in (folder, *(folder / TAG).iterdir()):
+        found = load_state_dict(path)
+        assert {*found} == {*expected}
+        assert all(equal({key: found[key]}, {key: expected[key]}) for key in expected)
+    module = load_state_dict(folder, select="module")
+    assert {*module} == {*expected}
+    assert all(torch.equal(module[key], value.to(module[key].dtype)) for key, value in expected.items())
+    ckpt_tools.convert(folder, tmp_path / "optimizer.pth", select="optimizer")
+    optimizer = torch.load(tmp_path / "optimizer.pth", weights_only=True)
+    assert len(optimizer["state"]) == trained
+    assert all(state["exp_avg_sq"].shape == expected[key].shape for key, state in optimizer["state"].items())
+    assert {key for group in optimizer["param_groups"] for key in group["params"]} == {*optimizer["state"]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -295,18 +315,110 @@ def test_names_of_another_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [
-    ("layer_0_expert_1_mp_rank_00_model_states.pt", "experts of a mixture"),
-    ("expp_rank_0_mp_rank_00_optim_states.pt", "experts of a mixture"),
-    ("layer_01-model_00-model_states.pt", "layers of a pipeline"),
-    ("mp_rank_01_model_states.pt", "tensor parallel parts"),
-    ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallel parts"),
+    ("layer_0_expert_1_mp_rank_00_model_states.pt", "something else than an expert's tensors"),
+    ("expp_rank_0_mp_rank_00_optim_states.pt", "of a save without ZeRO"),
+    ("mp_rank_01_model_states.pt", "no file of the optimizer"),
+    ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "it has no part of the weights"),
 ])  # fmt: skip
-def test_kinds_that_are_not_joined(name: str, text: str, tmp_path: Path) -> None:
-    """Experts, pipelines and tensor parallel parts are refused by their names, and not left out."""
+def test_files_that_are_of_another_save(name: str, text: str, tmp_path: Path) -> None:
+    """Files of experts and of other slices that do not belong to the rest are refused, and not left out."""
     tag = save_zero(tmp_path / "in", trained(), 1, 2)
     (tag / name).write_bytes((tag / MODEL).read_bytes())
     with pytest.raises(PartError, match=text):
         ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+
+
+def genuine(name: str, folder: Path) -> Path:
+    """A copy of a genuine folder; returns the folder with the tag."""
+    shutil.copytree(FIXTURES / name, folder)
+    (folder / "reference.pth").unlink()
+    return folder / TAG
+
+
+def test_an_expert_is_missing(tmp_path: Path) -> None:
+    """As many as the model file says must be there; the model file alone is not whole without them."""
+    tag = genuine("experts-z2-bf16", tmp_path / "in")
+    (tag / "layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
+    refused(tmp_path / "in", r"Experts are missing: layer_0_expert_2_\*")
+    for path in tag.iterdir():
+        if path.name != MODEL:
+            path.unlink()
+    with pytest.raises(PartError, match="but for the experts"):
+        load_state_dict(tag / MODEL, select="module")
+
+
+def test_a_stage_of_a_pipeline_is_missing(tmp_path: Path) -> None:
+    """A slice that is not there is named; so is a layer's file, where the 16-bit weights are wanted."""
+    tag = genuine("pipeline-z1-bf16", tmp_path / "in")
+    (tag / "layer_01-model_states.pt").rename(tmp_path / "layer_01")
+    assert load_state_dict(tmp_path / "in")["1.bias"].shape == (11,)
+    with pytest.raises(PartError, match=r"No file layer_.* has 1\.weight, 1\.bias"):
+        load_state_dict(tmp_path / "in", select="module")
+    for path in tag.glob("*mp_rank_01_*"):
+        path.unlink()
+    with pytest.raises(PartError, match=r"2 slices mp_rank_.*missing: rank 1"):
+        load_state_dict(tmp_path / "in")
+
+
+@pytest.mark.parametrize(("info", "text"), [
+    (None, "nothing says how they were cut"),
+    ({"parameter_with_row_parallelism_patterns": ["(a+)+$"]}, r"by the pattern '\(a\+\)\+\$'"),
+    ({"parameter_with_sub_params": [{"patterns": [r".*up_proj\.weight"], "shape": [2, 6, 8]}]}, "several matrices in one"),
+])  # fmt: skip
+def test_tensor_parallel_ranks_that_do_not_say_how_they_were_cut(info: Any, text: str, tmp_path: Path) -> None:
+    """Without `universal_checkpoint_info` they are refused; a pattern that is not read, and a matrix of several, by name."""
+    tag = genuine("columns-z1-bf16", tmp_path / "in")
+    for rank in range(2):
+        edit(tag / f"mp_rank_{rank:02d}_model_states.pt", lambda saved: saved.update(universal_checkpoint_info=info))
+    refused(tmp_path / "in", text)
+
+
+def test_tensor_parallel_ranks_that_disagree(tmp_path: Path) -> None:
+    """What all of them have whole is compared: a buffer, a norm; ranks and name are told."""
+    tag = genuine("columns-z1-bf16", tmp_path / "in")
+    edit(tag / "mp_rank_01_model_states.pt", lambda saved: saved["module"]["scale"].add_(1))
+    for select in (None, "module"):
+        with pytest.raises(PartError, match=r"mp_rank_00, mp_rank_01 hold different values for 'scale'"):
+            ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", select=select)
+    assert "parts-disagree" in [row.code for row in ckpt_tools.check(tmp_path / "in").findings]
+
+
+@pytest.mark.parametrize(("pattern", "name", "fits"), [
+    (r"^a\.b$", "a.b", True), (r"^a\.b$", "a.bc", False), (r"a\.b", "a.bc", True), (r"a.b", "axb", True),
+    (r"\d+.norm", "12.norm.weight", True), (r"\d+.norm", "x.norm", False), (r".*norm$", "a.norm", True),
+    (r".*norm$", "a.norm.b", False), ("a*b", "b", True), ("a+b", "b", False), ("", "anything", True),
+    ("a" * 500 + "$", "a" * 500, True), (".*" * 100 + "x$", "a" * 5000, False),
+])  # fmt: skip
+def test_patterns(pattern: str, name: str, fits: bool) -> None:
+    """Fit as `re.match` says, also where that would take forever."""
+    assert Patterns([pattern]).fit(name) is fits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_zero(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Stage 0: the model file by itself has all weights, and the folder leads to it."""
+    (tmp_path / "in" / TAG).mkdir(parents=True)
+    (tmp_path / "in" / "latest").write_text(TAG)
+    saved = model_file(trained(dtype), 1, 0, 2)
+    torch.save(
+        saved | {"param_shapes": None, "shared_params": None, "frozen_param_shapes": None}, tmp_path / "in" / TAG / MODEL
+    )
+    assert equal(load_state_dict(tmp_path / "in"), saved["module"])
+    assert equal(load_state_dict(tmp_path / "in" / TAG / MODEL, select="module"), saved["module"])
+    with pytest.raises(NothingMatchedError, match="optimizer"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", select="optimizer")
+
+
+def test_names_of_older_versions(tmp_path: Path) -> None:
+    """No underscore in front of `optim_states`, and fp16's prefix."""
+    for number, name in enumerate(
+        ("zero_pp_rank_{}_mp_rank_00optim_states.pt", "fp16_zero_pp_rank_{}_mp_rank_00_optim_states.pt")
+    ):
+        folder = tmp_path / str(number)
+        tag = save_zero(folder, trained(), 2, 2, padded=True)
+        for rank in range(2):
+            (tag / OPTIMIZER.format(rank)).rename(tag / name.format(rank))
+        assert equal(load_state_dict(folder), trained().whole)
 
 
 def test_buffers_that_ranks_count_by_themselves(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_deepspeed_zero_is_said_to_be_a_part(tmp_path: Path, classes: Callable[.
 @pytest.mark.parametrize(("name", "extra", "text"), [
     ("mp_rank_00_model_states.pt", {"ds_version": "0.14", "mp_world_size": 2}, "one of 2 parts"),
     ("layer_03-model_00-model_states.pt", {}, "one layer of a pipeline"),
-    ("layer_0_expert_3_mp_rank_00_model_states.pt", {}, "the experts of one layer"),
+    ("layer_0_expert_3_mp_rank_00_model_states.pt", {}, "an expert of one layer"),
 ])  # fmt: skip
 def test_parts_of_deepspeed_that_look_whole(tmp_path: Path, name: str, extra: dict[str, Any], text: str) -> None:
     """A tensor parallel part says so by its sizes, a layer and its experts by the names that DeepSpeed gives the files."""

@@ -77,9 +77,12 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
             or _of_consolidated(checkpoint)
             or _of_module(checkpoint)
         )
-    if found is not None and (others := _others(checkpoint)) is not None and others.count == found.world:
+    if found is not None and (others := _others(checkpoint)) is not None:
         path = shlex.quote(str(checkpoint.path))
-        return replace(found, fix=f"All {found.world} parts are here; they become one: ckpt convert {path} OUT.safetensors")
+        if others.count == found.world:
+            return replace(found, fix=f"All {found.world} parts are here; they become one: ckpt convert {path} OUT.safetensors")
+        if found.family == "DeepSpeed":
+            return replace(found, fix=f"With the files beside it, it becomes the model: ckpt convert {path} OUT.safetensors")
     return found
 
 
@@ -243,20 +246,27 @@ def _of_zero(root: Dict) -> Partition | None:
         return None
     size = root.get("mp_world_size")
     if type(size) is int and size > 1:
-        return Partition(f"one of {size} parts (tensor parallel) of a DeepSpeed checkpoint", _ZERO, "DeepSpeed", None, size)
+        found = f"one of {size} parts (tensor parallel ranks, or stages of a pipeline) of a DeepSpeed checkpoint"
+        return Partition(found, _ZERO, "DeepSpeed", None, size)
     return _of_zero_3(root) if type(root.get("param_shapes")) in (List, Dict) else None
 
 
 def _of_zero_model(checkpoint: Checkpoint) -> Partition | None:
-    """Stages 1 and 2: a model file is whole, in 16 bits; with those of the ranks beside it, it is one of several."""
+    """Under stages 0 to 2 a model file is whole, in 16 bits; with others beside it, or with experts, it is one of several."""
     root = as_dict(checkpoint.root)
-    if root.get("param_shapes") is None:
+    if "param_shapes" not in root:
         return None
     from ckpt_tools.formats.parts.zero.names import is_zero_file
 
-    if not is_zero_file(checkpoint.name) or _others(checkpoint) is None:
+    if not is_zero_file(checkpoint.name):
         return None
-    found = "the 16-bit weights of a DeepSpeed ZeRO checkpoint; the fp32 ones are in the files of the ranks beside it"
+    experts = root.get("num_experts")
+    if type(experts) is List and experts.items:
+        found = "the 16-bit weights of a DeepSpeed checkpoint but for the experts, which have files of their own"
+    elif _others(checkpoint) is None:
+        return None
+    else:
+        found = "the 16-bit weights of a DeepSpeed ZeRO checkpoint; the fp32 ones are in the files of the ranks beside it"
     return Partition(found, _ZERO_ALONE, "DeepSpeed", None, _partition_count(root.get("dp_world_size")))
 
 
@@ -284,8 +294,8 @@ def _of_zero_3(root: Dict) -> Partition | None:
 
 # What these hold is plain tensors under names: only their own names say that the rest is elsewhere.
 _MODULES = {
-    re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt"): "the experts of one layer",
-    re.compile(r"layer_\d+-model_\d+-model_states\.pt"): "one layer of a pipeline",
+    re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"): "an expert of one layer",
+    re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt"): "one layer of a pipeline",
 }
 
 

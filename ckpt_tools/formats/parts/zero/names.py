@@ -16,11 +16,26 @@ from ckpt_tools.errors import NotACheckpointError
 
 _OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d{1,6})_mp_rank_(?P<slice>\d{1,6})_?optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d{1,6})_)?mp_rank_(?P<slice>\d{1,6})_model_states\.pt")
-_EXPERTS = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt")
-_LAYER = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
+_EXPERTS = re.compile(r"(?:layer_(?P<layer>\d{1,6})_)?expert_(?P<expert>\d{1,6})_mp_rank_(?P<slice>\d{1,6})_model_states\.pt")
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_\d{1,6}_mp_rank_\d{1,6}_optim_states\.pt")  # without ZeRO, and without names
+_LAYER = re.compile(r"layer_(?P<layer>\d{1,6})(?:-model_(?P<slice>\d{1,6}))?-model_states\.pt")
 _TAG = re.compile(r"global_step\d+")
 _LATEST = "latest"
 _TAG_LENGTH = 1024
+
+
+@dataclass(slots=True)
+class SliceFiles:
+    """The files of one slice of the model: of a tensor parallel rank, or of a stage of a pipeline.
+
+    Attributes:
+        whole: the model file that all ranks share (stages 0 to 2). models: those of each rank (stage 3).
+        optimizers: the optimizer's parts by rank.
+    """
+
+    whole: str | None = None
+    models: dict[int, str] = field(default_factory=dict)
+    optimizers: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -28,61 +43,68 @@ class ZeroFiles:
     """The files of one DeepSpeed checkpoint, by what they hold.
 
     Attributes:
-        whole: the model file that all ranks share (stages 1 and 2). models: those of each rank (stage 3).
-        optimizers: the optimizer's parts by rank. doubled: files of a rank that has one already.
-        slices: the ranks of tensor parallelism. experts, layers: files of a mixture of experts, of a pipeline.
+        slices: by the number that their names have (`mp_rank_00`). doubled: files of a rank that has one already.
+        experts: by the layer, the expert and the slice. layers: of a pipeline, by the layer and the tensor parallel rank.
+        beside: optimizers of experts without ZeRO, which say no names.
     """
 
-    whole: str | None = None
-    models: dict[int, str] = field(default_factory=dict)
-    optimizers: dict[int, str] = field(default_factory=dict)
+    slices: dict[int, SliceFiles] = field(default_factory=dict)
     doubled: list[str] = field(default_factory=list)
-    slices: set[int] = field(default_factory=set)
-    experts: list[str] = field(default_factory=list)
-    layers: list[str] = field(default_factory=list)
+    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    layers: dict[tuple[int, int], str] = field(default_factory=dict)
+    beside: list[str] = field(default_factory=list)
+
+    @property
+    def optimizers(self) -> list[str]:
+        """The optimizer's parts of all slices."""
+        return [name for own in self.slices.values() for name in own.optimizers.values()]
 
     @property
     def names(self) -> tuple[str, ...]:
         """All of them."""
-        whole = [self.whole] if self.whole is not None else []
-        parts = [*self.models.values(), *self.optimizers.values()]
-        return (*whole, *parts, *self.doubled, *self.experts, *self.layers)
+        found = [own.whole for own in self.slices.values() if own.whole is not None]
+        for own in self.slices.values():
+            found += [*own.models.values(), *own.optimizers.values()]
+        return (*found, *self.doubled, *self.experts.values(), *self.layers.values(), *self.beside)
 
 
 def zero_files(names: Sequence[str]) -> ZeroFiles | None:
-    """The files of a DeepSpeed checkpoint among these; None where there are none, or a model file alone, which is whole."""
+    """The files of a DeepSpeed checkpoint among these; None where there are none."""
     found = ZeroFiles()
     for name in sorted(names):
         _sort_in(name, found)
-    return found if len(found.names) > 1 or found.models or found.optimizers else None
+    return found if found.slices else None
 
 
 def _sort_in(name: str, found: ZeroFiles) -> None:
-    if _EXPERTS.fullmatch(name):
-        found.experts.append(name)
-    elif _LAYER.fullmatch(name):
-        found.layers.append(name)
+    if match := _EXPERTS.fullmatch(name):
+        key = (int(match["layer"] or 0), int(match["expert"]), int(match["slice"]))
+        _take(name, found.experts.setdefault(key, name), found)
+    elif match := _LAYER.fullmatch(name):
+        _take(name, found.layers.setdefault((int(match["layer"]), int(match["slice"] or 0)), name), found)
     elif match := _OPTIMIZER.fullmatch(name):
-        _take(name, match, found.optimizers, found)
+        own = found.slices.setdefault(int(match["slice"]), SliceFiles())
+        _take(name, own.optimizers.setdefault(int(match["rank"]), name), found)
     elif match := _MODEL.fullmatch(name):
+        own = found.slices.setdefault(int(match["slice"]), SliceFiles())
         if match["rank"] is not None:
-            _take(name, match, found.models, found)
-        elif int(match["slice"]) == 0 and found.whole is None:
-            found.whole = name
+            _take(name, own.models.setdefault(int(match["rank"]), name), found)
         else:
-            found.doubled.append(name)
-        found.slices.add(int(match["slice"]))
+            own.whole = own.whole if own.whole is not None else name
+            _take(name, own.whole, found)
+    elif _EXPERT_OPTIMIZER.fullmatch(name):
+        found.beside.append(name)
 
 
-def _take(name: str, match: re.Match[str], into: dict[int, str], found: ZeroFiles) -> None:
-    found.slices.add(int(match["slice"]))
-    if int(match["slice"]) != 0 or into.setdefault(int(match["rank"]), name) != name:
+def _take(name: str, there: str, found: ZeroFiles) -> None:
+    """Whether a file is the only one of what it holds."""
+    if there != name:
         found.doubled.append(name)
 
 
 def is_zero_file(name: str) -> bool:
-    """Whether a file has the name of a rank's part, or of the model file beside those."""
-    return _OPTIMIZER.fullmatch(name) is not None or _MODEL.fullmatch(name) is not None
+    """Whether a file has the name of a rank's part, of the model file beside those, of an expert or of a pipeline's layer."""
+    return any(rule.fullmatch(name) for rule in (_OPTIMIZER, _MODEL, _EXPERTS, _LAYER))
 
 
 def checkpoint_folder(folder: Path) -> Path:

@@ -26,7 +26,7 @@ class ModelState:
         file: its name. root: its tree. module: the 16-bit weights, under stage 3 without elements, with the buffers.
         buffers: their names. shapes: of the parameters in the optimizer, a group each, in the order in which they lie there.
         frozen: the shapes of the others. fragments: what is here of those. shared: a tied name -> the name that is stored.
-        world, step: of how many ranks, and when, if it says so.
+        world, step: of how many ranks, and when, if it says so. rules: how tensor parallel ranks are joined, if it says so.
     """
 
     file: str
@@ -39,6 +39,7 @@ class ModelState:
     shared: dict[str, str]
     world: int | None
     step: int | None
+    rules: Dict | None
 
     @property
     def names(self) -> list[str]:
@@ -53,6 +54,7 @@ class OptimizerState:
     Attributes:
         file: its name. is_stage_3: whether the parameters are cut one by one, and not as one row.
         flat: the rank's part of the weights, a row for each group. world: of how many ranks it is.
+        counts: among how many of them each group is cut: of experts among fewer.
         paddings: what lies behind each parameter of each group, where that is told.
         states: the optimizer's state of each row, by number. groups: its param_groups.
     """
@@ -61,36 +63,36 @@ class OptimizerState:
     is_stage_3: bool
     flat: tuple[Entry, ...]
     world: int
+    counts: tuple[int, ...]
     paddings: tuple[Sizes, ...] | None
     states: dict[int, Dict]
     groups: tuple[Dict, ...]
 
 
-def read_model(file: str, root: Node) -> ModelState:
+def read_model(file: str, root: Node, *, in_layers: bool = False) -> ModelState:
     """The facts of a model file.
 
+    Args:
+        in_layers: it is of a pipeline, whose weights are in files of the layers.
+
     Raises:
-        PartError: it is not such a file, or one of a kind that is not joined.
+        PartError: it is not such a file.
     """
     module = root.get("module") if type(root) is Dict else None
+    module = Dict(ordered=True) if module is None and in_layers else module
     if type(root) is not Dict or type(module) is not Dict:
         raise _malformed(file, "it has no weights (`module`)")
-    if root.get("param_shapes") is None:
-        raise _malformed(file, "it has no param_shapes, which ZeRO saves")
-    slices = root.get("mp_world_size")
-    if type(slices) is int and slices > 1:
-        raise _malformed(file, f"it is one of {slices} parts of tensor parallelism, which are not joined")
     shapes = tuple(_shapes(file, group) for group in _listed(root.get("param_shapes")))
     names = [name for group in shapes for name in group]
     if len(names) != len(set(names)):
         raise _malformed(file, "a parameter is in two groups")
     fragments = {name: value for name, value in _items(root.get("frozen_param_fragments")) if type(value) is Entry}
-    world, step = root.get("dp_world_size"), root.get("global_steps")
+    world, step, rules = root.get("dp_world_size"), root.get("global_steps"), root.get("universal_checkpoint_info")
     return ModelState(
         file, root, module, frozenset(name for name in _listed(root.get("buffer_names")) if type(name) is str),
         shapes, _shapes(file, root.get("frozen_param_shapes")), fragments,
         {name: holder for name, holder in _items(root.get("shared_params")) if type(holder) is str},
-        world if type(world) is int else None, step if type(step) is int else None,
+        world if type(world) is int else None, step if type(step) is int else None, rules if type(rules) is Dict else None,
     )  # fmt: skip
 
 
@@ -104,20 +106,21 @@ def read_optimizer(file: str, root: Node) -> OptimizerState:
     if type(state) is not Dict or (_STAGE_2 not in state and _STAGE_3 not in state):
         raise _malformed(file, "it has no part of the weights (single_partition_of_fp32_groups, fp32_flat_groups)")
     if "ds_zero_partition_groups" in state:
-        raise _malformed(file, "its experts are cut among other ranks than the rest, which are not joined")
+        raise _malformed(file, "its experts are cut among other ranks than the rest under stage 3, which is not read")
     is_stage_3 = _STAGE_3 in state
-    counts = [count for count in _listed(state.get("partition_count")) if type(count) is int]
-    if not counts or len(set(counts)) > 1:  # of experts there are other counts than of the rest
-        raise _malformed(file, "its groups are cut among several numbers of ranks" if counts else "it has no partition_count")
+    counts = tuple(count for count in _listed(state.get("partition_count")) if type(count) is int)
+    if not counts or min(counts) < 1:
+        raise _malformed(file, "it has no partition_count")
     rows = _listed(state.get(_STAGE_3 if is_stage_3 else _STAGE_2))
     flat = tuple(entry for entry in rows if type(entry) is Entry and len(entry.shape) == 1 and entry.is_contiguous)
     if len(flat) != len(rows):
         raise _malformed(file, "its weights are not rows")
+    counts = counts if len(counts) == len(flat) else (max(counts),) * len(flat)
     inner = state.get("optimizer_state_dict" if is_stage_3 else "base_optimizer_state")
     groups = inner.get("param_groups") if type(inner) is Dict else None
     return OptimizerState(
-        file, is_stage_3, flat, counts[0], _paddings(file, state.get("param_alignment_paddings")), dict(_states(inner)),
-        tuple(group for group in _listed(groups) if type(group) is Dict),
+        file, is_stage_3, flat, max(counts), counts, _paddings(file, state.get("param_alignment_paddings")),
+        dict(_states(inner)), tuple(group for group in _listed(groups) if type(group) is Dict),
     )  # fmt: skip
 
 

@@ -1,0 +1,167 @@
+"""Several slices of a DeepSpeed checkpoint as one model: tensor parallel ranks, or the stages of a pipeline.
+
+Stages have other weights each, and the tied ones alike. How tensor parallel ranks were cut, a checkpoint says that can become a
+universal one: `universal_checkpoint_info` in the model file, patterns of names by their kinds.
+
+Source: deepspeed/checkpoint/ds_to_universal.py (`merge_tp_slices`), deepspeed/checkpoint/constants.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import cached_property
+
+from ckpt_tools.errors import PartError
+from ckpt_tools.formats.parts.cuts import along
+from ckpt_tools.formats.parts.merging import Merger
+from ckpt_tools.formats.parts.zero.patterns import Patterns
+from ckpt_tools.formats.parts.zero.slice import NamedState, Slice
+from ckpt_tools.formats.sharded import Keys
+from ckpt_tools.text import listed
+from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Pair
+
+_SWIGLU, _ROWS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_row_parallelism_patterns"
+_WHOLE = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
+Held = Sequence[tuple[int, Node]]
+
+
+class Rules:
+    """How tensor parallel ranks are joined, by `universal_checkpoint_info`. It speaks of parameters: nobody cuts buffers."""
+
+    def __init__(self, info: Dict, buffers: AbstractSet[str]) -> None:
+        self.buffers = buffers
+        self.whole = Patterns([pattern for key in _WHOLE for pattern in _texts(info.get(key))])
+        self.swiglu, self.rows = Patterns(_texts(info.get(_SWIGLU))), Patterns(_texts(info.get(_ROWS)))
+        several = info.get("parameter_with_sub_params")
+        rows = several.items if type(several) is List else []
+        self.refused = Patterns([
+            *(pattern for row in rows if type(row) is Dict for pattern in _texts(row.get("patterns"))),
+            *_texts(info.get("autotp_unsupported_parameter_patterns")),
+        ])  # fmt: skip
+
+    def join(self, merger: Merger, name: str, held: Sequence[tuple[int, Entry]]) -> Entry:
+        """One tensor of what each slice has of it.
+
+        Raises:
+            PartError: its parts do not fit one another, or nothing says how they do.
+        """
+        if self.refused.fit(name):
+            raise PartError(
+                f"{name!r} is several matrices in one, cut among tensor parallel ranks in a way that is not read.", rest=True
+            )
+        if name in self.buffers or self.whole.fit(name) or not held[0][1].shape:
+            return merger.replicated(name, held)
+        pieces = 2 if self.swiglu.fit(name) else 1
+        return along(merger, name, 1 if self.rows.fit(name) else 0, [held], pieces=pieces)
+
+
+def _texts(node: Node) -> list[str]:
+    """The texts of a list, or the keys of a dict."""
+    found = node.items if type(node) is List else [key for key, _ in node.items] if type(node) is Dict else node
+    return [text for text in (found if isinstance(found, (list, tuple)) else ()) if type(text) is str]
+
+
+class Slices:
+    """Several slices on their way into one model. `rules`: of tensor parallel ranks; None for the stages of a pipeline."""
+
+    def __init__(
+        self, slices: Mapping[int, Slice], keys: Keys, rules: Rules | None, module: Dict | None, *, partial: bool
+    ) -> None:
+        self.slices, self.rules, self.layers, self.partial = slices, rules, module, partial
+        self.merger = Merger(keys, {number: f"mp_rank_{number:02d}" for number in slices})
+        self.lost = dict[str, str]()
+
+    @cached_property
+    def weights(self) -> Dict:
+        """The state dict of the fp32 weights, with buffers and frozen weights as they are; in the model's order."""
+        found = self._joined({number: own.weights for number, own in self.slices.items()})
+        for own in self.slices.values():
+            self.lost.update({name: why for name, why in own.lost.items() if name not in found})
+        layers = self.layers.named if self.layers is not None else {}
+        rest = {name: value for name, value in layers.items() if name not in self.lost}
+        order = dict.fromkeys((*rest, *found))
+        return Dict([(name, found[name] if name in found else rest[name]) for name in order], ordered=True)
+
+    def module(self) -> Dict:
+        """The weights as they were trained with.
+
+        Raises:
+            PartError: stage 3 keeps none; a layer's file is missing; slices disagree.
+        """
+        if self.layers is None:
+            found = self._joined({number: own.module() for number, own in self.slices.items()})
+            self.merger.check_replicas()
+            return Dict(list(found.items()), ordered=True)
+        there = self.layers.named
+        if missing := [name for name in self.weights.named if name not in there]:
+            raise PartError(f"No file layer_*-model_states.pt has {listed(missing)}.", fix="Get the files of all layers.")
+        return self.layers
+
+    def optimizer(self) -> NamedState:
+        """The optimizer's state by the parameters' names; the rest as the first slice has it.
+
+        Raises:
+            PartError: there is none, or not all of it; slices disagree.
+        """
+        every = {number: own.optimizer() for number, own in self.slices.items()}
+        found: dict[str, dict[int, Dict]] = {}
+        for number, own in every.items():
+            for name, values in own.state.items():
+                found.setdefault(name, {})[number] = values
+        made = {name: self._state(name, held) for name, held in found.items()}
+        self.merger.check_replicas()
+        groups = []
+        for at, (said, _) in enumerate(next(iter(every.values())).groups):
+            names = dict.fromkeys(name for own in every.values() for _, params in own.groups[at : at + 1] for name in params)
+            groups.append((said, list(names)))
+        return NamedState(made, groups)
+
+    def differing_buffers(self) -> list[str]:
+        """What each slice says of its own; and what several slices have whole is compared.
+
+        Raises:
+            PartError: it differs.
+        """
+        found = [name for own in self.slices.values() for name in own.differing_buffers()]
+        self.merger.check_replicas()
+        return found
+
+    def _state(self, name: str, held: Mapping[int, Dict]) -> Dict:
+        """The optimizer's state of one parameter: what has its shape is joined as it is."""
+        (first, *_) = held.values()
+        rows = list[Pair]()
+        for key, value in first.items:
+            own = [(number, values.get(key)) for number, values in held.items()] if type(key) is str else []
+            is_cut = type(value) is Entry and value.shape and own and all(type(entry) is Entry for _, entry in own)
+            rows.append((key, self._one(name, own) if is_cut else value))
+        return Dict(rows)
+
+    def _joined(self, roots: Mapping[int, Dict]) -> dict[str, Node]:
+        every: dict[str, list[tuple[int, Node]]] = {}
+        for number, root in roots.items():
+            for name, value in root.named.items():
+                every.setdefault(name, []).append((number, value))
+        made: dict[str, Node] = {}
+        for name, held in every.items():
+            try:
+                made[name] = self._one(name, held)
+            except PartError as error:
+                if not (self.partial and error.rest):
+                    raise
+                self.lost[name] = error.what.removeprefix(f"{name!r} ").rstrip(".")
+        return made
+
+    def _one(self, name: str, held: Held) -> Node:
+        """One tensor, or value, of what the slices have under a name."""
+        if len(held) == 1 and self.rules is None:
+            return held[0][1]
+        entries = [(number, entry) for number, entry in held if type(entry) is Entry]
+        if self.rules is not None and len(held) < len(self.slices):
+            lacking = [f"mp_rank_{number:02d}" for number in self.slices if number not in dict(held)]
+            raise PartError(f"{name!r} is not whole: {listed(lacking)} do not have it.", rest=True)
+        if not entries:
+            return held[0][1]
+        if len(entries) < len(held):
+            raise PartError(f"{name!r} is a tensor in some slices, and something else in others.", rest=True)
+        return self.merger.replicated(name, entries) if self.rules is None else self.rules.join(self.merger, name, entries)
