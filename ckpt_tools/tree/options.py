@@ -46,7 +46,7 @@ class Option:
         default: its value where it is not given. read: makes a value of what a caller gives, or raises UsageError.
         help: the sentence. in_code: what else callers of the library are told, types above all.
         metavar: what stands for the value in --help. choices: all values, where they can be counted.
-        kind: "flag", "text", "texts" (given several times), "whole"; "code" is none of the command line's.
+        kind: "flag", "text", "texts" (given several times), "whole"; "code" is not on the command line.
         least, most: bounds of a whole number. completes: "names" or "places".
         alias: another name on the command line, as it is typed.
         moves: whether tensors do not stay where they lie in the input.
