@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal, TypeAlias
 
 from ckpt_tools.matching.blocks import Block, Family
@@ -118,12 +118,12 @@ def resolve(olds: Sequence[Item], news: Sequence[Item], context: Context) -> lis
         clash = conflicts(meaning(olds[0].path[depth_old:]), meaning(news[0].path[depth_new:]))
         return [] if clash else [ItemPair(olds[0], news[0], "unique")]
     groups = _Groups(olds, news, context)
-    if len(groups.old) * len(groups.new) > _MOST_SCORES:
+    if groups.comparisons > _MOST_SCORES:
         return []
     groups.compare()
     pairs: list[ItemPair] = []
-    while step := groups.mutual() or (groups.tied() if len(olds) == len(news) else None):
-        own, others = step
+    while found := groups.next_pair():
+        own, others = found
         if len(own) == len(others) == 1:
             pairs.append(ItemPair(own[0], others[0], "names"))
         else:
@@ -131,8 +131,16 @@ def resolve(olds: Sequence[Item], news: Sequence[Item], context: Context) -> lis
     return pairs
 
 
+_OLD, _NEW = 0, 1  # the two sides
+
+
 class _Groups:
-    """Items of both sides in groups of equal features, and how well the groups go together."""
+    """Items of both sides in groups of equal features, and how well the groups go together.
+
+    Attributes:
+        sides: of each side, feature -> the items that have it. equal: whether both have as many items.
+        scores: (old feature, new feature) -> how well they go together.
+    """
 
     def __init__(self, olds: Sequence[Item], news: Sequence[Item], context: Context) -> None:
         self.equal = len(olds) == len(news)
@@ -140,53 +148,62 @@ class _Groups:
             [meaning(item.path[depth:]) for item in items] for items, depth in zip((olds, news), context.depths, strict=True)
         ]
         self.telling = frozenset.intersection(*map(_telling, features))
-        self.old = _grouped(olds, features[0], self.telling)
-        self.new = _grouped(news, features[1], self.telling)
+        self.sides = (_grouped(olds, features[_OLD], self.telling), _grouped(news, features[_NEW], self.telling))
         self.scores: dict[tuple[Feature, Feature], int] = {}
+
+    @property
+    def comparisons(self) -> int:
+        """How many scores there are to work out."""
+        return len(self.sides[_OLD]) * len(self.sides[_NEW])
 
     def compare(self) -> None:
         """Work out how well each group goes with each of the other side."""
-        self.scores = {(a, b): _score(a, b, self.telling) for a in self.old for b in self.new}
+        self.scores = {(a, b): _score(a, b, self.telling) for a, b in product(*self.sides)}
 
-    def take(self, olds: set[Feature], news: set[Feature]) -> tuple[list[Item], list[Item]]:
-        """Remove groups; their items in order of registration."""
-        taken = [[item for feature in features for item in side.pop(feature)]
-                 for side, features in ((self.old, olds), (self.new, news))]  # fmt: skip
-        return sorted(taken[0], key=_index), sorted(taken[1], key=_index)
-
-    def best(self, feature: Feature, *, of_old: bool) -> tuple[int, set[Feature]]:
-        """The best score of a group, and the groups of the other side that reach it."""
-        scores = {o: self.scores[(feature, o) if of_old else (o, feature)] for o in (self.new if of_old else self.old)}
+    def best(self, side: int, feature: Feature) -> tuple[int, set[Feature]]:
+        """The best score of a group of one side, and the groups of the other side that reach it."""
+        scores = {
+            other: self.scores[(feature, other) if side == _OLD else (other, feature)] for other in self.sides[_NEW - side]
+        }
         top = max(scores.values())
         return top, {other for other, score in scores.items() if score == top}
 
-    def mutual(self) -> tuple[list[Item], list[Item]] | None:
-        """Two groups of one size that prefer each other to all else; by a shared meaning, or since nothing else is left."""
-        if not self.old or not self.new:
+    def next_pair(self) -> tuple[list[Item], list[Item]] | None:
+        """The items of the next groups that belong together, which are taken out; None where none are certain."""
+        if not all(self.sides):
             return None
-        last = self.equal and len(self.old) == len(self.new) == 1
-        for old in self.old:
-            score, best = self.best(old, of_old=True)
-            if len(best) > 1 or (score <= 0 and not (last and score == 0)):
-                continue
-            (new,) = best
-            if self.best(new, of_old=False)[1] == {old} and len(self.old[old]) == len(self.new[new]):
-                return self.take({old}, {new})
-        return None
+        found = next(self._mutual(), None) or (next(self._tied(), None) if self.equal else None)
+        return None if found is None else (self._take(_OLD, found[_OLD]), self._take(_NEW, found[_NEW]))
 
-    def tied(self) -> tuple[list[Item], list[Item]] | None:
+    def _mutual(self) -> Iterator[tuple[set[Feature], set[Feature]]]:
+        """Two groups of one size that prefer each other to all else; by a shared meaning, or since nothing else is left."""
+        least = 0 if self.equal and self.comparisons == 1 else 1
+        for old in self.sides[_OLD]:
+            score, news = self.best(_OLD, old)
+            if len(news) == 1 and score >= least and self._prefer(_NEW, news, {old}) and self._as_many({old}, news):
+                yield {old}, news
+
+    def _tied(self) -> Iterator[tuple[set[Feature], set[Feature]]]:
         """Groups that are all equally good for one another, and for no others."""
-        if not self.old or not self.new:
-            return None
-        for start in self.old:
-            score, news = self.best(start, of_old=True)
-            olds = set().union(*(self.best(new, of_old=False)[1] for new in news))
-            closed = all(self.best(old, of_old=True) == (score, news) for old in olds)
-            closed = closed and all(self.best(new, of_old=False)[1] == olds for new in news)
-            sizes = [sum(len(side[f]) for f in fs) for side, fs in ((self.old, olds), (self.new, news))]
-            if closed and score >= 0 and sizes[0] == sizes[1]:
-                return self.take(olds, news)
-        return None
+        for start in self.sides[_OLD]:
+            score, news = self.best(_OLD, start)
+            olds = set().union(*(self.best(_NEW, new)[1] for new in news))
+            closed = all(self.best(_OLD, old) == (score, news) for old in olds) and self._prefer(_NEW, news, olds)
+            if closed and score >= 0 and self._as_many(olds, news):
+                yield olds, news
+
+    def _prefer(self, side: int, features: set[Feature], others: set[Feature]) -> bool:
+        """Whether all of these groups go best with just those of the other side."""
+        return all(self.best(side, feature)[1] == others for feature in features)
+
+    def _as_many(self, olds: set[Feature], news: set[Feature]) -> bool:
+        """Whether the groups of both sides hold as many items."""
+        count = [sum(len(self.sides[side][feature]) for feature in features) for side, features in ((_OLD, olds), (_NEW, news))]
+        return count[_OLD] == count[_NEW]
+
+    def _take(self, side: int, features: set[Feature]) -> list[Item]:
+        """Remove groups of one side; their items in order of registration."""
+        return sorted((item for feature in features for item in self.sides[side].pop(feature)), key=_index)
 
 
 def _index(item: Item) -> int:

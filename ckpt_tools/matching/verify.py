@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TypeAlias
 
 from ckpt_tools.matching.blocks import Family
@@ -32,22 +32,35 @@ def doubtful(pairs: Sequence[UnitPair], olds: Sequence[Unit], news: Sequence[Uni
 def _broken(pairs: Sequence[UnitPair]) -> set[Counted]:
     """What was counted that holds two numbered families whose members do not come in one order on both sides."""
     wanted = {counted for pair in pairs for counted in pair.counted}
+    crossed = _crossed(_numbers_seen(pairs, wanted)) if wanted else {}
+    return {each for each in wanted if any(not each[1].isdisjoint(crossed.get(family, ())) for family in each[0])}
+
+
+# The numbers under which members of two families, one on each side, are partners.
+_Seen: TypeAlias = dict[tuple[Family, Family], set[tuple[Count, Count]]]
+
+
+def _numbers_seen(pairs: Sequence[UnitPair], wanted: Iterable[Counted]) -> _Seen:
+    """The numbers of partners in every two families that were counted beside each other."""
     beside: dict[Family, list[frozenset[Family]]] = defaultdict(list)
     for families, others in wanted:
         for family in families:
             beside[family].append(others)
-    seen: dict[tuple[Family, Family], set[tuple[Count, Count]]] = defaultdict(set)
-    for pair in pairs if wanted else ():
-        theirs = list(_members(pair.new.path))
-        for family, count in _members(pair.old.path):
-            for other, other_count in theirs:
-                if any(other in others for others in beside.get(family, ())):
-                    seen[family, other].add((count, other_count))
-    crossed: dict[Family, list[Family]] = defaultdict(list)
+    seen: _Seen = defaultdict(set)
+    for pair in pairs:
+        for (family, count), (other, other_count) in product(_members(pair.old.path), _members(pair.new.path)):
+            if any(other in others for others in beside.get(family, ())):
+                seen[family, other].add((count, other_count))
+    return seen
+
+
+def _crossed(seen: _Seen) -> dict[Family, set[Family]]:
+    """Family -> the families of the other side whose members come in another order."""
+    crossed: dict[Family, set[Family]] = defaultdict(set)
     for (family, other), counts in seen.items():
-        if any(two[1] < one[1] for one, two in pairwise(sorted(counts))):
-            crossed[family].append(other)
-    return {each for each in wanted if any(other in each[1] for family in each[0] for other in crossed.get(family, ()))}
+        if any(later[1] < earlier[1] for earlier, later in pairwise(sorted(counts))):
+            crossed[family].add(other)
+    return crossed
 
 
 def _members(path: Path) -> Iterator[tuple[Family, Count]]:

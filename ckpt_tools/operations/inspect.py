@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
-import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -16,7 +14,6 @@ from ckpt_tools import limits
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.edit.objects.values import as_value
 from ckpt_tools.errors import LimitError, TensorError
-from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import (
     Checkpoint,
     Tensor,
@@ -25,16 +22,17 @@ from ckpt_tools.formats.open import (
     is_tensor,
     open_checkpoint,
 )
-from ckpt_tools.formats.parts.named import Partition, names_parts, partition, without_advice
-from ckpt_tools.operations.loaders import Loads, how_it_loads
+from ckpt_tools.formats.parts.named import Partition, names_parts, partition
+from ckpt_tools.operations.findings import Facts, findings
+from ckpt_tools.operations.loaders import how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.operations.sharing import find_sharing
 from ckpt_tools.pickling.weights_only import ALLOWED
-from ckpt_tools.text import brief, dotted, listed
+from ckpt_tools.text import brief, dotted
 from ckpt_tools.tree.arguments import natural
-from ckpt_tools.tree.findings import Finding, mending
+from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import is_module, settings
-from ckpt_tools.tree.names import MODULE, wrappers_in
+from ckpt_tools.tree.names import wrappers_in
 from ckpt_tools.tree.nodes import (
     PLAIN,
     ByteString,
@@ -47,7 +45,6 @@ from ckpt_tools.tree.nodes import (
     Storage,
     Where,
 )
-from ckpt_tools.tree.prefixes import HOLDERS, of_all
 from ckpt_tools.tree.visit import reachable, walk
 
 if TYPE_CHECKING:  # few files have parts of tensors
@@ -55,7 +52,6 @@ if TYPE_CHECKING:  # few files have parts of tensors
 
 MAX_VALUES = 1000
 MAX_TEXT = 4096
-_DEAD_FROM = 1 << 20
 _SHOWN_ITEMS = 32
 _ROW = frozenset((type(None), bool, int, float, str))
 
@@ -117,29 +113,31 @@ def inspect(path: str | os.PathLike[str]) -> Description:
 
 def describe(checkpoint: Checkpoint) -> Description:
     """Describe an open checkpoint."""
-    rows, state_dicts, totals = _measure(checkpoint)
-    safety = of_checkpoint(checkpoint)
-    loads = how_it_loads(checkpoint, safety.classes)
-    part = partition(checkpoint)
-    sharing = find_sharing(checkpoint)
+    rows, facts = _gather(checkpoint)
+    safety, loads, sharing = facts.safety, facts.loads, find_sharing(checkpoint)
     settings_too = _module_values(checkpoint.root) if checkpoint.has_modules else ()
     values = dict(islice(chain(_values(checkpoint.root), settings_too), MAX_VALUES))
     return Description(
-        str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, state_dicts, rows, totals,
+        str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, facts.state_dicts, rows, facts.totals,
         sharing.tied, sharing.shared, values, _objects(checkpoint),
         list(map(str, dict.fromkeys((*checkpoint.decoded.globals, *safety.names)))),
         {"loads": loads.weights_only, "refused": loads.refused, "reasons": loads.reasons, "call": loads.call}, safety,
-        dict(checkpoint.decoded.metadata), list(_findings(checkpoint, safety, part, state_dicts, totals, loads)),
-        _part_row(part) if part is not None else None, _packed_row(checkpoint),
+        dict(checkpoint.decoded.metadata), list(findings(facts)),
+        _part_row(facts.part) if facts.part is not None else None, _packed_row(checkpoint),
     )  # fmt: skip
 
 
 def find_findings(checkpoint: Checkpoint, safety: Safety | None = None) -> list[Finding]:
     """The findings of `describe` alone; `safety` where it is known."""
-    _, state_dicts, totals = _measure(checkpoint)
+    return list(findings(_gather(checkpoint, safety)[1]))
+
+
+def _gather(checkpoint: Checkpoint, safety: Safety | None = None) -> tuple[_Rows, Facts]:
+    """A row for each tensor, and what findings are told from."""
+    rows, state_dicts, totals = _measure(checkpoint)
     safety = of_checkpoint(checkpoint) if safety is None else safety
     loads = how_it_loads(checkpoint, safety.classes)
-    return list(_findings(checkpoint, safety, partition(checkpoint), state_dicts, totals, loads))
+    return rows, Facts(checkpoint, state_dicts, totals, safety, loads, partition(checkpoint))
 
 
 def _part_row(part: Partition) -> dict[str, Any]:
@@ -335,97 +333,3 @@ def _objects(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             if len(found) > left:
                 raise limits.OBJECTS.error(f"{checkpoint.path} refers to its objects too often: {len(found)} times.")
     return found
-
-
-def _findings(
-    checkpoint: Checkpoint, safety: Safety, part: Partition | None, state_dicts: _Rows, totals: dict[str, Any], loads: Loads
-) -> Iterator[Finding]:
-    """What is worth knowing; of a part first that it is one."""
-    found = chain(safety.findings(str(checkpoint.path)), _each_finding(checkpoint, state_dicts, totals, loads))
-    if part is None:
-        yield from found
-        return
-    yield Finding("partition", "warning", [], part.found, "whole tensors under their names", part.fix)
-    yield from (finding for finding in without_advice(found) if finding.code != "together")
-
-
-def _each_finding(checkpoint: Checkpoint, state_dicts: _Rows, totals: dict[str, Any], loads: Loads) -> Iterator[Finding]:
-    wrapped = sorted(_wrapper_option(row) for row in state_dicts if row["wrappers"])
-    path, options = str(checkpoint.path), dict.fromkeys(wrapped[-1:])  # --unwrap does what --strip-module does
-    # Without it convert refuses such a file, so every command that is shown has it.
-    needed = "" if all(map(is_known, checkpoint.decoded.globals)) else " --objects plain"
-    for row in state_dicts:
-        if row["wrappers"]:
-            found, fix = f"names start with {', '.join(row['wrappers'])}", _convert(path, _wrapper_option(row) + needed)
-            yield Finding("wrapper-prefix", "warning", row["where"], found, "names of the plain model", fix)
-    yield from _prefixes(checkpoint, state_dicts, needed)
-    devices = [device for device in totals["devices"] if device not in ("cpu", "meta")]
-    if devices:
-        options["--map-location cpu"] = None
-        found, expected = f"storages tagged {', '.join(devices)}", "cpu, to load on a machine without that device"
-        yield Finding("device-tags", "info", [], found, expected, _convert(path, "--map-location cpu" + needed))
-    if checkpoint.decoded.byteorder == "big":
-        yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", _convert(path, needed))
-    yield from _oversized(checkpoint, totals)
-    dead = checkpoint.decoded.dead_bytes()
-    if dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > checkpoint.file_bytes):
-        options["--compact"] = None
-        found = f"{dead} of {checkpoint.file_bytes} bytes are used by nothing"
-        yield Finding("dead-bytes", "info", [], found, "a file without gaps", _convert(path, "--compact" + needed))
-    if loads.is_refused:
-        options["--objects plain"] = None
-    yield from _loading(path, loads, needed)
-    programs = {code for code, _ in PROGRAMS.values()}
-    for warned in checkpoint.warnings:
-        fix = warned.fix or _convert(path, " --objects plain" if warned.code in programs else needed)
-        yield Finding(warned.code, warned.severity, [], warned.found, warned.expected, fix)
-    if len(options) > 1:
-        yield Finding("together", "info", [], "one command mends all of this", "", _convert(path, " ".join(options)))
-
-
-def _prefixes(checkpoint: Checkpoint, rows: _Rows, needed: str) -> Iterator[Finding]:
-    """State dicts of which every name starts with an attribute of a training module, as Lightning's do."""
-    root = checkpoint.root
-    holders = None if type(root) is Dict and root.get("pytorch-lightning_version") is not None else HOLDERS
-    for state_dict, row in zip(checkpoint.state_dicts, rows, strict=True):
-        prefix = None if row["wrappers"] else of_all(state_dict.names, holders)
-        if prefix is not None:
-            option, _, value = prefix.removal.partition("=")
-            select = f" --select {shlex.quote(dotted(state_dict.where))}" if state_dict.where else ""
-            fix = f"--{option.replace('_', '-')} {shlex.quote(ast.literal_eval(value))}{select}{needed}"
-            found = f"every name starts with {prefix.text}"
-            expected = "names without it, where your model has no such attribute"
-            fix = _convert(str(checkpoint.path), fix)
-            yield Finding("common-prefix", "info", list(state_dict.where), found, expected, fix)
-
-
-def _loading(path: str, loads: Loads, needed: str) -> Iterator[Finding]:
-    """What keeps torch.load, or safetensors, from loading it."""
-    if loads.misnamed:
-        yield Finding("misnamed", "warning", [], loads.misnamed, "a name that says what it is", _convert(path, needed))
-    if loads.is_refused:
-        found = f"torch.load(weights_only=True) refuses it: {listed(loads.refused or loads.reasons)}"
-        fix = _convert(path, "--objects plain")
-        yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", fix)
-
-
-def _wrapper_option(row: dict[str, Any]) -> str:
-    return "--strip-module" if row["wrappers"] == [MODULE] else "--unwrap"
-
-
-def _oversized(checkpoint: Checkpoint, totals: dict[str, Any]) -> Iterator[Finding]:
-    """Storages of which the tensors use less than half, a megabyte or more in all."""
-    used: dict[Storage, int] = {}
-    for tensor in checkpoint.tensors:
-        if type(tensor.node) is Entry:
-            storage = tensor.node.storage
-            used[storage] = used.get(storage, 0) + tensor.node.nbytes
-    wasted = sum(storage.nbytes - count for storage, count in used.items() if count * 2 < storage.nbytes)
-    if wasted >= 1 << 20 or (wasted and wasted * 2 > totals["storage_bytes"]):
-        found = f"tensors that use {totals['bytes']} of {totals['storage_bytes']} bytes of storage"
-        expected = "storages as large as their tensors (--slim leaves optimizers and objects out as well)"
-        yield Finding("oversized-storage", "info", [], found, expected, _convert(str(checkpoint.path), "--slim"))
-
-
-def _convert(path: str, options: str) -> str:
-    return mending("convert", path, options)

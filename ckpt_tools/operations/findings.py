@@ -1,0 +1,163 @@
+"""Problems and facts that are worth knowing, told without reading a tensor; each with the command that mends it."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeAlias
+
+from ckpt_tools.edit.objects.known import is_known
+from ckpt_tools.formats.base import PROGRAMS
+from ckpt_tools.formats.open import Checkpoint
+from ckpt_tools.formats.parts.named import Partition, without_advice
+from ckpt_tools.operations.loaders import Loads
+from ckpt_tools.operations.safety import Safety
+from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree.findings import Finding, mending
+from ckpt_tools.tree.names import MODULE
+from ckpt_tools.tree.nodes import Dict, Entry, Storage
+from ckpt_tools.tree.prefixes import HOLDERS, of_all
+
+_DEAD_FROM = 1 << 20
+_STRIP_MODULE, _UNWRAP = "--strip-module", "--unwrap"
+_TO_CPU, _COMPACT, _PLAIN = "--map-location cpu", "--compact", "--objects plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What findings are told from.
+
+    Attributes:
+        checkpoint: open. state_dicts, totals: the rows of a `Description`.
+        safety: what loading it without weights_only would run. loads: how it is loaded.
+        part: whose part of a model it is; None for a whole one.
+    """
+
+    checkpoint: Checkpoint
+    state_dicts: list[dict[str, Any]]
+    totals: dict[str, Any]
+    safety: Safety
+    loads: Loads
+    part: Partition | None
+
+    @property
+    def needed(self) -> str:
+        """The option without which convert refuses the file, so that every command that is shown has it; or nothing."""
+        return "" if all(map(is_known, self.checkpoint.decoded.globals)) else _PLAIN
+
+    def fix(self, options: str = "") -> str:
+        """The conversion with these options, and with what the file needs anyway."""
+        every = " ".join(dict.fromkeys(filter(None, (options, self.needed))))
+        return mending("convert", str(self.checkpoint.path), every)
+
+
+# A finding, and the option that mends it together with others; "" for one that has its own way.
+_Advised: TypeAlias = tuple[Finding, str]
+
+
+def findings(facts: Facts) -> Iterator[Finding]:
+    """What is worth knowing, dangers first; of a part before all that it is one."""
+    found = chain(facts.safety.findings(str(facts.checkpoint.path)), _findings(facts))
+    if facts.part is None:
+        yield from found
+        return
+    yield Finding("partition", "warning", [], facts.part.found, "whole tensors under their names", facts.part.fix)
+    yield from (finding for finding in without_advice(found) if finding.code != "together")
+
+
+def _findings(facts: Facts) -> Iterator[Finding]:
+    """Each finding, and last the command that mends several at once."""
+    sources = (_wrappers, _prefixes, _devices, _big_endian, _oversized, _dead_bytes, _loading, _warnings)
+    options: dict[str, None] = {}
+    for finding, option in chain.from_iterable(source(facts) for source in sources):
+        yield finding
+        options[option] = None
+    options.pop("", None)
+    if _UNWRAP in options:  # which does what --strip-module does
+        options.pop(_STRIP_MODULE, None)
+    if len(options) > 1:
+        fix = mending("convert", str(facts.checkpoint.path), " ".join(options))
+        yield Finding("together", "info", [], "one command mends all of this", "", fix)
+
+
+def _wrappers(facts: Facts) -> Iterator[_Advised]:
+    for row in facts.state_dicts:
+        if row["wrappers"]:
+            option = _STRIP_MODULE if row["wrappers"] == [MODULE] else _UNWRAP
+            found = f"names start with {', '.join(row['wrappers'])}"
+            yield (
+                Finding("wrapper-prefix", "warning", row["where"], found, "names of the plain model", facts.fix(option)),
+                option,
+            )
+
+
+def _prefixes(facts: Facts) -> Iterator[_Advised]:
+    """State dicts of which every name starts with an attribute of a training module, as Lightning's do."""
+    root = facts.checkpoint.root
+    holders = None if type(root) is Dict and root.get("pytorch-lightning_version") is not None else HOLDERS
+    for state_dict, row in zip(facts.checkpoint.state_dicts, facts.state_dicts, strict=True):
+        prefix = None if row["wrappers"] else of_all(state_dict.names, holders)
+        if prefix is not None:
+            option, _, value = prefix.removal.partition("=")
+            select = f" --select {shlex.quote(dotted(state_dict.where))}" if state_dict.where else ""
+            fix = facts.fix(f"--{option.replace('_', '-')} {shlex.quote(ast.literal_eval(value))}{select}")
+            expected = "names without it, where your model has no such attribute"
+            where, found = list(state_dict.where), f"every name starts with {prefix.text}"
+            yield Finding("common-prefix", "info", where, found, expected, fix), ""
+
+
+def _devices(facts: Facts) -> Iterator[_Advised]:
+    devices = [device for device in facts.totals["devices"] if device not in ("cpu", "meta")]
+    if devices:
+        expected = "cpu, to load on a machine without that device"
+        found = f"storages tagged {', '.join(devices)}"
+        yield Finding("device-tags", "info", [], found, expected, facts.fix(_TO_CPU)), _TO_CPU
+
+
+def _big_endian(facts: Facts) -> Iterator[_Advised]:
+    if facts.checkpoint.decoded.byteorder == "big":
+        yield Finding("big-endian", "info", [], "big-endian tensor bytes", "little-endian", facts.fix()), ""
+
+
+def _oversized(facts: Facts) -> Iterator[_Advised]:
+    """Storages of which the tensors use less than half, a megabyte or more in all."""
+    used: dict[Storage, int] = {}
+    for tensor in facts.checkpoint.tensors:
+        if type(tensor.node) is Entry:
+            storage = tensor.node.storage
+            used[storage] = used.get(storage, 0) + tensor.node.nbytes
+    wasted = sum(storage.nbytes - count for storage, count in used.items() if count * 2 < storage.nbytes)
+    totals = facts.totals
+    if wasted >= 1 << 20 or (wasted and wasted * 2 > totals["storage_bytes"]):
+        found = f"tensors that use {totals['bytes']} of {totals['storage_bytes']} bytes of storage"
+        expected = "storages as large as their tensors (--slim leaves optimizers and objects out as well)"
+        fix = mending("convert", str(facts.checkpoint.path), "--slim")
+        yield Finding("oversized-storage", "info", [], found, expected, fix), ""
+
+
+def _dead_bytes(facts: Facts) -> Iterator[_Advised]:
+    dead, size = facts.checkpoint.decoded.dead_bytes(), facts.checkpoint.file_bytes
+    if dead >= _DEAD_FROM or (dead >= _DEAD_FROM >> 6 and dead * 10 > size):
+        found = f"{dead} of {size} bytes are used by nothing"
+        yield Finding("dead-bytes", "info", [], found, "a file without gaps", facts.fix(_COMPACT)), _COMPACT
+
+
+def _loading(facts: Facts) -> Iterator[_Advised]:
+    """What keeps torch.load, or safetensors, from loading it."""
+    loads = facts.loads
+    if loads.misnamed:
+        yield Finding("misnamed", "warning", [], loads.misnamed, "a name that says what it is", facts.fix()), ""
+    if loads.is_refused:
+        found = f"torch.load(weights_only=True) refuses it: {listed(loads.refused or loads.reasons)}"
+        yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", facts.fix(_PLAIN)), _PLAIN
+
+
+def _warnings(facts: Facts) -> Iterator[_Advised]:
+    """What the reader of the container had to say."""
+    programs = {code for code, _ in PROGRAMS.values()}
+    for warned in facts.checkpoint.warnings:
+        fix = warned.fix or facts.fix(_PLAIN if warned.code in programs else "")
+        yield Finding(warned.code, warned.severity, [], warned.found, warned.expected, fix), ""
