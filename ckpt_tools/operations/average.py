@@ -26,11 +26,10 @@ from ckpt_tools.formats.open import (
     tensors_outside,
 )
 from ckpt_tools.formats.parts.named import open_whole
-from ckpt_tools.io.content import Content, Piece, total
-from ckpt_tools.io.output import Output, check_space
-from ckpt_tools.io.writer import write
+from ckpt_tools.io.content import Content
 from ckpt_tools.operations.compare.sides import check_effort
-from ckpt_tools.operations.convert.conversion import CONTAINERS, Edits
+from ckpt_tools.operations.convert.conversion import CONTAINERS, execute, plan
+from ckpt_tools.operations.convert.edits import Edits
 from ckpt_tools.operations.convert.folder import FolderTarget, run_dcp
 from ckpt_tools.operations.convert.object_policy import modules_first
 from ckpt_tools.operations.convert.options import ConvertOptions, ObjectsPolicy
@@ -154,20 +153,14 @@ def average(
             _take_state_dicts(checkpoints, report.output)
         _Mean(checkpoints, parts, select, integers, report, unwrapped=unwrap).apply()
         if to_folder:
-            run_dcp(checkpoints[0], folder, edits, report.output)
+            run_dcp(checkpoints[0], folder, edits, report.output, stack)
         else:
-            _write_file(edits.plan(checkpoints[0], report.output), output, report.output, progress)
+            planned = plan(checkpoints[0], edits, report.output, stack)
+            if output is not None:
+                execute(planned, output, progress)
         for checkpoint in checkpoints:
             checkpoint.decoded.source.check_unchanged()
     return report
-
-
-def _write_file(pieces: list[Piece], output: Output | None, report: Converted, progress: Progress | None) -> None:
-    """One file; nothing in a dry run."""
-    report.bytes = total(pieces)
-    if output is not None:
-        check_space(output.target.parent, output.target, report.bytes)
-        write(pieces, output, progress)
 
 
 def _weights(given: Sequence[float] | None, count: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.fit.targets import choose_state_dict
 from ckpt_tools.formats.open import Checkpoint, StateDict, is_tensor, tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
-from ckpt_tools.operations.convert.conversion import Edits, open_input
+from ckpt_tools.operations.convert.conversion import open_input
+from ckpt_tools.operations.convert.edits import Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.text import dotted, listed
@@ -103,8 +105,8 @@ def load_edited(path: str | os.PathLike[str], options: ConvertOptions) -> dict[s
         NothingMatchedError: there is none, or several. CkptError: see `convert`.
     """
     edits = Edits(options)
-    with edits.stack, open_input(path, partial=options.partial) as checkpoint:
-        checkpoint.root = edits.edit(checkpoint, Converted(str(path), ""))
+    with ExitStack() as stack, open_input(path, partial=options.partial) as checkpoint:
+        checkpoint.root = edits.apply(checkpoint, Converted(str(path), ""), stack).root
         vars(checkpoint).pop("state_dicts", None)  # of the tree as it was
         state_dict = choose(checkpoint, None)
         root = loadable(state_dict.node, path)

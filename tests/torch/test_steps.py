@@ -70,7 +70,7 @@ def test_a_step_gives_a_new_plan(tmp_path: Path) -> None:
         (lambda c: c.unwrap().select("model"), "`select` comes before `unwrap`"),
         (lambda c: c.cast("bf16").rename("a=b"), "`rename` comes before `cast`"),
         (lambda c: c.cast("bf16").cast("fp16"), "`cast` is said twice"),
-        (lambda c: c.cast("int8"), "`dtype='int8'` is none of"),
+        (lambda c: c.cast("int8"), "`dtype='int8'` is not one of"),
         (lambda c: c.objects("keep").slim(), "`slim` drops objects"),
         (lambda c: c.unwrap().fit(plan="plan.toml"), "`unwrap` does not go with `plan`"),
         (lambda c: c.fit(reinit="zeros"), "`reinit` is about a target"),

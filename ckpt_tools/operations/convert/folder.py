@@ -18,8 +18,9 @@ from ckpt_tools.io.ranks import Ranks
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.convert import companions, sharding
 from ckpt_tools.operations.convert.companions import Companions
-from ckpt_tools.operations.convert.conversion import Edits, not_verified, open_input, report_flat
+from ckpt_tools.operations.convert.conversion import not_verified, open_input, report_flat
 from ckpt_tools.operations.convert.dcp_items import Items, collect
+from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.sharding import Shards
@@ -27,6 +28,8 @@ from ckpt_tools.tree.nodes import Node
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
+
+    from ckpt_tools.edit.casts import Casting
 
 _STALE = {
     "safetensors": r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json",
@@ -108,23 +111,26 @@ def run_folder(source: str | os.PathLike[str], target: FolderTarget, edits: Edit
     """
     target.check()
     report = Converted(str(source), str(target.path), "dcp" if target.kind == "dcp" else "sharded", target.options.dry_run)
-    with open_input(source, partial=edits.options.partial) as checkpoint:
+    with ExitStack() as stack, open_input(source, partial=edits.options.partial) as checkpoint:
         if target.kind == "dcp":
-            run_dcp(checkpoint, target, edits, report)
+            run_dcp(checkpoint, target, edits, report, stack)
         else:
-            _run_shards(checkpoint, target, edits, limit, report)
+            _run_shards(checkpoint, target, edits, limit, report, stack)
     return report
 
 
-def _run_shards(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, limit: int, report: Converted) -> None:
+def _run_shards(
+    checkpoint: Checkpoint, target: FolderTarget, edits: Edits, limit: int, report: Converted, inputs: ExitStack
+) -> None:
     ranks = target.ranks
 
-    def plan() -> tuple[Shards, Companions]:
+    def plan() -> tuple[Edited, Shards, Companions]:
         with collector_paused():
-            shards = _shards(edits.edit(checkpoint, report), checkpoint, edits, limit, report)
-        return shards, target.companions(checkpoint, report)
+            edited = edits.apply(checkpoint, report, inputs)
+            shards = _shards(edited.root, checkpoint, edits, limit, report)
+        return edited, shards, target.companions(checkpoint, report)
 
-    shards, beside = ranks.make_same(plan, lambda made: zlib.crc32(made[0].index))
+    edited, shards, beside = ranks.make_same(plan, lambda made: zlib.crc32(made[1].index))
     report.files = len(shards.files)
     report.bytes = sum(total(pieces) for _, pieces in shards.files) + len(shards.index)
     if target.options.dry_run:
@@ -134,7 +140,7 @@ def _run_shards(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, limi
         ranks.agree(lambda: _write_own(shards, staging, report.bytes + beside.bytes, ranks, edits.options.progress))
         ranks.agree(lambda: companions.copy(beside, staging) if ranks.rank == 0 else None)
         ranks.agree(checkpoint.decoded.source.check_unchanged)
-        _merge_counts(edits, report, ranks)
+        _merge_counts(edited.casting, report, ranks)
         if ranks.rank == 0:
             _check_there(shards, staging)
             with staging.output(shards.index_name) as output:
@@ -191,9 +197,8 @@ def _check_there(shards: Shards, staging: Staging) -> None:
             )
 
 
-def _merge_counts(edits: Edits, report: Converted, ranks: Ranks) -> None:
+def _merge_counts(casting: Casting | None, report: Converted, ranks: Ranks) -> None:
     """What the casts of all processes lost."""
-    casting = edits.casting
     if casting is None:
         return
     for overflowed, underflowed in ranks.agree(lambda: (casting.overflowed(), casting.underflowed())):
@@ -202,19 +207,20 @@ def _merge_counts(edits: Edits, report: Converted, ranks: Ranks) -> None:
                 counts[name] = counts.get(name, 0) + count
 
 
-def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: Converted) -> None:
-    """Plan and write a distributed checkpoint; `target.check` has been asked."""
+def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: Converted, inputs: ExitStack) -> None:
+    """Plan and write a distributed checkpoint; `target.check` has been asked. `inputs` stays open until that is done."""
     ranks = target.ranks
 
-    def plan() -> tuple[Items, Companions]:
+    def plan() -> tuple[Edited, Items, Companions]:
         with collector_paused():
-            items = collect(edits.edit(checkpoint, report), checkpoint.file_bytes)
-        return items, target.companions(checkpoint, report)
+            edited = edits.apply(checkpoint, report, inputs)
+            items = collect(edited.root, checkpoint.file_bytes)
+        return edited, items, target.companions(checkpoint, report)
 
-    def checksum(made: tuple[Items, Companions]) -> int:
-        return zlib.crc32(repr([(item.name, item.nbytes) for item in made[0].items]).encode())
+    def checksum(made: tuple[Edited, Items, Companions]) -> int:
+        return zlib.crc32(repr([(item.name, item.nbytes) for item in made[1].items]).encode())
 
-    found, beside = ranks.make_same(plan, checksum)
+    edited, found, beside = ranks.make_same(plan, checksum)
     if edits.options.verify:
         report.notes.append(Note("not-verified", "`verify`: not for `format='dcp'`, whose tensors torch writes anew."))
     _note_dcp(found.text_keys, found.attributes, report)
@@ -229,7 +235,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
         _save(found, staging, ranks, edits.options.progress)
         ranks.agree(lambda: companions.copy(beside, staging) if ranks.rank == 0 else None)
         ranks.agree(checkpoint.decoded.source.check_unchanged)
-        _merge_counts(edits, report, ranks)
+        _merge_counts(edited.casting, report, ranks)
         sizes = {name: size for name, size in ranks.agree(staging.sizes)[0].items() if name not in beside.taken}
         report.files = sum(name != ".metadata" for name in sizes)
         report.bytes = sum(sizes.values())

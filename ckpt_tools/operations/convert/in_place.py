@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from ckpt_tools.edit import flatten
@@ -23,7 +24,9 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.io.in_place import journal
 from ckpt_tools.io.output import Source, is_address
-from ckpt_tools.operations.convert.conversion import Edits, report_flat
+from ckpt_tools.operations.convert.conversion import report_flat
+from ckpt_tools.operations.convert.edits import Edits
+from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.tree.arguments import natural
@@ -54,9 +57,10 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
     if is_address(path):
         raise OutputError(f"{path} is not on this machine.", why="Only local files are edited in place.", fix="Name an OUT.")
     asked = ConvertOptions(**options.asked())
+    Names(asked)  # a rule that cannot be read is told before the file is touched
     if not options.dry_run:
         journal.recover(Path(os.path.realpath(path)))
-    with open_checkpoint(path) as checkpoint, collector_paused():
+    with ExitStack() as stack, open_checkpoint(path) as checkpoint, collector_paused():
         source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)
         if kind is None or type(source) is not Source:  # a local file, whole
             raise ContainerLimitError(
@@ -65,11 +69,10 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
         part = partition(checkpoint)
         if part is not None and options.objects in ("plain", "drop"):
             raise part_error(checkpoint, part)
-        edits = Edits(asked, kind)
         report = Converted(str(path), str(path), checkpoint.container, options.dry_run)
         if part is not None:
             report.notes.append(Note("partition", f"The file is a part of a model, and stays one: {part.found}."))
-        pieces = _lay_out(edits.edit(checkpoint, report), checkpoint, report)
+        pieces = _lay_out(Edits(asked, kind).apply(checkpoint, report, stack).root, checkpoint, report)
         report.bytes = total(pieces)
         patches = _differing(source, _patches(pieces, source))
         rewritten = sum(len(data) for _, data in patches)

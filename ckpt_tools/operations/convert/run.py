@@ -65,10 +65,10 @@ def convert_with(source: str | os.PathLike[str], target: str | os.PathLike[str],
         clone = None
         if output is not None and kind == "pth" and not options.moves_tensors and not is_address(target):
             clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
-        from ckpt_tools.operations.convert.conversion import Edits, run
+        from ckpt_tools.operations.convert.conversion import run
+        from ckpt_tools.operations.convert.edits import Edits
 
         edits = Edits(options, kind)
-        stack.enter_context(edits.stack)
         if to_folder:
             from ckpt_tools.operations.convert.folder import FolderTarget, run_folder
 

@@ -1,0 +1,259 @@
+"""The edits of `convert`: from the tree that was read to the tree that is to be written, step by step. Moves no byte."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_tools.edit import renaming
+from ckpt_tools.edit.objects.known import is_known
+from ckpt_tools.errors import NothingMatchedError, UsageError
+from ckpt_tools.formats.base import PROGRAMS
+from ckpt_tools.formats.open import (
+    Checkpoint,
+    count_tensors,
+    find_state_dicts,
+    tensors_outside,
+)
+from ckpt_tools.io.sources import Files
+from ckpt_tools.operations.convert.names import Names
+from ckpt_tools.operations.convert.options import ConvertOptions
+from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
+from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree.arguments import Location
+from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
+from ckpt_tools.tree.nodes import Node
+
+_RESERVE = 4096  # bytes of room in a safetensors header
+
+if TYPE_CHECKING:  # what only some conversions need is imported by those
+    from ckpt_tools.edit.casts import Casting
+    from ckpt_tools.fit.options import FitOptions
+    from ckpt_tools.fit.retarget import Retargeting
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edited:
+    """A tree as it is to be written.
+
+    Attributes:
+        root: the tree. ties: names that the input's metadata tied, and that are entries again.
+        casting: what counts the values that a cast loses, once the bytes have moved; None without one.
+    """
+
+    root: Node
+    ties: Mapping[str, str]
+    casting: Casting | None
+
+
+class Edits:
+    """What the options do to a checkpoint: checked when this is made, done once, by `apply`."""
+
+    def __init__(self, options: ConvertOptions, kind: str = "pth") -> None:
+        if options.reserve is not None and kind != "safetensors":
+            raise UsageError("`reserve` is the room in a safetensors header; a .pth puts a longer pickle behind its tensors.")
+        self.options, self.kind, self.names = options, kind, Names(options)
+        self.map_location = _spec(options.map_location)
+        self.retag = _retagging(self.map_location)
+        self.retargeting = _retargeting(options)
+        self.reserve = options.reserve if options.reserve is not None else 0 if options.compact else _RESERVE
+
+    def apply(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> Edited:
+        """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
+        ties = _begin(checkpoint, report)
+        root, used = self._narrow(self._selected(checkpoint), checkpoint, report)
+        if self.kind == "safetensors" and any(name.module.startswith("numpy") for name in checkpoint.decoded.globals):
+            root = _arrays(root, report)  # it holds nothing else of them
+        if self.options.keep or self.options.drop:
+            self._filter(root, used, report)
+        self.names.apply(root, report)
+        if checkpoint.decoded.byteorder != "little":
+            from ckpt_tools.edit.casts import to_little_endian
+
+            root = to_little_endian(root, checkpoint.decoded.byteorder)
+        if self.retargeting is not None:
+            _fit(root, self.retargeting, report, stack)
+        root = self._retagged(root, checkpoint, report)
+        if self.options.verify and report.dry_run:
+            report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
+        root, casting = self._cast(root, report)
+        if self.kind in ("safetensors", "dcp"):
+            from ckpt_tools.operations.convert.object_policy import leave_attributes
+
+            leave_attributes(root, self.kind, self.options.objects, report)
+        report.tensors = count_tensors(root)
+        _check_not_empty(checkpoint, report)
+        return Edited(root, ties, casting)
+
+    def _selected(self, checkpoint: Checkpoint) -> Node:
+        """The root, or what --select names in its place."""
+        if self.options.select is None:
+            return checkpoint.root
+        from ckpt_tools.edit.selection import select_in
+
+        return select_in(checkpoint, self.options.select)
+
+    def _filter(self, root: Node, used: frozenset[str], report: Converted) -> None:
+        """Keep and drop tensors by their names."""
+        from ckpt_tools.edit.selection import filter_tensors
+
+        gone = filter_tensors(root, self.options.keep, self.options.drop, used)
+        report.dropped += [(dotted(where), "`keep` / `drop`") for where in gone]
+        if self.options.keep:
+            _note_outside(root, report)
+
+    def _retagged(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Node:
+        """With other device tags, where that was asked for."""
+        if self.retag is None:
+            return root
+        from ckpt_tools.edit.devices import map_devices
+
+        root, report.devices = map_devices(root, self.retag)
+        _note_devices(report, checkpoint, self.kind, self.map_location)
+        return root
+
+    def _cast(self, root: Node, report: Converted) -> tuple[Node, Casting | None]:
+        """Cast floats, and tell."""
+        if self.options.dtype is None:
+            return root, None
+        from ckpt_tools.edit.casts import cast_floats
+
+        root, casting = cast_floats(root, DTYPES[CAST_TARGETS[str(self.options.dtype)]], self.options.dtype_only)
+        report.casts = casting.moves
+        if casting.steps:
+            text = f"{casting.steps} step counters of optimizers keep their dtype; `dtype_only='*.step'` casts them."
+            report.notes.append(Note("steps-kept", text))
+        return root, casting
+
+    def _narrow(self, root: Node, checkpoint: Checkpoint, report: Converted) -> tuple[Node, frozenset[str]]:
+        """Objects as --objects says; the averaged weights, or state dicts and values, on storages of their own size.
+
+        Returns:
+            The root, and the globs of --drop that named what objects would have lost.
+        """
+        options = self.options
+        if not (options.objects or options.slim or options.ema) and _is_plain(checkpoint):
+            return root, frozenset()
+        from ckpt_tools.operations.convert import object_policy
+
+        chosen, done = options.objects is None and (options.slim or options.ema), frozenset[str]()
+        if chosen:
+            root, done = object_policy.weights_alone(root, checkpoint, options.drop, report, ema=options.ema, slim=options.slim)
+        objects = "plain" if options.slim and options.objects is None else options.objects
+        selected = options.select is not None or (chosen and options.ema)  # what lies elsewhere does not come along
+        root, used = object_policy.apply_objects(root, checkpoint, objects, report, selected=selected, drop=options.drop)
+        if options.ema and not chosen:
+            root, _ = object_policy.averaged_alone(root, report)
+        return self._slimmed(root, report) if options.slim else root, done | used
+
+    def _slimmed(self, root: Node, report: Converted) -> Node:
+        from ckpt_tools.edit import compaction, slimming
+
+        root, gone = slimming.slim(root)
+        report.dropped += [(dotted(where), what) for where, what in gone]
+        root, done = compaction.compact(root, verify=self.options.verify)
+        report.compacted, report.saved = done.storages, done.saved
+        return root
+
+
+def _retargeting(options: FitOptions) -> Retargeting | None:
+    """The target, where one is named; what does the work is imported then."""
+    if not options.targeted:
+        return None
+    from ckpt_tools.fit.retarget import Retargeting
+
+    return Retargeting(options)
+
+
+def _begin(checkpoint: Checkpoint, report: Converted) -> dict[str, str]:
+    """Find the bytes, tell what is odd about the input, tie what its metadata says is tied; the ties."""
+    checkpoint.locate()
+    report.dropped += checkpoint.decoded.lost
+    report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
+    _note_beside(checkpoint, report)
+    ties = renaming.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+    if ties:
+        names = ", ".join(f"{name} = {kept}" for name, kept in ties.items())
+        report.notes.append(Note("ties-restored", f"Tied names put back from the metadata: {names}."))
+    return ties
+
+
+def _arrays(root: Node, report: Converted) -> Node:
+    """NumPy's arrays of numbers as tensors."""
+    from ckpt_tools.edit.objects.plain import arrays_as_tensors
+
+    root, fates = arrays_as_tensors(root)
+    report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
+    return root
+
+
+def _fit(root: Node, retargeting: Retargeting, report: Converted, stack: ExitStack) -> None:
+    """Fit the state dict to the target."""
+    from ckpt_tools.fit.retarget import note_optimizer
+
+    report.fitted, renamed = retargeting.apply(root, report.source, stack)
+    report.optimizer_names += renamed
+    report.dropped += [(name, "`on_mismatch='skip'`") for name in report.fitted.skipped]
+    if text := note_optimizer(root, report.fitted):
+        report.notes.append(Note("optimizer-of-old-tensors", text))
+
+
+def _check_not_empty(checkpoint: Checkpoint, report: Converted) -> None:
+    """Raise NothingMatchedError where there were tensors, and none is left."""
+    if not report.tensors and (checkpoint.tensors or checkpoint.container in PROGRAMS):
+        frozen = not checkpoint.tensors
+        why = "The weights of a frozen program are constants of its code, and no state dict holds them." if frozen else ""
+        raise NothingMatchedError("No tensor would be left.", why=why)
+
+
+def _is_plain(checkpoint: Checkpoint) -> bool:
+    """Whether it holds plain data only, by what its pickle names: nothing in it is anything else then."""
+    decoded = checkpoint.decoded
+    return checkpoint.container not in PROGRAMS and not decoded.unusual and all(map(is_known, decoded.globals))
+
+
+def _retagging(spec: str | None) -> Callable[[str], str] | None:
+    if spec is None:
+        return None
+    from ckpt_tools.edit.devices import parse_map_location
+
+    return parse_map_location(spec)
+
+
+def _spec(location: Location | None) -> str | None:
+    """A device, or `from=to` pairs with commas between."""
+    if isinstance(location, Mapping):
+        return ",".join(f"{tag}={device}" for tag, device in location.items()) or None
+    return None if location is None else str(location)
+
+
+def _note_beside(checkpoint: Checkpoint, report: Converted) -> None:
+    """A folder is one checkpoint; others in it, the state of an optimizer for example, are not converted with it."""
+    if not os.path.isdir(report.source):
+        return
+    from ckpt_tools.operations.in_folders import find_checkpoints
+
+    folder, source = Path(report.source), checkpoint.decoded.source
+    own = {folder, source.folder if isinstance(source, Files) else source.path}  # of several steps, that which is read
+    if others := [str(path.relative_to(folder)) for path in find_checkpoints(folder).checkpoints if path not in own]:
+        text = f"{report.source} holds other checkpoints too, which are converted one by one: {listed(others)}."
+        report.notes.append(Note("others-beside", text))
+
+
+def _note_outside(root: Node, report: Converted) -> None:
+    """--keep is about the names of state dicts: say what stays because it has no such name."""
+    if outside := tensors_outside(root, find_state_dicts(root)):
+        shown = listed([dotted(tensor.where) for tensor in outside], 1)
+        text = f"`keep`: what lies outside state dicts stays, {shown}; `drop` takes it by path."
+        report.notes.append(Note("outside-kept", text))
+
+
+def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: str | None) -> None:
+    if "safetensors" in (checkpoint.container, report.container):
+        report.notes.append(Note("no-device-tags", "safetensors has no device tags, so `map_location` changes nothing in it."))
+    elif not report.devices:
+        report.notes.append(Note("devices-unchanged", f"`map_location={spec!r}`: no storage had to change."))
