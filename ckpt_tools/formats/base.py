@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import validate
+from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree.nodes import Global, Node
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ class Decoded:
         locate: finds the bytes of the tree's tensors, for containers that put it off until they are wanted.
         others: what `--select` takes beside the tree, by name; made when it is wanted.
         packed: the archive or compressed file that it lies in, if any; `source` is then the part of that which is read.
+        examined: of several files those that are `is_examined`, with what their pickles name.
     """
 
     container: str
@@ -155,12 +157,33 @@ class Decoded:
     locate: Callable[[Node], Node] | None = None
     others: Mapping[str, Callable[[], Node]] = field(default_factory=dict)
     packed: Packed | None = None
+    examined: Mapping[Source, Sequence[Global]] = field(default_factory=dict)
+
+    @property
+    def is_examined(self) -> bool:
+        """Whether its reader has seen every pickle of the file, and none names a class: there is nothing else to be rated."""
+        return self.container in _READ_WHOLE and ALLOWED.issuperset(self.globals) and not self._may_hide
+
+    @property
+    def _may_hide(self) -> bool:
+        """Whether the file has bytes that its reader did not read as what they are: a record, a call of what a call made."""
+        if any(use.startswith("call of") for use in self.unusual) or any(row.code in _MORE_BYTES for row in self.warnings):
+            return True
+        storages, known = f"{self.root_folder}/data/", {f"{self.root_folder}/{name}" for name in _RECORDS}
+        return not known.issuperset([row.name for row in self.records if not row.name.startswith(storages)])
 
     def merge(self, part: Decoded, name: str) -> None:
         """What must be told of a checkpoint that lies in this one under a name: its globals, odd uses and warnings."""
         self.globals = list(dict.fromkeys((*self.globals, *part.globals)))
         self.unusual = list(dict.fromkeys((*self.unusual, *part.unusual)))
         self.warnings += [replace(warned, found=f"{warned.found} in {name}") for warned in part.warnings]
+
+
+# The containers of which nothing but what their reader has read is a pickle.
+_READ_WHOLE = frozenset(("torch-zip", "torch-legacy", "safetensors"))
+# Readers say so of what they did not read, or of what lies behind the end of what they read.
+_MORE_BYTES = frozenset(("trailing-bytes", "trailing-pickle-bytes"))
+_RECORDS = ("data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
 
 
 def moves_tensors() -> ContainerLimitError:

@@ -99,6 +99,7 @@ def joined(container: str, root: Node, files: Files, parts: Sequence[Decoded], m
         list(dict.fromkeys(use for part in parts for use in part.unusual)), metadata, _warnings(parts),
         sum(part.storage_bytes for part in parts), orders.pop() if orders else "little",
         bool(parts) and all(part.has_checksums for part in parts),
+        examined={part.source: part.globals for part in parts if part.is_examined},
     )  # fmt: skip
 
 

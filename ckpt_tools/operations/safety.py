@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import CkptError, RemoteError
-from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import Checkpoint, open_source
 from ckpt_tools.io.member_paths import archive_and_member
 from ckpt_tools.io.output import Source
@@ -118,18 +117,22 @@ def of_pickles(found: Pickles) -> Safety:
     return Safety("dangerous" if calls else verdict, calls, names, found.unexamined, found.program, len(found.pickles))
 
 
-def examine(source: Source) -> Safety:
-    """Look a file through; of a folder every file that is open.
+def examine(source: Source, known: Mapping[Source, Sequence[Global]] | None = None) -> Safety:
+    """Look a file through; of a folder every file that is open, but for those that are known: what their pickles name is data.
 
     Raises:
         CkptError: it cannot be read.
     """
     from ckpt_tools.formats.pickles import Pickles, find_pickles  # few files need it
+    from ckpt_tools.pickling.calls import Pickle
 
     if not isinstance(source, Files):
         return of_pickles(find_pickles(source))
     whole = Pickles()
     for name, member in list(source.members.items()):
+        if known is not None and member in known:
+            whole.pickles.append(Pickle(0, where=name, names=list(known[member])))
+            continue
         found = find_pickles(member)
         for pickle in found.pickles:
             pickle.where = f"{name}: {pickle.where}" if pickle.where else name
@@ -154,22 +157,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> Safety:
     if checkpoint.packed is not None:  # whatever else is in there is unpacked with it
         found = examine(checkpoint.packed.whole)
         return replace(found, verdict="plain") if found.verdict == "nothing" else found
-    if decoded.container in _READ_WHOLE and ALLOWED.issuperset(decoded.globals) and not _may_hide(decoded):
+    if decoded.is_examined:
         return Safety("plain")
-    found = examine(decoded.source)
+    found = examine(decoded.source, decoded.examined)
     return replace(found, verdict="plain") if found.verdict == "nothing" else found
-
-
-# The containers of which nothing but what their reader has read is a pickle.
-_READ_WHOLE = frozenset(("torch-zip", "torch-legacy", "safetensors"))
-# Readers say so of what they did not read, or of what lies behind the end of what they read.
-_MORE_BYTES = frozenset(("trailing-bytes", "trailing-pickle-bytes"))
-_RECORDS = ("data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")
-
-
-def _may_hide(decoded: Decoded) -> bool:
-    """Whether a file has bytes that its reader did not read as what they are: another record, a call of what a call made."""
-    if any(use.startswith("call of") for use in decoded.unusual) or any(row.code in _MORE_BYTES for row in decoded.warnings):
-        return True
-    storages, known = f"{decoded.root_folder}/data/", {f"{decoded.root_folder}/{name}" for name in _RECORDS}
-    return not known.issuperset([row.name for row in decoded.records if not row.name.startswith(storages)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import ratings
@@ -94,8 +95,8 @@ class Lister(Machine):
     """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does."""
 
     def __init__(self, data: bytes, offset: int = 0) -> None:
-        super().__init__(data, _MAKERS, self._stand_in, offset, fast=False)
         self.pids: dict[Node, tuple[Node, ...]] = {}  # of storages, by their keys
+        super().__init__(data, _MAKERS, partial(_stand_in, self.pids), offset, fast=False)
         self.opcodes = _LENIENT
         self.calls: dict[tuple[str, str], Call] = {}
         self.nested: list[bytes] = []
@@ -109,11 +110,6 @@ class Lister(Machine):
         if type(function) is not Global or function not in QUIET or _may_hand_over(function, args):
             self._listen(function, args)
         super().make(function, args)
-
-    def _stand_in(self, pid: Node) -> Node:
-        if type(pid) is tuple and len(pid) > _KEY and type(pid[_KEY]) is str:
-            self.pids[pid[_KEY]] = pid
-        return Object("none", _STORAGE, ())
 
     def _listen(self, function: Node, args: tuple[Node, ...]) -> None:
         has_parts = any(type(arg) is Object and arg.steps for arg in args)
@@ -144,6 +140,13 @@ class Lister(Machine):
             if ratings.of_reference(name) == "harmful" and ratings.function_text(name) not in called:
                 self.rate("harmful", name, (), "names")
         return list(self.calls.values())
+
+
+def _stand_in(pids: dict[Node, tuple[Node, ...]], pid: Node) -> Node:
+    """Something in the place of a storage. No method: a machine that referred to itself would outlive its reading."""
+    if type(pid) is tuple and len(pid) > _KEY and type(pid[_KEY]) is str:
+        pids[pid[_KEY]] = pid
+    return Object("none", _STORAGE, ())
 
 
 def _may_hand_over(function: Global, args: tuple[Node, ...]) -> bool:

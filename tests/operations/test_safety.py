@@ -31,7 +31,9 @@ from click.testing import CliRunner
 import ckpt_tools
 from ckpt_tools import limits
 from ckpt_tools.cli import main
+from ckpt_tools.formats import pickles
 from ckpt_tools.formats.open import open_source
+from ckpt_tools.io.output import Source
 from ckpt_tools.operations.check.run import check
 from ckpt_tools.operations.inspect import inspect
 from ckpt_tools.operations.safety import Safety, examine
@@ -45,6 +47,7 @@ from tests.support.samples import (
     corpus,
 )
 from tests.support.servers import Server
+from tests.support.zero_files import save_zero, trained
 
 
 class Payload:
@@ -489,6 +492,29 @@ def folder(top: Path) -> Path:
     (top / "numpy.pkl").write_bytes(pickle.dumps(np.arange(3)))
     (top / "own.pth").write_bytes(b"\x80\x02cmodels\nNet\n)\x81}b.")
     return top
+
+
+def test_each_rank_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of ranks whose reader has seen all of it is not read again to be rated; one with more in it is."""
+    folder = save_zero(tmp_path / "z3", trained(), 3, 2)
+    looked: list[str] = []
+    real = pickles.find_pickles
+
+    def find(source: Source) -> pickles.Pickles:
+        looked.append(source.path.name)
+        return real(source)
+
+    monkeypatch.setattr(pickles, "find_pickles", find)
+    description = inspect(folder.parent)
+    assert (description.safety.verdict, looked) == ("plain", [])
+    assert {"torch._utils._rebuild_tensor_v2", "torch.Size"} <= set(description.globals)
+
+    one = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    with zipfile.ZipFile(one, "a") as archive:
+        archive.writestr(f"{one.stem}/more", pickle.dumps(SYSTEM))
+    found = inspect(folder.parent).safety
+    assert (found.verdict, looked) == ("dangerous", [one.name])
+    assert found.calls[0][0].startswith(f"{one.name}: ")
 
 
 def test_scan_of_a_folder(tmp_path: Path) -> None:
