@@ -6,49 +6,28 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
-from ckpt_tools.edit import casts
-from ckpt_tools.errors import ConvertError, MatchError, TargetError, UsageError
+from ckpt_tools.errors import TargetError, UsageError
 from ckpt_tools.fit.choices import Choices, Rows
-from ckpt_tools.fit.fit import Fitted, Wanted, fit
-from ckpt_tools.fit.initialisers import Blank, Rules, blank_in
+from ckpt_tools.fit.initialisers import Rules
 from ckpt_tools.fit.options import OnMismatch, RowChoice
-from ckpt_tools.fit.plans import plan_of
-from ckpt_tools.fit.targets import params_of
 from ckpt_tools.formats.open import (
-    Checkpoint,
-    StateDict,
     collector_paused,
-    is_extra,
-    tensors_by_name,
 )
 from ckpt_tools.formats.parts.named import open_whole
-from ckpt_tools.io.content import (
-    Computed,
-    Content,
-    Deflated,
-    Joined,
-    chunks,
-    read,
-)
-from ckpt_tools.matching import Matching, Stages
-from ckpt_tools.matching import match as find_partners
-from ckpt_tools.matching.params import Param
-from ckpt_tools.torch.building import Builder
+from ckpt_tools.matching import Stages
 from ckpt_tools.torch.copying import copy_all
 from ckpt_tools.torch.gathering import fill, is_dtensor
-from ckpt_tools.torch.loading import choose, loadable
+from ckpt_tools.torch.load_plan import Copy, LoadPlan, Planner
+from ckpt_tools.torch.loading import choose
 from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
 from ckpt_tools.tree.arguments import Renames, natural
-from ckpt_tools.tree.dtypes import DTYPES
-from ckpt_tools.tree.nodes import Entry, as_dict
-from ckpt_tools.values.numeric import row_major, torch_dtype
+from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.numeric import torch_dtype
 
 
 @natural
@@ -102,11 +81,10 @@ def load_into(
     _check_assign(model, slots, assign)
     with open_whole(path) as checkpoint:
         with collector_paused():
-            loading = _Loading(checkpoint, choose(checkpoint, select), slots, choices, assign)
-            loading.plan(match, rules)
-        loading.run()
+            plan = Planner(checkpoint, choose(checkpoint, select), slots, choices, assign).plan(match, rules)
+        _carry_out(plan)
         checkpoint.decoded.source.check_unchanged()
-    return loading.report
+    return plan.report
 
 
 def _check_assign(model: torch.nn.Module, slots: Slots, assign: bool) -> None:
@@ -123,154 +101,22 @@ def _check_assign(model: torch.nn.Module, slots: Slots, assign: bool) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """One tensor on its way: from an entry into a tensor, the slot's own or a new one."""
-
-    entry: Entry
-    slot: Slot
-    into: torch.Tensor | None
-
-
-class _Loading:
-    """One `load_into` under way: `plan` reads and checks, `run` changes the model."""
-
-    def __init__(self, checkpoint: Checkpoint, state_dict: StateDict, slots: Slots, choices: Choices, assign: bool) -> None:
-        self.checkpoint, self.slots, self.choices, self.assign = checkpoint, slots, choices, assign
-        root = loadable(state_dict.node, checkpoint.path)
-        self.node = as_dict(casts.to_little_endian(root, checkpoint.decoded.byteorder))
-        # may be tensors, and are not among these
-        self.extras = {name: value for name, value in self.node.named.items() if is_extra(name)}
-        self.node.items[:] = [(key, value) for key, value in self.node.items if not is_extra(key)]
-        self.source = tensors_by_name(self.node)
-        self.report = LoadReport(str(checkpoint.path))
-        self.copies: list[_Copy] = []
-        self.extra_state: list[tuple[torch.nn.Module, Any]] = []
-
-    # --- checking
-
-    def plan(self, stages: Stages, rename: Sequence[str | tuple[str, str]]) -> None:
-        """Decide the fate of every name; nothing in the model changes."""
-        slots = self.slots.tensors
-        params = [Param(slot.name, slot.shape, slot.dtype, slot.place, type(slot.module).__name__) for slot in slots.values()]
-        matching = self._tolerate(find_partners(params_of(self.node), params, stages=stages, rename=rename))
-        label = f"{self.checkpoint.path} does not fit the model"
-        wanted = Wanted(list(slots), self._blank, None, _first_names(self.slots), label)
-        fitted = fit(self.node, plan_of(replace(matching, offers=())), wanted, self.choices)
-        self._plan_copies(fitted)
-        self._fill_report(matching, fitted)
-        self._plan_extra_state()
-
-    def _tolerate(self, matching: Matching) -> Matching:
-        """Files from before torch 0.4.1 have no `num_batches_tracked`; as torch does, the model keeps its own."""
-        old = [name for name in matching.missing if name.endswith("num_batches_tracked") and not self._is_chosen(name)]
-        has_any = any(name.endswith("num_batches_tracked") for name in self.source)
-        if not old or has_any:
-            return matching
-        self.report.notes.append(f"{len(old)} num_batches_tracked are not in a file this old; they stay as they are.")
-        return replace(matching, missing=tuple(name for name in matching.missing if name not in set(old)))
-
-    def _is_chosen(self, name: str) -> bool:
-        return self.choices.reinit.of(name) is not None or self.slots.tensors[name].tensor.is_meta
-
-    def _blank(self, name: str) -> Blank:
-        slot = self.slots.tensors[name]
-        return blank_in(slot.module, name, slot.shape, DTYPES[slot.dtype])
-
-    def _plan_copies(self, fitted: Fitted) -> None:
-        taken: dict[object, tuple[str, Entry]] = {}
-        for name, node in fitted.tensors.items():
-            slot = self.slots.tensors[name]
-            if type(node) is not Entry:
-                raise ConvertError(f"{name!r} is a sparse, quantised, nested or meta tensor in {self.checkpoint.path}.",
-                                   why="It cannot be copied into a plain parameter.")  # fmt: skip
-            if self.assign:
-                _check_assignable(name, node, slot)
+def _carry_out(plan: LoadPlan) -> None:
+    """Give modules their extra state, copy, and put new tensors in place."""
+    tensors = [_new_tensor(copy, plan.assign) if copy.into is None else copy.into for copy in plan.copies]
+    _set_extra_state(plan.extra_state)
+    with torch.no_grad():
+        pairs = [(copy.entry, tensor) for copy, tensor in zip(plan.copies, tensors, strict=True)]
+        copy_all(pair for pair in pairs if not is_dtensor(pair[1]))
+        for entry, tensor in pairs:
+            if is_dtensor(tensor):
+                _fill_part(entry, tensor)
             else:
-                _check_castable(name, node, slot)
-            _check_readable(node.storage.content)
-            if slot.place in taken:
-                self._check_same(name, node, *taken[slot.place])
-                continue
-            taken[slot.place] = (name, node)
-            fresh = self.assign or slot.tensor.is_meta
-            self.copies.append(_Copy(node, slot, None if fresh else slot.tensor))
-        for name in fitted.kept_own:
-            if self.slots.tensors[name].tensor.is_meta:
-                raise ConvertError(f"{name!r} is on the meta device: it has no value of its own to keep.",
-                                   fix='Choose another scheme than "target".')  # fmt: skip
-
-    def _check_same(self, name: str, node: Entry, first: str, other: Entry) -> None:
-        """One tensor of the model under two names takes one value."""
-        view, seen = ((e.storage, e.offset, e.shape, e.stride) for e in (node, other))
-        if view != seen and _bytes_of(node) != _bytes_of(other):
-            raise ConvertError(
-                f"{first!r} and {name!r} are one tensor in the model, and two different ones in {self.checkpoint.path}.",
-                fix="Untie them in the model, or choose one in the file: ckpt convert --drop.",
-            )
-
-    def _fill_report(self, matching: Matching, fitted: Fitted) -> None:
-        report = self.report
-        initialised = {row.name for row in fitted.initialised}
-        report.loaded = [name for name in fitted.tensors if name not in initialised]
-        loaded, kept_own = set(report.loaded), set(fitted.kept_own)
-        report.loaded += [name for name in fitted.adapted if name not in loaded]
-        report.renamed = {row.old: (row.new, row.reason) for row in matching.matched if row.old != row.new}
-        adapted = (row for row in matching.mismatched if row.new in fitted.adapted and row.old != row.new)
-        report.renamed.update((row.old, (row.new, row.reason)) for row in adapted)
-        report.missing, report.unexpected = fitted.missing, fitted.unexpected
-        report.mismatched, report.adapted = fitted.skipped, fitted.adapted
-        report.reinitialised = {
-            row.name: "the model's own value" if row.name in kept_own else f"{row.scheme} (seed {row.seed})"
-            for row in fitted.initialised
-        }
-        for copy in self.copies:
-            if copy.into is not None and copy.entry.dtype.name != copy.slot.dtype:
-                move = f"{copy.entry.dtype.name} -> {copy.slot.dtype}"
-                report.cast[move] = report.cast.get(move, 0) + 1
-        if self.slots.meta_buffers:
-            names = ", ".join(self.slots.meta_buffers[:4])
-            report.notes.append(
-                f"{names}: buffers that no checkpoint holds are still on the meta device; the model must make them."
-            )
-
-    def _plan_extra_state(self) -> None:
-        """What modules keep beside tensors, found by name; the wrappers of neither side count."""
-        states = dict(self.extras)
-        found = find_partners([Param(key, ()) for key in states], [Param(name, ()) for name in self.slots.extra_state])
-        partners = {row.new: row.old for row in found.matched}
-        builder = Builder(self.checkpoint, "cpu")
-        for name, module in self.slots.extra_state.items():
-            if name in partners:
-                self.extra_state.append((module, builder.build(states.pop(partners[name]))))
-                self.report.loaded.append(name)
-            elif not any(fnmatchcase(name, glob) for glob in self.choices.allow_missing):
-                raise MatchError(f"{self.checkpoint.path} does not fit the model.", why=f"It has no {name!r}.",
-                                 fix="Allow that: allow_missing=['*_extra_state'].")  # fmt: skip
-            else:
-                self.report.missing.append(name)
-        self.report.unexpected += states
-
-    # --- changing the model
-
-    def run(self) -> None:
-        """Give modules their extra state, copy, and put new tensors in place."""
-        tensors = [_new_tensor(copy, self.assign) if copy.into is None else copy.into for copy in self.copies]
-        _set_extra_state(self.extra_state)
-        with torch.no_grad():
-            pairs = [(copy.entry, tensor) for copy, tensor in zip(self.copies, tensors, strict=True)]
-            copy_all(pair for pair in pairs if not is_dtensor(pair[1]))
-            for entry, tensor in pairs:
-                if is_dtensor(tensor):
-                    _fill_part(entry, tensor)
-                else:
-                    torch.autograd.graph.increment_version(tensor)  # autograd has not seen what was read into its memory
-        slots = [copy.slot for copy in self.copies]
-        made = [
-            (slot, _in_kind(slot, tensor)) for slot, tensor in zip(slots, tensors, strict=True) if tensor is not slot.tensor
-        ]
-        for slot, tensor in made:
-            _put(slot, tensor)
+                torch.autograd.graph.increment_version(tensor)  # autograd has not seen what was read into its memory
+    slots = [copy.slot for copy in plan.copies]
+    made = [(slot, _in_kind(slot, tensor)) for slot, tensor in zip(slots, tensors, strict=True) if tensor is not slot.tensor]
+    for slot, tensor in made:
+        _put(slot, tensor)
 
 
 def _set_extra_state(states: Sequence[tuple[torch.nn.Module, Any]]) -> None:
@@ -302,51 +148,7 @@ def _copied(state: Any) -> Any:
         return state
 
 
-def _first_names(slots: Slots) -> dict[str, str]:
-    first: dict[object, str] = {}
-    return {name: first.setdefault(slot.place, name) for name, slot in slots.tensors.items()}
-
-
-def _check_assignable(name: str, entry: Entry, slot: Slot) -> None:
-    """A new Parameter takes any dtype that torch has, but one that needs a gradient takes floats only."""
-    packed = entry.dtype.packed > 1 and entry.dtype.name != slot.dtype
-    if not entry.dtype.in_torch or packed:
-        raise ConvertError(f"{name!r} is {entry.dtype.name}, which cannot stand in for {slot.dtype}.")
-    needs = isinstance(slot.tensor, torch.nn.Parameter) and slot.tensor.requires_grad
-    if needs and entry.dtype.family not in ("float", "complex"):
-        raise ConvertError(
-            f"{name!r} is {entry.dtype.name}, and a parameter in the model that needs a gradient; only floats have one.",
-            fix="Turn that off first: parameter.requires_grad_(False).",
-        )
-
-
-def _check_castable(name: str, entry: Entry, slot: Slot) -> None:
-    old, new = entry.dtype, DTYPES[slot.dtype]
-    if not old.in_torch or (old is not new and (old.packed > 1 or new.packed > 1)):
-        raise ConvertError(f"{name!r} is {old.name}, which torch cannot cast to {new.name}.")
-    ranks = {"bool": 0, "int": 1, "float": 2, "complex": 3}
-    if old is not new and ranks.get(old.family, 9) > ranks.get(new.family, -1):
-        raise ConvertError(f"{name!r} is {old.name} in the file and {new.name} in the model; it would lose part of its values.")
-
-
-def _check_readable(content: Content) -> None:
-    """Inflate what is deflated once, so that damage is found before the model changes."""
-    if isinstance(content, Computed) and content.of is not None:
-        for source in content.of if isinstance(content.of, tuple) else (content.of,):
-            _check_readable(source)
-    elif isinstance(content, Joined):
-        for part in content.parts:
-            _check_readable(part)
-    if isinstance(content, Deflated):
-        for _ in chunks(content):
-            pass
-
-
-def _bytes_of(entry: Entry) -> bytes:
-    return read(row_major(entry))
-
-
-def _new_tensor(copy: _Copy, assign: bool) -> torch.Tensor:
+def _new_tensor(copy: Copy, assign: bool) -> torch.Tensor:
     """Memory for a parameter that has none yet, or that is exchanged."""
     old = copy.slot.tensor
     device = torch.get_default_device() if old.is_meta else old.device

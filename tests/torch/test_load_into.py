@@ -26,8 +26,14 @@ from ckpt_tools.errors import (
     TargetError,
     UsageError,
 )
+from ckpt_tools.fit.choices import Choices
+from ckpt_tools.fit.initialisers import Rules
+from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.output import Source
 from ckpt_tools.torch import copying
+from ckpt_tools.torch.load_plan import Planner
+from ckpt_tools.torch.loading import choose
+from ckpt_tools.torch.slots import find_slots
 from fixtures.make import Network, TiedNetwork, Wrapped, network
 from tests.support.graphs import element_bytes
 from tests.support.samples import FIXTURES
@@ -678,3 +684,17 @@ def test_extra_state_that_is_refused(tmp_path: Path) -> None:
     error = refused(model, path, TargetError, "does not take its extra state")
     assert "ValueError: not this one" in error.why
     assert [layer.state for layer in model] == [0, 0]
+
+
+def test_a_plan_changes_nothing(tmp_path: Path) -> None:
+    """Planning tells the whole report, and leaves every tensor of the model as it is."""
+    torch.save({"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}, tmp_path / "in.pth")
+    model = nn.Linear(3, 2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with open_checkpoint(tmp_path / "in.pth") as checkpoint:
+        planner = Planner(checkpoint, choose(checkpoint, None), find_slots(model), Choices(Rules(None)), assign=False)
+        plan = planner.plan("exact+wrappers", ())
+    assert plan.report.loaded == ["weight", "bias"]
+    assert [copy.slot.name for copy in plan.copies] == ["weight", "bias"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert str(ckpt.load_into(model, tmp_path / "in.pth")) == str(plan.report)
