@@ -50,6 +50,15 @@ def listed(texts: Sequence[object], limit: int = 5, *, rest: int = 0) -> str:
     return ", ".join(map(str, texts[:limit])) + (f" and {more} more" if more else "")
 
 
+def shape_text(shape: Sequence[int] | None) -> str:
+    """A shape as a table shows it.
+
+    >>> shape_text([64, 3, 7, 7]), shape_text([]), shape_text(None)
+    ('64x3x7x7', 'scalar', '?')
+    """
+    return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
+
+
 def these_ranks(ranks: Sequence[object]) -> str:
     """The numbers of one or of several ranks.
 

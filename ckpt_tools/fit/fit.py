@@ -27,7 +27,7 @@ from ckpt_tools.fit.initialisers import (
 from ckpt_tools.fit.plans import Plan
 from ckpt_tools.formats.open import is_tensor, tensors_by_name
 from ckpt_tools.io.content import Content
-from ckpt_tools.text import listed
+from ckpt_tools.text import listed, shape_text
 from ckpt_tools.tree.names import module_paths
 from ckpt_tools.tree.nodes import (
     Dict,
@@ -159,7 +159,7 @@ class _Fitting:
         """Steps of the plan that change more than a name."""
         for step in plan.steps:
             for number, name in enumerate(step.new if step.step != "copy" else ()):
-                shapes = f"{' + '.join(map(_text, step.old_shapes))} -> {_text(step.new_shapes[number])}"
+                shapes = f"{' + '.join(map(shape_text, step.old_shapes))} -> {shape_text(step.new_shapes[number])}"
                 self.result.adapted[name] = f"{step.step} of {', '.join(step.old)}, {shapes}"
 
     def take(self, name: str, tensor: Node) -> None:
@@ -235,7 +235,7 @@ class _Fitting:
         scheme = self.choices.reinit.of(name)
         if scheme is None:
             raise MatchError(
-                f"{name!r} needs initial values, and no initialiser was given.", why=f"Its shape is {_text(blank.shape)}.",
+                f"{name!r} needs initial values, and no initialiser was given.", why=f"Its shape is {shape_text(blank.shape)}.",
                 fix=_advice(self.choices.in_code, f"`reinit='{name}=normal:0.02'`", f"reinit={{'{name}': 'normal:0.02'}}"),
             )  # fmt: skip
         return resolve(scheme, blank)
@@ -298,7 +298,7 @@ class _Problems:
         """The error that lists all of it, with the choices that there are."""
         if found := self._prefixed(label, in_code=in_code):
             return found
-        shapes = [f"{new} ({_text(before)}, wanted {_text(after)})" for _, new, before, after in self.mismatched]
+        shapes = [f"{new} ({shape_text(before)}, wanted {shape_text(after)})" for _, new, before, after in self.mismatched]
         groups = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": shapes, "ambiguous": self.ambiguous}
         why = " ".join(f"{len(rows)} {word}: {listed(rows, 6)}." for word, rows in groups.items() if rows)
         advice = []
@@ -353,10 +353,6 @@ def _glob(names: Sequence[str]) -> str:
     """A glob that takes the first of the names and those beside it."""
     parent = names[0].rpartition(".")[0]
     return f"{parent}.*" if parent else names[0]
-
-
-def _text(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def _any(globs: Sequence[str], name: str) -> bool:

@@ -5,17 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.text import Text
 
 from ckpt_tools.render.converted import object_rows
-from ckpt_tools.render.text import (
-    add_lines,
-    counted,
-    label_grid,
-    size_text,
-)
+from ckpt_tools.render.rows import print_rows, print_title, rows_of
+from ckpt_tools.render.text import counted, size_text
 from ckpt_tools.render.wording import as_options
-from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.average import Averaged
@@ -24,18 +18,14 @@ if TYPE_CHECKING:
 def print_averaged(report: Averaged, out: Console) -> None:
     """What was written, from which files with which weights, and what has no mean."""
     output = report.output
-    verb = "would write" if output.dry_run else "wrote"
-    out.print(Text(f"{verb} {printable(output.target)}", style="bold"), soft_wrap=True)
-    grid = label_grid()
-    grid.add_row("container", f"{output.container}, {size_text(output.bytes)}, {counted(output.tensors, 'tensor')}")
+    print_title(f"{'would write' if output.dry_run else 'wrote'} {output.target}", out)
     files = [f"{weight:.4g} x {path}" for path, weight in zip(report.sources, report.weights, strict=True)]
-    add_lines(grid, "mean of", files)
-    grid.add_row("averaged", counted(report.averaged, "tensor"))
+    rows = [
+        ("container", f"{output.container}, {size_text(output.bytes)}, {counted(output.tensors, 'tensor')}"),
+        *rows_of("mean of", files),
+        ("averaged", counted(report.averaged, "tensor")),
+    ]
     if report.kept:
-        grid.add_row("kept", f"{counted(report.kept, 'tensor')} without a mean, equal in all files")
-    add_lines(grid, "largest", report.largest)
-    add_lines(grid, "first", report.first)
-    for row in object_rows(output):
-        grid.add_row(*row)
-    add_lines(grid, "note", [as_options(note.text) for note in output.notes])
-    out.print(grid)
+        rows.append(("kept", f"{counted(report.kept, 'tensor')} without a mean, equal in all files"))
+    rows += rows_of("largest", report.largest) + rows_of("first", report.first) + object_rows(output)
+    print_rows(rows + rows_of("note", [as_options(note.text) for note in output.notes]), out)

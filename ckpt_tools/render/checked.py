@@ -10,14 +10,8 @@ from rich.text import Text
 
 from ckpt_tools.operations.check.digests import shape_text
 from ckpt_tools.operations.check.report import Checked
-from ckpt_tools.render.text import (
-    console,
-    counted,
-    label_grid,
-    path_text,
-    print_finding,
-    size_text,
-)
+from ckpt_tools.render.rows import Row, plain_table, print_rows
+from ckpt_tools.render.text import console, counted, path_text, print_finding, size_text
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
 
@@ -48,7 +42,7 @@ def _print_one(report: Checked, out: Console, *, digests: bool) -> None:
     head = Text(f"{printable(report.path)}: ", style="bold")
     out.print(head + Text(report.verdict, style=_COLOURS[report.verdict]), soft_wrap=True)
     if report.container is not None:
-        out.print(_facts(report))
+        print_rows(_facts(report), out)
     if digests and report.digests:
         out.print()
         for digest in report.digests:
@@ -69,24 +63,25 @@ def _by_code(report: Checked) -> dict[str, list[Finding]]:
     return found
 
 
-def _facts(report: Checked) -> Table:
-    grid = label_grid()
-    grid.add_row("container", f"{report.container}, {size_text(report.file_bytes)}, {counted(report.tensors, 'tensor')}")
+def _facts(report: Checked) -> list[Row]:
     sums = f", {report.records} records match their CRC-32" if report.records else ", no checksums in the file"
     damaged = sum(finding.code == "damaged-record" for finding in report.findings)
     if damaged:
         sums = f", {report.records - damaged} of {report.records} records match their CRC-32"
     speed = f" at {size_text(int(report.bytes_read / report.seconds))}/s" if report.bytes_read >= _SPEED_FROM else ""
-    grid.add_row("read", f"{size_text(report.bytes_read)}{speed}{sums}")
+    rows = [
+        ("container", f"{report.container}, {size_text(report.file_bytes)}, {counted(report.tensors, 'tensor')}"),
+        ("read", f"{size_text(report.bytes_read)}{speed}{sums}"),
+    ]
     if (compared := report.against) is not None:
         renamed = f" ({compared.renamed} under another path)" if compared.renamed else ""
         total = compared.equal + len(compared.different)
-        grid.add_row("against", printable(f"{compared.against}: {compared.equal} of {total} tensors equal{renamed}"))
-    return grid
+        rows.append(("against", printable(f"{compared.against}: {compared.equal} of {total} tensors equal{renamed}")))
+    return rows
 
 
 def _summary(reports: Sequence[Checked]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = plain_table()
     for name in ("checkpoint", "verdict", "tensors", "bytes", "problems", "warnings"):
         table.add_column(name, justify="left" if name in ("checkpoint", "verdict") else "right")
     for report in reports:

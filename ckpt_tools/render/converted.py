@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.objects.known import WITH_OUTER
-from ckpt_tools.render.rows import Row, show_rows, up_to_ten
+from ckpt_tools.render.rows import Row, rows_of, show_rows
 from ckpt_tools.render.text import (
     by_reason,
     counted,
@@ -25,7 +25,7 @@ _SPEED_FROM = 100 << 20
 def show_converted(report: Converted) -> None:
     """The page of `ckpt convert`."""
     verb = "would write" if report.dry_run else "wrote"
-    show_rows(f"{verb} {printable(report.target)}", _rows(report))
+    show_rows(f"{verb} {report.target}", _rows(report))
 
 
 def _rows(report: Converted) -> list[Row]:
@@ -39,20 +39,20 @@ def _rows(report: Converted) -> list[Row]:
         rows.append(("optimizer", f"{report.optimizer_names} param_names renamed"))
     if report.compacted:
         rows.append(("compacted", f"{counted(report.compacted, 'storage')}, {size_text(report.saved)} saved"))
-    rows += up_to_ten("devices", [f"{move}: {counted(count, 'storage')}" for move, count in report.devices.items()])
-    rows += up_to_ten("cast", [f"{move}: {counted(count, 'tensor')}" for move, count in report.casts.items()])
-    rows += up_to_ten(
+    rows += rows_of("devices", [f"{move}: {counted(count, 'storage')}" for move, count in report.devices.items()])
+    rows += rows_of("cast", [f"{move}: {counted(count, 'tensor')}" for move, count in report.casts.items()])
+    rows += rows_of(
         "overflow", [f"{name}: {counted(count, 'value')} became infinite" for name, count in report.overflowed.items()]
     )
-    rows += up_to_ten(
+    rows += rows_of(
         "underflow", [f"{name}: {counted(count, 'value')} became zero" for name, count in report.underflowed.items()]
     )
-    rows += up_to_ten("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
-    rows += up_to_ten("dropped", [f"{path} ({as_options(why)})" for path, why in report.dropped])
+    rows += rows_of("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
+    rows += rows_of("dropped", [f"{path} ({as_options(why)})" for path, why in report.dropped])
     rows += object_rows(report)
-    rows += up_to_ten("came along" if not report.dry_run else "comes along", report.companions)
-    rows += up_to_ten("stayed", [f"{name} ({as_options(why)})" for name, why in report.stayed])
-    rows += up_to_ten("note", [as_options(note.text) for note in report.notes])
+    rows += rows_of("came along" if not report.dry_run else "comes along", report.companions)
+    rows += rows_of("stayed", [f"{name} ({as_options(why)})" for name, why in report.stayed])
+    rows += rows_of("note", [as_options(note.text) for note in report.notes])
     if not report.dry_run:
         copied = all(note.code != "in-place" for note in report.notes)
         speed = f", {size_text(int(report.bytes / report.seconds))}/s" if copied and report.bytes >= _SPEED_FROM else ""
@@ -63,7 +63,7 @@ def _rows(report: Converted) -> list[Row]:
 def object_rows(report: Converted) -> list[Row]:
     """What became of objects; those inside of others are counted."""
     outer = [fate for fate in report.objects if fate.became != WITH_OUTER]
-    rows = up_to_ten("object", [f"{path_text(fate.where)}: {fate.name} -> {fate.became}" for fate in outer])
+    rows = rows_of("object", [f"{path_text(fate.where)}: {fate.name} -> {fate.became}" for fate in outer])
     if len(outer) < len(report.objects):
         rows.append(("object", f"{len(report.objects) - len(outer)} more went with these (--json shows them)"))
     return rows
@@ -82,5 +82,5 @@ def _fitted(fitted: FittedTo) -> list[Row]:
     reasons = ", ".join(by_reason(fitted.reasons))
     rows = [("fitted to", printable(f"{fitted.target}: {reasons or 'nothing matched'}"))]
     rows += [("", printable(f"{old} -> {new} ({reason})")) for old, new, reason in fitted.renamed[:3]]
-    rows += up_to_ten("initialised", [f"{row.name}: {row.scheme} (seed {row.seed})" for row in fitted.initialised])
-    return rows + up_to_ten("adapted", [f"{name}: {what}" for name, what in fitted.adapted.items()])
+    rows += rows_of("initialised", [f"{row.name}: {row.scheme} (seed {row.seed})" for row in fitted.initialised])
+    return rows + rows_of("adapted", [f"{name}: {what}" for name, what in fitted.adapted.items()])

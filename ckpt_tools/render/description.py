@@ -12,22 +12,23 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckpt_tools.render.rows import Row, name_table, print_rows, print_title, rows_of, wrapped
 from ckpt_tools.render.text import (
     container_text,
     counted,
-    label_grid,
+    counts_text,
     loading_row,
-    name_table,
     path_text,
     print_finding,
     size_text,
-    wrapped,
+    state_dict_text,
 )
 from ckpt_tools.text import (
     did_you_mean,
     listed,
     natural,
     printable,
+    shape_text,
     shortened,
 )
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 Sort = Literal["name", "size", "file"]
 SHOWN_ROWS = 40
+_SHOWN_REST = 12
 _SHAPE_WIDTH = 24
 
 
@@ -53,7 +55,8 @@ class View:
 
 def print_description(description: Description, view: View, out: Console) -> None:
     """The whole page of `ckpt inspect`."""
-    _print_head(description, view, out)
+    print_title(description.path, out)
+    print_rows(_head(description, None if view.all else SHOWN_ROWS), out)
     rows = _chosen(description.tensors, view)
     if rows:
         out.print()
@@ -61,42 +64,32 @@ def print_description(description: Description, view: View, out: Console) -> Non
     elif description.tensors:
         near = did_you_mean(str(view.filter), (".".join(map(str, row["where"])) for row in description.tensors))
         out.print(f"\nno tensor matches {printable(f'{view.filter}. {near}').rstrip()}", soft_wrap=True)
-    _print_rest(description, view, out)
-    _print_findings(description, out)
+    if rest := _rest(description, None if view.all else _SHOWN_REST):
+        out.print()
+        print_rows(rest, out)
+    for finding in description.findings:
+        out.print()
+        print_finding(finding, out)
 
 
-def _print_head(description: Description, view: View, out: Console) -> None:
+def _head(description: Description, limit: int | None) -> list[Row]:
     totals = description.totals
-    out.print(Text(printable(description.path), style="bold"), soft_wrap=True)
-    grid = label_grid()
-    grid.add_row("container", container_text(description))
     spent = totals["storage_bytes"]
     extra = f" in {size_text(spent)} of storage" if spent != totals["bytes"] else ""
-    tensors = f"{totals['tensors']:,}, {counted(totals['elements'], 'element')}, {size_text(totals['bytes'])}{extra}"
-    grid.add_row("tensors", tensors)
-    grid.add_row("dtypes", _counts(totals["dtypes"]))
+    rows = [
+        ("container", container_text(description)),
+        ("tensors", f"{totals['tensors']:,}, {counted(totals['elements'], 'element')}, {size_text(totals['bytes'])}{extra}"),
+        ("dtypes", counts_text(totals["dtypes"])),
+    ]
     if totals["devices"]:
-        grid.add_row("devices", _counts(totals["devices"]))
-    limit = None if view.all else SHOWN_ROWS
-    for row in description.state_dicts[:limit]:
-        wrapped = f", wrapped in {' '.join(row['wrappers'])}" if row["wrappers"] else ""
-        text = (
-            f"{path_text(row['where'])}: {counted(row['tensors'], 'tensor')}, {counted(row['parameters'], 'element')}{wrapped}"
-        )
-        grid.add_row("state dict", text)
-    _more(grid, "state dict", len(description.state_dicts), limit)
+        rows.append(("devices", counts_text(totals["devices"])))
+    rows += rows_of("state dict", list(map(state_dict_text, description.state_dicts)), limit, "--all")
     if part := description.part:
         whose = "one" if part["rank"] is None else f"rank {part['rank']}"
         of = f"{whose} of {part['world']}, " if part["world"] else ""
-        grid.add_row("part", f"{of}{part['family']}: not a model by itself")
-    grid.add_row(*loading_row(description.weights_only))
-    if description.container != "safetensors":
-        grid.add_row("safety", description.safety.text)
-    out.print(grid)
-
-
-def _counts(counts: dict[str | None, int]) -> str:
-    return ", ".join(f"{printable(str(name))} x {count}" for name, count in counts.items()) or "none"
+        rows.append(("part", f"{of}{part['family']}: not a model by itself"))
+    rows.append(loading_row(description.weights_only))
+    return rows if description.container == "safetensors" else [*rows, ("safety", description.safety.text)]
 
 
 def _chosen(rows: list[dict[str, Any]], view: View) -> list[dict[str, Any]]:
@@ -146,16 +139,12 @@ def _tensor_table(rows: list[dict[str, Any]], view: View, out: Console) -> Table
 
 def _line(row: dict[str, Any]) -> _Line:
     name = ".".join(map(str, row["where"])) or ('""' if row["where"] else "(the whole file)")
-    shape = "?" if row["shape"] is None else _sizes(row["shape"])
+    shape = shape_text(row["shape"])
     if part := row.get("part"):
-        held = [_sizes(box["shape"]) for box in part["held"]] or ["none"]
+        held = [shape_text(box["shape"]) for box in part["held"]] or ["none"]
         shape = shape if held == [shape] else f"{' + '.join(held)} of {shape}"
     kind = "" if row["kind"] in ("tensor", "parameter") else f" {row['kind']}"
     return _Line(name, shape, (row["dtype"] or "?") + kind, row["device"] or "-", row["bytes"], 1, row["name"] is not None)
-
-
-def _sizes(shape: list[int]) -> str:
-    return "x".join(map(str, shape)) or "scalar"
 
 
 def _by_depth(rows: list[dict[str, Any]], depth: int) -> list[_Line]:
@@ -262,36 +251,14 @@ def _tensor_tree(rows: list[dict[str, Any]], view: View) -> Any:
     return root
 
 
-def _print_rest(description: Description, view: View, out: Console) -> None:
-    grid = label_grid()
-    limit = None if view.all else 12
-    for group in description.tied[:limit]:
-        grid.add_row("tied", printable(listed(group, 6)))
-    _more(grid, "tied", len(description.tied), limit)
-    for group in description.shared[:limit]:
-        grid.add_row("one storage", printable(listed(group, 6)))
-    _more(grid, "one storage", len(description.shared), limit)
+def _rest(description: Description, limit: int | None) -> list[Row]:
+    """What is tied, and what is there beside the tensors."""
     values = sorted(description.values.items(), key=lambda item: item[0].count("."))  # epoch before config.data.workers
-    for name, value in values[:limit]:
-        grid.add_row("value", printable(f"{name} = {shortened(str(value), 120)}"))
-    _more(grid, "value", len(description.values), limit)
-    for row in description.objects[:limit]:
-        grid.add_row("object", f"{path_text(row['where'])}: {printable(row['global'])}")
-    _more(grid, "object", len(description.objects), limit)
-    for key, text in list(description.metadata.items())[:limit]:
-        grid.add_row("metadata", printable(f"{key} = {shortened(str(text), 120)}"))
-    _more(grid, "metadata", len(description.metadata), limit)
-    if grid.row_count:
-        out.print()
-        out.print(grid)
-
-
-def _more(grid: Table, what: str, count: int, limit: int | None) -> None:
-    if limit is not None and count > limit:
-        grid.add_row(what, f"... {count - limit} more (--all)")
-
-
-def _print_findings(description: Description, out: Console) -> None:
-    for finding in description.findings:
-        out.print()
-        print_finding(finding, out)
+    kinds = {
+        "tied": [listed(group, 6) for group in description.tied],
+        "one storage": [listed(group, 6) for group in description.shared],
+        "value": [f"{name} = {shortened(str(value), 120)}" for name, value in values],
+        "object": [f"{path_text(row['where'])}: {row['global']}" for row in description.objects],
+        "metadata": [f"{key} = {shortened(str(text), 120)}" for key, text in description.metadata.items()],
+    }
+    return [row for label, lines in kinds.items() for row in rows_of(label, lines, limit, "--all")]

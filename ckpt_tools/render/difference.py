@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.render.text import (
-    add_lines,
-    counted,
-    label_grid,
-    name_table,
-    path_text,
-    size_text,
-)
+from ckpt_tools.render.rows import Row, name_table, print_rows, rows_of
+from ckpt_tools.render.text import counted, path_text, size_text
 from ckpt_tools.render.wording import as_options
-from ckpt_tools.text import printable, shortened
+from ckpt_tools.text import printable, shape_text, shortened
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.compare.report import (
@@ -36,44 +30,52 @@ _SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 
 def print_difference(report: Difference, out: Console, *, show_all: bool = False) -> None:
     """The two files, the sentence, then what differs, a block a kind."""
-    grid = label_grid()
-    for label, side in (("left", report.left), ("right", report.right)):
-        grid.add_row(label, printable(f"{side['path']}  {side['container']}, {size_text(side['bytes'])}"))
-    out.print(grid)
+    sides = (("left", report.left), ("right", report.right))
+    print_rows(
+        [(label, printable(f"{side['path']}  {side['container']}, {size_text(side['bytes'])}")) for label, side in sides], out
+    )
     out.print()
     out.print(Text(printable(report.summary), style="bold green" if report.same else "bold yellow"), soft_wrap=True)
-    grid = _facts(report, None if show_all else _SHOWN)
-    if grid.row_count:
+    if rows := _facts(report, None if show_all else _SHOWN):
         out.print()
-        out.print(grid)
+        print_rows(rows, out)
     if report.changed:
         out.print()
         out.print(_changed_table(report.changed, None if show_all else _SHOWN_TENSORS, out, measured=_is_measured(report)))
 
 
-def _facts(report: Difference, limit: int | None) -> Table:
-    grid, rest = label_grid(), "--all"
+def _facts(report: Difference, limit: int | None) -> list[Row]:
+    rows = _compared(report)
+    for label, lines in _lines(report, all_=limit is None):
+        rows += rows_of(label, lines, limit and 3 if label == "" else limit, "--all")
+    if report.tensors.get("skipped"):
+        rows.append(("skipped", f"{counted(report.tensors['skipped'], 'tensor')} of another shape or dtype{_hint(report)}"))
+    return rows + rows_of("note", [as_options(note) for note in report.notes])
+
+
+def _compared(report: Difference) -> list[Row]:
+    """The state dicts that were compared, where it is not plain which."""
+    rows = []
     for row in report.state_dicts:
         if row["left"] is not None and row["right"] is not None and len(report.state_dicts) + row["moved"] > 1:
             moved = f" -> {path_text(row['right'])}" if row["moved"] else ""
-            grid.add_row("compared", f"{path_text(row['left'])}{moved}: {counted(row['shared'], 'tensor')}")
-    add_lines(grid, "removed", [f"- {_only(row)}" for row in report.removed], limit, rest)
-    add_lines(grid, "added", [f"+ {_only(row)}" for row in report.added], limit, rest)
+            rows.append(("compared", f"{path_text(row['left'])}{moved}: {counted(row['shared'], 'tensor')}"))
+    return rows
+
+
+def _lines(report: Difference, *, all_: bool) -> Iterator[tuple[str, list[str]]]:
+    """The kinds of differences, each with its lines; renamed names stand without a label below how many there are."""
+    yield "removed", [f"- {_only(row)}" for row in report.removed]
+    yield "added", [f"+ {_only(row)}" for row in report.added]
     reasons = Counter(row.reason for row in report.renamed)
     if reasons:
-        grid.add_row("renamed", ", ".join(f"{counted(count, 'tensor')} by {reason}" for reason, count in reasons.items()))
-        add_lines(grid, "", [f"{row.left} -> {row.right}" for row in report.renamed], limit and 3, rest)
-    add_lines(
-        grid, "shape", [f"~ {row.where}: {_shape(row.left)} -> {_shape(row.right)}" for row in report.shapes], limit, rest
-    )
-    add_lines(grid, "dtype", _moves(report.dtypes, all_=limit is None), limit, rest)
-    add_lines(grid, "device", _moves(report.devices, all_=limit is None), limit, rest)
-    add_lines(grid, "value", [_value(row) for row in sorted(report.values, key=lambda row: row.where.count("."))], limit, rest)
-    add_lines(grid, "object", [_value(row) for row in report.objects], limit, rest)
-    if report.tensors.get("skipped"):
-        grid.add_row("skipped", f"{counted(report.tensors['skipped'], 'tensor')} of another shape or dtype{_hint(report)}")
-    add_lines(grid, "note", [as_options(note) for note in report.notes])
-    return grid
+        yield "renamed", [", ".join(f"{counted(count, 'tensor')} by {reason}" for reason, count in reasons.items())]
+        yield "", [f"{row.left} -> {row.right}" for row in report.renamed]
+    yield "shape", [f"~ {row.where}: {shape_text(row.left)} -> {shape_text(row.right)}" for row in report.shapes]
+    yield "dtype", _moves(report.dtypes, all_=all_)
+    yield "device", _moves(report.devices, all_=all_)
+    yield "value", [_value(row) for row in sorted(report.values, key=lambda row: row.where.count("."))]
+    yield "object", [_value(row) for row in report.objects]
 
 
 def _hint(report: Difference) -> str:
@@ -85,11 +87,7 @@ def _is_measured(report: Difference) -> bool:
 
 
 def _only(row: Only) -> str:
-    return f"{row.where}  {_shape(row.shape)}  {row.dtype or '?'}"
-
-
-def _shape(shape: Sequence[int] | None) -> str:
-    return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
+    return f"{row.where}  {shape_text(row.shape)}  {row.dtype or '?'}"
 
 
 def _moves(rows: Sequence[Change], *, all_: bool) -> list[str]:
@@ -111,7 +109,7 @@ def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Console
     shown = rows[:limit]
     names = [printable(row.where) for row in shown]
     headings = ("max abs", "max rel", "cosine", "changed") if measured else ("shape", "dtype")
-    lines = [_gap(row) if measured else (_shape(row.shape), row.dtype or "?") for row in shown]
+    lines = [_gap(row) if measured else (shape_text(row.shape), row.dtype or "?") for row in shown]
     if len(shown) < len(rows):
         names.append(f"... {len(rows) - len(shown)} more (--all)")
     columns = {heading: [line[index] for line in lines] for index, heading in enumerate(headings)}

@@ -26,13 +26,15 @@ from ckpt_tools.operations.inspect import inspect
 from ckpt_tools.render.text import (
     container_text,
     counted,
+    counts_text,
     loading_row,
     path_text,
     quoted,
     size_text,
+    state_dict_text,
 )
 from ckpt_tools.render.wording import as_options
-from ckpt_tools.text import brief, listed, printable
+from ckpt_tools.text import brief, listed, printable, shape_text
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.output_names import check_document_name
 
@@ -182,23 +184,16 @@ def _overview(description: Description) -> Sequence[tuple[str, str]]:
     rows = [("file", printable(os.path.abspath(description.path))),
             ("container", container_text(description)),
             ("tensors", f"{totals['tensors']:,}, {counted(totals['elements'], 'element')}, {size_text(totals['bytes'])}"),
-            ("dtypes", _counts(totals["dtypes"]))]  # fmt: skip
+            ("dtypes", counts_text(totals["dtypes"]))]  # fmt: skip
     if totals["devices"]:
-        rows.append(("devices", _counts(totals["devices"])))
-    for row in description.state_dicts[:20]:
-        wrapped = f", wrapped in {' '.join(row['wrappers'])}" if row["wrappers"] else ""
-        tensors = f"{counted(row['tensors'], 'tensor')}, {counted(row['parameters'], 'element')}{wrapped}"
-        rows.append(("state dict", f"{path_text(row['where'])}: {tensors}"))
+        rows.append(("devices", counts_text(totals["devices"])))
+    rows += [("state dict", state_dict_text(row)) for row in description.state_dicts[:20]]
     rows += [("tied", _text(listed(group, 6))) for group in description.tied[:10]]
     rows += [("one storage", _text(listed(group, 6))) for group in description.shared[:10]]
     rows.append(loading_row(description.weights_only))
     if description.container != "safetensors":
         rows.append(("safety", description.safety.text))
     return rows
-
-
-def _counts(counts: dict[str | None, int]) -> str:
-    return ", ".join(f"{printable(str(name))} x {count:,}" for name, count in counts.items()) or "none"
 
 
 def _column(key: str, title: str, kind: str, width: int) -> dict[str, Any]:
@@ -210,7 +205,7 @@ def _columns(description: Description, stats: Stats | None) -> tuple[list[dict[s
     rows = description.tensors
     tensors: dict[str, Any] = {
         "name": [path_text(row["where"]) for row in rows],
-        "shape": ["?" if row["shape"] is None else "x".join(map(str, row["shape"])) or "scalar" for row in rows],
+        "shape": [shape_text(row["shape"]) for row in rows],
         "bytes": [row["bytes"] for row in rows],
     }
     kinds = [row["dtype"] or "?" for row in rows]
@@ -273,15 +268,11 @@ def _block(title: str, headings: list[str], rows: list[list[Any]], numeric: Sequ
 
 
 def _only(row: Only) -> list[Any]:
-    return [row.where, _shape(row.shape), row.dtype]
+    return [row.where, shape_text(row.shape), row.dtype]
 
 
 def _change(row: Change) -> list[Any]:
-    return [row.where, *(_shape(side) if isinstance(side, list) else side for side in (row.left, row.right))]
-
-
-def _shape(shape: Sequence[int] | None) -> str:
-    return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
+    return [row.where, *(shape_text(side) if isinstance(side, list) else side for side in (row.left, row.right))]
 
 
 def _gap(gap: dict[str, Any] | None, reason: str) -> list[str]:

@@ -12,15 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.matching.records import Ambiguous, Matching, Shape
+from ckpt_tools.matching.records import Ambiguous, Matching
 from ckpt_tools.operations.match import Matched
-from ckpt_tools.render.text import (
-    by_reason,
-    counted,
-    label_grid,
-    wrapped,
-)
-from ckpt_tools.text import printable
+from ckpt_tools.render.rows import plain_table, print_rows, print_title, wrapped
+from ckpt_tools.render.text import by_reason, counted
+from ckpt_tools.text import printable, shape_text
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN_ROWS, _SHOWN_CANDIDATES = 60, 4
@@ -29,15 +25,12 @@ _SHOWN_ROWS, _SHOWN_CANDIDATES = 60, 4
 def print_matched(report: Matched, out: Console, *, show_all: bool, plan: Path | None) -> None:
     """Print the report of `ckpt match`."""
     matching = report.matching
-    out.print(Text(printable(f"{report.source} -> {report.target}"), style="bold"), soft_wrap=True)
-    grid = label_grid()
-    grid.add_row("checkpoint", counted(matching.source_names, "tensor"))
-    grid.add_row("target", counted(matching.target_names, "tensor"))
-    grid.add_row("matched", _reasons(matching))
-    for label, count in _left_over(matching):
-        if count:
-            grid.add_row(label, str(count))
-    out.print(grid)
+    print_title(f"{report.source} -> {report.target}", out)
+    rows = [
+        ("checkpoint", counted(matching.source_names, "tensor")), ("target", counted(matching.target_names, "tensor")),
+        ("matched", _reasons(matching)),
+    ]  # fmt: skip
+    print_rows(rows + [(label, str(count)) for label, count in _left_over(matching) if count], out)
     _print_pairs(matching, out, show_all=show_all)
     _print_left_over(matching, out, show_all=show_all)
     _print_end(matching, out, plan)
@@ -110,10 +103,6 @@ def _without_leaf(name: str, leaf: str) -> str:
     return f"{name[: len(name) - len(leaf)]}\0"
 
 
-def _shape(shape: Shape) -> str:
-    return "x".join(map(str, shape)) or "scalar"
-
-
 # --- sections
 
 
@@ -138,7 +127,7 @@ def _reason(reason: str, confidence: float) -> str:
 
 
 def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], out: Console, *, show_all: bool) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = plain_table()
     for head in heads:
         table.add_column(head, overflow="fold")
     shown = [[printable(cell) for cell in line] for line in (lines if show_all else lines[:_SHOWN_ROWS])]
@@ -170,7 +159,7 @@ def _print_left_over(matching: Matching, out: Console, *, show_all: bool) -> Non
             out.print()
             out.print(_table((label,), lines, out, show_all=show_all))
     if matching.mismatched:
-        lines = [[row.old, row.new, _shape(row.source_shape), _shape(row.target_shape)] for row in matching.mismatched]
+        lines = [[row.old, row.new, shape_text(row.source_shape), shape_text(row.target_shape)] for row in matching.mismatched]
         out.print()
         out.print(_table(("mismatched", "target", "shape", "target's"), lines, out, show_all=show_all))
     if matching.ambiguous:

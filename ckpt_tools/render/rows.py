@@ -1,42 +1,124 @@
-"""A page of labelled rows: with rich on a terminal, as plain text in a pipe, where importing rich would take longest of all."""
+"""Labelled rows and tables, of which every page is made. rich is imported when one is drawn: that takes longest of all."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckpt_tools.render.text import label_grid, show
+from ckpt_tools.render.text import show
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 Row: TypeAlias = tuple[str, str]
 
 
-def show_rows(title: str, rows: Sequence[Row]) -> None:
-    """A title, and rows of a label and what there is to say, to standard output; texts from files must be printable."""
-    if sys.stdout.isatty() or os.environ.get("FORCE_COLOR"):
-        show(partial(_print_rows, title, rows))
-        return
-    width = max((len(label) for label, _ in rows), default=0)
-    sys.stdout.write("".join([f"{title}\n", *(f"{label:{width}}  {text}".rstrip() + "\n" for label, text in rows)]))
+def rows_of(label: str, lines: Sequence[str], limit: int | None = 10, rest: str = "--json shows all") -> list[Row]:
+    """Up to `limit` rows under one label, and how many more there are."""
+    rows = [(label, printable(line)) for line in lines[:limit]]
+    more = 0 if limit is None else len(lines) - limit
+    return [*rows, (label, f"... {more} more ({rest})")] if more > 0 else rows
 
 
-def _print_rows(title: str, rows: Sequence[Row], out: Console) -> None:
-    from rich.text import Text
+def print_rows(rows: Sequence[Row], out: Console) -> None:
+    """Two columns, a dim label and what there is to say; texts from files must be printable."""
+    from rich.table import Table
 
-    out.print(Text(title, style="bold"), soft_wrap=True)
-    grid = label_grid()
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
     for row in rows:
         grid.add_row(*row)
     out.print(grid)
 
 
-def up_to_ten(label: str, lines: Sequence[str]) -> list[Row]:
-    """Up to ten rows under one label; how many more there are."""
-    rows = [(label, printable(line)) for line in lines[:10]]
-    return [*rows, (label, f"... {len(lines) - 10} more (--json shows all)")] if len(lines) > 10 else rows
+def print_title(title: str, out: Console) -> None:
+    """The first line of a page."""
+    from rich.text import Text
+
+    out.print(Text(printable(title), style="bold"), soft_wrap=True)
+
+
+def show_rows(title: str, rows: Sequence[Row]) -> None:
+    """A page of a title and rows to standard output, without rich in a pipe."""
+    if sys.stdout.isatty() or os.environ.get("FORCE_COLOR"):
+        show(partial(_print_page, title, rows))
+        return
+    width = max((len(label) for label, _ in rows), default=0)
+    lines = [f"{printable(title)}\n", *(f"{label:{width}}  {text}".rstrip() + "\n" for label, text in rows)]
+    sys.stdout.write("".join(lines))
+
+
+def _print_page(title: str, rows: Sequence[Row], out: Console) -> None:
+    print_title(title, out)
+    print_rows(rows, out)
+
+
+# --- tables
+
+
+def plain_table() -> Table:
+    """A table without lines around its cells."""
+    from rich.table import Table
+
+    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Text broken into lines behind dots, commas and blanks, not in the middle of a word; further lines are indented.
+
+    >>> wrapped("features.0.{weight, bias}", 16)
+    'features.0.\\n  {weight, bias}'
+    """
+    if len(text) <= width:
+        return text
+    lines, line = [], ""
+    for part in re.findall(r"[^., ]*[., ]*", text):
+        if line.strip() and len(line) + len(part.rstrip()) > width:
+            lines.append(line.rstrip())
+            line = "  "
+        line += part
+    return "\n".join([*lines, line.rstrip()])
+
+
+_NAME_WIDTH = 30  # what a column of names should have at least, before others are left out for it
+
+
+def name_table(
+    heading: str, names: Sequence[str], columns: dict[str, list[str]], out: Console, *, right: Collection[str] = (),
+    optional: Sequence[str] = (), styles: Sequence[str] = (),
+) -> Table:  # fmt: skip
+    """A column of names, and what is said about each; `names` may be longer than the columns by a line for the rest.
+
+    Where the terminal is narrow, columns in `optional` that say the same in every row are left out in that order, and names
+    are broken behind their dots.
+
+    Args:
+        heading: over the names, which are printable already. columns: heading -> texts.
+        right: columns set to the right. styles: of the rows.
+    """
+    columns = dict(columns)
+    for name in optional:
+        if room_for_names(columns, out) < min(_NAME_WIDTH, max(map(len, names), default=0)) and len(set(columns[name])) <= 1:
+            del columns[name]
+    room = max(room_for_names(columns, out), _NAME_WIDTH // 2)
+    table = plain_table()
+    table.add_column(heading, overflow="fold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name in right)
+    for index, text in enumerate(names):
+        cells = (texts[index] if index < len(texts) else "" for texts in columns.values())
+        table.add_row(wrapped(text, room), *cells, style=styles[index] if index < len(styles) else None)
+    return table
+
+
+def room_for_names(columns: dict[str, list[str]], out: Console) -> int:
+    """What the columns leave of the width, each taking its longest line and two blanks."""
+    taken = sum(2 + max(map(len, (name, *"\n".join(cells).split("\n")))) for name, cells in columns.items())
+    return out.width - taken - 2

@@ -10,12 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ckpt_tools.render.text import (
-    can_print,
-    counted,
-    name_table,
-    room_for_names,
-)
+from ckpt_tools.render.rows import name_table, print_title, room_for_names
+from ckpt_tools.render.text import can_print, counted
 from ckpt_tools.text import listed, natural, printable
 
 if TYPE_CHECKING:
@@ -47,7 +43,7 @@ class _Row:
 
 def print_stats(report: Stats, view: StatsView, out: Console) -> None:
     """One line a tensor or module, then all together, then what is not finite."""
-    out.print(Text(printable(report.path), style="bold"), soft_wrap=True)
+    print_title(report.path, out)
     out.print()
     if not report.tensors:
         out.print("no tensors; ckpt inspect shows what it holds")

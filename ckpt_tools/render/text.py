@@ -1,13 +1,12 @@
-"""Reports as text for people: rich tables that follow the terminal's width and colour.
+"""What every page is made of: sizes and counts as text, consoles, errors and findings as they are printed.
 
 rich is imported when something is drawn with it.
 """
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CkptError, DamagedFileError
@@ -16,7 +15,6 @@ from ckpt_tools.tree.findings import Finding
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from ckpt_tools.operations.inspect import Description
 
@@ -94,24 +92,6 @@ def quoted(says: str) -> str:
     return f"{who}: {says}" if says else ""
 
 
-def label_grid() -> Table:
-    """Two columns: a dim label, and what there is to say."""
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    return grid
-
-
-def add_lines(grid: Table, label: str, lines: Sequence[str], limit: int | None = 10, rest: str = "--json shows all") -> None:
-    """Up to `limit` lines under one label; how many more there are."""
-    for line in lines[:limit]:
-        grid.add_row(label, printable(line))
-    if limit is not None and len(lines) > limit:
-        grid.add_row(label, f"... {len(lines) - limit} more ({rest})")
-
-
 def can_print(text: str, out: Console) -> bool:
     """Whether the output's encoding has these characters."""
     try:
@@ -124,6 +104,11 @@ def can_print(text: str, out: Console) -> bool:
 def counted(count: int, noun: str) -> str:
     """`1 tensor`, `2 tensors`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def counts_text(counts: Mapping[str | None, int]) -> str:
+    """How many there are of each: `float32 x 62, int64 x 20`."""
+    return ", ".join(f"{printable(str(name))} x {count:,}" for name, count in counts.items()) or "none"
 
 
 def by_reason(counts: Mapping[str, int]) -> list[str]:
@@ -152,60 +137,10 @@ def print_finding(finding: Finding, out: Console, *, with_code: bool = False) ->
         out.print(Text(f"  {printable(as_options(finding.fix))}", style="green"), soft_wrap=True)
 
 
-def wrapped(text: str, width: int) -> str:
-    """Text broken into lines behind dots, commas and blanks, not in the middle of a word; further lines are indented.
-
-    >>> wrapped("features.0.{weight, bias}", 16)
-    'features.0.\\n  {weight, bias}'
-    """
-    if len(text) <= width:
-        return text
-    lines, line = [], ""
-    for part in re.findall(r"[^., ]*[., ]*", text):
-        if line.strip() and len(line) + len(part.rstrip()) > width:
-            lines.append(line.rstrip())
-            line = "  "
-        line += part
-    return "\n".join([*lines, line.rstrip()])
-
-
-_NAME_WIDTH = 30  # what a column of names should have at least, before others are left out for it
-
-
-def name_table(
-    heading: str, names: Sequence[str], columns: dict[str, list[str]], out: Console, *, right: Collection[str] = (),
-    optional: Sequence[str] = (), styles: Sequence[str] = (),
-) -> Table:  # fmt: skip
-    """A column of names, and what is said about each; `names` may be longer than the columns by a line for the rest.
-
-    Where the terminal is narrow, columns in `optional` that say the same in every row are left out in that order, and names
-    are broken behind their dots.
-
-    Args:
-        heading: over the names, which are printable already. columns: heading -> texts.
-        right: columns set to the right. styles: of the rows.
-    """
-    from rich.table import Table
-
-    columns = dict(columns)
-    for name in optional:
-        if room_for_names(columns, out) < min(_NAME_WIDTH, max(map(len, names), default=0)) and len(set(columns[name])) <= 1:
-            del columns[name]
-    room = max(room_for_names(columns, out), _NAME_WIDTH // 2)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column(heading, overflow="fold")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name in right)
-    for index, text in enumerate(names):
-        cells = (texts[index] if index < len(texts) else "" for texts in columns.values())
-        table.add_row(wrapped(text, room), *cells, style=styles[index] if index < len(styles) else None)
-    return table
-
-
-def room_for_names(columns: dict[str, list[str]], out: Console) -> int:
-    """What the columns leave of the width, each taking its longest line and two blanks."""
-    taken = sum(2 + max(map(len, (name, *"\n".join(cells).split("\n")))) for name, cells in columns.items())
-    return out.width - taken - 2
+def state_dict_text(row: Mapping[str, Any]) -> str:
+    """Where a state dict is, how much it holds, and in which wrappers its names are."""
+    wrapped = f", wrapped in {' '.join(row['wrappers'])}" if row["wrappers"] else ""
+    return f"{path_text(row['where'])}: {counted(row['tensors'], 'tensor')}, {counted(row['parameters'], 'element')}{wrapped}"
 
 
 def container_text(description: Description) -> str:
