@@ -114,3 +114,34 @@ def test_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     results[1] = ("also", None)
     assert Ranks(0, 2).agree(work) == ["fine", "also"]
     assert Ranks().agree(work) == ["fine"]
+
+
+RANKS = ("fsdp2", "hsdp", "tp", "fsdp-tp", "dcp", "consolidated", "loose")
+FOLDERS = (*(f"parts/{name}" for name in RANKS), "deepspeed/hop")
+PARTS_JOB = """
+import os, sys
+from ckpt_tools.io.ranks import launched
+from ckpt_tools.operations.convert.run import convert
+
+with launched() as ranks:
+    for source, target in zip(sys.argv[1::2], sys.argv[2::2]):
+        convert(source, target, shard_size="300", dtype="fp16", ranks=ranks)
+os._exit(0)
+"""
+
+
+def test_the_parts_of_every_family_are_shared_too(tmp_path: Path) -> None:
+    """Two processes that merge parts of ranks into shards write what one writes; one job does family after family."""
+    places = {ROOT / "fixtures" / name: tmp_path / "two" / name.replace("/", "-") for name in FOLDERS}
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "job.py").write_text(PARTS_JOB)
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "job.py")]
+    arguments = [str(place) for pair in places.items() for place in pair]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*job, *arguments], capture_output=True, text=True, env=env, check=False, timeout=180)
+    assert done.returncode == 0, done.stderr
+    for source, target in places.items():
+        report = convert(source, tmp_path / "one" / target.name, shard_size="300", dtype="fp16")
+        assert report.files >= 2
+        assert content(target) == content(tmp_path / "one" / target.name)
