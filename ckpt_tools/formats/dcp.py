@@ -15,7 +15,8 @@ ranks has tens of thousands of archives, and `inspect` needs none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -25,12 +26,13 @@ from ckpt_tools import limits
 from ckpt_tools.errors import (
     CkptError,
     DamagedFileError,
+    PartError,
     TensorError,
     UnsupportedContainerError,
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, is_zip
-from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.formats.sharded import Keys, joined, partly
 from ckpt_tools.formats.zip import archives
 from ckpt_tools.io.content import (
     Computed,
@@ -83,8 +85,9 @@ class _Place:
 # --- a folder with .metadata
 
 
-def decode(source: Source, files: Files) -> Decoded:
-    """Read `.metadata` and the values; no tensor bytes.
+def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
+    """Read `.metadata` and the values; no tensor bytes. With `partial` what lies in a file that is missing is left out
+    and listed in `Decoded.lost`.
 
     Raises:
         DamagedFileError: malformed, or a chunk is missing. UnsupportedContainerError: transformed (compressed) chunks.
@@ -95,22 +98,35 @@ def decode(source: Source, files: Files) -> Decoded:
     validate(record)
     fields = _fields(record, "Metadata")
     places = dict(_places(fields.get("storage_data")))
+    missing = {place.file for place in places.values()} - {*files.names()} if partial else set[str]()
     for place in places.values():
-        files.open(place.file)
-    reader = _Reader(files, places)
+        if place.file not in missing:
+            files.open(place.file)
+    reader, lost = _Reader(files, places, missing), list[tuple[str, str]]()
     paths = _paths(fields.get("planner_data"))
     builder = _Nested()
     for name, node in _pairs(fields.get("state_dict_metadata"), "state_dict_metadata"):
         if type(name) is not str:
             raise DamagedFileError("The metadata describes something that has no name.")
-        builder.put(paths.get(name, (name,)), reader.value(name, node))
+        path = paths.get(name, (name,))
+        try:
+            builder.put(path, reader.value(name, node))
+        except PartError as error:
+            if type(path[-1]) is int:  # what stands behind it in the list would move up
+                raise
+            lost.append((name, error.what.rstrip(".")))
     root = builder.root
+    if lost and not root.items:
+        raise PartError(f"Nothing is whole in the files that are there: {lost[0][0]!r} {lost[0][1]}.")
     validate(root)
     decoded = joined("dcp", root, files, reader.blobs, {})
     decoded.has_checksums = False  # those of the chunks' archives are not looked at
     decoded.globals = [*_unexpected(machine), *decoded.globals]
     decoded.storage_bytes = sum(content.length for content, _ in reader.waiting.values())
     decoded.locate = reader.locate
+    if missing:
+        decoded.lost = lost
+        decoded.warnings.append(partly(f"{len(missing)} files are", sorted(missing)))
     return decoded
 
 
@@ -215,8 +231,10 @@ class _Nested:
 class _Reader:
     """Turns what the metadata says of a name into an entry or a value. Names with the same places are tied."""
 
-    def __init__(self, files: Files, places: Mapping[tuple[str, Sizes | None], _Place]) -> None:
-        self.files, self.places = files, places
+    def __init__(
+        self, files: Files, places: Mapping[tuple[str, Sizes | None], _Place], missing: AbstractSet[str] = frozenset()
+    ) -> None:
+        self.files, self.places, self.missing = files, places, missing
         self.blobs: list[Decoded] = []
         self.keys = Keys()
         self.tied: dict[Any, Entry] = {}
@@ -237,7 +255,13 @@ class _Reader:
             chunk = _fields(part, "ChunkStorageMetadata")
             offsets, sizes = _sizes(chunk.get("offsets")), _sizes(chunk.get("sizes"))
             boxes.append((offsets, sizes, self._place(name, offsets, only=len(listed.items) == 1)))
+        self._check_there(place for _, _, place in boxes)
         return self._entry(_Waiting(self, name, dtype, shape, tuple(boxes)), requires_grad)
+
+    def _check_there(self, places: Iterable[_Place]) -> None:
+        """Raise a PartError where one of these places is in a file that is missing."""
+        if gone := sorted({place.file for place in places} & self.missing):
+            raise PartError(f"in {', '.join(gone)}, which is missing", rest=True)
 
     def _place(self, name: str, offsets: Sizes, *, only: bool) -> _Place:
         place = self.places.get((name, offsets)) or (self.places.get((name, None)) if only else None)
@@ -263,6 +287,7 @@ class _Reader:
         place = self.places.get((name, None))
         if place is None:
             raise DamagedFileError(f"The metadata does not say where the value {name!r} is.")
+        self._check_there([place])
         decoded = self._archive(name, place)
         decoded.root = self.keys.renew(decoded.root)
         self.blobs.append(decoded)

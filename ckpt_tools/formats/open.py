@@ -200,7 +200,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     source = open_source(place)
     try:
         with collector_paused(), naming(source):
-            return Checkpoint(_decode_folder(source) if isinstance(source, Files) else _decode(source, member))
+            return Checkpoint(decode_folder(source) if isinstance(source, Files) else _decode(source, member))
     except BaseException:
         source.close()
         raise
@@ -259,7 +259,7 @@ def _decode(source: Source, member: str) -> Decoded:
 
         if unpacking.is_packed(source, head):
             readers = unpacking.Readers(
-                _decode_content, _decode_folder, begins_as_checkpoint, lambda decoded: count_tensors(decoded.root)
+                _decode_content, decode_folder, begins_as_checkpoint, lambda decoded: count_tensors(decoded.root)
             )
             return unpacking.decode(source, head, member, readers)
     if member:
@@ -287,23 +287,23 @@ def _files_beside(index: Source) -> Files:
     return Files(index.path, index.path.parent)
 
 
-def _decode_folder(files: Files) -> Decoded:
-    """Decode a folder with the layout that its files name."""
+def decode_folder(files: Files, *, partial: bool = False) -> Decoded:
+    """Decode a folder with the layout that its files name. `partial`: what is whole of it, by the layouts that can tell."""
     from ckpt_tools.formats import dcp, folders, sharded
 
     layout = folders.layout(files.folder, files.names())
     if layout.container == "dcp":
-        return dcp.decode(files.open(layout.names[0]), files)
+        return dcp.decode(files.open(layout.names[0]), files, partial=partial)
     if layout.container == "dcp-safetensors":
         return dcp.decode_safetensors(layout.names, files)
     if layout.container == "rank-files":
-        return decode_ranks(files, layout.names[0], layout.names)
+        return decode_ranks(files, layout.names[0], layout.names, partial=partial)
     if layout.container == "consolidated":
         from ckpt_tools.formats.parts import consolidated
 
-        return consolidated.decode(layout.names, files, decode_file)
+        return consolidated.decode(layout.names, files, decode_file, partial=partial)
     if layout.container == "deepspeed":
-        return decode_zero(files, layout.names)
+        return decode_zero(files, layout.names, partial=partial)
     if layout.container == "megatron":
         from ckpt_tools.formats.parts import megatron
 
@@ -311,18 +311,18 @@ def _decode_folder(files: Files) -> Decoded:
     if layout.container == "shards":
         from ckpt_tools.formats.parts import loose_shards
 
-        return loose_shards.decode(loose_shards.read(layout.names, files, decode_file), files)
-    return sharded.decode(files.open(layout.names[0]), files, decode_file)
+        return loose_shards.decode(loose_shards.read(layout.names, files, decode_file, partial=partial), files)
+    return sharded.decode(files.open(layout.names[0]), files, decode_file, partial=partial)
 
 
-def decode_ranks(files: Files, name: str, names: Sequence[str]) -> Decoded:
-    """Decode the rank files that this one is one of; `names` are those there are."""
+def decode_ranks(files: Files, name: str, names: Sequence[str], *, partial: bool = False) -> Decoded:
+    """Decode the rank files that this one is one of; `names` are those there are. `partial`: what is whole of them."""
     from ckpt_tools.formats.parts.grouping import group_of
     from ckpt_tools.formats.parts.rank_files import decode
 
     group = group_of(name, names)
     assert group is not None, "callers have checked that it has a rank"
-    return decode(group, files, decode_file)
+    return decode(group, files, decode_file, partial=partial)
 
 
 def decode_zero(files: Files, names: Sequence[str], *, partial: bool = False) -> Decoded:

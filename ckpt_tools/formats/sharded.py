@@ -23,6 +23,7 @@ from ckpt_tools.errors import (
     ContainerLimitError,
     DamagedFileError,
     NotACheckpointError,
+    PartError,
     UnsupportedContainerError,
 )
 from ckpt_tools.formats import safetensors
@@ -31,6 +32,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.torch_objects import unusual_tensor
+from ckpt_tools.text import listed
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.nodes import (
     Dict,
@@ -57,23 +59,37 @@ def sniff(head: bytes, source: Source) -> bool:
 # --- reading
 
 
-def decode(index: Source, files: Files, decode_file: DecodeFile) -> Decoded:
+def decode(index: Source, files: Files, decode_file: DecodeFile, *, partial: bool = False) -> Decoded:
     """Read an index and the structure of every file that it names, as one checkpoint; no tensor bytes.
 
     Args:
         index: the index. files: the folder that its names are in. decode_file: reads one shard.
+        partial: what is in the shards that are there; the rest is listed in `Decoded.lost`.
 
     Raises:
         DamagedFileError: the index is malformed; a shard or a tensor is missing, in the wrong shard, or in two.
     """
     weight_map, metadata = _read_index(index)
+    missing = sorted({*weight_map.values()} - {*files.names()}) if partial else []
+    lost = [(name, f"in {file}, which is missing") for name, file in weight_map.items() if file in missing]
+    weight_map = {name: file for name, file in weight_map.items() if file not in missing}
+    if lost and not weight_map:
+        raise PartError(f"All shards that {index.path.name} names are missing.", fix="Get them again.")
     shards = {name: read_shard(name, files, decode_file) for name in sorted({*weight_map.values()})}
     places = places_of(shards)
     _check_map(weight_map, places, shards, index)
     found = renewed(shards.values())
     root = Dict(_ordered(weight_map, found, metadata), ordered=True)
     root.attributes = safetensors.restore_state_dict_metadata(metadata)
-    return joined("sharded", root, files, found, own_metadata(found, metadata))
+    made = joined("sharded", root, files, found, own_metadata(found, metadata))
+    if missing:
+        made.lost, made.warnings = lost, [*made.warnings, partly(f"{len(missing)} shards are", missing)]
+    return made
+
+
+def partly(what: str, missing: Sequence[str]) -> Warned:
+    """That not all files of a checkpoint are there, and what is whole is taken."""
+    return Warned("parts-missing", f"{what} missing: {listed(missing)}; what is whole without them is taken")
 
 
 def renewed(parts: Iterable[Decoded]) -> list[Decoded]:
@@ -187,9 +203,9 @@ def _ordered(weight_map: Mapping[str, str], shards: Sequence[Decoded], metadata:
     if names == sorted(names) and ORDER not in metadata:
         return [*items.items()]
     aliases = safetensors.aliases_in(metadata)
-    listed = [(name, items[name]) for name in names if name not in aliases]
+    in_order = [(name, items[name]) for name in names if name not in aliases]
     rest = [(name, value) for name, value in items.items() if name not in weight_map and name not in aliases]
-    return safetensors.restore_aliases([*listed, *rest], metadata) if aliases else [*listed, *rest]
+    return safetensors.restore_aliases([*in_order, *rest], metadata) if aliases else [*in_order, *rest]
 
 
 def own_metadata(shards: Sequence[Decoded], metadata: Mapping[str, str]) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """`--partial` writes what is whole of the files of ranks, lists the rest, and refuses files that do not belong together."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import ckpt_tools
 from ckpt_tools.cli import main
 from ckpt_tools.errors import PartError
 from tests.support.rank_files import Cut, fsdp1, fsdp2, hsdp, save_ranks, tp
+from tests.support.zero_files import save_zero, trained
+
+ROOT = Path(__file__).parents[2]
 
 
 def change(path: Path, **values: Any) -> None:
@@ -155,3 +159,102 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     assert [row[0] for row in json.loads(shown.output)["dropped"]] == ["a.weight", "a.bias", "b.weight"]
     save_ranks(tmp_path / "whole", tp, 2)
     assert ckpt_tools.convert(tmp_path / "whole", tmp_path / "c.pth", partial=True).dropped == []
+
+
+# --- other families
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_zero_without_a_rank(stage: int, gone: int, tmp_path: Path) -> None:
+    """DeepSpeed: what the other ranks' rows hold, buffers, what is frozen and whole: equal to the model; the rest is listed."""
+    tag = save_zero(tmp_path / "in", trained(), stage, 3)
+    for path in tag.glob(f"zero_pp_rank_{gone}_*"):
+        path.unlink()
+    with pytest.raises(PartError, match=rf"(?s)missing: rank {gone}\..*`partial=True`"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    found, report = written(tmp_path / "in")
+    expected = trained().whole
+    assert {*found} | {name for name, _ in report.dropped} == {*expected}
+    assert not {*found} & {name for name, _ in report.dropped}
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    own = {"steps", "mean"} | ({"frozen.weight", "frozen.bias"} if stage < 3 else set())
+    assert own <= {*found}
+    assert "emb.weight" in dict(report.dropped)
+    assert "head.weight" in dict(report.dropped)
+    assert f"zero_pp_rank_{gone}_mp_rank_00_*" in next(row.text for row in report.notes if row.code == "parts-missing")
+    one = next(path for path in tag.iterdir() if "optim" in path.name)
+    assert ckpt_tools.convert(one, tmp_path / "one.pth", partial=True).dropped == report.dropped
+    with pytest.raises(PartError, match="The optimizer's state needs the files of all ranks"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "o.pth", select="optimizer", partial=True)
+
+
+def test_a_pipeline_without_a_stage(tmp_path: Path) -> None:
+    """The other stages' layers are whole, and so are the 16-bit weights of layers that nobody trains."""
+    shutil.copytree(ROOT / "fixtures" / "deepspeed" / "pipeline-z1-bf16", tmp_path / "in")
+    expected = torch.load(tmp_path / "in" / "reference.pth", weights_only=True)
+    (tmp_path / "in" / "reference.pth").unlink()
+    for path in (tmp_path / "in" / "global_step2").glob("*mp_rank_01_*"):
+        path.unlink()
+    for number in (2, 3):
+        (tmp_path / "in" / "global_step2" / f"layer_{number:02d}-model_states.pt").unlink()
+    found, report = written(tmp_path / "in")
+    assert {*found} == {"tied_modules.emb.weight", "1.weight", "1.bias"}
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert "mp_rank_01_*" in next(row.text for row in report.notes if row.code == "parts-missing")
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_consolidated_without_a_rank(gone: int, tmp_path: Path) -> None:
+    """Meta: norms and frequencies are whole on every rank; the last rank's absence shows in the columns of `wo` alone."""
+    norms = {"norm.weight": torch.ones(6), "rope.freqs": torch.arange(3.0)}
+    for rank in range(3):
+        part = {"layers.0.attention.wo.weight": torch.ones(6, 2), "output.weight": torch.ones(4, 6)}
+        if rank != gone:
+            (tmp_path / "in").mkdir(exist_ok=True)
+            torch.save({**norms, **part}, tmp_path / "in" / f"consolidated.{rank:02d}.pth")
+    (tmp_path / "in" / "params.json").write_text('{"dim": 6}')
+    with pytest.raises(PartError, match=r"(?s)`partial=True`"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    found, report = written(tmp_path / "in")
+    assert {*found} == {*norms}
+    assert {name for name, _ in report.dropped} == {"layers.0.attention.wo.weight", "output.weight"}
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_shards_of_which_one_is_missing(index: bool, tmp_path: Path) -> None:
+    """What is in the others; with an index the tensors of the missing one are listed by name."""
+    state = {f"layer{number}.weight": torch.full((5,), float(number)) for number in range(3)}
+    torch.save(state, tmp_path / "one.pth")
+    ckpt_tools.convert(tmp_path / "one.pth", tmp_path / "in", shard_size="20B")
+    if not index:
+        next((tmp_path / "in").glob("*.json")).unlink()
+    next((tmp_path / "in").glob("*00002-of-00003*")).unlink()
+    found, report = written(tmp_path / "in")
+    assert {*found} == {"layer0.weight", "layer2.weight"}
+    assert [name for name, _ in report.dropped] == (["layer1.weight"] if index else [])
+    assert "00002-of-00003" in next(row.text for row in report.notes if row.code == "parts-missing")
+
+
+def test_a_distributed_checkpoint_without_a_file(tmp_path: Path) -> None:
+    """dcp: tensors and values that lie in the files that are there; those with a box in the missing one are listed."""
+    folder = ROOT / "fixtures" / "parts" / "dcp"
+    expected = torch.load(folder / "reference.pth", weights_only=True)
+    shutil.copytree(folder, tmp_path / "in", ignore=shutil.ignore_patterns("reference.pth"))
+    assert written(tmp_path / "in")[1].dropped == []
+    (tmp_path / "in" / "__2_0.distcp").unlink()
+    (tmp_path / "out.pth").unlink()
+    found, report = written(tmp_path / "in")
+    lost = [name for name, why in report.dropped if why == "in __2_0.distcp, which is missing"]
+    assert lost
+    assert len(lost) == len(report.dropped)
+    flat = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    assert {*flat} | {*lost} == {*expected}
+    assert all(torch.equal(value, expected[name]) for name, value in flat.items())
+
+
+def test_nothing_of_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """No file of it: then nothing is written."""
+    shutil.copytree(ROOT / "fixtures" / "parts" / "dcp", tmp_path / "in", ignore=shutil.ignore_patterns("*.distcp", "*.pth"))
+    with pytest.raises(PartError, match="Nothing is whole"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth", partial=True)

@@ -23,7 +23,7 @@ from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.parts.cuts import Held, along
 from ckpt_tools.formats.parts.grouping import CONSOLIDATED
 from ckpt_tools.formats.parts.merging import Merger
-from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.formats.sharded import Keys, joined, partly
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
@@ -45,27 +45,36 @@ class Params:
     heads: int
 
 
-def decode(names: Sequence[str], files: Files, decode_file: Callable[[Source], Decoded]) -> Decoded:
+def decode(
+    names: Sequence[str], files: Files, decode_file: Callable[[Source], Decoded], *, partial: bool = False
+) -> Decoded:  # fmt: skip
     """Read the structure of every rank's file and put the tensors together; no tensor bytes.
+
+    With `partial`, and a rank missing, what every rank has whole is taken, and the rest listed in `Decoded.lost`.
 
     Raises:
         PartError: a rank is missing, or has other tensors; a tensor of which nothing says where it was cut.
     """
-    ranks = _ranks(names)
+    ranks, missing = _ranks(names, partial=partial)
     parts = [decode_file(files.open(name)) for name in ranks]
     keys = Keys()
     for part in parts:
         part.root = keys.renew(part.root)
     roots = [_flat(part) for part in parts]
     merging = _Merging(roots, _params(files, roots[0]), keys)
-    made = joined(CONTAINER, merging.run(), files, parts, {})
+    if partial and not missing and not merging.has_all_heads:
+        missing = ["those behind the last"]
+    made = joined(CONTAINER, merging.run() if not missing else merging.run_partial(), files, parts, {})
+    if missing:
+        made.lost = merging.lost
+        made.warnings.append(partly("files of ranks are", missing))
     made.has_checksums = False  # those of the ranks' records are not looked at
     made.locate = merging.locate
     return made
 
 
-def _ranks(names: Sequence[str]) -> list[str]:
-    """The files by rank, every rank once."""
+def _ranks(names: Sequence[str], *, partial: bool) -> tuple[list[str], list[str]]:
+    """The files by rank, every rank once, and those that are missing."""
     found: dict[int, str] = {}
     for name in names:
         match = CONSOLIDATED.fullmatch(name)
@@ -73,12 +82,13 @@ def _ranks(names: Sequence[str]) -> list[str]:
         if int(match[1]) in found:
             raise PartError(f"{found[int(match[1])]} and {name} are one rank's.", fix="Remove one of the two.")
         found[int(match[1])] = name
-    if missing := [rank for rank in range(max(found) + 1) if rank not in found]:
+    missing = [rank for rank in range(max(found) + 1) if rank not in found]
+    if missing and not partial:
         raise PartError(
             f"{names[-1]} is one of {max(found) + 1} parts at least; missing: {these_ranks(missing)}.",
-            fix="Get the others too: a model needs the parts of all ranks.",
-        )
-    return [found[rank] for rank in sorted(found)]
+            fix="Get the others too: a model needs the parts of all ranks.", rest=True,
+        )  # fmt: skip
+    return [found[rank] for rank in sorted(found)], [f"consolidated.{rank:02d}.pth" for rank in missing]
 
 
 def _flat(part: Decoded) -> dict[str, Entry]:
@@ -127,6 +137,7 @@ class _Merging:
     def __init__(self, roots: Sequence[Mapping[str, Entry]], params: Params | None, keys: Keys) -> None:
         self.roots, self.params = roots, params
         self.merger = Merger(keys)
+        self.lost: list[tuple[str, str]] = []
 
     def run(self) -> Node:
         """The merged state dict, in the first rank's order."""
@@ -135,6 +146,28 @@ class _Merging:
             if name.endswith(_ATTENTION):
                 self._check_world(name)
         return Dict([(name, self._merged(name)) for name in self.roots[0]], ordered=True)
+
+    def run_partial(self) -> Node:
+        """What every rank has whole, by its name: norms, frequencies, biases of rows."""
+        self._check_names()
+        whole = [name for name in self.roots[0] if self._is_whole(name)]
+        why = "cut among the ranks, of which some are missing"
+        self.lost = [(name, why) for name in self.roots[0] if not self._is_whole(name)]
+        if not whole:
+            raise PartError(f"No tensor is whole in these files: {self.lost[0][0]!r} is {why}.")
+        held = {name: [(rank, tensors[name]) for rank, tensors in enumerate(self.roots)] for name in whole}
+        return Dict([(name, self.merger.replicated(name, held[name])) for name in whole], ordered=True)
+
+    @property
+    def has_all_heads(self) -> bool:
+        """Whether the files are as many as the model was cut into, by the matrices that tell it."""
+        try:
+            for name in self.roots[0]:
+                if name.endswith(_ATTENTION) and all(name in tensors for tensors in self.roots):
+                    self._check_world(name)
+        except PartError:
+            return False
+        return True
 
     def locate(self, root: Node) -> Node:
         """Compare what several ranks hold; the bytes are where they are."""
@@ -154,7 +187,7 @@ class _Merging:
         if held != whole and (len(self.roots) > 1 or (held and whole % held == 0)):
             raise PartError(
                 f"{name!r} is not whole: {held} of its {whole} columns are on {these_ranks(range(len(self.roots)))}.",
-                why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.",
+                why="A part is missing, or is of another model.", fix="Get all consolidated.*.pth of one model.", rest=True,
             )  # fmt: skip
 
     def _merged(self, name: str) -> Entry:
@@ -164,15 +197,18 @@ class _Merging:
 
     def _axis(self, name: str, held: Held) -> int | None:
         """The dimension along which a tensor was cut; None where every rank has it whole."""
+        kind = name.rpartition(".")[0].rpartition(".")[2]
+        if self._is_whole(name):
+            return None
+        if kind in _COLUMNS or kind in _ROWS:
+            return 0 if kind in _COLUMNS else 1
+        return self._by_width(name, held, is_embedding=kind == "tok_embeddings")
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether every rank has a tensor whole, by its name."""
         module, _, role = name.rpartition(".")
         kind = module.rpartition(".")[2]
-        if name == _FREQUENCIES or kind.endswith("norm"):
-            return None
-        if kind in _COLUMNS:
-            return 0
-        if kind in _ROWS:
-            return 1 if role == "weight" else None
-        return self._by_width(name, held, is_embedding=kind == "tok_embeddings")
+        return name == _FREQUENCIES or kind.endswith("norm") or (kind in _ROWS and role != "weight")
 
     def _by_width(self, name: str, held: Held, *, is_embedding: bool) -> int:
         """The dimension in which the model's width is reached."""

@@ -21,6 +21,7 @@ from ckpt_tools.formats.sharded import (
     index_text,
     joined,
     own_metadata,
+    partly,
     places_of,
     read_shard,
     renewed,
@@ -31,11 +32,12 @@ from ckpt_tools.text import listed, printable
 from ckpt_tools.tree.nodes import Dict, as_dict
 
 
-def read(names: Sequence[str], files: Files, decode_file: DecodeFile) -> dict[str, Decoded]:
+def read(names: Sequence[str], files: Files, decode_file: DecodeFile, *, partial: bool = False) -> dict[str, Decoded]:
     """The structure of every shard, in order; no tensor bytes.
 
     Args:
         names: shards that differ in their number alone. files: the folder that they are in. decode_file: reads one.
+        partial: those that are there, all or not.
 
     Raises:
         PartError: one is missing, or is there twice; the folder was being overwritten. DamagedFileError: one is not a shard.
@@ -45,11 +47,11 @@ def read(names: Sequence[str], files: Files, decode_file: DecodeFile) -> dict[st
             f"{files.folder} has shards without an index, and what a write of it left that was interrupted.",
             why="The shards may be those of two checkpoints.", fix="Write it again.",
         )  # fmt: skip
-    return {name: read_shard(name, files, decode_file) for name in _complete(names)}
+    return {name: read_shard(name, files, decode_file) for name in _complete(names, partial=partial)}
 
 
-def _complete(names: Sequence[str]) -> list[str]:
-    """The shards in order, every number once."""
+def _complete(names: Sequence[str], *, partial: bool) -> list[str]:
+    """The shards in order, every number once; with `partial` those that are there."""
     said = [(found.number, name, found) for name in names if (found := shard_name(name)) is not None]
     numbers = {number: name for number, name, _ in said}
     any_one = said[0][2]
@@ -57,13 +59,20 @@ def _complete(names: Sequence[str]) -> list[str]:
         raise PartError(f"The shard {doubled[0]} is there twice, under another name.", fix="Remove one of the two.")
     if beyond := [name for number, name, _ in said if not 1 <= number <= any_one.count]:
         raise PartError(f"{listed(beyond)}: a shard of {any_one.count} has another number.", fix="Give it its name back.")
-    if missing := [number for number in range(1, any_one.count + 1) if number not in numbers]:
-        shown = listed([_names(any_one).shard(number, any_one.count) for number in missing])
+    if (missing := missing_shards(names)) and not partial:
+        shown = listed(missing)
         raise PartError(
             f"{len(missing)} of {any_one.count} shards are missing: {shown}.",
-            why="There is no index, and the names of the others say so.", fix="Get them again, and the index.",
+            why="There is no index, and the names of the others say so.", fix="Get them again, and the index.", rest=True,
         )  # fmt: skip
     return [numbers[number] for number in sorted(numbers)]
+
+
+def missing_shards(names: Sequence[str]) -> list[str]:
+    """The shards that should be beside these."""
+    said = [found for name in names if (found := shard_name(name)) is not None]
+    numbers, count = {found.number for found in said}, said[0].count
+    return [_names(said[0]).shard(number, count) for number in range(1, count + 1) if number not in numbers]
 
 
 def _names(said: ShardName) -> Names:
@@ -87,6 +96,9 @@ def decode(shards: Mapping[str, Decoded], files: Files) -> Decoded:
     found = renewed(shards.values())
     root = Dict([item for decoded in found for item in as_dict(decoded.root).items], ordered=True)
     made = joined("sharded", root, files, found, own_metadata(found, {}))
+    if missing := missing_shards([*shards]):
+        made.warnings.append(partly(f"{len(missing)} of {len(missing) + len(shards)} shards are", missing))
+        return made
     fix = printable(f"ckpt repair {shlex.quote(str(files.folder))}")
     text = f"the index of the {len(shards)} shards is missing; all of them are here"
     made.warnings.append(Warned("no-index", text, index_name(next(iter(shards))), fix=fix))

@@ -115,9 +115,10 @@ class Merger:
     def _check_covered(self, name: str, shape: Sizes, boxes: Sequence[Share], shares: Sequence[Share]) -> None:
         held, wanted = sum(prod(share.sizes) for share in boxes), prod(shape)
         if held < wanted:
-            ranks = self.shown(*sorted({share.rank for share in shares}))
+            ranks = sorted({share.rank for share in shares})
+            where = f"on {self.shown(*ranks)}" if ranks else "here"
             raise PartError(
-                f"{name!r} is not whole: {held} of its {wanted} elements are on {ranks}.",
+                f"{name!r} is not whole: {held} of its {wanted} elements are {where}.",
                 why="A part is missing, or is of another job.",
                 rest=True,
             )

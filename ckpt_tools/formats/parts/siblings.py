@@ -9,12 +9,20 @@ from pathlib import Path
 
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.folders import find_layout
-from ckpt_tools.formats.open import Checkpoint, collector_paused, decode_file, decode_ranks, decode_zero, naming
+from ckpt_tools.formats.open import (
+    Checkpoint,
+    collector_paused,
+    decode_file,
+    decode_folder,
+    decode_ranks,
+    decode_zero,
+    naming,
+    open_source,
+)
 from ckpt_tools.formats.parts.grouping import (
     CONSOLIDATED,
     MEGATRON_FILE,
     MP_RANK,
-    Group,
     consolidated_files,
     group_of,
     megatron_files,
@@ -65,20 +73,20 @@ def siblings(checkpoint: Checkpoint) -> Siblings | None:
 
 
 def open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
-    """What is whole of the files of ranks that are at a path; None for anything else.
+    """What is whole of the files that are at a path; None for anything but files that are parts of one checkpoint.
 
     Raises:
         PartError: nothing is whole, or the files do not belong together. CkptError: see `open_checkpoint`.
     """
-    place, group = Path(path), _group_at(path)
-    if group is None:
+    decode = _partial_at(path)
+    if decode is None:
         return None
-    files = Files(place, place if place.is_dir() else place.parent)
+    place = Path(path)
+    files = open_source(place) if place.is_dir() else Files(place, place.parent)
+    assert isinstance(files, Files), "a folder's source has files"
     try:
         with collector_paused(), naming(files):
-            from ckpt_tools.formats.parts import rank_files
-
-            return Checkpoint(rank_files.decode(group, files, decode_file, partial=True))
+            return Checkpoint(decode(files))
     except BaseException:
         files.close()
         raise
@@ -86,18 +94,32 @@ def open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
 
 def has_partial(path: str | os.PathLike[str]) -> bool:
     """Whether `open_partial` knows what is at a path."""
-    return _group_at(path) is not None
+    return _partial_at(path) is not None
 
 
-def _group_at(path: str | os.PathLike[str]) -> Group | None:
-    """The rank files that a folder holds, or that a file is one of."""
+# Of whose parts some are whole where others are missing. Megatron-LM's do not say how long a tensor is that was cut.
+_PARTIAL = ("rank-files", "deepspeed", "consolidated", "shards", "sharded", "dcp")
+
+
+def _partial_at(path: str | os.PathLike[str]) -> Callable[[Files], Decoded] | None:
+    """How what is whole is read of the files in a folder, or of those that a file is one of."""
     place = Path(path)
     if is_address(path) or not place.exists():
         return None
-    if not place.is_dir():
-        return group_of(place.name, os.listdir(place.parent))
-    layout = find_layout(place)
-    return group_of(layout.names[0], layout.names) if layout is not None and layout.container == "rank-files" else None
+    if place.is_dir():
+        layout = find_layout(place)
+        known = layout is not None and layout.container in _PARTIAL
+        return (lambda files: decode_folder(files, partial=True)) if known else None
+    names = os.listdir(place.parent)
+    if is_zero_file(place.name) and (zero := zero_files(names)) is not None:
+        every = zero.names
+        return lambda files: decode_zero(files, every, partial=True)
+    if CONSOLIDATED.fullmatch(place.name):
+        from ckpt_tools.formats.parts import consolidated
+
+        return lambda files: consolidated.decode(consolidated_files(names), files, decode_file, partial=True)
+    group = group_of(place.name, names)
+    return None if group is None else lambda files: decode_ranks(files, place.name, group.every, partial=True)
 
 
 def _several(folder: Path, count: int, decode: Callable[[Files], Decoded]) -> Siblings | None:

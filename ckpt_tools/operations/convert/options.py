@@ -120,7 +120,7 @@ class OutputOptions(Options):
         in_code="Or a number of bytes.",
     )  # fmt: skip
     only_weights: bool = flag("From folder to folder: leave config.json, tokenizer files and the like.")
-    partial: bool = flag("Of the files of ranks: write what is whole, leave out and list the rest.")
+    partial: bool = flag("Of ranks' files and shards: write what is whole, leave out and list the rest.")
     overwrite: bool = flag("Replace OUT if it exists.")
 
 

@@ -38,9 +38,9 @@ def holders(
         return
     numbers = _numbers_by_layer(shapes)
     if numbers is None or world % count:
-        raise PartError(f"{some(list(shapes))} are cut among {count} of {world} ranks, and are no experts of a mixture.")
+        raise PartError(f"{some(list(shapes))} are cut among {count} of {world} ranks, and not all are experts of a mixture.")
     if world // count * sum(map(len, numbers.values())) > _MOST_EXPERTS:
-        raise PartError(f"{model.file} says that {world} ranks have {count} parts of experts, which is no mixture.")
+        raise PartError(f"{model.file} says that {world} ranks have {count} parts of experts, which is impossible.")
     times = world // count
     for own in range(times):
         ranks = range(own * count, (own + 1) * count) if _data_first(model) else range(own, world, times)

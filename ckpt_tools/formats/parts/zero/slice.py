@@ -41,7 +41,7 @@ class Slice:
 
     Args:
         models, optimizers: by rank, of those that are there; no optimizer's where there is no ZeRO. keys: for all files.
-        world: how many ranks there should be. partial: what is not whole goes into `lost`, and is no error.
+        world: how many ranks there should be. partial: what is not whole goes into `lost`.
     """
 
     def __init__(
@@ -78,11 +78,14 @@ class Slice:
         tied = {_place(entry): name for name in known if type(entry := module.get(name)) is Entry and entry.numel}
         for name, value in module.items():
             holder = tied.get(_place(value), "")
-            if name not in made and name not in self.lost and name not in self.model.shared:
-                if holder in self.lost and name not in self.model.buffers:
-                    self.lost[name] = self.lost[holder]
-                else:
-                    made[name] = self._as_it_is(name, value, made.get(holder))
+            if name in made or name in self.lost or name in self.model.shared:
+                continue
+            if holder in self.lost and name not in self.model.buffers:
+                self.lost[name] = self.lost[holder]
+            elif self.missing and self._is_blank(name, value) and holder not in made:
+                self.lost[name] = "no rank that is here holds a part of it"
+            else:
+                made[name] = self._as_it_is(name, value, made.get(holder))
         for name in self.model.shared:
             if name not in made:
                 self._tie(name, made)
@@ -122,12 +125,16 @@ class Slice:
         """What lies in the model file itself: buffers, extra states, under stage 1 frozen weights, tied ones without a word."""
         if tied is not None and name not in self.model.buffers:
             return tied
-        if self.is_stage_3 and type(value) is Entry and name not in self.model.buffers and value.shape == (0,):
+        if self._is_blank(name, value):
             raise PartError(
                 f"The model has {name!r}, and no rank holds a part of it.",
                 why="The files say neither its shape nor where it lies.",
             )
         return value
+
+    def _is_blank(self, name: str, value: Node) -> bool:
+        """Whether it is what stage 3 leaves of a weight in the model file."""
+        return self.is_stage_3 and type(value) is Entry and name not in self.model.buffers and value.shape == (0,)
 
     def _tie(self, name: str, made: dict[str, Node]) -> None:
         """The weight that a tied name stands for, under this name too."""

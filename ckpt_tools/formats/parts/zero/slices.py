@@ -27,7 +27,7 @@ Held = Sequence[tuple[int, Node]]
 
 
 class Rules:
-    """How tensor parallel ranks are joined, by `universal_checkpoint_info`. It speaks of parameters: nobody cuts buffers."""
+    """How tensor parallel ranks are joined, by `universal_checkpoint_info`. It speaks of parameters; buffers are whole."""
 
     def __init__(self, info: Dict, buffers: AbstractSet[str]) -> None:
         self.buffers = buffers
