@@ -19,6 +19,7 @@ from docs import pictures
 from tests.docs.test_howto import run_command, run_python
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "ckpt_tools"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = [
     example
@@ -197,3 +198,20 @@ def test_the_git_recipe_works_as_written(tmp_path: Path) -> None:
     diff = shell("git diff -U0")
     changed = [line for line in diff.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
     assert changed == ["-b.weight 4 float32 cpu 16 B", "+b.longer.weight 4 float32 cpu 16 B"], diff
+
+
+def test_contributing_leads_to_places_that_are_there() -> None:
+    """Every file, folder and name in the table "Where would this go?" exists, and each name stands in a file of its row."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.partition("## Where would this go?")[2].partition("\n## ")[0]
+    rows = [row for row in table.splitlines() if row.startswith("| ")][2:]
+    assert len(rows) > 10
+    for row in rows:
+        paths = re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.\w+)?)`", row)
+        folders = [path for path in paths if path.endswith("/")]
+        paths += [f"{folder}{name}" for folder in folders[:1] for name in re.findall(r"`([a-z_]+\.py)`", row)]
+        places = [place for path in paths for place in (PACKAGE / path, ROOT / path) if place.exists()]
+        assert len(places) >= len(paths), row
+        files = [place.read_text() for place in places if place.is_file()]
+        for name in re.findall(r"`([A-Z]\w+|_[a-z_]+|numbers)`", row):
+            assert any(re.search(rf"\b{name}\b", file) for file in files), (name, row)
