@@ -272,7 +272,7 @@ _READERS: dict[str, Reader] = {
     "depth": read_optional(read_whole),
     "dtype": read_optional(read_dtype),
     "map_location": read_optional(read_location),
-    **dict.fromkeys(("progress", "advance"), read_optional(read_call)),
+    "progress": read_optional(read_call),
     "state_dict": read_state_dict,
     **dict.fromkeys(("like", "options", "model", "model_or_mapping"), read_anything),
 }  # fmt: skip

@@ -832,3 +832,11 @@ def test_one_large_weight_is_no_fresh_head(tmp_path: Path) -> None:
     state["classifier.weight"][3, 4] = 0.3
     torch.save(state, tmp_path / "trained.pth")
     assert codes(tmp_path / "trained.pth", values=True) == []
+
+
+def test_progress_reaches_the_end(tmp_path: Path) -> None:
+    """`progress` is called with the bytes read and the bytes in total, as of every other call."""
+    path = saved(tmp_path / "in.pth")
+    told: list[tuple[int, int]] = []
+    check(path, progress=lambda done, size: told.append((done, size)))
+    assert told[-1] == (path.stat().st_size, path.stat().st_size)

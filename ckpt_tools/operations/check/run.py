@@ -92,7 +92,7 @@ class Wanted:
 def check(
     path: str | os.PathLike[str], *, values: bool = False, digest: bool = False,
     against: str | os.PathLike[str] | None = None, ignore: Collection[str] = (), device: str | None = None,
-    advance: Advance | None = None,
+    progress: Progress | None = None,
 ) -> Checked:  # fmt: skip
     """Check one checkpoint. Runs and imports nothing that the file names; memory does not grow with the tensors.
 
@@ -104,7 +104,7 @@ def check(
         ignore: codes of findings to leave out.
         device: what the machine has that will load it ("cpu", "cuda:1" for two cuda devices): tags of other devices are a
             problem. Without it they are a note.
-        advance: called with the number of bytes after each block that is read.
+        progress: called with (bytes read, bytes in total) after each block.
 
     Returns:
         The report; a file that cannot be read is one with the verdict "unreadable".
@@ -113,7 +113,8 @@ def check(
         CkptError: what `against` names cannot be read. UsageError: no finding has a code that is to be ignored.
     """
     ignore = (ignore,) if isinstance(ignore, str) else ignore
-    return check_one(path, Wanted(values, digest, None if against is None else load_digests(against), ignore, device), advance)
+    wanted = Wanted(values, digest, None if against is None else load_digests(against), ignore, device)
+    return check_one(path, wanted, None if progress is None else _Steps(progress, _size(path)).advance)
 
 
 def load_digests(path: str | os.PathLike[str]) -> tuple[str, list[digests.Digest]]:
