@@ -24,26 +24,31 @@ from benchmarks.timing import HEADER, report, time_job
 @click.command()
 @click.option("--runs", default=5, show_default=True, help="Rounds of each job.")
 @click.option("--gigabytes", default=2.0, show_default=True, help="Size of the checkpoints.")
+@click.option("--ranks", default=8, show_default=True, help="Ranks of the checkpoint in parts.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Where to work (else the system's temporary folder).")
 @click.option("--only", metavar="TEXT", default="", help="Only jobs whose title holds this text.")
 @click.option("--input", "chosen", type=click.Choice(list(inputs.TITLES)), multiple=True, help="Only these inputs. Repeatable.")
-def main(runs: int, gigabytes: float, folder: Path | None, only: str, chosen: tuple[str, ...]) -> None:
+def main(runs: int, gigabytes: float, ranks: int, folder: Path | None, only: str, chosen: tuple[str, ...]) -> None:
     """Time ckpt beside what a user would do instead."""
     random.seed(0)
     print(machine())
     for name in chosen or inputs.TITLES:
         with tempfile.TemporaryDirectory(dir=folder) as work:
-            print(f"\n### {inputs.TITLES[name].format(gigabytes=gigabytes)}\n\n{HEADER}", flush=True)
-            for job in _jobs(name, Path(work), gigabytes):
+            print(f"\n### {inputs.TITLES[name].format(gigabytes=gigabytes, ranks=ranks)}\n\n{HEADER}", flush=True)
+            for job in _jobs(name, Path(work), gigabytes, ranks):
                 if only in job.title:
                     report(job, time_job(job, runs))
 
 
-def _jobs(name: str, work: Path, gigabytes: float) -> Iterator[Job]:
+def _jobs(name: str, work: Path, gigabytes: float, ranks: int) -> Iterator[Job]:
     if name == "sparse":
         yield from jobs.on_sparse(inputs.sparse(work))
     elif name == "sharded":
         yield from jobs.on_shards(inputs.shards(work, gigabytes * 4))
+    elif name == "ranks":
+        yield from jobs.on_ranks(inputs.ranks(work, ranks, gigabytes))
+    elif name == "sparse-ranks":
+        yield from jobs.on_sparse_ranks(inputs.ranks(work, 64, 100, holes=True))
     elif name == "files":
         yield from jobs.on_many_files(inputs.many_files(work))
     elif name == "cnn":

@@ -108,6 +108,11 @@ torch.save(clean_state_dict(torch.load(sys.argv[1], mmap=True)["model"]), sys.ar
 """
 SCAN = "import sys; from picklescan.scanner import scan_file_path; scan_file_path(sys.argv[1])"
 
+ZERO_TO_FP32 = """
+import sys
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[2], safe_serialization=True)
+"""
 MERGE = "from mergekit.scripts.merge_raw_pytorch import main; main()"
 
 IS_STRIPPED = """
@@ -229,6 +234,36 @@ def on_shards(source: Path) -> list[Job]:
             ],
         ),
         Job("check", [ckpt("check", source)]),
+    ]
+
+
+def on_ranks(source: Path) -> list[Job]:
+    """The files of many ranks become one."""
+    folder = source.parent
+    tensors, everything, copied, others = (folder / name for name in ("ours.safetensors", "ours.pth", "copy", "theirs"))
+    return [
+        Job("inspect", [ckpt("inspect", source)]),
+        Job(
+            "ZeRO-3 to safetensors",
+            [
+                ckpt("convert", source, tensors, output=tensors),
+                cp(source, copied),
+                *_installed("deepspeed", script("DeepSpeed's zero_to_fp32", ZERO_TO_FP32, source, others)),
+            ],
+        ),
+        Job(
+            "ZeRO-3 with its optimizer to pth",
+            [ckpt("convert", source, everything, "--select", "training", output=everything), cp(source, copied)],
+        ),
+    ]
+
+
+def on_sparse_ranks(source: Path) -> list[Job]:
+    """What depends on the names and on the number of ranks alone."""
+    one = source.parent / "one.safetensors"
+    return [
+        Job("inspect", [ckpt("inspect", source)]),
+        Job("convert one tensor", [ckpt("convert", source, one, "--keep", "norm.weight", output=one)]),
     ]
 
 
