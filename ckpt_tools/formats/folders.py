@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_tools.errors import FolderError, NotACheckpointError
-from ckpt_tools.formats.parts.grouping import consolidated_files, iteration_folder, megatron_files, model_group, shard_groups
+from ckpt_tools.formats.parts.grouping import (
+    ITEM_METADATA,
+    consolidated_files,
+    item_groups,
+    iteration_folder,
+    megatron_files,
+    model_group,
+    shard_groups,
+)
 from ckpt_tools.formats.parts.zero.names import checkpoint_folder, zero_files
 
 INDEX_SUFFIX = ".index.json"
@@ -24,7 +32,9 @@ _DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors
 class Layout:
     """A folder that is one checkpoint: its container, and the files that say what is in it."""
 
-    container: Literal["sharded", "dcp", "dcp-safetensors", "rank-files", "shards", "consolidated", "megatron", "deepspeed"]
+    container: Literal[
+        "sharded", "dcp", "dcp-safetensors", "rank-files", "shards", "consolidated", "megatron", "deepspeed", "items"
+    ]
     names: tuple[str, ...]
 
 
@@ -72,6 +82,8 @@ def _layout_of_parts(folder: str | os.PathLike[str], names: list[str]) -> Layout
     """The layout of files that say by their names alone that they belong together."""
     if (zero := zero_files(names)) is not None:
         return Layout("deepspeed", zero.names)
+    if ITEM_METADATA in names and (items := item_groups(names)):
+        return Layout("items", (ITEM_METADATA, *(name for group in items.values() for name in group.values())))
     groups = shard_groups(names)
     if len(groups) > 1:
         raise _several(folder, [group[0] for group in groups], "They are shards without an index, and of several checkpoints.")

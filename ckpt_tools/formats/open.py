@@ -308,6 +308,10 @@ def decode_folder(files: Files, *, partial: bool = False) -> Decoded:
         from ckpt_tools.formats.parts import megatron
 
         return megatron.decode(layout.names, files, decode_file)
+    if layout.container == "items":
+        from ckpt_tools.formats.parts import items
+
+        return items.decode(files, decode_file, partial=partial)
     if layout.container == "shards":
         from ckpt_tools.formats.parts import loose_shards
 

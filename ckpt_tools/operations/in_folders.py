@@ -17,7 +17,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.base import is_zip
 from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX, Layout, layout_of
-from ckpt_tools.formats.parts.grouping import MP_RANK
+from ckpt_tools.formats.parts.grouping import MP_RANK, describes_items
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 
@@ -92,10 +92,21 @@ def _wholes(folder: Path, names: Sequence[str]) -> tuple[list[Path], set[str]]:
         layout = None
     if layout is not None and layout.container == "sharded" and not indexes:
         layout = None
+    if layout is not None and layout.container == "items" and not _describes_items(folder / layout.names[0]):
+        layout = None
     parts = {name for files in indexes.values() for name in files} | set(indexes)
     if layout is not None:
         return [folder], parts | _own(layout, names)
     return [folder / name for name in indexes], parts
+
+
+def _describes_items(path: Path) -> bool:
+    """Whether a metadata.pkl is that of torch_checkpointing; many things are called so."""
+    try:
+        with path.open("rb") as file:
+            return describes_items(file.read(_HEAD))
+    except OSError:  # told about when it is opened
+        return True
 
 
 def _own(layout: Layout, names: Sequence[str]) -> set[str]:

@@ -16,6 +16,8 @@ CONSOLIDATED = re.compile(r"consolidated\.(\d{2,5})\.pth")
 MP_RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 _LATEST, _MOST_DIGITS = "latest_checkpointed_iteration.txt", 32
 MEGATRON_FILE = "model_optim_rng.pt"
+ITEM_METADATA = "metadata.pkl"
+_ITEM = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,6})\.(?:pt|safetensors)")
 _DEEPSPEED = re.compile(r"(?:mp|pp|expp)_rank_\d")
 
 
@@ -54,6 +56,20 @@ def _group(head: str, rows: Sequence[tuple[int, str]]) -> Group:
     first = dict(reversed(rows))  # of two files of one rank the first
     names = {rank: first[rank] for rank, _ in rows}
     return Group(head, names, int(world[1]) if world else None, tuple(name for _, name in rows))
+
+
+def describes_items(head: bytes) -> bool:
+    """Whether a metadata.pkl that starts so is torch_checkpointing's; many things are called so."""
+    return b"nested_path_to_metadata" in head
+
+
+def item_groups(names: Sequence[str]) -> dict[str, dict[int, str]]:
+    """The files that torch_checkpointing calls by their item and rank, `model_0.pt`: by item and rank; all ranks from 0 on."""
+    found: dict[str, dict[int, str]] = {}
+    for name in sorted(names):
+        if match := _ITEM.fullmatch(name):
+            found.setdefault(match["item"], {})[int(match["rank"])] = name
+    return {item: group for item, group in found.items() if set(group) == set(range(len(group)))}
 
 
 def model_group(names: Sequence[str]) -> Group | None:

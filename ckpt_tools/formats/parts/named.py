@@ -65,10 +65,12 @@ class Partition:
 
 def partition(checkpoint: Checkpoint) -> Partition | None:
     """What part of what a checkpoint is; None for anything that is not a part, or whole on this rank."""
-    if checkpoint.container in ("safetensors", "dcp", *PART_CONTAINERS):
+    if checkpoint.container in ("dcp", *PART_CONTAINERS):
         return None  # which hold whole tensors; what a dcp keeps of Megatron-LM's arguments is no part's
+    if checkpoint.container == "safetensors":
+        return _of_item(checkpoint)
     root = checkpoint.root
-    found = _of_tensors(root) if names_parts(checkpoint) else None
+    found = (_of_tensors(root) if names_parts(checkpoint) else None) or _of_item(checkpoint)
     if found is None and type(root) is Dict:
         found = (
             _of_zero(root)
@@ -232,6 +234,22 @@ def family_of(parts: Sequence[Part]) -> str:
     if "strided" in kinds or named_tp:
         return "FSDP2 x TP"
     return "HSDP" if len(widest.placements) == 2 and widest.placements[0].kind == "replicate" else "DTensor"
+
+
+# --- torch_checkpointing
+
+_ITEM = re.compile(r".+_\d{1,6}\.(?:pt|safetensors)")
+
+
+def _of_item(checkpoint: Checkpoint) -> Partition | None:
+    """By its name, and by the metadata.pkl beside it, which alone says how plain tensors were cut."""
+    if not _ITEM.fullmatch(checkpoint.path.name) or not (checkpoint.path.parent / "metadata.pkl").is_file():
+        return None
+    others = _others(checkpoint)
+    if others is None or (others.count == 1 and names_parts(checkpoint)):  # a DTensor in a world of one is whole
+        return None
+    found = f"one of {others.count} ranks' files of an item that torch_checkpointing saved"
+    return Partition(found, _GATHER, "torch_checkpointing", None, others.count)
 
 
 # --- DeepSpeed

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import Decoded, Warned
@@ -27,17 +28,29 @@ from ckpt_tools.tree import exchange
 from ckpt_tools.tree.exchange import Drop
 from ckpt_tools.tree.nodes import PLAIN, Entry, Global, Node, Object, Where
 from ckpt_tools.tree.visit import reachable, walk
+from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "rank-files"
 _STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step", "global_steps"))
 _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 
 
-def decode(group: Group, files: Files, decode_file: Callable[[Source], Decoded], *, partial: bool = False) -> Decoded:
+class Places(Protocol):
+    """What something beside the files says of plain tensors in them."""
+
+    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Share]] | None:
+        """The whole shape and the boxes of what is a part; None for what every rank has whole."""
+        ...
+
+
+def decode(
+    group: Group, files: Files, decode_file: Callable[[Source], Decoded], *, partial: bool = False,
+    places: Places | None = None,
+) -> Decoded:  # fmt: skip
     """Read the structure of every rank's file and put the tensors together; no tensor bytes.
 
-    With `partial` what is not whole is left out and listed in `Decoded.lost`; files that do not belong together are refused
-    all the same.
+    `places` tells where plain tensors lie; without it they are replicated. With `partial` what is not whole is left out and
+    listed in `Decoded.lost`; files that do not belong together are refused all the same.
 
     Raises:
         PartError: a rank is missing, is another's, or has other tensors; boxes leave something out; sums (`Partial`).
@@ -50,7 +63,7 @@ def decode(group: Group, files: Files, decode_file: Callable[[Source], Decoded],
     parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
     base = parts[ranks[0]]
     base.root = keys.renew(base.root)
-    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, keys, partial=partial)
+    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, keys, places, partial=partial)
     made = joined(CONTAINER, merging.run(), files, list(parts.values()), {})
     gone = merging.globals_of_parts()
     made.globals = [name for name in made.globals if name not in gone]
@@ -81,7 +94,10 @@ def is_tensor(node: Node) -> bool:
 class _Merging:
     """The trees of all ranks on their way into one: the first rank's, with whole tensors in it."""
 
-    def __init__(self, group: Group, roots: Mapping[int, Node], keys: Keys, *, partial: bool) -> None:
+    def __init__(
+        self, group: Group, roots: Mapping[int, Node], keys: Keys, places: Places | None, *, partial: bool
+    ) -> None:  # fmt: skip
+        self.places = places
         self.group, self.roots, self.ranks = group, roots, sorted(roots)
         self.merger = Merger(keys)
         self.reader = PartReader()
@@ -183,6 +199,9 @@ class _Merging:
         if len(entries) == len(nodes):
             if any(type(key) is str and _OWN_STATE.search(key) for key in where):
                 return entries[0]  # every rank's random numbers are its own
+            placed = self.places.shares(where, list(zip(self.ranks, entries, strict=True))) if self.places else None
+            if placed is not None:
+                return self.merger.tensor(name, entries[0].dtype, *placed, requires_grad=entries[0].requires_grad)
             return self.merger.replicated(name, list(zip(self.ranks, entries, strict=True)))
         self.objects += [node for node in nodes if type(node) is Object]
         parts = [self._part(name, rank, node) for rank, node in zip(self.ranks, nodes, strict=True)]

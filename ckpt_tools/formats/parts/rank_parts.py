@@ -27,7 +27,7 @@ from ckpt_tools.tree.nodes import (
 
 Sizes: TypeAlias = tuple[int, ...]
 _MOST_DIMENSIONS = 16  # of a mesh; torch's own have up to five
-_MOST_RANKS = 1 << 20
+MOST_RANKS = 1 << 20
 PART_KINDS = ("dtensor", "sharded")
 
 
@@ -288,7 +288,7 @@ def _axes(state: dict[str, Node]) -> tuple[Sizes, list[list[int]]]:
     else:  # torch 2.9
         rows = [((size,), (step,)) for size, step in zip(_ints(state["shape"]), _ints(state["stride"]), strict=True)]
     sizes = tuple(prod(shape) for shape, _ in rows)
-    if len(sizes) > _MOST_DIMENSIONS or any(min(shape, default=1) < 1 for shape, _ in rows) or prod(sizes) > _MOST_RANKS:
+    if len(sizes) > _MOST_DIMENSIONS or any(min(shape, default=1) < 1 for shape, _ in rows) or prod(sizes) > MOST_RANKS:
         raise TensorError("A mesh has impossible sizes.")
     steps = [[range(0, size * step, step) if step else (0,) * size for size, step in zip(*row, strict=True)] for row in rows]
     return sizes, [[sum(at) for at in product(*row)] for row in steps]
@@ -376,7 +376,7 @@ def _numbers(listed: Node, tensor: Node) -> Sizes:
         return _ints(listed)
     if type(tensor) is not Entry or tensor.dtype.name not in ("int32", "int64"):
         raise TensorError("The ranks of a mesh cannot be read.")
-    if max(tensor.numel, tensor.span) > _MOST_RANKS:
+    if max(tensor.numel, tensor.span) > MOST_RANKS:
         raise TensorError("A mesh has impossible sizes.")
     from ckpt_tools.values.numeric import part  # only files of ranks need it
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.folders import find_layout
 from ckpt_tools.formats.open import (
+    HEAD,
     Checkpoint,
     collector_paused,
     decode_file,
@@ -21,10 +23,14 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts.grouping import (
     CONSOLIDATED,
+    ITEM_METADATA,
     MEGATRON_FILE,
     MP_RANK,
+    Group,
     consolidated_files,
+    describes_items,
     group_of,
+    item_groups,
     megatron_files,
 )
 from ckpt_tools.formats.parts.zero.names import is_zero_file, zero_files
@@ -68,8 +74,37 @@ def siblings(checkpoint: Checkpoint) -> Siblings | None:
         )
     group = group_of(path.name, names)
     if group is None:
-        return None
+        return _of_an_item(checkpoint, names)
     return _several(path.parent, len(group.names), lambda source: decode_ranks(source, path.name, group.every))
+
+
+def _of_an_item(checkpoint: Checkpoint, names: Sequence[str]) -> Siblings | None:
+    """The files of the item of torch_checkpointing that one is a rank's part of; DTensors tell without metadata.pkl."""
+    path = checkpoint.path
+    item = next((item for item, group in item_groups(names).items() if path.name in group.values()), None)
+    if item is None:
+        return None
+    if ITEM_METADATA not in names:
+        return _by_dtensors(checkpoint, item, item_groups(names)[item])
+    from ckpt_tools.formats.parts import items
+
+    with contextlib.closing(Files(path, path.parent)) as files:
+        about = files.open(ITEM_METADATA)
+        if not describes_items(about.read(0, min(HEAD, about.size))):
+            return None
+        if items.item_of(path.name, files, decode_file) != item:
+            return None
+    return Siblings(path.parent, len(item_groups(names)[item]), lambda source: items.decode(source, decode_file, item))
+
+
+def _by_dtensors(checkpoint: Checkpoint, item: str, group: Mapping[int, str]) -> Siblings | None:
+    """The files `model_0.pt`, `model_1.pt` ... beside one that holds a rank's DTensors: others are called so too."""
+    if not any(str(name) == "torch.distributed.tensor.DTensor" for name in checkpoint.decoded.globals):
+        return None
+    from ckpt_tools.formats.parts import rank_files
+
+    files = Group(f"{item}_", group, None, tuple(group.values()))
+    return _several(checkpoint.path.parent, len(group), lambda source: rank_files.decode(files, source, decode_file))
 
 
 def open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:

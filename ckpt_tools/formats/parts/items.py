@@ -1,0 +1,262 @@
+"""A folder of torch_checkpointing: a file for each item and rank, and a pickle of plain dicts that says how tensors were cut.
+
+    metadata.pkl          MUST  version, world_size; of each item that was cut {path of a tensor: [{sharding_metadata, ranks}]}
+    model_0.pt ...        MUST  the item `model` of rank 0: DTensors, which say their place themselves, or plain tensors, whose
+                                place only metadata.pkl tells
+    step_0.pt ...         MAY   items that metadata.pkl does not describe; every rank has the whole
+
+Source: torch_checkpointing 0.1 (distributed_metadata.py, dtensor_metadata.py, default_metadata.py, checkpoint_layout.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from ckpt_tools.errors import DamagedFileError, PartError, TensorError, UnsupportedContainerError
+from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.parts import rank_files
+from ckpt_tools.formats.parts.grouping import ITEM_METADATA, Group, item_groups
+from ckpt_tools.formats.parts.merging import Share
+from ckpt_tools.formats.parts.rank_parts import MOST_RANKS, Placement, box_at
+from ckpt_tools.formats.sharded import Keys, joined
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Files
+from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.nodes import MAX_ELEMENTS, Dict, Entry, List, Node, Where
+
+_VERSION = "2.0"
+_LEVELS = 12
+_KINDS = {"Shard": "shard", "StridedShard": "strided", "Replicate": "replicate"}
+_READ = ("TorchSerialization", "SafetensorsSerialization")
+Sizes = tuple[int, ...]
+Row = Mapping[str, Any]
+
+
+def decode(
+    files: Files, decode_file: Callable[[Source], Decoded], only: str | None = None, *, partial: bool = False
+) -> Decoded:
+    """Read every item's files and put its tensors together; with `only` that item alone is the whole tree.
+
+    With `partial` what is not whole is left out and listed in `Decoded.lost`.
+
+    Raises:
+        PartError: a rank's file is missing, or does not fit what metadata.pkl says. DamagedFileError: that is malformed.
+        UnsupportedContainerError: of another version, or in a way to write files that is not read.
+    """
+    described, world = _described(decode_file(files.open(ITEM_METADATA)).root)
+    groups = {name: _group(name, files_of, world) for name, files_of in _files_of(described, files.names(), world).items()}
+    if only is not None:
+        return rank_files.decode(groups[only], files, decode_file, places=_Places(described.get(only)))
+    parts = {name: rank_files.decode(group, files, decode_file, partial=partial, places=_Places(described.get(name)))
+             for name, group in groups.items()}  # fmt: skip
+    keys = Keys()
+    root = Dict([(name, keys.renew(part.root)) for name, part in parts.items()])
+    made = joined(rank_files.CONTAINER, root, files, list(parts.values()), {})
+    made.has_checksums = False
+    made.lost = [(f"{name}.{where}", why) for name, part in parts.items() for where, why in part.lost]
+    made.locate = lambda root: _located(root, parts)
+    return made
+
+
+def _located(root: Node, parts: Mapping[str, Decoded]) -> Node:
+    """Compare what several ranks hold; the bytes are where they are."""
+    for part in parts.values():
+        if part.locate is not None:
+            part.locate(part.root)
+    return root
+
+
+def item_of(name: str, files: Files, decode_file: Callable[[Source], Decoded]) -> str | None:
+    """The item that a file holds a rank's part of; None for a file that metadata.pkl does not know."""
+    described, world = _described(decode_file(files.open(ITEM_METADATA)).root)
+    found = _files_of(described, files.names(), world)
+    return next((item for item, files_of in found.items() if name in files_of.values()), None)
+
+
+def _group(name: str, files_of: Mapping[int, str], world: int) -> Group:
+    return Group(f"{name}_", files_of, world, tuple(files_of.values()))
+
+
+# --- metadata.pkl
+
+
+def _described(root: Node) -> tuple[dict[str, Row], int]:
+    """What metadata.pkl says of each item, and how many ranks there were."""
+    content = _plain(root)
+    if not isinstance(content, dict) or not isinstance(content.get("metadata"), dict):
+        raise DamagedFileError(f"{ITEM_METADATA} does not describe items.")
+    if content.get("version") != _VERSION:
+        raise UnsupportedContainerError(
+            f"{ITEM_METADATA} is of version {content.get('version')!r}; {_VERSION!r} is read.",
+            fix="Load it with torch_checkpointing, and save it again.",
+        )
+    world, items = content.get("world_size"), content["metadata"]
+    if (
+        type(world) is not int
+        or not 0 < world <= MOST_RANKS
+        or not all(_is_item(key, row, world) for key, row in items.items())
+    ):
+        raise DamagedFileError(f"{ITEM_METADATA} has an item whose ranks or tensors are not described.")
+    return items, world
+
+
+def _is_item(key: object, row: object, world: int) -> bool:
+    if type(key) is not str or not isinstance(row, dict) or not isinstance(row.get("nested_path_to_metadata"), dict):
+        return False
+    layouts = row.get("rank_to_layout_info")
+    return isinstance(layouts, dict) and len(layouts) == world and all(rank in layouts for rank in range(world))
+
+
+def _plain(node: Node) -> Any:
+    """Dicts, lists and tuples of the tree as Python's own; a few levels, since that is all that is asked for."""
+    return _python(node, _LEVELS, {})
+
+
+def _python(node: Node, levels: int, known: dict[int, Any]) -> Any:
+    """What is referred to again and again is made once."""
+    if levels < 0:
+        raise DamagedFileError(f"{ITEM_METADATA} is nested deeper than what it describes.")
+    if id(node) in known:
+        return known[id(node)]
+    if type(node) is Dict:
+        known[id(node)] = {key: _python(value, levels - 1, known) for key, value in node.items if type(key) in (str, int)}
+    elif type(node) is List:
+        known[id(node)] = tuple(_python(value, levels - 1, known) for value in node.items)
+    elif type(node) is tuple:
+        known[id(node)] = tuple(_python(value, levels - 1, known) for value in node)
+    else:
+        return node
+    return known[id(node)]
+
+
+def _files_of(described: Mapping[str, Row], names: Sequence[str], world: int) -> dict[str, dict[int, str]]:
+    """The files of each item by rank: where metadata.pkl says, else by the item's name."""
+    found = {}
+    for name, item in described.items():
+        rows = {rank: item["rank_to_layout_info"][rank] for rank in range(world)}
+        wanted = {rank: _file(name, rank, row) for rank, row in rows.items()}
+        found[name] = {rank: file for rank, file in wanted.items() if "/" in file or file in names}
+        if not found[name]:
+            raise PartError(f"No file of the item {name!r} is there.", why=f"{ITEM_METADATA} describes {world} of them.")
+    for stem, group in item_groups(names).items():
+        if stem not in found and len(group) == world:
+            found[stem] = group
+    return found
+
+
+def _file(name: str, rank: int, row: Any) -> str:
+    if row is None:
+        return f"{name}_{rank}.pt"
+    path, kind = row.get("file_path"), row.get("serialization_format")
+    written = kind.get("type") if isinstance(kind, dict) else None
+    if type(path) is not str:
+        raise DamagedFileError(f"{ITEM_METADATA} does not say where the item {name!r} of rank {rank} is.")
+    if written not in _READ:
+        raise UnsupportedContainerError(f"The item {name!r} is written as {written}; {', '.join(_READ)} are read.")
+    return path
+
+
+# --- where plain tensors lie
+
+
+class _Places:
+    """What metadata.pkl says of the tensors of one item; nothing of an item that it does not describe."""
+
+    def __init__(self, item: Row | None) -> None:
+        self.rows: dict[Where, Sequence[Row]] = {}
+        for text, rows in (item or {}).get("nested_path_to_metadata", {}).items():
+            where = _where(text)
+            self.rows[where] = rows
+            self.rows.setdefault((".".join(map(str, where)),), rows)  # as safetensors has it
+
+    def shares(self, where: Where, entries: Sequence[tuple[int, Entry]]) -> tuple[Sizes, list[Share]] | None:
+        """The whole shape and the boxes of plain tensors that are parts; None for those that every rank has whole.
+
+        Raises:
+            PartError: what is here is not what metadata.pkl says.
+        """
+        rows = self.rows.get(where)
+        if rows is None:
+            return None
+        shares, shapes = [], set()
+        for rank, entry in entries:
+            try:
+                shape, found = _boxes(rows, rank, entry)
+            except (AttributeError, KeyError, IndexError, TypeError, ValueError, TensorError):
+                name = ".".join(map(str, where))
+                raise PartError(f"{name!r} of rank {rank} is not what {ITEM_METADATA} says of it.") from None
+            shapes.add(shape)
+            shares += found
+        if len(shapes) != 1:
+            raise PartError(f"{ITEM_METADATA} gives {'.'.join(map(str, where))!r} several shapes.")
+        whole = shapes.pop()
+        own = [entry for _, entry in entries]
+        alike = [share.entry for share in shares] == own and all(share.sizes == whole for share in shares)
+        return None if alike else (whole, shares)
+
+
+_PATH = re.compile(r"\[.*\]", re.DOTALL)
+
+
+def _where(text: object) -> Where:
+    try:
+        path = json.loads(text) if isinstance(text, str) and _PATH.fullmatch(text) else None
+    except (ValueError, RecursionError):
+        path = None
+    if not isinstance(path, list) or not path or not all(type(part) in (str, int) for part in path):
+        raise DamagedFileError(f"{ITEM_METADATA} has a path that cannot be read.")
+    return tuple(path)
+
+
+def _boxes(rows: Sequence[Row], rank: int, entry: Entry) -> tuple[Sizes, list[Share]]:
+    """The whole shape, and the boxes that one rank holds."""
+    packed = [row["sharding_metadata"] for row in rows if rank in row["ranks"]][0]  # noqa: RUF015  an IndexError is meant
+    kind, data = packed["type"], packed["data"]
+    shape = _sizes(data["global_shape"])
+    if prod(shape) > MAX_ELEMENTS or DTYPES[data["dtype"].removeprefix("torch.")] is not entry.dtype:
+        raise ValueError("another dtype or an impossible shape")
+    if kind == "default_tensor_v1":
+        boxes = zip(data["global_offsets"], data["local_offsets"], data["local_sizes"], strict=True)
+        return shape, [_view(rank, entry, _sizes(at), _sizes(local), _sizes(sizes)) for at, local, sizes in boxes]
+    if kind != "DTensorShardingMetadata":
+        raise ValueError(kind)
+    mesh = data["mesh_spec"]
+    sizes, ranks = _sizes(mesh["mesh_shape"]), _sizes(mesh["mesh_data"])
+    placements = [_placement(row) for row in data["placements"]]
+    if len(placements) != len(sizes) or prod(sizes) != len(ranks):
+        raise ValueError("placements that the mesh does not have")
+    at, box = box_at(shape, sizes, placements, _coordinate(sizes, ranks.index(rank)))
+    return shape, [_view(rank, entry, at, (0,) * len(shape), box, whole=True)]
+
+
+def _view(rank: int, entry: Entry, at: Sizes, local: Sizes, sizes: Sizes, *, whole: bool = False) -> Share:
+    """A box of what one rank holds."""
+    if len(at) != len(entry.shape) or (whole and sizes != entry.shape):
+        raise ValueError("another shape")
+    if any(start + size > there for start, size, there in zip(local, sizes, entry.shape, strict=True)):
+        raise ValueError("more than is there")
+    offset = entry.offset + sum(start * step for start, step in zip(local, entry.stride, strict=True))
+    return Share(rank, at, sizes, entry if sizes == entry.shape else replace(entry, shape=sizes, offset=offset))
+
+
+def _placement(row: Row) -> Placement:
+    return Placement(_KINDS[row["type"]], row.get("dim", 0), row.get("split_factor", 1))  # type: ignore[arg-type]
+
+
+def _coordinate(shape: Sizes, position: int) -> Sizes:
+    found = []
+    for size in reversed(shape):
+        found.append(position % size)
+        position //= size
+    return tuple(reversed(found))
+
+
+def _sizes(row: Any) -> Sizes:
+    if not isinstance(row, tuple) or not all(type(size) is int and 0 <= size < 1 << 62 for size in row):
+        raise ValueError("no sizes")
+    return row
