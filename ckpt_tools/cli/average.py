@@ -7,43 +7,23 @@ from typing import Any
 
 import click
 
-from ckpt_tools.cli.completion import complete_places
 from ckpt_tools.cli.options import (
     OUTPUT,
-    Once,
+    given,
+    options_of,
     quiet_option,
     show_progress,
 )
 from ckpt_tools.errors import UsageError
+from ckpt_tools.operations.options import AverageOptions
 
 
 @click.command(short_help="Write the mean of several checkpoints.")
 @click.argument("paths", nargs=-1, required=True, type=OUTPUT, metavar="IN IN... OUT")
-@click.option("--weights", cls=Once, metavar="W,W,...", help="The weight of each IN, divided by their sum; else all equal.")
-@click.option("--unwrap", is_flag=True, help="Compare names without their wrappers, and write them so.")
-@click.option("--integers", cls=Once, type=click.Choice(["first", "max"]), help="Which value is taken where integers differ.")
-@click.option(
-    "--select",
-    cls=Once,
-    metavar="WHERE",
-    shell_complete=complete_places,
-    help="One state dict or subtree, in every IN, becomes the whole output.",
-)
-@click.option(
-    "--objects", cls=Once, type=click.Choice(["keep", "plain", "drop"]), help="What happens to objects that are not plain data."
-)
-@click.option(
-    "--format",
-    cls=Once,
-    type=click.Choice(["pth", "pth-legacy", "safetensors", "dcp"]),
-    help="Container of OUT; else by its name.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--dry-run", is_flag=True, help="Report what would happen, write nothing.")
-@click.option("--fsync", is_flag=True, help="Make a new OUT durable before returning (a replaced one always is).")
+@options_of(AverageOptions)
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def average(paths: tuple[str, ...], weights: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
+def average(paths: tuple[str, ...], quiet: bool, as_json: bool, **options: Any) -> None:
     """Write the mean of several checkpoints of one model. OUT is the whole new file or is left alone.
 
     \b
@@ -58,8 +38,11 @@ def average(paths: tuple[str, ...], weights: str | None, quiet: bool, as_json: b
     from ckpt_tools.operations.average import average as average_checkpoints
 
     *sources, target = paths
+    asked = given(options)
+    if "weights" in asked:
+        asked["weights"] = _numbers(asked["weights"])
     with show_progress(quiet=quiet) as progress:
-        report = average_checkpoints(sources, target, weights=_numbers(weights), progress=progress, **options)
+        report = average_checkpoints(sources, target, progress=progress, **asked)
     if as_json:
         from ckpt_tools.render.json import print_document
 
@@ -71,9 +54,7 @@ def average(paths: tuple[str, ...], weights: str | None, quiet: bool, as_json: b
         show(partial(print_averaged, report))
 
 
-def _numbers(text: str | None) -> list[float] | None:
-    if text is None:
-        return None
+def _numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:

@@ -15,8 +15,7 @@ from ckpt_tools.cli.options import (
     options_of,
     quiet_option,
 )
-from ckpt_tools.operations.match import MatchOptions
-from ckpt_tools.operations.match import match as match_checkpoint
+from ckpt_tools.operations.options import MatchOptions
 
 
 @click.command()
@@ -45,6 +44,8 @@ def match(source: Path, show_all: bool, quiet: bool, as_json: bool, **options: A
 
     Exit code: 0 every tensor has its partner, 1 something is left over, 2 usage, 3 refused.
     """
+    from ckpt_tools.operations.match import match as match_checkpoint
+
     report = match_checkpoint(source, **given(options))
     if as_json:
         from ckpt_tools.render.json import print_document

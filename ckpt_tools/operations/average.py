@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.objects.losses import check_lost, packed_tensors
@@ -32,9 +32,10 @@ from ckpt_tools.operations.convert.conversion import CONTAINERS, execute, plan
 from ckpt_tools.operations.convert.edits import Edits
 from ckpt_tools.operations.convert.folder import FolderTarget, run_dcp
 from ckpt_tools.operations.convert.object_policy import modules_first
-from ckpt_tools.operations.convert.options import ConvertOptions, ObjectsPolicy
+from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.run import open_output
+from ckpt_tools.operations.options import AverageOptions
 from ckpt_tools.text import brief, dotted, listed
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DType
@@ -49,7 +50,8 @@ from ckpt_tools.tree.nodes import (
     Where,
     contiguous_stride,
 )
-from ckpt_tools.tree.output_names import Format, check_one_file, output_format
+from ckpt_tools.tree.options import as_keywords
+from ckpt_tools.tree.output_names import check_one_file, output_format
 from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.numeric import (
     has_numbers,
@@ -61,9 +63,8 @@ from ckpt_tools.values.numeric import (
 from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 
 if TYPE_CHECKING:
-    from ckpt_tools.io.writer import Progress
+    pass
 
-Integers: TypeAlias = Literal["first", "max"]
 COUNTER = "num_batches_tracked"
 
 
@@ -93,22 +94,9 @@ class Averaged:
         return asdict(self)
 
 
+@as_keywords(AverageOptions)
 @natural
-def average(
-    sources: Sequence[str | os.PathLike[str]],
-    target: str | os.PathLike[str],
-    *,
-    weights: Sequence[float] | None = None,
-    unwrap: bool = False,
-    integers: Integers | None = None,
-    select: str | None = None,
-    objects: ObjectsPolicy | None = None,
-    format: Format | None = None,
-    overwrite: bool = False,
-    dry_run: bool = False,
-    fsync: bool = False,
-    progress: Progress | None = None,
-) -> Averaged:
+def average(sources: Sequence[str | os.PathLike[str]], target: str | os.PathLike[str], options: AverageOptions) -> Averaged:
     """Write the mean of several checkpoints of one model: the whole new file, or nothing.
 
     The tensors of state dicts are averaged in float64 (complex128), a chunk at a time, and rounded once, to the dtype that
@@ -117,47 +105,38 @@ def average(
 
     Args:
         sources: two checkpoints or more, in any container. target: the file to write.
-        weights: one number for each source, divided by their sum; else all count the same.
-        unwrap: compare names without their wrappers, and write them so.
-        integers: what is taken of other integer tensors that differ: "first" or "max"; else they are refused.
-        select: the dotted path of a state dict or subtree, in every source, that becomes the whole output.
-        objects: as in `convert`; "plain" takes the state dicts of pickled models and TorchScript programs, which have a mean.
-        format, overwrite, dry_run, fsync, progress: as in `convert`.
+        options: those of `AverageOptions`, as keywords. With objects="plain" pickled models and programs have a mean.
 
     Raises:
         UsageError: weights that do not fit. ConvertError: names, shapes or integers that disagree. CkptError: see `convert`.
     """
-    parts = _weights(weights, len(sources))
-    if integers not in (None, "first", "max"):
-        raise UsageError(f"`integers={integers!r}` is neither first nor max.")
-    kind = output_format(target, format)
+    parts = _weights(options.weights, len(sources))
+    kind = output_format(target, options.format)
     to_folder = kind == "dcp"
     for source in sources:
-        check_one_file(source, target, format)
-    options = ConvertOptions(
-        unwrap=unwrap, select=select, objects=objects, overwrite=overwrite, dry_run=dry_run, fsync=fsync, progress=progress
-    )
-    edits = Edits(options, kind)
+        check_one_file(source, target, options.format)
+    shared = {name: option for name, option in options.asked().items() if name in ConvertOptions.options}
+    edits = Edits(ConvertOptions(**shared), kind)
     report = Averaged(list(map(str, sources)), parts)
-    report.output = Converted(str(sources[0]), str(target), CONTAINERS[kind], dry_run)
-    folder = FolderTarget(target, kind, options, inputs=sources)
+    report.output = Converted(str(sources[0]), str(target), CONTAINERS[kind], options.dry_run)
+    folder = FolderTarget(target, kind, edits.options, inputs=sources)
     with ExitStack() as stack:
         output = None
         if to_folder:
             folder.check()
         else:
-            output = open_output(stack, target, sources, options)
+            output = open_output(stack, target, sources, edits.options)
         stack.enter_context(collector_paused())
         checkpoints = [stack.enter_context(open_whole(path)) for path in sources]
-        if objects == "plain":
+        if options.objects == "plain":
             _take_state_dicts(checkpoints, report.output)
-        _Mean(checkpoints, parts, select, integers, report, unwrapped=unwrap).apply()
+        _Mean(checkpoints, parts, options, report).apply()
         if to_folder:
             run_dcp(checkpoints[0], folder, edits, report.output, stack)
         else:
             planned = plan(checkpoints[0], edits, report.output, stack)
             if output is not None:
-                execute(planned, output, progress)
+                execute(planned, output, options.progress)
         for checkpoint in checkpoints:
             checkpoint.decoded.source.check_unchanged()
     return report
@@ -198,11 +177,11 @@ class _Mean:
     """Puts the means into the state dicts of the first checkpoint's tree."""
 
     def __init__(
-        self, checkpoints: Sequence[Checkpoint], weights: list[float], select: str | None, integers: Integers | None,
-        report: Averaged, *, unwrapped: bool,
-    ) -> None:  # fmt: skip
-        self.weights, self.integers, self.report = weights, integers, report
-        self.name = unwrap_name if unwrapped else str
+        self, checkpoints: Sequence[Checkpoint], weights: list[float], options: AverageOptions, report: Averaged
+    ) -> None:
+        self.weights, self.integers, self.report = weights, options.integers, report
+        self.name = unwrap_name if options.unwrap else str
+        select = options.select
         self.roots = []
         for checkpoint in checkpoints:
             ties = restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)

@@ -6,16 +6,14 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.errors import UsageError
-from ckpt_tools.fit.options import TargetOptions
 from ckpt_tools.fit.targets import choose_state_dict, params_of, read_target
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
-from ckpt_tools.operations.convert.options import NameOptions, Selection
+from ckpt_tools.operations.options import MatchOptions
 from ckpt_tools.text import brief
-from ckpt_tools.tree.arguments import Renames, natural, read_path
-from ckpt_tools.tree.options import as_in, as_keywords, flag, value
+from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.options import as_keywords
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +33,6 @@ class Matched:
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; `complete` is true when nothing is left over."""
         return {"source": self.source, "target": self.target, **self.matching.to_json()}
-
-
-class MatchOptions(TargetOptions):
-    """All that `match` takes."""
-
-    rename: Renames = as_in(NameOptions, "rename", "Rename tensors of IN first, as in convert.")
-    select: str | None = as_in(Selection, "select", "Which state dict of IN, where it holds several.")
-    output: str | os.PathLike[str] | None = value("Write a plan (TOML) for convert.", read_path, metavar="PLAN", alias="-o")
-    overwrite: bool = flag("Replace PLAN if it exists.")
-
-    def check(self) -> None:
-        """Raise UsageError where no target is named, or a plan is to be replaced and none written."""
-        super().check()
-        if self.like is None:
-            raise UsageError("`like` names the target; it is missing.")
-        if self.overwrite and self.output is None:
-            raise UsageError("`overwrite` is about a plan; `output=PLAN` is missing.")
 
 
 @as_keywords(MatchOptions)

@@ -118,10 +118,10 @@ def anything(help: str, **more: Any) -> Any:
     return Option(None, arguments.read_anything, help, **more)
 
 
-def as_in(record: type[Options], name: str, help: str) -> Any:
-    """The option of another record, with a sentence of its own."""
+def as_in(record: type[Options], name: str, help: str = "") -> Any:
+    """The option of another record; where `help` is given, with a sentence of its own."""
     own = copy(record.options[name])
-    own.help = help
+    own.help = help or own.help
     return own
 
 
@@ -186,6 +186,10 @@ class _OnePath(Protocol[P, R_co]):
     def __call__(self, path: StrPath, *args: P.args, **options: P.kwargs) -> R_co: ...
 
 
+class _PathsIntoOne(Protocol[P, R_co]):
+    def __call__(self, sources: Sequence[StrPath], target: StrPath, *args: P.args, **options: P.kwargs) -> R_co: ...
+
+
 class _TwoPaths(Protocol[P, R_co]):
     def __call__(self, source: StrPath, target: StrPath, *args: P.args, **options: P.kwargs) -> R_co: ...
 
@@ -202,8 +206,10 @@ class _MethodKeywords(Protocol[P, Record_co]):
 class _Keywords(Protocol[P, Record_co]):
     """What makes of a function that takes a record one that takes keywords."""
 
+    @overload  # a path may be text, which is a sequence too; no function takes one for the other
+    def __call__(self, function: Callable[[StrPath, StrPath, Record_co], R]) -> _TwoPaths[P, R]: ...  # type: ignore[overload-overlap]
     @overload
-    def __call__(self, function: Callable[[StrPath, StrPath, Record_co], R]) -> _TwoPaths[P, R]: ...
+    def __call__(self, function: Callable[[Sequence[StrPath], StrPath, Record_co], R]) -> _PathsIntoOne[P, R]: ...
     @overload
     def __call__(self, function: Callable[[StrPath, Record_co], R]) -> _OnePath[P, R]: ...
 
