@@ -49,7 +49,7 @@ WILD: list[Any] = [
 ARGUMENTS = [(name, argument) for name, function in PUBLIC.items() for argument in inspect.signature(function).parameters]
 
 
-def asked(folder: Path, function: Callable[..., Any], given: dict[str, Any]) -> None:
+def expect_ours(folder: Path, function: Callable[..., Any], given: dict[str, Any]) -> None:
     """Call a function with what it cannot do without, and one argument more; only our own errors come out."""
     out, state = folder / "out.pth", {"weight": torch.ones(1, 1)}
     needed = {
@@ -80,7 +80,7 @@ def test_whatever_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
     for value in WILD:
         if argument == "progress" and isinstance(value, nn.Module):
             continue  # a function that takes other arguments: its error is the caller's
-        asked(tmp_path, PUBLIC[name], {argument: value})
+        expect_ours(tmp_path, PUBLIC[name], {argument: value})
 
 
 def test_every_argument_has_its_row() -> None:

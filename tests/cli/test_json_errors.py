@@ -71,7 +71,7 @@ def test_usage(command: str) -> None:
 
 def test_scan_has_a_format() -> None:
     """`--format json` is --json."""
-    failure(ckpt("scan", "--format", "json", "gone.pth"))
+    assert failure(ckpt("scan", "--format", "json", "gone.pth")) == failure(ckpt("scan", "--json", "gone.pth"))
 
 
 @pytest.mark.parametrize("name", ["inspect", "convert"])

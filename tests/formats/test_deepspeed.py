@@ -226,7 +226,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     torch.save(saved, path)
 
 
-def refused(folder: Path, text: str) -> None:
+def expect_refused(folder: Path, text: str) -> None:
     """The folder and each file of it are refused with this text before anything is written."""
     out = folder.parent / "out.pth"
     for path in (folder, *(folder / TAG).iterdir()):
@@ -241,29 +241,29 @@ def test_a_rank_is_missing(stage: int, tmp_path: Path) -> None:
     """The error names the rank."""
     tag = save_zero(tmp_path / "in", trained(), stage, 3)
     (tag / OPTIMIZER.format(1)).unlink()
-    refused(tmp_path / "in", r"3 files \*_optim_states.pt, one a rank; missing: rank 1")
+    expect_refused(tmp_path / "in", r"3 files \*_optim_states.pt, one a rank; missing: rank 1")
 
 
 def test_a_number_of_ranks_that_nobody_has(tmp_path: Path) -> None:
     """A file that claims any number of ranks costs no time."""
     tag = save_zero(tmp_path / "in", trained(), 1, 1)
     edit(tag / OPTIMIZER.format(0), lambda saved: saved["optimizer_state_dict"].update(partition_count=10**15))
-    refused(tmp_path / "in", "1000000000000000 files .* missing: 999999999999999")
+    expect_refused(tmp_path / "in", "1000000000000000 files .* missing: 999999999999999")
 
 
 def test_a_model_file_is_missing(tmp_path: Path) -> None:
     """Under stage 3 that of a rank, under the others the one that says the names."""
     (save_zero(tmp_path / "three", trained(), 3, 3) / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
-    refused(tmp_path / "three", r"model_states.pt, one a rank; missing: rank 2")
+    expect_refused(tmp_path / "three", r"model_states.pt, one a rank; missing: rank 2")
     (save_zero(tmp_path / "two", trained(), 2, 3) / MODEL).unlink()
-    refused(tmp_path / "two", "mp_rank_00_model_states.pt is missing")
+    expect_refused(tmp_path / "two", "mp_rank_00_model_states.pt is missing")
 
 
 def test_a_rank_is_there_twice(tmp_path: Path) -> None:
     """Two files for one rank are no guess, whatever their prefix."""
     tag = save_zero(tmp_path / "in", trained(), 1, 2)
     (tag / f"bf16_{OPTIMIZER.format(1)}").write_bytes((tag / OPTIMIZER.format(1)).read_bytes())
-    refused(tmp_path / "in", "are parts of ranks that have a file already")
+    expect_refused(tmp_path / "in", "are parts of ranks that have a file already")
 
 
 def test_a_part_of_another_job(tmp_path: Path) -> None:
@@ -272,13 +272,13 @@ def test_a_part_of_another_job(tmp_path: Path) -> None:
     other = save_zero(tmp_path / "other", trained(), 1, 3)
     own = (tag / OPTIMIZER.format(1)).read_bytes()
     (tag / OPTIMIZER.format(1)).write_bytes((other / OPTIMIZER.format(1)).read_bytes())
-    refused(tmp_path / "in", "several jobs: rank 0 of 2, rank 1 of 3")
+    expect_refused(tmp_path / "in", "several jobs: rank 0 of 2, rank 1 of 3")
     (tag / OPTIMIZER.format(1)).write_bytes(own)
     (tag / MODEL).write_bytes((other / MODEL).read_bytes())
-    refused(tmp_path / "in", "is of a job of 3 ranks; here are the optimizer's files of 2")
+    expect_refused(tmp_path / "in", "is of a job of 3 ranks; here are the optimizer's files of 2")
     three = save_zero(tmp_path / "three", trained(), 3, 2)
     (three / MODEL).write_bytes(own)
-    refused(tmp_path / "three", "is of another stage of ZeRO")
+    expect_refused(tmp_path / "three", "is of another stage of ZeRO")
 
 
 def test_a_part_of_another_step(tmp_path: Path) -> None:
@@ -286,11 +286,11 @@ def test_a_part_of_another_step(tmp_path: Path) -> None:
     tag = save_zero(tmp_path / "two", trained(), 2, 3)
     new, inner = torch.tensor(1.0), "base_optimizer_state"
     edit(tag / OPTIMIZER.format(2), lambda saved: saved["optimizer_state_dict"][inner]["state"][1].update(step=new))
-    refused(tmp_path / "two", r"made 2.0 steps on rank 0, and 2.0, 1.0 on rank 2")
+    expect_refused(tmp_path / "two", r"made 2.0 steps on rank 0, and 2.0, 1.0 on rank 2")
     tag = save_zero(tmp_path / "three", trained(), 3, 2)
     name = "zero_pp_rank_1_mp_rank_00_model_states.pt"
     edit(tag / name, lambda saved: saved.update(global_steps=1))
-    refused(tmp_path / "three", f"'global_steps' is 2 in .*, and 1 in {name}")
+    expect_refused(tmp_path / "three", f"'global_steps' is 2 in .*, and 1 in {name}")
 
 
 @pytest.mark.parametrize("count", [7, 99])
@@ -300,18 +300,20 @@ def test_sizes_that_do_not_add_up(stage: int, count: int, tmp_path: Path) -> Non
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     tag = save_zero(tmp_path / "in", trained(), stage, 3)
     edit(tag / OPTIMIZER.format(1), lambda saved: saved["optimizer_state_dict"][key].__setitem__(0, torch.ones(count)))
-    refused(tmp_path / "in", f"do not add up: rank 1 holds {count} elements of 'b.weight', 'emb.weight'")
+    expect_refused(tmp_path / "in", f"do not add up: rank 1 holds {count} elements of 'b.weight', 'emb.weight'")
 
 
 def test_names_of_another_model(tmp_path: Path) -> None:
     """Shapes that need more than the ranks hold, and a frozen weight whose parts are too short."""
     tag = save_zero(tmp_path / "two", trained(), 2, 2)
     edit(tag / MODEL, lambda saved: saved["param_shapes"][0].update({"emb.weight": torch.Size((99, 7))}))
-    refused(tmp_path / "two", "do not add up")
+    expect_refused(tmp_path / "two", "do not add up")
     tag = save_zero(tmp_path / "three", trained(), 3, 2)
     edit(tag / "zero_pp_rank_1_mp_rank_00_model_states.pt",
          lambda saved: saved["frozen_param_fragments"].update({"frozen.weight": torch.zeros(3)}))  # fmt: skip
-    refused(tmp_path / "three", r"frozen weight 'frozen.weight' does not add up: rank 1 holds 3 elements; it should be 11")
+    expect_refused(
+        tmp_path / "three", r"frozen weight 'frozen.weight' does not add up: rank 1 holds 3 elements; it should be 11"
+    )
 
 
 @pytest.mark.parametrize(("name", "text"), [
@@ -339,7 +341,7 @@ def test_an_expert_is_missing(tmp_path: Path) -> None:
     """As many as the model file says must be there; the model file alone is not whole without them."""
     tag = genuine("experts-z2-bf16", tmp_path / "in")
     (tag / "layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
-    refused(tmp_path / "in", r"Experts are missing: layer_0_expert_2_\*")
+    expect_refused(tmp_path / "in", r"Experts are missing: layer_0_expert_2_\*")
     for path in tag.iterdir():
         if path.name != MODEL:
             path.unlink()
@@ -370,7 +372,7 @@ def test_tensor_parallel_ranks_that_do_not_say_how_they_were_cut(info: Any, text
     tag = genuine("columns-z1-bf16", tmp_path / "in")
     for rank in range(2):
         edit(tag / f"mp_rank_{rank:02d}_model_states.pt", lambda saved: saved.update(universal_checkpoint_info=info))
-    refused(tmp_path / "in", text)
+    expect_refused(tmp_path / "in", text)
 
 
 def test_tensor_parallel_ranks_that_disagree(tmp_path: Path) -> None:

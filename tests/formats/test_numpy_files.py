@@ -25,7 +25,7 @@ from ckpt_tools.errors import (
 from tests.formats.test_oracle import described
 from tests.hostile.pickles import call, text
 from tests.hostile.pickles import pickle as opcodes
-from tests.hostile.refusals import refused, warned, write
+from tests.hostile.refusals import expect_refused, expect_warned, write
 from tests.hostile.zips import Rec, build
 from tests.test_properties import quick
 
@@ -184,7 +184,7 @@ def test_python_2_header(tmp_path: Path) -> None:
 )
 def test_headers(text_: str, error: type[CkptError], said: str, tmp_path: Path) -> None:
     """A header is a literal; whatever else it is, it is refused and never evaluated."""
-    refused(write(tmp_path, header(text_, bytes(8))), error, said)
+    expect_refused(write(tmp_path, header(text_, bytes(8))), error, said)
     assert not (tmp_path / "x").exists()
 
 
@@ -202,8 +202,8 @@ def test_cut_and_trailing(tmp_path: Path) -> None:
         with pytest.raises(CkptError):
             ckpt_tools.inspect(write(tmp_path, data[:length]))
     zipped = build([Rec(b"w.npy", data + b"more")])
-    refused(write(tmp_path, zipped), TensorError, "'w' has 4 bytes more than its shape")
-    warned(write(tmp_path, data + b"more"), "trailing-bytes")
+    expect_refused(write(tmp_path, zipped), TensorError, "'w' has 4 bytes more than its shape")
+    expect_warned(write(tmp_path, data + b"more"), "trailing-bytes")
 
 
 def test_nothing_runs(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_nothing_runs(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     text_ = "{'descr': '|O', 'fortran_order': False, 'shape': (), }"
     evil = opcodes(call("os", "mkdir", text(str(marker))))
-    refused(write(tmp_path, header(text_, evil)), PickleError, "not pickled as NumPy pickles it")
+    expect_refused(write(tmp_path, header(text_, evil)), PickleError, "not pickled as NumPy pickles it")
     held = np.empty((), object)
     held[()] = {"w": np.ones(2), "x": _Evil(str(marker))}
     path = write(tmp_path, npy(held), "in.npy")

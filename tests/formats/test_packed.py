@@ -35,7 +35,7 @@ from ckpt_tools.errors import (
     ZipError,
 )
 from ckpt_tools.torch import load_into, load_state_dict
-from tests.hostile.refusals import refused, write
+from tests.hostile.refusals import expect_refused, write
 from tests.support.containers import Net, state
 from tests.support.rank_files import fsdp2, save_ranks
 from tests.support.samples import FIXTURES
@@ -195,14 +195,14 @@ def test_several_are_listed_and_one_is_named(tmp_path: Path) -> None:
     """Two checkpoints are an error that lists them; a `!` names one, in every command."""
     other = saved({"w": torch.ones(2)})
     path = write(tmp_path, tar({"a/model.pth": saved(), "b.safetensors": b"", "c.pth": other}), "two.tar")
-    refused(path, NotACheckpointError, "holds 2 checkpoints: a/model.pth, c.pth", f"'{path}!a/model.pth'")
+    expect_refused(path, NotACheckpointError, "holds 2 checkpoints: a/model.pth, c.pth", f"'{path}!a/model.pth'")
     assert [row["name"] for row in ckpt_tools.inspect(f"{path}!c.pth").tensors] == ["w"]
     assert ckpt_tools.inspect(f"{path}!c.pth").path == f"{path}!c.pth"
     ckpt_tools.convert(f"{path}!c.pth", tmp_path / "c.pth")
     assert torch.load(tmp_path / "c.pth")["w"].tolist() == [1, 1]
-    refused(Path(f"{path}!d.pth"), NotACheckpointError, "has no member 'd.pth'")
-    refused(Path(f"{write(tmp_path, saved(), 'plain.pth')}!d.pth"), NotACheckpointError, "is not an archive")
-    refused(Path(f"{write(tmp_path, gzip.compress(saved()), 'm.gz')}!d"), NotACheckpointError, "has no member 'd'")
+    expect_refused(Path(f"{path}!d.pth"), NotACheckpointError, "has no member 'd.pth'")
+    expect_refused(Path(f"{write(tmp_path, saved(), 'plain.pth')}!d.pth"), NotACheckpointError, "is not an archive")
+    expect_refused(Path(f"{write(tmp_path, gzip.compress(saved()), 'm.gz')}!d"), NotACheckpointError, "has no member 'd'")
 
 
 def test_a_file_with_that_name_comes_first(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 def test_what_unpacks_in_two_ways_is_refused(name: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
     """Links, names that lead out of the folder, two members of one name: never followed, never chosen between."""
     data, said = HOSTILE[name]
-    refused(write(tmp_path, pack(data), "m.tar"), AmbiguousFileError, said)
+    expect_refused(write(tmp_path, pack(data), "m.tar"), AmbiguousFileError, said)
     assert sorted(item.name for item in tmp_path.iterdir()) == ["m.tar"]
 
 
@@ -294,7 +294,7 @@ DAMAGED: dict[str, tuple[bytes, type[CkptError], str]] = {
 def test_damage_is_named(name: str, tmp_path: Path) -> None:
     """What is cut off, damaged, or holds no checkpoint: an error that says which."""
     data, error, said = DAMAGED[name]
-    refused(write(tmp_path, data, "m.bin"), error, said)
+    expect_refused(write(tmp_path, data, "m.bin"), error, said)
 
 
 def test_a_bomb_meets_the_limit(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_no_room_to_inflate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("ckpt_tools.io.in_place.journal.write_all", full)
-    refused(path, LimitError, "No space left", "set TMPDIR")
+    expect_refused(path, LimitError, "No space left", "set TMPDIR")
 
 
 def test_repair_and_edits_in_place_say_the_way_out(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_zstd_where_something_inflates_it(tmp_path: Path, monkeypatch: pytest.Mo
     path = write(tmp_path, b"\x28\xb5\x2f\xfd" + gzip.compress(saved()), "model.pth.zst")
     monkeypatch.setitem(sys.modules, "compression", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    refused(path, UnsupportedContainerError, "is a zstd archive", "pip install zstandard")
+    expect_refused(path, UnsupportedContainerError, "is a zstd archive", "pip install zstandard")
     assert ckpt_tools.scan(path)[0].verdict == "unexamined"
     monkeypatch.setitem(sys.modules, "zstandard", Zstd("zstandard"))
     assert ckpt_tools.inspect(path).packed == {"kind": "zstd", "member": "model.pth"}

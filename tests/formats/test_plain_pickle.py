@@ -35,7 +35,7 @@ from tests.hostile.pickles import (
     text,
 )
 from tests.hostile.pickles import pickle as opcodes
-from tests.hostile.refusals import refused, warned, write
+from tests.hostile.refusals import expect_refused, expect_warned, write
 from tests.support.graphs import assert_same, live_tensors
 from tests.support.legacy import legacy, stream
 from tests.support.trees import entry_at
@@ -201,18 +201,18 @@ def test_edits(tmp_path: Path) -> None:
 
 def test_48_bytes_behind(tmp_path: Path) -> None:
     """A second pickle is said, and not kept."""
-    warned(write(tmp_path, pickle.dumps({"w": torch.ones(1)}) + b"\x80\x02}."), "trailing-bytes")
+    expect_warned(write(tmp_path, pickle.dumps({"w": torch.ones(1)}) + b"\x80\x02}."), "trailing-bytes")
 
 
 def test_49_computed_magic(tmp_path: Path) -> None:
     """A legacy stream whose magic number a call computes is named."""
     head = opcodes(call("builtins", "int", text("1"))) + opcodes(integer(1001)) + opcodes(b"}")
-    refused(write(tmp_path, stream(dict_of(), head=head)), AmbiguousFileError, "magic number is computed by a call")
+    expect_refused(write(tmp_path, stream(dict_of(), head=head)), AmbiguousFileError, "magic number is computed by a call")
 
 
 def test_53_persistent_ids(tmp_path: Path) -> None:
     """The data.pkl of a torch-zip by itself has its storages elsewhere."""
-    refused(write(tmp_path, opcodes(text("0") + b"Q")), PickleError, "part of another file")
+    expect_refused(write(tmp_path, opcodes(text("0") + b"Q")), PickleError, "part of another file")
 
 
 def test_cut_anywhere(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_blobs_too_deep(tmp_path: Path) -> None:
     for _ in range(40):
         data = stream(inner)
         inner = call("torch.storage", "_load_from_bytes", b"B" + len(data).to_bytes(4, "little") + data)
-    refused(write(tmp_path, opcodes(inner)), LimitError, "inside one another")
+    expect_refused(write(tmp_path, opcodes(inner)), LimitError, "inside one another")
 
 
 def test_one_blob_many_times(tmp_path: Path) -> None:

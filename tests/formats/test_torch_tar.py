@@ -34,7 +34,7 @@ from tests.hostile.pickles import (
     text,
     tuple_of,
 )
-from tests.hostile.refusals import refused, warned, write
+from tests.hostile.refusals import expect_refused, expect_warned, write
 from tests.support.graphs import assert_same, live_tensors, load_with_tags
 from tests.support.legacy import floats
 from tests.support.samples import corpus
@@ -148,20 +148,22 @@ def test_12_cut_anywhere(tmp_path: Path) -> None:
 
 def test_12_damaged_header(tmp_path: Path) -> None:
     """A header whose checksum is wrong, or whose size is not a number."""
-    refused(write(tmp_path, GOOD.replace(b"ustar\x0000", b"ustar\x0001", 1)), DamagedFileError, "header at byte 0 is damaged")
+    expect_refused(
+        write(tmp_path, GOOD.replace(b"ustar\x0000", b"ustar\x0001", 1)), DamagedFileError, "header at byte 0 is damaged"
+    )
 
 
 def test_12_other_members(tmp_path: Path) -> None:
     """Further members are passed over, whatever their names."""
     extra = {"../../escape": b"evil"}
     members = {"sys_info": pickle(b"}"), "storages": STORED, "tensors": DESCRIBED, "pickle": pickle(ROOT)}
-    warned(write(tmp_path, tar(**extra, **members)), "other-members")
+    expect_warned(write(tmp_path, tar(**extra, **members)), "other-members")
     assert not (tmp_path.parent.parent / "escape").exists()
 
 
 def test_12_a_tar_of_something_else(tmp_path: Path) -> None:
     """A tar of some of the members is said to be none of torch's."""
-    refused(write(tmp_path, tar(storages=STORED)), UnsupportedContainerError, "a tar archive, but not one")
+    expect_refused(write(tmp_path, tar(storages=STORED)), UnsupportedContainerError, "a tar archive, but not one")
 
 
 @pytest.mark.parametrize(
@@ -186,13 +188,13 @@ def test_12_broken_promises(
     root: bytes, stored: bytes, described_: bytes, error: type[CkptError], said: str, tmp_path: Path
 ) -> None:
     """Keys, counts, sizes and views that do not fit are refused by name."""
-    refused(write(tmp_path, torch_tar(root, stored, described_)), error, said)
+    expect_refused(write(tmp_path, torch_tar(root, stored, described_)), error, said)
 
 
 def test_12_dimensions(tmp_path: Path) -> None:
     """A tensor of two billion dimensions costs nothing."""
     bad = tensors((20, 10, (1,), (1,), 0)).replace(struct.pack("<ii", 1, 0), struct.pack("<ii", 2**31 - 1, 0))
-    refused(write(tmp_path, torch_tar(ROOT, STORED, bad)), TensorError, "2147483647 dimensions")
+    expect_refused(write(tmp_path, torch_tar(ROOT, STORED, bad)), TensorError, "2147483647 dimensions")
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,15 @@ def listing(folder: Path) -> dict[str, int]:
     return {str(path): path.lstat().st_size for path in folder.rglob("*")}
 
 
-def refused(path: Path, error: type[CkptError], *said: str) -> None:
+def expect_refused(path: Path, error: type[CkptError], *said: str) -> None:
     """Both operations raise exactly this error, with these words in its message; the folder stays as it was."""
     with pytest.raises(CkptError) as caught:
         ckpt_tools.inspect(path)
     check(caught.value, error, said)
-    convert_refused(path, error, *said)
+    expect_convert_refused(path, error, *said)
 
 
-def convert_refused(path: Path, error: type[CkptError], *said: str, **options: Any) -> None:
+def expect_convert_refused(path: Path, error: type[CkptError], *said: str, **options: Any) -> None:
     """Conversion alone raises this error, to both containers unless `target` says which."""
     before = listing(path.parent)
     targets = [options.pop("target")] if "target" in options else ["out.pth", "out.safetensors"]
@@ -54,7 +54,7 @@ def check(found: CkptError, error: type[CkptError], said: tuple[str, ...]) -> No
     assert len(str(found)) < 2000
 
 
-def warned(path: Path, code: str) -> ckpt_tools.Description:
+def expect_warned(path: Path, code: str) -> ckpt_tools.Description:
     """The description, which has this finding once; and a conversion goes on and drops what was odd."""
     found = ckpt_tools.inspect(path)
     assert [row.code for row in found.findings].count(code) == 1, [row.code for row in found.findings]

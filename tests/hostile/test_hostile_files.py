@@ -25,7 +25,7 @@ from ckpt_tools.errors import (
     ZipError,
 )
 from tests.hostile.headers import info, safetensors
-from tests.hostile.refusals import convert_refused, refused, write
+from tests.hostile.refusals import expect_convert_refused, expect_refused, write
 from tests.hostile.zips import Rec, build
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3)}
@@ -40,20 +40,20 @@ def saved(**options: bool) -> bytes:
 
 def test_01_empty(tmp_path: Path) -> None:
     """A file of no bytes."""
-    refused(write(tmp_path, b""), NotACheckpointError, "an empty file")
+    expect_refused(write(tmp_path, b""), NotACheckpointError, "an empty file")
 
 
 @pytest.mark.parametrize("data", [b"a", b"ab", b"abc", b"some text\n", b"PK", b"\x80", b"\x00\x01"])
 def test_02_short_or_text(data: bytes, tmp_path: Path) -> None:
     """A few bytes, shown in the message."""
-    refused(write(tmp_path, data), NotACheckpointError, "is not a checkpoint", f"begins with {data[:16]!r}")
+    expect_refused(write(tmp_path, data), NotACheckpointError, "is not a checkpoint", f"begins with {data[:16]!r}")
 
 
 @pytest.mark.parametrize("start", [b"<!DOCTYPE html>\n", b"\n  <html lang='en'>", b"\xef\xbb\xbf<HTML>", b"<head>"])
 def test_03_web_page(start: bytes, tmp_path: Path) -> None:
     """What a server sent in place of the file, with its title."""
     page = start + b"<head><title>\n Sign in \xe2\x80\x94 Hub</title></head><body>no</body></html>"
-    refused(write(tmp_path, page), NotACheckpointError, "is a web page", "'Sign in \u2014 Hub'")
+    expect_refused(write(tmp_path, page), NotACheckpointError, "is a web page", "'Sign in \u2014 Hub'")
 
 
 @pytest.mark.parametrize("name", ["bad.pth", "bad.safetensors"])
@@ -68,26 +68,26 @@ def test_03_web_page(start: bytes, tmp_path: Path) -> None:
 )
 def test_04_error_body(body: bytes, kind: str, name: str, tmp_path: Path) -> None:
     """A JSON or XML answer, with its first line; the second has its second brace where a safetensors header begins."""
-    refused(write(tmp_path, body, name), NotACheckpointError, f"is {kind} text", repr(body.split(b"\n")[0].decode()))
+    expect_refused(write(tmp_path, body, name), NotACheckpointError, f"is {kind} text", repr(body.split(b"\n")[0].decode()))
 
 
 @pytest.mark.parametrize("name", ["bad.pth", "bad.safetensors"])
 def test_05_lfs_pointer(name: str, tmp_path: Path) -> None:
     """A git-LFS pointer, with the real size."""
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 46827520\n"
-    refused(write(tmp_path, pointer, name), NotACheckpointError, "git-LFS pointer", "46827520 bytes", "git lfs pull")
+    expect_refused(write(tmp_path, pointer, name), NotACheckpointError, "git-LFS pointer", "46827520 bytes", "git lfs pull")
 
 
 @pytest.mark.parametrize("size", [1, 8, 512, 4096, 3_000_000])
 @pytest.mark.parametrize("name", ["bad.pth", "bad.safetensors"])
 def test_06_zeros(name: str, size: int, tmp_path: Path) -> None:
     """Nothing but zeros, which torch takes for a tar."""
-    refused(write(tmp_path, bytes(size), name), NotACheckpointError, f"{size} zero bytes", "never written")
+    expect_refused(write(tmp_path, bytes(size), name), NotACheckpointError, f"{size} zero bytes", "never written")
 
 
 def test_06_zeros_at_the_start_only(tmp_path: Path) -> None:
     """A file that begins with zeros and goes on with something is not called unwritten."""
-    refused(write(tmp_path, bytes(5000) + b"x"), NotACheckpointError, "is not a checkpoint")
+    expect_refused(write(tmp_path, bytes(5000) + b"x"), NotACheckpointError, "is not a checkpoint")
 
 
 PACKED = {
@@ -108,12 +108,12 @@ PACKED = {
 def test_07_other_types(kind: str, tmp_path: Path) -> None:
     """Another type of file under a checkpoint's name is called by its own."""
     data, called, fix = PACKED[kind]
-    refused(write(tmp_path, data), NotACheckpointError, f"is {called}", fix)
+    expect_refused(write(tmp_path, data), NotACheckpointError, f"is {called}", fix)
 
 
 def test_08_text_mode(tmp_path: Path) -> None:
     """A zip in which every line feed got a carriage return."""
-    refused(write(tmp_path, saved().replace(b"\n", b"\r\n")), ZipError, "text-mode transfer", "binary mode")
+    expect_refused(write(tmp_path, saved().replace(b"\n", b"\r\n")), ZipError, "text-mode transfer", "binary mode")
 
 
 def test_08_text_mode_in_the_end_record(tmp_path: Path) -> None:
@@ -122,42 +122,42 @@ def test_08_text_mode_in_the_end_record(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     torch.save(many, buffer)
     assert buffer.getvalue()[-12] == 10
-    refused(write(tmp_path, buffer.getvalue().replace(b"\n", b"\r\n")), ZipError, "text-mode transfer")
+    expect_refused(write(tmp_path, buffer.getvalue().replace(b"\n", b"\r\n")), ZipError, "text-mode transfer")
 
 
 def test_08_text_mode_legacy(tmp_path: Path) -> None:
     """A legacy stream that went the same way."""
     data = saved(_use_new_zipfile_serialization=False).replace(b"\n", b"\r\n")
-    refused(write(tmp_path, data), NotACheckpointError, "text-mode transfer")
+    expect_refused(write(tmp_path, data), NotACheckpointError, "text-mode transfer")
 
 
 def test_09_directory(tmp_path: Path) -> None:
     """A folder."""
     folder = tmp_path / "folder.pth"
     folder.mkdir()
-    refused(folder, FolderError, "is a directory")
+    expect_refused(folder, FolderError, "is a directory")
 
 
 def test_09_fifo(tmp_path: Path) -> None:
     """A pipe without a writer is not waited for."""
     os.mkfifo(tmp_path / "pipe.pth")
-    refused(tmp_path / "pipe.pth", NotACheckpointError, "not a regular file")
+    expect_refused(tmp_path / "pipe.pth", NotACheckpointError, "not a regular file")
 
 
 def test_09_dangling_link(tmp_path: Path) -> None:
     """A link to nothing, and nothing at all."""
     (tmp_path / "link.pth").symlink_to(tmp_path / "gone.pth")
-    refused(tmp_path / "link.pth", MissingFileError, "link to a file that is not there")
+    expect_refused(tmp_path / "link.pth", MissingFileError, "link to a file that is not there")
     with pytest.raises(MissingFileError) as caught:
         ckpt_tools.inspect(tmp_path / "link.pth")
     assert caught.value.fix == ""  # its own name is no suggestion
-    refused(tmp_path / "gone.pth", MissingFileError, "There is no such file")
+    expect_refused(tmp_path / "gone.pth", MissingFileError, "There is no such file")
 
 
 def test_09_link_to_itself(tmp_path: Path) -> None:
     """A link that leads in a circle."""
     (tmp_path / "loop.pth").symlink_to("loop.pth")
-    refused(tmp_path / "loop.pth", NotACheckpointError, "cannot be read")
+    expect_refused(tmp_path / "loop.pth", NotACheckpointError, "cannot be read")
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "nul\0nul", "file.pth/below.pth"])
@@ -173,7 +173,7 @@ def test_09_impossible_paths(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", PACKED)
 def test_07_other_types_as_safetensors(kind: str, tmp_path: Path) -> None:
     """The same under the name of the other container."""
-    refused(write(tmp_path, PACKED[kind][0], "bad.safetensors"), NotACheckpointError, f"is {PACKED[kind][1]}")
+    expect_refused(write(tmp_path, PACKED[kind][0], "bad.safetensors"), NotACheckpointError, f"is {PACKED[kind][1]}")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
@@ -181,7 +181,7 @@ def test_09_no_permission(tmp_path: Path) -> None:
     """A file that may not be read."""
     path = write(tmp_path, saved())
     path.chmod(0)
-    refused(path, ForbiddenFileError, "Permission denied")
+    expect_refused(path, ForbiddenFileError, "Permission denied")
 
 
 @pytest.mark.parametrize("name", ["zip.safetensors", "zip.tar", "zip.dat", "no_suffix"])
@@ -199,7 +199,7 @@ def test_11_torchscript(tmp_path: Path) -> None:
     data = build([Rec(name.encode(), content) for name, content in records.items()])
     path = write(tmp_path, data)
     assert ckpt_tools.inspect(path).container == "torchscript"
-    convert_refused(path, ObjectsError, "TorchScript program", "objects='plain'")
+    expect_convert_refused(path, ObjectsError, "TorchScript program", "objects='plain'")
 
 
 def test_12_tar(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_12_tar(tmp_path: Path) -> None:
         member = tarfile.TarInfo("../escape")
         member.size = 4
         tar.addfile(member, io.BytesIO(b"evil"))
-    refused(write(tmp_path, buffer.getvalue(), "old.tar"), AmbiguousFileError, "not a name inside a folder")
+    expect_refused(write(tmp_path, buffer.getvalue(), "old.tar"), AmbiguousFileError, "not a name inside a folder")
     assert not (tmp_path.parent / "escape").exists()
     assert ckpt_tools.inspect(write(tmp_path, saved(), "model.pth.tar")).totals["tensors"] == 1
 

@@ -108,7 +108,7 @@ def test_text_with_escapes_imports_nothing(tmp_path: Path) -> None:
         f"import sys, ckpt_tools\nfrom ckpt_tools import inspect\nseen = set(sys.modules)\nfound = inspect({str(path)!r})\n"
         "assert found.values['x'] == '\\u00e9'\nassert 'encodings.raw_unicode_escape' not in set(sys.modules) - seen"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+    assert subprocess.run([sys.executable, "-c", script], check=False, cwd=ROOT).returncode == 0
 
 
 def test_long_names_make_no_long_messages(tmp_path: Path) -> None:

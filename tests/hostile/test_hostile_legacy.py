@@ -28,7 +28,7 @@ from tests.hostile.pickles import (
     text,
     tuple_of,
 )
-from tests.hostile.refusals import refused, warned, write
+from tests.hostile.refusals import expect_refused, expect_warned, write
 from tests.support.legacy import (
     HEAD,
     MAGIC,
@@ -64,7 +64,7 @@ def test_our_stream_is_torchs(tmp_path: Path) -> None:
 )
 def test_the_frame(head: bytes, said: str, tmp_path: Path) -> None:
     """A protocol that there never was, a sys_info that is none, a persistent id before the pickle."""
-    refused(write(tmp_path, stream(ONE, ("0", SIX), head=head)), PickleError, said)
+    expect_refused(write(tmp_path, stream(ONE, ("0", SIX), head=head)), PickleError, said)
 
 
 def test_77_cut_anywhere(tmp_path: Path) -> None:
@@ -81,25 +81,27 @@ def test_77_cut_in_a_storage(tmp_path: Path) -> None:
     """The message says how many tensors are complete, where the file ends, and what to do."""
     data = stream(TWO, ("0", SIX), ("1", SIX))
     said = ("1 of 2 tensors complete", f"ends after {len(data) - 5} bytes, within storage 2 of 2", "get it again")
-    refused(write(tmp_path, data[:-5]), DamagedFileError, *said)
-    refused(write(tmp_path, data[: -len(SIX) - 1]), DamagedFileError, "0 of 2 tensors complete")
-    refused(write(tmp_path, data[: -len(SIX)]), DamagedFileError, "1 of 2 tensors complete")
+    expect_refused(write(tmp_path, data[:-5]), DamagedFileError, *said)
+    expect_refused(write(tmp_path, data[: -len(SIX) - 1]), DamagedFileError, "0 of 2 tensors complete")
+    expect_refused(write(tmp_path, data[: -len(SIX)]), DamagedFileError, "1 of 2 tensors complete")
 
 
 def test_77_cut_in_the_pickle(tmp_path: Path) -> None:
     """Before the storages there is nothing to count."""
     data = stream(TWO, ("0", SIX), ("1", SIX))
-    refused(write(tmp_path, data[:300]), DamagedFileError, "ends within the pickle that lists its tensors", "get it again")
+    expect_refused(
+        write(tmp_path, data[:300]), DamagedFileError, "ends within the pickle that lists its tensors", "get it again"
+    )
     end = len(HEAD + pickle(TWO))
-    refused(write(tmp_path, data[:end]), DamagedFileError, "ends before the list of its storages")
-    refused(write(tmp_path, data[: end + 8]), DamagedFileError, "list of storages is malformed")
+    expect_refused(write(tmp_path, data[:end]), DamagedFileError, "ends before the list of its storages")
+    expect_refused(write(tmp_path, data[: end + 8]), DamagedFileError, "list of storages is malformed")
 
 
 @pytest.mark.parametrize("count", [0, 5, 7, -1, 2**62])
 def test_78_count_differs(count: int, tmp_path: Path) -> None:
     """The 8 bytes before a storage must say what the pickle says."""
     data = struct.pack("<q", count) + SIX[8:]
-    refused(write(tmp_path, stream(ONE, ("0", data))), TensorError, "should have 6 elements", f"the file says {count}")
+    expect_refused(write(tmp_path, stream(ONE, ("0", data))), TensorError, "should have 6 elements", f"the file says {count}")
 
 
 @pytest.mark.parametrize(
@@ -115,12 +117,12 @@ def test_78_count_differs(count: int, tmp_path: Path) -> None:
 )
 def test_79_key_list(keys: bytes, error: type[CkptError], said: str, tmp_path: Path) -> None:
     """Missing keys (torch would leave those tensors uninitialised), extra ones, the same one twice, no text."""
-    refused(write(tmp_path, stream(TWO, ("0", SIX), ("1", SIX), keys=pickle(keys))), error, said)
+    expect_refused(write(tmp_path, stream(TWO, ("0", SIX), ("1", SIX), keys=pickle(keys))), error, said)
 
 
 def test_80_trailing_bytes(tmp_path: Path) -> None:
     """Bytes behind the last storage are said, and not kept."""
-    found = warned(write(tmp_path, stream(ONE, ("0", SIX)) + b"more"), "trailing-bytes")
+    found = expect_warned(write(tmp_path, stream(ONE, ("0", SIX)) + b"more"), "trailing-bytes")
     assert found.findings[0].found == "4 bytes after the last storage"
 
 
@@ -145,20 +147,20 @@ def test_53_bad_ids(bad: bytes, tmp_path: Path) -> None:
 def test_72_two_uses_of_one_key(tmp_path: Path) -> None:
     """A key with two types, and a view with two places."""
     root = dict_of(a=tensor(on=persistent()), b=tensor(on=persistent(kind="IntStorage")))
-    refused(write(tmp_path, stream(root, ("0", SIX))), TensorError, "two types")
+    expect_refused(write(tmp_path, stream(root, ("0", SIX))), TensorError, "two types")
     root = dict_of(a=persistent(view=view_of("1", 0, 2)), b=persistent(view=view_of("1", 1, 2)))
-    refused(write(tmp_path, stream(root, ("0", SIX))), TensorError, "two places")
+    expect_refused(write(tmp_path, stream(root, ("0", SIX))), TensorError, "two places")
 
 
 def test_71_outside_its_view(tmp_path: Path) -> None:
     """A tensor that fits the storage, but not the range of it that it is said to lie in."""
     root = dict_of(w=tensor(on=persistent(view=view_of("1", 0, 4))))
-    refused(write(tmp_path, stream(root, ("0", SIX))), TensorError, "reaches outside its storage")
+    expect_refused(write(tmp_path, stream(root, ("0", SIX))), TensorError, "reaches outside its storage")
 
 
 def test_55_a_claim_beyond_the_file(tmp_path: Path) -> None:
     """A text of 4 GB in a small file is refused before anything is allocated."""
-    refused(write(tmp_path, HEAD + b"\x80\x02X\xff\xff\xff\xff"), DamagedFileError, "claims 4294967295 bytes")
+    expect_refused(write(tmp_path, HEAD + b"\x80\x02X\xff\xff\xff\xff"), DamagedFileError, "claims 4294967295 bytes")
 
 
 def test_62_many_dicts(tmp_path: Path) -> None:
@@ -189,4 +191,4 @@ def test_unknown_classes_run_nothing(tmp_path: Path) -> None:
 def test_73_sizes_stay_inside(tmp_path: Path) -> None:
     """A tensor beyond its storage."""
     root = dict_of(w=tensor(sizes(7), sizes(1), on=persistent()))
-    refused(write(tmp_path, stream(root, ("0", SIX))), TensorError, "reaches outside its storage")
+    expect_refused(write(tmp_path, stream(root, ("0", SIX))), TensorError, "reaches outside its storage")

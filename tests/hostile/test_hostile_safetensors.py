@@ -15,24 +15,24 @@ import ckpt_tools
 from ckpt_tools.errors import LimitError, NotACheckpointError, SafetensorsError
 from ckpt_tools.limits import raised
 from tests.hostile.headers import info, safetensors
-from tests.hostile.refusals import refused, warned, write
+from tests.hostile.refusals import expect_refused, expect_warned, write
 
 BYTES = struct.pack("<2f", 1, 2)
 GOOD = {"a": info()}
 
 
-def bad(folder: Path, data: bytes, *said: str, ours_only: bool = False, error: Any = SafetensorsError) -> None:
+def expect_bad_file(folder: Path, data: bytes, *said: str, ours_only: bool = False, error: Any = SafetensorsError) -> None:
     """Refused by us with these words; and by safetensors too, unless we are the stricter one."""
     path = write(folder, data, "bad.safetensors")
-    refused(path, error, *said)
+    expect_refused(path, error, *said)
     if not ours_only:
         with pytest.raises(SafetensorError), safe_open(path, "pt") as opened:
             opened.keys()
 
 
-def header(folder: Path, rows: Any, *said: str, data: bytes = BYTES, ours_only: bool = False) -> None:
+def expect_bad_header(folder: Path, rows: Any, *said: str, data: bytes = BYTES, ours_only: bool = False) -> None:
     """The same for a file with this header."""
-    bad(folder, safetensors(rows, data), *said, ours_only=ours_only)
+    expect_bad_file(folder, safetensors(rows, data), *said, ours_only=ours_only)
 
 
 def test_80_the_builder_makes_what_safetensors_reads(tmp_path: Path) -> None:
@@ -46,34 +46,34 @@ def test_80_the_builder_makes_what_safetensors_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 4, 7])
 def test_81_under_eight_bytes(size: int, tmp_path: Path) -> None:
     """Too short for a length."""
-    bad(tmp_path, b"\x10" * size, f"has {size} bytes", "a length of 8 bytes")
+    expect_bad_file(tmp_path, b"\x10" * size, f"has {size} bytes", "a length of 8 bytes")
 
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_81_no_length(length: int, tmp_path: Path) -> None:
     """A header of no bytes, or of one."""
-    bad(tmp_path, safetensors("{}", length=length), f"claims {length} bytes")
+    expect_bad_file(tmp_path, safetensors("{}", length=length), f"claims {length} bytes")
 
 
 @pytest.mark.parametrize("length", [3, 1000, 99_999_999])
 def test_81_length_past_the_end(length: int, tmp_path: Path) -> None:
     """A header that goes on after the file."""
-    bad(tmp_path, safetensors("{}", length=length), f"claims {length} bytes; 2 follow")
+    expect_bad_file(tmp_path, safetensors("{}", length=length), f"claims {length} bytes; 2 follow")
 
 
 @pytest.mark.parametrize("length", [100_000_001, 2**32, 2**63, 2**64 - 1])
 def test_81_length_over_the_limit(length: int, tmp_path: Path) -> None:
     """A header over 100 MB, or of 2**64 - 1 bytes: nothing is allocated."""
-    bad(tmp_path, safetensors("{}", length=length), f"claims {length} bytes; 2 follow")
+    expect_bad_file(tmp_path, safetensors("{}", length=length), f"claims {length} bytes; 2 follow")
 
 
 def test_81_header_over_the_limit(tmp_path: Path) -> None:
     """A header that is there, and longer than safetensors reads, is refused before it is parsed; the limit can be raised."""
     with open(write(tmp_path, safetensors("{}", length=100_000_001), "bad.safetensors"), "r+b") as file:
         file.truncate(100_000_009)
-    refused(tmp_path / "bad.safetensors", LimitError, "has 100000001 bytes", "`limits.raised(header_bytes=200000000)`")
+    expect_refused(tmp_path / "bad.safetensors", LimitError, "has 100000001 bytes", "`limits.raised(header_bytes=200000000)`")
     with raised(header_bytes=200_000_000):
-        refused(tmp_path / "bad.safetensors", SafetensorsError, "is not JSON")
+        expect_refused(tmp_path / "bad.safetensors", SafetensorsError, "is not JSON")
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_81_header_over_the_limit(tmp_path: Path) -> None:
 )
 def test_82_not_json(raw: bytes, said: str, tmp_path: Path) -> None:
     """Bytes that are not a JSON object, NUL padding and trailing text included."""
-    bad(tmp_path, safetensors(raw), said)
+    expect_bad_file(tmp_path, safetensors(raw), said)
 
 
 @pytest.mark.parametrize("raw", [b"[1]", b"null", b'"text"', b"1234", b"\xef\xbb\xbf{}", b" {}", b"\n{}"])
 def test_82_not_an_object(raw: bytes, tmp_path: Path) -> None:
     """Something else than an object, a byte order mark, or a blank in front."""
-    bad(tmp_path, safetensors(raw), "does not begin with '{'", ours_only=raw.strip() == b"{}")
+    expect_bad_file(tmp_path, safetensors(raw), "does not begin with '{'", ours_only=raw.strip() == b"{}")
 
 
 def test_82_padding_with_blanks(tmp_path: Path) -> None:
@@ -116,8 +116,10 @@ def test_82_deep(tmp_path: Path) -> None:
     """Nested over 128 in a field that nobody reads, and over what Python's parser takes."""
     deep = "[" * 500 + "]" * 500
     raw = json.dumps({"a": info(x="DEEP")}).replace('"DEEP"', deep)
-    bad(tmp_path, safetensors(raw, BYTES), "nested too deep at tensor 'a'", "`limits.raised(json_depth=500)`", error=LimitError)
-    bad(tmp_path, safetensors(raw.replace(deep, "[" * 100_000 + "]" * 100_000), BYTES), "is not JSON")
+    expect_bad_file(
+        tmp_path, safetensors(raw, BYTES), "nested too deep at tensor 'a'", "`limits.raised(json_depth=500)`", error=LimitError
+    )
+    expect_bad_file(tmp_path, safetensors(raw.replace(deep, "[" * 100_000 + "]" * 100_000), BYTES), "is not JSON")
 
 
 @pytest.mark.parametrize("field", ["dtype", "shape", "data_offsets"])
@@ -125,7 +127,7 @@ def test_82_deep(tmp_path: Path) -> None:
 def test_82_deep_where_it_is_read(field: str, depth: int, tmp_path: Path) -> None:
     """The same in the fields that are read: a message must not print them in full, nor recurse."""
     raw = json.dumps({"a": info() | {field: "DEEP"}}).replace('"DEEP"', "[" * depth + "]" * depth)
-    bad(tmp_path, safetensors(raw, BYTES))
+    expect_bad_file(tmp_path, safetensors(raw, BYTES))
 
 
 @pytest.mark.parametrize("place", ["name", "key", "value"])
@@ -137,7 +139,7 @@ def test_82_lone_surrogate(place: str, tmp_path: Path) -> None:
         "key": f'{{"__metadata__":{{{lone}:"v"}},"a":ROW}}',
         "value": f'{{"__metadata__":{{"k":{lone}}},"a":ROW}}',
     }
-    bad(tmp_path, safetensors(rows[place].replace("ROW", json.dumps(info())), BYTES), "lone surrogate")
+    expect_bad_file(tmp_path, safetensors(rows[place].replace("ROW", json.dumps(info())), BYTES), "lone surrogate")
 
 
 def two(first: tuple[int, int], second: tuple[int, int]) -> dict[str, Any]:
@@ -171,14 +173,14 @@ def two(first: tuple[int, int], second: tuple[int, int]) -> dict[str, Any]:
 def test_83_offsets(rows: dict[str, Any], said: str, tmp_path: Path) -> None:
     """Holes, overlaps, not from 0, reversed, negative, no whole numbers, too few and too many."""
     raw = json.dumps(rows).replace("Infinity", "1e400") if said != "not JSON" else json.dumps(rows)
-    header(tmp_path, raw, said)
+    expect_bad_header(tmp_path, raw, said)
 
 
 def test_83_minus_zero(tmp_path: Path) -> None:
     """Python reads "-0" as a whole number, safetensors does not."""
     raw = json.dumps(GOOD)
-    header(tmp_path, raw.replace("[0, 8]", "[-0, 8]"), "is not JSON", "-0")
-    header(tmp_path, raw.replace("[0, 8]", "[-0.0, 8]"), "malformed data_offsets")
+    expect_bad_header(tmp_path, raw.replace("[0, 8]", "[-0, 8]"), "is not JSON", "-0")
+    expect_bad_header(tmp_path, raw.replace("[0, 8]", "[-0.0, 8]"), "malformed data_offsets")
     path = write(tmp_path, safetensors({"a-0": info(), "b": info(x=-1, offsets=[8, 16])}, BYTES * 2), "good.safetensors")
     assert ckpt_tools.inspect(path).totals["tensors"] == 2
 
@@ -214,12 +216,12 @@ def test_83_order_in_the_header_is_free(tmp_path: Path) -> None:
 )
 def test_84_shape(shape: Any, said: str, tmp_path: Path) -> None:
     """Negative, no whole number, overflowing, not what the offsets say."""
-    header(tmp_path, {"a": info(shape=shape)}, said, ours_only=shape == [2**62, 2**62, 0])
+    expect_bad_header(tmp_path, {"a": info(shape=shape)}, said, ours_only=shape == [2**62, 2**62, 0])
 
 
 def test_84_too_many_dimensions(tmp_path: Path) -> None:
     """Two thousand dimensions of size 1: the message shows a few."""
-    header(tmp_path, {"a": info("F64", [1] * 2000)}, "malformed shape [1, 1, 1, 1, 1, 1, 1, 1, ...]", ours_only=True)
+    expect_bad_header(tmp_path, {"a": info("F64", [1] * 2000)}, "malformed shape [1, 1, 1, 1, 1, 1, 1, 1, ...]", ours_only=True)
 
 
 @pytest.mark.parametrize(
@@ -233,30 +235,30 @@ def test_84_too_many_dimensions(tmp_path: Path) -> None:
 )
 def test_84_sub_byte(dtype: str, shape: list[int], size: int, said: str, tmp_path: Path) -> None:
     """Types of four and six bits that stop inside a byte."""
-    header(tmp_path, {"a": info(dtype, shape, (0, size))}, said, data=bytes(size))
+    expect_bad_header(tmp_path, {"a": info(dtype, shape, (0, size))}, said, data=bytes(size))
 
 
 def test_84_odd_last_size_of_f4(tmp_path: Path) -> None:
     """torch counts float4 in pairs: an odd last size has no place there."""
-    header(tmp_path, {"a": info("F4", [2, 3], (0, 3))}, "odd last size", data=bytes(3), ours_only=True)
+    expect_bad_header(tmp_path, {"a": info("F4", [2, 3], (0, 3))}, "odd last size", data=bytes(3), ours_only=True)
 
 
 def test_85_longer_than_the_last_offset(tmp_path: Path) -> None:
     """Bytes that no tensor claims."""
-    header(tmp_path, GOOD, "bytes that no tensor claims", "end at 8, its data at 9", data=BYTES + b"\0")
-    header(tmp_path, {}, "no tensor claims", data=b"\0")
+    expect_bad_header(tmp_path, GOOD, "bytes that no tensor claims", "end at 8, its data at 9", data=BYTES + b"\0")
+    expect_bad_header(tmp_path, {}, "no tensor claims", data=b"\0")
 
 
 @pytest.mark.parametrize("left", [0, 1, 7])
 def test_85_shorter(left: int, tmp_path: Path) -> None:
     """A file that was cut."""
-    header(tmp_path, GOOD, "is cut off", f"end at 8, its data at {left}", data=BYTES[:left])
+    expect_bad_header(tmp_path, GOOD, "is cut off", f"end at 8, its data at {left}", data=BYTES[:left])
 
 
 @pytest.mark.parametrize("dtype", ["F31", "f32", "", "F32 ", None, 32, ["F32"], {"F32": None}])
 def test_86_dtype(dtype: Any, tmp_path: Path) -> None:
     """A type that is none."""
-    header(tmp_path, {"a": info(dtype)}, "'a' has the unknown dtype", ours_only=isinstance(dtype, dict))
+    expect_bad_header(tmp_path, {"a": info(dtype)}, "'a' has the unknown dtype", ours_only=isinstance(dtype, dict))
 
 
 ROW = json.dumps(info())
@@ -273,13 +275,13 @@ TWICE = {
 def test_87_duplicate_keys(case: str, tmp_path: Path) -> None:
     """Readers differ in which of two they take; safetensors itself takes one silently in some places."""
     raw, said = TWICE[case]
-    header(tmp_path, raw, "has the key", said, ours_only=True)
+    expect_bad_header(tmp_path, raw, "has the key", said, ours_only=True)
 
 
 @pytest.mark.parametrize("missing", ["dtype", "shape", "data_offsets"])
 def test_87_missing_field(missing: str, tmp_path: Path) -> None:
     """A tensor without one of its three fields."""
-    header(
+    expect_bad_header(
         tmp_path, {"a": {key: value for key, value in info().items() if key != missing}}, "lacks dtype, shape or data_offsets"
     )
 
@@ -287,7 +289,7 @@ def test_87_missing_field(missing: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [None, [], "x", 3])
 def test_87_row_is_no_object(row: Any, tmp_path: Path) -> None:
     """A tensor that is not a map."""
-    header(tmp_path, {"a": row}, "lacks dtype, shape or data_offsets")
+    expect_bad_header(tmp_path, {"a": row}, "lacks dtype, shape or data_offsets")
 
 
 METADATA = [
@@ -299,17 +301,17 @@ METADATA = [
 @pytest.mark.parametrize(("metadata", "said"), METADATA)
 def test_88_metadata(metadata: Any, said: str, tmp_path: Path) -> None:
     """Metadata that is not a map of texts."""
-    header(tmp_path, {"__metadata__": metadata, "a": info()}, said)
+    expect_bad_header(tmp_path, {"__metadata__": metadata, "a": info()}, said)
 
 
 def test_88_null_metadata(tmp_path: Path) -> None:
     """Metadata of null, which safetensors takes."""
-    warned(write(tmp_path, safetensors({"__metadata__": None, "a": info()}, BYTES), "odd.safetensors"), "null-metadata")
+    expect_warned(write(tmp_path, safetensors({"__metadata__": None, "a": info()}, BYTES), "odd.safetensors"), "null-metadata")
 
 
 def test_88_extra_field(tmp_path: Path) -> None:
     """A field that nobody knows."""
-    warned(write(tmp_path, safetensors({"a": info(comment="hello")}, BYTES), "odd.safetensors"), "extra-field")
+    expect_warned(write(tmp_path, safetensors({"a": info(comment="hello")}, BYTES), "odd.safetensors"), "extra-field")
 
 
 ALIASES = {
@@ -326,7 +328,7 @@ ALIASES = {
 def test_88_our_own_metadata(case: str, tmp_path: Path) -> None:
     """The aliases that we write ourselves are as untrusted as the rest."""
     rows = {"__metadata__": {"ckpt_tools.aliases": json.dumps(ALIASES[case])}, "a": info()}
-    header(tmp_path, rows, "refers to a tensor that is not there", ours_only=True)
+    expect_bad_header(tmp_path, rows, "refers to a tensor that is not there", ours_only=True)
 
 
 @pytest.mark.parametrize("text", ["", "x", "[]", "1", "[" * 5000, '{"a":' * 5000, "null"])
@@ -340,7 +342,7 @@ def test_88_our_own_metadata_of_others(key: str, text: str, tmp_path: Path) -> N
 def test_88_alias_names_are_text(tmp_path: Path) -> None:
     """A lone surrogate may not come in by the aliases either."""
     rows = {"__metadata__": {"ckpt_tools.aliases": r'{"b\ud800":{"of":"a"}}'}, "a": info()}
-    header(tmp_path, rows, "lone surrogate", ours_only=True)
+    expect_bad_header(tmp_path, rows, "lone surrogate", ours_only=True)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, -1, 99, "x", None, True])
@@ -357,4 +359,4 @@ def test_88_alias_places(index: Any, tmp_path: Path) -> None:
 
 def test_82_text_file_is_no_header(tmp_path: Path) -> None:
     """Text whose ninth character is a brace is text."""
-    refused(write(tmp_path, b"12345678{}", "notes.pth"), NotACheckpointError, "is not a checkpoint")
+    expect_refused(write(tmp_path, b"12345678{}", "notes.pth"), NotACheckpointError, "is not a checkpoint")

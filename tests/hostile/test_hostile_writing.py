@@ -36,7 +36,7 @@ from ckpt_tools.io import cloning, content, temporaries
 from ckpt_tools.io import output as files
 from ckpt_tools.io.in_place.marks import MARK, journal_path
 from ckpt_tools.io.in_place.rollback import Record, Region, unpack
-from tests.hostile.refusals import INTERRUPTIBLE, convert_refused, listing
+from tests.hostile.refusals import INTERRUPTIBLE, expect_convert_refused, listing
 from tests.support.trees import entry_at
 
 SMALL, KERNEL, AHEAD = 1000, 3 << 20, 40 << 20  # bytes: through the buffer, by copy_file_range, copied ahead in a thread
@@ -65,34 +65,36 @@ def names(path: Path) -> list[str]:
 def test_89_two_tensors_under_one_name(tmp_path: Path) -> None:
     """A rename that makes two names one: both are told."""
     path = save(tmp_path / "in.pth", **{"module.b.w": torch.zeros(2)})  # type: ignore[arg-type]
-    convert_refused(path, CollisionError, "module.a.w", "module.b.w", rename=["[ab]=x"])
+    expect_convert_refused(path, CollisionError, "module.a.w", "module.b.w", rename=["[ab]=x"])
 
 
 def test_89_strip_onto_an_existing_name(tmp_path: Path) -> None:
     """So for a prefix that is taken away."""
     path = save(tmp_path / "in.pth", **{"a.w": torch.zeros(2)})  # type: ignore[arg-type]
-    convert_refused(path, CollisionError, "a.w", strip_module=True)
+    expect_convert_refused(path, CollisionError, "a.w", strip_module=True)
 
 
 def test_89_metadata_as_a_name(tmp_path: Path) -> None:
     """The one name that safetensors reserves."""
     path = tmp_path / "in.pth"
     torch.save({"__metadata__": torch.zeros(2), "a.w": torch.zeros(1)}, path)
-    convert_refused(path, ContainerLimitError, "'__metadata__'", target="out.safetensors")
+    expect_convert_refused(path, ContainerLimitError, "'__metadata__'", target="out.safetensors")
     ckpt_tools.convert(path, tmp_path / "out.pth")
 
 
 def test_89_header_over_the_limit(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header that no reader would take is refused before anything is written."""
     monkeypatch.setattr(safetensors, "MAX_HEADER", 60)
-    convert_refused(source, ContainerLimitError, "safetensors header would take", "60 is the limit", target="out.safetensors")
+    expect_convert_refused(
+        source, ContainerLimitError, "safetensors header would take", "60 is the limit", target="out.safetensors"
+    )
 
 
 def test_89_name_with_a_lone_surrogate(tmp_path: Path) -> None:
     """Text that JSON in UTF-8 cannot hold."""
     path = tmp_path / "in.pth"
     torch.save({"a\ud800.w": torch.zeros(2)}, path)
-    convert_refused(path, ContainerLimitError, "lone surrogate", target="out.safetensors")
+    expect_convert_refused(path, ContainerLimitError, "lone surrogate", target="out.safetensors")
 
 
 # --- 90: out is in, and out exists
@@ -132,13 +134,15 @@ def test_90_out_is_a_dangling_symlink(source: Path, tmp_path: Path) -> None:
     assert names(tmp_path / "new.pth") == ["a.w"]
     lost = source.with_name("lost.pth")
     lost.symlink_to("nowhere/new.pth")
-    convert_refused(source, OutputFolderError, "There is no folder", target="lost.pth")
+    expect_convert_refused(source, OutputFolderError, "There is no folder", target="lost.pth")
 
 
 @pytest.mark.parametrize("spelling", ["in.pth", "./in.pth", "../{}/in.pth"])
 def test_90_out_exists(spelling: str, source: Path, tmp_path: Path) -> None:
     """Never without being told to, the input itself included."""
-    convert_refused(source, OutputExistsError, "already exists", "`overwrite=True`", target=spelling.format(tmp_path.name))
+    expect_convert_refused(
+        source, OutputExistsError, "already exists", "`overwrite=True`", target=spelling.format(tmp_path.name)
+    )
 
 
 def test_90_out_appears_meanwhile(tmp_path: Path) -> None:
@@ -188,9 +192,9 @@ def test_91_impossible_targets(source: Path, tmp_path: Path) -> None:
         "pipe.pth": (OutputError, "not a regular file"), "x" * 300 + ".pth": (OutputError, "cannot be written"),
         "a\0b.pth": (OutputError, "cannot be written"),
     }.items():  # fmt: skip
-        convert_refused(source, error, said, target=target)
-        convert_refused(source, error, said, target=target, overwrite=True)
-        convert_refused(source, error, said, target=target, dry_run=True)
+        expect_convert_refused(source, error, said, target=target)
+        expect_convert_refused(source, error, said, target=target, overwrite=True)
+        expect_convert_refused(source, error, said, target=target, dry_run=True)
 
 
 def test_91_device(source: Path) -> None:
@@ -205,7 +209,7 @@ def test_91_read_only_folder(source: Path, tmp_path: Path) -> None:
     """A folder in which nothing may be made."""
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o555)
-    convert_refused(source, OutputError, "is read-only", target="closed/out.pth")
+    expect_convert_refused(source, OutputError, "is read-only", target="closed/out.pth")
 
 
 # --- 92 and 93: disks that are full or fail

@@ -23,10 +23,10 @@ from ckpt_tools.errors import (
 )
 from tests.hostile import pickles as p
 from tests.hostile.refusals import (
-    convert_refused,
+    expect_convert_refused,
+    expect_refused,
+    expect_warned,
     listing,
-    refused,
-    warned,
     write,
 )
 from tests.hostile.zips import (
@@ -93,9 +93,9 @@ def test_14_truncated(tmp_path: Path) -> None:
     ends = storage_ends(data)
     assert len(ends) == 4
     for whole, end in enumerate(ends):
-        refused(write(tmp_path, data[: end - 1]), ZipError, f"{whole} of 4 tensors complete", f"data/{whole}'")
-        refused(write(tmp_path, data[:end]), ZipError, f"{whole + 1} of 4 tensors complete")
-        refused(write(tmp_path, data[: end + 9]), ZipError, f"{whole + 1} of 4 tensors complete")
+        expect_refused(write(tmp_path, data[: end - 1]), ZipError, f"{whole} of 4 tensors complete", f"data/{whole}'")
+        expect_refused(write(tmp_path, data[:end]), ZipError, f"{whole + 1} of 4 tensors complete")
+        expect_refused(write(tmp_path, data[: end + 9]), ZipError, f"{whole + 1} of 4 tensors complete")
 
 
 def test_14_truncated_anywhere(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_14_truncated_anywhere(tmp_path: Path) -> None:
 
 def test_14_truncated_in_the_pickle(tmp_path: Path) -> None:
     """Before the pickle ends, there is nothing to count."""
-    refused(write(tmp_path, saved()[:200]), ZipError, "no tensor can be told", "pickle that lists them is cut off")
+    expect_refused(write(tmp_path, saved()[:200]), ZipError, "no tensor can be told", "pickle that lists them is cut off")
 
 
 def test_14_tied_and_empty_tensors_count(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_14_tied_and_empty_tensors_count(tmp_path: Path) -> None:
     buffer, shared = io.BytesIO(), torch.ones(50)
     torch.save({"a": shared, "b": shared.view(5, 10), "c": torch.zeros(0), "d": torch.ones(50)}, buffer)
     data = buffer.getvalue()
-    refused(write(tmp_path, data[: storage_ends(data)[1]]), ZipError, "4 of 4 tensors complete")
-    refused(write(tmp_path, data[: storage_ends(data)[1] - 1]), ZipError, "3 of 4 tensors complete")
+    expect_refused(write(tmp_path, data[: storage_ends(data)[1]]), ZipError, "4 of 4 tensors complete")
+    expect_refused(write(tmp_path, data[: storage_ends(data)[1] - 1]), ZipError, "3 of 4 tensors complete")
 
 
 def test_14_descriptor_of_24_bytes(tmp_path: Path) -> None:
@@ -133,21 +133,21 @@ def test_14_descriptor_of_24_bytes(tmp_path: Path) -> None:
         rec.data += struct.pack("<4sI2Q", b"PK\x07\x08", zlib.crc32(rec.data), len(rec.data), len(rec.data))
     whole = build(rows)
     end = whole.index(b"PK\x01\x02")
-    refused(write(tmp_path, whole[:end]), ZipError, "1 of 1 tensors complete")
-    refused(write(tmp_path, whole[: whole.index(FLOATS["0"]) + 23]), ZipError, "0 of 1 tensors complete")
+    expect_refused(write(tmp_path, whole[:end]), ZipError, "1 of 1 tensors complete")
+    expect_refused(write(tmp_path, whole[: whole.index(FLOATS["0"]) + 23]), ZipError, "0 of 1 tensors complete")
 
 
 def test_15_directory_lost(tmp_path: Path) -> None:
     """All records, and no directory: everything is complete, and it is said so."""
     data = saved()
-    refused(write(tmp_path, data[: data.index(b"PK\x01\x02")]), ZipError, "directory", "4 of 4 tensors complete")
+    expect_refused(write(tmp_path, data[: data.index(b"PK\x01\x02")]), ZipError, "directory", "4 of 4 tensors complete")
 
 
 def test_16_storages_missing(tmp_path: Path) -> None:
     """Records that the pickle refers to and the directory does not have are listed."""
     many = p.pickle(p.dict_of(**{f"w{key}": p.tensor(on=p.storage(str(key))) for key in range(8)}))
     path = write(tmp_path, torch_zip(many, FLOATS))
-    refused(path, ZipError, "7 of 8 storages are not in the file", "'1', '2', '3', '4', '5' and 2 more")
+    expect_refused(path, ZipError, "7 of 8 storages are not in the file", "'1', '2', '3', '4', '5' and 2 more")
 
 
 # --- 17 to 23: the end record
@@ -156,7 +156,7 @@ def test_16_storages_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("lie", "said"), [({"count": 3}, "more than the 3 records"), ({"count": 5}, "damaged at offset")])
 def test_17_wrong_count(lie: dict[str, int], said: str, tmp_path: Path) -> None:
     """The end record counts other entries than there are."""
-    refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, said)
+    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, said)
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_17_wrong_count(lie: dict[str, int], said: str, tmp_path: Path) -> None:
 )
 def test_18_bad_end_record(lie: dict[str, int], said: str, tmp_path: Path) -> None:
     """Offset or size of the directory, or of the zip64 end record, point somewhere else."""
-    refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, said)
+    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, said)
 
 
 def test_18_bad_signature(tmp_path: Path) -> None:
     """The directory does not begin with an entry."""
     data = torch_zip(PICKLE, FLOATS)
-    refused(write(tmp_path, data.replace(b"PK\x01\x02", b"PK\x01\x03", 1)), ZipError, "directory is damaged at offset")
+    expect_refused(write(tmp_path, data.replace(b"PK\x01\x02", b"PK\x01\x03", 1)), ZipError, "directory is damaged at offset")
 
 
 def test_18_entry_past_the_directory(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_18_entry_past_the_directory(tmp_path: Path) -> None:
     data = bytearray(torch_zip(PICKLE, FLOATS))
     last = data.rindex(b"PK\x01\x02")
     data[last + 32 : last + 34] = b"\xff\xff"  # the length of its comment
-    refused(write(tmp_path, bytes(data)), ZipError, "An entry runs past its end")
+    expect_refused(write(tmp_path, bytes(data)), ZipError, "An entry runs past its end")
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -199,13 +199,13 @@ def test_19_end_record_in_a_comment(wide: bool, tmp_path: Path) -> None:
     start, size = inner.index(b"PK\x01\x02"), inner.rindex(b"PK\x05\x06") - inner.index(b"PK\x01\x02")
     comment = end_record(4, size, start)
     data = torch_zip(PICKLE, FLOATS, comment=comment, **({"wide_disks": 1} if wide else {}))
-    refused(write(tmp_path, data), ZipError, "end record inside the comment of another")
+    expect_refused(write(tmp_path, data), ZipError, "end record inside the comment of another")
 
 
 def test_19_comment_longer_than_the_file(tmp_path: Path) -> None:
     """A comment that goes past the end."""
     data = torch_zip(PICKLE, FLOATS)
-    refused(write(tmp_path, data[:-2] + b"\x05\x00"), ZipError, "comment longer than the file")
+    expect_refused(write(tmp_path, data[:-2] + b"\x05\x00"), ZipError, "comment longer than the file")
 
 
 def test_19_innocent_comment(tmp_path: Path) -> None:
@@ -216,37 +216,39 @@ def test_19_innocent_comment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lie", [{"wide_count": 5}, {"wide_size": 1}, {"wide_start": 7}])
 def test_20_end_records_disagree(lie: dict[str, int], tmp_path: Path) -> None:
     """The zip64 end record says something else than the plain one."""
-    refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, "two end records disagree")
+    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, "two end records disagree")
 
 
 @pytest.mark.parametrize("lie", [{"disk": 1}, {"wide_disks": 2}])
 def test_21_several_disks(lie: dict[str, int], tmp_path: Path) -> None:
     """One part of several."""
-    refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, "one part of several")
+    expect_refused(write(tmp_path, torch_zip(PICKLE, FLOATS, **lie)), ZipError, "one part of several")
 
 
 def test_21_record_on_another_disk(tmp_path: Path) -> None:
     """An entry whose bytes are in another part."""
-    refused(write(tmp_path, build(records(disk=3))), ZipError, "one part of several")
+    expect_refused(write(tmp_path, build(records(disk=3))), ZipError, "one part of several")
 
 
 @pytest.mark.parametrize("after", [b"\0", b"\n" * 5, b"PK\x05\x06", b"x" * 60_000])
 def test_22_bytes_after_the_end(after: bytes, tmp_path: Path) -> None:
     """They are mentioned, and not written."""
     path = write(tmp_path, torch_zip(PICKLE, FLOATS, after=after))
-    found = warned(path, "trailing-bytes")
+    found = expect_warned(path, "trailing-bytes")
     assert f"{len(after)} bytes after the archive" in [row.found for row in found.findings]
 
 
 @pytest.mark.parametrize("before", [b"junk", b"#!/bin/sh\n", bytes(100)])
 def test_23_bytes_before(before: bytes, tmp_path: Path) -> None:
     """An archive that begins later than the file, offsets as they were."""
-    refused(write(tmp_path, before + torch_zip(PICKLE, FLOATS)), ckpt_tools.errors.NotACheckpointError, "in front of a zip")
+    expect_refused(
+        write(tmp_path, before + torch_zip(PICKLE, FLOATS)), ckpt_tools.errors.NotACheckpointError, "in front of a zip"
+    )
 
 
 def test_23_a_zip_before(tmp_path: Path) -> None:
     """Bytes before the archive that look like the start of one."""
-    refused(write(tmp_path, b"PK\x03\x04" + bytes(60) + torch_zip(PICKLE, FLOATS)), ZipError, "not where the file says")
+    expect_refused(write(tmp_path, b"PK\x03\x04" + bytes(60) + torch_zip(PICKLE, FLOATS)), ZipError, "not where the file says")
 
 
 # --- 25 to 32: entries and names
@@ -255,37 +257,37 @@ def test_23_a_zip_before(tmp_path: Path) -> None:
 def test_25_duplicate_names(tmp_path: Path) -> None:
     """Two records of one name: Python takes the last, torch the first."""
     twice = [*records(), Rec(b"archive/data/0", bytes(24))]
-    refused(write(tmp_path, build(twice)), ZipError, "two records named 'archive/data/0'")
+    expect_refused(write(tmp_path, build(twice)), ZipError, "two records named 'archive/data/0'")
 
 
 def test_25_entry_listed_twice(tmp_path: Path) -> None:
     """One record with two entries."""
     twice = [*records(), Rec(b"archive/data/0", FLOATS["0"], header=records()[2].header)]
-    refused(write(tmp_path, build(twice)), ZipError, "two records named")
+    expect_refused(write(tmp_path, build(twice)), ZipError, "two records named")
 
 
 @pytest.mark.parametrize(("one", "two"), [(b"archive/data/a", b"archive/data/A"), ("archive/ß".encode(), b"archive/SS")])
 def test_26_names_equal_but_for_case(one: bytes, two: bytes, tmp_path: Path) -> None:
     """torch looks names up without regard to case."""
-    refused(write(tmp_path, build([*records(), Rec(one), Rec(two)])), ZipError, "differ only in case", "torch would mix")
+    expect_refused(write(tmp_path, build([*records(), Rec(one), Rec(two)])), ZipError, "differ only in case", "torch would mix")
 
 
 @pytest.mark.parametrize("local", [b"archive/data/1", b"archive/data/00", b"archive/data/"])
 def test_27_local_name_differs(local: bytes, tmp_path: Path) -> None:
     """The directory calls a record one thing, its own header another."""
-    refused(write(tmp_path, build(records(local={"name": local}))), ZipError, "another name in its local header")
+    expect_refused(write(tmp_path, build(records(local={"name": local}))), ZipError, "another name in its local header")
 
 
 @pytest.mark.parametrize("lie", [{"crc": 1}, {"size": 25}, {"compressed": 23}])
 def test_27_local_sums_differ(lie: dict[str, int], tmp_path: Path) -> None:
     """So with sizes and checksums, where the local header has them."""
-    refused(write(tmp_path, build(records(local=lie))), ZipError, "another size or CRC-32 in its local header")
+    expect_refused(write(tmp_path, build(records(local=lie))), ZipError, "another size or CRC-32 in its local header")
 
 
 @pytest.mark.parametrize("lie", [{"method": 8}, {"flags": 1}])
 def test_27_local_method_differs(lie: dict[str, int], tmp_path: Path) -> None:
     """And with the method."""
-    refused(write(tmp_path, build(records(local=lie))), ZipError, "packed in another way")
+    expect_refused(write(tmp_path, build(records(local=lie))), ZipError, "packed in another way")
 
 
 def test_28_overlap(tmp_path: Path) -> None:
@@ -296,38 +298,40 @@ def test_28_overlap(tmp_path: Path) -> None:
     both = build([*rows[:2], outer, inner, rows[2]])
     length = both.index(b"PK\x03\x04", both.index(b"head") + 4) - both.index(b"head") + 20
     outer.size = outer.compressed = length
-    refused(write(tmp_path, build([*rows[:2], outer, inner, rows[2]])), ZipError, "'archive/data/0' overlaps 'archive/data/1'")
+    expect_refused(
+        write(tmp_path, build([*rows[:2], outer, inner, rows[2]])), ZipError, "'archive/data/0' overlaps 'archive/data/1'"
+    )
 
 
 def test_28_two_entries_on_one_record(tmp_path: Path) -> None:
     """Two names for the same bytes: a zip bomb without packing."""
     first = build(records()).index(b"PK\x03\x04", 10)
     shared = Rec(b"archive/byteorder", b"little", header=first)
-    refused(write(tmp_path, build([*records(), shared])), ZipError, "archive/byteorder")
+    expect_refused(write(tmp_path, build([*records(), shared])), ZipError, "archive/byteorder")
 
 
 @pytest.mark.parametrize("header", [1, 30, 10_000_000, 0xFFFFFFFE])
 def test_29_entry_points_nowhere(header: int, tmp_path: Path) -> None:
     """An offset past the end, or where no local header is."""
-    refused(write(tmp_path, build(records(header=header))), ZipError, "not where the directory says", str(header))
+    expect_refused(write(tmp_path, build(records(header=header))), ZipError, "not where the directory says", str(header))
 
 
 def test_29_entry_points_into_the_directory(tmp_path: Path) -> None:
     """A record whose bytes would be the directory's."""
     lie = {"size": 10_000, "compressed": 10_000}
-    refused(write(tmp_path, build(records(**lie, local=lie))), ZipError, "reaches into the zip directory")
+    expect_refused(write(tmp_path, build(records(**lie, local=lie))), ZipError, "reaches into the zip directory")
 
 
 @pytest.mark.parametrize("flag", [1, 1 << 5, 1 << 6, 1 << 13])
 def test_30_encrypted(flag: int, tmp_path: Path) -> None:
     """Encryption, patch data, strong encryption, masked headers."""
-    refused(write(tmp_path, build(records(flags=flag))), ZipError, "encrypted or a patch")
+    expect_refused(write(tmp_path, build(records(flags=flag))), ZipError, "encrypted or a patch")
 
 
 @pytest.mark.parametrize("changes", [{"name": b"archive/data/0/"}, {"attributes": 0x10}])
 def test_31_folder_with_data(changes: dict[str, Any], tmp_path: Path) -> None:
     """A folder entry that has bytes."""
-    refused(write(tmp_path, build(records(**changes))), ZipError, "marked as a folder and has data")
+    expect_refused(write(tmp_path, build(records(**changes))), ZipError, "marked as a folder and has data")
 
 
 def test_31_empty_folders_are_skipped(tmp_path: Path) -> None:
@@ -342,28 +346,28 @@ def test_31_empty_folders_are_skipped(tmp_path: Path) -> None:
 )
 def test_32_bad_names(name: bytes, tmp_path: Path) -> None:
     """Names that mean something to a file system; none is ever used as a path."""
-    refused(write(tmp_path, build([*records(), Rec(name, b"x")])), ZipError, "is not one that torch writes")
+    expect_refused(write(tmp_path, build([*records(), Rec(name, b"x")])), ZipError, "is not one that torch writes")
 
 
 def test_32_name_not_utf8(tmp_path: Path) -> None:
     """A name in some code page."""
-    refused(write(tmp_path, build([*records(), Rec(b"archive/\xff\xfe")])), ZipError, "is not UTF-8")
+    expect_refused(write(tmp_path, build([*records(), Rec(b"archive/\xff\xfe")])), ZipError, "is not UTF-8")
 
 
 def test_32_second_root(tmp_path: Path) -> None:
     """A second folder beside the first."""
-    refused(write(tmp_path, build([*records(), Rec(b"other/data.pkl", PICKLE)])), ZipError, "2 root folders", "'other'")
+    expect_refused(write(tmp_path, build([*records(), Rec(b"other/data.pkl", PICKLE)])), ZipError, "2 root folders", "'other'")
 
 
 def test_32_no_root(tmp_path: Path) -> None:
     """A zip of something else."""
     data = build([Rec(b"word/document.xml", b"<x/>")])
-    refused(write(tmp_path, data), UnsupportedContainerError, "not one that torch.save wrote", "word/document.xml")
+    expect_refused(write(tmp_path, data), UnsupportedContainerError, "not one that torch.save wrote", "word/document.xml")
 
 
 def test_32_empty_zip(tmp_path: Path) -> None:
     """A zip of nothing."""
-    refused(write(tmp_path, build([])), UnsupportedContainerError, "It holds nothing")
+    expect_refused(write(tmp_path, build([])), UnsupportedContainerError, "It holds nothing")
 
 
 # --- 34 to 42: packing, sizes, checksums
@@ -384,21 +388,21 @@ def test_35_size_lie(size: int, said: str, tmp_path: Path) -> None:
     lie = p.pickle(p.dict_of(w=p.tensor(p.sizes(size), p.sizes(1), on=p.storage("0", size, "ByteStorage"))))
     rows = torch_records(lie, FLOATS)
     rows[2] = deflated(b"archive/data/0", FLOATS["0"], size=size)
-    convert_refused(write(tmp_path, build(rows)), ZipError, f"holds {said} than the zip directory says")
+    expect_convert_refused(write(tmp_path, build(rows)), ZipError, f"holds {said} than the zip directory says")
 
 
 def test_35_size_lie_of_the_pickle(tmp_path: Path) -> None:
     """The same with the pickle's own record."""
     rows = records()
     rows[0] = deflated(b"archive/data.pkl", PICKLE, size=len(PICKLE) - 1)
-    refused(write(tmp_path, build(rows)), ZipError, "holds more bytes than the zip directory says")
+    expect_refused(write(tmp_path, build(rows)), ZipError, "holds more bytes than the zip directory says")
 
 
 def test_35_bomb_stops_at_the_declared_size(tmp_path: Path) -> None:
     """A hundred megabytes behind a declared size of 24: nothing of it is kept."""
     rows = torch_records(PICKLE, FLOATS)
     rows[2] = deflated(b"archive/data/0", bytes(100 << 20), size=24)
-    convert_refused(write(tmp_path, build(rows)), ZipError, "holds more bytes")
+    expect_convert_refused(write(tmp_path, build(rows)), ZipError, "holds more bytes")
 
 
 def test_35_deflate_stream_without_an_end(tmp_path: Path) -> None:
@@ -407,31 +411,31 @@ def test_35_deflate_stream_without_an_end(tmp_path: Path) -> None:
     packed = packer.compress(FLOATS["0"]) + packer.flush(zlib.Z_SYNC_FLUSH)
     rows = torch_records(PICKLE, FLOATS)
     rows[2] = Rec(b"archive/data/0", packed, method=8, crc=zlib.crc32(FLOATS["0"]), size=24, compressed=len(packed))
-    convert_refused(write(tmp_path, build(rows)), ZipError, "A deflated record is cut off")
+    expect_convert_refused(write(tmp_path, build(rows)), ZipError, "A deflated record is cut off")
 
 
 def test_35_broken_deflate_stream(tmp_path: Path) -> None:
     """Bytes that do not inflate."""
     rows = torch_records(PICKLE, FLOATS)
     rows[2] = Rec(b"archive/data/0", b"\xff" * 24, method=8, size=24)
-    convert_refused(write(tmp_path, build(rows)), ZipError, "cannot be inflated")
+    expect_convert_refused(write(tmp_path, build(rows)), ZipError, "cannot be inflated")
 
 
 @pytest.mark.parametrize(("method", "name"), [(12, "bzip2"), (14, "lzma"), (93, "zstd"), (9, "deflate64"), (77, "method 77")])
 def test_36_other_methods(method: int, name: str, tmp_path: Path) -> None:
     """What torch does not read."""
-    refused(write(tmp_path, build(records(method=method))), ZipError, f"compressed with {name}")
+    expect_refused(write(tmp_path, build(records(method=method))), ZipError, f"compressed with {name}")
 
 
 def test_37_stored_with_two_sizes(tmp_path: Path) -> None:
     """A stored record whose sizes differ."""
-    refused(write(tmp_path, build(records(size=25))), ZipError, "stored with two sizes, 24 and 25")
+    expect_refused(write(tmp_path, build(records(size=25))), ZipError, "stored with two sizes, 24 and 25")
 
 
 @pytest.mark.parametrize("extra", [b"\x01", b"\x01\x00\xff\xff", b"\x01\x00\x10\x00" + bytes(15), b"FB\x02\x00Z"])
 def test_38_malformed_extra(extra: bytes, tmp_path: Path) -> None:
     """An extra field longer than what is there."""
-    refused(write(tmp_path, build(records(extra=extra))), ZipError, "extra field", "malformed")
+    expect_refused(write(tmp_path, build(records(extra=extra))), ZipError, "extra field", "malformed")
 
 
 @pytest.mark.parametrize("body", [b"", bytes(7), bytes(8)])
@@ -439,27 +443,27 @@ def test_38_short_zip64_field(body: bytes, tmp_path: Path) -> None:
     """A zip64 field without the numbers that the entry leaves to it."""
     extra = struct.pack("<2H", 1, len(body)) + body
     lie = {"size": 0xFFFFFFFF, "compressed": 0xFFFFFFFF}
-    refused(write(tmp_path, build(records(extra=extra, **lie))), ZipError, "zip64 field", "too short")
+    expect_refused(write(tmp_path, build(records(extra=extra, **lie))), ZipError, "zip64 field", "too short")
 
 
 def test_38_zip64_field_lies(tmp_path: Path) -> None:
     """A zip64 field with a size that nothing could have."""
     extra = struct.pack("<2H2Q", 1, 16, 2**64 - 1, 2**64 - 1)
     lie = {"size": 0xFFFFFFFF, "compressed": 0xFFFFFFFF}
-    refused(write(tmp_path, build(records(extra=extra, **lie))), ZipError, "reaches into the zip directory")
+    expect_refused(write(tmp_path, build(records(extra=extra, **lie))), ZipError, "reaches into the zip directory")
 
 
 def test_39_a_million_records(tmp_path: Path) -> None:
     """More records than any checkpoint has, in a file that has none of them."""
     data = torch_zip(PICKLE, FLOATS, count=0xFFFF, wide_count=1_000_001)
-    refused(write(tmp_path, data), LimitError, "1000001 records")
+    expect_refused(write(tmp_path, data), LimitError, "1000001 records")
 
 
 def test_40_crc_of_the_pickle(tmp_path: Path) -> None:
     """A pickle that changed after it was saved."""
     rows = records()
     rows[0].crc = 1
-    refused(write(tmp_path, build(rows)), ChecksumError, "archive/data.pkl", "CRC-32")
+    expect_refused(write(tmp_path, build(rows)), ChecksumError, "archive/data.pkl", "CRC-32")
 
 
 def test_41_crc_of_a_storage(tmp_path: Path) -> None:
@@ -495,7 +499,7 @@ def test_43_odd_version(text: bytes | None, tmp_path: Path) -> None:
     """`version` missing or strange."""
     rows = [rec for rec in records() if not rec.name.endswith(b"version")]
     rows += [] if text is None else [Rec(b"archive/version", text)]
-    warned(write(tmp_path, build(rows)), "odd-version")
+    expect_warned(write(tmp_path, build(rows)), "odd-version")
 
 
 @pytest.mark.parametrize("text", [b"", b"Little", b"middle", b"little\n", b"x" * 100])
@@ -503,7 +507,7 @@ def test_44_odd_byteorder(text: bytes, tmp_path: Path) -> None:
     """A byte order that is none."""
     rows = records()
     rows[1].data = text
-    refused(write(tmp_path, build(rows)), ZipError, "'byteorder' says", "'little' or 'big'")
+    expect_refused(write(tmp_path, build(rows)), ZipError, "'byteorder' says", "'little' or 'big'")
 
 
 def test_44_no_byteorder(tmp_path: Path) -> None:
@@ -534,7 +538,7 @@ def test_44_big_endian_viewed_twice(tmp_path: Path) -> None:
     )  # fmt: skip
     rows = torch_records(p.pickle(p.dict_of(a=p.tensor(), b=as_bytes)), FLOATS)
     rows[1].data = b"big"
-    convert_refused(write(tmp_path, build(rows)), TensorError, "viewed with several element sizes")
+    expect_convert_refused(write(tmp_path, build(rows)), TensorError, "viewed with several element sizes")
 
 
 @pytest.mark.parametrize("name", ["format-version", "storage-alignment"])
@@ -542,7 +546,7 @@ def test_44_big_endian_viewed_twice(tmp_path: Path) -> None:
 def test_45_odd_small_records(name: str, text: bytes, tmp_path: Path) -> None:
     """Junk in what describes the file only."""
     record = Rec(f"archive/.{name.replace('-', '_')}".encode(), text)
-    warned(write(tmp_path, build([*records(), record])), f"odd-{name}")
+    expect_warned(write(tmp_path, build([*records(), record])), f"odd-{name}")
 
 
 def test_45_wide_end_is_accepted(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def run(tmp_path: Path, data: Any, **options: Any) -> tuple[Any, Converted]:
     return torch.load(target, map_location="cpu", weights_only=True), report
 
 
-def refused(tmp_path: Path, data: Any, kind: type[CkptError], match: str = ".", **options: Any) -> CkptError:
+def expect_refused(tmp_path: Path, data: Any, kind: type[CkptError], match: str = ".", **options: Any) -> CkptError:
     """Save with torch; convert must refuse, and write nothing."""
     source, target = tmp_path / "in.pth", tmp_path / options.pop("name", "out.pth")
     torch.save(data, source)
@@ -172,9 +172,9 @@ def test_optimizer_loads_after_renaming(tmp_path: Path) -> None:
 def test_collisions_are_errors(tmp_path: Path) -> None:
     """Two tensors for one name: the error names both, and nothing is written."""
     data = {"module.w": torch.ones(1), "w": torch.zeros(1)}
-    error = refused(tmp_path, data, CollisionError, r"'module\.w' and 'w'", strip_module=True)
+    error = expect_refused(tmp_path, data, CollisionError, r"'module\.w' and 'w'", strip_module=True)
     assert "`rename=" in error.fix
-    refused(tmp_path, {"module.epoch": torch.ones(1), "epoch": 3}, CollisionError, strip_module=True)
+    expect_refused(tmp_path, {"module.epoch": torch.ones(1), "epoch": 3}, CollisionError, strip_module=True)
 
 
 @pytest.mark.parametrize("option", [{"strip_module": True}, {"unwrap": True}, {"strip_prefix": "x."}])
@@ -200,13 +200,13 @@ def test_a_prefix_that_is_not_there_is_noted(tmp_path: Path, option: dict[str, A
 )
 def test_what_matches_nothing_is_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
     """An option without effect and an empty result are errors with exit code 3."""
-    error = refused(tmp_path, training_state(), NothingMatchedError, match, **options)
+    error = expect_refused(tmp_path, training_state(), NothingMatchedError, match, **options)
     assert error.exit_code == 3
 
 
 def test_a_near_miss_is_suggested(tmp_path: Path) -> None:
     """A misspelt --select gets the name that was meant."""
-    assert "'model'" in refused(tmp_path, training_state(), NothingMatchedError, select="modle").why
+    assert "'model'" in expect_refused(tmp_path, training_state(), NothingMatchedError, select="modle").why
 
 
 @pytest.mark.parametrize(
@@ -231,17 +231,17 @@ def test_a_near_miss_is_suggested(tmp_path: Path) -> None:
 )
 def test_options_that_cannot_be_read(tmp_path: Path, options: dict[str, Any]) -> None:
     """A malformed or contradictory option is a usage error with exit code 2."""
-    assert refused(tmp_path, training_state(), UsageError, **options).exit_code == 2
+    assert expect_refused(tmp_path, training_state(), UsageError, **options).exit_code == 2
 
 
 def test_nobody_is_left_without_a_name(tmp_path: Path) -> None:
     """A rename that takes the whole name away is refused."""
-    refused(tmp_path, {"weight": torch.ones(1)}, ConvertError, "without a name", rename=["weight="])
+    expect_refused(tmp_path, {"weight": torch.ones(1)}, ConvertError, "without a name", rename=["weight="])
 
 
 def test_no_state_dict_to_rename_in(tmp_path: Path) -> None:
     """A lone tensor has no names."""
-    refused(tmp_path, torch.ones(2), NothingMatchedError, "no state dict", strip_module=True)
+    expect_refused(tmp_path, torch.ones(2), NothingMatchedError, "no state dict", strip_module=True)
 
 
 # --- selection
@@ -311,7 +311,7 @@ def test_globs_that_would_take_from_a_shared_dict(tmp_path: Path) -> None:
     assert [list(value) for value in (loaded["model"], loaded["model_best"], loaded["nets"][0])] == [["b.w"]] * 3
     assert [path for path, _ in report.dropped] == ["model.a.w", "model_best.a.w", "nets.0.a.w"]
     (tmp_path / "out.pth").unlink()
-    error = refused(tmp_path, data, ConvertError, "one and the same dict or list", drop=["model.a.w"])
+    error = expect_refused(tmp_path, data, ConvertError, "one and the same dict or list", drop=["model.a.w"])
     assert "`drop='model_best'`" in error.fix
 
 
@@ -454,7 +454,9 @@ def test_dtype_keeps_ties_and_views(tmp_path: Path) -> None:
 def test_dtype_of_a_part_of_a_storage_is_refused(tmp_path: Path) -> None:
     """Tied tensors cannot be cast one without the other."""
     weight = torch.ones(3)
-    refused(tmp_path, {"a.w": weight, "b.w": weight[1:]}, ConvertError, "share one storage", dtype="bf16", dtype_only=["a.*"])
+    expect_refused(
+        tmp_path, {"a.w": weight, "b.w": weight[1:]}, ConvertError, "share one storage", dtype="bf16", dtype_only=["a.*"]
+    )
 
 
 def test_dtype_through_safetensors(tmp_path: Path) -> None:
@@ -485,10 +487,10 @@ def test_safetensors_needs_one_flat_state_dict(tmp_path: Path) -> None:
     """With several state dicts or an optimizer the error names the option that helps, and that option helps."""
     state = training_state()
     state["ema"] = network().state_dict()
-    error = refused(tmp_path, state, ContainerLimitError, "has 2: 'model', 'ema'", name="o.safetensors")
+    error = expect_refused(tmp_path, state, ContainerLimitError, "has 2: 'model', 'ema'", name="o.safetensors")
     assert "`select='model'`" in error.fix
     del state["ema"]
-    error = refused(tmp_path, state, ContainerLimitError, "outside one", name="o.safetensors")
+    error = expect_refused(tmp_path, state, ContainerLimitError, "outside one", name="o.safetensors")
     assert "`select='model'`" in error.fix
     assert "`drop=['optimizer']`" in error.fix
     for options in ({"select": "model"}, {"drop": ["optimizer"]}):
@@ -499,7 +501,7 @@ def test_safetensors_needs_one_flat_state_dict(tmp_path: Path) -> None:
 def test_safetensors_refuses_tensors_without_a_name(tmp_path: Path) -> None:
     """A tensor under a key that is no text is never left behind as a value without text; the advice leads to a file."""
     state = {"m": {0: torch.ones(2), (1,): torch.ones(1), "a": torch.ones(3)}, "rng": torch.ones(4)}
-    error = refused(tmp_path, state, ContainerLimitError, "in 'rng', 'm.0', 'm.<tuple key>'", name="o.safetensors")
+    error = expect_refused(tmp_path, state, ContainerLimitError, "in 'rng', 'm.0', 'm.<tuple key>'", name="o.safetensors")
     assert error.fix.endswith("`drop=['rng', 'm.0', 'm.<tuple key>']`")
     report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors", drop=["m.0", "m.<tuple key>", "rng"])
     assert report.tensors == len(load_file(tmp_path / "o.safetensors")) == 1
@@ -508,7 +510,7 @@ def test_safetensors_refuses_tensors_without_a_name(tmp_path: Path) -> None:
 def test_safetensors_advice_for_extra_states(tmp_path: Path) -> None:
     """Tensors in a module's extra state are to be left out, and not to be chosen in place of the model."""
     state = {"l.w": torch.ones(2), "l._extra_state": {"t": torch.ones(1)}}
-    error = refused(tmp_path, state, ContainerLimitError, "outside one, in 'l._extra_state'", name="o.safetensors")
+    error = expect_refused(tmp_path, state, ContainerLimitError, "outside one, in 'l._extra_state'", name="o.safetensors")
     assert error.fix == "Leave them out: `drop=['l._extra_state']`"
     ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "o.safetensors", drop="l._extra_state")
     assert set(load_file(tmp_path / "o.safetensors")) == {"l.w"}
@@ -585,7 +587,7 @@ def test_what_safetensors_cannot_hold(tmp_path: Path, name: str) -> None:
             warnings.filterwarnings("ignore", "torch.quantize", UserWarning)  # torch says once a process that it will go
             tensors["quantized"] = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
     data = {"a.w": torch.ones(1), f"{name}.w": tensors[name]}
-    error = refused(tmp_path, data, ContainerLimitError, rf"'{name}\.w'", name="out.safetensors")
+    error = expect_refused(tmp_path, data, ContainerLimitError, rf"'{name}\.w'", name="out.safetensors")
     assert f"`drop='{name}.w'`" in error.fix
 
 

@@ -60,7 +60,7 @@ def _like(count: int, folder: Path) -> Work:
 def _prefixed(count: int, folder: Path) -> Work:
     source = saved(folder / "in.pth", tensors(count, "model."))
     like = saved(folder / "like.pth", tensors(count))
-    return lambda: refused(lambda: ckpt_tools.convert(source, folder / "out.pth", like=like), MatchError)
+    return lambda: expect_refused(lambda: ckpt_tools.convert(source, folder / "out.pth", like=like), MatchError)
 
 
 def _one_leaf(count: int, folder: Path) -> Work:
@@ -71,7 +71,7 @@ def _one_leaf(count: int, folder: Path) -> Work:
 def _averages(count: int, folder: Path) -> Work:
     path = saved(folder / "in.pth", {"nets": [{"ema": {"w": torch.ones(1)}} for _ in range(count)]})
     with ckpt_tools.open_checkpoint(path) as checkpoint:
-        return lambda: refused(lambda: averaged(checkpoint.root), CkptError)
+        return lambda: expect_refused(lambda: averaged(checkpoint.root), CkptError)
 
 
 def _shards(count: int, folder: Path) -> Work:
@@ -130,7 +130,7 @@ def _diff(count: int, folder: Path) -> Work:
     return lambda: ckpt_tools.diff(one, two)
 
 
-def refused(call: Work, kind: type[CkptError]) -> None:
+def expect_refused(call: Work, kind: type[CkptError]) -> None:
     """Call what is refused."""
     with pytest.raises(kind):
         call()

@@ -253,7 +253,7 @@ def _seen(value: Any) -> Any:
     return (id(value), element_bytes(value)) if isinstance(value, torch.Tensor) else value
 
 
-def refused(model: nn.Module, path: Path, error: type[CkptError], saying: str, **options: Any) -> CkptError:
+def expect_refused(model: nn.Module, path: Path, error: type[CkptError], saying: str, **options: Any) -> CkptError:
     """load_into raises, and every tensor of the model is what it was."""
     before = {name: _seen(value) for name, value in model.state_dict(keep_vars=True).items()}
     with pytest.raises(error, match=saying) as caught:
@@ -275,7 +275,7 @@ def test_what_does_not_fit_is_listed() -> None:
     model = with_head(20)
     model.extra = nn.Linear(2, 2)
     del model.fc1
-    error = refused(model, FIXTURES / "ddp.pth", MatchError, "does not fit the model")
+    error = expect_refused(model, FIXTURES / "ddp.pth", MatchError, "does not fit the model")
     for text in ("2 missing: extra.weight, extra.bias", "2 unexpected: module.fc1.weight", "fc2.weight (10x8, wanted 20x8)"):
         assert text in error.why
     for text in ("reinit=", "allow_missing", "allow_unexpected", "on_mismatch"):
@@ -299,7 +299,7 @@ def test_damage_is_found_first(tmp_path: Path) -> None:
     start = last.header_offset + 30 + len(last.filename) + 5
     data[start : start + 8] = b"\xff" * 8
     (tmp_path / "in.pth").write_bytes(data)
-    refused(blank_network(), tmp_path / "in.pth", DamagedFileError, ".")
+    expect_refused(blank_network(), tmp_path / "in.pth", DamagedFileError, ".")
 
 
 def test_a_value_that_would_be_lost(tmp_path: Path) -> None:
@@ -309,9 +309,9 @@ def test_a_value_that_would_be_lost(tmp_path: Path) -> None:
     model.m = nn.Module()
     model.m.register_buffer("a", torch.zeros(2))
     model.m.register_buffer("b", torch.zeros(2, dtype=torch.int64))
-    refused(model, tmp_path / "m.pth", ConvertError, "lose part of its values")
+    expect_refused(model, tmp_path / "m.pth", ConvertError, "lose part of its values")
     torch.save({"m.a": torch.ones(2, dtype=torch.complex64), "m.b": torch.ones(2, dtype=torch.int64)}, tmp_path / "m.pth")
-    refused(model, tmp_path / "m.pth", ConvertError, "lose part of its values")
+    expect_refused(model, tmp_path / "m.pth", ConvertError, "lose part of its values")
     torch.save({"m.a": torch.tensor([3, 4]), "m.b": torch.tensor([5, 6])}, tmp_path / "m.pth")
     assert ckpt.load_into(model, tmp_path / "m.pth")
     assert [buffer.tolist() for buffer in model.buffers()] == [[3.0, 4.0], [5, 6]]
@@ -324,7 +324,7 @@ def test_tied_in_the_model_and_not_in_the_file(tmp_path: Path) -> None:
     assert ckpt.load_into(TiedNetwork(), tmp_path / "equal.pth")
     state["decoder.weight"] += 1
     torch.save(state, tmp_path / "other.pth")
-    refused(TiedNetwork(), tmp_path / "other.pth", ConvertError, "one tensor in the model, and two different ones")
+    expect_refused(TiedNetwork(), tmp_path / "other.pth", ConvertError, "one tensor in the model, and two different ones")
 
 
 class Packed(nn.Module):
@@ -371,7 +371,7 @@ def test_unusual_parameters_are_named(kind: str) -> None:
 )  # fmt: skip
 def test_bad_arguments(options: dict[str, Any]) -> None:
     """What cannot be meant is a usage error, before anything else."""
-    refused(blank_network(), FIXTURES / "ddp.pth", UsageError, ".", **options)
+    expect_refused(blank_network(), FIXTURES / "ddp.pth", UsageError, ".", **options)
 
 
 def test_no_module() -> None:
@@ -657,7 +657,7 @@ def test_integers_for_a_parameter_that_needs_a_gradient(tmp_path: Path, assign: 
     torch.save({name: torch.ones_like(value, dtype=torch.int8) for name, value in model.state_dict().items()}, path)
     if assign:
         model[0].requires_grad_(False)
-        refused(model, path, ConvertError, "'1.weight' is int8, and a parameter in the model", assign=True)
+        expect_refused(model, path, ConvertError, "'1.weight' is int8, and a parameter in the model", assign=True)
         model.requires_grad_(False)
     assert ckpt.load_into(model, path, assign=assign)
     assert model[1].weight.dtype is (torch.int8 if assign else torch.float32)
@@ -681,7 +681,7 @@ def test_extra_state_that_is_refused(tmp_path: Path) -> None:
     """When a module does not take its extra state, neither tensors nor extra state of any module have changed."""
     path, model = tmp_path / "in.pth", nn.Sequential(Picky(2, 2), Picky(2, 2))
     torch.save(nn.Sequential(Picky(2, 2), Picky(2, 2)).state_dict() | {"0._extra_state": 1, "1._extra_state": 2}, path)
-    error = refused(model, path, TargetError, "does not take its extra state")
+    error = expect_refused(model, path, TargetError, "does not take its extra state")
     assert "ValueError: not this one" in error.why
     assert [layer.state for layer in model] == [0, 0]
 
