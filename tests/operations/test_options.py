@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ DDP = FIXTURES / "ddp.pth"
 PAGE = (FIXTURES.parent / "docs" / "convert.md").read_text()
 
 
-CALLS = {
+CALLS: dict[str, tuple[type[Options], Callable[..., object], click.Command]] = {
     "convert": (ConvertOptions, ckpt_tools.convert, convert_command),
     "average": (AverageOptions, ckpt_tools.average, average_command),
     "match": (MatchOptions, ckpt_tools.match, match_command),
@@ -46,7 +47,7 @@ def test_an_option_is_the_same_everywhere(command: str, name: str) -> None:
     assert str(shown[name].help).startswith(option.help) or (command, name) == (
         "match",
         "match",
-    )  # fewer stages, so fewer words
+    )  # has fewer stages
     assert command != "convert" or f"`--{name.replace('_', '-')}" in PAGE
 
 
