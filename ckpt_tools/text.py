@@ -59,13 +59,13 @@ def shape_text(shape: Sequence[int] | None) -> str:
     return "?" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
-def these_ranks(ranks: Sequence[object]) -> str:
-    """The numbers of one or of several ranks.
+def these_ranks(ranks: Sequence[object], *, rest: int = 0) -> str:
+    """The numbers of one or of several ranks; `rest` were left out before.
 
     >>> these_ranks([1]), these_ranks([1, 3])
     ('rank 1', 'ranks 1, 3')
     """
-    return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks)}"
+    return f"rank{'s' if len(ranks) + rest != 1 else ''} {listed(ranks, rest=rest)}"
 
 
 def shortened(text: str, limit: int) -> str:

@@ -32,6 +32,7 @@ from ckpt_tools.values.boxes import Sizes
 
 CONTAINER = "rank-files"
 _STEPS = frozenset(("step", "steps", "epoch", "iteration", "iter", "global_step", "global_steps"))
+_NAMED = 100  # missing ranks, of which more are only counted
 _OWN_STATE = re.compile(r"rng|random", re.IGNORECASE)
 
 
@@ -75,10 +76,15 @@ def decode(
 
 
 def _check_world(group: Group, world: int, *, partial: bool) -> None:
-    missing = [rank for rank in range(world) if rank not in group.names]
+    missing = [rank for rank in range(min(world, len(group.names) + _NAMED)) if rank not in group.names]
     beyond = [rank for rank in group.names if rank >= world]
     if beyond or (missing and not partial):
-        what = f"missing: {these_ranks(missing)}" if missing else f"{these_ranks(sorted(beyond))} would be beyond it"
+        rest = world - len(group.names) - len(missing)  # a name may say any number
+        what = (
+            f"missing: {these_ranks(missing, rest=max(rest, 0))}"
+            if missing
+            else f"{these_ranks(sorted(beyond))} would be beyond it"
+        )
         there = next(iter(group.names.values()))
         raise PartError(
             f"{there} is one of {world} parts; {what}.", why=f"{len(group.names)} of {world} files are there.",

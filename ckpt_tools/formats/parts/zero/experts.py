@@ -47,7 +47,7 @@ def holders(
         yield ranks, {_renumbered(name, own, numbers): shape for name, shape in shapes.items()}
 
 
-_MOST_EXPERTS = 1 << 20
+_MOST_EXPERTS = 1 << 16
 
 
 def _numbers_by_layer(names: Mapping[str, Sizes]) -> dict[str, set[int]] | None:

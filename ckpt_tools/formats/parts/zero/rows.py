@@ -94,16 +94,15 @@ class Group:
             yield from ((rank, entry.numel, entry) for entry in entries)
 
     def _cut_one_by_one(self, pieces: Mapping[int, Sequence[Entry]]) -> Iterator[tuple[str, Sizes, list[Share]]]:
-        rows = {rank: Row([(rank, entry.numel, entry) for entry in entries]) for rank, entries in pieces.items()}
+        at = {rank: number for number, rank in enumerate(self.ranks) if rank in pieces}
+        rows = {number: Row([(rank, entry.numel, entry) for entry in pieces[rank]]) for rank, number in at.items()}
         start = 0
         for name, shape in self.shapes.items():
             numel = prod(shape)
             part = -(-numel // len(self.ranks))
             found = list[Share]()
-            holders = self.ranks[: -(-numel // part)] if part else []
-            for number, rank in enumerate(holders):  # the last one's part is filled up; those behind hold nothing but filling
-                if rank in rows:
-                    found += rows[rank].shares(start, min(part, numel - number * part), number * part)
+            for number, row in rows.items():  # the last part is filled up; ranks behind it hold nothing but filling
+                found += row.shares(start, max(0, min(part, numel - number * part)), number * part)
             yield name, shape, found
             start += part
 

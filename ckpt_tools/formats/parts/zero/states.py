@@ -115,11 +115,12 @@ def read_optimizer(file: str, root: Node) -> OptimizerState:
     flat = tuple(entry for entry in rows if type(entry) is Entry and len(entry.shape) == 1 and entry.is_contiguous)
     if len(flat) != len(rows):
         raise _malformed(file, "its weights are not rows")
-    counts = counts if len(counts) == len(flat) else (max(counts),) * len(flat)
+    world = max(counts)
+    counts = counts if len(counts) == len(flat) else (world,) * len(flat)
     inner = state.get("optimizer_state_dict" if is_stage_3 else "base_optimizer_state")
     groups = inner.get("param_groups") if type(inner) is Dict else None
     return OptimizerState(
-        file, is_stage_3, flat, max(counts), counts, _paddings(file, state.get("param_alignment_paddings")),
+        file, is_stage_3, flat, world, counts, _paddings(file, state.get("param_alignment_paddings")),
         dict(_states(inner)), tuple(group for group in _listed(groups) if type(group) is Dict),
     )  # fmt: skip
 
