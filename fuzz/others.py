@@ -76,7 +76,7 @@ def plan(rng: Random, folder: Path) -> Callable[[], object]:
         else:
             spots = list(re.finditer(r'\d+|"[^"]*"', changed))
             spot = rng.choice(spots)
-            put = json.dumps(text(rng)) if spot[0].startswith('"') else str(number(rng, int(spot[0])))
+            put = json.dumps(text(rng)) if spot[0].startswith('"') else str(number(rng, int(spot[0][:40])))
             changed = changed[: spot.start()] + put + changed[spot.end() :]
     path = folder / "plan.toml"
     path.write_bytes(changed.encode("utf-8", "surrogatepass"))

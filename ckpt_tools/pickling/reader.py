@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PickleError
 from ckpt_tools.pickling import fused
-from ckpt_tools.pickling.state import State
+from ckpt_tools.pickling.state import COST_OF_BYTE_STRING, COST_OF_BYTES, State
 from ckpt_tools.pickling.weights_only import BUILT
 from ckpt_tools.tree.nodes import (
     Build,
@@ -315,7 +315,7 @@ def _push_byte_string(machine: Machine, data: bytes) -> None:
     try:
         machine.stack.append(data.decode("utf-8"))
     except UnicodeDecodeError:
-        machine.spend()
+        machine.spend(COST_OF_BYTE_STRING)
         machine.stack.append(ByteString(data))
 
 
@@ -372,7 +372,7 @@ def _unescape_new(found: re.Match[bytes]) -> bytes:
 
 @_opcode(b"C", unusual="SHORT_BINBYTES")
 def _short_binbytes(machine: Machine) -> None:
-    # the shortest way: a file may hold millions of them
+    machine.spend(COST_OF_BYTES)
     start = machine.position + 1
     end = start + machine.data[start - 1] if start <= machine.limit else start
     if end > machine.limit or start > machine.limit:
@@ -392,6 +392,7 @@ def _binbytes8(machine: Machine) -> None:
 
 
 def _long_bytes(machine: Machine, length: int) -> None:
+    machine.spend(COST_OF_BYTES)
     start, data = machine.position, machine.take(length)
     machine.places[id(data)] = (start, data)
     machine.stack.append(data)

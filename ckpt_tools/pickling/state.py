@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError
 from ckpt_tools.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, LONG_TEXT
-from ckpt_tools.tree.nodes import Dict, Entry, Global, List, Node, Object
+from ckpt_tools.tree.nodes import ByteString, Dict, Entry, Global, List, Node, Object
 
 Maker: TypeAlias = Callable[[tuple[Node, ...]], Node]
 PersistentLoad: TypeAlias = Callable[[Node], Node]
@@ -18,8 +18,10 @@ PersistentLoad: TypeAlias = Callable[[Node], Node]
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 ORDERED_DICT = Global("collections", "OrderedDict")
 _UNNAMED = Global("", "")  # by identity nothing on the stack
-_SHORT = frozenset((type(None), bool, int, float, bytes))  # what costs nothing when it is used again
-_PLACE_OF_A_TENSOR = 3  # containers that one more place of a tensor costs: it has a row in every report
+_SHORT = frozenset((type(None), bool, int, float))  # what costs nothing when it is used again
+COST_OF_BYTES, COST_OF_BYTE_STRING = 2, 3  # containers; as much as what is written for them
+# What one more place costs: a tensor has a row in every report.
+_COST_OF_PLACES = {Entry: 3, Object: 2, bytes: COST_OF_BYTES, ByteString: COST_OF_BYTE_STRING}
 
 
 class State:
@@ -69,6 +71,7 @@ class State:
         self.most_marks = 2 * limits.DEPTH.value
         self.start, self.shared = offset, limits.budget(self.end - offset)
         self.budget = self.shared.containers
+        self.encoded = 0  # bytes that were pickled as text
 
     def error(self, what: str) -> PickleError:
         """A PickleError at the current position."""
@@ -162,9 +165,19 @@ class State:
             if value not in self.makers and not value.name.endswith("Storage"):  # not for a tensor
                 self.spend(2)
         else:
-            self.spend(_PLACE_OF_A_TENSOR if type(value) is Entry else 2 if type(value) is Object else 1)
+            self.spend(_COST_OF_PLACES.get(type(value), 1))
         if length > LONG_TEXT:
             self.spend(length // BYTES_OF_SHARED_TEXT)
+
+    def _cost_of_bytes(self, made: bytes) -> int:
+        """What bytes that were pickled as text cost beyond their tuple and their call, which is COST_OF_BYTES.
+
+        Bytes beyond those that the pickle has had so far are made of a text that was given again.
+        """
+        self.encoded += len(made)
+        again = max(0, self.encoded - (self.position - self.start))
+        self.encoded -= again
+        return again // BYTES_PER_NODE
 
     def name_global(self, module: str, name: str) -> None:
         """Push the inert record of a global."""
@@ -189,7 +202,7 @@ class State:
         elif maker := self.makers.get(function):
             made = maker(args)
             if made is not None:
-                self.spend(_cost(made))
+                self.spend(_cost(made) if type(made) is not bytes else self._cost_of_bytes(made))
                 self.stack.append(made)
                 return
         self.stack.append(Object("reduce", function, args))
@@ -199,9 +212,7 @@ def _cost(made: Node) -> int:
     """What a maker's result costs beyond one container. The same arguments, memoized, can be given again and again."""
     if type(made) is Entry:
         return len(made.shape) if len(made.shape) > 16 else 1
-    if type(made) is Dict:
-        return len(made.items) // 2
-    return len(made) // BYTES_PER_NODE if type(made) is bytes else 0
+    return len(made.items) // 2 if type(made) is Dict else 0
 
 
 def python3_name(module: str, name: str) -> tuple[str, str]:

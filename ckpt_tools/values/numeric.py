@@ -157,7 +157,7 @@ def row_major(entry: Entry) -> Content:
     A gather holds the part of the storage that the entry spans in memory.
     """
     item, nbytes = entry.dtype.itemsize, entry.nbytes
-    if entry.is_contiguous and not lazy_bits(entry):
+    if not nbytes or (entry.is_contiguous and not lazy_bits(entry)):
         return part(entry.storage.content, entry.offset * item if nbytes else 0, nbytes)
 
     def work() -> Iterator[memoryview]:

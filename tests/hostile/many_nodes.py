@@ -124,7 +124,7 @@ def row_62_most_numpy_numbers() -> bytes:
     """NumPy scalars on one dtype."""
     dtype = p.glob("numpy", "dtype") + p.text("f8") + b"K\x00K\x01" + p.TUPLE3 + p.REDUCE + p.put(3) + b"0"
     before = dtype + p.glob("numpy.core.multiarray", "scalar") + p.put(2) + b"0" + p.EMPTY_LIST + p.MARK
-    return crowd(p.get(2) + p.get(3) + b"C\x08" + bytes(8) + p.TUPLE2 + p.REDUCE, 2, before)
+    return crowd(p.get(2) + p.get(3) + b"C\x08" + bytes(8) + p.TUPLE2 + p.REDUCE, 4, before)
 
 
 @bomb
@@ -172,13 +172,13 @@ def row_62_most_texts() -> bytes:
 @bomb
 def row_62_most_bytes() -> bytes:
     """Short strings of bytes, which an old torch takes only as tensors."""
-    return crowd(b"C\x02ab", 0)
+    return crowd(b"C\x02ab", 2)
 
 
 @bomb
 def row_62_most_byte_strings() -> bytes:
     """Python 2's strings that are not text."""
-    return crowd(b"U\x02\xff\xfe", 0)
+    return crowd(b"U\x02\xff\xfe", 3)
 
 
 @bomb

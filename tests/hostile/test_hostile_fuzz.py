@@ -186,3 +186,10 @@ def test_a_damaged_size_is_not_filled_up(tmp_path: Path) -> None:
         ckpt_tools.repair(path, tmp_path / "out.pth", keep_damaged=True)
     assert "`limits.raised(inflated=17179869184)`" in caught.value.fix
     assert ckpt_tools.repair(path, tmp_path / "out.pth").saved == 1
+
+
+def test_nothing_of_a_conjugate_is_gathered(tmp_path: Path) -> None:
+    """Found by the fuzzer (--seed 17003 --first 18876): a conjugate without elements ended in a traceback."""
+    torch.save({"a.w": torch.ones(4, dtype=torch.complex64).conj()[:0], "b.w": torch.ones(2)}, tmp_path / "in.pth")
+    found = ckpt_tools.check(tmp_path / "in.pth", digest=True)
+    assert [digest.where for digest in found.digests] == [("a.w",), ("b.w",)]

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import ckpt_tools
+from ckpt_tools import limits
+from ckpt_tools.errors import LimitError
 from tests.hostile import (
     bombs,
     costs,
@@ -268,3 +270,34 @@ def test_dropping_in_a_deep_checkpoint_is_no_work_for_hours(tmp_path: Path) -> N
     report = ckpt_tools.convert(path, tmp_path / "out.pth", drop=["b.*"])
     assert time.process_time() - started < CPU_SECONDS
     assert [place for place, _ in report.dropped] == ["b.w"]
+
+
+def test_long_bytes_are_no_more_than_they_are(tmp_path: Path) -> None:
+    """`torch.save` writes bytes as a call with a text: 6 MB of them, as a tokenizer may be, were too many objects."""
+    torch.save({"a.w": torch.ones(2), "model": bytes(range(256)) * 23_000}, tmp_path / "in.pth")
+    assert ckpt_tools.inspect(tmp_path / "in.pth").weights_only["loads"]
+
+
+def test_what_is_written_is_within_the_limits_of_what_was_read(tmp_path: Path) -> None:
+    """Short bytes cost as much in the protocol that they came in as in the one that is written."""
+    torch.save({"a.w": torch.ones(2), "x": [b"%d" % number for number in range(500)]}, tmp_path / "in.pth", pickle_protocol=4)
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth")
+    read = 0
+    for most in range(500, 1500, 20):
+        with limits.raised(containers=most):
+            try:
+                ckpt_tools.inspect(tmp_path / "in.pth")
+            except LimitError:
+                continue
+            read += 1
+            ckpt_tools.inspect(tmp_path / "out.pth")
+    assert 0 < read < 50
+
+
+@pytest.mark.parametrize("unit", [b"C\x02xy", p.get(5)])
+def test_a_crowd_of_bytes_is_refused(unit: bytes, tmp_path: Path) -> None:
+    """Millions of short bytes, or of places of one, took 380 MB and were written as what could not be read again."""
+    before = b"B\x10\0\0\0" + bytes(16) + p.put(5) + b"0"
+    body = p.pickle(p.dict_of(**{"a.w": p.tensor()}), before, b"0", p.EMPTY_LIST, p.MARK, unit * 300_000, p.APPENDS)
+    with pytest.raises(LimitError, match="more objects"):
+        ckpt_tools.inspect(write(tmp_path, torch_zip(body, {"0": bytes(24)})))
