@@ -10,7 +10,7 @@ from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.folders import INDEX_SUFFIX
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.zip.directory import ALIGNMENT, DESCRIPTOR_64, Record
-from ckpt_tools.io.content import Deflated, Range
+from ckpt_tools.io.content import Content, Deflated, Range
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.operations.check.reading import DamagedRecord, Read, in_file
 from ckpt_tools.operations.in_folders import indexed_files
@@ -56,23 +56,37 @@ def _mismatches(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
         yield Finding("mixed-writers", "problem", [], text, "one writer", fix)
 
 
-def _users(checkpoint: Checkpoint, mismatches: Sequence[DamagedRecord]) -> dict[int, list[str]]:
+def _users(checkpoint: Checkpoint, damaged: Sequence[DamagedRecord]) -> dict[int, list[str]]:
     """The id of a damaged record -> dotted paths of the tensors in it."""
-    if not mismatches:
+    if not damaged:
         return {}
-    found = [(*in_file(row.source, row.record.data), row) for row in mismatches]
-    places = sorted(((id(file), start, row) for file, start, row in found), key=lambda place: place[:2])
-    starts = [place[:2] for place in places]
-    users: dict[int, list[str]] = {}
+    places, users = _Places(damaged), dict[int, list[str]]()
     for tensor in checkpoint.tensors:
         below = {id(node): node.content for node in reachable(tensor.node) if type(node) is Storage}
         for content in below.values():
-            if isinstance(content, Range | Deflated):
-                file, start = in_file(content.source, content.offset)
-                at = bisect_right(starts, (id(file), start)) - 1
-                if at >= 0 and starts[at][0] == id(file) and start < starts[at][1] + max(1, places[at][2].record.compressed):
-                    users.setdefault(id(places[at][2].record), []).append(dotted(tensor.where))
+            if (record := places.record_at(content)) is not None:
+                users.setdefault(id(record), []).append(dotted(tensor.where))
     return users
+
+
+class _Places:
+    """Where damaged records lie, in order, so that the one at a place is found at once."""
+
+    def __init__(self, damaged: Sequence[DamagedRecord]) -> None:
+        found = [(*in_file(row.source, row.record.data), row.record) for row in damaged]
+        ordered = sorted(((id(file), start, record) for file, start, record in found), key=lambda place: place[:2])
+        self.starts, self.records = [place[:2] for place in ordered], [place[2] for place in ordered]
+
+    def record_at(self, content: Content) -> Record | None:
+        """The damaged record in which bytes lie; None where they are in none."""
+        if not isinstance(content, Range | Deflated):
+            return None
+        file, start = in_file(content.source, content.offset)
+        at = bisect_right(self.starts, (id(file), start)) - 1
+        if at < 0 or self.starts[at][0] != id(file):
+            return None
+        record = self.records[at]
+        return record if start < self.starts[at][1] + max(1, record.compressed) else None
 
 
 def _zip(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:

@@ -107,14 +107,14 @@ def stats(
         check_effort(entries)
         report = Stats(str(path), checkpoint.container)
         measured = _Measured(sum(entry.nbytes for entry in entries), progress)
-        modules: dict[str, list[Moments]] = {}
         with one_thread():
-            for tensor in tensors:
-                row, moments = measured.row(tensor)
-                report.tensors.append(row)
-                if moments is not None:
-                    modules.setdefault(module_path(row.where, depth), []).append(moments)
+            rows = [measured.row(tensor) for tensor in tensors]
         checkpoint.decoded.source.check_unchanged()
+    report.tensors += [row for row, _ in rows]
+    modules: dict[str, list[Moments]] = {}
+    for row, moments in rows:
+        if moments is not None:
+            modules.setdefault(module_path(row.where, depth), []).append(moments)
     report.modules = [ModuleStats(name, len(found), _merged(found).to_json()) for name, found in modules.items()]
     report.total = _merged(moments for found in modules.values() for moments in found).to_json()
     report.total["unmeasured"] = sum(row.numbers is None for row in report.tensors)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -100,9 +99,8 @@ def repair(
     if bool(like) != bool(reinit):
         raise UsageError("`like` says which tensors there should be, `reinit` what is put in their place: give both.")
     started = time.perf_counter()
-    to_fill = (
-        MissingTensors(str(like), [reinit] if isinstance(reinit, str) else list(reinit), seed) if like is not None else None
-    )
+    schemes = [reinit] if isinstance(reinit, str) else list(reinit)
+    to_fill = MissingTensors(str(like), schemes, seed) if like is not None else None
     kind = output_format(target, None)
     report = Repaired(str(source), str(target), "safetensors" if kind == "safetensors" else "torch-zip", dry_run)
     where = output_target(target, overwrite=overwrite or dry_run)
@@ -113,9 +111,8 @@ def repair(
         report.was = was
         pieces, expected = _plan(salvaged, choices, report)
         report.bytes = total(pieces)
-        with ExitStack() as stack:
-            if not dry_run:
-                output = stack.enter_context(replacing(target, overwrite=overwrite, inputs=(source,)))
+        if not dry_run:
+            with replacing(target, overwrite=overwrite, inputs=(source,)) as output:
                 check_space(output.target.parent, output.target, report.bytes)
                 write(pieces, output, progress)
                 if output.path is not None:

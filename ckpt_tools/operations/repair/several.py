@@ -25,6 +25,7 @@ from ckpt_tools.tree.visit import reachable
 _LAST = END64.size + LOCATOR64.size + END.size  # as torch ends every archive
 # Signature -> how many bytes from there to the archive's end: one of the three tells it.
 _ENDS = {b"PK\x06\x06": _LAST, b"PK\x06\x07": LOCATOR64.size + END.size, b"PK\x05\x06": END.size}
+_ANY_END = re.compile(b"|".join(map(re.escape, _ENDS)))
 _PROGRAM = re.compile(r"/code/|/constants\.pkl$|/archive_format$")
 _PART = "The file is a part of a distributed checkpoint; its tensors have no names."
 _CUT = "The file ends within an archive or behind one; only the .metadata of its folder says which others there were."
@@ -85,12 +86,10 @@ def _boundaries(source: Source, records: Sequence[Found]) -> list[int]:
     ends: set[int] = set()
     for start in range(0, source.size, CHUNK):
         block = source.read(start, min(CHUNK + 3, source.size - start))
-        for signature, left in _ENDS.items():
-            at = block.find(signature)
-            while 0 <= at < CHUNK:
-                if not any(first <= start + at < last for first, last in inside):
-                    ends.add(min(start + at + left, source.size))
-                at = block.find(signature, at + 1)
+        for match in _ANY_END.finditer(block):
+            at = start + match.start()
+            if not any(first <= at < last for first, last in inside):
+                ends.add(min(at + _ENDS[match.group()], source.size))
     return sorted(ends)
 
 
