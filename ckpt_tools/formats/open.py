@@ -413,7 +413,7 @@ def is_tensor(node: Node) -> TypeGuard[Entry | Object]:
 
 def tensors_by_name(node: Dict) -> dict[str, Entry | Object]:
     """The tensors that are values of a dict themselves, plain and unusual."""
-    return {name: value for name, value in node.items if type(name) is str and is_tensor(value)}
+    return {name: value for name, value in node.items if type(name) is str and (type(value) is Entry or is_tensor(value))}
 
 
 def find_tensors(root: Node) -> Iterator[Tensor]:

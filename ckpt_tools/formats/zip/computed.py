@@ -25,19 +25,21 @@ def misplaced(
     """
     if version < b"1" or not alignment.isdigit() or not 0 < int(alignment[:9]) < _WIDE:
         return []
-    step, position = int(alignment), -1
+    step, position, data = int(alignment), -1, f"{folder}/data/"
+    header = LOCAL.size + len(data.encode()) + _FB_HEADER
     for key, nbytes in sizes:
-        name = f"{folder}/data/{key}"
-        record = records.get(name)
+        record = records.get(data + key)
         if record is None or record.deflated or (position < 0 and key != "0") or record.data >= _WIDE or nbytes >= _WIDE:
             return []  # torch refuses, or computes in another way
         if position < 0:
             place = record.data
         else:
-            start = position + LOCAL.size + len(name.encode()) + _FB_HEADER
+            start = position + header + (len(key) if key.isascii() else len(key.encode()))
             place = -(-start // step) * step
         if place != record.data:
-            found = f"the bytes of {name!r} are at {record.data}, torch with calculate_storage_offsets takes those at {place}"
+            found = (
+                f"the bytes of {data + key!r} are at {record.data}, torch with calculate_storage_offsets takes those at {place}"
+            )
             expected = "records where .format_version and .storage_alignment have them"
             return [Warned("odd-storage-alignment", found, expected, "info")]
         position = place + nbytes + (DESCRIPTOR if nbytes else 0)
