@@ -26,10 +26,17 @@ CUTS = {"fsdp1": (fsdp1, 3), "fsdp2": (fsdp2, 3), "hsdp": (hsdp, 4), "tp": (tp, 
 FAMILIES = (*CUTS, "zero1", "zero3", "consolidated", "loose", "dcp")
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the folders of all examples are."""
+    return tmp_path_factory.mktemp("compose")
+
+
 @functools.cache
-def made(family: str) -> tuple[Path, Path, Path]:
+def made(family: str, place: Path) -> tuple[Path, Path, Path]:
     """A folder of a family, the one file that it merges to, and a folder of shards with the target's names and shapes."""
-    root = Path(tempfile.mkdtemp(prefix="ckpt-compose-"))
+    root = place / family
+    root.mkdir()
     source = root / "in"
     if family in CUTS:
         cut, world = CUTS[family]
@@ -114,9 +121,9 @@ def outcome(source: Path, target: Path, options: dict[str, Any]) -> Any:
         },
     ),
 )
-def test_editing_parts_is_merging_and_then_editing(family: str, output: str, edits: dict[str, Any]) -> None:
+def test_editing_parts_is_merging_and_then_editing(place: Path, family: str, output: str, edits: dict[str, Any]) -> None:
     """Bytes, aliases and refusals are the same; only a folder's note differs."""
-    source, one, like = made(family)
+    source, one, like = made(family, place)
     options = edits | ({"like": str(like), "reinit": "zeros"} if "like" in edits else {})
     if family not in CUTS:
         options.pop("select", None)
