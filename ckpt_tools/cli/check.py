@@ -26,7 +26,7 @@ _JOBS = 4
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="PATH...")
 @click.option("--values", is_flag=True, help="Count NaN and infinite values; find zeros, garbage, heads never trained.")
-@click.option("--digest", is_flag=True, help="A SHA-256 of every tensor, the same in .pth and .safetensors.")
+@click.option("--digest", is_flag=True, help="Take a SHA-256 of every tensor, the same in .pth and .safetensors.")
 @click.option("--output", "-o", cls=Once, type=LOCATION, metavar="FILE", help="Write the digests to FILE.")
 @click.option("--against", cls=Once, metavar="FILE", help="Compare with a digest file or another checkpoint.")
 @click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings with this code. Repeatable.")
@@ -34,7 +34,7 @@ _JOBS = 4
     "--device", cls=Once, metavar="DEVICE",
     help="A device that the loading machine has (cpu, cuda:1): tags of others are a problem; else a note.",
 )  # fmt: skip
-@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes for several files; else up to 4.")
+@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4.")
 @click.option("--overwrite", is_flag=True, help="Replace the FILE of --output if it exists.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON document a line; see docs/json.md.")

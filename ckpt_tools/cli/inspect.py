@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     "--sort", type=click.Choice(["name", "size", "file"]), default="file", show_default=True, help="Order of the tensors."
 )
 @click.option(
-    "--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes for many files; else up to 4 from 200 files on."
+    "--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4, from 200 files on."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document a line; see docs/json.md.")
 def inspect(

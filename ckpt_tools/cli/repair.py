@@ -24,7 +24,7 @@ from ckpt_tools.cli.options import (
 @click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors as they are, with zeros for what is missing of them.")
 @click.option("--like", cls=Once, metavar="TARGET", help="A checkpoint, or package.module:callable, whose tensors OUT gets.")
 @click.option("--reinit", multiple=True, metavar="[GLOB=]SCHEME", help="Initial values for what --like has and IN lost.")
-@click.option("--seed", cls=Once, type=click.IntRange(0), metavar="N", help="Seed of the initial values; else 0.")
+@click.option("--seed", cls=Once, type=click.IntRange(0), metavar="N", help="Seed of the initial values; 0 by default.")
 @click.option("--tie-equal", is_flag=True, help="Tie matrices that are equal byte for byte.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Report what would be saved, write nothing.")
@@ -34,7 +34,7 @@ def repair(
     source: Path, target: str | None, keep_damaged: bool, like: str | None, reinit: tuple[str, ...], seed: int | None,
     tie_equal: bool, overwrite: bool, dry_run: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Save what is whole in a damaged checkpoint, and mend what hurts in a whole one. With OUT, IN is left alone.
+    """Save what is whole in a damaged checkpoint, and mend what stands in the way in a whole one. With OUT, IN is left alone.
 
     Without OUT it does one of two things: in a file it rolls back an edit in place (convert --in-place) that was interrupted;
     for a folder of shards it writes the index that is missing.

@@ -17,10 +17,10 @@ from ckpt_tools.cli.options import LOCATION
 @click.option("--all", "show_all", is_flag=True, help="List files that hold nothing to run, too.")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json", "sarif"]), default="text", show_default=True,
-    help="sarif: one SARIF 2.1.0 log, for code hosts.",
+    help="Form of the report; sarif is one SARIF 2.1.0 log, for code hosts.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json: one document a line; see docs/json.md.")
-@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes for many files; else up to 4.")
+@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4.")
 def scan(paths: tuple[Path, ...], show_all: bool, form: str, as_json: bool, jobs: int | None) -> None:
     """Is it safe to load? Show for every file below PATH what loading it would run, without running it.
 

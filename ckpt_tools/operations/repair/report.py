@@ -61,8 +61,4 @@ class Repaired:
     @property
     def exit_code(self) -> int:
         """0 all saved, 1 something could not be."""
-        return (
-            1
-            if self.missing or any(code in ("cut-archives", "damaged-names", "damaged-values") for code, _ in self.notes)
-            else 0
-        )
+        return 1 if self.missing or any(code in _UNSAVED for code, _ in self.notes) else 0

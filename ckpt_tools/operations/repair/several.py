@@ -48,9 +48,7 @@ def salvage_zips(source: Source, *, keep_damaged: bool) -> Salvaged:
     if any(name.module.split(".")[0] == "__torch__" for name in salvaged.decoded.globals):  # cut before its code
         raise no_program(str(source.path))
     if len(spans) > 1 or source.path.suffix == ".distcp":
-        salvaged.notes.append(
-            ("several-archives", "The file is a part of a distributed checkpoint; its tensors have no names.")
-        )
+        salvaged.notes.append(("several-archives", _PART))
         if not _ends_whole(source):
             salvaged.notes.append(("cut-archives", _CUT))
     return salvaged
