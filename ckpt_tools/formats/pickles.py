@@ -23,12 +23,8 @@ from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.packed.compressed import KINDS, new_xz, runs, zstd_blocks
 from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip import concatenated
-from ckpt_tools.formats.zip.directory import (
-    LOCAL,
-    Record,
-    has_end,
-    read_directory,
-)
+from ckpt_tools.formats.zip.directory import Record, has_end, read_directory
+from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader, signatures
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled, Window
@@ -47,7 +43,6 @@ _MODULE = re.compile(r"[\w.+-]+")
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
 _ZFILE = 2 + len(hex(2**64))
 _NUMPY = b"\x93NUMPY"
-_LOCAL_SIGNATURE = b"PK\x03\x04"
 _LOCKED = (
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (b"Rar!", "a RAR archive"),
     (b"\x04\x22\x4d\x18", "an lz4 archive"),
@@ -349,32 +344,20 @@ def _inside(where: str, name: str) -> str:
 
 def _by_signatures(source: Source, walk: _Walk) -> Iterator[tuple[str, Source]]:
     """What stands behind every local header of a zip that is damaged or not to be trusted."""
-    places = list(_signatures(source))
+    places = [at for _, at in signatures(source, SIGNATURE_LOCAL)]
     for place, following in zip(places, [*places[1:], source.size], strict=True):
         if place + LOCAL.size > source.size:
             return
-        _, _, _, method, *_, name_length, extra_length = LOCAL.unpack(source.read(place, LOCAL.size))
-        start = place + LOCAL.size + name_length + extra_length
+        header = LocalHeader.at(source, place)
+        start = place + header.length
         if start >= source.size:
             continue
-        name = source.read(place + LOCAL.size, min(name_length, _HEAD)).decode("utf-8", "replace")
+        name = source.read(place + LOCAL.size, min(header.name_length, _HEAD)).decode("utf-8", "replace")
         window = Window(source, start, max(following, start) - start)
-        if method != 8:
+        if header.method != 8:
             yield name, window
             continue
         try:
             yield name, Spooled(source, runs(window, 0, lambda: zlib.decompressobj(-15), b"", walk.spend))
         except (zlib.error, LimitError) as error:
             walk.skip(name, f"it cannot be inflated: {error}")
-
-
-def _signatures(source: Source) -> Iterator[int]:
-    """Where local headers begin."""
-    at = 0
-    while at < source.size:
-        data = source.read(at, min(_BLOCK + 3, source.size - at))
-        found = data.find(_LOCAL_SIGNATURE)
-        while found >= 0 and found < _BLOCK:
-            yield at + found
-            found = data.find(_LOCAL_SIGNATURE, found + 1)
-        at += _BLOCK

@@ -62,8 +62,10 @@ def keep(old: Path, fd: int) -> None:
 
 
 def _keep_extended(old: Path, fd: int) -> None:
-    with contextlib.suppress(OSError):
-        for name in os.listxattr(old):
-            if name.startswith(_KEPT):
-                with contextlib.suppress(OSError):
-                    os.setxattr(fd, name, os.getxattr(old, name))
+    try:
+        names = [name for name in os.listxattr(old) if name.startswith(_KEPT)]
+    except OSError:
+        return
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.setxattr(fd, name, os.getxattr(old, name))

@@ -163,20 +163,20 @@ def _inflate(content: Deflated) -> Iterator[bytes]:
     """Inflate; the declared size is a hard stop, so that a bomb costs one chunk at most."""
     inflater, left = zlib.decompressobj(-15), content.length
     checksum = Checksum(content.length, content.crc or None, "a deflated record")
+    packed, pending = chunks(Range(content.source, content.offset, content.compressed)), b""
     try:
-        for data in chunks(Range(content.source, content.offset, content.compressed)):
-            pending = bytes(data)
-            while not inflater.eof:
-                # One byte more than declared may come out: that is how a size lie is seen.
-                out = inflater.decompress(pending, min(CHUNK, left + 1))
-                left -= len(out)
-                if left < 0:
-                    raise ZipError("A deflated record holds more bytes than the zip directory says.")
-                pending = inflater.unconsumed_tail
-                if not out and not pending:  # it may hold back bytes when all of its input is taken
-                    break
+        while not inflater.eof:
+            # One byte more than declared may come out: that is how a size lie is seen.
+            out = inflater.decompress(pending, min(CHUNK, left + 1))
+            left -= len(out)
+            if left < 0:
+                raise ZipError("A deflated record holds more bytes than the zip directory says.")
+            pending = inflater.unconsumed_tail
+            if out:
                 checksum.update(out)
                 yield out
+            elif not pending and not (pending := bytes(next(packed, b""))):  # it may hold back bytes when its input is taken
+                break
     except zlib.error as error:
         raise ZipError("A deflated record cannot be inflated.", why=str(error)) from None
     if left:

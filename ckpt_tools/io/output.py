@@ -234,11 +234,15 @@ def _not_regular(path: Path, what: str) -> NotACheckpointError:
 
 @dataclass(slots=True)
 class Output:
-    """The temporary file of `replacing`: write to `fd`, which is closed by `replacing`; `path` is where it is until then."""
+    """The temporary file of `replacing`: write to `fd`, which is closed by `replacing`; `path` is where it is until then.
+
+    `replaces` says that the target was there before.
+    """
 
     fd: int
     target: Path
     path: Path | None = None
+    replaces: bool = False
 
 
 @contextlib.contextmanager
@@ -256,37 +260,22 @@ def replacing(
         OutputExistsError: `path` exists and `overwrite` is false, also when it appears while the block runs.
         OutputError: a directory, a device, a missing or read-only folder, a full disk.
     """
-    from ckpt_tools.io import attributes, temporaries
+    from ckpt_tools.io import temporaries
 
     with output_errors(Path(path)):
         temporaries.remove_orphans(Path(os.path.realpath(path)))
     target = output_target(path, overwrite=overwrite)
-    temporary, fd, lock = temporaries.name(target.parent, temporaries.prefix_of(target)), -1, -1
+    temporary, lock = temporaries.name(target.parent, temporaries.prefix_of(target)), -1
     try:
-        try:
+        with _temporary(temporary, target, inputs) as output:
+            yield output
             with output_errors(target):
-                replaces = target.exists()
-                if replaces:
-                    from ckpt_tools.io.in_place.journal import recover
-
-                    recover(target)  # or its journal would lie beside what takes its place
-                fd = temporaries.create(temporary)
-                if replaces:
-                    attributes.keep(target, fd)
-                else:
-                    attributes.narrow(fd, inputs)
-            yield Output(fd, target, temporary)
-            with output_errors(target):
-                if durable or replaces:
-                    os.fsync(fd)
-                lock = os.dup(fd)  # until the temporary has its name, no process may take it for an orphan
-        finally:
-            with output_errors(target):
-                if fd >= 0:
-                    os.close(fd)
+                if durable or output.replaces:
+                    os.fsync(output.fd)
+                lock = os.dup(output.fd)  # until the temporary has its name, no process may take it for an orphan
         with output_errors(target):
             _commit(temporary, target, overwrite=overwrite)
-            if durable or replaces:
+            if durable or output.replaces:
                 temporaries.sync_folder(target.parent)
     finally:
         with contextlib.suppress(OSError):
@@ -294,6 +283,31 @@ def replacing(
         with contextlib.suppress(OSError):
             if lock >= 0:
                 os.close(lock)
+
+
+@contextlib.contextmanager
+def _temporary(temporary: Path, target: Path, inputs: Inputs) -> Iterator[Output]:
+    """The temporary file of an output, with the attributes that the output is to have; closed at the end."""
+    from ckpt_tools.io import attributes, temporaries
+
+    fd = -1
+    try:
+        with output_errors(target):
+            replaces = target.exists()
+            if replaces:
+                from ckpt_tools.io.in_place.journal import recover
+
+                recover(target)  # or its journal would lie beside what takes its place
+            fd = temporaries.create(temporary)
+            if replaces:
+                attributes.keep(target, fd)
+            else:
+                attributes.narrow(fd, inputs)
+        yield Output(fd, target, temporary, replaces)
+    finally:
+        with output_errors(target):
+            if fd >= 0:
+                os.close(fd)
 
 
 def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:

@@ -22,6 +22,7 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.io.output import (
     Output,
+    Source,
     no_space,
     output_error,
     reserve,
@@ -170,22 +171,26 @@ class _Loop:
         self.pipeline.drain()
         offset, left = content.offset, content.length
         while left:
-            fd = content.source.fd  # that the source is gone is no error of the output
-            try:
-                count = os.copy_file_range(fd, self.output.fd, min(left, 16 * CHUNK), offset)
-            except OSError as error:
-                if error.errno == errno.EIO:  # of which file? Reading tells, by an error of its own
-                    for _ in chunks(Range(content.source, offset, min(left, 16 * CHUNK))):
-                        pass
-                if error.errno not in _NO_KERNEL_COPY:
-                    raise output_error(self.output.target, error, self.size) from None
-                self.kernel_copy = False
-                break
+            count = self.copy_some(content.source, offset, min(left, 16 * CHUNK))
             if not count:  # the source has shrunk, which the buffer loop says, or a file system that copies nothing
                 break
             offset, left = offset + count, left - count
             self.advance(count)
         return Range(content.source, offset, left)
+
+    def copy_some(self, source: Source, offset: int, length: int) -> int:
+        """How many bytes the kernel copied in one call; 0 where it copies none."""
+        fd = source.fd  # that the source is gone is no error of the output
+        try:
+            return os.copy_file_range(fd, self.output.fd, length, offset)
+        except OSError as error:
+            if error.errno == errno.EIO:  # of which file? Reading tells, by an error of its own
+                for _ in chunks(Range(source, offset, length)):
+                    pass
+            if error.errno not in _NO_KERNEL_COPY:
+                raise output_error(self.output.target, error, self.size) from None
+            self.kernel_copy = False
+            return 0
 
     def write(self, data: memoryview) -> None:
         """All of a buffer's bytes to the output; called in a thread of the pipeline."""

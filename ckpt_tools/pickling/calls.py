@@ -18,7 +18,8 @@ from ckpt_tools.pickling.arrays_behind import array_bytes, is_pickled_behind
 from ckpt_tools.pickling.callables import QUIET
 from ckpt_tools.pickling.ratings import Rating
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
-from ckpt_tools.pickling.reader import OPCODES, Machine, Stop
+from ckpt_tools.pickling.reader import OPCODES, Machine
+from ckpt_tools.pickling.state import Stop
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED

@@ -194,11 +194,10 @@ def of_state(target: Node, state: Node) -> Rating:
         return "harmful" if callables.is_harmful(callables.of_python3(target)) else "unknown"
     if is_shared(target) or is_armed(target) or (type(target) is Object and _takes_over(target.function, state)):
         return "unknown"
-    for part in state if type(state) is tuple else (state,):
-        if type(part) is Dict:
-            for key, value in part.items:
-                if type(key) is str and key in _CALLED_ATTRIBUTES and type(value) in (Global, Object):
-                    return worst("unknown", of_reference(value))
+    parts_of_it = state if type(state) is tuple else (state,)
+    for key, value in (pair for part in parts_of_it if type(part) is Dict for pair in part.items):
+        if type(key) is str and key in _CALLED_ATTRIBUTES and type(value) in (Global, Object):
+            return worst("unknown", of_reference(value))
     return "data"
 
 

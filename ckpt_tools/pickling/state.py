@@ -220,3 +220,31 @@ def python3_name(module: str, name: str) -> tuple[str, str]:
     if (module, name) in _compat_pickle.NAME_MAPPING:
         return _compat_pickle.NAME_MAPPING[module, name]
     return _compat_pickle.IMPORT_MAPPING.get(module, module), name
+
+
+class Stop(Exception):  # noqa: N818  not an error: how the loop ends
+    def __init__(self, value: Node) -> None:
+        self.value = value
+
+
+Handler: TypeAlias = Callable[[State], None]
+
+
+class Opcodes:
+    """Collects what the opcodes of one kind do, by decorating: byte -> handler."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, Handler] = {}
+
+    def __call__(self, code: bytes, *, unusual: str = "") -> Callable[[Handler], Handler]:
+        """Enter a handler; `unusual` names an opcode that weights_only refuses."""
+
+        def enter(handler: Handler) -> Handler:
+            def noting(machine: State) -> None:
+                machine.unusual[f"opcode {unusual}"] = None
+                handler(machine)
+
+            self.handlers[code[0]] = noting if unusual else handler
+            return handler
+
+        return enter

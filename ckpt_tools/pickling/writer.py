@@ -9,14 +9,15 @@ No recursion: a stack of things still to write.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ContainerLimitError, PickleError
-from ckpt_tools.pickling.state import ORDERED_DICT, python3_name
+from ckpt_tools.pickling.opcodes.encoding import ENCODERS, TUPLES, U32, int_tuple, integer, text_of
+from ckpt_tools.pickling.state import ORDERED_DICT
+from ckpt_tools.pickling.survey import Survey, are_short, are_short_bytes
 from ckpt_tools.tree.nodes import (
-    CONTAINERS,
     PLAIN,
     Append,
     ByteString,
@@ -30,12 +31,8 @@ from ckpt_tools.tree.nodes import (
     SetItems,
     Storage,
 )
-from ckpt_tools.tree.visit import parts
 
-_TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
-_LONG, _ROW = 64, 256
-_SHORT = frozenset((type(None), bool, float))
-_U32 = struct.Struct("<I").pack
+_ROW = 256
 _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 _BYTE_STORAGE = Global("torch", "ByteStorage")
@@ -62,50 +59,6 @@ def write_pickle(root: Node, survey: Survey | None = None, *, keys: Mapping[int,
         return _Writer(survey.shared, survey.protocol, keys=keys).write(root)
     except _ComesRound:
         return _Writer(survey.seen | survey.shared, survey.protocol, rounds=2, keys=keys).write(root)
-
-
-class Survey:
-    """What has to be known of a tree before it is written.
-
-    Attributes:
-        seen: the ids of its containers, entries and long values. shared: of those that are referenced more than once.
-        storages: every storage, once. protocol: the one that the names need.
-    """
-
-    def __init__(self, root: Node) -> None:
-        self.seen: set[int] = set()
-        self.shared: set[int] = set()
-        self.protocol = 2
-        found: dict[int, Storage] = {}
-        seen, shared, todo = self.seen, self.shared, [root]
-        while todo:
-            node = todo.pop()
-            if type(node) is Global:
-                self._note_global(node)
-            elif type(node) is Storage:
-                found[id(node)] = node
-            elif type(node) in CONTAINERS or type(node) is Entry or _is_long(node):
-                if id(node) in seen:
-                    shared.add(id(node))
-                    continue
-                seen.add(id(node))
-                if type(node) is Entry and node.extras is None:  # the many
-                    found[id(node.storage)] = node.storage
-                else:
-                    todo += _worth_a_look(node)
-        self.storages = list(found.values())
-
-    def _note_global(self, node: Global) -> None:
-        if "." in node.name or "\n" in node.module + node.name or python3_name(*_pair(node)) != _pair(node):
-            self.protocol = 4
-
-
-def _worth_a_look(node: Node) -> list[Node]:
-    """The parts of a node that may be shared: no short values."""
-    below = parts(node)
-    if not below or _are_short(below) or _are_short_bytes(below):
-        return []
-    return [part for part in below if type(part) not in PLAIN or _is_long(part)]
 
 
 class _ComesRound(Exception):  # noqa: N818  not an error: everything has to go through the memo
@@ -228,7 +181,7 @@ class _Writer:
             return [_Done(b")")]
         self.begin(node)
         if len(node) < 4:
-            return [*node, _Done(_TUPLES[len(node)], node)]
+            return [*node, _Done(TUPLES[len(node)], node)]
         self.out += b"("
         return [*_in_rows(node), _Done(b"t", node)]
 
@@ -296,7 +249,7 @@ class _Writer:
         known = self.templates.get(like)
         if known is not None:
             key = self.key_of(storage).encode("utf-8", "surrogatepass")
-            self.out += b"%bX%b%b%b" % (known[0], _U32(len(key)), key, known[1])
+            self.out += b"%bX%b%b%b" % (known[0], U32(len(key)), key, known[1])
             return
         self.before_key(entry)
         self.text(self.key_of(storage))
@@ -322,7 +275,7 @@ class _Writer:
         """The rest of a plain entry."""
         parameter, untyped = entry.kind == "parameter", _untyped(entry)
         self.storage_after_key(entry.storage)
-        self.out += _integer(entry.offset) + _sizes(entry.shape) + _sizes(entry.stride)
+        self.out += integer(entry.offset) + int_tuple(entry.shape) + int_tuple(entry.stride)
         self.out += b"\x88" if entry.requires_grad and not parameter else b"\x89"
         self.no_hooks()
         if untyped:
@@ -372,17 +325,17 @@ class _Writer:
         """Plain values one after another."""
         for start in range(0, len(items), _ROW):
             row = items[start : start + _ROW]
-            if _are_short(row):
-                self.out += b"".join([_ENCODERS[type(item)](item) for item in row])
-            elif _are_short_bytes(row):
+            if are_short(row):
+                self.out += b"".join([ENCODERS[type(item)](item) for item in row])
+            elif are_short_bytes(row):
                 self.many_bytes(row)
             else:
                 for item in row:
                     self.leaf(item)
 
     def value(self, node: Node) -> None:
-        if type(node) in _ENCODERS:
-            self.out += _ENCODERS[type(node)](node)
+        if type(node) in ENCODERS:
+            self.out += ENCODERS[type(node)](node)
         elif type(node) is Global:
             self.global_(node)
         elif type(node) is Storage:
@@ -395,7 +348,7 @@ class _Writer:
             raise PickleError(f"A value of type {type(node).__name__} cannot be written.")
 
     def text(self, text: str) -> None:
-        self.out += _text(text)
+        self.out += text_of(text)
 
     def constant(self, text: str) -> None:
         """A text that is written many times: once in full, then from the memo."""
@@ -424,7 +377,7 @@ class _Writer:
         """The same for several in a row: the first one puts into the memo what all have in common."""
         self.bytes(row[0])
         encode, latin1 = (self.again(self.memo[key]) for key in (_ENCODE, "latin1"))
-        texts = [_text(data.decode("latin1")) for data in row[1:]]
+        texts = [text_of(data.decode("latin1")) for data in row[1:]]
         between = latin1 + b"\x86R" + encode
         if texts:
             self.out += encode + between.join(texts) + latin1 + b"\x86R"
@@ -447,7 +400,7 @@ class _Writer:
         self.constant(storage.device or "cpu")
         typed = storage.dtype is not None and storage.dtype.storage is not None
         itemsize = storage.dtype.itemsize if typed and storage.dtype else 1
-        self.out += _integer(storage.nbytes // itemsize) + self.persid
+        self.out += integer(storage.nbytes // itemsize) + self.persid
 
     def key_of(self, storage: Storage) -> str:
         """The key that the container gives a storage."""
@@ -480,55 +433,6 @@ def _items(pairs: list[tuple[Node, Node]]) -> list[_Todo]:
     return [_Done(b"("), *_in_rows([part for pair in pairs for part in pair]), _Done(b"u")] if pairs else []
 
 
-def _integer(value: int) -> bytes:
-    if 0 <= value < 256:
-        return b"K" + bytes((value,))
-    if 0 <= value < 65536:
-        return b"M" + struct.pack("<H", value)
-    if -(2**31) <= value < 2**31:
-        return b"J" + struct.pack("<i", value)
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return (b"\x8a" + bytes((len(data),)) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
-
-
-def _text(text: str) -> bytes:
-    data = text.encode("utf-8", "surrogatepass")
-    return b"X%b%b" % (_U32(len(data)), data)
-
-
-_ENCODERS: dict[type, Callable[[Any], bytes]] = {
-    str: _text,
-    int: _integer,
-    float: lambda number: b"G" + struct.pack(">d", number),
-    bool: lambda value: b"\x88" if value else b"\x89",
-    type(None): lambda _: b"N",
-}
-
-
-def _are_short_bytes(items: Sequence[Any]) -> bool:
-    return type(items[0]) is bytes and set(map(type, items)) == {bytes} and max(map(len, items)) <= _LONG
-
-
-def _are_short(items: Sequence[Node]) -> bool:
-    """Whether these are plain values that are written as they are, each time. Most rows are of one type: no loop in Python."""
-    kinds = set(map(type, items)) - _SHORT
-    if kinds == {int}:
-        numbers = [item for item in items if type(item) is int]
-        return max(max(numbers).bit_length(), min(numbers).bit_length()) <= 8 * _LONG
-    return not kinds or (kinds <= {int, str} and not any(map(_is_long, items)))
-
-
-def _is_long(node: Node) -> bool:
-    """Whether a value is so long that writing it twice would matter: a file may use one text a million times."""
-    if type(node) is str or type(node) is bytes:
-        return len(node) > _LONG
-    return (type(node) is int and node.bit_length() > 8 * _LONG) or (type(node) is ByteString and len(node.data) > _LONG)
-
-
-def _pair(node: Global) -> tuple[str, str]:
-    return node.module, node.name
-
-
 def _likeness(entry: Entry) -> tuple[Any, ...]:
     """What makes two plain entries the same opcodes, but for the storage's key."""
     storage = entry.storage
@@ -541,9 +445,3 @@ def _likeness(entry: Entry) -> tuple[Any, ...]:
 def _untyped(entry: Entry) -> bool:
     """Whether the dtype has to be said beside the storage, as torch does for the dtypes without a storage class."""
     return entry.dtype.storage is None or entry.storage.dtype is not entry.dtype
-
-
-def _sizes(sizes: tuple[int, ...]) -> bytes:
-    """A tuple of ints."""
-    items = b"".join(map(_integer, sizes))
-    return items + _TUPLES[len(sizes)] if len(sizes) < 4 else b"(" + items + b"t"

@@ -40,9 +40,8 @@ def plain_keys(root: Node, plain: Swap, simple: frozenset[type] = _SIMPLE) -> li
         if type(node) is Dict:
             keys.edit(node.items)
         elif type(node) is Object:
-            for step in node.steps:
-                if type(step) is SetItems:
-                    keys.edit(step.pairs)
+            for pairs in [step.pairs for step in node.steps if type(step) is SetItems]:
+                keys.edit(pairs)
             if node.name in _SETS:
                 keys.edit_set(node)
     return keys.changed

@@ -88,9 +88,8 @@ def _places(root: Node, *, values: bool = False, made: Callable[[], object] = la
             made()
         places.setdefault(id(node), where)
         if type(node) is Dict:
-            for key, _ in node.items:
-                if type(key) in (Object, Global, bytes):
-                    places.setdefault(id(key), (*where, visit.component(key)))
+            for key in [key for key, _ in node.items if type(key) in (Object, Global, bytes)]:
+                places.setdefault(id(key), (*where, visit.component(key)))
     return places
 
 

@@ -33,7 +33,8 @@ from ckpt_tools.formats.legacy.stream import (
 from ckpt_tools.io.content import Literal, Piece, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.stream import FilePart
-from ckpt_tools.pickling.writer import Survey, write_pickle
+from ckpt_tools.pickling.survey import Survey
+from ckpt_tools.pickling.writer import write_pickle
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import (
     Dict,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ckpt_tools.formats.base import Warned
-from ckpt_tools.formats.zip.directory import DESCRIPTOR, LOCAL, Record
+from ckpt_tools.formats.zip.directory import Record
+from ckpt_tools.formats.zip.headers import DESCRIPTOR, LOCAL
 
 _FB_HEADER = 4  # bytes of the extra field that pads, before its padding
 _WIDE = 2**32 - 1  # from here on the sizes of headers change

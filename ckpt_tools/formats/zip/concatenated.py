@@ -12,7 +12,7 @@ from ckpt_tools.errors import TWO_FILES, AmbiguousFileError, UnsupportedContaine
 from ckpt_tools.formats.base import Decoded, Warned
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip import archives
-from ckpt_tools.formats.zip.directory import END, END64, LOCATOR64
+from ckpt_tools.formats.zip.headers import END, END64, LOCATOR64
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.tree.nodes import List

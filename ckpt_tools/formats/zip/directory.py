@@ -1,7 +1,7 @@
 """Our own reading of a zip's central directory: as torch (miniz) reads it, and refusing what two readers could read apart.
 
 Python's zipfile is not an alternative: the last duplicate wins there, CRC 0 is refused, one bad extra field refuses all.
-Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.12 (central), 4.3.14 and 4.3.15 (zip64 end), 4.3.16 (end).
+`headers` has the structures, and where they are described.
 """
 
 from __future__ import annotations
@@ -9,23 +9,30 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from struct import Struct
 from typing import Final
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, ZipError
+from ckpt_tools.formats.zip.headers import (
+    ALIGNMENT,
+    CENTRAL,
+    DESCRIPTOR_64,
+    END,
+    END64,
+    FULL_16,
+    FULL_32,
+    LOCAL,
+    LOCATOR64,
+    SIGNATURE_CENTRAL,
+    SIGNATURE_LOCAL,
+    CentralEntry,
+    zip64_fields,
+)
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.findings import mending
 
-LOCAL = Struct("<4s5H3I2H")
-CENTRAL = Struct("<4s6H3I5H2I")
-END = Struct("<4s4H2IH")
-END64 = Struct("<4sQ2H2I4Q")
-LOCATOR64 = Struct("<4sIQI")
-DESCRIPTOR, DESCRIPTOR_64, ALIGNMENT = 16, 24, 64
 _MAX_COMMENT = 65535
-_FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _PATCHED, _STRONG, _MASKED = 1, 1 << 5, 1 << 6, 1 << 13
 _ODD_FLAGS = _ENCRYPTED | _PATCHED | _STRONG | _MASKED
 _ORDINARY_NAME = re.compile(rb"[\w.-]++(?<=\w)(?:/[\w.-]++(?<=\w))*+")  # ASCII, no folder called "..", nothing empty
@@ -153,7 +160,7 @@ def _find_end(source: Source, tail: bytes, tail_start: int) -> int:
 def _plausible_end(source: Source, tail: bytes, at: int, tail_start: int) -> bool:
     """Whether these bytes, found by their signature alone, point to a central directory."""
     *_, size, start, _ = END.unpack_from(tail, at)
-    return start == _FULL32 or (start + size <= tail_start + at and source.read(start, 4) in (b"PK\x01\x02", b"PK\x05\x06"))
+    return start == FULL_32 or (start + size <= tail_start + at and source.read(start, 4) in (b"PK\x01\x02", b"PK\x05\x06"))
 
 
 def _read_zip64(source: Source, end: int) -> tuple[int, tuple[int, ...]] | None:
@@ -175,7 +182,7 @@ def _read_zip64(source: Source, end: int) -> tuple[int, tuple[int, ...]] | None:
 
 def _agree(plain: tuple[int, ...], wide: tuple[int, ...]) -> None:
     for index, (narrow, full) in enumerate(zip(plain, wide, strict=True)):
-        limit = _FULL16 if index < 4 else _FULL32
+        limit = FULL_16 if index < 4 else FULL_32
         if narrow != full and narrow != limit:
             raise ZipError(
                 "The zip's two end records disagree.",
@@ -212,7 +219,7 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> list[R
         source.prefetch(list(_local_headers(data)))
     headers = _Headers(source, start)
     for _ in range(count):
-        if at + CENTRAL.size > len(data) or data[at : at + 4] != b"PK\x01\x02":
+        if at + CENTRAL.size > len(data) or data[at : at + 4] != SIGNATURE_CENTRAL:
             raise ZipError(
                 f"The zip directory is damaged at offset {start + at}.", why="There is no entry where one is counted."
             )
@@ -251,14 +258,15 @@ _NEAR, _AT_ONCE = 12 << 10, 64 << 10  # reading a block takes as long as reading
 def _local_headers(data: bytes) -> Iterator[tuple[int, int]]:
     """Where the local headers are and how long, as far as the directory can be read; whoever reads them checks it."""
     at = 0
-    while at + CENTRAL.size <= len(data) and data[at : at + 4] == b"PK\x01\x02":
-        fields = CENTRAL.unpack_from(data, at)
-        compressed, size, name_length, extra_length, comment, header = (*fields[8:13], fields[16])
-        name_end = at + CENTRAL.size + name_length
-        if header == _FULL32:
-            *_, header = _zip64_fields(data[name_end : name_end + extra_length], size, compressed, header, "")
-        yield header, LOCAL.size + name_length
-        at = name_end + extra_length + comment
+    while at + CENTRAL.size <= len(data) and data[at : at + 4] == SIGNATURE_CENTRAL:
+        entry = CentralEntry.of(data, at)
+        header = entry.header
+        name_end = at + CENTRAL.size + entry.name_length
+        extra_end = name_end + entry.extra_length
+        if header == FULL_32:
+            *_, header = zip64_fields(data[name_end:extra_end], entry.size, entry.compressed, header, "")
+        yield header, LOCAL.size + entry.name_length
+        at = extra_end + entry.comment_length
 
 
 def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | None, int]:
@@ -275,7 +283,7 @@ def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | None,
     raw_name = data[at + CENTRAL.size : name_end]
     name = _checked_name(raw_name)
     if extra_length:
-        size, compressed, header = _zip64_fields(data[name_end:extra_end], size, compressed, header, name)
+        size, compressed, header = zip64_fields(data[name_end:extra_end], size, compressed, header, name)
     if disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
         raise ZipError("The zip is one part of several.", why="torch writes single archives.")
     if name.endswith("/") or attributes & 0x10:
@@ -310,33 +318,6 @@ def _checked_name(raw: bytes) -> str:
     return name
 
 
-def _zip64_fields(extra: bytes, size: int, compressed: int, header: int, name: str) -> tuple[int, int, int]:
-    """Sizes and offset with those that do not fit 32 bits taken from the zip64 extra field."""
-    bodies = [body for tag, body in _extra_fields(extra, name) if tag == 1]
-    if len(bodies) > 1:
-        raise ZipError(f"The zip record {name!r} has two zip64 fields.", why=TWO_FILES)
-    for body in bodies:
-        values = [int.from_bytes(body[i : i + 8], "little") for i in range(0, len(body) - 7, 8)]
-        wanted = [size, compressed, header]
-        for index, value in enumerate(wanted):
-            if value == _FULL32:
-                if not values:
-                    raise ZipError(f"The zip64 field of record {name!r} is too short.")
-                wanted[index] = values.pop(0)
-        size, compressed, header = wanted
-    return size, compressed, header
-
-
-def _extra_fields(extra: bytes, name: str) -> Iterator[tuple[int, bytes]]:
-    at = 0
-    while at < len(extra):
-        length = int.from_bytes(extra[at + 2 : at + 4], "little")
-        if at + 4 + length > len(extra):
-            raise ZipError(f"An extra field of zip record {name!r} is malformed.")
-        yield int.from_bytes(extra[at : at + 2], "little"), extra[at + 4 : at + 4 + length]
-        at += 4 + length
-
-
 def _check_kind(name: str, flags: int, method: int, size: int, compressed: int) -> None:
     if flags & _ODD_FLAGS:
         raise ZipError(f"The zip record {name!r} is encrypted or a patch (flags {flags:#06x}).")
@@ -353,7 +334,7 @@ def _check_local(
     """Where the record's bytes start, after comparing its local header with the central entry."""
     length = LOCAL.size + len(raw)
     local = headers.read(header, length)
-    if local[:4] != b"PK\x03\x04":
+    if local[:4] != SIGNATURE_LOCAL:
         raise ZipError(f"The zip record {name!r} is not where the directory says (offset {header}).")
     _, _, local_flags, local_method, _, _, crc, compressed, size, name_length, extra_length = LOCAL.unpack_from(local)
     if local[LOCAL.size :] != raw or name_length != len(raw):
@@ -362,7 +343,7 @@ def _check_local(
         )
     if local_method != method or (local_flags ^ flags) & _ENCRYPTED:
         raise ZipError(f"The zip record {name!r} says in its local header that it is packed in another way.")
-    if not local_flags & 8 and (crc, compressed, size) != sums and _FULL32 not in (compressed, size):
+    if not local_flags & 8 and (crc, compressed, size) != sums and FULL_32 not in (compressed, size):
         raise ZipError(f"The zip record {name!r} has another size or CRC-32 in its local header.")
     start = header + length + int(extra_length)
     if start + sums[1] > headers.end:

@@ -6,17 +6,8 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt_tools.formats.zip.directory import (
-    ALIGNMENT,
-    CENTRAL,
-    DESCRIPTOR,
-    DESCRIPTOR_64,
-    END,
-    END64,
-    LOCAL,
-    LOCATOR64,
-    Record,
-)
+from ckpt_tools.formats.zip.directory import Record
+from ckpt_tools.formats.zip.headers import ALIGNMENT, CENTRAL, DESCRIPTOR, DESCRIPTOR_64, END, END64, LOCAL, LOCATOR64
 from ckpt_tools.io.content import (
     CHUNK,
     Checksum,

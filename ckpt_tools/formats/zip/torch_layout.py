@@ -6,15 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ckpt_tools.errors import ContainerLimitError, TensorError
 from ckpt_tools.formats.base import moves_tensors, repeated
-from ckpt_tools.formats.zip.directory import (
-    ALIGNMENT,
-    Record,
-    RecordRange,
-    is_record_name,
-)
+from ckpt_tools.formats.zip.directory import Record, RecordRange, is_record_name
+from ckpt_tools.formats.zip.headers import ALIGNMENT
 from ckpt_tools.formats.zip.layout import ZipLayout
 from ckpt_tools.io.content import Content, Literal, Piece
-from ckpt_tools.pickling.writer import Survey, write_pickle
+from ckpt_tools.pickling.survey import Survey
+from ckpt_tools.pickling.writer import write_pickle
 from ckpt_tools.tree.nodes import Node, Storage
 
 # Storages keep their offsets when that leaves a gap before them of at most this many bytes, or a 64th of all.

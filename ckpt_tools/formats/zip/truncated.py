@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt_tools.errors import CkptError, ZipError
-from ckpt_tools.formats.zip.directory import LOCAL
+from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import validate
@@ -108,16 +108,16 @@ def _records(source: Source, sizes: dict[str, int]) -> Iterator[Found]:
     """
     at = 0
     while at + LOCAL.size <= source.size:
-        signature, _, flags, _, _, _, _, packed, _, name_length, extra_length = LOCAL.unpack(source.read(at, LOCAL.size))
-        data = at + LOCAL.size + name_length + extra_length
-        if signature != b"PK\x03\x04" or data > source.size:
+        header = LocalHeader.at(source, at)
+        data = at + header.length
+        if header.signature != SIGNATURE_LOCAL or data > source.size:
             return
-        name = source.read(at + LOCAL.size, name_length).decode("utf-8", "replace")
-        size = packed or sizes.get(name)
-        if flags & _HAS_DESCRIPTOR:
+        name = source.read(at + LOCAL.size, header.name_length).decode("utf-8", "replace")
+        size = header.compressed or sizes.get(name)
+        if header.flags & _HAS_DESCRIPTOR:
             end, at = _with_descriptor(source, data, size)
         else:
-            end = at = data + packed
+            end = at = data + header.compressed
         yield Found(name, data, end if end is not None and end <= source.size else None)
 
 

@@ -123,15 +123,9 @@ class HttpObject:
                 return self._request(start, end)
             except urllib.error.HTTPError as error:
                 with error:
-                    if error.code == 416 and not start:  # an empty file has no range
-                        self.whole = b""
-                        return b""
-                    moved, self.place = self.place != self.url, self.url  # a signed address behind a redirect runs out
-                    if not left or not (error.code >= 500 or error.code == 429 or moved):
-                        kind = _STATUS.get(error.code, RemoteError)
-                        raise kind(
-                            f"{self.url} cannot be read.", why=f"The server answers {error.code} {error.reason}."
-                        ) from None
+                    self._check_refusal(error, start, left)
+                if self.whole is not None:
+                    return self.whole
             except CkptError:
                 raise
             except ValueError as error:  # not an address, a host that has no name
@@ -141,6 +135,16 @@ class HttpObject:
                     raise unreachable(self.url, f"{getattr(error, 'reason', None) or error or type(error).__name__}.") from None
             time.sleep(0.5 * (_TRIES - left))
         raise AssertionError
+
+    def _check_refusal(self, error: urllib.error.HTTPError, start: int, left: int) -> None:
+        """What an answer that is not the bytes means: an empty file, an error, or nothing yet where another try may help."""
+        if error.code == 416 and not start:  # an empty file has no range
+            self.whole = b""
+            return
+        moved, self.place = self.place != self.url, self.url  # a signed address behind a redirect runs out
+        if not left or not (error.code >= 500 or error.code == 429 or moved):
+            kind = _STATUS.get(error.code, RemoteError)
+            raise kind(f"{self.url} cannot be read.", why=f"The server answers {error.code} {error.reason}.") from None
 
     def _request(self, start: int, end: int) -> bytes:
         headers = {

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.folders import INDEX_SUFFIX
 from ckpt_tools.formats.open import Checkpoint
-from ckpt_tools.formats.zip.directory import ALIGNMENT, DESCRIPTOR_64, Record
+from ckpt_tools.formats.zip.directory import Record
+from ckpt_tools.formats.zip.headers import ALIGNMENT, DESCRIPTOR_64
 from ckpt_tools.io.content import Content, Deflated, Range
 from ckpt_tools.io.sources import Files, Window
 from ckpt_tools.operations.check.reading import DamagedRecord, Read, in_file

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from ckpt_tools.errors import CkptError, NotACheckpointError, UnsupportedContainerError, ZipError
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.sharded import Keys
-from ckpt_tools.formats.zip.directory import END, END64, LOCATOR64
+from ckpt_tools.formats.zip.headers import END, END64, LOCATOR64
 from ckpt_tools.io.content import CHUNK
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window

@@ -10,15 +10,27 @@ Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.9 (data desc
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckpt_tools import limits
-from ckpt_tools.errors import DamagedFileError
-from ckpt_tools.formats.zip.directory import ALIGNMENT, CENTRAL, LOCAL
+from ckpt_tools.errors import DamagedFileError, ZipError
+from ckpt_tools.formats.zip.headers import (
+    ALIGNMENT,
+    CENTRAL,
+    DESCRIPTOR,
+    LOCAL,
+    SIGNATURE_CENTRAL,
+    SIGNATURE_DESCRIPTOR,
+    SIGNATURE_LOCAL,
+    CentralEntry,
+    LocalHeader,
+    signatures,
+    zip64_fields,
+)
 from ckpt_tools.io.content import (
-    CHUNK,
     Content,
     Deflated,
     Range,
@@ -28,10 +40,8 @@ from ckpt_tools.io.crc import crc32
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair.flipped_bits import LONGEST, FlippedBits, flipped_back
 
-_LOCAL, _DESCRIPTOR, _CENTRAL = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
 _HAS_DESCRIPTOR, _DEFLATED = 8, 8
-_DESCRIPTOR_32 = 16
-_LONGEST_NAME, _FULL32 = 4096, 0xFFFFFFFF
+_LONGEST_NAME = 4096
 Proof = Literal["directory", "descriptor", "header", "size", "flipped bit", ""]
 
 
@@ -82,12 +92,12 @@ def walk_zip(source: Source) -> Walked:
     Raises:
         LimitError: over a million signatures, or records that overlap so often that it would take many times the file.
     """
-    signatures = _signatures(source)
-    centrals = _centrals(source, signatures[_CENTRAL])
-    descriptors = _descriptors(source, signatures[_DESCRIPTOR])
+    places = _signatures(source)
+    centrals = _centrals(source, places[SIGNATURE_CENTRAL])
+    descriptors = _descriptors(source, places[SIGNATURE_DESCRIPTOR])
     claims = [claim for rows in (*centrals.values(), *descriptors.values()) for claim in rows if claim.size]
     walk = _Walk(source, centrals, descriptors, not claims or any(claim.crc for claim in claims))
-    headers = signatures[_LOCAL]
+    headers = places[SIGNATURE_LOCAL]
     for at, following in zip(headers, [*headers[1:], source.size], strict=False):
         walk.add(at, following)
     walk.add_headerless(centrals)
@@ -97,15 +107,10 @@ def walk_zip(source: Source) -> Walked:
 
 def _signatures(source: Source) -> dict[bytes, list[int]]:
     """The offsets of the three signatures, wherever they are."""
-    found: dict[bytes, list[int]] = {_LOCAL: [], _DESCRIPTOR: [], _CENTRAL: []}
-    for start in range(0, source.size, CHUNK):
-        block = source.read(start, min(CHUNK + 3, source.size - start))
-        for signature, places in found.items():
-            at = block.find(signature)
-            while 0 <= at < CHUNK:
-                places.append(start + at)
-                at = block.find(signature, at + 1)
-            limits.RECORDS.check(len(places), "The file holds more zip signatures than any checkpoint.")
+    found: dict[bytes, list[int]] = {SIGNATURE_LOCAL: [], SIGNATURE_DESCRIPTOR: [], SIGNATURE_CENTRAL: []}
+    for signature, at in signatures(source, *found):
+        found[signature].append(at)
+        limits.RECORDS.check(len(found[signature]), "The file holds more zip signatures than any checkpoint.")
     return found
 
 
@@ -116,16 +121,17 @@ def _centrals(source: Source, places: Sequence[int]) -> dict[str, list[Claim]]:
         raw = source.read(at, min(CENTRAL.size + _LONGEST_NAME, source.size - at))
         if len(raw) < CENTRAL.size:
             continue
-        fields = CENTRAL.unpack_from(raw)
-        crc, compressed, size, name_length, extra_length = fields[7], fields[8], fields[9], fields[10], fields[11]
-        name = _name(raw[CENTRAL.size : CENTRAL.size + name_length])
+        entry = CentralEntry.of(raw)
+        name_end = CENTRAL.size + entry.name_length
+        name = _name(raw[CENTRAL.size : name_end])
         if name is None:
             continue
-        extra = raw[CENTRAL.size + name_length : CENTRAL.size + name_length + extra_length]
-        if _FULL32 in (compressed, size) and extra[:2] == b"\x01\x00":
-            size = int.from_bytes(extra[4:12], "little")
-            compressed = int.from_bytes(extra[12:20], "little") if compressed == _FULL32 else compressed
-        found.setdefault(name, []).append(Claim("directory", compressed, size, crc, fields[16]))
+        size, compressed, header = entry.size, entry.compressed, entry.header
+        with contextlib.suppress(ZipError):  # a damaged extra field: sizes that nothing proves
+            size, compressed, header = zip64_fields(
+                raw[name_end : name_end + entry.extra_length], size, compressed, header, name
+            )
+        found.setdefault(name, []).append(Claim("directory", compressed, size, entry.crc, header))
     return found
 
 
@@ -168,22 +174,20 @@ class _Walk:
         """The record of the local header at an offset; `following` is the next header's."""
         if at < self.end or at + LOCAL.size > self.source.size:
             return
-        _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length = LOCAL.unpack(
-            self.source.read(at, LOCAL.size)
-        )
-        data = at + LOCAL.size + name_length + extra_length
-        if method not in (0, _DEFLATED) or name_length > _LONGEST_NAME or data > self.source.size:
+        header = LocalHeader.at(self.source, at)
+        data, deflated = at + header.length, header.method == _DEFLATED
+        if header.method not in (0, _DEFLATED) or header.name_length > _LONGEST_NAME or data > self.source.size:
             return
-        name = _name(self.source.read(at + LOCAL.size, name_length))
+        name = _name(self.source.read(at + LOCAL.size, header.name_length))
         if name is None:
             return
         claims = [*self.centrals.get(name, []), *self.descriptors.get(data, [])]
-        if not flags & _HAS_DESCRIPTOR:
-            claims.append(Claim("header", compressed, size, crc))
-        found = self.proved(name, at, data, method == _DEFLATED, claims) or self.mended(name, at, data, claims)
+        if not header.flags & _HAS_DESCRIPTOR:
+            claims.append(Claim("header", header.compressed, header.size, header.crc))
+        found = self.proved(name, at, data, deflated, claims) or self.mended(name, at, data, claims)
         if found is None:
             size_in_file = claims[0].compressed if claims else following - data
-            found = Found(name, at, data, size_in_file, claims[0].size if claims else None, method == _DEFLATED, "")
+            found = Found(name, at, data, size_in_file, claims[0].size if claims else None, deflated, "")
         else:
             self.end = found.data + found.compressed
         self.records.append(found)
@@ -191,7 +195,7 @@ class _Walk:
     def add_headerless(self, centrals: Mapping[str, list[Claim]]) -> None:
         """Records in the directory whose local header is gone: where the directory has it, or behind a record that is whole."""
         known = {found.name for found in self.records}
-        ends = [found.data + found.compressed + _DESCRIPTOR_32 for found in self.records if found.proof]
+        ends = [found.data + found.compressed + DESCRIPTOR for found in self.records if found.proof]
         for name, claims in centrals.items():
             stored = [claim for claim in claims if claim.size == claim.compressed]
             for header in (*(claim.header for claim in stored), *ends) if name not in known else ():

@@ -1,0 +1,1 @@
+"""What each opcode does, by kinds; `pickling.reader` makes one table of them."""

@@ -1,0 +1,82 @@
+"""What has to be known of a tree before it is written as a pickle: what is shared, its storages, the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_tools.pickling.state import python3_name
+from ckpt_tools.tree.nodes import CONTAINERS, PLAIN, ByteString, Entry, Global, Node, Storage
+from ckpt_tools.tree.visit import parts
+
+_LONG = 64  # bytes, or characters, of a value that goes through the memo
+_SHORT = frozenset((type(None), bool, float))
+
+
+class Survey:
+    """What has to be known of a tree before it is written.
+
+    Attributes:
+        seen: the ids of its containers, entries and long values. shared: of those that are referenced more than once.
+        storages: every storage, once. protocol: the one that the names need.
+    """
+
+    def __init__(self, root: Node) -> None:
+        self.seen: set[int] = set()
+        self.shared: set[int] = set()
+        self.protocol = 2
+        found: dict[int, Storage] = {}
+        seen, shared, todo = self.seen, self.shared, [root]
+        while todo:
+            node = todo.pop()
+            if type(node) is Global:
+                self._note_global(node)
+            elif type(node) is Storage:
+                found[id(node)] = node
+            elif type(node) in CONTAINERS or type(node) is Entry or is_long(node):
+                if id(node) in seen:
+                    shared.add(id(node))
+                    continue
+                seen.add(id(node))
+                if type(node) is Entry and node.extras is None:  # the many
+                    found[id(node.storage)] = node.storage
+                else:
+                    todo += _worth_a_look(node)
+        self.storages = list(found.values())
+
+    def _note_global(self, node: Global) -> None:
+        if "." in node.name or "\n" in node.module + node.name or python3_name(*_pair(node)) != _pair(node):
+            self.protocol = 4
+
+
+def _worth_a_look(node: Node) -> list[Node]:
+    """The parts of a node that may be shared: no short values."""
+    below = parts(node)
+    if not below or are_short(below) or are_short_bytes(below):
+        return []
+    return [part for part in below if type(part) not in PLAIN or is_long(part)]
+
+
+def are_short_bytes(items: Sequence[Any]) -> bool:
+    """Whether these are short strings of bytes, and nothing else."""
+    return type(items[0]) is bytes and set(map(type, items)) == {bytes} and max(map(len, items)) <= _LONG
+
+
+def are_short(items: Sequence[Node]) -> bool:
+    """Whether these are plain values that are written as they are, each time. Most rows are of one type: no loop in Python."""
+    kinds = set(map(type, items)) - _SHORT
+    if kinds == {int}:
+        numbers = [item for item in items if type(item) is int]
+        return max(max(numbers).bit_length(), min(numbers).bit_length()) <= 8 * _LONG
+    return not kinds or (kinds <= {int, str} and not any(map(is_long, items)))
+
+
+def is_long(node: Node) -> bool:
+    """Whether a value is so long that writing it twice would matter: a file may use one text a million times."""
+    if type(node) is str or type(node) is bytes:
+        return len(node) > _LONG
+    return (type(node) is int and node.bit_length() > 8 * _LONG) or (type(node) is ByteString and len(node.data) > _LONG)
+
+
+def _pair(node: Global) -> tuple[str, str]:
+    return node.module, node.name
