@@ -676,7 +676,7 @@ def test_65_keys_that_look_alike_above_a_state_dict(tmp_path: Path) -> None:
     inner = p.dict_of(**{"b.w": p.tensor()})
     body = p.EMPTY_DICT + p.MARK + p.sizes(1) + inner + p.sizes(2) + p.NONE + p.SETITEMS
     expect_convert_refused(
-        write(tmp_path, raw(body)), ContainerLimitError, "Two keys of the checkpoint read", target="out.safetensors"
+        write(tmp_path, raw(body)), ContainerLimitError, "Two keys of the checkpoint are written", target="out.safetensors"
     )
 
 
