@@ -138,7 +138,7 @@ def _as_click(option: Option) -> dict[str, Any]:
     if option.kind == "texts":
         return {**said, "help": f"{option.help} Repeatable.", "multiple": True}
     if option.kind == "whole":
-        return {**said, "cls": Once, "type": click.IntRange(0, option.most)}
+        return {**said, "cls": Once, "type": int if option.most is None else click.IntRange(0, option.most)}
     return {**said, "cls": Once, "type": click.Choice(option.choices) if option.choices else str}
 
 

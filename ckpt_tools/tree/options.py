@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import wraps
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, get_annotations, signature
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -47,18 +47,18 @@ class Option:
         help: the sentence. in_code: what else callers of the library are told, types above all.
         metavar: what stands for the value in --help. choices: all values, where they can be counted.
         kind: "flag", "text", "texts" (given several times), "whole"; "code" is not on the command line.
-        least, most: bounds of a whole number. completes: "names" or "places".
+        most: the bound of a whole number. completes: "names" or "places".
         alias: another name on the command line, as it is typed.
         moves: whether tensors do not stay where they lie in the input.
     """
 
     def __init__(
         self, default: Any, read: Reader, help: str, *, kind: str = "text", in_code: str = "", metavar: str | None = None,
-        choices: Sequence[str] = (), least: int = 0, most: int | None = None, alias: str = "", completes: str = "",
+        choices: Sequence[str] = (), most: int | None = None, alias: str = "", completes: str = "",
         moves: bool = False,
     ) -> None:  # fmt: skip
         self.default, self.read, self.help, self.kind, self.in_code = default, read, help, kind, in_code
-        self.metavar, self.choices, self.least, self.most = metavar, tuple(choices), least, most
+        self.metavar, self.choices, self.most = metavar, tuple(choices), most
         self.alias, self.completes, self.moves = alias, completes, moves
 
     def value(self, name: str, given: Any) -> Any:
@@ -251,7 +251,7 @@ def described(record: type[Options], indent: str) -> str:
 
 def types(record: type[Options]) -> dict[str, str]:
     """The type of each option, as it is written."""
-    known = {name: text for base in reversed(record.__mro__) for name, text in vars(base).get("__annotations__", {}).items()}
+    known = {name: text for base in reversed(record.__mro__) for name, text in get_annotations(base).items()}
     return {name: known[name] for name in record.options}
 
 

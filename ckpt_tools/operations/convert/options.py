@@ -33,7 +33,7 @@ class NameOptions(Options):
     add_prefix: str | None = text("Put a literal prefix before every name.", metavar="P")
     rename: Renames = texts(
         r"re.sub on names, in order; \1 works.", read=arguments.read_rules, metavar="REGEX=REPLACEMENT",
-        in_code="Or a pair of the two, or a list or mapping of pairs.",
+        in_code="`REGEX=REPLACEMENT`, a pair of the two, or several in a list or mapping.",
     )  # fmt: skip
 
     def check(self) -> None:
