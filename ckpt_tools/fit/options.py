@@ -48,7 +48,8 @@ class FitOptions(TargetOptions):
         "xavier_uniform, xavier_normal, kaiming_uniform, kaiming_normal, orthogonal, target (what its constructor gives), "
         "default (PyTorch's own for the layer). Without GLOB it is for weights: biases get zeros, norms ones. Of several globs "
         "the last that matches counts.",
-        read=arguments.read_schemes, default=None, metavar="[GLOB=]SCHEME", in_code="`SCHEME`, `GLOB=SCHEME` texts, or a mapping from globs.",
+        read=arguments.read_schemes, default=None, metavar="[GLOB=]SCHEME",
+        in_code="`SCHEME`, `GLOB=SCHEME` texts, or a mapping from globs.",
     )  # fmt: skip
     on_mismatch: OnMismatch = choice(
         "A tensor of another shape: refused, initialised anew, kept where both have rows and columns, or left out.",
