@@ -133,7 +133,7 @@ def _oversized(facts: Facts) -> Iterator[_Advised]:
     totals = facts.totals
     if wasted >= 1 << 20 or (wasted and wasted * 2 > totals["storage_bytes"]):
         found = f"tensors that use {totals['bytes']} of {totals['storage_bytes']} bytes of storage"
-        expected = "storages as large as their tensors (--slim leaves optimizers and objects out as well)"
+        expected = "storages as large as their tensors (`slim` leaves optimizers and objects out as well)"
         fix = mending("convert", str(facts.checkpoint.path), "--slim")
         yield Finding("oversized-storage", "info", [], found, expected, fix), ""
 

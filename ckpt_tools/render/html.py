@@ -162,8 +162,9 @@ def _data(description: Description, stats: Stats | None, difference: Difference 
     return {
         "overview": list(_overview(description)),
         "findings": [
-            {"severity": row.severity, "where": path_text(row.where) if row.where else "", "found": printable(row.found),
-             "expected": printable(row.expected), "says": printable(quoted(row.says)), "fix": printable(row.fix)}
+            {"severity": row.severity, "where": path_text(row.where) if row.where else "",
+             "found": printable(as_options(row.found)), "expected": printable(as_options(row.expected)),
+             "says": printable(quoted(row.says)), "fix": printable(as_options(row.fix))}
             for row in description.findings
         ],
         "difference": _difference(difference) if difference is not None else None,

@@ -78,6 +78,16 @@ def test_who_is_quoted() -> None:
         assert embedded(page(quoting))["findings"][0]["says"] == f"{who}: {says}"
 
 
+def test_findings_are_in_the_words_of_the_command_line(tmp_path: Path) -> None:
+    """The library calls an argument by its name, the page by its option, as the terminal does."""
+    path = tmp_path / "views.pth"
+    torch.save({"a.weight": torch.ones(1 << 20)[:4]}, path)
+    found = next(row for row in inspect(path).findings if row.code == "oversized-storage")
+    assert "(`slim` leaves" in found.expected
+    assert "(--slim leaves" in next(row["expected"] for row in embedded(page(inspect(path)))["findings"])
+    assert "(--slim leaves" in CliRunner().invoke(main, ["inspect", str(path)]).stdout
+
+
 def hostile_file(folder: Path) -> Path:
     """Names that want to be markup, and values too."""
     path = folder / "<b>evil<b>.pth"

@@ -300,7 +300,7 @@ def _beside(model: Slice | Slices, first: Slice, path: Path) -> Warned:
     ) if what]  # fmt: skip
     fix = f"ckpt convert {shlex.quote(str(path))} training.pth --select training" if is_zero else ""
     what = "the fp32 weights" if is_zero else "the weights"
-    return Warned("beside-the-weights", f"without --select it is {what}; --select takes {', '.join(found)}", "", "info", fix)
+    return Warned("beside-the-weights", f"without `select` it is {what}; `select` takes {', '.join(found)}", "", "info", fix)
 
 
 def _others(model: Slice | Slices, first: Slice) -> dict[str, Callable[[], Node]]:

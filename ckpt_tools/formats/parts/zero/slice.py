@@ -160,7 +160,7 @@ class Slice:
         if self.is_stage_3:
             raise PartError(
                 "ZeRO 3 saves no 16-bit weights.", why="The model files hold tensors without elements.",
-                fix="Take the fp32 ones, and cast them: --dtype bf16.",
+                fix="Take the fp32 ones, and cast them: `dtype='bf16'`.",
             )  # fmt: skip
         return self.model.module
 
