@@ -106,6 +106,7 @@ class Lister(Machine):
 
     def make(self, function: Node, args: tuple[Node, ...]) -> None:
         """Rate a call, then stand in for its result."""
+        self.check_callable(function)
         if len(args) > _LONG:
             self.spend(len(args) // _LONG)
         if type(function) is not Global or function not in QUIET or _may_hand_over(function, args):

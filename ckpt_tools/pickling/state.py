@@ -194,9 +194,15 @@ class State:
             raise limits.GLOBALS.error("The pickle names more globals than any checkpoint.")
         self.stack.append(found)
 
+    def check_callable(self, function: Node) -> None:
+        """Raise PickleError where what is called is data: Python goes no further than to say so."""
+        if type(function) is not Global and type(function) is not Object:
+            raise self.error("calls a value, which cannot be called")
+
     def make(self, function: Node, args: tuple[Node, ...]) -> None:
         """Push what `function(*args)` would make: by a maker where the global is known, else an inert Object."""
         self.spend()
+        self.check_callable(function)
         if type(function) is not Global:
             self.unusual["call of something that is not a global"] = None
         elif maker := self.makers.get(function):

@@ -252,7 +252,13 @@ def _empty_bytes(args: tuple[Node, ...]) -> Node:
     return b"" if args == () else None
 
 
+def _refuse_storage_class(args: tuple[Node, ...]) -> Node:
+    """`StorageType`, which torch puts in the place of a class of storages, cannot be called: a flipped bit made this call."""
+    raise TensorError("The pickle calls a class of storages, which torch only takes as the type of one.")
+
+
 MAKERS: dict[Global, Maker] = {
+    **{Global(module, name): _refuse_storage_class for module in ("torch", "torch.cuda") for name in BY_STORAGE},
     ORDERED_DICT: _ordered_dict,
     Global("_codecs", "encode"): _encode,
     Global("builtins", "bytes"): _empty_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle as pickle_module
 import struct
 from pathlib import Path
 
@@ -192,3 +193,15 @@ def test_73_sizes_stay_inside(tmp_path: Path) -> None:
     """A tensor beyond its storage."""
     root = dict_of(w=tensor(sizes(7), sizes(1), on=persistent()))
     expect_refused(write(tmp_path, stream(root, ("0", SIX))), TensorError, "reaches outside its storage")
+
+
+def test_flips_of_memo_indexes(tmp_path: Path) -> None:
+    """A flip in the memo index of a function makes a call of a text, a dict or a class of storages: refused, as by torch."""
+    data = legacy({"a.w": torch.rand(3, 4), "b.w": torch.rand(4)})
+    at = data.index(b"((h") - 1  # the second tensor's function
+    for bit in range(8):
+        path = write(tmp_path, data[:at] + bytes((data[at] ^ 1 << bit,)) + data[at + 1 :])
+        with pytest.raises((pickle_module.UnpicklingError, TypeError)):
+            torch.load(path, weights_only=True)
+        with pytest.raises(CkptError):
+            ckpt_tools.repair(path, tmp_path / "out.pth")
