@@ -55,20 +55,27 @@ def decode(
     parts = {name: rank_files.decode(group, files, decode_file, partial=partial, places=_Places(described.get(name)))
              for name, group in groups.items()}  # fmt: skip
     keys = Keys()
-    root = Dict([(name, keys.renew(part.root)) for name, part in parts.items()])
-    made = joined(rank_files.CONTAINER, root, files, list(parts.values()), {})
+    made = joined(rank_files.CONTAINER, _together(parts, keys), files, list(parts.values()), {})
     made.has_checksums = False
-    made.lost = [(f"{name}.{where}", why) for name, part in parts.items() for where, why in part.lost]
-    made.locate = lambda root: _located(root, parts)
+
+    def locate(root: Node) -> Node:
+        """Compare what several ranks hold; the bytes are where they are. With `partial` what differs goes."""
+        for part in parts.values():
+            if part.locate is not None:
+                part.root = part.locate(part.root)
+        made.lost = _lost(parts)
+        return _together(parts, keys) if partial else root
+
+    made.lost, made.locate = _lost(parts), locate
     return made
 
 
-def _located(root: Node, parts: Mapping[str, Decoded]) -> Node:
-    """Compare what several ranks hold; the bytes are where they are."""
-    for part in parts.values():
-        if part.locate is not None:
-            part.locate(part.root)
-    return root
+def _together(parts: Mapping[str, Decoded], keys: Keys) -> Dict:
+    return Dict([(name, keys.renew(part.root)) for name, part in parts.items()])
+
+
+def _lost(parts: Mapping[str, Decoded]) -> list[tuple[str, str]]:
+    return [(f"{name}.{where}", why) for name, part in parts.items() for where, why in part.lost]
 
 
 def item_of(name: str, files: Files, decode_file: Callable[[Source], Decoded]) -> str | None:

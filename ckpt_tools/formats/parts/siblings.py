@@ -133,7 +133,7 @@ def has_partial(path: str | os.PathLike[str]) -> bool:
 
 
 # Of whose parts some are whole where others are missing. Megatron-LM's do not say how long a tensor is that was cut.
-_PARTIAL = ("rank-files", "deepspeed", "consolidated", "shards", "sharded", "dcp")
+_PARTIAL = ("rank-files", "items", "deepspeed", "consolidated", "shards", "sharded", "dcp")
 
 
 def _partial_at(path: str | os.PathLike[str]) -> Callable[[Files], Decoded] | None:
