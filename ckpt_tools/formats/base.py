@@ -136,6 +136,7 @@ class Decoded:
         lost: what could not be put together and was left out, by `partial`: path and reason.
         locate: finds the bytes of the tree's tensors, for containers that put it off until they are wanted.
         others: what `--select` takes beside the tree, by name; made when it is wanted.
+        beside: what a file beside it says of it, by the name under which `inspect` shows its values.
         packed: the archive or compressed file that it lies in, if any; `source` is then the part of that which is read.
         examined: of several files those that are `is_examined`, with what their pickles name.
     """
@@ -156,6 +157,7 @@ class Decoded:
     lost: list[tuple[str, str]] = field(default_factory=list)
     locate: Callable[[Node], Node] | None = None
     others: Mapping[str, Callable[[], Node]] = field(default_factory=dict)
+    beside: Mapping[str, Node] = field(default_factory=dict)
     packed: Packed | None = None
     examined: Mapping[Source, Sequence[Global]] = field(default_factory=dict)
 

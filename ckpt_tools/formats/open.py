@@ -293,7 +293,9 @@ def decode_folder(files: Files, *, partial: bool = False) -> Decoded:
 
     layout = folders.layout(files.folder, files.names())
     if layout.container == "dcp":
-        return dcp.decode(files.open(layout.names[0]), files, partial=partial)
+        from ckpt_tools.formats.parts import torch_dist
+
+        return torch_dist.complete(dcp.decode(files.open(layout.names[0]), files, partial=partial), files, decode_file)
     if layout.container == "dcp-safetensors":
         return dcp.decode_safetensors(layout.names, files)
     if layout.container == "rank-files":

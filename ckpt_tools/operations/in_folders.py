@@ -17,7 +17,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.base import is_zip
 from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX, Layout, layout_of
-from ckpt_tools.formats.parts.grouping import MP_RANK, describes_items
+from ckpt_tools.formats.parts.grouping import COMMON, MP_RANK, describes_items
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 
@@ -111,7 +111,9 @@ def _describes_items(path: Path) -> bool:
 
 def _own(layout: Layout, names: Sequence[str]) -> set[str]:
     """The files of a folder's one checkpoint that no index names."""
-    distributed = {name for name in names if name.endswith(".distcp")} if DCP_METADATA in layout.names else set()
+    distributed = (
+        {name for name in names if name.endswith(".distcp") or name == COMMON} if DCP_METADATA in layout.names else set()
+    )
     return set(layout.names) | distributed
 
 

@@ -116,7 +116,8 @@ def describe(checkpoint: Checkpoint) -> Description:
     rows, facts = _gather(checkpoint)
     safety, loads, sharing = facts.safety, facts.loads, find_sharing(checkpoint)
     settings_too = _module_values(checkpoint.root) if checkpoint.has_modules else ()
-    values = dict(islice(chain(_values(checkpoint.root), settings_too), MAX_VALUES))
+    told = chain.from_iterable(_values(Dict([(name, node)])) for name, node in checkpoint.decoded.beside.items())
+    values = dict(islice(chain(told, _values(checkpoint.root), settings_too), MAX_VALUES))
     return Description(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, facts.state_dicts, rows, facts.totals,
         sharing.tied, sharing.shared, values, _objects(checkpoint),

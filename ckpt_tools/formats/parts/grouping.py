@@ -17,6 +17,7 @@ MP_RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 _LATEST, _MOST_DIGITS = "latest_checkpointed_iteration.txt", 32
 MEGATRON_FILE = "model_optim_rng.pt"
 ITEM_METADATA = "metadata.pkl"
+COMMON = "common.pt"  # beside a torch_dist checkpoint: what every rank of Megatron-LM has
 _ITEM = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,6})\.(?:pt|safetensors)")
 _DEEPSPEED = re.compile(r"(?:mp|pp|expp)_rank_\d")
 

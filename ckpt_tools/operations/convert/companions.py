@@ -64,7 +64,8 @@ def find(checkpoint: Checkpoint, target: str | os.PathLike[str], *, only_weights
     found, files = Companions(), _folder_of(checkpoint)
     if files is None or _same_folder(files, target):
         return found
-    own, listed = set(files.members), _beside(files, checkpoint.container)
+    told = {f"{name}.pt" for name in checkpoint.decoded.beside}  # read, and no part of the tree
+    own, listed = set(files.members) - told, _beside(files, checkpoint.container)
     own |= {checkpoint.name} if checkpoint.packed is not None else set()
     for name, kind in listed:
         if name in own:
