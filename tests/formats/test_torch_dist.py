@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt_tools
 from ckpt_tools.errors import NothingMatchedError, PartError
@@ -17,7 +16,6 @@ from ckpt_tools.torch import load_state_dict
 from tests.support.samples import FIXTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
-GENUINE = FIXTURES / "megatron" / "dist" / "iter_0000002"
 State = dict[str, torch.Tensor]
 LAYERS = 3
 
@@ -119,16 +117,3 @@ def test_another_common_pt(tmp_path: Path) -> None:
         (folder / "common.pt").write_bytes(data)
         found = ckpt_tools.inspect(folder)
         assert (found.totals["tensors"], found.values) == (6, {})
-
-
-def test_a_genuine_checkpoint(tmp_path: Path) -> None:
-    """What Megatron-core 0.16 wrote: each numbered layer is the slice that torch's own reader gives."""
-    dcp_to_torch_save(str(GENUINE), str(tmp_path / "whole.pth"))
-    whole = torch.load(tmp_path / "whole.pth", weights_only=False)
-    model = load_state_dict(GENUINE, select="model")
-    assert ckpt_tools.inspect(GENUINE).values["common.args.num_layers"] == 2
-    assert len(model) == 20
-    for name, value in model.items():
-        head, _, rest = name.partition(".layers.")
-        number, _, inner = rest.partition(".")
-        assert torch.equal(value, whole[f"{head}.layers.{inner}"][int(number)] if rest else whole[name]), name
