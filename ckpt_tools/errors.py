@@ -222,11 +222,12 @@ class PartError(ConvertError):
 
     Args:
         rest: whether what else is there is whole, so that `convert(..., partial=True)` can write it.
+        unnamed: whether it needs a target's names and shapes.
     """
 
-    def __init__(self, what: str, *, why: str = "", fix: str = "", rest: bool = False) -> None:
+    def __init__(self, what: str, *, why: str = "", fix: str = "", rest: bool = False, unnamed: bool = False) -> None:
         super().__init__(what, why=why, fix=fix)
-        self.rest = rest
+        self.rest, self.unnamed = rest, unnamed
 
 
 class ObjectsError(ConvertError):

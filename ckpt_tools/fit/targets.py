@@ -25,6 +25,7 @@ from ckpt_tools.formats.open import (
     find_state_dicts,
     tensors_by_name,
 )
+from ckpt_tools.formats.parts.flat_rows import Names
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.matching.params import Param
@@ -63,6 +64,11 @@ class Target:
         return {
             param.name: param.name if param.tie is None else first.setdefault(param.tie, param.name) for param in self.params
         }
+
+
+def names_of(target: Target) -> Names:
+    """What a target tells of parameters that are in rows without names."""
+    return Names({param.name: param.shape for param in target.params}, target.ties)
 
 
 _DOTTED = re.compile(r"[^\W\d]\w*+(?:\.[^\W\d]\w*+)*")

@@ -14,6 +14,7 @@ from ckpt_tools.errors import TargetError, UsageError
 from ckpt_tools.fit.choices import Choices, Rows
 from ckpt_tools.fit.initialisers import Rules
 from ckpt_tools.fit.options import OnMismatch, RowChoice
+from ckpt_tools.fit.targets import names_of, read_target
 from ckpt_tools.formats.open import (
     collector_paused,
 )
@@ -79,7 +80,7 @@ def load_into(
     choices = Choices(Rules(reinit), on_mismatch, Rows(rows), adapt, seed, allow_missing, allow_unexpected, in_code=True)
     slots = find_slots(model)
     _check_assign(model, slots, assign)
-    with open_whole(path) as checkpoint:
+    with open_whole(path, names=lambda: names_of(read_target(model))) as checkpoint:
         with collector_paused():
             plan = Planner(checkpoint, choose(checkpoint, select), slots, choices, assign).plan(match, rules)
         _carry_out(plan)

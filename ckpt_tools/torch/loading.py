@@ -105,7 +105,7 @@ def load_edited(path: str | os.PathLike[str], options: ConvertOptions) -> dict[s
         NothingMatchedError: there is none, or several. CkptError: see `convert`.
     """
     edits = Edits(options)
-    with ExitStack() as stack, open_input(path, partial=options.partial) as checkpoint:
+    with ExitStack() as stack, open_input(path, options) as checkpoint:
         checkpoint.root = edits.apply(checkpoint, Converted(str(path), ""), stack).root
         vars(checkpoint).pop("state_dicts", None)  # of the tree as it was
         state_dict = choose(checkpoint, None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from ckpt_tools.tree.nodes import (
 )
 
 if TYPE_CHECKING:  # most files are no part: what reads parts is imported where there is one
+    from ckpt_tools.formats.parts.flat_rows import Names
     from ckpt_tools.formats.parts.rank_parts import Part
     from ckpt_tools.formats.parts.siblings import Siblings
     from ckpt_tools.tree.findings import Finding
@@ -101,16 +102,29 @@ def _others(checkpoint: Checkpoint) -> Siblings | None:
     return siblings(checkpoint)
 
 
-def open_whole(path: str | os.PathLike[str], *, partial: bool = False) -> Checkpoint:
+def open_whole(
+    path: str | os.PathLike[str], *, partial: bool = False, names: Callable[[], Names] | None = None
+) -> Checkpoint:  # fmt: skip
     """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare.
 
     Distributed tensors that are whole on this rank (replicated, or in a world of one) become plain ones; a rank's file becomes
     the whole with the others beside it. With `partial` what is not whole in the files of ranks is left out (`Decoded.lost`).
+    `names`: of a target, asked for where parameters are in rows without names.
 
     Raises:
         PartError: it is one process's part, and the others are not there, or do not fit. CkptError: see `open_checkpoint`.
     """
-    checkpoint = (_open_partial(path) if partial else None) or open_checkpoint(path)
+    try:
+        return _whole((_open_partial(path) if partial else None) or open_checkpoint(path))
+    except PartError as error:
+        if names is None or not error.unnamed:
+            raise
+        from ckpt_tools.formats.parts.siblings import open_named
+
+        return _whole(open_named(path, names()))
+
+
+def _whole(checkpoint: Checkpoint) -> Checkpoint:
     try:
         if (part := partition(checkpoint)) is not None:
             checkpoint = _with_others(checkpoint, part)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.parts.flat_rows import Names, Splitting, is_flat
 from ckpt_tools.formats.parts.grouping import Group
 from ckpt_tools.formats.parts.merging import Merger, Share
 from ckpt_tools.formats.parts.rank_parts import Part, PartReader
@@ -46,11 +47,12 @@ class Places(Protocol):
 
 def decode(
     group: Group, files: Files, decode_file: Callable[[Source], Decoded], *, partial: bool = False,
-    places: Places | None = None,
+    places: Places | None = None, names: Names | None = None,
 ) -> Decoded:  # fmt: skip
     """Read the structure of every rank's file and put the tensors together; no tensor bytes.
 
-    `places` tells where plain tensors lie; without it they are replicated. With `partial` what is not whole is left out and
+    `places` tells where plain tensors lie; without it they are replicated. `names` are of a target, into whose tensors rows of
+    parameters without names are cut. With `partial` what is not whole is left out and
     listed in `Decoded.lost`; files that do not belong together are refused all the same.
 
     Raises:
@@ -64,7 +66,7 @@ def decode(
     parts = {rank: decode_file(files.open(group.names[rank])) for rank in ranks}
     base = parts[ranks[0]]
     base.root = keys.renew(base.root)
-    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, keys, places, partial=partial)
+    merging = _Merging(group, {rank: decoded.root for rank, decoded in parts.items()}, keys, places, names, partial=partial)
     made = joined(CONTAINER, merging.run(), files, list(parts.values()), {})
     gone = merging.globals_of_parts()
     made.globals = [name for name in made.globals if name not in gone]
@@ -101,20 +103,22 @@ class _Merging:
     """The trees of all ranks on their way into one: the first rank's, with whole tensors in it."""
 
     def __init__(
-        self, group: Group, roots: Mapping[int, Node], keys: Keys, places: Places | None, *, partial: bool
+        self, group: Group, roots: Mapping[int, Node], keys: Keys, places: Places | None, names: Names | None, *, partial: bool
     ) -> None:  # fmt: skip
-        self.places = places
+        self.places, self.names = places, names
         self.group, self.roots, self.ranks = group, roots, sorted(roots)
         self.merger = Merger(keys)
         self.reader = PartReader()
         self.warnings: list[Warned] = []
         self.objects: list[Object] = []
+        self.gone: list[Node] = []
         self.partial, self.lost = partial, list[tuple[str, str]]()
         self.world = group.world or max(group.names) + 1
 
     def run(self) -> Node:
         """The merged tree."""
         tensors = {rank: dict(_tensors(root)) for rank, root in self.roots.items()}
+        splitting = self._split(tensors)
         uneven = self._check_names(tensors)
         self._check_values()
         first = tensors[self.ranks[0]]
@@ -122,9 +126,30 @@ class _Merging:
         for where, node in first.items():
             if where not in uneven:
                 new[id(node)] = self._merged_or_lost(where, [tensors[rank][where] for rank in self.ranks])
+        new.update((id(node), exchange.DROP) for node in self.gone)
         self.root = exchange.replace(self.roots[self.ranks[0]], lambda node: new.get(id(node), node))
+        if splitting is not None:
+            splitting.put(self.root)
         self._check_rest()
         return self.root
+
+    def _split(self, tensors: Mapping[int, dict[Where, Node]]) -> Splitting | None:
+        """Cut rows of parameters into tensors; what is in their place is no longer among `tensors`."""
+        places = [where for where in tensors[self.ranks[0]] if is_flat(where)]
+        if places and self.names is None and not self.partial:
+            raise _unnamed(dotted(places[0]))
+        if not places or self.names is None:
+            return None
+        splitting = Splitting(self.names, self.merger, self.world)
+        rows = {where: {rank: self._part(dotted(where), rank, own[where]) for rank, own in tensors.items() if where in own}
+                for where in places}  # fmt: skip
+        for where in splitting.split(rows, tensors):
+            for rank, own in tensors.items():
+                node = own.pop(where, None)
+                if node is not None and rank == self.ranks[0]:
+                    self.gone.append(node)
+                self.objects += [node] if type(node) is Object else []
+        return splitting
 
     def locate(self, root: Node) -> Node:
         """Compare what several ranks hold; the bytes are where they are. What differs goes, if what is whole is wanted."""
@@ -226,12 +251,8 @@ class _Merging:
             raise PartError(f"{name!r} is a part on some ranks, and something else in {file}.", rest=True)
         if part.rank is not None and part.rank != rank:
             raise PartError(f"{file} says by its name that it is rank {rank}'s, and holds the part of rank {part.rank}.")
-        if name.rpartition(".")[2] in ("_flat_param", "flat_param"):
-            raise PartError(
-                f"{name!r} is all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT.",
-                fix="Save it again with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT.",
-                rest=True,
-            )
+        if self.names is None and is_flat((name,)):
+            raise _unnamed(name)
         return part
 
     def _check_alike(self, name: str, parts: Sequence[Part]) -> None:
@@ -248,6 +269,14 @@ class _Merging:
                 text = f"{name!r} on rank {rank} is of a job of {other} ranks; here are files of {self.world}."
                 raise PartError(text, rest=self.group.world is None)
             self.world = other  # names that say nothing of it: the others are missing
+
+
+def _unnamed(name: str) -> PartError:
+    return PartError(
+        f"{name!r} is all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT.",
+        fix="A target tells names and shapes: `like=TARGET` (--like), a file of the model, or package.module:callable.",
+        rest=True, unnamed=True,
+    )  # fmt: skip
 
 
 def _tensors(root: Node) -> Iterator[tuple[Where, Node]]:

@@ -21,6 +21,7 @@ from ckpt_tools.formats.open import (
     naming,
     open_source,
 )
+from ckpt_tools.formats.parts.flat_rows import Names
 from ckpt_tools.formats.parts.grouping import (
     CONSOLIDATED,
     ITEM_METADATA,
@@ -32,6 +33,7 @@ from ckpt_tools.formats.parts.grouping import (
     group_of,
     item_groups,
     megatron_files,
+    model_group,
 )
 from ckpt_tools.formats.parts.zero.names import is_zero_file, zero_files
 from ckpt_tools.io.output import Source, is_address
@@ -122,6 +124,28 @@ def open_partial(path: str | os.PathLike[str]) -> Checkpoint | None:
     try:
         with collector_paused(), naming(files):
             return Checkpoint(decode(files))
+    except BaseException:
+        files.close()
+        raise
+
+
+def open_named(path: str | os.PathLike[str], names: Names) -> Checkpoint:
+    """The files of ranks that are at a path, with rows of parameters cut into a target's tensors.
+
+    Raises:
+        PartError: they do not fit the target. CkptError: see `open_checkpoint`.
+    """
+    place = Path(path)
+    folder = place if place.is_dir() else place.parent
+    every = os.listdir(folder)
+    group = group_of(place.name, every) if folder != place else model_group(every)
+    assert group is not None, "callers have seen that they are files of ranks"
+    files = Files(place, folder)
+    try:
+        with collector_paused(), naming(files):
+            from ckpt_tools.formats.parts import rank_files
+
+            return Checkpoint(rank_files.decode(group, files, decode_file, names=names))
     except BaseException:
         files.close()
         raise

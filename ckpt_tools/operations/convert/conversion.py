@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,6 +29,8 @@ CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "
 if TYPE_CHECKING:  # what only some conversions need is imported by those
     from ckpt_tools.edit.casts import Casting
     from ckpt_tools.edit.flatten import Flat
+    from ckpt_tools.formats.parts.flat_rows import Names
+    from ckpt_tools.operations.convert.options import ConvertOptions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +53,7 @@ def run(
 ) -> Converted:
     """Read, plan and, with an output, carry it out."""
     report = Converted(str(source), str(target), CONTAINERS[edits.kind], output is None)
-    with ExitStack() as stack, open_input(source, partial=edits.options.partial) as checkpoint:
+    with ExitStack() as stack, open_input(source, edits.options) as checkpoint:
         planned = plan(checkpoint, edits, report, stack)
         if output is not None:
             execute(planned, output, edits.options.progress, clone)
@@ -79,21 +81,34 @@ def execute(planned: Planned, output: Output, progress: Progress | None = None, 
         planned.report.overflowed, planned.report.underflowed = planned.casting.overflowed(), planned.casting.underflowed()
 
 
-def open_input(source: str | os.PathLike[str], *, partial: bool) -> Checkpoint:
+def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Checkpoint:
     """Open what is to be converted.
 
     Raises:
         PartError: it is not whole; where something in it is, the error names the option. CkptError: see `open_whole`.
     """
     try:
-        return open_whole(source, partial=partial)
+        return open_whole(source, partial=options.partial, names=_names(options))
     except PartError as error:
-        if error.rest and not partial:
+        if error.rest and not options.partial:
             from ckpt_tools.formats.parts.siblings import has_partial
 
             if has_partial(source):
                 error.fix = f"{error.fix} `partial=True` writes what is whole and lists the rest.".lstrip()
         raise
+
+
+def _names(options: ConvertOptions) -> Callable[[], Names] | None:
+    """What the target tells of parameters that are in rows without names, where there is one."""
+    if options.like is None:
+        return None
+
+    def names() -> Names:
+        from ckpt_tools.fit.targets import names_of, read_target
+
+        return names_of(read_target(options.like, args=options.like_args, select=options.like_select))
+
+    return names
 
 
 def report_flat(flat: Flat, report: Converted) -> None:

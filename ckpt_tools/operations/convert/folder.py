@@ -111,7 +111,7 @@ def run_folder(source: str | os.PathLike[str], target: FolderTarget, edits: Edit
     """
     target.check()
     report = Converted(str(source), str(target.path), "dcp" if target.kind == "dcp" else "sharded", target.options.dry_run)
-    with ExitStack() as stack, open_input(source, partial=edits.options.partial) as checkpoint:
+    with ExitStack() as stack, open_input(source, edits.options) as checkpoint:
         if target.kind == "dcp":
             run_dcp(checkpoint, target, edits, report, stack)
         else:
