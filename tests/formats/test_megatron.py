@@ -13,6 +13,7 @@ import ckpt_tools
 from ckpt_tools.cli import main
 from ckpt_tools.errors import FolderError, PartError
 from ckpt_tools.torch import load_state_dict
+from tests.support.samples import FIXTURES
 
 State = dict[str, torch.Tensor]
 H, FFN, WORDS, LAYERS, EXPERTS = 12, 24, 24, 4, 4
@@ -124,6 +125,23 @@ def test_the_merged_tensors_are_the_models(
     assert equal(torch.load(tmp_path / "out.pth", weights_only=True), expected)
     last = sorted(tmp_path.glob("mp_rank*"))[-1] / "model_optim_rng.pt"
     assert equal(merged(last), expected)
+
+
+NORMS = {"input_layernorm": "self_attention.linear_qkv.layer_norm", "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm"}
+
+
+def test_a_genuine_folder() -> None:
+    """Three ranks of Megatron-core: what torch's own reader made of the same job's torch_dist checkpoint."""
+    folder = FIXTURES / "megatron" / "tp3"
+    reference = torch.load(folder / "reference.pth", weights_only=False)
+    model = load_state_dict(folder, select="model")
+    assert len(model) == 20
+    for name, value in model.items():
+        _, found, rest = name.partition("decoder.layers.")
+        number, _, inner = rest.partition(".")
+        module, _, role = inner.rpartition(".")
+        inner = f"{NORMS[module]}_{role}" if module in NORMS else inner
+        assert torch.equal(value, reference[f"decoder.layers.{inner}"][int(number)] if found else reference[name]), name
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep"), [(1, 1, 2), (2, 1, 2), (1, 2, 4), (2, 2, 2)])

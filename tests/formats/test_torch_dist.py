@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt_tools
 from ckpt_tools.errors import NothingMatchedError, PartError
@@ -16,6 +18,7 @@ from ckpt_tools.torch import load_state_dict
 from tests.support.samples import FIXTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+GENUINE = FIXTURES / "megatron" / "dist" / "iter_0000002"
 State = dict[str, torch.Tensor]
 LAYERS = 3
 
@@ -117,3 +120,29 @@ def test_another_common_pt(tmp_path: Path) -> None:
         (folder / "common.pt").write_bytes(data)
         found = ckpt_tools.inspect(folder)
         assert (found.totals["tensors"], found.values) == (6, {})
+
+
+def test_a_genuine_checkpoint(tmp_path: Path) -> None:
+    """What Megatron-core 0.16 wrote: each numbered layer is the slice that torch's own reader gives."""
+    dcp_to_torch_save(str(GENUINE), str(tmp_path / "whole.pth"))
+    whole = torch.load(tmp_path / "whole.pth", weights_only=False)
+    model = load_state_dict(GENUINE, select="model")
+    assert ckpt_tools.inspect(GENUINE).values["common.args.num_layers"] == 2
+    assert len(model) == 20
+    for name, value in model.items():
+        head, _, rest = name.partition(".layers.")
+        number, _, inner = rest.partition(".")
+        assert torch.equal(value, whole[f"{head}.layers.{inner}"][int(number)] if rest else whole[name]), name
+
+
+def test_a_genuine_checkpoint_in_a_nemo(tmp_path: Path) -> None:
+    """NeMo packs such a folder as model_weights/ beside its configuration: the same model comes out of the tar."""
+    (tmp_path / "model_config.yaml").write_text("a: 1\n")
+    with tarfile.open(tmp_path / "gpt.nemo", "w") as archive:
+        archive.add(tmp_path / "model_config.yaml", "model_config.yaml")
+        archive.add(GENUINE, "model_weights")
+    packed = tmp_path / "gpt.nemo"
+    assert ckpt_tools.inspect(packed).values["common.args.num_layers"] == 2
+    loaded, wanted = load_state_dict(packed, select="model"), load_state_dict(GENUINE, select="model")
+    assert list(loaded) == list(wanted)
+    assert all(torch.equal(loaded[name], value) for name, value in wanted.items())
