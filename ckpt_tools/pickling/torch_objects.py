@@ -224,6 +224,8 @@ def _ordered_dict(args: tuple[Node, ...]) -> Node:
     """`OrderedDict()`, or Python 2's `OrderedDict([[key, value], ...])`."""
     if not args:
         return Dict(ordered=True)
+    if len(args) > 1:
+        raise PickleError("An OrderedDict is made from more than one argument, which Python refuses.")
     pairs = args[0].items if len(args) == 1 and type(args[0]) is List else None
     if pairs is None:
         return None
