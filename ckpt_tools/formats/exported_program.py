@@ -23,8 +23,8 @@ from ckpt_tools.formats.base import (
     repeated,
 )
 from ckpt_tools.formats.sharded import Keys
+from ckpt_tools.formats.zip.bundle import Inflated, decode_archive
 from ckpt_tools.formats.zip.directory import Directory, Record
-from ckpt_tools.formats.zip_bundle import Inflated, decode_archive
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import some

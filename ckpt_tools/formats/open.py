@@ -5,38 +5,43 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self, TypeGuard
+from typing import Self
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, NotACheckpointError, ZipError
 from ckpt_tools.formats.base import Decoded, Packed, Warned, is_tar, is_zip
+from ckpt_tools.formats.contents import Modules, list_state_dicts, list_tensors
+
+# whoever opens a checkpoint looks into it, too
+from ckpt_tools.formats.contents import Optimizer as Optimizer
+from ckpt_tools.formats.contents import StateDict as StateDict
+from ckpt_tools.formats.contents import Tensor as Tensor
+from ckpt_tools.formats.contents import as_optimizer as as_optimizer
+from ckpt_tools.formats.contents import count_tensors as count_tensors
+from ckpt_tools.formats.contents import find_optimizers as find_optimizers
+from ckpt_tools.formats.contents import find_state_dicts as find_state_dicts
+from ckpt_tools.formats.contents import find_tensors as find_tensors
+from ckpt_tools.formats.contents import is_extra as is_extra
+from ckpt_tools.formats.contents import is_optimizer as is_optimizer
+from ckpt_tools.formats.contents import is_tensor as is_tensor
+from ckpt_tools.formats.contents import tensors_by_name as tensors_by_name
+from ckpt_tools.formats.contents import tensors_outside as tensors_outside
 from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.io.member_paths import archive_and_member
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
-from ckpt_tools.pickling.torch_objects import UnusualTensor, unusual_tensor
 from ckpt_tools.pickling.weights_only import refused
 from ckpt_tools.text import printable
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import getting_again
-from ckpt_tools.tree.modules import is_module, module_state_dict, named_tensors
 from ckpt_tools.tree.nodes import (
-    CONTAINERS,
-    Dict,
-    Entry,
-    List,
     Node,
-    Object,
-    Where,
 )
-from ckpt_tools.tree.visit import children, is_hollow, walk
 
 
 def _decode_zip(source: Source) -> Decoded:
@@ -78,7 +83,7 @@ class Checkpoint:
         self.file_bytes: int = (decoded.source if self.packed is None else self.packed.source).size
         self.container: str = decoded.container
         self.root: Node = decoded.root
-        self._modules = _Modules()
+        self._modules = Modules()
 
     def __enter__(self) -> Self:
         return self
@@ -157,28 +162,6 @@ class Checkpoint:
 
     def _too_often(self, what: str, count: int) -> LimitError:
         return limits.TENSORS.error(f"{self.path} refers to its {what} too often: {count} times in {self.file_bytes} bytes.")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
-    """One tensor of a tree and where it is. `unusual` is set for one that is not a plain view on a storage."""
-
-    where: Where
-    node: Entry | Object
-    unusual: UnusualTensor | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StateDict:
-    """A mapping name -> entry found in the tree."""
-
-    where: Where
-    node: Dict
-
-    @property
-    def names(self) -> list[str]:
-        """The names of its tensors, in order."""
-        return list(tensors_by_name(self.node))
 
 
 @natural
@@ -406,207 +389,3 @@ def collector_paused() -> Iterator[None]:
     finally:
         if running:
             gc.enable()
-
-
-def is_tensor(node: Node) -> TypeGuard[Entry | Object]:
-    """Whether a node is a tensor, plain or unusual."""
-    return type(node) is Entry or (type(node) is Object and unusual_tensor(node) is not None)
-
-
-def tensors_by_name(node: Dict) -> dict[str, Entry | Object]:
-    """The tensors that are values of a dict themselves, plain and unusual."""
-    return {name: value for name, value in node.items if type(name) is str and (type(value) is Entry or is_tensor(value))}
-
-
-def find_tensors(root: Node) -> Iterator[Tensor]:
-    """Every tensor below `root` with its path, in order."""
-    for where, node in walk(root, stop=is_tensor, plain=False):
-        if type(node) is Entry:
-            yield Tensor(where, node)
-        elif type(node) is Object and (unusual := unusual_tensor(node)) is not None:
-            yield Tensor(where, node, unusual)
-
-
-def tensors_outside(root: Node, state_dicts: Sequence[StateDict]) -> list[Tensor]:
-    """The tensors below `root` that are not a direct part of one of these state dicts, in order."""
-    inside = {state_dict.where for state_dict in state_dicts}
-    return [tensor for tensor in find_tensors(root) if tensor.where[:-1] not in inside]
-
-
-def count_tensors(root: Node) -> int:
-    """How many tensors `find_tensors` finds."""
-    return sum(1 for _, node in walk(root, stop=is_tensor, plain=False) if is_tensor(node))
-
-
-class _Modules:
-    """The pickled modules of a tree, each read once however often it is referred to."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, Dict | None] = {}
-
-    def state_dict(self, node: Node) -> Dict | None:
-        """The names and values of a module; None for anything else, and for modules that hold one another for ever."""
-        if not is_module(node):
-            return None
-        if id(node) not in self.known:
-            try:
-                self.known[id(node)] = Dict(list(named_tensors(node)), ordered=True)
-            except LimitError:
-                self.known[id(node)] = None
-        return self.known[id(node)]
-
-    def stop(self, node: Node) -> bool:
-        """Whether a walk ends here."""
-        return is_tensor(node) or self.state_dict(node) is not None
-
-
-def list_tensors(root: Node, modules: _Modules) -> Iterator[Tensor]:
-    """Every tensor; those of modules by name, then what else the module holds (hidden buffers, attributes) by its path.
-
-    Afterwards `modules` knows every module that there is.
-    """
-    for where, node in walk(root, stop=modules.stop, plain=False):
-        if type(node) is Entry:
-            yield Tensor(where, node)
-            continue
-        state_dict = modules.state_dict(node)
-        if state_dict is not None:
-            named = tensors_by_name(state_dict)
-            yield from (_tensor((*where, name), value) for name, value in named.items())
-            shown = {id(value) for value in named.values()}
-            rest = (tensor for tensor in find_tensors(node) if id(tensor.node) not in shown)
-            yield from (Tensor((*where, *tensor.where), tensor.node, tensor.unusual) for tensor in rest)
-        elif is_tensor(node):
-            yield _tensor(where, node)
-
-
-def _tensor(where: Where, node: Entry | Object) -> Tensor:
-    return Tensor(where, node, unusual_tensor(node) if type(node) is Object else None)
-
-
-def list_state_dicts(root: Node) -> list[StateDict]:
-    """Every state dict below `root`, and what pickled modules would give: a Dict of its own, editing it edits no module."""
-    found = {state_dict.where for state_dict in find_state_dicts(root)}
-    modules, listed = _Modules(), []
-    made: dict[int, Dict] = {}
-    for where, node in walk(root, stop=modules.stop, plain=False):
-        if type(node) is Dict and where in found:
-            listed.append(StateDict(where, node))
-        elif is_module(node) and modules.state_dict(node) is not None:
-            if id(node) not in made:
-                made[id(node)] = module_state_dict(node)
-            if made[id(node)].items:
-                listed.append(StateDict(where, made[id(node)]))
-    return listed
-
-
-def find_state_dicts(root: Node) -> list[StateDict]:
-    """Every state dict below `root`, wherever it is.
-
-    A dict is one when it maps text to tensors, and either a name has a dot in it, or at least half of its values are
-    tensors and none of the others holds tensors; scores, which are single numbers, are not. Optimizer state (`state` and
-    `param_groups`) is not one, nor is anything in it, nor what lies inside an object.
-    """
-    found = []
-    holders = _Holders(root)
-    for where, node in walk(root, stop=_closed, plain=False, entries=False):
-        if type(node) is Dict and not is_optimizer(node) and _is_state_dict(node, holders) and not any(map(is_extra, where)):
-            found.append(StateDict(where, node))
-    return found
-
-
-def _closed(node: Node) -> bool:
-    return type(node) is Object or (type(node) is Dict and is_optimizer(node))
-
-
-class Optimizer(NamedTuple):
-    """What an optimizer's `state_dict()` gave."""
-
-    state: Dict
-    groups: List
-
-
-def find_optimizers(root: Node) -> Iterator[tuple[Where, Optimizer]]:
-    """Every optimizer with its path."""
-    for where, node in walk(root, stop=is_tensor, plain=False, entries=False):
-        if optimizer := as_optimizer(node):
-            yield where, optimizer
-
-
-def is_extra(key: object) -> bool:
-    """Whether a key of a state dict is that of what `get_extra_state` gave; dicts of tensors in there are no state dicts."""
-    return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
-
-
-def is_optimizer(node: Node) -> bool:
-    """Whether a node is what `optimizer.state_dict()` gives."""
-    return as_optimizer(node) is not None
-
-
-def as_optimizer(node: Node) -> Optimizer | None:
-    """The parts of what `optimizer.state_dict()` gives, where a node is that."""
-    if type(node) is not Dict:
-        return None
-    groups, state = node.get("param_groups"), node.get("state")
-    return Optimizer(state, groups) if type(groups) is List and type(state) is Dict else None
-
-
-def _is_state_dict(node: Dict, holders: _Holders) -> bool:
-    tensors = list(tensors_by_name(node))
-    if not tensors or _are_scores(node, tensors):
-        return False
-    if any("." in name for name in tensors):
-        return True
-    others = [value for key, value in node.items if not is_tensor(value) and not is_extra(key)]
-    return len(others) <= len(tensors) and not any(id(value) in holders.ids for value in others)
-
-
-_NAME = re.compile(r"[\w.-]+")
-
-
-def _are_scores(node: Dict, names: list[str]) -> bool:
-    """Whether these are single numbers, under what is not a parameter's name, or among other values.
-
-    Lightning's best_k_models has them by the paths of files, fairseq's meters beside counts.
-    """
-    values = [value for _, value in node.items if is_tensor(value)]
-    if not all(type(value) is Entry and not value.shape for value in values):
-        return False
-    beside_others = len(values) < len(node.items) and not any("." in name for name in names)
-    return beside_others or not all(map(_NAME.fullmatch, names))
-
-
-class _Holders:
-    """Which containers hold a tensor, however deep. Worked out once, when first asked: dicts in dicts would ask for each."""
-
-    def __init__(self, root: Node) -> None:
-        self.root = root
-
-    @cached_property
-    def ids(self) -> set[int]:
-        """Their ids."""
-        found: set[int] = set()
-        seen = {id(self.root)}
-        path = [id(self.root)]
-        stack = [children(self.root)]
-        while stack:
-            for _, node in stack[-1]:
-                if is_tensor(node) or id(node) in found:
-                    _mark(path, found)
-                elif type(node) in CONTAINERS and id(node) not in seen and not is_hollow(node):
-                    seen.add(id(node))
-                    path.append(id(node))
-                    stack.append(children(node))
-                    break
-            else:
-                stack.pop()
-                path.pop()
-        return found
-
-
-def _mark(path: list[int], found: set[int]) -> None:
-    """Add what is on the path, from its end; above one that is known all are."""
-    for holder in reversed(path):
-        if holder in found:
-            return
-        found.add(holder)

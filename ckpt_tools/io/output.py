@@ -269,10 +269,7 @@ def replacing(
     try:
         with _temporary(temporary, target, inputs) as output:
             yield output
-            with output_errors(target):
-                if durable or output.replaces:
-                    os.fsync(output.fd)
-                lock = os.dup(output.fd)  # until the temporary has its name, no process may take it for an orphan
+            lock = _synced(output, durable=durable)  # until the temporary has its name, no process may take it for an orphan
         with output_errors(target):
             _commit(temporary, target, overwrite=overwrite)
             if durable or output.replaces:
@@ -283,6 +280,14 @@ def replacing(
         with contextlib.suppress(OSError):
             if lock >= 0:
                 os.close(lock)
+
+
+def _synced(output: Output, *, durable: bool) -> int:
+    """Make the bytes durable where they are to be; another descriptor, which keeps the temporary's lock."""
+    with output_errors(output.target):
+        if durable or output.replaces:
+            os.fsync(output.fd)
+        return os.dup(output.fd)
 
 
 @contextlib.contextmanager

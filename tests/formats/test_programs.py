@@ -411,7 +411,7 @@ def test_a_bomb_of_a_member_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ckpt_tools.formats.zip_bundle.tempfile.TemporaryFile", full)
+    monkeypatch.setattr("ckpt_tools.formats.zip.bundle.tempfile.TemporaryFile", full)
     with pytest.raises(LimitError, match="temporary file") as caught:
         ckpt_tools.inspect(path)
     assert "TMPDIR" in caught.value.fix
@@ -424,7 +424,7 @@ def test_a_server_that_fails_under_an_inflated_member_is_named(tmp_path: Path, m
     def late(*_: Any) -> None:
         raise RemoteTimeoutError("No whole answer came in time.")
 
-    monkeypatch.setattr("ckpt_tools.formats.zip_bundle.torch_zip.record_content", late)
+    monkeypatch.setattr("ckpt_tools.formats.zip.bundle.torch_zip.record_content", late)
     with pytest.raises(RemoteTimeoutError):
         ckpt_tools.inspect(path)
 
@@ -438,7 +438,7 @@ def test_the_temporary_file_goes_with_the_checkpoint(tmp_path: Path, monkeypatch
         made.append(make(**options))
         return made[-1]
 
-    monkeypatch.setattr("ckpt_tools.formats.zip_bundle.tempfile.TemporaryFile", kept)
+    monkeypatch.setattr("ckpt_tools.formats.zip.bundle.tempfile.TemporaryFile", kept)
     path = bundle(tmp_path / "a.zip", {"a.pth": saved(POLICY), "b.pth": LEGACY}, zipfile.ZIP_DEFLATED)
     checkpoint = open_checkpoint(path)
     assert [file.closed for file in made] == [False]

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.contents import is_tensor
 from ckpt_tools.formats.parts.flat_rows import Names, Splitting, is_flat
 from ckpt_tools.formats.parts.grouping import Group
 from ckpt_tools.formats.parts.merging import Merger, Share
@@ -23,7 +24,6 @@ from ckpt_tools.formats.parts.rank_parts import Part, PartReader
 from ckpt_tools.formats.sharded import Keys, joined
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
-from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import dotted, some, these_ranks
 from ckpt_tools.tree import exchange
 from ckpt_tools.tree.exchange import Drop
@@ -92,11 +92,6 @@ def _check_world(group: Group, world: int, *, partial: bool) -> None:
             f"{there} is one of {world} parts; {what}.", why=f"{len(group.names)} of {world} files are there.",
             fix="Get the others too: a model needs the parts of all ranks.", rest=not beyond,
         )  # fmt: skip
-
-
-def is_tensor(node: Node) -> bool:
-    """Whether a node is a tensor, plain or unusual."""
-    return type(node) is Entry or (type(node) is Object and unusual_tensor(node) is not None)
 
 
 class _Merging:

@@ -44,7 +44,6 @@ def _decode_rarer(source: Source, directory: Directory, folder: str | None, name
         exported_program,
         numpy_files,
         torchscript,
-        zip_bundle,
     )
 
     if numpy_files.is_npz(names):
@@ -53,8 +52,10 @@ def _decode_rarer(source: Source, directory: Directory, folder: str | None, name
         return torchscript.decode(source, directory, folder)
     if folder is not None and exported_program.sniff(names, folder):
         return exported_program.decode(source, directory, folder)
-    if zip_bundle.sniff(source, directory):
-        return zip_bundle.decode(source, directory)
+    from ckpt_tools.formats.zip import bundle
+
+    if bundle.sniff(source, directory):
+        return bundle.decode(source, directory)
     raise _unknown(directory.records)
 
 
