@@ -22,7 +22,7 @@ NO_LIST = {"_flatten_rank_map": None}  # so that the tensor of ranks is read
 MOST = 4_000_000  # bytecode instructions; a small folder of three ranks takes about a tenth of it
 
 
-def refused(folder: Path, text: str, **options: Any) -> None:
+def expect_refused(folder: Path, text: str, **options: Any) -> None:
     """Every way to read the folder is refused with this text, and costs little."""
     out = folder.parent / "out.pth"
 
@@ -42,7 +42,7 @@ def test_ten_thousand_ranks(tmp_path: Path) -> None:
     save_ranks(tmp_path / "in", fsdp2, 1)
     own = tmp_path / "in" / "model_world_size_1_rank_0.pt"
     own.rename(tmp_path / "in" / "model_world_size_999999_rank_0.pt")
-    refused(tmp_path / "in", "one of 999999 parts; missing: ranks 1, 2")
+    expect_refused(tmp_path / "in", "one of 999999 parts; missing: ranks 1, 2")
 
 
 def test_many_files_that_hold_nothing(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_meshes_that_lie(
     own = DeviceMesh.__getstate__
     monkeypatch.setattr(DeviceMesh, "__getstate__", lambda mesh: change(dict(own(mesh))))
     save_ranks(tmp_path / "in", fsdp2, 2)
-    refused(tmp_path / "in", text)
+    expect_refused(tmp_path / "in", text)
 
 
 def test_a_mesh_of_a_billion_by_its_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_a_mesh_of_a_billion_by_its_tensor(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(DeviceMesh, "__getstate__", state)
     save_ranks(tmp_path / "in", fsdp2, 2)
-    refused(tmp_path / "in", "cannot be placed")
+    expect_refused(tmp_path / "in", "cannot be placed")
 
 
 def test_a_rank_that_claims_anothers_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def test_a_rank_that_claims_anothers_place(tmp_path: Path, monkeypatch: pytest.M
     own = DeviceMesh.__getstate__
     monkeypatch.setattr(DeviceMesh, "__getstate__", lambda mesh: {**own(mesh), "_coordinate_on_dim": (0,), "_rank": 0})
     save_ranks(tmp_path / "in", cut, 2)
-    refused(tmp_path / "in", "it is rank 1's, and holds the part of rank 0")
+    expect_refused(tmp_path / "in", "it is rank 1's, and holds the part of rank 0")
 
 
 @pytest.mark.parametrize("sizes", [(-4, 4), (1 << 62, 1 << 62), (1 << 70,)])
@@ -110,7 +110,7 @@ def test_impossible_shapes_of_a_sharded_tensor(sizes: tuple[int, ...], tmp_path:
         return {"w.weight": made}
 
     save_ranks(tmp_path / "in", cut, 2)
-    refused(tmp_path / "in", "w.weight|size|part of a model")
+    expect_refused(tmp_path / "in", "w.weight|size|part of a model")
 
 
 def test_two_ranks_in_one_name(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_two_ranks_in_one_name(tmp_path: Path) -> None:
     save_ranks(tmp_path / "in", fsdp2, 2, name="model_world_size_2_rank_7_rank_{rank}.pt")
     assert len(ckpt_tools.inspect(tmp_path / "in").tensors) == 11
     (tmp_path / "in" / "model_world_size_2_rank_7_rank_1.pt").rename(tmp_path / "in" / "model_world_size_2_rank_8_rank_1.pt")
-    refused(tmp_path / "in", "not a checkpoint")
+    expect_refused(tmp_path / "in", "not a checkpoint")
 
 
 class _Canary:
@@ -158,7 +158,7 @@ def test_a_rank_that_is_no_file(make: Callable[[Path], None], tmp_path: Path) ->
     save_ranks(tmp_path / "in", fsdp2, 2)
     (tmp_path / "in" / "model_world_size_2_rank_1.pt").unlink()
     make(tmp_path / "in" / "model_world_size_2_rank_1.pt")
-    refused(tmp_path / "in", "rank_1.pt")
+    expect_refused(tmp_path / "in", "rank_1.pt")
 
 
 # --- DeepSpeed
@@ -182,7 +182,7 @@ def optimizer(**values: Any) -> Callable[[dict[str, Any]], object]:
 def test_shapes_of_deepspeed_that_lie(shape: tuple[Any, ...], tmp_path: Path) -> None:
     """Negative sizes, products that overflow, and what is not a number."""
     folder = zero(tmp_path, 2, lambda saved: saved["param_shapes"][0].update({"emb.weight": shape}))
-    refused(folder, "the shape of 'emb.weight'|do not add up|impossible")
+    expect_refused(folder, "the shape of 'emb.weight'|do not add up|impossible")
 
 
 @pytest.mark.parametrize(("values", "text"), [
@@ -197,8 +197,8 @@ def test_counts_of_deepspeed_that_lie(values: dict[str, Any], text: str, tmp_pat
     """Numbers of ranks, fillings and rows that no job has."""
     folder = zero(tmp_path, 2, optimizer(**values), OPTIMIZER.format(0))
     if text:
-        refused(folder, text)
-        refused(folder, text, partial=True)
+        expect_refused(folder, text)
+        expect_refused(folder, text, partial=True)
     else:
         assert ckpt_tools.inspect(folder).tensors
 
@@ -206,24 +206,24 @@ def test_counts_of_deepspeed_that_lie(values: dict[str, Any], text: str, tmp_pat
 def test_ranks_of_deepspeed_that_nobody_has(tmp_path: Path) -> None:
     """With `partial` the missing ranks of a world of thousands cost little, and those of a million are refused."""
     folder = zero(tmp_path / "a", 3, optimizer(partition_count=1 << 16), OPTIMIZER.format(0), world=2)
-    refused(folder, "65536|several jobs", partial=True)
+    expect_refused(folder, "65536|several jobs", partial=True)
     tag = save_zero(tmp_path / "b" / "in", trained(), 1, 1)
     for name, key in ((OPTIMIZER.format(0), "optimizer_state_dict"), (MODEL, None)):
         saved = torch.load(tag / name, weights_only=True)
         inner = saved[key] if key else saved
         inner.update({"partition_count": 1 << 16, "dp_world_size": 1 << 16})
         torch.save(saved, tag / name)
-    refused(tmp_path / "b" / "in", "do not add up", partial=True)
+    expect_refused(tmp_path / "b" / "in", "do not add up", partial=True)
 
 
 def test_experts_that_lie(tmp_path: Path) -> None:
     """A billion of experts, and groups that are cut among ranks as no mixture is."""
-    refused(zero(tmp_path / "a", 1, optimizer(partition_count=[2, 1]), OPTIMIZER.format(0), world=1), "missing: rank 1")
+    expect_refused(zero(tmp_path / "a", 1, optimizer(partition_count=[2, 1]), OPTIMIZER.format(0), world=1), "missing: rank 1")
     folder = zero(tmp_path / "b", 1, lambda saved: saved.update(num_experts=[10**9]))
     (folder / "global_step2" / "layer_0_expert_0_mp_rank_00_model_states.pt").write_bytes(
         (folder / "global_step2" / MODEL).read_bytes()
     )
-    refused(folder, "Experts are missing|something else than an expert")
+    expect_refused(folder, "Experts are missing|something else than an expert")
 
 
 def test_ties_of_deepspeed_in_a_circle(tmp_path: Path) -> None:
