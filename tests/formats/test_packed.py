@@ -205,6 +205,14 @@ def test_several_are_listed_and_one_is_named(tmp_path: Path) -> None:
     expect_refused(Path(f"{write(tmp_path, gzip.compress(saved()), 'm.gz')}!d"), NotACheckpointError, "has no member 'd'")
 
 
+def test_ranks_of_a_nemo_are_parts(tmp_path: Path) -> None:
+    """A .nemo with a folder for each rank holds parts: one that is named is refused as the model."""
+    path = write(tmp_path, tar({f"mp_rank_0{rank}/model_weights.ckpt": saved() for rank in range(2)}), "gpt.nemo")
+    expect_refused(path, NotACheckpointError, "holds 2 checkpoints")
+    with pytest.raises(PartError, match="one rank's part of a model of NeMo"):
+        load_state_dict(f"{path}!mp_rank_01/model_weights.ckpt")
+
+
 def test_a_file_with_that_name_comes_first(tmp_path: Path) -> None:
     """A `!` in the name of a file that is there means nothing."""
     assert ckpt_tools.inspect(write(tmp_path, saved(), "a!b.pth")).totals["tensors"] == 3

@@ -331,7 +331,14 @@ _MODULES = {
 }
 
 
+# NeMo's folders of ranks in a .nemo; a model of one rank has none. Source: nemo/collections/nlp/parts/nlp_overrides.py.
+_NEMO_RANK = re.compile(r"(?:.+/)?(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+)/model_weights\.ckpt")
+
+
 def _of_module(checkpoint: Checkpoint) -> Partition | None:
+    if checkpoint.packed is not None and _NEMO_RANK.fullmatch(checkpoint.packed.member):
+        fix = "NeMo's own scripts write it for one rank (tensor_model_parallel_size=1)."
+        return Partition("one rank's part of a model of NeMo", fix, "Megatron-LM")
     found = (what for rule, what in _MODULES.items() if rule.fullmatch(checkpoint.name))
     what = next(found, None)
     return None if what is None else Partition(f"{what}, of a DeepSpeed checkpoint", _ZERO, "DeepSpeed")
