@@ -121,7 +121,7 @@ def test_the_16_bit_weights(tmp_path: Path) -> None:
     save_zero(tmp_path / "three", trained(torch.bfloat16), 3, 2)
     with pytest.raises(PartError, match="ZeRO 3 saves no 16-bit weights") as caught:
         ckpt_tools.convert(tmp_path / "three", tmp_path / "out.pth", select="module")
-    assert "--dtype bf16" in caught.value.fix
+    assert "`dtype='bf16'`" in caught.value.fix
 
 
 def test_training_moves_on(tmp_path: Path) -> None:
