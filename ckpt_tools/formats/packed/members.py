@@ -113,7 +113,9 @@ def _folders(members: Mapping[str, Member]) -> Iterator[str]:
 def _is_whole(folder: Folder) -> bool:
     """Whether a folder is one checkpoint; an index of something else makes none of it."""
     layout = layout_of(folder.folder, sorted(folder.names()))
-    return layout is not None and (layout.container != "sharded" or _indexes_shards(folder, layout))
+    if layout is None or not all(name in folder.files for name in layout.names):
+        return False
+    return layout.container != "sharded" or _indexes_shards(folder, layout)
 
 
 def _indexes_shards(folder: Folder, layout: Layout) -> bool:
