@@ -114,7 +114,7 @@ class Lister(Machine):
         super().make(function, args)
 
     def _listen(self, function: Node, args: tuple[Node, ...]) -> None:
-        has_parts = any(type(arg) is Object and arg.steps for arg in args)
+        has_parts = any((type(arg) is Object and arg.steps) or (type(arg) is tuple and len(arg) > _LONG) for arg in args)
         self.spend(_COST_OF_LOOKING if has_parts else _COST_OF_RATING)
         self.rate(ratings.of_call(function, args), function, args)
         if type(function) is Global and function == LOAD_FROM_BYTES:
