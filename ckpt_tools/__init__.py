@@ -97,3 +97,8 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f"ckpt_tools.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """What completion and help() show: also the names that are not imported yet."""
+    return sorted({*globals(), *__all__})

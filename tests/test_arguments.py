@@ -172,3 +172,13 @@ def test_the_rest_is_one_sentence(tmp_path: Path, options: dict[str, Any], says:
     assert str(caught.value).startswith(says)
     assert caught.value.option == next(iter(options))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("function", "paths"), [
+    (PUBLIC["match"], (SINGLE, SINGLE)), (PUBLIC["convert"], (SINGLE, "out.pth", "model")),
+    (ckpt_tools.open(SINGLE).fit, (SINGLE,)),
+])  # fmt: skip
+def test_options_go_by_name(function: Callable[..., Any], paths: tuple[Any, ...]) -> None:
+    """An option without its name is a TypeError that says so, before any option is looked at."""
+    with pytest.raises(TypeError, match="options go by name"):
+        function(*paths)

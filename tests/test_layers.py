@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
+import ckpt_tools.torch
 
 PACKAGE = Path(ckpt_tools.__file__).parent
 
@@ -141,6 +142,12 @@ def test_public_names() -> None:
     ]
     assert all(getattr(ckpt_tools, name) is not None for name in ckpt_tools.__all__)
     assert callable(ckpt_tools.convert)
+
+
+def test_completion_shows_the_public_names() -> None:
+    """`dir()`, and with it completion and `help()`, has the names that are imported when they are first used."""
+    assert set(dir(ckpt_tools)) >= set(ckpt_tools.__all__)
+    assert set(dir(ckpt_tools.torch)) >= set(ckpt_tools.torch.__all__)
 
 
 def fresh(code: str, *arguments: str) -> str:

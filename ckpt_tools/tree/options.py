@@ -222,8 +222,14 @@ def as_keywords(record: Callable[P, Record]) -> _Keywords[P, Record]:
     kind: Any = record
 
     def decorate(function: Any) -> Any:
+        positional = len(_own_parameters(function))
+
         @wraps(function)
         def call(*paths: Any, **given: Any) -> Any:
+            if len(paths) > positional:
+                raise TypeError(
+                    f"{function.__name__}() takes {positional} positional arguments, and has {len(paths)}: options go by name"
+                )
             options = kind(**{name: given.pop(name) for name in [*given] if name in kind.options})
             return function(*paths, **given, options=options)  # what is left Python refuses as it does for any function
 
@@ -256,8 +262,11 @@ def types(record: type[Options]) -> dict[str, str]:
 
 
 def _signature(function: Callable[..., object], record: type[Options]) -> Signature:
-    own, kinds = signature(function), types(record)
-    first = [parameter for name, parameter in own.parameters.items() if name != "options"]
+    kinds = types(record)
     keywords = [Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=kinds[name])
                 for name, option in record.options.items()]  # fmt: skip
-    return own.replace(parameters=[*first, *keywords])
+    return signature(function).replace(parameters=[*_own_parameters(function), *keywords])
+
+
+def _own_parameters(function: Callable[..., object]) -> list[Parameter]:
+    return [parameter for name, parameter in signature(function).parameters.items() if name != "options"]
