@@ -194,3 +194,11 @@ def test_one_part_alone(tmp_path: Path) -> None:
         load_state_dict(one)
     with pytest.raises(PartError, match=r"missing: rank 0\."):
         load_state_dict(tmp_path)
+
+
+def test_one_file_under_two_names(tmp_path: Path) -> None:
+    """A rank's file that is a copy of another's is no part of its own."""
+    save(tmp_path, 2)
+    (tmp_path / "consolidated.01.pth").write_bytes((tmp_path / "consolidated.00.pth").read_bytes())
+    with pytest.raises(PartError, match=r"consolidated\.00\.pth and consolidated\.01\.pth hold the very same numbers"):
+        ckpt_tools.convert(tmp_path, tmp_path / "out.safetensors")

@@ -337,6 +337,46 @@ def genuine(name: str, folder: Path) -> Path:
     return folder / TAG
 
 
+@pytest.mark.parametrize(("name", "first", "second"), [
+    ("columns-z1-bf16", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+    ("hop", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ("z1-fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    ("z3-bf16", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+])  # fmt: skip
+def test_one_file_under_two_names(name: str, first: str, second: str, tmp_path: Path) -> None:
+    """A rank's file that is a copy of another's is refused by every command that takes the tensors, also where sizes fit."""
+    shutil.copytree(FIXTURES / name, tmp_path / "in")
+    (tag,) = (tmp_path / "in").glob("global_step*")
+    (tag / first).write_bytes((tag / second).read_bytes())
+    with pytest.raises(PartError, match=r"hold the very same numbers|does not hold the weights that the model file has"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    assert not (tmp_path / "out.pth").exists()
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (2, torch.float16)])
+def test_rows_of_another_run(stage: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Weights of the same sizes and step that are not those of the model file are refused, and the file is named."""
+    tag = save_zero(tmp_path / "in", trained(dtype), stage, 2)
+    (path,) = tag.glob(f"*{OPTIMIZER.format(0)}")
+    edit(path, lambda saved: [row.neg_() for row in saved["optimizer_state_dict"]["single_partition_of_fp32_groups"]])
+    with pytest.raises(
+        PartError, match=r"rank_0_mp_rank_00_optim_states\.pt does not hold the weights that the model file has"
+    ):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    assert ckpt_tools.check(tmp_path / "in").verdict == "findings"
+
+
+def test_ranks_of_tensor_parallelism_that_changed_names(tmp_path: Path) -> None:
+    """Their rows are of the same sizes: the 16-bit weights tell."""
+    tag = genuine("columns-z1-bf16", tmp_path / "in")
+    one, two = (tag / f"bf16_zero_pp_rank_0_mp_rank_0{rank}_optim_states.pt" for rank in (0, 1))
+    first = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(first)
+    with pytest.raises(PartError, match="does not hold the weights that the model file has"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+
+
 def test_an_expert_is_missing(tmp_path: Path) -> None:
     """As many as the model file says must be there; the model file alone is not whole without them."""
     tag = genuine("experts-z2-bf16", tmp_path / "in")
@@ -353,9 +393,9 @@ def test_a_stage_of_a_pipeline_is_missing(tmp_path: Path) -> None:
     """A slice that is not there is named; so is a layer's file, where the 16-bit weights are wanted."""
     tag = genuine("pipeline-z1-bf16", tmp_path / "in")
     (tag / "layer_01-model_states.pt").rename(tmp_path / "layer_01")
-    assert load_state_dict(tmp_path / "in")["1.bias"].shape == (11,)
-    with pytest.raises(PartError, match=r"No file layer_.* has 1\.weight, 1\.bias"):
-        load_state_dict(tmp_path / "in", select="module")
+    expect_refused(tmp_path / "in", r"Layers have no file: layer_01-model_states\.pt")
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "some.pth", partial=True)
+    assert torch.load(tmp_path / "some.pth", weights_only=True)["1.bias"].shape == (11,)
     for path in tag.glob("*mp_rank_01_*"):
         path.unlink()
     with pytest.raises(PartError, match=r"2 slices mp_rank_.*missing: rank 1"):

@@ -21,6 +21,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, PartError
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.parts.cuts import Held, along
+from ckpt_tools.formats.parts.evidence import check_not_twice
 from ckpt_tools.formats.parts.grouping import CONSOLIDATED
 from ckpt_tools.formats.parts.merging import Merger
 from ckpt_tools.formats.sharded import Keys, joined, partly
@@ -138,6 +139,7 @@ class _Merging:
         self.roots, self.params = roots, params
         self.merger = Merger(keys)
         self.lost: list[tuple[str, str]] = []
+        self.cut: dict[int, list[Entry]] = {}
 
     def run(self) -> Node:
         """The merged state dict, in the first rank's order."""
@@ -172,6 +174,7 @@ class _Merging:
     def locate(self, root: Node) -> Node:
         """Compare what several ranks hold; the bytes are where they are."""
         self.merger.check_replicas()
+        check_not_twice(self.cut, lambda rank: f"consolidated.{rank:02d}.pth")
         return root
 
     def _check_names(self) -> None:
@@ -193,7 +196,11 @@ class _Merging:
     def _merged(self, name: str) -> Entry:
         held = [(rank, tensors[name]) for rank, tensors in enumerate(self.roots)]
         axis = self._axis(name, held) if len(held) > 1 else None
-        return self.merger.replicated(name, held) if axis is None else along(self.merger, name, axis, [held])
+        if axis is None:
+            return self.merger.replicated(name, held)
+        for rank, entry in held:
+            self.cut.setdefault(rank, []).append(entry)
+        return along(self.merger, name, axis, [held])
 
     def _axis(self, name: str, held: Held) -> int | None:
         """The dimension along which a tensor was cut; None where every rank has it whole."""

@@ -85,6 +85,7 @@ def decode(found: ZeroFiles, files: Files, decode_file: DecodeFile, *, partial: 
         raise PartError(f"No tensor is whole in these files: {name!r} {why}, and {len(model.lost) - 1} more.")
 
     def locate(root: Node) -> Node:
+        model.check_evidence()
         if wrong := model.differing_buffers():
             text = f"buffers differ between ranks, the first rank's are taken: {some(sorted(wrong))}"
             made.warnings.append(Warned("parts-differ", text))

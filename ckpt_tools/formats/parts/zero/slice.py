@@ -6,12 +6,13 @@ Source: deepspeed/utils/zero_to_fp32.py; states.py reads what each file says, ro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from math import prod
 
 from ckpt_tools.errors import PartError
+from ckpt_tools.formats.parts import evidence
 from ckpt_tools.formats.parts.merging import Merger
 from ckpt_tools.formats.parts.zero.rows import Group, groups_of
 from ckpt_tools.formats.parts.zero.states import ModelState, OptimizerState
@@ -20,6 +21,8 @@ from ckpt_tools.text import listed, some, these_ranks
 from ckpt_tools.tree.nodes import Dict, Entry, List, Node, Pair
 from ckpt_tools.values.boxes import Sizes
 from ckpt_tools.values.same_bytes import same_bytes
+
+_COMPARED = 4096  # weights of a group, at most, with their 16-bit cast
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +71,7 @@ class Slice:
             return self.model.module
         made: dict[str, Node] = {}
         for group in self.groups:
-            pieces = {rank: [self.optimizers[rank].flat[row] for row in group.rows]
-                      for rank in group.ranks if rank in self.optimizers}  # fmt: skip
+            pieces = self._flat_of(group)
             made.update(self._cut(group, pieces, "the weights"))
         for name, shape in self.model.frozen.items():
             made.update(self._frozen(name, shape))
@@ -93,6 +95,11 @@ class Slice:
         root = Dict([(name, made[name]) for name in order if name in made], ordered=True)
         root.attributes = self.model.module.attributes
         return root
+
+    def _flat_of(self, group: Group) -> dict[int, list[Entry]]:
+        """The rows of fp32 weights of a group, by rank, of those that are there."""
+        there = [rank for rank in group.ranks if rank in self.optimizers]
+        return {rank: [self.optimizers[rank].flat[row] for row in group.rows] for rank in there}
 
     def _cut(self, group: Group, pieces: Mapping[int, list[Entry]], what: str) -> Iterator[tuple[str, Entry]]:
         """The parameters of a group, put together from each rank's rows of it."""
@@ -215,6 +222,31 @@ class Slice:
                 )
             found.setdefault(rank, []).append(entry)
         return found
+
+    def check_evidence(self, module: Mapping[str, Node] | None = None) -> None:
+        """What the bytes say against the names of the optimizer's files.
+
+        Args:
+            module: the 16-bit weights, where the model file does not have them.
+
+        Raises:
+            PartError: one file is there twice, or holds other weights than the 16-bit ones are.
+        """
+        for group in self.groups:
+            evidence.check_not_twice(self._flat_of(group), self.merger.shown)
+        evidence.check_casts(self._casts(self.model.module.named if module is None else module))
+
+    def _casts(self, module: Mapping[str, Node]) -> Iterator[tuple[str, str, Entry, Entry]]:
+        """Each rank's runs of the weights, with the same runs of the 16-bit ones."""
+        for group in () if self.is_stage_3 else self.groups:
+            for name, _, shares in islice(group.cut(self._flat_of(group)), _COMPARED):
+                cast = module.get(name)
+                if type(cast) is not Entry or not cast.is_contiguous:
+                    continue
+                for share in shares:
+                    if cast.numel >= share.offsets[0] + share.sizes[0]:
+                        run = replace(cast, shape=share.sizes, stride=(1,), offset=cast.offset + share.offsets[0])
+                        yield self.optimizers[share.rank].file, name, share.entry, run
 
     def differing_buffers(self) -> list[str]:
         """Compare the buffers of all ranks, which each of them may count by itself (batch norm)."""

@@ -75,6 +75,8 @@ class Slices:
     @cached_property
     def weights(self) -> Dict:
         """The state dict of the fp32 weights, with buffers and frozen weights as they are; in the model's order."""
+        if not self.partial:
+            self._check_layers()
         found = self._joined({number: own.weights for number, own in self.slices.items()})
         for own in self.slices.values():
             self.lost.update({name: why for name, why in own.lost.items() if name not in found})
@@ -82,6 +84,18 @@ class Slices:
         rest = {name: value for name, value in layers.items() if name not in self.lost}
         order = dict.fromkeys((*rest, *found))
         return Dict([(name, found[name] if name in found else rest[name]) for name in order], ordered=True)
+
+    def _check_layers(self) -> None:
+        """Each layer with weights in the optimizer has its file: what is frozen, and buffers, are in there alone."""
+        there = {name.partition(".")[0] for name in self.layers.named} if self.layers is not None else set()
+        names = [name for own in self.slices.values() for shapes in own.model.shapes for name in shapes]
+        numbers = dict.fromkeys(number for name in names if (number := name.partition(".")[0]).isdecimal())
+        if self.layers is not None and (missing := [number for number in numbers if number not in there]):
+            raise PartError(
+                f"Layers have no file: {listed([f'layer_{int(number):02d}-model_states.pt' for number in missing])}.",
+                why="Frozen weights and buffers of a pipeline are in there alone.", fix="Get the files of all layers.",
+                rest=True,
+            )  # fmt: skip
 
     def module(self) -> Dict:
         """The weights as they were trained with.
@@ -116,6 +130,15 @@ class Slices:
             names = dict.fromkeys(name for own in every.values() for _, params in own.groups[at : at + 1] for name in params)
             groups.append((said, list(names)))
         return NamedState(made, groups)
+
+    def check_evidence(self) -> None:
+        """What the bytes say against the names of the files.
+
+        Raises:
+            PartError: one file is there twice, or holds other weights than the 16-bit ones are.
+        """
+        for own in self.slices.values():
+            own.check_evidence(self.layers.named if self.layers is not None else None)
 
     def differing_buffers(self) -> list[str]:
         """What each slice says of its own; and what several slices have whole is compared.
