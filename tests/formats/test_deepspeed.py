@@ -144,7 +144,7 @@ def test_every_command_takes_the_folder(tmp_path: Path) -> None:
     assert [(row["name"], tuple(row["shape"])) for row in described.tensors] == [
         (name, tuple(value.shape)) for name, value in trained().whole.items()
     ]
-    assert "--select takes optimizer" in next(row for row in described.findings if row.code == "beside-the-weights").found
+    assert "`select` takes optimizer" in next(row for row in described.findings if row.code == "beside-the-weights").found
     assert ckpt_tools.diff(tmp_path / "in", tmp_path / "model.pth").same
     assert ckpt_tools.stats(tmp_path / "in").total == ckpt_tools.stats(tmp_path / "model.pth").total
     digests, whole = (ckpt_tools.check(tmp_path / name, digest=True).digests for name in ("in", "model.pth"))
@@ -359,9 +359,7 @@ def test_rows_of_another_run(stage: int, dtype: torch.dtype, tmp_path: Path) -> 
     tag = save_zero(tmp_path / "in", trained(dtype), stage, 2)
     (path,) = tag.glob(f"*{OPTIMIZER.format(0)}")
     edit(path, lambda saved: [row.neg_() for row in saved["optimizer_state_dict"]["single_partition_of_fp32_groups"]])
-    with pytest.raises(
-        PartError, match=r"rank_0_mp_rank_00_optim_states\.pt does not hold the weights that the model file has"
-    ):
+    with pytest.raises(PartError, match=r"rank_0_mp_rank_00_optim_states\.pt does not hold the weights that the model"):
         ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
     assert ckpt_tools.check(tmp_path / "in").verdict == "findings"
 
