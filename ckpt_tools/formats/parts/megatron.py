@@ -24,7 +24,6 @@ from math import prod
 from ckpt_tools.errors import PartError
 from ckpt_tools.formats.base import Decoded, Warned
 from ckpt_tools.formats.parts.cuts import Held, along
-from ckpt_tools.formats.parts.evidence import check_not_twice
 from ckpt_tools.formats.parts.grouping import MP_RANK
 from ckpt_tools.formats.parts.megatron_names import Chunk, axis_of, chunk_of, is_expert, with_offsets
 from ckpt_tools.formats.parts.merging import Merger
@@ -205,7 +204,6 @@ class _Merging:
         self.arguments = parts[0].arguments
         self.padding = ""
         self.held: dict[str, dict[Place, tuple[int, Entry]]] = {}
-        self.cut: dict[int, list[Entry]] = {}
 
     def run(self) -> Node:
         """The merged tree: the first rank's, with the whole model in it, and args that say that it is one part."""
@@ -226,7 +224,6 @@ class _Merging:
     def locate(self, root: Node) -> Node:
         """Compare what several ranks hold; the bytes are where they are."""
         self.merger.check_replicas()
-        check_not_twice(self.cut, self.merger.shown)
         return root
 
     def _hold(self) -> None:
@@ -276,8 +273,6 @@ class _Merging:
         if self.sizes[0] > 1:
             cut = axis_of(name, [entry for _, entry in groups[0]], self._part_of, self._version())
             if cut is not None:
-                for number, entry in (row for group in groups for row in group):
-                    self.cut.setdefault(number, []).append(entry)
                 return along(self.merger, name, cut.axis, groups, pieces=cut.pieces)
         return self.merger.replicated(name, [row for group in groups for row in group])
 
