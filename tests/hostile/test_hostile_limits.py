@@ -132,10 +132,10 @@ CONVERTED = [
 @pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
 @pytest.mark.parametrize("name", CONVERTED)
 def test_bombs_converted(name: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversion does more with them, but not more than a few times as much."""
+    """A conversion does more with them, but not more than a few times as much; a call of a value is refused."""
     monkeypatch.setattr(bombs, "SIZE", 1_500_000)
     said, seconds, megabytes = measured(write(tmp_path, BOMBS[name]()), tmp_path / target)
-    assert said == "read" or said.split(":")[0] in ("LimitError", "ContainerLimitError"), said
+    assert said == "read" or said.split(":")[0] in ("LimitError", "ContainerLimitError", "PickleError"), said
     assert (seconds < 4 * CPU_SECONDS, megabytes < 2 * MEGABYTES) == (True, True), (said, seconds, megabytes)
 
 

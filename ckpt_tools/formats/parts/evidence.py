@@ -87,7 +87,7 @@ def _is_far(one: float, other: float) -> bool:
 
 
 def _numbers(entry: Entry) -> Sequence[float] | None:
-    """The first elements; None where they do not lie in a row, or are no numbers of a model."""
+    """The first elements; None where they do not lie in a row, or are not a model's numbers."""
     if not entry.numel or not entry.is_contiguous or lazy_bits(entry) or sys.byteorder != "little":
         return None
     data = read(row_major(_head(entry)))
