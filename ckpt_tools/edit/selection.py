@@ -50,6 +50,8 @@ def select(root: Node, path: str) -> Node:
     places = [dotted(where) for where, node in walk(root, stop=is_tensor) if where and type(node) in (Dict, List)]
     there = [dotted(state_dict.where) for state_dict in find_state_dicts(root) if state_dict.where][:5]
     why = did_you_mean(path, places) or (f"State dicts are at {', '.join(map(repr, there))}." if there else "")
+    if not why and isinstance(root, Dict):
+        why = "The tensors are at the root: leave it out to take them all." if find_state_dicts(root) else ""
     raise NothingMatchedError(f"`select={path!r}` matches nothing.", why=why)
 
 

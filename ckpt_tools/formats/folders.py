@@ -113,10 +113,22 @@ def layout(folder: Path, names: list[str]) -> Layout:
     """
     found = layout_of(folder, sorted(names))
     if found is None:
-        files = [name for name in sorted(names) if name.endswith(_CHECKPOINTS)]
+        files = [name for name in sorted(names) if name.endswith(_CHECKPOINTS)] or _checkpoint_folders(folder, sorted(names))
         raise FolderError(
             f"{folder} is a directory, and not a checkpoint.",
             why="It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata), no files of ranks.",
-            fix=": ".join(["Name a file in it", *([", ".join(files[:4])] if files else [])]) + ".",
+            fix=": ".join(["Name a checkpoint in it", *([", ".join(files[:4])] if files else [])]) + ".",
         )
     return found
+
+
+def _checkpoint_folders(folder: Path, names: list[str]) -> list[str]:
+    """Those of the names that are folders with a checkpoint's files."""
+    return [name for name in names if os.path.isdir(folder / name) and _is_checkpoint(folder / name)]
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    try:
+        return find_layout(folder) is not None
+    except NotACheckpointError:
+        return False

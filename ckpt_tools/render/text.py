@@ -57,7 +57,7 @@ def show(render: Callable[[Console], None]) -> None:
 def loading_row(weights_only: Mapping[str, Any]) -> tuple[str, str]:
     """What torch.load says of a checkpoint, or the call that loads what is not for it."""
     call = weights_only["call"]
-    if call.partition(",")[0] != "torch.load" or call.endswith("unpacked"):
+    if call.partition(",")[0] != "torch.load" or call.endswith(("unpacked", "one rank's part each")):
         return "loads with", call
     return "weights_only", "loads" if weights_only["loads"] else "refused by torch.load(weights_only=True)"
 

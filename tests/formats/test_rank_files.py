@@ -357,7 +357,7 @@ def test_rows_without_names(world: int, dtype: torch.dtype, tmp_path: Path) -> N
     for path in (tmp_path / "in", tmp_path / "in" / f"model_world_size_{world}_rank_1.pt"):
         with pytest.raises(PartError, match="without their names: FSDP1's LOCAL_STATE_DICT") as caught:
             ckpt_tools.convert(path, tmp_path / "refused.pth")
-        assert "--like" in caught.value.fix
+        assert "`like=TARGET`" in caught.value.fix
         ckpt_tools.convert(path, tmp_path / "out.pth", like=tmp_path / "like.pth", overwrite=True)
         found = torch.load(tmp_path / "out.pth", weights_only=True)
         assert equal(found, expected)

@@ -186,7 +186,7 @@ def _notes(parts: Sequence[_Part], merging: _Merging) -> list[Warned]:
     )
     found = [Warned("left-out", f"{listed(left)}: cut as the ranks are, not merged")] if left else []
     extra = sum(chunk.left_out for part in parts for chunk in part.chunks)
-    found += [Warned("left-out", f"{extra} values of the model that are not tensors (_extra_state)")] if extra else []
+    found += [Warned("left-out", f"{extra} values of the model that are not tensors (_extra_state): left out")] if extra else []
     if merging.padding:
         found.append(Warned("padded-vocabulary", merging.padding, severity="info"))
     return found

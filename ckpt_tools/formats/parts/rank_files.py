@@ -269,7 +269,7 @@ class _Merging:
 def _unnamed(name: str) -> PartError:
     return PartError(
         f"{name!r} is all parameters of a module in one row, without their names: FSDP1's LOCAL_STATE_DICT.",
-        fix="A target tells names and shapes: `like=TARGET` (--like), a file of the model, or package.module:callable.",
+        fix="A target tells names and shapes: `like=TARGET`, which is a file of the model, or package.module:callable.",
         rest=True, unnamed=True,
     )  # fmt: skip
 
