@@ -50,8 +50,6 @@ def select(root: Node, path: str) -> Node:
     places = [dotted(where) for where, node in walk(root, stop=is_tensor) if where and type(node) in (Dict, List)]
     there = [dotted(state_dict.where) for state_dict in find_state_dicts(root) if state_dict.where][:5]
     why = did_you_mean(path, places) or (f"State dicts are at {', '.join(map(repr, there))}." if there else "")
-    if not why and isinstance(root, Dict):
-        why = "The tensors are at the root: leave it out to take them all." if find_state_dicts(root) else ""
     raise NothingMatchedError(f"`select={path!r}` matches nothing.", why=why)
 
 
@@ -70,8 +68,16 @@ def select_in(checkpoint: Checkpoint, path: str) -> Node:
     try:
         return select(checkpoint.root, path)
     except NothingMatchedError as error:
-        error.why = error.why or (f"Beside the tree are {', '.join(map(repr, others))}." if others else "")
+        error.why = error.why or _where_tensors_are(checkpoint)
         raise
+
+
+def _where_tensors_are(checkpoint: Checkpoint) -> str:
+    """What to select instead, where the tree has no state dict further down."""
+    if checkpoint.decoded.others:
+        return f"Beside the tree are {', '.join(map(repr, checkpoint.decoded.others))}."
+    at_the_root = isinstance(checkpoint.root, Dict) and find_state_dicts(checkpoint.root)
+    return "The tensors are at the root: leave it out to take them all." if at_the_root else ""
 
 
 def _at(root: Node, path: str) -> Iterator[tuple[Where, Node]]:

@@ -109,7 +109,15 @@ def test_an_unknown_code_is_refused(wrapped_file: Path) -> None:
 
 def test_every_code_can_be_ignored() -> None:
     """The codes that may be ignored are those in the source and those in docs/check.md, no more and no less."""
-    said = {CUT_ARCHIVE, "missing", "unexpected", "trailing-bytes", "odd-version", "odd-format-version", "odd-storage-alignment"}
+    said = {
+        CUT_ARCHIVE,
+        "missing",
+        "unexpected",
+        "trailing-bytes",
+        "odd-version",
+        "odd-format-version",
+        "odd-storage-alignment",
+    }
     said |= {code for code, _ in PROGRAMS.values()}
     for path in (ROOT / "ckpt_tools").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
