@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import translate
 
 from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
@@ -22,6 +20,7 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
@@ -101,13 +100,11 @@ def _chosen(users: dict[int, list[tuple[str, str, Entry]]], only: Sequence[str])
     """The storages whose tensors match; all without globs."""
     if not only:
         return set(users)
-    patterns = {glob: re.compile(translate(glob)) for glob in only}
-    unused = set(patterns)
+    globs = Globs(only)
     chosen = set()
     for storage, views in users.items():
-        hits = {path: [glob for glob, rule in patterns.items() if rule.match(path) or (name and rule.match(name))]
-                for path, name, entry in views if entry.dtype.family == "float"}  # fmt: skip
-        unused -= {glob for globs in hits.values() for glob in globs}
+        floats = [(path, name) for path, name, entry in views if entry.dtype.family == "float"]
+        hits = {path: globs.matching(path, *([name] if name else [])) for path, name in floats}
         if any(hits.values()):
             if not all(hits.values()):
                 names = ", ".join(map(repr, hits))
@@ -115,8 +112,8 @@ def _chosen(users: dict[int, list[tuple[str, str, Entry]]], only: Sequence[str])
                     f"{names} share one storage, and `dtype_only` matches some of them.", fix="Match all of them or none."
                 )
             chosen.add(storage)
-    if unused:
-        raise NothingMatchedError(f"`dtype_only={sorted(unused)[0]!r}` matches no float tensor.")
+    for glob in sorted(globs.unused):
+        raise NothingMatchedError(f"`dtype_only={glob!r}` matches no float tensor.")
     return chosen
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from fnmatch import translate
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.open import (
@@ -18,6 +16,7 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree import nodes, visit
+from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
@@ -176,15 +175,10 @@ class _Globs:
     """The globs of --keep and --drop, and which of them have matched nothing yet."""
 
     def __init__(self, keep: Sequence[str], drop: Sequence[str], used: Collection[str]) -> None:
-        self.keep, self.drop = keep, drop
-        self.patterns = {glob: re.compile(translate(glob)) for glob in (*keep, *drop)}
-        self.unused = dict.fromkeys(glob for glob in self.patterns if glob not in used)
-
-    def match(self, globs: Iterable[str], texts: Sequence[str]) -> bool:
-        hits = [glob for glob in globs if any(self.patterns[glob].match(text) for text in texts)]
-        for glob in hits:
-            self.unused.pop(glob, None)
-        return bool(hits)
+        self.keep, self.drop = Globs(keep), Globs(drop)
+        for glob in used:
+            self.keep.unused.pop(glob, None)
+            self.drop.unused.pop(glob, None)
 
     def unwanted(self, where: Where, node: Dict | List | tuple[Node, ...], own: set[str]) -> dict[int, Where]:
         """The items of a dict that are to go, or the elements of a list or tuple: index -> path. `own`: names of tensors."""
@@ -194,8 +188,8 @@ class _Globs:
         for index, (key, _) in enumerate(node.items):
             path = (*where, visit.component(key))
             texts = [dotted(path), key] if key in own else [dotted(path)]
-            unkept = key in own and bool(self.keep) and not self.match(self.keep, texts)
-            if self.match(self.drop, texts) or unkept:
+            unkept = key in own and bool(self.keep) and not self.keep.matching(*texts)
+            if self.drop.matching(*texts) or unkept:
                 paths[index] = path
         return paths
 
@@ -206,12 +200,12 @@ class _Globs:
         paths = {index: (*where, index) for index, _ in enumerate(visit.children(node))} if wanted else {}
         paths = {index: path for index, path in paths.items() if dotted(path) in wanted}
         for path in paths.values():
-            self.unused.pop(dotted(path), None)
+            self.drop.unused.pop(dotted(path), None)
         return paths
 
     def check_used(self, names: Iterable[str]) -> None:
-        for glob in self.unused:
-            option = "keep" if glob in self.keep else "drop"
+        unused = [("keep", glob) for glob in self.keep.unused] + [("drop", glob) for glob in self.drop.unused]
+        for option, glob in unused:
             why, fix = did_you_mean(glob, names), "ckpt inspect --all FILE lists the names."
             raise NothingMatchedError(f"`{option}={glob!r}` matches nothing.", why=why, fix=fix)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import translate
 
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.fit.initialisers import Rules
 from ckpt_tools.fit.options import OnMismatch, RowChoice
+from ckpt_tools.tree.globs import Globs
 
 _CHOICES = ("error", "reinit", "overlap", "skip")
 
@@ -27,7 +26,8 @@ class Rows:
                 self._add(str(text))
         elif rows is not None and len(rows):
             self.everywhere = _whole(rows)
-        self.unused = set(self.globs) | ({""} if self.everywhere is not None else set())
+        self._globs = Globs(self.globs)
+        self._everywhere_unused = self.everywhere is not None
 
     def _add(self, text: str) -> None:
         glob, _, listed = text.rpartition("=")
@@ -47,24 +47,20 @@ class Rows:
 
     def named(self, name: str) -> list[int] | None:
         """The rows that a glob chooses for a name, of any shape."""
-        found = None
-        for glob, rows in self.globs.items():
-            if re.match(translate(glob), name):
-                found = rows
-                self.unused.discard(glob)
-        return found
+        hits = self._globs.matching(name)
+        return self.globs[hits[-1]] if hits else None
 
     def of(self, name: str, before: tuple[int, ...], after: tuple[int, ...]) -> list[int] | None:
         """The rows for a tensor whose shape changes; those without a glob are for tensors whose first size does."""
         found = self.named(name)
         if found is None and self.everywhere is not None and before[:1] != after[:1]:
-            self.unused.discard("")
+            self._everywhere_unused = False
             return self.everywhere
         return found
 
     def check_used(self) -> None:
         """Raise NothingMatchedError when rows were chosen for nothing."""
-        for glob in sorted(self.unused):
+        for glob in [""] * self._everywhere_unused + sorted(self._globs.unused):
             raise NothingMatchedError(
                 f"`rows{f'={glob!r}' if glob else ''}`: no tensor changes its number of rows.",
                 fix="To reorder the rows of a tensor that keeps its shape, name it: `rows='fc.*=3,7,1'`.",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import translate
 
 from ckpt_tools.errors import ConvertError, MatchError
 from ckpt_tools.fit import plans
@@ -28,6 +26,7 @@ from ckpt_tools.fit.plans import Plan
 from ckpt_tools.formats.open import is_tensor, tensors_by_name
 from ckpt_tools.io.content import Content
 from ckpt_tools.text import listed, shape_text
+from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import module_paths
 from ckpt_tools.tree.nodes import (
     Dict,
@@ -143,8 +142,9 @@ class _Fitting:
         """Sort what is left over into what a choice covers and what is an error."""
         choices, result = self.choices, self.result
         missing = [name for name in plan.missing if choices.reinit.of(name) is None]
-        result.missing = [name for name in missing if _any(choices.allow_missing, name)]
-        result.unexpected = [name for name in plan.unexpected if _any(choices.allow_unexpected, name)]
+        may_miss, may_be_unexpected = Globs(choices.allow_missing), Globs(choices.allow_unexpected)
+        result.missing = [name for name in missing if may_miss.matching(name)]
+        result.unexpected = [name for name in plan.unexpected if may_be_unexpected.matching(name)]
         allowed_missing, allowed_unexpected = set(result.missing), set(result.unexpected)
         problems = _Problems(
             [name for name in missing if name not in allowed_missing],
@@ -353,7 +353,3 @@ def _glob(names: Sequence[str]) -> str:
     """A glob that takes the first of the names and those beside it."""
     parent = names[0].rpartition(".")[0]
     return f"{parent}.*" if parent else names[0]
-
-
-def _any(globs: Sequence[str], name: str) -> bool:
-    return any(re.match(translate(glob), name) for glob in globs)

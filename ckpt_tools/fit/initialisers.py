@@ -6,17 +6,16 @@ The formulas are `torch.nn.init`'s, the numbers come from `draws`: one seed give
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from fnmatch import translate
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.io.content import Computed
 from ckpt_tools.tree.dtypes import DTYPES, DType
+from ckpt_tools.tree.globs import Globs
 from ckpt_tools.values import random_bits
 
 if TYPE_CHECKING:
@@ -111,33 +110,29 @@ class Rules:
         texts = [rules] if isinstance(rules, str) else rules or ()
         texts = [f"{glob}={scheme}" for glob, scheme in texts.items()] if isinstance(texts, Mapping) else texts
         self.everywhere: Scheme | None = None
-        self.globs: dict[str, tuple[re.Pattern[str], Scheme]] = {}
+        self.schemes: dict[str, Scheme] = {}
         for text in texts:
             glob, _, scheme = text.rpartition("=")
             if glob:
-                self.globs.pop(glob, None)
-                self.globs[glob] = (re.compile(translate(glob)), parse_scheme(scheme))
+                self.schemes.pop(glob, None)
+                self.schemes[glob] = parse_scheme(scheme)
             elif self.everywhere is not None or text.startswith("="):
                 raise UsageError(f"`reinit={text!r}`: one scheme is for everything, and another needs a GLOB=.")
             else:
                 self.everywhere = replace(parse_scheme(scheme), for_weights=True)
-        self.unused = dict.fromkeys(self.globs)
+        self.globs = Globs(self.schemes)
 
     def __bool__(self) -> bool:
         return self.everywhere is not None or bool(self.globs)
 
     def of(self, name: str) -> Scheme | None:
         """The scheme for a name, or None."""
-        found = self.everywhere
-        for glob, (pattern, scheme) in self.globs.items():
-            if pattern.match(name):
-                found = scheme
-                self.unused.pop(glob, None)
-        return found
+        hits = self.globs.matching(name)
+        return self.schemes[hits[-1]] if hits else self.everywhere
 
     def check_used(self) -> None:
         """Raise NothingMatchedError when a glob has matched no tensor that was to be initialised."""
-        for glob in self.unused:
+        for glob in self.globs.unused:
             raise NothingMatchedError(
                 f"`reinit={glob!r}` matches no tensor that has to be initialised.",
                 why="Tensors that the checkpoint has are kept.",

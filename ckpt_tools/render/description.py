@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
@@ -31,6 +30,7 @@ from ckpt_tools.text import (
     shape_text,
     shortened,
 )
+from ckpt_tools.tree.globs import Globs
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.inspect import Description
@@ -94,14 +94,15 @@ def _head(description: Description, limit: int | None) -> list[Row]:
 
 def _chosen(rows: list[dict[str, Any]], view: View) -> list[dict[str, Any]]:
     if view.filter is not None:
-        rows = [row for row in rows if _matches(row, view.filter)]
+        globs = Globs([view.filter])
+        rows = [
+            row
+            for row in rows
+            if globs.matching(".".join(map(str, row["where"])), *([row["name"]] if row["name"] is not None else []))
+        ]
     if view.sort == "name":
         return sorted(rows, key=lambda row: [natural(str(part)) for part in row["where"]])
     return sorted(rows, key=lambda row: -row["bytes"]) if view.sort == "size" else rows
-
-
-def _matches(row: dict[str, Any], glob: str) -> bool:
-    return fnmatchcase(".".join(map(str, row["where"])), glob) or (row["name"] is not None and fnmatchcase(row["name"], glob))
 
 
 @dataclass(slots=True)

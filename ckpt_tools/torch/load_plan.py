@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from ckpt_tools.torch.loading import loadable
 from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots
 from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Entry, as_dict
 from ckpt_tools.values.numeric import row_major
 
@@ -182,7 +182,7 @@ class Planner:
             if name in partners:
                 given.append((module, builder.build(states.pop(partners[name]))))
                 self.report.loaded.append(name)
-            elif not any(fnmatchcase(name, glob) for glob in self.choices.allow_missing):
+            elif not Globs(self.choices.allow_missing).matching(name):
                 raise MatchError(f"{self.checkpoint.path} does not fit the model.", why=f"It has no {name!r}.",
                                  fix="Allow that: allow_missing=['*_extra_state'].")  # fmt: skip
             else:

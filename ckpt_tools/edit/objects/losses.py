@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from fnmatch import translate
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from ckpt_tools.formats.open import (
     is_tensor,
 )
 from ckpt_tools.text import dotted, listed
+from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.modules import (
     attributes,
     hidden_names,
@@ -141,18 +140,15 @@ def check_lost(path: Path, lost: Sequence[Where], drop: Sequence[str] = ()) -> D
     Raises:
         ObjectsError: some are not named.
     """
-    patterns = {glob: re.compile(translate(glob)) for glob in drop}
-    used: set[str] = set()
+    globs = Globs(drop)
     unnamed = []
     for where in lost:
         paths = [dotted(where[:depth]) for depth in range(1, len(where) + 1)]
-        hits = {glob for glob, pattern in patterns.items() if any(map(pattern.match, paths))}
-        used |= hits
-        if not hits:
+        if not globs.matching(*paths):
             unnamed.append(where)
     if unnamed:
         raise _lost_error(path, unnamed)
-    return Dropped(lost, frozenset(used))
+    return Dropped(lost, frozenset(glob for glob in globs if glob not in globs.unused))
 
 
 def tensors_of(path: str | os.PathLike[str], lost: Sized) -> str:

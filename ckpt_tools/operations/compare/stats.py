@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import NothingMatchedError
@@ -15,6 +13,7 @@ from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.operations.compare.sides import check_effort, open_side
 from ckpt_tools.text import brief, did_you_mean, dotted
 from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.measures import Moments, histogram
 from ckpt_tools.values.numeric import (
@@ -124,8 +123,8 @@ def stats(
 def _chosen(tensors: list[Tensor], pattern: str | None) -> list[Tensor]:
     if pattern is None:
         return tensors
-    rule = re.compile(translate(pattern))
-    found = [tensor for tensor in tensors if rule.match(dotted(tensor.where)) or rule.match(_name(tensor))]
+    globs = Globs([pattern])
+    found = [tensor for tensor in tensors if globs.matching(dotted(tensor.where), _name(tensor))]
     if not found:
         why = did_you_mean(pattern, (dotted(tensor.where) for tensor in tensors))
         fix = "ckpt inspect --all FILE lists the names."
