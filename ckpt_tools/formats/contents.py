@@ -176,8 +176,11 @@ def as_optimizer(node: Node) -> Optimizer | None:
     """The parts of what `optimizer.state_dict()` gives, where a node is that."""
     if type(node) is not Dict:
         return None
-    groups, state = node.get("param_groups"), node.get("state")
-    return Optimizer(state, groups) if type(groups) is List and type(state) is Dict else None
+    groups = node.get("param_groups")
+    if type(groups) is not List:
+        return None
+    state = node.get("state")
+    return Optimizer(state, groups) if type(state) is Dict else None
 
 
 def _is_state_dict(node: Dict, holders: _Holders) -> bool:

@@ -28,6 +28,11 @@ def _head(entry: Entry) -> Entry:
     return replace(entry, shape=(min(entry.numel, _LOOKED_AT),), stride=(1,))
 
 
+def _in_rows(entries: Iterable[Entry]) -> list[Entry]:
+    """Those that have elements, row-major, as their bytes say them."""
+    return [entry for entry in entries if entry.numel and entry.is_contiguous and not lazy_bits(entry)]
+
+
 def _is_varied(data: bytes, itemsize: int) -> bool:
     return len({data[at : at + itemsize] for at in range(0, len(data), itemsize)}) >= _VARIED
 
@@ -43,7 +48,7 @@ def check_not_twice(parts: Mapping[int, Sequence[Entry]], shown: Callable[[int],
     """
     known: dict[object, int] = {}
     for rank, entries in parts.items():
-        plain = [entry for entry in entries if entry.numel and entry.is_contiguous and not lazy_bits(entry)]
+        plain = _in_rows(entries)
         largest = max(plain, key=lambda entry: entry.numel, default=None)
         if largest is None:
             continue
@@ -51,8 +56,7 @@ def check_not_twice(parts: Mapping[int, Sequence[Entry]], shown: Callable[[int],
         if not _is_varied(data, largest.dtype.itemsize):
             continue
         first = known.setdefault((data, tuple((entry.dtype.name, entry.shape) for entry in plain)), rank)
-        own = [entry for entry in parts[first] if entry.numel and entry.is_contiguous and not lazy_bits(entry)]
-        if first != rank and all(map(same_bytes, own, plain)):
+        if first != rank and all(map(same_bytes, _in_rows(parts[first]), plain)):
             raise PartError(
                 f"{shown(first)} and {shown(rank)} hold the very same numbers of what was cut among them.",
                 why="One file is there twice, under two names.", fix="Get the file of each of them again.",
@@ -88,7 +92,7 @@ def _is_far(one: float, other: float) -> bool:
 
 def _numbers(entry: Entry) -> Sequence[float] | None:
     """The first elements; None where they do not lie in a row, or are not a model's numbers."""
-    if not entry.numel or not entry.is_contiguous or lazy_bits(entry) or sys.byteorder != "little":
+    if not _in_rows([entry]) or sys.byteorder != "little":
         return None
     data = read(row_major(_head(entry)))
     if entry.dtype.name == "bfloat16":

@@ -82,9 +82,7 @@ class Edits:
             report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
         root, casting = self._cast(root, report)
         if self.kind in ("safetensors", "dcp"):
-            from ckpt_tools.operations.convert.object_policy import leave_attributes
-
-            leave_attributes(root, self.kind, self.options.objects, report)
+            _leave_attributes(root, self.kind, self.options.objects, report)
         report.tensors = count_tensors(root)
         _check_not_empty(checkpoint, report)
         return Edited(root, ties, casting)
@@ -257,3 +255,17 @@ def _note_devices(report: Converted, checkpoint: Checkpoint, kind: str, spec: st
         report.notes.append(Note("no-device-tags", "safetensors has no device tags, so `map_location` changes nothing in it."))
     elif not report.devices:
         report.notes.append(Note("devices-unchanged", f"`map_location={spec!r}`: no storage had to change."))
+
+
+def _leave_attributes(root: Node, container: str, policy: str | None, report: Converted) -> None:
+    """Tell which attributes of tensors a container without a place for them leaves out.
+
+    Raises:
+        ContainerLimitError: there are tensors among them, and objects are not to be dropped.
+    """
+    from ckpt_tools.edit.objects.tensor_attributes import check_no_tensors, tensor_attributes
+
+    found = tensor_attributes(root)
+    if policy != "drop":
+        check_no_tensors(found, container)
+    report.dropped += [(dotted(where), f"an attribute of a tensor; {container} has no place for it") for where in found]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_tools.edit.objects import losses, plain
 from ckpt_tools.edit.objects.known import WITH_OUTER, is_known
-from ckpt_tools.edit.objects.tensor_attributes import check_no_tensors, tensor_attributes
+from ckpt_tools.edit.objects.tensor_attributes import tensor_attributes
 from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import Checkpoint, find_tensors
@@ -128,18 +128,6 @@ def _tell_attributes(before: Mapping[Where, Node], root: Node, report: Converted
         left, kept = tensor_attributes(root), {tensor.where for tensor in find_tensors(root)}
         lost = (where for where in before if where not in left and where[:-1] in kept)
         report.dropped += [(dotted(where), f"{why}: an attribute of a tensor") for where in lost]
-
-
-def leave_attributes(root: Node, container: str, policy: str | None, report: Converted) -> None:
-    """Tell which attributes of tensors a container without a place for them leaves out.
-
-    Raises:
-        ContainerLimitError: there are tensors among them, and objects are not to be dropped.
-    """
-    found = tensor_attributes(root)
-    if policy != "drop":
-        check_no_tensors(found, container)
-    report.dropped += [(dotted(where), f"an attribute of a tensor; {container} has no place for it") for where in found]
 
 
 def _check_program(checkpoint: Checkpoint, policy: str | None, report: Converted) -> None:
