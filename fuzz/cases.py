@@ -228,7 +228,7 @@ class Cases:
         if loader in oracle.UNORDERED:
             rows, theirs = (sorted(found, key=lambda row: str(row["where"])) for found in (rows, theirs))
         if said := oracle.difference(rows, theirs):
-            if not _one_of_several(rows, theirs):
+            if not first_of_several(path, rows, theirs):
                 raise FindingError(f"inspect, beside {loader}: {said}")
             return
         with _ExpectingOurErrors(), self.guard.watching():
@@ -245,12 +245,12 @@ def _aliases(rows: list[oracle.Row], theirs: list[oracle.Row], data: bytes) -> b
     return len(rows) != len(theirs) and b"ckpt_tools.aliases" in data
 
 
-def _one_of_several(rows: list[oracle.Row], theirs: list[oracle.Row]) -> bool:
-    """Whether we list several archives of one file, as we should, and torch sees one of them: which one, its reader decides."""
-    parts: dict[object, list[oracle.Row]] = {}
-    for row in rows:
-        parts.setdefault(row["where"][0], []).append({**row, "where": row["where"][1:]})
-    return all(type(part) is int for part in parts) and any(not oracle.difference(part, theirs) for part in parts.values())
+def first_of_several(path: Path, rows: list[oracle.Row], theirs: list[oracle.Row]) -> bool:
+    """Whether we list several archives of one file, as we should, and torch the first of them, as we say."""
+    if ckpt_tools.inspect(path).container != "dcp-part":
+        return False
+    first = [{**row, "where": row["where"][1:]} for row in rows if row["where"][0] == 0]
+    return not oracle.difference(first, theirs)
 
 
 class _ExpectingOurErrors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from random import Random
 from typing import Any
@@ -74,7 +75,12 @@ def _change(rng: Random, tree: dict[str, Any]) -> None:
             continue
         _put(rng, node, key)
         return
-    tree[text(rng)] = rng.choice(_JUNK)
+    tree[text(rng)] = _junk(rng)
+
+
+def _junk(rng: Random) -> Any:
+    """Something of another kind, each time anew: a later change must not reach into this table."""
+    return copy.deepcopy(rng.choice(_JUNK))
 
 
 def _put(rng: Random, node: Any, key: Any) -> None:
@@ -88,7 +94,7 @@ def _put(rng: Random, node: Any, key: Any) -> None:
     elif pick < 0.4 and isinstance(node, list):
         node.insert(key, node[key])
     else:
-        node[key] = rng.choice(_JUNK)
+        node[key] = _junk(rng)
 
 
 def _text(rng: Random, header: bytes) -> bytes:

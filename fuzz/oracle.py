@@ -162,5 +162,7 @@ def _same_path(ours: list[str | int], theirs: list[str | int]) -> bool:
 
 def _same_key(ours: str | int, theirs: str | int) -> bool:
     one, two = str(ours), str(theirs)
+    if two.startswith("StorageType(") and hasattr(torch, one.removeprefix("torch.")):
+        one = str(torch.serialization.StorageType(one.removeprefix("torch.")))
     named = re.fullmatch(r"<(?:class|function|built-in \w+) '?([\w.]+)\b.*>", two)
     return ours == theirs or one.startswith("<") or one == two or (named is not None and f".{one}".endswith(f".{named[1]}"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from ckpt_tools.errors import (
     TensorError,
     ZipError,
 )
-from fuzz import oracle
+from fuzz import cases, headers, oracle
 from fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
@@ -80,6 +82,35 @@ def test_the_oracle_that_unpickles_calls_nothing(tmp_path: Path) -> None:
     bad = write(tmp_path, torch_zip(p.pickle(p.call("os", "system", p.text(f"touch {tmp_path / 'ran'}")))))
     assert oracle.pickle_rows(bad) == "UnpicklingError: os.system"
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_case_does_not_depend_on_those_before() -> None:
+    """What one case made of a piece of junk was junk for the next: it grew, held itself, and its numbers had 5,000 digits."""
+    rows = json.dumps({"a": [], "b": {"c": [[1]]}}).encode()
+    once, again = ([headers.mutate_json(Random(number), rows) for number in range(3000)] for _ in range(2))
+    assert once == again
+    assert max(map(len, once)) < 1000
+
+
+def test_a_class_of_storages_as_a_key_is_the_same_to_the_oracle(tmp_path: Path) -> None:
+    """torch makes an object of its own of it, named by its dtype."""
+    path = tmp_path / "in.pth"
+    torch.save({torch.FloatStorage: torch.ones(2)}, path)
+    rows, theirs = ckpt_tools.inspect(path).tensors, oracle.torch_rows(path)
+    assert not isinstance(theirs, str)
+    assert oracle.difference(rows, theirs) is None
+    assert oracle.difference([rows[0] | {"where": ["torch.HalfStorage"]}], theirs)
+
+
+def test_of_several_archives_torch_gives_the_first(tmp_path: Path) -> None:
+    """Also where it holds no tensor at all; of another one the oracle says that it differs."""
+    path = tmp_path / "in.pth"
+    for number, root in enumerate(({}, {"w": torch.ones(2)})):
+        torch.save(root, tmp_path / f"{number}.pth")
+    path.write_bytes(b"".join((tmp_path / f"{number}.pth").read_bytes() for number in (0, 1)))
+    rows = ckpt_tools.inspect(path).tensors
+    assert cases.first_of_several(path, rows, [])
+    assert not cases.first_of_several(path, rows, [rows[0] | {"where": ["w"]}])
 
 
 def test_what_cannot_be_inflated_has_no_digest(tmp_path: Path) -> None:
