@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
 
+from ckpt_tools.edit.metadata import UNEDITED, MetadataEdit
 from ckpt_tools.edit.objects import plain
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.formats.open import (
@@ -51,19 +52,23 @@ class Flat:
     fates: list[plain.Fate] = field(default_factory=list)
 
 
-def flatten(root: Node, *, objects: str | None = None, metadata: Mapping[str, str] | None = None) -> Flat:
+def flatten(
+    root: Node, *, objects: str | None = None, metadata: Mapping[str, str] | None = None, edit: MetadataEdit = UNEDITED
+) -> Flat:
     """Make a tree flat, or say what stands in the way.
 
     Args:
         root: the tree. objects: what `--objects` says; "keep" cannot be done.
-        metadata: text of a safetensors input, which the output keeps.
+        metadata: text of a safetensors input, which the output keeps. edit: what becomes of it.
 
     Raises:
         ContainerLimitError: several state dicts, tensors outside one, an unusual tensor, objects that are to be kept.
+        NothingMatchedError: metadata that is to be dropped is not there.
     """
     state_dict, flat = one_state_dict(root, objects=objects, metadata=metadata)
     _collect(state_dict, flat)
     flat.metadata.setdefault("format", "pt")
+    edit.apply(flat.metadata)
     if flat.aliases:
         flat.metadata[ALIASES] = json.dumps(flat.aliases, separators=(",", ":"))
     return flat

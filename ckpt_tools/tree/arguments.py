@@ -21,6 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Reader = Callable[[str, Any], Any]
 Renames: TypeAlias = str | Sequence[str | tuple[str, str]] | Mapping[str, str]
+Metadata: TypeAlias = str | Sequence[str | tuple[str, str]] | Mapping[str, str]
 Device: TypeAlias = Union[str, "torch.device"]
 Location: TypeAlias = Union[str, "torch.device", Mapping[Device, Device], Mapping[str, str]]
 
@@ -136,6 +137,21 @@ def read_pair(name: str, value: Any) -> tuple[str, str]:
     if not isinstance(value, list | tuple) or len(value) != 2 or not all(isinstance(part, str) for part in value):
         raise _refused(name, value, "'REGEX=REPLACEMENT', a list of them, or pairs of texts")
     return value[0], value[1]
+
+
+def read_texts_by_key(name: str, value: Any) -> list[tuple[str, str]]:
+    """`KEY=VALUE` texts, pairs, or a mapping, as pairs."""
+    pairs = [_key_and_text(name, one) for one in read_rules(name, value)]
+    if odd := [key for key, text in pairs if any("\ud800" <= character <= "\udfff" for character in key + text)]:
+        raise UsageError(f"`{name}`: the text of {odd[0]!r} is not Unicode.")
+    return pairs
+
+
+def _key_and_text(name: str, value: str | tuple[str, str]) -> tuple[str, str]:
+    key, equals, text = value.partition("=") if isinstance(value, str) else (value[0], "=", value[1])
+    if not key or not equals:
+        raise UsageError(f"`{name}={value!r}` is not KEY=VALUE.")
+    return key, text
 
 
 def read_schemes(name: str, value: Any) -> Any:

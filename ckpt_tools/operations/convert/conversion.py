@@ -149,7 +149,7 @@ def _lay_out_flat(root: Node, decoded: Decoded, edits: Edits, report: Converted)
     from ckpt_tools.edit.flatten import flatten
     from ckpt_tools.formats import safetensors
 
-    flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata)
+    flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata, edit=edits.metadata)
     report_flat(flat, report)
     return safetensors.lay_out(flat.tensors, flat.metadata, reserve=edits.reserve)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit import renaming
+from ckpt_tools.edit.metadata import UNEDITED, MetadataEdit
 from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.formats.base import PROGRAMS
@@ -29,6 +30,7 @@ from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.nodes import Node
 
 _RESERVE = 4096  # bytes of room in a safetensors header
+_CALLED = {"pth": "a .pth", "pth-legacy": "a .pth", "dcp": "a distributed checkpoint"}
 
 if TYPE_CHECKING:  # what only some conversions need is imported by those
     from ckpt_tools.edit.casts import Casting
@@ -56,6 +58,10 @@ class Edits:
     def __init__(self, options: ConvertOptions, kind: str = "pth") -> None:
         if options.reserve is not None and kind != "safetensors":
             raise UsageError("`reserve` is the room in a safetensors header; a .pth puts a longer pickle behind its tensors.")
+        self.metadata = MetadataEdit(options.metadata_texts, options.drop_metadata)
+        if self.metadata != UNEDITED and kind != "safetensors" and not (kind == "pth" and options.shard_size):
+            option = "set_metadata" if options.set_metadata else "drop_metadata"
+            raise UsageError(f"`{option}` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata.")
         self.options, self.kind, self.names = options, kind, Names(options)
         self.map_location = _spec(options.map_location)
         self.retag = _retagging(self.map_location)
@@ -83,6 +89,9 @@ class Edits:
         root, casting = self._cast(root, report)
         if self.kind in ("safetensors", "dcp"):
             _leave_attributes(root, self.kind, self.options.objects, report)
+        report.dropped += [(key, "`drop_metadata`") for key in self.metadata.dropped]
+        if self.metadata.texts:
+            report.notes.append(Note("metadata-set", f"Metadata: {listed([repr(key) for key, _ in self.metadata.texts])} set."))
         report.tensors = count_tensors(root)
         _check_not_empty(checkpoint, report)
         return Edited(root, ties, casting)

@@ -154,13 +154,16 @@ def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report
     if edits.options.verify and not decoded.has_checksums:
         report.notes.append(not_verified(decoded))
     if edits.kind == "safetensors":
-        shards = sharding.safetensors_shards(root, limit, objects=edits.options.objects, metadata=decoded.metadata)
+        shards = sharding.safetensors_shards(
+            root, limit, objects=edits.options.objects, metadata=decoded.metadata, edit=edits.metadata
+        )
     else:
         shards = sharding.torch_shards(
             root,
             limit,
             objects=edits.options.objects,
             metadata=decoded.metadata,
+            edit=edits.metadata,
             trust_crc=decoded.has_checksums,
             verify=verify,
         )

@@ -72,7 +72,8 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
         report = Converted(str(path), str(path), checkpoint.container, options.dry_run)
         if part is not None:
             report.notes.append(Note("partition", f"The file is a part of a model, and stays one: {part.found}."))
-        pieces = _lay_out(Edits(asked, kind).apply(checkpoint, report, stack).root, checkpoint, report)
+        edits = Edits(asked, kind)
+        pieces = _lay_out(edits.apply(checkpoint, report, stack).root, checkpoint, edits, report)
         report.bytes = total(pieces)
         patches = _differing(source, _patches(pieces, source))
         rewritten = sum(len(data) for _, data in patches)
@@ -83,13 +84,13 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
     return report
 
 
-def _lay_out(root: Node, checkpoint: Checkpoint, report: Converted) -> list[Piece]:
+def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
     decoded = checkpoint.decoded
     if checkpoint.container == "torch-zip":
         return torch_layout.lay_out_in_place(root, folder=decoded.root_folder, byteorder=decoded.byteorder)
     if checkpoint.container == "torch-legacy":
         return torch_legacy.lay_out_in_place(root, decoded)
-    flat = flatten.flatten(root, metadata=decoded.metadata)
+    flat = flatten.flatten(root, metadata=decoded.metadata, edit=edits.metadata)
     report_flat(flat, report)
     return safetensors.lay_out_in_place(flat.tensors, flat.metadata, decoded.source)
 

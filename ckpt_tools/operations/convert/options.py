@@ -4,13 +4,14 @@ the reference derive from it. IN and OUT are the two paths.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.tree import arguments
-from ckpt_tools.tree.arguments import Location, Renames
+from ckpt_tools.tree.arguments import Location, Metadata, Renames
 from ckpt_tools.tree.options import Options, choice, flag, text, texts, value, whole
 from ckpt_tools.tree.output_names import FORMATS, Format
 
@@ -109,6 +110,33 @@ class SlimOptions(Options):
     ema: bool = flag("The averaged weights (ema, model_ema, ema_state_dict ...) become the whole output.", moves=True)
 
 
+class MetadataOptions(Options):
+    """The text in a safetensors header."""
+
+    set_metadata: Metadata = texts(
+        "Put KEY=VALUE into the metadata of a safetensors OUT, and into an index.", read=arguments.read_texts_by_key,
+        metavar="KEY=VALUE", in_code="`KEY=VALUE`, a pair of the two, or several in a list or mapping.",
+    )  # fmt: skip
+    drop_metadata: str | Sequence[str] = texts("Leave KEY out of the metadata.", metavar="KEY")
+
+    def check(self) -> None:
+        """Raise UsageError for a key that is set twice, set and dropped, or ckpt's own."""
+        super().check()
+        keys = [*(key for key, _ in self.metadata_texts), *self.drop_metadata]
+        if repeated := [key for key, count in Counter(keys).items() if count > 1]:
+            raise UsageError(f"`set_metadata` and `drop_metadata` name the key {repeated[0]!r} twice.")
+        if own := [key for key in keys if key.startswith("ckpt_tools.")]:
+            raise UsageError(
+                f"The metadata {own[0]!r} is what ckpt keeps there for the way back.",
+                why="Another text in its place would tell of ties and modules that are not there.",
+            )
+
+    @property
+    def metadata_texts(self) -> list[tuple[str, str]]:
+        """What is to be set, as its reader has made it."""
+        return cast("list[tuple[str, str]]", self.set_metadata)
+
+
 class OutputOptions(Options):
     """What is written, and where nothing is."""
 
@@ -144,11 +172,11 @@ class WriteOptions(Options):
     progress: Progress | None = value("Called with (bytes written, bytes in total).", arguments.read_call, kind="code")
 
 
-class SaveOptions(OutputOptions, DryRunOption, WriteOptions):
+class SaveOptions(OutputOptions, MetadataOptions, DryRunOption, WriteOptions):
     """All about the output."""
 
 
-class InPlaceOptions(NameOptions, DeviceOptions, ObjectOptions, DryRunOption):
+class InPlaceOptions(NameOptions, DeviceOptions, ObjectOptions, MetadataOptions, DryRunOption):
     """All that `edit_in_place` takes."""
 
 
@@ -162,6 +190,8 @@ class ConvertOptions(
         super().check()
         if self.slim and self.objects == "keep":
             raise UsageError("`slim` drops objects, so `objects='keep'` contradicts it.")
+        if self.shard_size is not None and "total_size" in dict(self.metadata_texts):
+            raise UsageError("`set_metadata`: an index of shards says the bytes of the tensors under 'total_size'.")
         if self.plan is not None and (named := [name for name in self.given() if name in NameOptions.options]):
             raise UsageError(f"`{named[0]}` does not go with `plan`, which says every name.")
 

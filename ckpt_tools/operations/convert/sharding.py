@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt_tools.edit import flatten
 from ckpt_tools.edit.flatten import Flat
+from ckpt_tools.edit.metadata import UNEDITED, MetadataEdit
 from ckpt_tools.formats import safetensors, sharded
 from ckpt_tools.formats.open import tensors_by_name
 from ckpt_tools.formats.zip import torch_layout
@@ -26,13 +27,15 @@ class Shards:
     flat: Flat
 
 
-def safetensors_shards(root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str]) -> Shards:
+def safetensors_shards(
+    root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], edit: MetadataEdit = UNEDITED
+) -> Shards:
     """Lay a tree out in safetensors shards of at most `limit` bytes of tensors each.
 
     Raises:
         ContainerLimitError: as for one safetensors file.
     """
-    flat = flatten.flatten(root, objects=objects, metadata=metadata)
+    flat = flatten.flatten(root, objects=objects, metadata=metadata, edit=edit)
     shards = sharded.split([(name, content.length) for name, (_, content) in flat.tensors.items()], limit)
     names, files = sharded.SAFETENSORS, []
     weight_map: dict[str, str] = {}
@@ -42,11 +45,12 @@ def safetensors_shards(root: Node, limit: int, *, objects: str | None, metadata:
     members: list[list[str]] = [[] for _ in shards]
     for name in order:
         members[homes[name]].append(name)
+    said = {key: flat.metadata[key] for key in ("format", *dict(edit.texts)) if key in flat.metadata}
     for number, shard in enumerate(shards):
         file = names.shard(number + 1, len(shards))
         own = {name: {"of": flat.aliases[name]["of"], "index": place}
                for place, name in enumerate(members[number]) if name in flat.aliases}  # fmt: skip
-        text = {"format": "pt"} | ({safetensors.ALIASES: json.dumps(own, separators=(",", ":"))} if own else {})
+        text = said | ({safetensors.ALIASES: json.dumps(own, separators=(",", ":"))} if own else {})
         files.append((file, safetensors.lay_out({name: flat.tensors[name] for name in shard}, text)))
         weight_map |= dict.fromkeys(shard, file)
     total = sum(content.length for _, content in flat.tensors.values())
@@ -54,7 +58,14 @@ def safetensors_shards(root: Node, limit: int, *, objects: str | None, metadata:
 
 
 def torch_shards(
-    root: Node, limit: int, *, objects: str | None, metadata: Mapping[str, str], trust_crc: bool, verify: bool
+    root: Node,
+    limit: int,
+    *,
+    objects: str | None,
+    metadata: Mapping[str, str],
+    trust_crc: bool,
+    verify: bool,
+    edit: MetadataEdit = UNEDITED,
 ) -> Shards:
     """Lay a tree out in torch-zip shards; tensors that share a storage stay together, as views on it.
 
@@ -62,6 +73,7 @@ def torch_shards(
         ContainerLimitError: several state dicts, tensors outside one, objects that are to be kept.
     """
     state_dict, flat = flatten.one_state_dict(root, objects=objects, metadata=metadata, holder="A sharded checkpoint")
+    edit.apply(flat.metadata)
     items: list[tuple[str, Node]] = [*tensors_by_name(state_dict.node).items()]
     groups = sharded.storage_groups(items)
     shards = sharded.split([(str(number), size) for number, (_, size) in enumerate(groups)], limit)
