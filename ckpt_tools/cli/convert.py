@@ -10,6 +10,7 @@ import click
 from ckpt_tools.cli.options import (
     LOCATION,
     OUTPUT,
+    BareOptions,
     end_process,
     given,
     options_of,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.convert.report import Converted
 
 
-@click.command()
+@click.command(cls=BareOptions)
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
 @options_of(ConvertOptions)
@@ -42,11 +43,12 @@ def convert(source: Path, target: str | None, in_place: bool, quiet: bool, as_js
     ckpt convert old.pth new.pth --like models:resnet --like-args '{"num_classes": 200}' --on-mismatch reinit --reinit default
     ckpt convert train.ckpt weights.pth --slim
     ckpt convert big.pth folder --shard-size 5GB
+    ckpt convert model-fp8 plain --shard-size 5GB --dequantize bf16
     ckpt convert folder merged.safetensors
 
-    The steps come in this order: --select, --objects, --ema, --slim, --keep and --drop (by the names in IN), --strip-module,
-    --unwrap, --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan, --map-location,
-    --dtype.
+    The steps come in this order: --select, --objects, --ema, --slim, --keep and --drop (by the names in IN), --dequantize,
+    --strip-module, --unwrap, --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan,
+    --map-location, --dtype.
 
     IN may be a folder: of shards with their index, of torch.distributed.checkpoint, of a file for each rank. Where OUT is a
     folder too, other files come along: config.json, the tokenizer's files; never code.

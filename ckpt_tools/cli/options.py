@@ -130,6 +130,28 @@ def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[
     return decorate
 
 
+class BareOptions(click.Command):
+    """A command with options whose value may be left out: what comes next is theirs only if it is one of their values."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Give such an option the value that it has without one."""
+        bare = {name: option for option in self.params if isinstance(option, Bare) for name in option.opts}
+        end = args.index("--") if "--" in args else len(args)
+        for place in range(end):
+            option = bare.get(args[place])
+            if option is not None and args[place + 1 : place + 2] not in [[choice] for choice in option.choices]:
+                args[place] = f"{args[place]}={option.bare}"
+        return super().parse_args(ctx, args)
+
+
+class Bare(Once):
+    """An option whose value may be left out, in a command of the class `BareOptions`."""
+
+    def __init__(self, *args: Any, bare: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bare, self.choices = bare, tuple(kwargs["type"].choices)
+
+
 def _as_click(option: Option) -> dict[str, Any]:
     """What click calls an option of this kind."""
     said: dict[str, Any] = {"help": option.help, "metavar": option.metavar, "shell_complete": _completion(option)}
@@ -139,7 +161,8 @@ def _as_click(option: Option) -> dict[str, Any]:
         return {**said, "help": f"{option.help} Repeatable.", "multiple": True}
     if option.kind == "whole":
         return {**said, "cls": Once, "type": int if option.most is None else click.IntRange(0, option.most)}
-    return {**said, "cls": Once, "type": click.Choice(option.choices) if option.choices else str}
+    kind = {"cls": Bare, "bare": option.bare} if option.bare else {"cls": Once}
+    return {**said, **kind, "type": click.Choice(option.choices) if option.choices else str}
 
 
 def _completion(option: Option) -> Callable[..., Any] | None:

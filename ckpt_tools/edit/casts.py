@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.edit.devices import map_storages
@@ -36,16 +36,25 @@ class Casting:
     """What is cast: tensors by "from -> to", and per storage its path and the count of overflows; step counters that stay."""
 
     moves: dict[str, int] = field(default_factory=dict)
-    counts: dict[str, CastCount] = field(default_factory=dict)
+    counts: list[tuple[str, CastCount]] = field(default_factory=list)
     steps: int = 0
 
     def overflowed(self) -> dict[str, int]:
         """Dotted path -> finite values that became infinite; to be asked once the bytes are written."""
-        return {name: count.overflowed for name, count in self.counts.items() if count.overflowed}
+        return _sums((name, count.overflowed) for name, count in self.counts)
 
     def underflowed(self) -> dict[str, int]:
         """Dotted path -> values that became zero; to be asked once the bytes are written."""
-        return {name: count.underflowed for name, count in self.counts.items() if count.underflowed}
+        return _sums((name, count.underflowed) for name, count in self.counts)
+
+
+def _sums(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The sum of each name's counts, where it is not 0."""
+    found: dict[str, int] = {}
+    for name, count in counts:
+        if count:
+            found[name] = found.get(name, 0) + count
+    return found
 
 
 def cast_floats(root: Node, target: DType, only: Sequence[str] = ()) -> tuple[Node, Casting]:
@@ -78,7 +87,8 @@ def cast_floats(root: Node, target: DType, only: Sequence[str] = ()) -> tuple[No
             raise ConvertError(f"{views[0][0]!r} is {before.name}, which torch cannot cast.", fix="Choose with `dtype_only`.")
         move = f"{before.name} -> {target.name}"
         casting.moves[move] = casting.moves.get(move, 0) + len(views)
-        count = casting.counts[views[0][0]] = CastCount()
+        count = CastCount()
+        casting.counts.append((views[0][0], count))
         content = cast(storage.content, before, target, count)
         return replace(storage, dtype=target, nbytes=content.length, content=content)
 

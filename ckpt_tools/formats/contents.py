@@ -37,6 +37,17 @@ class StateDict:
         return list(tensors_by_name(self.node))
 
 
+def names_quantised(state_dict: StateDict) -> bool:
+    """Whether a name in a state dict may be that of the scales or codes of quantised weights."""
+    return any(type(key) is str and key.endswith(_OF_QUANTISED) for key, _ in state_dict.node.items)
+
+
+_OF_QUANTISED = (
+    "_scale", "_scale_inv", ".scale_weight", ".scale", "SCB", ".absmax", ".quant_map", "qweight", "qzeros", "_packed",
+    "_blocks", ".blocks", "_scales",
+)  # fmt: skip
+
+
 def is_tensor(node: Node) -> TypeGuard[Entry | Object]:
     """Whether a node is a tensor, plain or unusual."""
     return type(node) is Entry or (type(node) is Object and unusual_tensor(node) is not None)

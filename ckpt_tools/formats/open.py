@@ -29,6 +29,7 @@ from ckpt_tools.formats.contents import find_tensors as find_tensors
 from ckpt_tools.formats.contents import is_extra as is_extra
 from ckpt_tools.formats.contents import is_optimizer as is_optimizer
 from ckpt_tools.formats.contents import is_tensor as is_tensor
+from ckpt_tools.formats.contents import names_quantised as names_quantised
 from ckpt_tools.formats.contents import tensors_by_name as tensors_by_name
 from ckpt_tools.formats.contents import tensors_outside as tensors_outside
 from ckpt_tools.formats.polyglots import refuse_polyglot

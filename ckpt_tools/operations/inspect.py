@@ -20,6 +20,7 @@ from ckpt_tools.formats.open import (
     collector_paused,
     is_optimizer,
     is_tensor,
+    names_quantised,
     open_checkpoint,
 )
 from ckpt_tools.formats.parts.named import Partition, names_parts, partition
@@ -71,6 +72,7 @@ class Description:
         metadata: the text in a safetensors header. findings: problems and facts, with the command that mends them.
         part: of one process's part of a model, whose and of how many; else None.
         packed: of a checkpoint in a compressed file or a tar, which kind that is and the member; else None.
+        quantised: of quantised weights the schemes, with what plain ones would take; else None.
     """
 
     path: str
@@ -90,6 +92,7 @@ class Description:
     findings: list[Finding]
     part: dict[str, Any] | None = None
     packed: dict[str, str] | None = None
+    quantised: dict[str, Any] | None = None
 
     __repr__ = brief
 
@@ -124,7 +127,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         list(map(str, dict.fromkeys((*checkpoint.decoded.globals, *safety.names)))),
         {"loads": loads.weights_only, "refused": loads.refused, "reasons": loads.reasons, "call": loads.call}, safety,
         dict(checkpoint.decoded.metadata), list(findings(facts)),
-        _part_row(facts.part) if facts.part is not None else None, _packed_row(checkpoint),
+        _part_row(facts.part) if facts.part is not None else None, _packed_row(checkpoint), _quantised_row(checkpoint),
     )  # fmt: skip
 
 
@@ -148,6 +151,15 @@ def _part_row(part: Partition) -> dict[str, Any]:
 def _packed_row(checkpoint: Checkpoint) -> dict[str, str] | None:
     packed = checkpoint.packed
     return None if packed is None else {"kind": packed.kind, "member": packed.member}
+
+
+def _quantised_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What is quantised; the shape of a few weights stands in a tensor of their own, of 16 bytes, which is read."""
+    if not any(map(names_quantised, checkpoint.state_dicts)):
+        return None
+    from ckpt_tools.edit.quantised.summary import summary
+
+    return summary(checkpoint)
 
 
 _Rows: TypeAlias = list[dict[str, Any]]

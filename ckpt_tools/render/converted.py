@@ -40,6 +40,7 @@ def _rows(report: Converted) -> list[Row]:
     if report.compacted:
         rows.append(("compacted", f"{counted(report.compacted, 'storage')}, {size_text(report.saved)} saved"))
     rows += rows_of("devices", [f"{move}: {counted(count, 'storage')}" for move, count in report.devices.items()])
+    rows += rows_of("dequantised", [f"{move}: {counted(count, 'tensor')}" for move, count in report.dequantised.items()])
     rows += rows_of("cast", [f"{move}: {counted(count, 'tensor')}" for move, count in report.casts.items()])
     rows += rows_of(
         "overflow", [f"{name}: {counted(count, 'value')} became infinite" for name, count in report.overflowed.items()]

@@ -84,12 +84,22 @@ def _head(description: Description, limit: int | None) -> list[Row]:
     if totals["devices"]:
         rows.append(("devices", counts_text(totals["devices"])))
     rows += rows_of("state dict", list(map(state_dict_text, description.state_dicts)), limit, "--all")
+    if quantised := description.quantised:
+        rows += rows_of("quantised", [*map(_scheme_text, quantised["schemes"]), *quantised["problems"]], limit, "--all")
     if part := description.part:
         whose = "one" if part["rank"] is None else f"rank {part['rank']}"
         of = f"{whose} of {part['world']}, " if part["world"] else ""
         rows.append(("part", f"{of}{part['family']}: not a model by itself"))
     rows.append(loading_row(description.weights_only))
     return rows if description.container == "safetensors" else [*rows, ("safety", description.safety.text)]
+
+
+def _scheme_text(row: dict[str, Any]) -> str:
+    """A scheme of quantised weights, and what plain ones take."""
+    plain = f" -> {size_text(row['bf16_bytes'])} in bf16" if row["bf16_bytes"] is not None else ""
+    return (
+        f"{row['scheme']}, {row['tensors']} {'matrix' if row['tensors'] == 1 else 'matrices'}, {size_text(row['bytes'])}{plain}"
+    )
 
 
 def _chosen(rows: list[dict[str, Any]], view: View) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 # The order in which `convert` does it; those of a row come together.
 _ORDER = (
-    ("select",), ("objects",), ("ema",), ("slim",), ("keep", "drop"), ("strip_module",), ("unwrap",), ("strip_prefix",),
+    ("select",), ("objects",), ("ema",), ("slim",), ("keep", "drop"), ("dequantize",),
+    ("strip_module",), ("unwrap",), ("strip_prefix",),
     ("rename",), ("add_prefix",), ("add_module",), ("fit",), ("map_location",), ("cast",),
 )  # fmt: skip
 _PLACES = {step: place for place, row in enumerate(_ORDER) for step in row}
@@ -47,7 +48,8 @@ class Steps:
     """What is to become of a checkpoint. Every step gives a new plan and leaves this one as it is.
 
     Steps are said in the order in which `convert` carries them out: select, objects, ema, slim, keep and drop (by the names in
-    the file), strip_module, unwrap, strip_prefix, rename, add_prefix, add_module, fit, map_location, cast. Another is refused.
+    the file), dequantize, strip_module, unwrap, strip_prefix, rename, add_prefix, add_module, fit, map_location, cast. Another
+    is refused.
 
     Attributes:
         path: the checkpoint. options: what `convert` is asked for. said: the steps so far.
@@ -99,6 +101,10 @@ class Steps:
     def drop(self, glob: str, *more: str) -> Self:
         """Without what `glob`, or one of `more`, matches, by name or dotted path."""
         return self._step("drop", drop=[*self.options.drop, glob, *more])
+
+    def dequantize(self, dtype: Literal["bf16", "fp16", "fp32"] = "bf16") -> Self:
+        """With quantised weights made plain ones of this `dtype`."""
+        return self._step("dequantize", dequantize=dtype)
 
     def strip_module(self) -> Self:
         """Without leading `module.` in every state dict."""

@@ -50,16 +50,17 @@ class Option:
         most: the bound of a whole number. completes: "names" or "places".
         alias: another name on the command line, as it is typed.
         moves: whether tensors do not stay where they lie in the input.
+        bare: the value where the command line gives none behind the option.
     """
 
     def __init__(
         self, default: Any, read: Reader, help: str, *, kind: str = "text", in_code: str = "", metavar: str | None = None,
         choices: Sequence[str] = (), most: int | None = None, alias: str = "", completes: str = "",
-        moves: bool = False,
+        moves: bool = False, bare: str = "",
     ) -> None:  # fmt: skip
         self.default, self.read, self.help, self.kind, self.in_code = default, read, help, kind, in_code
         self.metavar, self.choices, self.most = metavar, tuple(choices), most
-        self.alias, self.completes, self.moves = alias, completes, moves
+        self.alias, self.completes, self.moves, self.bare = alias, completes, moves, bare
 
     def value(self, name: str, given: Any) -> Any:
         """What a caller gave, read; the default where that is nothing."""

@@ -12,6 +12,7 @@ from ckpt_tools.io.content import (
     CHUNK,
     Computed,
     Content,
+    Joined,
     Literal,
     Range,
     chunks,
@@ -49,25 +50,29 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
     def work() -> Iterator[memoryview]:
         import torch
 
-        before, after = torch_dtype(source), torch_dtype(target)
-        may_overflow = torch.finfo(before).max > torch.finfo(after).max  # bf16 -> fp16 too, of the same size
-        may_underflow = torch.finfo(before).smallest_normal < torch.finfo(after).smallest_normal
         room = min(ELEMENTS * source.itemsize, content.length)
         if not room:  # frombuffer takes no empty buffer
             return
         buffer, out = bytearray(room), bytearray(room // source.itemsize * target.itemsize)
-        values, result = torch.frombuffer(buffer, dtype=before), torch.frombuffer(out, dtype=after)
+        values, result = torch.frombuffer(buffer, dtype=torch_dtype(source)), torch.frombuffer(out, dtype=torch_dtype(target))
         for size in _filled(content, source.itemsize, memoryview(buffer)):
-            old, new = values[: size // source.itemsize], result[: size // source.itemsize]
-            new.copy_(old)
-            wide, narrow = (part if part.itemsize > 1 else part.float() for part in (old, new))  # fp8 has no isfinite
-            if may_overflow:
-                count.overflowed += _became_infinite(wide, narrow)
-            if may_underflow:
-                count.underflowed += int(torch.count_nonzero(wide)) - int(torch.count_nonzero(narrow))
+            narrow(values[: size // source.itemsize], result[: size // source.itemsize], count)
             yield memoryview(out)[: size // source.itemsize * target.itemsize]
 
     return Computed(content.length // source.itemsize * target.itemsize, work, content)
+
+
+def narrow(old: torch.Tensor, new: torch.Tensor, count: CastCount) -> None:
+    """Write values into a tensor of another float dtype, and count those that do not survive it."""
+    import torch
+
+    before, after = torch.finfo(old.dtype), torch.finfo(new.dtype)
+    new.copy_(old)
+    wide, narrowed = (part if part.itemsize > 1 else part.float() for part in (old, new))  # fp8 has no isfinite
+    if before.max > after.max:  # bf16 -> fp16 too, of the same size
+        count.overflowed += _became_infinite(wide, narrowed)
+    if before.smallest_normal < after.smallest_normal:
+        count.underflowed += int(torch.count_nonzero(wide)) - int(torch.count_nonzero(narrowed))
 
 
 def _became_infinite(wide: torch.Tensor, narrow: torch.Tensor) -> int:
@@ -137,6 +142,8 @@ def part(content: Content, start: int, length: int) -> Content:
         return Range(content.source, content.offset + start, length)
     if isinstance(content, Literal):
         return Literal(content.data[start : start + length])
+    if isinstance(content, Joined):
+        return Joined(tuple(_parts(content, start, length)))
 
     def work() -> Iterator[memoryview]:
         at = 0
@@ -149,6 +156,15 @@ def part(content: Content, start: int, length: int) -> Content:
                 return
 
     return Computed(length, work)
+
+
+def _parts(content: Joined, start: int, length: int) -> Iterator[Content]:
+    """What of each of the joined contents is in a range of all of them."""
+    for one in content.parts:
+        first, end = max(0, start), min(one.length, start + length)
+        if first < end:
+            yield part(one, first, end - first)
+        start -= one.length
 
 
 def row_major(entry: Entry) -> Content:

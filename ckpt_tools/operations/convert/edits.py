@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -76,17 +77,18 @@ class Edits:
             root = _arrays(root, report)  # it holds nothing else of them
         if self.options.keep or self.options.drop:
             self._filter(root, used, report)
-        self.names.apply(root, report)
         if checkpoint.decoded.byteorder != "little":
             from ckpt_tools.edit.casts import to_little_endian
 
             root = to_little_endian(root, checkpoint.decoded.byteorder)
+        plain = self._dequantised(root, checkpoint, report)
+        self.names.apply(root, report)
         if self.retargeting is not None:
             _fit(root, self.retargeting, report, stack)
         root = self._retagged(root, checkpoint, report)
         if self.options.verify and report.dry_run:
             report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
-        root, casting = self._cast(root, report)
+        root, casting = self._cast(root, report, plain)
         if self.kind in ("safetensors", "dcp"):
             _leave_attributes(root, self.kind, self.options.objects, report)
         report.dropped += [(key, "`drop_metadata`") for key in self.metadata.dropped]
@@ -123,13 +125,28 @@ class Edits:
         _note_devices(report, checkpoint, self.kind, self.map_location)
         return root
 
-    def _cast(self, root: Node, report: Converted) -> tuple[Node, Casting | None]:
-        """Cast floats, and tell."""
+    def _dequantised(self, root: Node, checkpoint: Checkpoint, report: Converted) -> Casting | None:
+        """Make quantised weights plain, and tell; what counts the values that their rounding loses."""
+        if self.options.dequantize is None:
+            return None
+        from ckpt_tools.edit.casts import Casting
+        from ckpt_tools.edit.quantised.config import read_config
+        from ckpt_tools.edit.quantised.dequantising import dequantise
+
+        target = DTYPES[CAST_TARGETS[self.options.dequantize]]
+        done = dequantise(root, target, read_config(checkpoint))
+        report.dequantised = {f"{scheme} -> {target.name}": count for scheme, count in Counter(done.tensors.values()).items()}
+        report.dropped += [(dotted(where), why) for where, why in done.left_out]
+        return Casting(counts=list(done.counts.items()))
+
+    def _cast(self, root: Node, report: Converted, before: Casting | None) -> tuple[Node, Casting | None]:
+        """Cast floats, and tell; `before` counts what was lost already."""
         if self.options.dtype is None:
-            return root, None
+            return root, before
         from ckpt_tools.edit.casts import cast_floats
 
         root, casting = cast_floats(root, DTYPES[CAST_TARGETS[str(self.options.dtype)]], self.options.dtype_only)
+        casting.counts += before.counts if before is not None else []
         report.casts = casting.moves
         if casting.steps:
             text = f"{casting.steps} step counters of optimizers keep their dtype; `dtype_only='*.step'` casts them."

@@ -70,6 +70,15 @@ class DeviceOptions(Options):
     )  # fmt: skip
 
 
+class QuantisedOptions(Options):
+    """Quantised weights made plain."""
+
+    dequantize: Literal["bf16", "fp16", "fp32"] | None = choice(
+        "Make quantised weights (FP8, bitsandbytes, GPTQ, AWQ, compressed-tensors, MXFP4) plain.  [without a value: bf16]",
+        ["bf16", "fp16", "fp32"], bare="bf16", moves=True,
+    )  # fmt: skip
+
+
 class CastOptions(Options):
     """Other dtypes."""
 
@@ -181,7 +190,7 @@ class InPlaceOptions(NameOptions, DeviceOptions, ObjectOptions, MetadataOptions,
 
 
 class ConvertOptions(
-    NameOptions, Selection, DeviceOptions, CastOptions, FitOptions, ObjectOptions, SlimOptions, SaveOptions
+    NameOptions, Selection, DeviceOptions, QuantisedOptions, CastOptions, FitOptions, ObjectOptions, SlimOptions, SaveOptions
 ):  # fmt: skip
     """All that `convert` takes."""
 

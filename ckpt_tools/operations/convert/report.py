@@ -51,6 +51,7 @@ class Converted:
         dropped: paths of the tensors and values that were left out, with the reason.
         objects: every object that was exchanged or dropped.
         devices: "from -> to": number of storages.
+        dequantised: number of plain tensors made of quantised ones, by "scheme -> dtype".
         casts: number of tensors cast, by "from -> to". overflowed, underflowed: path -> finite values that
             became infinite, values that became zero.
         optimizer_names: how many `param_names` changed.
@@ -71,6 +72,7 @@ class Converted:
     dropped: list[tuple[str, str]] = field(default_factory=list)
     objects: list[ObjectFate] = field(default_factory=list)
     devices: dict[str, int] = field(default_factory=dict)
+    dequantised: dict[str, int] = field(default_factory=dict)
     casts: dict[str, int] = field(default_factory=dict)
     overflowed: dict[str, int] = field(default_factory=dict)
     underflowed: dict[str, int] = field(default_factory=dict)

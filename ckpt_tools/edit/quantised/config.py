@@ -1,0 +1,123 @@
+"""What config.json says of the quantised weights beside it: `quantization_config`, as transformers and others write it.
+
+It settles what shapes leave open, the size of a block above all. Sources: transformers/utils/quantization_config.py,
+compressed_tensors/quantization/quant_config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools import limits
+from ckpt_tools.errors import CkptError, ConvertError
+from ckpt_tools.formats.open import Checkpoint
+from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.sources import Files
+
+CONFIG = "config.json"
+KEYS = ("quantization_config", "compression_config")  # the second one is what compressed-tensors called it before
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What is said; None or empty for what is not.
+
+    Attributes:
+        method: "fp8", "gptq", "compressed-tensors" ... block: rows and columns of a block with one scale.
+        bits: of a code. group: columns of a group with one scale.
+        zeros_as_they_are: of GPTQ, whether the zero points are stored as they are and not less 1 (`gptq_v2`).
+        variant: AWQ's `version`, or the format of GPTQ.
+    """
+
+    method: str = ""
+    block: tuple[int, int] | None = None
+    bits: int | None = None
+    group: int | None = None
+    zeros_as_they_are: bool | None = None
+    variant: str = ""
+
+
+def read_config(checkpoint: Checkpoint) -> Config:
+    """The config beside a checkpoint; one that says nothing where there is none.
+
+    Raises:
+        ConvertError: it is there, and cannot be read.
+    """
+    try:
+        source = _beside(checkpoint)
+    except CkptError:
+        return Config()
+    if source is None or source.size > limits.TEXT_BYTES.value:
+        return Config()
+    try:
+        content = load_json(source.read(0, source.size))
+    except ValueError as error:
+        raise ConvertError(
+            f"{source.path} is not JSON, and would say how the weights are quantised.", why=f"{error}."
+        ) from None
+    finally:
+        if not isinstance(checkpoint.decoded.source, Files):
+            source.close()
+    return config_of(content)
+
+
+def _beside(checkpoint: Checkpoint) -> Source | None:
+    """config.json in the checkpoint's folder, or beside its file."""
+    source = checkpoint.decoded.source if checkpoint.packed is None else checkpoint.packed.folder
+    if isinstance(source, Files):
+        return source.open(CONFIG) if CONFIG in source.names() else None
+    path = Path(checkpoint.path).parent / CONFIG
+    if checkpoint.packed is not None or is_address(str(checkpoint.path)) or not path.is_file():
+        return None
+    return Source(path)
+
+
+def config_of(content: Any) -> Config:
+    """What the content of a config.json says; one that contradicts itself says nothing about that."""
+    found = next(_quantization(content), None)
+    if found is None:
+        return Config()
+    weights = list(_weights(found))
+    version, checkpoint_format = str(found.get("version") or ""), str(found.get("checkpoint_format") or "")
+    return Config(
+        str(found.get("quant_method") or ""),
+        _pair(found.get("weight_block_size")) or _one([_pair(row.get("block_structure")) for row in weights]),
+        _whole(found.get("bits")) or _one([_whole(row.get("num_bits")) for row in weights]),
+        _whole(found.get("group_size")) or _one([_whole(row.get("group_size")) for row in weights]),
+        checkpoint_format == "gptq_v2" if checkpoint_format else None,
+        (checkpoint_format or version).lower(),
+    )
+
+
+def _quantization(content: Any) -> Iterator[dict[str, Any]]:
+    """What stands under one of the keys; of a model of several parts in the part's own config."""
+    if isinstance(content, dict):
+        yield from (content[key] for key in KEYS if isinstance(content.get(key), dict))
+        for inner in content.values():
+            yield from _quantization(inner) if isinstance(inner, dict) else ()
+
+
+def _weights(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What compressed-tensors says of the weights of each group of layers."""
+    groups = found.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict):
+            yield weights
+
+
+def _one(found: list[Any]) -> Any:
+    """The only value of all; None where they differ."""
+    return found[0] if found and all(value == found[0] for value in found) else None
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    return tuple(value) if isinstance(value, list) and len(value) == 2 and all(map(_whole, value)) else None

@@ -1,0 +1,112 @@
+"""Quantised tensors of a tree exchanged for plain ones, whose bytes are worked out while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ckpt_tools.edit.quantised.config import Config
+from ckpt_tools.edit.quantised.finding import find
+from ckpt_tools.edit.quantised.parts import Quantised
+from ckpt_tools.errors import NothingMatchedError
+from ckpt_tools.formats.open import StateDict, find_state_dicts
+from ckpt_tools.text import dotted
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
+from ckpt_tools.values.numeric import CastCount, view_of
+from ckpt_tools.values.quantised.plain import box, plain_content
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class Dequantised:
+    """What was done.
+
+    Attributes:
+        tensors: scheme of each plain tensor, by its path. counts: of each what its rounding loses.
+        left_out: paths of what a plain model has no place for, with the reason.
+    """
+
+    tensors: dict[Where, str] = field(default_factory=dict)
+    counts: dict[str, CastCount] = field(default_factory=dict)
+    left_out: list[tuple[Where, str]] = field(default_factory=list)
+
+
+def dequantise(root: Node, target: DType, config: Config) -> Dequantised:
+    """Exchange every quantised tensor of every state dict for a plain one of this dtype, in place.
+
+    Raises:
+        ConvertError: a weight without its scale, parts that do not fit, or two schemes that do; nothing is changed then.
+        NothingMatchedError: nothing is quantised.
+    """
+    state_dicts = list({id(state_dict.node): state_dict for state_dict in find_state_dicts(root)}.values())
+    found = [find(state_dict.node) for state_dict in state_dicts]
+    for one in found:
+        if one.problems:
+            raise one.problems[0]
+    if not any(one.quantised for one in found):
+        raise NothingMatchedError(
+            "There is no quantised weight.", why="No tensor has codes with a scale beside them.",
+            fix="ckpt inspect --all FILE lists the names; leave `dequantize` out for plain weights.",
+        )  # fmt: skip
+    done, maker = Dequantised(), _Maker(target, config)
+    made = [{name: maker.entry(tensor) for name, tensor in one.quantised.items()} for one in found]
+    for state_dict, one, entries in zip(state_dicts, found, made, strict=True):
+        _exchange(state_dict, list(one.quantised.values()), entries, one.beside, maker, done)
+    return done
+
+
+def _exchange(
+    state_dict: StateDict, tensors: Sequence[Quantised], entries: dict[str, Entry], beside: dict[str, str], maker: _Maker,
+    done: Dequantised,
+) -> None:  # fmt: skip
+    """Put the plain tensors into a state dict, each in the place of its first part."""
+    where, node = state_dict.where, state_dict.node
+    places = {tensor.parts[0].name: tensor for tensor in tensors}
+    gone = {part.name for tensor in tensors for part in tensor.parts} | beside.keys()
+    items: list[tuple[Node, Node]] = []
+    for key, value in node.items:
+        tensor = places.get(key) if type(key) is str else None
+        if tensor is not None:
+            items.append((tensor.name, entries[tensor.name]))
+        elif type(key) is not str or key not in gone:
+            items.append((key, value))
+    node.items[:] = items
+    done.tensors |= {(*where, tensor.name): tensor.scheme for tensor in tensors}
+    done.counts |= {dotted((*where, tensor.name)): maker.counts[id(entries[tensor.name].storage)] for tensor in tensors}
+    done.left_out += [((*where, name), why) for name, why in beside.items()]
+
+
+class _Maker:
+    """Makes plain entries; those of the same parts are one storage, so that what was tied stays tied."""
+
+    def __init__(self, target: DType, config: Config) -> None:
+        self.target, self.config = target, config
+        self.known: dict[tuple[object, ...], Entry] = {}
+        self.counts: dict[int, CastCount] = {}
+
+    def entry(self, tensor: Quantised) -> Entry:
+        """The plain tensor."""
+        key = tuple(view_of(part.entry) for part in tensor.parts)
+        if key not in self.known:
+            plain, count = tensor.settle(self.config), CastCount()
+            of = tuple(part.entry.storage.content for part in tensor.parts)
+            content = plain_content(plain.make, plain.shape, self.target, count, of)
+            first = tensor.parts[0].entry
+            storage = Storage(f"plain{len(self.known)}", self.target, content.length, first.storage.device, content)
+            self.counts[id(storage)] = count
+            self.known[key] = Entry(storage, self.target, plain.shape, contiguous_stride(plain.shape), 0)
+        return self.known[key]
+
+
+def plain_numbers(tensor: Quantised, config: Config, window: Sequence[slice]) -> torch.Tensor:
+    """A box of a quantised tensor's numbers as float32, without working out the rest.
+
+    Raises:
+        ConvertError: its parts do not fit each other.
+    """
+    plain = tensor.settle(config)
+    return box(plain.make, plain.shape, window)

@@ -1,0 +1,124 @@
+"""Which tensors of a state dict are quantised, and what is left over that looks like a part of one. Reads no tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.edit.quantised.parts import Part, Quantised, Roles, by_plain_name, roles_of
+from ckpt_tools.edit.quantised.scaled import FP8, match_bnb_int8, match_scaled
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.formats.open import tensors_by_name
+from ckpt_tools.text import listed
+from ckpt_tools.tree.nodes import Dict, Entry
+
+_SCHEMES: tuple[Callable[[str, Roles], Quantised | None], ...] = (match_scaled, match_bnb_int8)
+# A tensor with such a name is part of a quantised one, and of nothing else.
+_TELLING = frozenset(("absmax", "quant_map", "nested_absmax", "nested_quant_map", "nf4", "fp4", "SCB", "qweight", "qzeros"))
+_SCALE_NAMES = ("weight_scale", "_scale_inv", "scale_weight")
+# What a quantised model keeps for its activations; a plain one has no place for it.
+_OF_THE_CACHE = re.compile(r".*\.(?:[qkv]_scale|kv_scale|output_scale|prob_scale)", re.DOTALL)
+_MARKERS = frozenset(("scaled_fp8",))
+
+
+@dataclass(slots=True)
+class Found:
+    """What is quantised in a state dict.
+
+    Attributes:
+        quantised: the tensors, by their plain names. beside: names that a plain model has no place for, with the reason.
+        problems: what looks like a part of a quantised tensor and cannot be one, as errors.
+    """
+
+    quantised: dict[str, Quantised] = field(default_factory=dict)
+    beside: dict[str, str] = field(default_factory=dict)
+    problems: list[ConvertError] = field(default_factory=list)
+
+
+def find(state_dict: Dict) -> Found:
+    """The quantised tensors of a state dict."""
+    found = Found()
+    entries = {name: node for name, node in tensors_by_name(state_dict).items() if type(node) is Entry}
+    groups = by_plain_name(entries)
+    for name, roles in groups.items():
+        if len(roles) > 1 or "weight" not in roles:
+            _match(name, roles, found)
+    used = {part.name for tensor in found.quantised.values() for part in tensor.parts}
+    for name, entry in entries.items():
+        if name in used:
+            continue
+        if why := _why_beside(name, entry, found):
+            found.beside[name] = why
+        elif error := _problem(Part(name, entry), groups):
+            found.problems.append(error)
+    return found
+
+
+def _match(name: str, roles: Mapping[str, list[Part]], found: Found) -> None:
+    """Add the tensor that these parts are, if they are one."""
+    single = {role: parts[0] for role, parts in roles.items() if len(parts) == 1 or role == "input"}
+    matches = [tensor for scheme in _SCHEMES if (tensor := scheme(name, single)) is not None]
+    several = [parts for role, parts in roles.items() if len(parts) > 1 and role != "input"]
+    codes = roles.get("weight", [])
+    if several and (matches or any(part.dtype in FP8 for part in codes)):
+        names = " and ".join(repr(part.name) for part in several[0])
+        found.problems.append(_ask(name, f"Both {names} could be its scale."))
+    elif len(matches) > 1:
+        found.problems.append(_ask(name, f"It could be {' or '.join(tensor.scheme for tensor in matches)}."))
+    elif matches and name in single and single["weight"] not in matches[0].parts:
+        parts = listed([part.name for part in matches[0].parts])
+        found.problems.append(_ask(name, f"It is there as it is, too, beside {parts}."))
+    elif matches:
+        found.quantised[name] = matches[0]
+
+
+def _ask(name: str, why: str) -> ConvertError:
+    return ConvertError(f"How {name!r} is quantised is not clear.", why=why, fix="Leave out what does not count: `drop=NAME`.")
+
+
+def _why_beside(name: str, entry: Entry, found: Found) -> str:
+    """Why a plain model has no place for a tensor; "" where it has one."""
+    if name in _MARKERS:
+        return "a mark of quantised weights"
+    if found.quantised and entry.numel <= 1 and _OF_THE_CACHE.fullmatch(name):
+        return "a scale of the cache"
+    if any(role == "input" and plain in found.quantised for plain, role in roles_of(name)):
+        return "a scale of activations"
+    return ""
+
+
+def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]]) -> ConvertError | None:
+    """The error for a tensor that is a part of a quantised one by its name or dtype, and was not taken."""
+    roles = {role: plain for plain, role in roles_of(part.name)}
+    if part.dtype in FP8:
+        fix = "Numbers that are meant as they are: `dtype='bf16'`, without `dequantize`. Else get the whole checkpoint."
+        return ConvertError(
+            f"{part.name!r} is {part.dtype} and has no scale beside it.", why=_beside_text(part, groups), fix=fix
+        )
+    if part.dtype in ("int8", "uint8") and len(part.shape) > 1 and part.name.endswith("weight"):
+        return ConvertError(f"{part}, and has no scale beside it.", why=_beside_text(part, groups), fix=_DROP)
+    telling = [role for role in roles if role in _TELLING]
+    if telling or part.name.endswith(_SCALE_NAMES):
+        plain = roles[telling[0]] if telling else next((plain for role, plain in roles.items() if role != "weight"), part.name)
+        there = [str(other) for others in groups.get(plain, {}).values() for other in others if other.name != part.name]
+        why = f"Beside it: {'; '.join(there[:4])}." if there else f"{plain!r} has no codes here."
+        return ConvertError(f"{part.name!r} is part of a quantised weight that is not whole.", why=why, fix=_DROP)
+    return None
+
+
+_DROP = "Get the whole checkpoint, or leave it out: `drop=NAME`."
+
+
+def _beside_text(part: Part, groups: Mapping[str, Mapping[str, list[Part]]]) -> str:
+    """What is beside a weight that no scheme took."""
+    others = [str(other) for others in groups.get(part.name, {}).values() for other in others if other.name != part.name]
+    return f"Beside it: {'; '.join(others[:4])}." if others else ""
+
+
+def by_scheme(found: Iterable[Quantised]) -> dict[str, list[Quantised]]:
+    """Quantised tensors by their schemes, in order."""
+    rows: dict[str, list[Quantised]] = {}
+    for tensor in found:
+        rows.setdefault(tensor.scheme, []).append(tensor)
+    return rows

@@ -1,0 +1,131 @@
+"""The tensors of a state dict by the plain weight that they are part of: names alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.edit.quantised.config import Config
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.io.content import read
+from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.numeric import row_major
+from ckpt_tools.values.quantised.plain import MakeKernel
+from ckpt_tools.values.quantised.reading import Numbers
+
+_SMALL = 1 << 16  # bytes of a tensor that says something about others, in JSON or numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A tensor that is part of a quantised one: its name, and the entry."""
+
+    name: str
+    entry: Entry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.entry.shape
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype."""
+        return self.entry.dtype.name
+
+    def numbers(self, *, exponents: bool = False) -> Numbers:
+        """Its elements, row-major."""
+        return Numbers(row_major(self.entry), self.entry.dtype, exponents=exponents)
+
+    def small(self) -> bytes:
+        """Its bytes, where it says something about others.
+
+        Raises:
+            ConvertError: it is larger than any of its kind.
+        """
+        if self.entry.nbytes > _SMALL:
+            raise ConvertError(f"{self.name!r} has {self.entry.nbytes} bytes.", why=f"Of its kind at most {_SMALL} are read.")
+        return read(row_major(self.entry))
+
+    def __str__(self) -> str:
+        return f"{self.name!r} is {self.dtype} {list(self.shape)}"
+
+
+Roles = Mapping[str, Part]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plain:
+    """What a quantised tensor means: the shape, and what works the numbers out, a new one each time."""
+
+    shape: tuple[int, ...]
+    make: MakeKernel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantised:
+    """A tensor that is quantised.
+
+    Attributes:
+        name: of the plain tensor. scheme: what the quantisation is called.
+        parts: what it is made of; the plain tensor takes the place of the first.
+        elements: of the plain tensor, as far as shapes tell; None where a tensor has to be read for it.
+        settle: reads what is in small tensors, checks all shapes, and gives the plain tensor; raises ConvertError.
+    """
+
+    name: str
+    scheme: str
+    parts: tuple[Part, ...]
+    elements: int | None
+    settle: Callable[[Config], Plain]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.entry.nbytes for part in self.parts)
+
+
+# How the name of a part ends: (what the plain name has in its place, the role). Endings that begin with a dot name a tensor of
+# the module that the weight is in, or of the weight itself.
+_ENDINGS = {
+    "_scale_inv": ("", "scale"), "_scale": ("", "scale"), ".scale_weight": (".weight", "scale"), ".scale": (".weight", "scale"),
+    "_scale_2": ("", "scale_2"), "_global_scale": ("", "global_scale"), "_zero_point": ("", "zero_point"),
+    "_packed": ("", "packed"), "_shape": ("", "shape"), "_g_idx": ("", "column_groups"),
+    ".absmax": ("", "absmax"), ".quant_map": ("", "quant_map"), ".nested_absmax": ("", "nested_absmax"),
+    ".nested_quant_map": ("", "nested_quant_map"), ".quant_state.bitsandbytes__nf4": ("", "nf4"),
+    ".quant_state.bitsandbytes__fp4": ("", "fp4"), ".SCB": (".weight", "SCB"), "_format": ("", "format"),
+    ".qweight": (".weight", "qweight"), ".qzeros": (".weight", "qzeros"), ".scales": (".weight", "scales"),
+    ".g_idx": (".weight", "g_idx"), "_blocks": ("", "blocks"), "_scales": ("", "block_scales"), ".blocks": ("", "blocks"),
+    ".input_scale": (".weight", "input"), ".scale_input": (".weight", "input"), ".input_zero_point": (".weight", "input"),
+    ".input_global_scale": (".weight", "input"),
+}  # fmt: skip
+_ENDING = re.compile(f"(.*?)({'|'.join(map(re.escape, sorted(_ENDINGS, key=len, reverse=True)))})", re.DOTALL)
+
+
+def by_plain_name(entries: Mapping[str, Entry]) -> dict[str, dict[str, list[Part]]]:
+    """Plain name -> role -> the tensors that have it; every tensor is also the "weight" of its own name."""
+    found: dict[str, dict[str, list[Part]]] = {}
+    for name, entry in entries.items():
+        part = Part(name, entry)
+        for plain, role in roles_of(name):
+            found.setdefault(plain, {}).setdefault(role, []).append(part)
+    return found
+
+
+def roles_of(name: str) -> Iterable[tuple[str, str]]:
+    """What a tensor of this name may be: the plain name, and the role."""
+    yield name, "weight"
+    match = _ENDING.fullmatch(name) or _ENDING.fullmatch(f".{name}")
+    if match is None:
+        return
+    stem, ending = match.groups()  # without a stem the module is the root
+    replacement, role = _ENDINGS[ending]
+    yield f"{stem}{replacement}" if stem else replacement.removeprefix("."), role
+    if ending == ".scales":  # of the tensor `mlp1_weight.blocks` too, as OpenAI names them
+        yield stem, "block_scales"
+
+
+def mismatch(one: Part, other: Part, wanted: str = "") -> ConvertError:
+    """The error for two parts whose shapes do not belong together."""
+    return ConvertError(f"{one}, and {other}: they do not fit each other.", why=wanted)

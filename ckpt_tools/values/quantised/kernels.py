@@ -1,0 +1,178 @@
+"""What works the numbers of a quantised tensor out, as float32: a matrix, whose columns are the last dimension, by its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from ckpt_tools.io.content import Content
+from ckpt_tools.values.numeric import ELEMENTS
+from ckpt_tools.values.quantised.reading import Numbers, Reader, Slab
+from ckpt_tools.values.quantised.rows import Rows
+
+if TYPE_CHECKING:
+    import torch
+
+# The values of float4_e2m1: 1 bit of sign, 2 of exponent, 1 of mantissa (OCP Microscaling Formats, section 5.3.3).
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+class Kernel(Protocol):
+    """A tensor whose numbers are worked out by rows."""
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows, as float32 of two dimensions."""
+        ...
+
+
+class Scaled:
+    """(code - zero) * scale, a scale and a zero for each run of `run` columns, or for the columns that `groups` gives it.
+
+    Args:
+        codes: the codes. scales, zeros: a column for each run. columns: of the codes.
+        run: columns of a run. groups: for each column which run it is in, where they are not in order.
+        shift: added to the zeros. factor: what the product is multiplied by.
+    """
+
+    def __init__(
+        self, codes: Rows, scales: Rows, columns: int, run: int, zeros: Rows | None = None, groups: Numbers | None = None,
+        shift: float = 0.0, factor: float = 1.0,
+    ) -> None:  # fmt: skip
+        self.codes, self.scales, self.zeros, self.columns, self.run = codes, scales, zeros, columns, run
+        self.shift, self.factor = shift, factor
+        self.groups = None if groups is None else groups.raw(0, columns).long()
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows."""
+        values = self.codes.rows(first, count)
+        if self.zeros is not None:
+            values = values - self._spread(self.zeros.rows(first, count) + self.shift)
+        values = values * self._spread(self.scales.rows(first, count))
+        return values if self.factor == 1.0 else values * self.factor
+
+    def _spread(self, found: torch.Tensor) -> torch.Tensor:
+        """What is there for each run, for each of its columns."""
+        if self.groups is not None:
+            return found[:, self.groups]
+        if found.shape[1] == 1 or self.run == 1:
+            return found
+        return found.repeat_interleave(self.run, 1)[:, : self.columns]
+
+
+class Nibbles:
+    """A table's value for every 4 bits, times the scale of its block; blocks go on over the ends of rows.
+
+    Args:
+        codes: two to a byte. table: sixteen values. scales: one a block, of `block` values.
+        columns: of the tensor. low_first: whether the low half of a byte comes first.
+    """
+
+    def __init__(
+        self, codes: Content, table: Sequence[float], scales: Scales, block: int, columns: int, *, low_first: bool
+    ) -> None:
+        self.reader, self.table, self.scales = Reader(codes), table, scales
+        self.block, self.columns, self.low_first = block, columns, low_first
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows."""
+        import torch
+
+        start, end = first * self.columns, (first + count) * self.columns
+        if start == end:
+            return torch.empty(count, self.columns)
+        data = self.reader.bytes(start // 2, -(-end // 2) - start // 2)
+        values = looked_up(torch.frombuffer(data, dtype=torch.uint8), self.table, low_first=self.low_first)
+        block = start // self.block
+        scales = self.scales.floats(block, -(-end // self.block) - block).repeat_interleave(self.block)
+        return (values[start % 2 :][: end - start] * scales[start - block * self.block :][: end - start]).view(count, -1)
+
+
+class TurnedNibbles:
+    """Matrices of 4-bit codes as in `Nibbles`, each with rows and columns exchanged; the low half of a byte comes first.
+
+    Args:
+        height, width: of a matrix as it lies; `width` is a multiple of `block`.
+    """
+
+    def __init__(
+        self, codes: Content, table: Sequence[float], scales: Content, exponents: bool, block: int, height: int, width: int
+    ) -> None:
+        self.codes, self.table, self.scales, self.block = codes, table, scales, block
+        self.height, self.width = height, width
+        self._matrix = -1
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows, which are columns of the matrices as they lie."""
+        import torch
+
+        found = []
+        while count:
+            matrix, column = divmod(first, self.width)
+            taken = min(count, self.width - column)
+            found.append(self._columns(matrix, column, taken))
+            first, count = first + taken, count - taken
+        return torch.cat(found)
+
+    def _columns(self, matrix: int, first: int, count: int) -> torch.Tensor:
+        import torch
+
+        if matrix != self._matrix:
+            row, groups, self._matrix = self.width // 2, self.width // self.block, matrix
+            self._codes = Slab(self.codes, self.height, row, matrix * self.height * row)
+            self._scales = Slab(self.scales, self.height, groups, matrix * self.height * groups)
+        start, end = first // self.block, -(-(first + count) // self.block)
+        codes = self._codes.columns(start * self.block // 2, (end - start) * self.block // 2)
+        scales = self._scales.columns(start, end - start)
+        out = torch.empty(count, self.height)
+        step = max(1, ELEMENTS // ((end - start) * self.block))
+        for row in range(0, self.height, step):
+            values = looked_up(codes[row : row + step].contiguous(), self.table, low_first=True)
+            scale = scales[row : row + step].contiguous().view(torch.float8_e8m0fnu).to(torch.float32)
+            values = values.view(len(scale), -1) * scale.repeat_interleave(self.block, 1)
+            out[:, row : row + step] = values[:, first - start * self.block :][:, :count].t()
+        return out
+
+
+class Scales(Protocol):
+    """Numbers, one a block."""
+
+    def floats(self, first: int, count: int) -> torch.Tensor:
+        """So many of them as float32."""
+        ...
+
+
+class Nested:
+    """Scales that are codes of 8 bits themselves: a table's value, times the scale of a block of scales, and an offset.
+
+    Source: bitsandbytes/functional.py (`dequantize_4bit`, `QuantState.from_dict`).
+    """
+
+    def __init__(self, codes: Numbers, table: Numbers, scales: Numbers, block: int, offset: float) -> None:
+        self.codes, self.table, self.scales, self.block, self.offset = codes, table.floats(0, 256), scales, block, offset
+
+    def floats(self, first: int, count: int) -> torch.Tensor:
+        """So many of them."""
+        block = first // self.block
+        scales = self.scales.floats(block, -(-(first + count) // self.block) - block).repeat_interleave(self.block)
+        codes = self.codes.raw(first, count).long()
+        return self.table[codes] * scales[first - block * self.block :][:count] + self.offset
+
+
+class Multiplied:
+    """Scales times one number of the whole tensor, or through it."""
+
+    def __init__(self, scales: Numbers, whole: Numbers, *, divided: bool) -> None:
+        self.scales, self.whole, self.divided = scales, whole.floats(0, 1), divided
+
+    def floats(self, first: int, count: int) -> torch.Tensor:
+        """So many of them."""
+        found = self.scales.floats(first, count)
+        return found / self.whole if self.divided else found * self.whole
+
+
+def looked_up(codes: torch.Tensor, table: Sequence[float], *, low_first: bool) -> torch.Tensor:
+    """The table's values of the two halves of each byte, in one row."""
+    import torch
+
+    halves = (codes & 15, codes >> 4) if low_first else (codes >> 4, codes & 15)
+    return torch.tensor(table)[torch.stack(halves, dim=-1).reshape(-1).int()]

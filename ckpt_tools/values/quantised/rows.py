@@ -1,0 +1,167 @@
+"""Rows of the matrices that a quantised tensor is made of, a few at a time: codes, scales, zero points."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from ckpt_tools.io.content import Content
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.values.numeric import torch_dtype
+from ckpt_tools.values.quantised.reading import Numbers, Reader, Slab
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Rows(Protocol):
+    """A matrix that is read by its rows."""
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows, as float32 of two dimensions."""
+        ...
+
+
+class Matrix:
+    """Numbers row by row."""
+
+    def __init__(self, numbers: Numbers, columns: int) -> None:
+        self.numbers, self.columns = numbers, columns
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows."""
+        return self.numbers.floats(first * self.columns, count * self.columns).view(count, self.columns)
+
+
+class Repeated:
+    """A matrix whose rows each stand for a box of rows of a larger tensor.
+
+    Args:
+        inner: the matrix. shape: of the larger tensor, without its last dimension. grid: how many boxes there are along each
+            of these; the rows of `inner` are these boxes, row-major. boxes: the size of a box along each.
+    """
+
+    def __init__(self, inner: Rows, shape: tuple[int, ...], grid: tuple[int, ...], boxes: tuple[int, ...]) -> None:
+        self.inner, self.shape, self.grid, self.boxes = inner, shape, grid, boxes
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """For so many rows of the larger tensor the row of `inner` that each is in."""
+        import torch
+
+        left, index, step = torch.arange(first, first + count), torch.zeros(count, dtype=torch.int64), 1
+        for size, cells, box in zip(reversed(self.shape), reversed(self.grid), reversed(self.boxes), strict=True):
+            index += left % size // box * step
+            left, step = left // size, step * cells
+        low, high = int(index[0]), int(index[-1])
+        return self.inner.rows(low, high - low + 1)[index - low]
+
+
+class Packed:
+    """Whole numbers of `bits` bits, packed along the rows into 32-bit words as one run of bits, the lowest first.
+
+    Source: compressed_tensors/compressors/pack_quantized/helpers.py (`unpack_from_int32`), whose values have 2^(bits-1) added.
+    """
+
+    def __init__(self, content: Content, bits: int, columns: int, words: int, offset: int) -> None:
+        self.reader, self.bits, self.columns, self.words, self.offset = Reader(content), bits, columns, words, offset
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows."""
+        import torch
+
+        data = self.reader.bytes(first * self.words * 4, count * self.words * 4)
+        words = torch.frombuffer(data, dtype=torch.int32).view(count, self.words)
+        return unpacked(words, self.bits)[:, : self.columns].to(torch.float32) - self.offset
+
+
+class PackedDown:
+    """The same, packed along the columns: 32 rows of numbers in `bits` rows of words; of one matrix or several."""
+
+    def __init__(self, content: Content, bits: int, height: int, columns: int, offset: int) -> None:
+        self.reader, self.bits, self.height, self.columns, self.offset = Reader(content), bits, height, columns, offset
+        self.words = -(-height * bits // 32)  # rows of words in one matrix
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many rows."""
+        import torch
+
+        found = []
+        while count:
+            matrix, row = divmod(first, self.height)
+            taken = min(count, self.height - row)
+            start, end = row // 32 * self.bits, min(self.words, -(-(row + taken) // 32) * self.bits)
+            step = self.columns * 4
+            data = self.reader.bytes((matrix * self.words + start) * step, (end - start) * step)
+            words = torch.frombuffer(data, dtype=torch.int32).view(end - start, self.columns)
+            numbers = unpacked(words.t().contiguous(), self.bits)[:, row % 32 : row % 32 + taken]
+            found.append(numbers.t().to(torch.float32) - self.offset)
+            first, count = first + taken, count - taken
+        return torch.cat(found)
+
+
+class Columns:
+    """The columns of a matrix of numbers, as rows."""
+
+    def __init__(self, content: Content, dtype: DType, rows: int, columns: int) -> None:
+        self.slab, self.dtype = Slab(content, rows, columns * dtype.itemsize), dtype
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many columns."""
+        import torch
+
+        item = self.dtype.itemsize
+        found = self.slab.columns(first * item, count * item).contiguous().view(torch_dtype(self.dtype))
+        return found.t().to(torch.float32)
+
+
+class PackedColumns:
+    """The columns of a matrix that is packed along them, as rows: GPTQ's weights.
+
+    Source: auto_gptq/nn_modules/qlinear/qlinear_cuda.py (`pack`); 3 bits are one run of bits over three words there.
+    """
+
+    def __init__(self, content: Content, bits: int, words: int, columns: int) -> None:
+        self.slab, self.bits = Slab(content, words, columns * 4), bits
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many columns."""
+        import torch
+
+        words = self.slab.columns(first * 4, count * 4).contiguous().view(torch.int32)
+        return unpacked(words.t().contiguous(), self.bits).to(torch.float32)
+
+
+class ColumnsOfPacked:
+    """The columns of a matrix that is packed along its rows, as rows: the zero points of GPTQ, and all of AWQ.
+
+    Args:
+        order: in which column of its word each of the packed numbers is, where they are not in order; for 4 bits.
+    """
+
+    def __init__(self, content: Content, bits: int, rows: int, words: int, columns: int, order: tuple[int, ...] = ()) -> None:
+        self.slab, self.bits, self.words, self.columns, self.order = Slab(content, rows, words * 4), bits, words, columns, order
+
+    def rows(self, first: int, count: int) -> torch.Tensor:
+        """So many columns."""
+        import torch
+
+        start, end = first // 32 * self.bits, min(self.words, -(-(first + count) // 32) * self.bits)
+        words = self.slab.columns(start * 4, (end - start) * 4).contiguous().view(torch.int32)
+        numbers = unpacked(words, self.bits)
+        if self.order:
+            numbers = numbers.view(len(numbers), -1, len(self.order))[:, :, list(self.order)].flatten(1)
+        return numbers[:, first % 32 : first % 32 + count].t().to(torch.float32)
+
+
+def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The numbers in rows of 32-bit words; those behind the last whole one are left out."""
+    import torch
+
+    if bits in (4, 8):  # no number is in two bytes
+        data = words.contiguous().view(torch.uint8)
+        return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+    count = words.shape[-1] * 32 // bits
+    at = torch.arange(count) * bits
+    wide = words.to(torch.int64) & 0xFFFFFFFF
+    wide = torch.nn.functional.pad(wide, (0, 1))
+    both = wide[..., at // 32] | wide[..., at // 32 + 1] << 32
+    return both >> at % 32 & (1 << bits) - 1

@@ -1,0 +1,243 @@
+"""Quantised weights made plain, compared with what torch makes of the same codes and scales."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt_tools
+from ckpt_tools.errors import ConvertError, NothingMatchedError
+from ckpt_tools.operations.convert.report import Converted
+from tests.support.zips import big_endian
+
+Tensors = dict[str, torch.Tensor]
+FP8 = torch.float8_e4m3fn
+
+
+def plain(tmp_path: Path, tensors: Tensors, config: Any = None, **options: Any) -> tuple[Tensors, Converted]:
+    """Save with safetensors, make plain, load; `config` is quantization_config in the config.json beside it."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "in.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    options = {"dequantize": "fp32", **options}
+    report = ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", overwrite=True, **options)
+    return load_file(tmp_path / "out.safetensors"), report
+
+
+def expect(found: Tensors, wanted: Tensors) -> None:
+    """The same names, in any order, and the same values to the bit."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype is tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def refused(tmp_path: Path, tensors: Tensors, match: str, config: Any = None, **options: Any) -> ConvertError:
+    """Making plain is refused, and nothing is written."""
+    with pytest.raises(ConvertError, match=match) as caught:
+        plain(tmp_path, tensors, config, **options)
+    assert not (tmp_path / "out.safetensors").exists()
+    return caught.value
+
+
+def in_blocks(weight: torch.Tensor, scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Codes times the scales of their blocks, along the last two dimensions."""
+    spread = scale.float().repeat_interleave(rows, -2)[..., : weight.shape[-2], :]
+    return weight.float() * spread.repeat_interleave(columns, -1)[..., : weight.shape[-1]]
+
+
+def codes(*shape: int, dtype: torch.dtype = FP8) -> torch.Tensor:
+    """Random codes of FP8."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+# --- a scale a tensor, a row, a block
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (200, 130), (1, 300), (576, 129), (3, 130, 260)], ids=str)
+def test_fp8_in_blocks(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Blocks of 128 x 128, as DeepSeek has them: of sizes that do not divide, and of experts in one tensor."""
+    weight = codes(*shape)
+    scale = torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)) + 0.1
+    found, report = plain(tmp_path, {"a.weight": weight, "a.weight_scale_inv": scale, "norm.weight": torch.ones(3)})
+    expect(found, {"a.weight": in_blocks(weight, scale, 128, 128), "norm.weight": torch.ones(3)})
+    assert sum(report.dequantised.values()) == 1
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("suffix", ["weight_scale", "weight_scale_inv", "scale_weight", "scale"])
+@pytest.mark.parametrize("shape", [(), (1,), (70, 1), (70,), (1, 1)], ids=str)
+def test_a_scale_a_tensor_or_a_row(tmp_path: Path, dtype: torch.dtype, suffix: str, shape: tuple[int, ...]) -> None:
+    """One scale of any shape, or one a row, under each name that is in use."""
+    weight = (codes(70, 33).float() * 20).to(dtype) if dtype is torch.int8 else codes(70, 33, dtype=dtype)
+    scale = torch.rand(shape).add(0.1).to(torch.bfloat16)
+    spread = scale.float().reshape(-1, 1)
+    expect(
+        plain(tmp_path, {"a.weight": weight, f"a.{suffix}": scale})[0],
+        {"a.weight": weight.float() * (spread if scale.numel() > 1 else spread.reshape(()))},
+    )
+
+
+def test_scales_that_are_exponents(tmp_path: Path) -> None:
+    """MXFP8: bytes are exponents of 2 with a bias of 127, one for 32 columns; so is float8_e8m0fnu."""
+    weight, exponents = codes(6, 64), torch.tensor([[120, 127], [130, 127], [0, 1], [127, 127], [140, 100], [127, 128]])
+    scale = torch.ldexp(torch.ones(6, 2), exponents - 127)
+    wanted = {"a.weight": in_blocks(weight, scale, 1, 32)}
+    expect(plain(tmp_path, {"a.weight": weight, "a.weight_scale": exponents.to(torch.uint8)})[0], wanted)
+    e8m0 = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+    expect(plain(tmp_path, {"a.weight": weight, "a.weight_scale": e8m0})[0], wanted)
+
+
+def test_int8_with_zero_points(tmp_path: Path) -> None:
+    """compressed-tensors' asymmetric int8: (code - zero point) * scale."""
+    weight = torch.randint(-128, 128, (5, 12), dtype=torch.int8)
+    scale, zero = torch.rand(5, 3), torch.randint(-128, 128, (5, 3), dtype=torch.int8)
+    tensors = {"a.weight": weight, "a.weight_scale": scale, "a.weight_zero_point": zero}
+    wanted = (weight.float() - zero.float().repeat_interleave(4, 1)) * scale.repeat_interleave(4, 1)
+    expect(plain(tmp_path, tensors, {"config_groups": {"g": {"weights": {"group_size": 4}}}})[0], {"a.weight": wanted})
+
+
+def test_bitsandbytes_int8(tmp_path: Path) -> None:
+    """code * SCB / 127, by the factor that bitsandbytes multiplies with."""
+    weight, scale = torch.randint(-127, 128, (50, 41), dtype=torch.int8), torch.rand(50) * 3
+    tensors = {"a.weight": weight, "a.SCB": scale, "a.weight_format": torch.tensor(0, dtype=torch.uint8)}
+    expect(plain(tmp_path, tensors)[0], {"a.weight": weight.float() * scale[:, None] * 7.874015718698502e-3})
+    tensors["a.weight_format"] = torch.tensor(1, dtype=torch.uint8)
+    (tmp_path / "out.safetensors").unlink()
+    refused(tmp_path, tensors, "tiled layout")
+
+
+def test_the_block_size_of_config_json(tmp_path: Path) -> None:
+    """Where shapes fit several sizes, config.json decides; one that the shapes contradict is refused."""
+    weight, scale = codes(300, 300), torch.rand(3, 3) + 0.1
+    tensors = {"a.weight": weight, "a.weight_scale_inv": scale}
+    expect(plain(tmp_path, tensors)[0], {"a.weight": in_blocks(weight, scale, 128, 128)})
+    said = {"quant_method": "fp8", "weight_block_size": [100, 140]}
+    expect(plain(tmp_path, tensors, said)[0], {"a.weight": in_blocks(weight, scale, 100, 140)})
+    (tmp_path / "out.safetensors").unlink()
+    assert "blocks of 64" in refused(tmp_path, tensors, "do not fit", {"weight_block_size": [64, 128]}).why
+    tensors["a.weight_scale_inv"] = torch.rand(299, 3)
+    refused(tmp_path, tensors, "the size of a block is not known|do not fit", {})
+
+
+# --- what is refused
+
+
+def test_a_weight_without_its_scale(tmp_path: Path) -> None:
+    """One byte a weight and no scale beside it, in a checkpoint where others have one: refused, by name."""
+    tensors = {"a.weight": codes(4, 4), "a.weight_scale_inv": torch.ones(1, 1), "b.weight": codes(4, 4)}
+    assert "dtype='bf16'" in refused(tmp_path, tensors, r"'b\.weight' is float8_e4m3fn and has no scale").fix
+    tensors["b.weight"] = torch.ones(4, 4, dtype=torch.int8)
+    refused(tmp_path, tensors, r"'b\.weight' is int8 .*no scale")
+    tensors["b.weight"] = torch.ones(4, 4)
+    expect(plain(tmp_path, tensors)[0], {"a.weight": tensors["a.weight"].float(), "b.weight": torch.ones(4, 4)})
+
+
+@pytest.mark.parametrize(
+    "name", ["b.weight_scale_inv", "b.weight_scale", "b.SCB", "b.scale_weight", "b.weight.absmax", "b.qzeros"]
+)
+def test_a_scale_without_its_weight(tmp_path: Path, name: str) -> None:
+    """What is part of a quantised weight by its name, and lies alone or beside a plain one, is refused."""
+    tensors = {"a.weight": codes(4, 4), "a.weight_scale_inv": torch.ones(1, 1), name: torch.ones(1)}
+    refused(tmp_path, tensors, f"'{name}' is part of a quantised weight")
+    refused(tmp_path, tensors | {"b.weight": torch.ones(2, 2)}, f"'{name}' is part of a quantised weight")
+    assert "a.weight" in plain(tmp_path, tensors, drop=name)[0]
+
+
+def test_a_scale_may_be_a_parameter(tmp_path: Path) -> None:
+    """CLIP's logit_scale and a norm's scale are no parts of anything."""
+    tensors = {"a.weight": codes(4, 4), "a.weight_scale": torch.ones(1)}
+    others = {"logit_scale": torch.tensor(2.5), "norm.scale": torch.ones(4), "x.scales": torch.ones(2)}
+    expect(plain(tmp_path, tensors | others)[0], {"a.weight": tensors["a.weight"].float()} | others)
+
+
+def test_two_schemes_that_fit(tmp_path: Path) -> None:
+    """Nothing is chosen: the error says what fits, and leaving one out settles it."""
+    tensors = {"a.weight": torch.ones(2, 2, dtype=torch.int8), "a.SCB": torch.ones(2), "a.weight_scale": torch.ones(2, 1)}
+    assert "bnb int8" in refused(tmp_path, tensors, "not clear").why
+    assert plain(tmp_path, tensors, drop="*.SCB")[1].dequantised == {"int8, a scale a row -> float32": 1}
+    (tmp_path / "out.safetensors").unlink()
+    tensors = {"a.weight": codes(2, 2), "a.weight_scale_inv": torch.ones(1, 1), "a.scale_weight": torch.ones(1)}
+    assert "could be its scale" in refused(tmp_path, tensors, "not clear").why
+
+
+def test_nothing_quantised(tmp_path: Path) -> None:
+    """A plain checkpoint is no input for this."""
+    with pytest.raises(NothingMatchedError, match="no quantised weight"):
+        plain(tmp_path, {"a.weight": torch.ones(2, 2)})
+
+
+# --- with everything else
+
+
+def test_activations_are_left_out(tmp_path: Path) -> None:
+    """Scales of activations and of the cache, and ComfyUI's mark: a plain model has no place for them; the report says so."""
+    tensors = {"a.weight": codes(4, 4), "a.weight_scale": torch.ones(()), "scaled_fp8": torch.zeros(2, dtype=FP8)}
+    tensors |= {"a.input_scale": torch.ones(()), "attn.k_scale": torch.ones(1)}
+    found, report = plain(tmp_path, tensors)
+    assert found.keys() == {"a.weight"}
+    assert {path for path, _ in report.dropped} == {"a.input_scale", "attn.k_scale", "scaled_fp8"}
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+def test_the_dtype(tmp_path: Path, word: str, dtype: torch.dtype) -> None:
+    """Each number is rounded once; what becomes infinite or zero in halves is counted."""
+    weight, scale = codes(8, 16), torch.tensor([[1e5], [1e-9], *[[0.3]] * 6])
+    found, report = plain(tmp_path, {"a.weight": weight, "a.weight_scale": scale}, dequantize=word)
+    wanted = (weight.float() * scale).to(dtype)
+    expect(found, {"a.weight": wanted})
+    infinite, zero = int(wanted.isinf().sum()), int((wanted == 0).sum() - (weight.float() == 0).sum())
+    assert report.overflowed == ({"a.weight": infinite} if word == "fp16" else {})
+    assert report.underflowed == ({"a.weight": zero} if word == "fp16" else {})
+
+
+def test_names_ties_and_casts(tmp_path: Path) -> None:
+    """In a torch checkpoint: nested, tied, wrapped, cast afterwards; the plain weight keeps its place."""
+    weight, scale = codes(4, 4), torch.full((1, 1), 2.0)
+    model = {
+        "module.n": torch.ones(2),
+        "module.a.weight": weight,
+        "module.a.weight_scale_inv": scale,
+        "module.z": torch.ones(1),
+    }
+    model |= {"module.b.weight": weight, "module.b.weight_scale_inv": scale}
+    torch.save({"model": model, "epoch": 3}, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", dequantize="fp32", strip_module=True, dtype="bf16")
+    loaded = torch.load(tmp_path / "out.pth")
+    assert list(loaded["model"]) == ["n", "a.weight", "z", "b.weight"]
+    assert loaded["epoch"] == 3
+    assert torch.equal(loaded["model"]["a.weight"], (weight.float() * 2).to(torch.bfloat16))
+    assert loaded["model"]["a.weight"].data_ptr() == loaded["model"]["b.weight"].data_ptr()
+    assert report.casts == {"float32 -> bfloat16": 4}
+
+
+def test_strided_and_big_endian(tmp_path: Path) -> None:
+    """Codes that are a view, and a file of the other byte order."""
+    base, scale = codes(8, 6), torch.tensor([[3.0], [5.0], [7.0]])
+    torch.save({"a.weight": base[1:7:2].t().contiguous().t(), "a.weight_scale": scale}, tmp_path / "in.pth")
+    big_endian(tmp_path / "in.pth", tmp_path / "big.pth", {"0": 1, "1": 4})
+    for name in ("in.pth", "big.pth"):
+        ckpt_tools.convert(tmp_path / name, tmp_path / "out.pth", dequantize="fp32", overwrite=True, verify=True)
+        assert torch.equal(torch.load(tmp_path / "out.pth")["a.weight"], base[1:7:2].float() * scale)
+
+
+def test_steps(tmp_path: Path) -> None:
+    """`ckpt_tools.open(...).dequantize()` makes bf16 tensors."""
+    save_file({"a.weight": codes(2, 2), "a.weight_scale": torch.ones(1)}, tmp_path / "in.safetensors")
+    assert ckpt_tools.open(tmp_path / "in.safetensors").dequantize().state_dict()["a.weight"].dtype is torch.bfloat16
+
+
+def test_inspect(tmp_path: Path) -> None:
+    """The schemes with their sizes, and what is not whole; a parameter that is called scale is none."""
+    tensors = {"a.weight": codes(256, 256), "a.weight_scale_inv": torch.ones(2, 2), "b.weight": codes(2, 2)}
+    save_file(tensors, tmp_path / "in.safetensors")
+    found = ckpt_tools.inspect(tmp_path / "in.safetensors").quantised
+    assert found is not None
+    sizes = {"tensors": 1, "elements": 65536, "bytes": 65536 + 16, "bf16_bytes": 131072}
+    assert found["schemes"] == [{"scheme": "fp8, a scale a block", **sizes}]
+    assert "'b.weight'" in found["problems"][0]
+    save_file({"logit_scale": torch.ones(1), "norm.scale": torch.ones(3)}, tmp_path / "none.safetensors")
+    assert ckpt_tools.inspect(tmp_path / "none.safetensors").quantised is None
