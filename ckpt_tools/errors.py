@@ -21,6 +21,7 @@ CkptError                      exit code 3 unless noted
 │   └── RemoteTimeoutError         no whole answer in time; a TimeoutError too
 ├── ChangedFileError           the input changed while it was read
 ├── DigestError                a digest file that cannot be read
+├── NotLoadedError             a model that was watched while it was loaded has tensors that are from no file
 ├── RepairError                nothing in the file can be saved
 ├── ConvertError               the conversion that was asked for cannot be done without loss or guessing
 │   ├── CollisionError             two tensors would get one name
@@ -199,6 +200,10 @@ class ChangedFileError(CkptError):
 
 class RepairError(CkptError):
     """Nothing in the file can be saved."""
+
+
+class NotLoadedError(CkptError):
+    """Tensors of a model are not from a file: as they were made, or changed by other means."""
 
 
 class DigestError(CkptError):

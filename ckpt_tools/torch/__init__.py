@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ckpt_tools.torch.building import MapLocation
+    from ckpt_tools.torch.guarding.fates import Fate
+    from ckpt_tools.torch.guarding.guard import Guard, guard, guarded
     from ckpt_tools.torch.into import load_into
     from ckpt_tools.torch.live_names import add_prefix, strip_prefix, unwrap
     from ckpt_tools.torch.loading import load, load_state_dict
@@ -17,9 +19,13 @@ if TYPE_CHECKING:
     from ckpt_tools.torch.saving import save
 
 __all__ = [
+    "Fate",
+    "Guard",
     "LoadReport",
     "MapLocation",
     "add_prefix",
+    "guard",
+    "guarded",
     "load",
     "load_into",
     "load_state_dict",
@@ -29,6 +35,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Fate": "guarding.fates", "Guard": "guarding.guard", "guard": "guarding.guard",
+    "guarded": "guarding.guard",
     "LoadReport": "report", "MapLocation": "building", "add_prefix": "live_names", "load": "loading", "load_into": "into",
     "load_state_dict": "loading", "save": "saving", "strip_prefix": "live_names", "unwrap": "live_names",
 }  # fmt: skip

@@ -1,0 +1,162 @@
+"""The tensors of the files that were opened, found by name and by sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ckpt_tools.edit import casts
+from ckpt_tools.errors import CkptError, NotACheckpointError
+from ckpt_tools.formats.base import PART_CONTAINERS
+from ckpt_tools.formats.folders import INDEX_SUFFIX
+from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.formats.parts.named import open_whole, partition
+from ckpt_tools.text import dotted
+from ckpt_tools.torch.guarding import samples
+from ckpt_tools.torch.guarding.samples import Runs
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.names import unwrap
+from ckpt_tools.tree.nodes import Entry
+
+_DCP = (".distcp", os.sep + ".metadata")
+
+
+@dataclass(slots=True, eq=False)
+class Stored:
+    """A tensor of a file: the file, its path in there, its own name (without wrappers), and what it is."""
+
+    path: str
+    where: str
+    name: str
+    entry: Entry
+    _sample: bytes | None = field(default=None, repr=False)
+
+    @property
+    def sample(self) -> bytes:
+        """Its sample, read once."""
+        if self._sample is None:
+            self._sample = self.at(samples.runs_of(self.entry.numel))
+        return self._sample
+
+    def at(self, runs: Runs) -> bytes:
+        """The bytes of these runs of it."""
+        return samples.of_entry(self.entry, runs)
+
+
+class Library:
+    """Every plain tensor of the files, while they are open.
+
+    Attributes:
+        tensors: in the order of the files. paths: the files that are checkpoints. notes: those that cannot be read, and why.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Stored] = []
+        self.paths: list[str] = []
+        self.notes: list[str] = []
+        self._stack = ExitStack()
+        self._by_sample: dict[tuple[str, int], dict[bytes, list[Stored]]] = {}
+
+    def __enter__(self) -> Library:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def add(self, opened: Iterable[str], named: Iterable[str]) -> None:
+        """Take in the files that are checkpoints; a file that is a part of one stands for its folder."""
+        folders: dict[str, None] = {}
+        with collector_paused():
+            for path in named:
+                self._take(path, open_whole)
+            for path in opened:
+                if path.endswith(INDEX_SUFFIX):
+                    continue  # the shards that it names count where they were opened themselves
+                if path.endswith(_DCP) or (os.path.isfile(path) and not self._take(path, open_checkpoint)):
+                    folders[os.path.dirname(path)] = None
+            for folder in folders:
+                self._take(folder, open_whole)
+
+    def _take(self, path: str, opener: Callable[[str], Checkpoint]) -> bool:
+        """Whether the path stands for itself; what is not a checkpoint does, and is passed over."""
+        try:
+            checkpoint = self._stack.enter_context(opener(path))
+            if opener is open_checkpoint and (checkpoint.container in PART_CONTAINERS or partition(checkpoint) is not None):
+                return False
+            checkpoint.locate()
+            found = list(_tensors(path, checkpoint))
+        except NotACheckpointError:
+            return True
+        except CkptError as error:
+            self.notes.append(f"{path} was opened, and cannot be read here: {error.what}")
+            return True
+        if found:
+            self.paths.append(path)
+            self.tensors += found
+        return True
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[Stored]]:
+        found: dict[str, list[Stored]] = {}
+        for stored in self.tensors:
+            found.setdefault(stored.name, []).append(stored)
+        return found
+
+    @cached_property
+    def _by_end(self) -> dict[str, list[Stored]]:
+        """Each end of a path that begins at a dot."""
+        found: dict[str, list[Stored]] = {}
+        for stored in self.tensors:
+            parts = stored.where.split(".")
+            for at in range(len(parts)):
+                found.setdefault(".".join(parts[at:]), []).append(stored)
+        return found
+
+    def named(self, name: str) -> list[Stored]:
+        """Tensors of this name; else those whose path ends so; else those by whose path the name ends."""
+        name = unwrap(name)
+        if found := self._by_name.get(name) or self._by_end.get(name):
+            return found
+        parts = name.split(".")
+        ends = (".".join(parts[at:]) for at in range(1, len(parts)))
+        return next((self._by_name[end] for end in ends if end in self._by_name), [])
+
+    def same(self, sample: bytes, dtype: DType, numel: int) -> list[Stored]:
+        """Tensors with this sample, once they are cast to this dtype."""
+        key = dtype.name, numel
+        if key not in self._by_sample:
+            index = self._by_sample[key] = {}
+            for stored in self._by_numel.get(numel, ()):
+                if stored.entry.dtype is dtype or stored.entry.dtype.family == dtype.family == "float":
+                    data = samples.cast(stored.sample, stored.entry.dtype, dtype)
+                    if data is not None:
+                        index.setdefault(data, []).append(stored)
+        return self._by_sample[key].get(sample, [])
+
+    @cached_property
+    def _by_numel(self) -> dict[int, list[Stored]]:
+        found: dict[int, list[Stored]] = {}
+        for stored in self.tensors:
+            found.setdefault(stored.entry.numel, []).append(stored)
+        return found
+
+    @cached_property
+    def by_row(self) -> dict[tuple[int, ...], list[Stored]]:
+        """Tensors by the shape of their rows."""
+        found: dict[tuple[int, ...], list[Stored]] = {}
+        for stored in self.tensors:
+            if stored.entry.shape:
+                found.setdefault(stored.entry.shape[1:], []).append(stored)
+        return found
+
+
+def _tensors(path: str, checkpoint: Checkpoint) -> Iterator[Stored]:
+    if checkpoint.decoded.byteorder == "big":
+        checkpoint.root = casts.to_little_endian(checkpoint.root, "big")
+    for tensor in checkpoint.tensors:
+        if type(tensor.node) is Entry and tensor.node.dtype.itemsize:
+            where, last = dotted(tensor.where), str(tensor.where[-1]) if tensor.where else ""
+            yield Stored(path, where, unwrap(last if "." in last else where), tensor.node)

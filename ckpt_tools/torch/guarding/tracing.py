@@ -1,0 +1,159 @@
+"""Which tensor of which file a live tensor is: by its name first, then by its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ckpt_tools.text import listed
+from ckpt_tools.torch.guarding import samples
+from ckpt_tools.torch.guarding.stored import Library, Stored
+from ckpt_tools.tree.dtypes import DTYPES, DType
+
+_MOST_OFFSETS, _MOST_PARTS = 64, 8
+_HALVES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a tensor's numbers are from: the file, the name in there, and what was done to them on the way."""
+
+    path: str
+    name: str
+    how: str = ""
+
+
+class Live(NamedTuple):
+    """A live tensor, under all its names.
+
+    Attributes:
+        names: its names, those of the tensors tied to it too. tensor: itself. sample: taken when the guard ended.
+        written: whether anything says that it was written to.
+    """
+
+    names: Sequence[str]
+    tensor: torch.Tensor
+    sample: bytes
+    written: bool
+
+    @property
+    def dtype(self) -> DType:
+        """Its dtype."""
+        return DTYPES[samples.dtype_of(self.tensor)]
+
+
+class Tracer:
+    """Finds the origins of one model's tensors in the files' tensors.
+
+    Numbers that many tensors have (all zeros, all ones) tell little: they are evidence under the same name, and else only for a
+    tensor that was written to, and of one that no other tensor of the model is from.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self._claimed: set[int] = set()
+
+    def by_name(self, live: Live) -> Origin | None:
+        """The tensor in a file under one of the live tensor's names, if its numbers are the same."""
+        for name in live.names:
+            for stored in self.library.named(name):
+                how = _how(stored, live)
+                if how is not None:
+                    self._claimed.add(id(stored))
+                    return Origin(stored.path, stored.where, how)
+        return None
+
+    def by_numbers(self, live: Live) -> Origin | None:
+        """A tensor under any other name with the same numbers; rows of one, or several one below the other."""
+        found = self.library.same(live.sample, live.dtype, live.tensor.numel())
+        if not samples.is_telling(live.sample, live.dtype):
+            found = [stored for stored in found if live.written and id(stored) not in self._claimed]
+        if found:
+            self._claimed.add(id(found[0]))
+            return Origin(found[0].path, found[0].where, _how(found[0], live) or "")
+        if not live.written or not live.tensor.dim() or not samples.is_telling(live.sample, live.dtype):
+            return None
+        return self._in_rows(live) or self._of_rows(live)
+
+    def partly(self, live: Live) -> Origin | None:
+        """The tensor of one of its names that has some of the same numbers at the same places of its rows."""
+        for stored in (stored for name in live.names for stored in self.library.named(name)):
+            if stored.entry.shape[1:] == tuple(live.tensor.shape[1:]) and live.tensor.dim():
+                runs = samples.runs_of(live.tensor.numel())
+                inside = [run for run in runs if sum(run) <= stored.entry.numel]
+                equal = sum(self._equal(stored, live, run) for run in inside)
+                if equal:
+                    return Origin(stored.path, stored.where, f"{equal} of {len(runs)} samples are the file's")
+        return None
+
+    @staticmethod
+    def _equal(stored: Stored, live: Live, run: tuple[int, int]) -> bool:
+        data = samples.cast(stored.at((run,)), stored.entry.dtype, live.dtype)
+        return data == samples.of_live(live.tensor, (run,)) and samples.is_telling(data, live.dtype)
+
+    def _in_rows(self, live: Live) -> Origin | None:
+        """Rows of a larger tensor: a fused one that was split."""
+        rows, size = len(live.tensor), live.tensor[0].numel() if len(live.tensor) else 0
+        runs = samples.runs_of(live.tensor.numel())
+        for stored in self.library.by_row.get(tuple(live.tensor.shape[1:]), ()):
+            over = stored.entry.shape[0] - rows
+            if over <= 0 or stored.entry.dtype.family != live.dtype.family:
+                continue
+            for at in [*range(0, over, rows)[:_MOST_OFFSETS], over]:
+                data = stored.at(samples.shifted(runs, at * size))
+                if samples.cast(data, stored.entry.dtype, live.dtype) == live.sample:
+                    return Origin(stored.path, stored.where, f"rows {at} to {at + rows - 1}")
+        return None
+
+    def _of_rows(self, live: Live) -> Origin | None:
+        """Several tensors one below the other: parts that were fused."""
+        rows, size = len(live.tensor), live.tensor[0].numel() if len(live.tensor) else 0
+        parts: list[Stored] = []
+        at = 0
+        while at < rows and len(parts) < _MOST_PARTS:
+            part = next((stored for stored in self.library.by_row.get(tuple(live.tensor.shape[1:]), ())
+                         if stored.entry.shape[0] <= rows - at and _lies_at(stored, live, at * size)), None)  # fmt: skip
+            if part is None:
+                return None
+            parts.append(part)
+            at += part.entry.shape[0]
+        if at < rows:
+            return None
+        return Origin(parts[0].path, parts[0].where, f"joined with {listed([part.where for part in parts[1:]])}")
+
+
+def _lies_at(stored: Stored, live: Live, first: int) -> bool:
+    data = samples.cast(stored.sample, stored.entry.dtype, live.dtype)
+    if not data:
+        return False
+    return data == samples.of_live(live.tensor, samples.shifted(samples.runs_of(stored.entry.numel), first))
+
+
+def _how(stored: Stored, live: Live) -> str | None:
+    """What was done to a file's tensor to make the live one; the empty text where they are equal, None where they are not."""
+    entry, shape = stored.entry, tuple(live.tensor.shape)
+    if entry.numel != live.tensor.numel():
+        return None
+    moves = [f"{len(entry.shape)} -> {len(shape)} dimensions"] if entry.shape != shape else []
+    if entry.dtype is not live.dtype:
+        moves.append(f"{entry.dtype.name} -> {live.dtype.name}")
+    if samples.cast(stored.sample, entry.dtype, live.dtype) == live.sample:
+        return ", ".join(moves)
+    for half in _HALVES if entry.dtype.family == live.dtype.family == "float" else ():
+        rounded = samples.cast(stored.sample, entry.dtype, DTYPES[half])
+        if rounded is not None and samples.cast(rounded, DTYPES[half], live.dtype) == live.sample:
+            return f"{entry.dtype.name} -> {half} -> {live.dtype.name}"
+    if len(shape) == 2 and entry.shape == shape[::-1] and _transposed(stored, live) == live.sample:
+        return "transposed"
+    return None
+
+
+def _transposed(stored: Stored, live: Live) -> bytes | None:
+    """The live tensor's sample, taken from the transposed tensor in the file."""
+    rows, columns = live.tensor.shape
+    places = [place for start, length in samples.runs_of(live.tensor.numel()) for place in range(start, start + length)]
+    runs = tuple(((place % columns) * rows + place // columns, 1) for place in places)
+    return samples.cast(stored.at(runs), stored.entry.dtype, live.dtype)

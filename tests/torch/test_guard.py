@@ -1,0 +1,599 @@
+"""The guard: known mistakes of loading code are caught, right loads raise no alarm, and every tensor has its origin."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
+
+import ckpt_tools
+import ckpt_tools.torch as ckpt
+from ckpt_tools.errors import NotLoadedError, UsageError
+from ckpt_tools.torch.guarding import opened
+
+pytest_plugins = ["ckpt_tools.torch.pytest_plugin"]
+
+State = dict[str, torch.Tensor]
+
+
+class Net(nn.Module):
+    """A body with a norm and its buffers, a linear layer, a head that is tied where that is asked for, a buffer of its own."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.conv = nn.Conv1d(8, 16, 3)
+        self.norm = nn.BatchNorm1d(16)
+        self.mix = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 16, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+
+
+def trained(*, tied: bool = False) -> Net:
+    """The network with numbers that no other has."""
+    model = Net(tied=tied)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) if tensor.is_floating_point() else torch.tensor(5))
+    return model
+
+
+def wrong(seen: ckpt.Guard) -> dict[str, str]:
+    """The names that are not from a file, and why."""
+    return {fate.name: fate.fate for fate in seen.wrong()}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A file of the network."""
+    torch.save(trained().state_dict(), tmp_path / "net.pth")
+    return str(tmp_path / "net.pth")
+
+
+# --- mistakes
+
+
+def prefixed(model: nn.Module, path: str) -> None:
+    model.load_state_dict({f"module.{name}": value for name, value in torch.load(path).items()}, strict=False)
+
+
+def nothing_matches(model: nn.Module, path: str) -> None:
+    base = {name.removeprefix("model."): value for name, value in torch.load(path).items() if name.startswith("model.")}
+    model.load_state_dict(base, strict=False)
+
+
+def renamed_attribute(model: nn.Module, path: str) -> None:
+    model.load_state_dict({name.replace("mix.", "mixer."): value for name, value in torch.load(path).items()}, strict=False)
+
+
+def without_buffers(model: nn.Module, path: str) -> None:
+    state = torch.load(path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state[name])
+
+
+def by_shape(model: nn.Module, path: str) -> None:
+    own = model.state_dict()
+    state = {name: value for name, value in torch.load(path).items() if name in own and not name.startswith("conv")}
+    own.update(state)
+    model.load_state_dict(own)
+
+
+def initialised_again(model: Any, path: str) -> None:
+    model.load_state_dict(torch.load(path))
+    nn.init.normal_(model.mix.weight)
+
+
+def initialised_first(model: Any, path: str) -> None:
+    state = torch.load(path)
+    del state["mix.weight"]
+    nn.init.xavier_uniform_(model.mix.weight)
+    model.load_state_dict(state, strict=False)
+
+
+def a_copy(model: nn.Module, path: str) -> None:
+    """Into the copies that `.to` of another dtype makes."""
+    state = torch.load(path)
+    for name, parameter in model.named_parameters():
+        parameter.double().data.copy_(state[name])
+    for name, buffer in model.named_buffers():
+        if name in state:
+            buffer.copy_(state[name])
+
+
+def some_rows(model: Any, path: str) -> None:
+    state = torch.load(path)
+    rows = state.pop("embed.weight")
+    model.load_state_dict(state, strict=False)
+    model.embed.weight.data[:10] = rows[:10]
+
+
+def swallowed(model: nn.Module, path: str) -> None:
+    state = torch.load(path)
+    state["mix.weight"] = state["mix.weight"][:5]
+    own = model.state_dict()
+    for name, value in state.items():
+        if own[name].shape == value.shape:
+            own[name].copy_(value)
+
+
+MISTAKES: dict[Callable[[Any, str], None], set[str]] = {
+    prefixed: set(trained().state_dict()),
+    nothing_matches: set(trained().state_dict()),
+    renamed_attribute: {"mix.weight", "mix.bias"},
+    without_buffers: {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"},
+    by_shape: {"conv.weight", "conv.bias"},
+    initialised_again: {"mix.weight"},
+    initialised_first: {"mix.weight"},
+    a_copy: {name for name, _ in trained().named_parameters()},
+    some_rows: {"embed.weight"},
+    swallowed: {"mix.weight"},
+}
+
+
+@pytest.mark.parametrize("load", MISTAKES, ids=lambda load: load.__name__)
+def test_mistakes_are_caught(load: Callable[[Any, str], None], path: str) -> None:
+    """A loader with a mistake that torch does not tell of is an error that names the tensors, and no others."""
+    model = Net()
+    with ckpt.guard(model) as seen:
+        load(model, path)
+    assert set(wrong(seen)) == MISTAKES[load]
+    with pytest.raises(NotLoadedError, match="tensors of the model are not from a file") as caught:
+        seen.check()
+    assert all(name in str(caught.value) for name in MISTAKES[load])
+    assert path in str(caught.value)
+
+
+def test_a_head_that_is_random_on_purpose(path: str) -> None:
+    """What a glob allows is no error; a glob that matches nothing is one."""
+    model = Net()
+    with ckpt.guard(model) as seen:
+        state = torch.load(path)
+        model.load_state_dict({name: value for name, value in state.items() if not name.startswith("head.")}, strict=False)
+    assert wrong(seen) == {"head.weight": "untouched", "head.bias": "untouched"}
+    seen.check(allow=["head.*"])
+    seen.check(allow="head.*")
+    with pytest.raises(UsageError, match=r"head\.wieght"):
+        seen.check(allow=["head.*", "head.wieght"])
+
+
+def test_half_of_the_shards(tmp_path: Path) -> None:
+    """A loader that takes the first shard only: what is in the other one is untouched."""
+    state = trained().state_dict()
+    names = list(state)
+    for number, part in enumerate((names[:4], names[4:]), 1):
+        save_file({name: state[name] for name in part}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    index = {name: f"model-0000{1 + (name in names[4:])}-of-00002.safetensors" for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    model = Net()
+    with ckpt.guard(model) as seen:
+        json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        model.load_state_dict(load_file(tmp_path / "model-00001-of-00002.safetensors"), strict=False)
+    assert set(wrong(seen)) == set(names[4:])
+    assert seen.files == [str(tmp_path / "model-00001-of-00002.safetensors")]
+
+
+def test_an_untied_head(tmp_path: Path) -> None:
+    """A head that is tied when it is saved, and not in the model that is loaded: its name is in no file."""
+    tied = trained(tied=True)
+    save_model(tied, str(tmp_path / "tied.safetensors"))
+    model = Net()
+    with ckpt.guard(model) as seen:
+        model.load_state_dict(load_file(tmp_path / "tied.safetensors"), strict=False)
+    assert {name.partition(".")[0] for name in wrong(seen)} <= {"head", "embed"}
+    assert len(wrong(seen)) == 2
+
+
+def test_meta_tensors_that_stay(path: str) -> None:
+    """A tensor that is on the meta device afterwards has no numbers."""
+    with torch.device("meta"):
+        model = Net()
+    with ckpt.guard(model) as seen:
+        state = torch.load(path)
+        del state["mix.bias"]
+        model.load_state_dict(state, strict=False, assign=True)
+    assert wrong(seen) == {"mix.bias": "untouched", "mask": "untouched"}
+    assert "on the meta device" in str(seen)
+
+
+# --- right loads
+
+
+def _assign(model: nn.Module, path: str) -> None:
+    model.load_state_dict(torch.load(path), assign=True)
+
+
+def _mapped(model: nn.Module, path: str) -> None:
+    model.load_state_dict(torch.load(path, mmap=True), assign=True)
+
+
+def _from_stream(model: nn.Module, path: str) -> None:
+    with Path(path).open("rb") as file:
+        model.load_state_dict(torch.load(io.BytesIO(file.read())))
+
+
+def _from_thread(model: nn.Module, path: str) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        model.load_state_dict(pool.submit(torch.load, path).result())
+
+
+def _by_hand(model: nn.Module, path: str) -> None:
+    state = torch.load(path)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in state:
+            tensor.data.copy_(state[name])
+
+
+def _new_data(model: nn.Module, path: str) -> None:
+    state = torch.load(path)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in state:
+            tensor.data = state[name]
+
+
+def _new_parameters(model: nn.Module, path: str) -> None:
+    for name, value in torch.load(path).items():
+        module, own = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+        if own in module._parameters:
+            setattr(module, own, nn.Parameter(value))
+        else:
+            setattr(module, own, value)
+
+
+def _half(model: nn.Module, path: str) -> None:
+    model.half().load_state_dict(torch.load(path))
+
+
+def _half_afterwards(model: nn.Module, path: str) -> None:
+    model.load_state_dict(torch.load(path))
+    model.bfloat16()
+
+
+def _through_half(model: nn.Module, path: str) -> None:
+    state = torch.load(path)
+    model.load_state_dict({n: v.half().float() if v.is_floating_point() else v for n, v in state.items()})
+
+
+def _double(model: nn.Module, path: str) -> None:
+    model.double().load_state_dict(torch.load(path))
+
+
+def _into(model: nn.Module, path: str) -> None:
+    ckpt.load_into(model, path)
+
+
+def _into_assigned(model: nn.Module, path: str) -> None:
+    ckpt.load_into(model, path, assign=True)
+
+
+def _ckpt_state(model: nn.Module, path: str) -> None:
+    model.load_state_dict(ckpt.load_state_dict(path))
+
+
+def _transposed(model: Any, path: str) -> None:
+    state = torch.load(path)
+    state["mix.weight"] = state["mix.weight"].t()
+    model.load_state_dict(state)
+
+
+def _reshaped(model: Any, path: str) -> None:
+    state = torch.load(path)
+    state["conv.weight"] = state["conv.weight"].reshape(16, -1)
+    model.conv.weight = nn.Parameter(model.conv.weight.reshape(16, -1))
+    model.load_state_dict(state)
+
+
+def _renamed(model: nn.Module, path: str) -> None:
+    state = torch.load(path)
+    model.load_state_dict({{"mix.weight": "x", "mix.bias": "y"}.get(name, name): value for name, value in state.items()}
+                          | {"mix.weight": state["mix.weight"], "mix.bias": state["mix.bias"]}, strict=False)  # fmt: skip
+
+
+def _channels_last(model: nn.Module, path: str) -> None:
+    model.load_state_dict(torch.load(path))
+    model.mix.weight.data = model.mix.weight.data.t().contiguous().t()  # type: ignore[union-attr,operator]
+
+
+def _wrapped(model: nn.Module, path: str) -> None:
+    nn.DataParallel(model).load_state_dict({f"module.{name}": value for name, value in torch.load(path).items()})
+
+
+def _inference(model: nn.Module, path: str) -> None:
+    with torch.inference_mode():
+        model.load_state_dict(torch.load(path), assign=True)
+
+
+IN_ONE_FILE: list[Callable[[Any, str], None]] = [
+    lambda model, path: model.load_state_dict(torch.load(path)),
+    _assign, _mapped, _from_stream, _from_thread, _by_hand, _new_data, _new_parameters, _half, _half_afterwards, _through_half,
+    _double, _into, _into_assigned, _ckpt_state, _transposed, _reshaped, _renamed, _channels_last, _wrapped, _inference,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("load", IN_ONE_FILE, ids=lambda load: load.__name__)
+def test_right_loads_of_one_file(load: Callable[[Any, str], None], path: str) -> None:
+    """However the numbers of the file get into the model, each of its tensors is from it, and nothing is wrong."""
+    model = Net()
+    with ckpt.guard(model) as seen:
+        load(model, path)
+    seen.check()
+    assert seen
+    assert seen.files == [path]
+    fates = {fate.name: fate for fate in seen.fates}
+    assert all(fate.fate == ("unsaved" if name == "mask" else "loaded") for name, fate in fates.items())
+    assert all(fate.source == name for name, fate in fates.items() if name != "mask")
+
+
+def _legacy(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    torch.save(state, folder / "old.pth", _use_new_zipfile_serialization=False)
+    return lambda model: model.load_state_dict(torch.load(folder / "old.pth"))
+
+
+def _of_training(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    torch.save({"epoch": 3, "model": state, "ema": {name: value * 0 for name, value in state.items()}}, folder / "t.pth")
+    return lambda model: model.load_state_dict(torch.load(folder / "t.pth")["model"])
+
+
+def _with_objects(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    torch.save({"path": Path("x"), "model": state}, folder / "o.pth")
+    return lambda model: model.load_state_dict(torch.load(folder / "o.pth", weights_only=False)["model"])
+
+
+def _whole_module(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    torch.save(trained(), folder / "module.pth")
+    return lambda model: model.load_state_dict(torch.load(folder / "module.pth", weights_only=False).state_dict())
+
+
+def _tagged(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    torch.save(state, folder / "cpu.pth")
+    ckpt_tools.convert(folder / "cpu.pth", folder / "cuda.pth", map_location="cuda:1")
+    return lambda model: model.load_state_dict(torch.load(folder / "cuda.pth", map_location="cpu"))
+
+
+def _safetensors(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    save_file(state, folder / "m.safetensors")
+    return lambda model: load_model(model, str(folder / "m.safetensors"))
+
+
+def _safe_open(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    save_file(state, folder / "m.safetensors")
+
+    def load(model: nn.Module) -> None:
+        with safe_open(folder / "m.safetensors", "pt") as file:
+            model.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 - it is no mapping
+
+    return load
+
+
+def _dcp(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    dcp.save(dict(state), checkpoint_id=folder / "dcp", no_dist=True)
+
+    def load(model: nn.Module) -> None:
+        own = model.state_dict()
+        dcp.load(own, checkpoint_id=folder / "dcp", no_dist=True)
+        model.load_state_dict(own)
+
+    return load
+
+
+def _gzipped(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    (folder / "m.pth.gz").write_bytes(gzip.compress(buffer.getvalue()))
+
+    def load(model: nn.Module) -> None:
+        with gzip.open(folder / "m.pth.gz") as file:
+            model.load_state_dict(torch.load(io.BytesIO(file.read())))
+
+    return load
+
+
+def _halves_in_the_file(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    halves = {name: value.bfloat16() if value.is_floating_point() else value for name, value in state.items()}
+    save_file(halves, folder / "h.safetensors")
+    return lambda model: model.load_state_dict(load_file(folder / "h.safetensors"))
+
+
+def _old_norms(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    """Before torch 0.4.1 there was no num_batches_tracked; load_state_dict knows by the missing version."""
+    torch.save({name: value for name, value in state.items() if not name.endswith("tracked")}, folder / "old.pth")
+    return lambda model: model.load_state_dict(torch.load(folder / "old.pth"))
+
+
+def _two_files(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    torch.save({name: value for name, value in state.items() if not name.startswith("head")}, folder / "backbone.pth")
+    torch.save(
+        {name.removeprefix("head."): value for name, value in state.items() if name.startswith("head")}, folder / "head.pth"
+    )
+
+    def load(model: Any) -> None:
+        model.load_state_dict(torch.load(folder / "backbone.pth"), strict=False)
+        model.head.load_state_dict(torch.load(folder / "head.pth"))
+
+    return load
+
+
+def _zeros(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    """Zeros into zeros, through .data, which tells nobody."""
+    state = state | {"norm.bias": torch.zeros(16), "norm.weight": torch.ones(16)}
+    torch.save(state, folder / "z.pth")
+    return lambda model: _by_hand(model, str(folder / "z.pth"))
+
+
+def _sharded(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    torch.save(state, folder / "m.pth")
+    ckpt_tools.convert(folder / "m.pth", folder / "shards", shard_size="2 KB")
+    return lambda model: ckpt.load_into(model, folder / "shards")
+
+
+ELSEWHERE = [
+    _legacy, _of_training, _with_objects, _whole_module, _tagged, _safetensors, _safe_open, _dcp, _gzipped, _halves_in_the_file,
+    _old_norms, _two_files, _zeros, _sharded,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("make", ELSEWHERE, ids=lambda make: make.__name__)
+def test_right_loads_of_other_files(make: Callable[[State, Path], Callable[[nn.Module], Any]], tmp_path: Path) -> None:
+    """Whatever container the numbers are in, and however old: nothing is wrong."""
+    load = make(trained().state_dict(), tmp_path)
+    model = Net()
+    with ckpt.guard(model) as seen:
+        load(model)
+    seen.check()
+    assert seen.files
+    assert not seen.notes
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    """A tied head is the tensor that was loaded, under whichever of its names the file has it."""
+    for number, keep in enumerate(("embed.weight", "head.weight")):
+        state = trained(tied=True).state_dict()
+        saved = {
+            name: value for name, value in state.items() if not name.endswith(("embed.weight", "head.weight")) or name == keep
+        }
+        torch.save(saved, tmp_path / f"{number}.pth")
+        model = Net(tied=True)
+        with ckpt.guard(model) as seen:
+            model.load_state_dict(torch.load(tmp_path / f"{number}.pth"), strict=False)
+        seen.check()
+        fates = {fate.name: (fate.fate, fate.how) for fate in seen.fates}
+        assert fates["head.weight"] == ("tied", "to embed.weight")
+
+
+def test_a_fused_tensor_is_split_and_joined(tmp_path: Path) -> None:
+    """Rows of a larger tensor, and tensors one below the other, are from the file, and said to be."""
+    q, k, v = (torch.rand(rows, 32) for rows in (16, 8, 8))
+    torch.save({"qkv.weight": torch.cat([q, k, v])}, tmp_path / "fused.pth")
+    torch.save({"q.weight": q, "k.weight": k, "v.weight": v}, tmp_path / "parts.pth")
+    parts = nn.ModuleDict({name: nn.Linear(32, rows, bias=False) for name, rows in (("q", 16), ("k", 8), ("v", 8))})
+    with ckpt.guard(parts) as seen:
+        rows = torch.load(tmp_path / "fused.pth")["qkv.weight"].split([16, 8, 8])
+        parts.load_state_dict({f"{name}.weight": part for name, part in zip("qkv", rows, strict=True)})
+    seen.check()
+    assert [fate.how for fate in seen.fates] == ["rows 0 to 15", "rows 16 to 23", "rows 24 to 31"]
+    fused = nn.ModuleDict({"qkv": nn.Linear(32, 32, bias=False)})
+    with ckpt.guard(fused) as seen:
+        fused.load_state_dict({"qkv.weight": torch.cat(list(torch.load(tmp_path / "parts.pth").values()))})
+    seen.check()
+    assert [fate.how for fate in seen.fates] == ["joined with k.weight, v.weight"]
+
+
+def test_a_model_that_the_block_makes(path: str) -> None:
+    """A model that did not exist before is judged by the files alone."""
+    with ckpt.guard() as seen:
+        model = seen.watch(Net())
+        model.load_state_dict(torch.load(path))
+        nn.init.normal_(model.head.weight)
+    assert wrong(seen) == {"head.weight": "changed"}
+
+
+def test_a_file_that_was_read_before(path: str) -> None:
+    """Numbers of a file that was opened before the block are unknown, until the file is named."""
+    state = torch.load(path)
+    model = Net()
+    with ckpt.guard(model) as seen:
+        model.load_state_dict(state)
+    with pytest.raises(NotLoadedError, match="no checkpoint was opened meanwhile"):
+        seen.check()
+    with ckpt.guard(model, files=[path]) as seen:
+        model.load_state_dict(state)
+    seen.check()
+
+
+def test_a_decorated_loader(path: str) -> None:
+    """A decorated function is checked after each call: the module that it is given, or the one that it returns."""
+
+    @ckpt.guarded(allow=["head.*"])
+    def into(path: str, model: nn.Module) -> None:
+        state = torch.load(path)
+        model.load_state_dict({name: value for name, value in state.items() if not name.startswith("head.")}, strict=False)
+
+    @ckpt.guarded()
+    def made(path: str) -> Net:
+        model = Net()
+        prefixed(model, path)
+        return model
+
+    into(path, Net())
+    with pytest.raises(NotLoadedError):
+        made(path)
+    assert into.__name__ == "into"
+
+
+def test_the_fixture(path: str, guard_load: Callable[..., Any]) -> None:
+    """The fixture's block raises where a tensor is not from a file, and knows what is allowed."""
+    model = Net()
+    with guard_load(model):
+        model.load_state_dict(torch.load(path))
+    with pytest.raises(NotLoadedError), guard_load(model, allow=["head.*"]):
+        initialised_again(model, path)
+
+
+def test_the_loaders_own_error_comes_through(path: str) -> None:
+    """An exception in the block is not hidden, nothing is judged, and torch's functions are their own again."""
+    before = (torch.jit.load, torch.UntypedStorage.from_file)
+    model = Net()
+    with pytest.raises(RuntimeError, match="Missing key"), ckpt.guard(model) as seen:
+        model.load_state_dict({})
+    assert (torch.jit.load, torch.UntypedStorage.from_file) == before
+    assert not opened._ACTIVE
+    with pytest.raises(UsageError, match="No model was watched"):
+        seen.check()
+
+
+def test_guards_inside_guards(path: str) -> None:
+    """Two guards at once each see every file that is opened while they are active."""
+    outer, inner = Net(), Net()
+    with ckpt.guard(outer) as first:
+        with ckpt.guard(inner) as second:
+            inner.load_state_dict(torch.load(path))
+        outer.load_state_dict(load_file_of(path))
+    first.check()
+    second.check()
+
+
+def load_file_of(path: str) -> State:
+    """The state dict, by safetensors."""
+    save_file(torch.load(path), f"{path}.safetensors")
+    return load_file(f"{path}.safetensors")
+
+
+def test_there_is_no_second_copy(path: str) -> None:
+    """What is remembered of a tensor is a few elements: under a thousand bytes, however large it is."""
+    model = nn.Linear(3000, 3000)
+    with ckpt.guard(model) as seen:
+        assert sum(sys.getsizeof(old.sample) for old in seen._before.values()) < 2000
+
+
+def test_the_table(path: str) -> None:
+    """The report prints as one short table: what is right first, one line for each way, long lists cut."""
+    model = Net()
+    with ckpt.guard(model) as seen:
+        renamed_attribute(model.half(), path)
+    assert str(seen).splitlines() == [
+        "fate                        tensors  from",
+        f"loaded, float32 -> float16        9  {path}",
+        f"loaded                            1  {path}",
+        "unsaved                           1  mask",
+        "untouched                         2  mix.weight, mix.bias",
+    ]
+    assert repr(seen).startswith("Guard(fates=<13>")
+    assert seen.to_json()["fates"][1]["source"] == "embed.weight"
