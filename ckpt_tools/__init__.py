@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.repair.report import Repaired
     from ckpt_tools.operations.repair.run import repair
     from ckpt_tools.operations.scan import Scanned, scan
+    from ckpt_tools.operations.show import Shown, show
     from ckpt_tools.render.html import Reported, report
     from ckpt_tools.torch.steps import Steps, open  # noqa: A004 - called as ckpt_tools.open, like gzip.open
 
@@ -43,6 +44,7 @@ __all__ = [
     "Repaired",
     "Reported",
     "Scanned",
+    "Shown",
     "Stats",
     "Steps",
     "__version__",
@@ -58,6 +60,7 @@ __all__ = [
     "repair",
     "report",
     "scan",
+    "show",
     "stats",
 ]
 
@@ -72,6 +75,7 @@ _HOMES = {
     "Repaired": "operations.repair.report",
     "Reported": "render.html",
     "Scanned": "operations.scan",
+    "Shown": "operations.show",
     "Stats": "operations.compare.stats",
     "Steps": "torch.steps",
     "average": "operations.average",
@@ -86,6 +90,7 @@ _HOMES = {
     "repair": "operations.repair.run",
     "report": "render.html",
     "scan": "operations.scan",
+    "show": "operations.show",
     "stats": "operations.compare.stats",
 }
 

@@ -20,6 +20,7 @@ CkptError                      exit code 3 unless noted
 │   ├── RemoteForbiddenError       the server refuses this user; a PermissionError too
 │   └── RemoteTimeoutError         no whole answer in time; a TimeoutError too
 ├── ChangedFileError           the input changed while it was read
+├── ValuesError                a tensor whose values cannot be told: sparse, quantised, on the meta device
 ├── DigestError                a digest file that cannot be read
 ├── NotLoadedError             a model that was watched while it was loaded has tensors that are from no file
 ├── RepairError                nothing in the file can be saved
@@ -204,6 +205,10 @@ class RepairError(CkptError):
 
 class NotLoadedError(CkptError):
     """Tensors of a model are not from a file: as they were made, or changed by other means."""
+
+
+class ValuesError(CkptError):
+    """The values of a tensor cannot be told: it is sparse, quantised, or has none."""
 
 
 class DigestError(CkptError):

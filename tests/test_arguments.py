@@ -55,6 +55,7 @@ def expect_ours(folder: Path, function: Callable[..., Any], given: dict[str, Any
     needed = {
         "path": SINGLE, "source": SINGLE, "target": out, "left": SINGLE, "right": SINGLE, "sources": [SINGLE, SINGLE],
         "output": folder / "out.toml", "model": nn.Linear(1, 1), "state_dict": state, "model_or_mapping": state,
+        "name": "fc1.bias",
     }  # fmt: skip
     wanted = inspect.signature(function).parameters
     keywords = {name: value for name, value in needed.items() if name in wanted} | given

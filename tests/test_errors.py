@@ -41,6 +41,7 @@ READING: list[Callable[[Path], object]] = [
     ckpt_tools.torch.load,
     ckpt_tools.torch.load_state_dict,
     ckpt_tools.stats,
+    lambda path: ckpt_tools.show(path, "weight"),
     lambda path: ckpt_tools.torch.load_into(torch.nn.Linear(1, 1), path),
     lambda path: ckpt_tools.convert(path, path.parent / "out.pth"),
     lambda path: ckpt_tools.average([path, path], path.parent / "out.pth"),
@@ -143,6 +144,7 @@ def test_reports_are_short_to_look_at(tmp_path: Path) -> None:
     model = torch.nn.ModuleDict({f"layer{number}": torch.nn.PReLU() for number in range(500)})
     for report in (
         ckpt_tools.inspect(big), ckpt_tools.check(big, digest=True), ckpt_tools.stats(big), ckpt_tools.diff(big, SINGLE),
+        ckpt_tools.show(big, "layer0.weight"),
         ckpt_tools.convert(big, tmp_path / "a.pth", add_module=True), ckpt_tools.average([big, big], tmp_path / "b.pth"),
         ckpt_tools.repair(big, tmp_path / "c.pth"), ckpt_tools.scan(big)[0], ckpt_tools.torch.load_into(model, big),
     ):  # fmt: skip

@@ -123,6 +123,7 @@ def test_public_names() -> None:
         "Repaired",
         "Reported",
         "Scanned",
+        "Shown",
         "Stats",
         "Steps",
         "__version__",
@@ -138,6 +139,7 @@ def test_public_names() -> None:
         "repair",
         "report",
         "scan",
+        "show",
         "stats",
     ]
     assert all(getattr(ckpt_tools, name) is not None for name in ckpt_tools.__all__)

@@ -66,6 +66,7 @@ from ckpt_tools.values.boxes import (
     assemble,
     extent,
 )
+from ckpt_tools.values.numeric import part as range_of
 from ckpt_tools.values.numeric import row_major, swapped
 
 _MODULE = "torch.distributed.checkpoint."
@@ -276,7 +277,7 @@ class _Reader:
         nbytes = prod(shape) * waiting.dtype.bits // 8
         if known is not None and nbytes:
             return known if known.requires_grad == requires_grad else replace(known, requires_grad=requires_grad)
-        storage = Storage(self.keys.next(), waiting.dtype, nbytes, "cpu", Computed(nbytes, waiting.chunks))
+        storage = Storage(self.keys.next(), waiting.dtype, nbytes, "cpu", Computed(nbytes, waiting.chunks, part=waiting.part))
         entry = Entry(storage, waiting.dtype, shape, contiguous_stride(shape), 0, requires_grad)
         nodes.check(entry, repr(waiting.name))
         self.waiting[id(storage.content)] = (storage.content, waiting)
@@ -373,6 +374,10 @@ class _Waiting:
     def chunks(self) -> Iterator[bytes | memoryview]:
         """Its bytes, for whoever did not locate it first."""
         return chunks(self.content)
+
+    def part(self, start: int, length: int) -> Content:
+        """A range of its bytes."""
+        return range_of(self.content, start, length)
 
 
 def _properties(node: Node) -> tuple[DType, bool]:

@@ -35,7 +35,7 @@ from ckpt_tools.formats.base import (
 from ckpt_tools.formats.legacy.stream import Blobs
 from ckpt_tools.formats.torch_zip import check_pickle, record_content, record_head
 from ckpt_tools.formats.zip.directory import Directory, Record
-from ckpt_tools.io.content import Content, Range, read
+from ckpt_tools.io.content import Content, Literal, Piece, Range, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
@@ -375,3 +375,15 @@ def _nested(cells: list[Node], shape: tuple[int, ...]) -> Node:
     for size in reversed(shape[1:]):
         cells = [List(cells[at : at + size]) for at in range(0, len(cells), size)] if size else []
     return List(cells)
+
+
+# --- laying out
+
+
+def lay_out(content: Content, dtype: DType, shape: tuple[int, ...]) -> list[Piece]:
+    """The pieces of a .npy of version 1.0, from the row-major bytes of an array of a dtype that NumPy has."""
+    code = next(code for code, known in BY_NUMPY.items() if known is dtype)
+    descr = f"{'|' if dtype.itemsize == 1 else '<'}{code}"
+    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}"
+    header = text.encode().ljust(-(-(len(text) + 11) // 64) * 64 - 11) + b"\n"
+    return [Piece(Literal(_MAGIC + b"\1\0" + len(header).to_bytes(2, "little") + header)), Piece(content)]

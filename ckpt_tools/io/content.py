@@ -69,11 +69,15 @@ class Deflated:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Bytes that are worked out in chunks while writing: a cast, a gather, a byte swap; `of` is what they are made of."""
+    """Bytes that are worked out in chunks while writing: a cast, a gather, a byte swap; `of` is what they are made of.
+
+    `part` gives the content of (start, length) without working out what is before it, where that can be done.
+    """
 
     length: int
     chunks: Callable[[], Iterator[bytes | memoryview]]
     of: Content | tuple[Content, ...] | None = None
+    part: Callable[[int, int], Content] | None = None
 
 
 @dataclass(frozen=True, slots=True)

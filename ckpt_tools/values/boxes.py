@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from math import prod
 
 from ckpt_tools import limits
@@ -18,7 +18,7 @@ from ckpt_tools.io.content import (
     read,
 )
 from ckpt_tools.tree.nodes import contiguous_stride
-from ckpt_tools.values.numeric import part
+from ckpt_tools.values.numeric import part, trimmed
 
 Sizes = tuple[int, ...]
 
@@ -61,7 +61,18 @@ def assemble(name: str, shape: Sizes, itemsize: int, chunks: Sequence[Chunk]) ->
             raise _overlapping(name)
         return parts[0].content if len(parts) == 1 else Joined(tuple(chunk.content for chunk in parts))
     _check_apart(name, parts)
-    return Computed(prod(shape) * itemsize, lambda: _gather(shape, itemsize, parts))
+    return _in_boxes(shape, itemsize, parts, 0, prod(shape) * itemsize)
+
+
+def _in_boxes(shape: Sizes, itemsize: int, parts: Sequence[Chunk], start: int, length: int) -> Content:
+    """A range of the bytes, put together from the chunks that have a box of it."""
+    first, last = start // itemsize, -(-(start + length) // itemsize)
+
+    def inside(begin: int, size: int) -> Content:
+        return _in_boxes(shape, itemsize, parts, start + begin, size)
+
+    made = Computed((last - first) * itemsize, lambda: _gather(shape, itemsize, parts, first, last), part=inside)
+    return trimmed(made, start - first * itemsize, length)
 
 
 def _is_run(sizes: Sizes, shape: Sizes) -> bool:
@@ -107,20 +118,26 @@ def _common(offsets: Sizes, sizes: Sizes, chunk: Chunk) -> tuple[Sizes, Sizes] |
     return (low, tuple(b - a for a, b in zip(low, high, strict=True))) if all(map(int.__lt__, low, high)) else None
 
 
-def _boxes(shape: Sizes, itemsize: int) -> Iterator[tuple[Sizes, Sizes]]:
-    """The tensor row-major in boxes of at most CHUNK bytes, each one run of it."""
-    dim = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) * itemsize <= CHUNK or dim == len(shape) - 1)
-    rows = max(1, CHUNK // (prod(shape[dim + 1 :]) * itemsize))
-    for outer in product(*map(range, shape[:dim])):
-        for first in range(0, shape[dim], rows):
-            count = min(rows, shape[dim] - first)
-            yield (*outer, first, *[0] * (len(shape) - dim - 1)), (*[1] * dim, count, *shape[dim + 1 :])
+def _boxes(shape: Sizes, itemsize: int, first: int, last: int) -> Iterator[tuple[Sizes, Sizes]]:
+    """The elements from `first` to `last`, row-major, in boxes of at most CHUNK bytes, each one run of the tensor."""
+    strides = contiguous_stride(shape)
+    while first < last:
+        at = tuple(first // step % size for step, size in zip(strides, shape, strict=True))
+        left, most = last - first, max(1, CHUNK // itemsize)
+        # the outermost dimension of which a whole index begins here, is wanted, and fits
+        dim = next(
+            dim for dim, step in enumerate(strides)
+            if dim == len(shape) - 1 or (first % step == 0 and step <= min(left, most))
+        )  # fmt: skip
+        rows = max(1, min(shape[dim] - at[dim], min(left, most) // strides[dim]))
+        yield at, (*[1] * dim, rows, *shape[dim + 1 :])
+        first += rows * strides[dim]
 
 
-def _gather(shape: Sizes, itemsize: int, parts: Sequence[Chunk]) -> Iterator[memoryview]:
+def _gather(shape: Sizes, itemsize: int, parts: Sequence[Chunk], first: int, last: int) -> Iterator[memoryview]:
     import torch
 
-    for offsets, sizes in _boxes(shape, itemsize):
+    for offsets, sizes in _boxes(shape, itemsize, first, last):
         out = bytearray(prod(sizes) * itemsize)
         whole = torch.frombuffer(out, dtype=torch.uint8).view(*sizes[:-1], sizes[-1] * itemsize)
         for chunk in parts:

@@ -59,7 +59,12 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
             narrow(values[: size // source.itemsize], result[: size // source.itemsize], count)
             yield memoryview(out)[: size // source.itemsize * target.itemsize]
 
-    return Computed(content.length // source.itemsize * target.itemsize, work, content)
+    def inside(start: int, length: int) -> Content:
+        first, last = start // target.itemsize, -(-(start + length) // target.itemsize)
+        elements = part(content, first * source.itemsize, (last - first) * source.itemsize)
+        return trimmed(cast(elements, source, target, count), start - first * target.itemsize, length)
+
+    return Computed(content.length // source.itemsize * target.itemsize, work, content, inside)
 
 
 def narrow(old: torch.Tensor, new: torch.Tensor, count: CastCount) -> None:
@@ -131,7 +136,11 @@ def swapped(content: Content, width: int) -> Content:
             numbers.byteswap()
             yield numbers.tobytes()
 
-    return Computed(content.length, work, content)
+    def inside(start: int, length: int) -> Content:
+        first, last = start // width * width, -(-(start + length) // width) * width
+        return trimmed(swapped(part(content, first, last - first), width), start - first, length)
+
+    return Computed(content.length, work, content, inside)
 
 
 def part(content: Content, start: int, length: int) -> Content:
@@ -144,6 +153,15 @@ def part(content: Content, start: int, length: int) -> Content:
         return Literal(content.data[start : start + length])
     if isinstance(content, Joined):
         return Joined(tuple(_parts(content, start, length)))
+    if isinstance(content, Computed) and content.part is not None:
+        return content.part(start, length)
+    return trimmed(content, start, length)
+
+
+def trimmed(content: Content, start: int, length: int) -> Content:
+    """A range of a content, of which all that is before is worked out and passed over."""
+    if start == 0 and length == content.length:
+        return content
 
     def work() -> Iterator[memoryview]:
         at = 0
@@ -266,6 +284,17 @@ def numbers(content: Content, dtype: DType) -> Iterator[torch.Tensor]:
         yield _numbers(bytearray(block), dtype)
 
 
+def exact(data: bytearray, dtype: DType) -> torch.Tensor:
+    """The values of some bytes: integers and booleans as they are, floats as float64, complex ones as complex128."""
+    import torch
+
+    if not data:
+        return torch.empty(0, dtype=torch.float64)
+    if dtype.family == "bool":
+        return torch.frombuffer(data, dtype=torch.uint8) != 0
+    return torch.frombuffer(data, dtype=torch_dtype(dtype)) if dtype.family == "int" else _numbers(data, dtype)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """torch works with one thread inside: it shares histograms among threads however small they are (see `ELEMENTS`)."""
@@ -306,13 +335,14 @@ def weighted_sum(parts: list[tuple[Content, DType, float]], target: DType) -> Co
             total = values[0] * parts[0][2]
             for value, (_, _, weight) in zip(values[1:], parts[1:], strict=True):
                 total += value * weight
-            yield _as_bytes(total, target)
+            yield as_bytes(total, target)
 
     content, dtype, _ = parts[0]
     return Computed(content.length // dtype.itemsize * target.itemsize, work)
 
 
-def _as_bytes(values: torch.Tensor, dtype: DType) -> memoryview:
+def as_bytes(values: torch.Tensor, dtype: DType) -> memoryview:
+    """Numbers as the bytes of a dtype."""
     import torch
 
     if dtype.family == "complex":
@@ -337,7 +367,7 @@ def largest(parts: list[tuple[Content, DType]], target: DType) -> Computed:
                 values = torch.frombuffer(bytearray(block), dtype=torch_dtype(dtype)).to(torch.int64)
                 found = values if found is None else found.maximum(values)
             assert found is not None
-            yield _as_bytes(found, target)
+            yield as_bytes(found, target)
 
     content, dtype = parts[0]
     return Computed(content.length // dtype.itemsize * target.itemsize, work)

@@ -143,6 +143,14 @@ def test_stats() -> None:
     assert any(row["reason"] for document in found for row in document["tensors"])
 
 
+def test_show() -> None:
+    """Values with an index, a scalar, complex ones, and an array that was written."""
+    torch.save({"w": torch.arange(6.0).reshape(2, 3), "c": torch.tensor([1j]), "s": torch.tensor(float("nan"))}, "x.pth")
+    calls = [("w[0:1, :2]",), ("c",), ("s",), ("w", "-o", "out.npy")]
+    found = [document for call in calls for document in documents("show", "x.pth", *call)]
+    assert filled(found) == fields("show")
+
+
 def test_diff() -> None:
     """Two that differ in everything that is compared, and each fixture with its neighbour."""
     left = {"module.a": torch.ones(2), "module.b": torch.ones(3), "module.c": torch.ones(2), "module.gone": torch.ones(1)}

@@ -27,7 +27,7 @@ from ckpt_tools.operations.compare import sides
 from ckpt_tools.operations.compare.differences import diff
 from ckpt_tools.operations.compare.report import ValueChange
 from ckpt_tools.operations.compare.stats import stats
-from ckpt_tools.render.stats import draw
+from ckpt_tools.render.numbers.stats import draw
 from ckpt_tools.values.measures import Gap, Moments, histogram
 from tests.support.samples import (
     FIXTURES,

@@ -26,8 +26,8 @@ from ckpt_tools import diff, inspect, stats
 from ckpt_tools.cli import COMMANDS, main, options
 from ckpt_tools.render.description import View, print_description, ranges
 from ckpt_tools.render.difference import print_difference
+from ckpt_tools.render.numbers.stats import StatsView, print_stats
 from ckpt_tools.render.rows import wrapped
-from ckpt_tools.render.stats import StatsView, print_stats
 from ckpt_tools.render.text import counted
 from ckpt_tools.text import natural
 from tests.support.samples import FIXTURES, by_name

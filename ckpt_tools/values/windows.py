@@ -1,0 +1,217 @@
+"""A box of one tensor: which elements an index names, reading those alone, their numbers exactly and as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.io.content import Computed, Content, chunks, read
+from ckpt_tools.tree.dtypes import DTYPES, DType
+from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.numeric import CastCount, as_bytes, cast, exact, numbers, row_major
+
+if TYPE_CHECKING:
+    import torch
+
+Axis = range | int
+_GAP = 64 << 10  # bytes that are read along with what is wanted, in the place of another read
+_PART = re.compile(r"(-?\d{1,19})|(-?\d{1,19})?\s*:\s*(-?\d{1,19})?\s*(?::\s*(-?\d{1,19})?)?")
+
+
+def read_index(text: str, shape: Sequence[int]) -> list[Axis]:
+    """What an index such as `0:3, :5` names in each dimension: a number, or a range.
+
+    Raises:
+        UsageError: it is not an index, or not one of a tensor of this shape.
+    """
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if parts.count("...") > 1:
+        raise _refused(text, "it has `...` twice")
+    if "..." not in parts:
+        parts.append("...")
+    at, rest = parts.index("..."), len(shape) - len(parts) + 1
+    if rest < 0:
+        raise _refused(text, f"the tensor has {len(shape)} dimensions")
+    parts[at : at + 1] = [":"] * rest
+    return [_axis(text, part, size) for part, size in zip(parts, shape, strict=True)]
+
+
+def _axis(text: str, part: str, size: int) -> Axis:
+    found = _PART.fullmatch(part)
+    if found is None:
+        raise _refused(text, f"{part!r} is not a number or a range")
+    if found[1] is not None:
+        number = int(found[1])
+        if not -size <= number < size:
+            raise _refused(text, f"{number} is outside a dimension of {size}")
+        return number % size
+    start, stop, step = (None if one is None else int(one) for one in found.groups()[1:])
+    if step is not None and step < 1:
+        raise _refused(text, "a step is a positive number")
+    return range(size)[start:stop:step]
+
+
+def _refused(text: str, why: str) -> UsageError:
+    return UsageError(f"The index [{text}] cannot be read: {why}.", fix="For example: [0], [0:3, :5], [..., -1].")
+
+
+def narrowed(entry: Entry, axes: Sequence[Axis]) -> Entry:
+    """The view on the elements that the axes name; every dimension stays."""
+    ranges = [range(axis, axis + 1) if isinstance(axis, int) else axis for axis in axes]
+    offset = entry.offset + sum(one.start * step for one, step in zip(ranges, entry.stride, strict=True) if len(one))
+    shape = tuple(map(len, ranges))
+    stride = tuple(one.step * step for one, step in zip(ranges, entry.stride, strict=True))
+    return replace(entry, shape=shape, stride=stride, offset=offset if all(shape) else 0)
+
+
+def values(entry: Entry) -> torch.Tensor:
+    """The numbers of a view, exactly: floats as float64, complex ones as complex128, the others in their own dtype.
+
+    Two float4 in one element become two numbers along the last dimension. Only what the view needs is read.
+    """
+    import torch
+
+    width = max(entry.dtype.itemsize, 1)
+    out = torch.empty((*entry.shape, width), dtype=torch.uint8)
+    pending = [(entry, out)]
+    while pending:
+        view, into = pending.pop()
+        if not view.numel:
+            continue
+        if view.is_contiguous or view.span * width <= _GAP:
+            into.copy_(torch.frombuffer(bytearray(read(row_major(view))), dtype=torch.uint8).view(into.shape))
+            continue
+        dim = max((dim for dim, size in enumerate(view.shape) if size > 1), key=lambda dim: view.stride[dim])
+        for start, count in _steps(view, dim):
+            pending.append((_rows(view, dim, start, count), into.narrow(dim, start, count)))
+    data = bytearray(out.numel())
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(out.flatten())
+    return exact(data, entry.dtype).reshape(_shown_shape(entry))
+
+
+def _rows(view: Entry, dim: int, start: int, count: int) -> Entry:
+    """A few indexes of one dimension."""
+    axes = [range(start, start + count) if at == dim else range(size) for at, size in enumerate(view.shape)]
+    return narrowed(view, axes)
+
+
+def _steps(view: Entry, dim: int) -> Iterator[tuple[int, int]]:
+    """Indexes of a dimension, as many at a time as lie close together, and fewer than all."""
+    size, step = view.shape[dim], max(view.stride[dim] * view.dtype.itemsize, 1)
+    count = max(1, min(_GAP // step, (size + 1) // 2))
+    for start in range(0, size, count):
+        yield start, min(count, size - start)
+
+
+def _shown_shape(entry: Entry) -> tuple[int, ...]:
+    """The shape of the numbers: two float4 are one element to torch."""
+    if entry.dtype.packed == 1:
+        return entry.shape
+    return (*entry.shape[:-1], entry.shape[-1] * entry.dtype.packed) if entry.shape else (entry.dtype.packed,)
+
+
+# --- as an array of NumPy's
+
+
+def as_array(entry: Entry) -> tuple[Content, DType, tuple[int, ...]]:
+    """The bytes of a view as NumPy can hold them, with dtype and shape. What NumPy has no type for is exact in a wider one."""
+    content = _in_blocks(entry)
+    wider = _WIDER.get(entry.dtype.name)
+    if wider is None:
+        return content, entry.dtype, entry.shape
+    target, shape = DTYPES[wider], _shown_shape(entry)
+    if entry.dtype.family == "float" and entry.dtype.packed == 1:
+        return cast(content, entry.dtype, target, CastCount()), target, shape
+    length = target.itemsize
+    for size in shape:
+        length *= size
+    return Computed(length, lambda: _widened(content, entry.dtype, target), content), target, shape
+
+
+_SMALL = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn_x2",
+)
+_WIDER = {**dict.fromkeys(_SMALL, "float32"), "complex32": "complex64"}
+
+
+def _widened(content: Content, source: DType, target: DType) -> Iterator[memoryview]:
+    """Complex halves, and float4, of which torch has few kernels."""
+    for block in numbers(content, source):
+        yield as_bytes(block, target)
+
+
+def _in_blocks(entry: Entry) -> Content:
+    """The bytes of a view, row-major; what lies apart in the order of the file is read in blocks."""
+    sizes = [step for step, size in zip(entry.stride, entry.shape, strict=True) if size > 1]
+    if entry.is_contiguous or sizes != sorted(sizes, reverse=True):
+        return row_major(entry)
+
+    def work() -> Iterator[bytes | memoryview]:
+        pending = [entry]
+        while pending:
+            view = pending.pop()
+            if not view.numel:
+                continue
+            if view.is_contiguous or view.span * view.dtype.itemsize <= _GAP:
+                yield from chunks(row_major(view))
+                continue
+            dim = next(dim for dim, size in enumerate(view.shape) if size > 1)
+            pending += reversed([_rows(view, dim, start, count) for start, count in _steps(view, dim)])
+
+    return Computed(entry.nbytes, work)
+
+
+# --- as text
+
+
+def texts(found: torch.Tensor, dtype: DType) -> list[str]:
+    """Each number in the fewest digits that tell it from its neighbours in its dtype."""
+    import torch
+
+    flat = found.flatten()
+    if found.dtype.is_complex:
+        part = DTYPES[_PARTS[dtype.name]]
+        halves = _shortest(torch.view_as_real(flat).flatten(), part)
+        pairs = zip(halves[::2], halves[1::2], strict=True)
+        return [f"{real}{'' if imaginary[0] in '+-' else '+'}{imaginary}j" for real, imaginary in pairs]
+    return _shortest(flat, dtype) if found.dtype.is_floating_point else [str(one) for one in flat.tolist()]
+
+
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
+def _shortest(flat: torch.Tensor, dtype: DType) -> list[str]:
+    """The shortest text of each number that is rounded to the same number of the dtype."""
+    import torch
+
+    known: list[float] = flat.tolist()
+    made = [repr(one) for one in known]
+    if dtype.name == "float64":
+        return made
+    own = getattr(torch, "float32" if dtype.packed > 1 else dtype.name)
+    left = [index for index, one in enumerate(known) if one == one and abs(one) != float("inf")]
+    for digits in range(1, 10):
+        tried = [f"{known[index]:.{digits}g}" for index in left]
+        near = torch.tensor([float(text) for text in tried], dtype=torch.float64).to(own).to(torch.float64).tolist()
+        for index, text, value in zip(left, tried, near, strict=True):
+            if value == known[index]:
+                made[index] = repr(float(text))
+        left = [index for index, value in zip(left, near, strict=True) if value != known[index]]
+        if not left:
+            break
+    return made
+
+
+def elided(size: int, edge: int) -> list[range]:
+    """The first and the last few places of a dimension; all of one that is short."""
+    return [range(size)] if size <= 2 * edge else [range(edge), range(size - edge, size)]
