@@ -13,9 +13,10 @@ from ckpt_tools.render.text import (
     size_text,
 )
 from ckpt_tools.render.wording import as_options
-from ckpt_tools.text import printable
+from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
+    from ckpt_tools.edit.lora.planning import Merged
     from ckpt_tools.fit.retarget import FittedTo
     from ckpt_tools.operations.convert.report import Converted, RenamedNames
 
@@ -33,6 +34,8 @@ def _rows(report: Converted) -> list[Row]:
     rows = [("container", f"{report.container}, {size_text(report.bytes)}, {counted(report.tensors, 'tensor')}{files}")]
     for state_dict in report.state_dicts:
         rows += _names(state_dict)
+    for adapter in report.merged:
+        rows += _merged(adapter)
     if report.fitted is not None:
         rows += _fitted(report.fitted)
     if report.optimizer_names:
@@ -76,6 +79,19 @@ def _names(state_dict: RenamedNames) -> list[Row]:
         return [("state dict", f"{where}: {counted(state_dict.tensors, 'tensor')}")]
     examples = [("", printable(f"{old} -> {new}")) for old, new in state_dict.examples]
     return [("names", f"{where}: {state_dict.renamed} of {state_dict.tensors} renamed"), *examples]
+
+
+def _merged(adapter: Merged) -> list[Row]:
+    """What was done with an adapter."""
+    ranks = ", ".join(map(str, sorted(adapter.ranks)))
+    dora = f", {adapter.dora} with magnitudes (DoRA)" if adapter.dora else ""
+    biases = f", {counted(adapter.biases, 'bias')}" if adapter.biases else ""
+    weight = "" if adapter.weight == 1 else f", times {adapter.weight:g}"
+    scales = listed([f"{scale:g}" for scale in adapter.scales], 3)
+    what = f"{counted(adapter.modules, 'module')}{dora}{biases}, rank {ranks}, scale {scales}{weight}"
+    rows = [("lora", printable(f"{adapter.adapter}: {what}"))]
+    rows += rows_of("", [f"{name}: the adapter's own" for name in adapter.saved])
+    return rows + rows_of("", [f"{name}: added, the adapter's own" for name in adapter.added])
 
 
 def _fitted(fitted: FittedTo) -> list[Row]:

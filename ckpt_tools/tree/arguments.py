@@ -6,6 +6,7 @@ An argument means the same in every public call, so one table says by name what 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 import reprlib
@@ -22,6 +23,10 @@ R = TypeVar("R")
 Reader = Callable[[str, Any], Any]
 Renames: TypeAlias = str | Sequence[str | tuple[str, str]] | Mapping[str, str]
 Metadata: TypeAlias = str | Sequence[str | tuple[str, str]] | Mapping[str, str]
+Adapters: TypeAlias = Union[
+    str, "os.PathLike[str]", "tuple[str | os.PathLike[str], float]", "Mapping[str, float]",
+    "Sequence[str | os.PathLike[str] | tuple[str | os.PathLike[str], float]]",
+]  # fmt: skip
 Device: TypeAlias = Union[str, "torch.device"]
 Location: TypeAlias = Union[str, "torch.device", Mapping[Device, Device], Mapping[str, str]]
 
@@ -218,6 +223,34 @@ def read_weight(name: str, value: Any) -> float:
 
 def read_weights(name: str, value: Any) -> list[float]:
     return read_numbers(name, value, read_weight)
+
+
+def read_adapters(name: str, value: Any) -> list[tuple[Any, float]]:
+    """`PATH` and `PATH=WEIGHT` texts, pairs of path and weight, or a mapping; a path that is there is meant as it is."""
+    if isinstance(value, Mapping):
+        value = list(value.items())
+    if isinstance(value, str | os.PathLike) or (isinstance(value, tuple) and len(value) == 2 and not _is_path(value[1])):
+        value = [value]
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        raise _refused(name, value, "a path, a pair of path and weight, or a list of them")
+    return [_read_adapter(name, one) for one in read_items(name, value)]
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike)
+
+
+def _read_adapter(name: str, value: Any) -> tuple[Any, float]:
+    if isinstance(value, list | tuple) and len(value) == 2:
+        path, weight = value
+    elif isinstance(value, str) and "=" in value and not os.path.exists(value):
+        path, _, weight = value.rpartition("=")
+    else:
+        path, weight = value, 1.0
+    number = read_weight(name, weight)
+    if not path or not math.isfinite(number):
+        raise UsageError(f"`{name}={value!r}`: the weight is not a finite number, or the path is missing.")
+    return read_path(name, path), number
 
 
 def read_dtype(name: str, value: Any) -> Any:

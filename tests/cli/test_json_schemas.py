@@ -119,10 +119,12 @@ def test_convert() -> None:
         *documents("convert", "source.pth", "g.pth", *fit, "skip"),
         *documents("convert", "linear.pth", "--in-place", "--add-module"),
         *documents("convert", "fp8.pth", "h.pth", "--dequantize"),
+        *documents("convert", FIXTURES / "lora" / "base.safetensors", "i.pth", "--lora", FIXTURES / "lora" / "saved"),
     ]
     assert filled(found) == fields("convert")
     fitted = [document["fitted"] for document in found if document["fitted"]]
     assert filled(fitted) >= {"target", "reasons", "initialised", "skipped"}
+    assert filled(found[-1]["merged"]) >= {"adapter", "weight", "ranks", "scales", "modules", "saved"}
 
 
 def test_average() -> None:

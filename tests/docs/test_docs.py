@@ -34,6 +34,8 @@ def folder(tmp_path: Path) -> Path:
     """A folder with the checkpoints that the pages talk about."""
     for name in ("ddp.pth", "single.pth", "training.pth"):
         shutil.copy(ROOT / "fixtures" / name, tmp_path / name)
+    shutil.copytree(ROOT / "fixtures" / "lora" / "plain", tmp_path / "adapter")
+    shutil.copy(ROOT / "fixtures" / "lora" / "base.safetensors", tmp_path)
     return tmp_path
 
 

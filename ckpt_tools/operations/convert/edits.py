@@ -82,6 +82,10 @@ class Edits:
 
             root = to_little_endian(root, checkpoint.decoded.byteorder)
         plain = self._dequantised(root, checkpoint, report)
+        if self.options.lora:
+            from ckpt_tools.operations.convert.adapters import merge
+
+            root = merge(root, self.options.adapters, report, stack)
         self.names.apply(root, report)
         if self.retargeting is not None:
             _fit(root, self.retargeting, report, stack)

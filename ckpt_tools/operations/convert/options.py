@@ -6,16 +6,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.tree import arguments
-from ckpt_tools.tree.arguments import Location, Metadata, Renames
+from ckpt_tools.tree.arguments import Adapters, Location, Metadata, Renames
 from ckpt_tools.tree.options import Options, choice, flag, text, texts, value, whole
 from ckpt_tools.tree.output_names import FORMATS, Format
 
 if TYPE_CHECKING:
+    import os
+
     import torch
 
     from ckpt_tools.io.ranks import Ranks
@@ -59,6 +61,16 @@ class Selection(Options):
         completes="places",
         moves=True,
     )
+
+
+class MergeOptions(Options):
+    """Adapters."""
+
+    lora: Adapters = texts(
+        "Merge a LoRA adapter: its folder, or the file of its tensors; =WEIGHT scales what it changes.",
+        read=arguments.read_adapters, metavar="ADAPTER[=WEIGHT]", moves=True,
+        in_code="A path, a pair of path and weight, several, or a mapping from path to weight.",
+    )  # fmt: skip
 
 
 class DeviceOptions(Options):
@@ -190,7 +202,8 @@ class InPlaceOptions(NameOptions, DeviceOptions, ObjectOptions, MetadataOptions,
 
 
 class ConvertOptions(
-    NameOptions, Selection, DeviceOptions, QuantisedOptions, CastOptions, FitOptions, ObjectOptions, SlimOptions, SaveOptions
+    NameOptions, Selection, MergeOptions, DeviceOptions, QuantisedOptions, CastOptions, FitOptions, ObjectOptions, SlimOptions,
+    SaveOptions,
 ):  # fmt: skip
     """All that `convert` takes."""
 
@@ -203,6 +216,12 @@ class ConvertOptions(
             raise UsageError("`set_metadata`: an index of shards says the bytes of the tensors under 'total_size'.")
         if self.plan is not None and (named := [name for name in self.given() if name in NameOptions.options]):
             raise UsageError(f"`{named[0]}` does not go with `plan`, which says every name.")
+
+    @property
+    def adapters(self) -> list[tuple[str | os.PathLike[str], float]]:
+        """The adapters of `lora`, each with its weight."""
+        read: Any = self.lora
+        return list(read)
 
     @property
     def moves_tensors(self) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.text import brief
 
 if TYPE_CHECKING:
+    from ckpt_tools.edit.lora.planning import Merged
     from ckpt_tools.fit.retarget import FittedTo
 
 
@@ -57,6 +58,7 @@ class Converted:
         optimizer_names: how many `param_names` changed.
         aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
         compacted: storages that were cut down to what their tensors use; saved: the bytes that this saves.
+        merged: the adapters that were merged, in order.
         fitted: what was done to fit a target; None without one.
         companions: files of the input's folder that are not weights and came along: config.json, the tokenizer.
         stayed: what else is in that folder and did not, with the reason.
@@ -80,6 +82,7 @@ class Converted:
     aliases: dict[str, str] = field(default_factory=dict)
     compacted: int = 0
     saved: int = 0
+    merged: list[Merged] = field(default_factory=list)
     fitted: FittedTo | None = None
     companions: list[str] = field(default_factory=list)
     stayed: list[tuple[str, str]] = field(default_factory=list)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions) -> Converted:
     """Read `source`, edit it, write `target`: the whole new file, or nothing.
 
-    The steps come in this order: select, objects, ema, slim, keep and drop (by the names in `source`), dequantize, names
+    The steps come in this order: select, objects, ema, slim, keep and drop (by the names in `source`), dequantize, lora, names
     (strip_module, unwrap, strip_prefix, rename, add_prefix, add_module), the target (like, plan), devices, dtype.
 
     Args:
@@ -60,8 +60,9 @@ def convert_with(source: str | os.PathLike[str], target: str | os.PathLike[str],
     to_folder = limit is not None or kind == "dcp"
     if not to_folder:
         check_one_file(source, target, options.format)
+    inputs = (source, *(path for path, _ in options.adapters))
     with ExitStack() as stack:
-        output = None if to_folder else open_output(stack, target, (source,), options)  # a folder is opened by who writes it
+        output = None if to_folder else open_output(stack, target, inputs, options)  # a folder is opened by who writes it
         clone = None
         if output is not None and kind == "pth" and not options.moves_tensors and not is_address(target):
             clone = stack.enter_context(Clone(source, output))  # the tensors will stay where they lie in the input
@@ -72,7 +73,7 @@ def convert_with(source: str | os.PathLike[str], target: str | os.PathLike[str],
         if to_folder:
             from ckpt_tools.operations.convert.folder import FolderTarget, run_folder
 
-            report = run_folder(source, FolderTarget(target, kind, options, inputs=(source,)), edits, limit or 0)
+            report = run_folder(source, FolderTarget(target, kind, options, inputs=inputs), edits, limit or 0)
         else:
             report = run(source, target, edits, output, clone)
     report.seconds = time.perf_counter() - started

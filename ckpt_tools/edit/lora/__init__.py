@@ -1,0 +1,1 @@
+"""Low-rank adapters: read, matched with the tensors of a base, and merged into them."""

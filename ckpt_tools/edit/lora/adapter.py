@@ -1,0 +1,271 @@
+"""An adapter: opened, and its tensors sorted by the modules that they change. Reads no tensor but the scalars called alpha."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.edit.casts import to_little_endian
+from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_config
+from ckpt_tools.edit.lora.names import Part, Role, is_factor, read_name
+from ckpt_tools.errors import ConvertError, FolderError
+from ckpt_tools.formats.open import Checkpoint, find_state_dicts, open_checkpoint, tensors_by_name
+from ckpt_tools.io.content import read
+from ckpt_tools.io.output import is_address
+from ckpt_tools.io.parsers import load_json
+from ckpt_tools.text import listed, some
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.nodes import Entry, Node, as_dict
+from ckpt_tools.values.numeric import row_major
+
+FILES = ("adapter_model.safetensors", "adapter_model.bin", "pytorch_lora_weights.safetensors", "pytorch_lora_weights.bin")
+_HEADER = "lora_adapter_metadata"  # diffusers' text in a safetensors header: the configurations of all components
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_SCALARS = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "uint8": "<B"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """What an adapter does to one module.
+
+    Attributes:
+        module: its path, as the adapter has it. component, flat: see `names.Part`.
+        down, up: the factors. scale: what their product is multiplied with.
+        embedding: whether the module is an embedding. magnitude: DoRA's. bias: what is added to its bias, times the scale.
+        mid: the factor between the two. inner: see `names.Part`.
+    """
+
+    module: str
+    component: str
+    flat: bool
+    down: Entry
+    up: Entry
+    scale: float
+    embedding: bool = False
+    magnitude: Entry | None = None
+    bias: Entry | None = None
+    mid: Entry | None = None
+    inner: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """An adapter's tensors, sorted.
+
+    Attributes:
+        path: its file. config: what its configuration says; None where it has none.
+        version: of the PEFT that wrote it; (0, 0) where nothing says it.
+        changes: what it does to modules. saved: tensors that it holds whole, by the base's names for them.
+    """
+
+    path: Path
+    config: Config | None
+    version: tuple[int, int] = (0, 0)
+    changes: list[Change] = field(default_factory=list)
+    saved: dict[str, Entry] = field(default_factory=dict)
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[Adapter]:
+    """An adapter, open while its tensors are read; that it has not changed is checked at the end.
+
+    Args:
+        path: its folder, or the file of its tensors; adapter_config.json is looked for beside that.
+
+    Raises:
+        ConvertError: no LoRA, or one that cannot be merged. CkptError: see `open_checkpoint`.
+    """
+    with open_checkpoint(file_of(path)) as checkpoint:
+        yield read_adapter(checkpoint)
+        checkpoint.decoded.source.check_unchanged()
+
+
+def file_of(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """The file of an adapter's tensors, which may be named by its folder.
+
+    Raises:
+        FolderError: there is none in the folder.
+    """
+    if is_address(path) or not os.path.isdir(path):
+        return path
+    for name in FILES:
+        if os.path.isfile(found := Path(path) / name):
+            return found
+    raise FolderError(f"{path} is a folder without an adapter.", why=f"None of {', '.join(FILES)} is in it.")
+
+
+def read_adapter(checkpoint: Checkpoint) -> Adapter:
+    """Sort the tensors of an open adapter.
+
+    Raises:
+        ConvertError: see `opened`.
+    """
+    path = str(checkpoint.path)
+    tensors = _tensors(checkpoint)
+    parts = {name: read_name(name) for name in tensors}
+    configs = _configs(checkpoint, [part.module for part in parts.values() if part.role == "down"])
+    modules: dict[tuple[str, str], dict[Role, tuple[str, Entry]]] = {}
+    config = configs.get("")
+    adapter = Adapter(checkpoint.path, config, config.version if config is not None else (0, 0))
+    for name, part in parts.items():
+        if part.role is None:
+            _check_plain(name, path)
+            adapter.saved[part.module] = _entry(tensors[name], name, path)
+        else:
+            roles = modules.setdefault((part.component, part.module), {})
+            if part.role in roles:
+                raise ConvertError(
+                    f"{path} has two tensors for one part of {part.module!r}: {roles[part.role][0]!r} and {name!r}."
+                )
+            roles[part.role] = name, _entry(tensors[name], name, path)
+    flats = {(part.component, part.module): part for part in parts.values()}
+    for key, roles in modules.items():
+        adapter.changes.append(_change(flats[key], roles, _config_of(flats[key], configs, roles, path), path))
+    if not adapter.changes:
+        raise ConvertError(
+            f"{path} holds no LoRA: none of its {len(tensors)} tensors is called lora_A, lora_down or the like.",
+            why=f"It has {some(list(tensors))}." if tensors else "",
+        )
+    return adapter
+
+
+def _tensors(checkpoint: Checkpoint) -> dict[str, Node]:
+    """The tensors of the one state dict that an adapter is."""
+    checkpoint.locate()
+    root = to_little_endian(checkpoint.root, checkpoint.decoded.byteorder)
+    found = find_state_dicts(root)
+    if len(found) != 1:
+        raise ConvertError(f"{checkpoint.path} holds {len(found)} state dicts; an adapter is one.")
+    return dict(tensors_by_name(as_dict(found[0].node)))
+
+
+def _entry(node: Node, name: str, path: str) -> Entry:
+    if type(node) is not Entry:
+        raise ConvertError(f"{path}: {name!r} is a sparse or quantised tensor; factors are dense.")
+    return node
+
+
+def _check_plain(name: str, path: str) -> None:
+    """Raise ConvertError for a tensor of another kind of adapter."""
+    if is_factor(name):
+        raise ConvertError(
+            f"{path}: {name!r} is not a part of a LoRA.",
+            why="LoHa, LoKr, OFT, VeRA and others change a module in another way, which is not merged here.",
+            fix="Merge the adapter where it was trained.",
+        )
+
+
+def _configs(checkpoint: Checkpoint, modules: list[str]) -> dict[str, Config]:
+    """The configurations by component: PEFT's beside the file for all, or those in the header."""
+    path = checkpoint.path
+    said = None if checkpoint.packed is not None or is_address(str(path)) else read_config(path.parent)
+    if said is not None:
+        return {"": check_kind(said, str(path), modules)}
+    header = checkpoint.decoded.metadata.get(_HEADER)
+    if header is None:
+        return {}
+    try:
+        told = load_json(header)
+    except ValueError as error:
+        raise ConvertError(f"{path}: {_HEADER} in its header is not JSON.", why=f"{error}.") from None
+    by_component: dict[str, dict[str, Any]] = {}
+    for key, value in told.items() if isinstance(told, dict) else ():
+        component, _, field_name = key.rpartition(".")
+        by_component.setdefault(component, {})[field_name] = value
+    return {
+        component: check_kind({"peft_type": "LORA", **values}, str(path), modules)
+        for component, values in by_component.items()
+        if "lora_alpha" in values
+    }
+
+
+def _config_of(part: Part, configs: Mapping[str, Config], roles: Mapping[Role, object], path: str) -> Config:
+    """What is said of a module. Without a configuration `alpha` says the scale, and without that it is 1, as in diffusers.
+
+    Raises:
+        ConvertError: PEFT's names, and nothing says the scale.
+    """
+    config = configs.get("") or configs.get(part.component)
+    if config is not None and config.alpha is not None:
+        return config
+    if part.peft and "alpha" not in roles:
+        raise ConvertError(
+            f"{path} has no {CONFIG} beside it, so the scale of its changes is not known.",
+            why="PEFT keeps lora_alpha there, not with the tensors.",
+            fix=f"Put the adapter's {CONFIG} into the same folder.",
+        )
+    return config or parse({}, path)
+
+
+def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, path: str) -> Change:
+    """The change of one module, its parts checked against each other.
+
+    Raises:
+        ConvertError: a factor that is missing, or shapes that do not go together.
+    """
+    embedding = "embedding_down" in roles or "embedding_up" in roles
+    down, up = (roles.get("embedding_down"), roles.get("embedding_up")) if embedding else (roles.get("down"), roles.get("up"))
+    if down is None or up is None:
+        shown = listed([name for name, _ in roles.values()])
+        raise ConvertError(f"{path} has one factor of {part.module!r} and not the other: {shown}.")
+    for name, entry in roles.values():
+        if entry.dtype.name not in _DTYPES and not name.endswith(".alpha"):
+            raise ConvertError(f"{path}: {name!r} is {entry.dtype.name}; factors are float32, float16, bfloat16 or float64.")
+    rank = _rank(down, up, roles.get("mid"), path)
+    if config.rank is not None and not config.rank_pattern and config.rank != rank:
+        raise ConvertError(f"{path}: {down[0]!r} is of rank {rank}; {CONFIG} says {config.rank}.")
+    extra = {role: roles[role][1] for role in ("magnitude", "bias", "mid") if role in roles}
+    scale = _scale(part, roles, config, rank)
+    return Change(part.module, part.component, part.flat, down[1], up[1], scale, embedding, inner=part.inner, **extra)
+
+
+def _rank(down: tuple[str, Entry], up: tuple[str, Entry], mid: tuple[str, Entry] | None, path: str) -> int:
+    shapes = f"{list(down[1].shape)} and {list(up[1].shape)}"
+    if len(down[1].shape) < 2 or len(up[1].shape) < 2 or down[1].shape[0] != up[1].shape[1] or not down[1].shape[0]:
+        raise ConvertError(
+            f"{path}: {down[0]!r} and {up[0]!r} do not multiply: {shapes}.",
+            why="One is [rank, in], the other [out, rank], and the rank is 1 or more. "
+            "Factors without elements were saved by one process of many (ZeRO-3, FSDP).",
+        )  # fmt: skip
+    rank = down[1].shape[0]
+    if any(size != 1 for size in up[1].shape[2:]):
+        raise ConvertError(f"{path}: {up[0]!r} has a kernel, {list(up[1].shape)}; only the first factor may have one.")
+    if mid is not None and mid[1].shape[:2] != (rank, rank):
+        raise ConvertError(f"{path}: {mid[0]!r} is {list(mid[1].shape)}; between factors of rank {rank} it begins so.")
+    return rank
+
+
+def _scale(part: Part, roles: Mapping[Role, tuple[str, Entry]], config: Config, rank: int) -> float:
+    if "alpha" in roles:
+        name, entry = roles["alpha"]
+        value = _scalar(entry, name)
+        return value / rank
+    return 1.0 if config.alpha is None else config.scale(part.module, rank)
+
+
+def _scalar(entry: Entry, name: str) -> float:
+    """The value of a tensor of one number, read without torch.
+
+    Raises:
+        ConvertError: more than one number, or one that is not finite.
+    """
+    value = _number(read(row_major(entry)), entry.dtype) if entry.numel == 1 else None
+    if value is None or not abs(value) < float("inf"):
+        raise ConvertError(f"{name!r} is not one finite number, which alpha is.")
+    return value
+
+
+def _number(data: bytes, dtype: DType) -> float | None:
+    if dtype.name == "bfloat16":
+        return float(struct.unpack("<f", b"\0\0" + data)[0])
+    code = _SCALARS.get(dtype.name)
+    return None if code is None else float(struct.unpack(code, data)[0])

@@ -1,0 +1,198 @@
+"""adapter_config.json: what PEFT says of an adapter beside its tensors (peft/tuners/lora/config.py)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
+
+CONFIG = "adapter_config.json"
+# Initialisations that take something out of the base, which the file of the base does not tell
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# What PEFT itself does not merge, or merges with more than the tensors say
+_NOT_MERGED = {
+    "alora_invocation_tokens": "an activated LoRA acts from some token on: it has no merged form",
+    "arrow_config": "arrow chooses between adapters token by token: it has no merged form",
+    "use_qalora": "QA-LoRA is for quantised bases only",
+    "use_bdlora": "its factors are block-diagonal",
+    "kasa_config": "KaSA takes singular components out of the base",
+    "monteclora_config": "MonteCLoRA draws samples",
+    "layer_replication": "the adapter is for a base whose layers are repeated",
+}  # fmt: skip
+_ESCAPED = re.compile(r"\\.|\[\]?[^\]]*\]", re.DOTALL)
+_WORK = 1_000_000_000  # steps that the patterns of a file may take in all
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What an adapter's configuration says.
+
+    Attributes:
+        rank, alpha: of modules that no pattern names; `rank` is None where nothing says it.
+        rslora: whether the scale is alpha / sqrt(rank) and not alpha / rank. dora: whether magnitudes belong to it.
+        alpha_pattern, rank_pattern: exceptions, by regular expressions on the end of a module's path.
+        fan_in_fan_out: whether square weights are stored as [in, out].
+        modules_to_save: modules that are in the adapter whole. base: what the adapter was trained on, in its words.
+        version: of the PEFT that wrote it. mica: whether it is MiCA, of which PEFT rounds the product before the sum.
+    """
+
+    rank: int | None = None
+    alpha: float | None = None
+    rslora: bool = False
+    dora: bool = False
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    fan_in_fan_out: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    base: str | None = None
+    version: tuple[int, int] = (0, 0)
+    mica: bool = False
+
+    def scale(self, module: str, rank: int) -> float:
+        """What the product of a module's factors is multiplied with; `alpha_pattern` as PEFT's `get_pattern_key` reads it."""
+        assert self.alpha is not None
+        alpha = next((value for key, value in self.alpha_pattern.items() if _matches(key, module)), self.alpha)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+    def saves(self, name: str) -> bool:
+        """Whether a tensor is of a module that the adapter holds whole."""
+        return any(f".{module}." in f".{name}" for module in self.modules_to_save)
+
+
+def read_config(folder: Path | str) -> dict[str, Any] | None:
+    """The adapter_config.json in a folder; None where there is none.
+
+    Raises:
+        NotACheckpointError: it cannot be read, or is no JSON object.
+    """
+    path = f"{folder}/{CONFIG}" if isinstance(folder, str) else folder / CONFIG
+    try:
+        source = Source(path)
+    except MissingFileError:
+        return None
+    try:
+        said = load_json(source.read(0, source.size))
+    except ValueError as error:
+        raise NotACheckpointError(f"{path} is not JSON.", why=f"{error}.") from None
+    finally:
+        source.close()
+    if not isinstance(said, dict):
+        raise NotACheckpointError(f"{path} is not what PEFT writes: no JSON object.")
+    return said
+
+
+def check_kind(said: Mapping[str, Any], path: str, modules: Iterable[str]) -> Config:
+    """The configuration of an adapter that can be merged.
+
+    Raises:
+        ConvertError: another kind of adapter, a LoRA that has no merged form, or values that mean nothing.
+    """
+    kind = said.get("peft_type")
+    if kind != "LORA":
+        raise ConvertError(
+            f"{path} is an adapter of the kind {str(kind)[:40]!r}; only LoRA (with rsLoRA and DoRA) is merged here.",
+            fix="Merge it where it was trained: PEFT's merge_and_unload, then save_pretrained.",
+        )
+    for key, why in _NOT_MERGED.items():
+        if said.get(key):
+            raise ConvertError(f"{path} cannot be merged ({key}).", why=f"{why[0].upper()}{why[1:]}.")
+    start = str(said.get("init_lora_weights", True)).lower()
+    if start.startswith(_CHANGES_BASE):
+        raise ConvertError(
+            f"{path} was initialised by {start[:40]!r}, which changes the base before training.",
+            why="The adapter is for that changed base, and the file of the base is not it.",
+            fix="Save it with save_pretrained(path_initial_model_for_weight_conversion=...), which makes a plain LoRA of it.",
+        )
+    config = parse(said, path)
+    _check_cost(config, list(modules), path)
+    return config
+
+
+def parse(said: Mapping[str, Any], path: str) -> Config:
+    """The values of a configuration.
+
+    Raises:
+        ConvertError: one that is not of its kind.
+    """
+    rank = said.get("r")
+    if rank is not None and not _is_number(rank, whole=True):
+        raise ConvertError(f"{path}: r in {CONFIG} is not a whole number above 0.")
+    alpha = said.get("lora_alpha")
+    if alpha is not None and not _is_number(alpha):
+        raise ConvertError(f"{path}: lora_alpha in {CONFIG} is not a finite number.")
+    patterns = {}
+    for key, whole in (("alpha_pattern", False), ("rank_pattern", True)):
+        pattern = said.get(key) or {}
+        if not isinstance(pattern, dict) or not all(_is_number(value, whole=whole) for value in pattern.values()):
+            raise ConvertError(f"{path}: {key} in {CONFIG} does not map names to numbers.")
+        patterns[key] = pattern
+    saved = said.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise ConvertError(f"{path}: modules_to_save in {CONFIG} is not a list of names.")
+    base = said.get("base_model_name_or_path")
+    return Config(
+        rank, None if alpha is None else float(alpha), bool(said.get("use_rslora")), bool(said.get("use_dora")),
+        {key: float(value) for key, value in patterns["alpha_pattern"].items()}, patterns["rank_pattern"],
+        bool(said.get("fan_in_fan_out")), tuple(saved), base if isinstance(base, str) else None,
+        _version(said.get("peft_version")), said.get("init_lora_weights") == "mica",
+    )  # fmt: skip
+
+
+def _version(text: object) -> tuple[int, int]:
+    """The first two numbers of a version."""
+    found = re.match(r"(\d{1,4})\.(\d{1,4})", text) if isinstance(text, str) else None
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _is_number(value: object, *, whole: bool = False) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if whole:
+        return isinstance(value, int) and 0 < value < 1 << 31
+    return (isinstance(value, int) and abs(value) < 1 << 53) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _check_cost(config: Config, modules: list[str], path: str) -> None:
+    """Refuse patterns that are not regular expressions, or that could take forever: a stranger wrote them."""
+    longest, cost = max(map(len, modules), default=0), 0.0
+    for key in config.alpha_pattern:
+        try:
+            re.compile(key)
+        except (re.error, OverflowError, RecursionError):
+            raise ConvertError(
+                f"{path}: alpha_pattern in {CONFIG} has {key[:80]!r}, which is not a regular expression."
+            ) from None
+        cost += _steps(key, longest) * len(modules)
+        if cost > _WORK:
+            raise ConvertError(
+                f"{path}: alpha_pattern in {CONFIG} has {key[:80]!r}, which could take forever to match.",
+                fix="Write the modules' names in full there.",
+            )
+
+
+def _steps(key: str, longest: int) -> float:
+    """How many steps a match may take at most: each repeat may end anywhere, each alternative may be tried with each other.
+
+    A repeated group and a reference back are told to take for ever: in one another they do.
+    """
+    bare = _ESCAPED.sub("x", key)
+    if len(key) > 2000 or re.search(r"\)[*+{]", bare) or re.search(r"\\\d|\(\?P=", key):
+        return math.inf
+    repeats, optional = len(re.findall(r"[*+{]", bare)), len(re.findall(r"(?<!\()\?", bare))
+    if repeats > 8 or optional > 24:
+        return math.inf
+    alternatives = math.prod(1 + part.count("|") for part in re.split(r"[()]", bare))
+    ends: float = longest ** (1 + repeats) / math.factorial(1 + repeats)
+    return len(key) + ends * alternatives * 2.0**optional
+
+
+def _matches(key: str, module: str) -> bool:
+    """As PEFT's `get_pattern_key`: the end of the path, from a dot on."""
+    return re.match(rf"(.*\.)?({key})$", module) is not None

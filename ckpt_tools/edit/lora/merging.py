@@ -1,0 +1,127 @@
+"""Adapters merged into a state dict: its weights become computed contents, which are worked out while they are written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpt_tools.edit.lora.adapter import Adapter
+from ckpt_tools.edit.lora.planning import Base, Merged, Planning
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.formats.open import find_tensors, tensors_by_name
+from ckpt_tools.io.content import Content
+from ckpt_tools.tree import exchange
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
+from ckpt_tools.values.low_rank import Addend, Delta, Matrix, biased, merged, recast
+from ckpt_tools.values.numeric import row_major, view_of
+
+
+class Merging:
+    """The adapters that are merged into one state dict: planned one by one, then applied together.
+
+    What is tied stays one tensor, and gets what the adapters add to any of its names, as a parameter that two modules share
+    does in PEFT.
+
+    Args:
+        root: the tree that the state dict is in. node: the state dict. path: the base, for messages.
+    """
+
+    def __init__(self, root: Node, node: Dict, path: str) -> None:
+        self.root, self.node = root, node
+        self.base = Base(dict(tensors_by_name(node)), path)
+        self.entries: dict[tuple[int, str], tuple[str, Entry]] = {}
+        self.deltas: dict[tuple[int, str], list[Delta]] = {}
+        self.addends: dict[tuple[int, str], list[Addend]] = {}
+        self.own: dict[str, tuple[str, Entry]] = {}
+
+    def plan(self, adapter: Adapter, given: str, weight: float) -> Merged:
+        """Note down what an adapter changes.
+
+        Raises:
+            ConvertError: see `Planning.run`.
+        """
+        return Planning(self.base, self, adapter, given, weight).run()
+
+    def change(self, name: str, delta: Delta) -> None:
+        """A weight gets a delta."""
+        self.deltas.setdefault(self._key(name), []).append(delta)
+
+    def add(self, name: str, addend: Addend) -> None:
+        """A bias gets an addend."""
+        self.addends.setdefault(self._key(name), []).append(addend)
+
+    def put(self, name: str, given: str, entry: Entry) -> None:
+        """A tensor is exchanged for the adapter's own, or is new."""
+        if name in self.own:
+            raise ConvertError(f"Two adapters have a {name!r} of their own: {self.own[name][0]} and {given}.")
+        self.own[name] = given, entry
+
+    def _key(self, name: str) -> tuple[int, str]:
+        entry = self.base.entry(name)
+        key = view_of(entry)
+        self.entries.setdefault(key, (name, entry))
+        return key
+
+    def apply(self) -> Node:
+        """Put what was planned into the tree; returns its root.
+
+        Raises:
+            ConvertError: a tensor that shares memory with one that is to be changed.
+        """
+        self._check_alone()
+        made = {key: self._made(key, number) for number, key in enumerate(self.entries)}
+
+        def swap(node: Node) -> Node:
+            if type(node) is not Entry or (key := view_of(node)) not in made:
+                return node
+            return replace(made[key], kind=node.kind, requires_grad=node.requires_grad)
+
+        root = exchange.replace(self.root, swap)
+        self._put_own()
+        return root
+
+    def _made(self, key: tuple[int, str], number: int) -> Entry:
+        """A changed weight or bias, on a storage of its own."""
+        name, entry = self.entries[key]
+        matrix = Matrix(name, row_major(entry), entry.dtype, entry.shape)
+        content = merged(matrix, self.deltas[key]) if key in self.deltas else biased(matrix, self.addends[key])
+        extras = replace(entry.extras, metadata=None) if entry.extras else None  # the conj and neg bits are worked in
+        return _alone(replace(entry, extras=extras), f"merged{number}", content, entry.dtype, entry.shape)
+
+    def _put_own(self) -> None:
+        """Exchange what the adapters hold whole, in the dtype of the base; what is new comes last."""
+        tensors = tensors_by_name(self.node)
+        like = next((node for node in tensors.values() if type(node) is Entry), None)
+        new: dict[str, Entry] = {}
+        for number, (name, (_, entry)) in enumerate(self.own.items()):
+            base = tensors.get(name)
+            both_floats = type(base) is Entry and {base.dtype.family, entry.dtype.family} == {"float"}
+            dtype = base.dtype if type(base) is Entry and both_floats else entry.dtype
+            content = recast(Matrix(name, row_major(entry), entry.dtype, entry.shape), dtype)
+            new[name] = _alone(base if type(base) is Entry else like or entry, f"own{number}", content, dtype, entry.shape)
+        self.node.items[:] = [(key, new.pop(key, value) if type(key) is str else value) for key, value in self.node.items]
+        self.node.items += new.items()
+
+    def _check_alone(self) -> None:
+        """Views that overlap what is changed, and are not it, would no longer be views of it."""
+        changed: dict[int, list[tuple[str, Entry]]] = {}
+        for name, entry in self.entries.values():
+            changed.setdefault(id(entry.storage), []).append((name, entry))
+        for tensor in find_tensors(self.root):
+            node = tensor.node
+            if type(node) is not Entry or id(node.storage) not in changed:
+                continue
+            for name, entry in changed[id(node.storage)]:
+                apart = node.offset >= entry.offset + entry.span or entry.offset >= node.offset + node.span
+                if not apart and view_of(node) != view_of(entry):
+                    raise ConvertError(
+                        f"{self.base.path}: {tensor.where[-1]!r} lies on the memory of {name!r}, and is not the same tensor.",
+                        why="One would be changed and not the other.",
+                        fix="Convert the base to safetensors first, where each tensor has its own memory.",
+                    )
+
+
+def _alone(like: Entry, key: str, content: Content, dtype: DType, shape: tuple[int, ...]) -> Entry:
+    """An entry like another, row-major on a storage of its own."""
+    storage = Storage(key, dtype if dtype.storage else None, content.length, like.storage.device, content)
+    return replace(like, storage=storage, dtype=dtype, shape=shape, stride=contiguous_stride(shape), offset=0)

@@ -1,0 +1,261 @@
+"""One adapter and one state dict: what becomes of each of the adapter's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ckpt_tools.edit.lora.adapter import Adapter, Change
+from ckpt_tools.edit.lora.partners import Found, Modules, Way
+from ckpt_tools.edit.lora.shapes import Turned, fits, made_shape
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.text import listed, some
+from ckpt_tools.tree.nodes import Entry, Node
+from ckpt_tools.values.low_rank import Addend, Delta, Matrix
+from ckpt_tools.values.numeric import row_major
+
+_WEIGHTS = ("weight", "in_proj_weight")  # the second is torch's MultiheadAttention's
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+# Beside a weight they say that it is quantised: bitsandbytes, fp8 with scales, compressed-tensors, GPTQ and AWQ
+_QUANTISED = (
+    "weight.absmax", "weight.quant_map", "SCB", "weight_scale", "weight_scale_inv", "scale_weight", "weight_packed", "qweight",
+    "qzeros", "weight_zero_point",
+)  # fmt: skip
+_TWICE = (0, 21)  # the last PEFT of which it is known; see `Planning.add`
+
+
+@dataclass(slots=True)
+class Merged:
+    """What one adapter did.
+
+    Attributes:
+        adapter: its path as it was given. weight: what its changes were multiplied with.
+        ranks: rank -> how many modules have it. scales: those of the modules, the weight not counted, each once.
+        modules: how many were changed. dora: how many of them with magnitudes. biases: how many biases were.
+        saved: tensors of the base that were replaced by the adapter's own. added: those that the base did not have.
+        twice: modules whose change PEFT adds twice, and so it was here.
+    """
+
+    adapter: str
+    weight: float
+    ranks: dict[int, int] = field(default_factory=dict)
+    scales: list[float] = field(default_factory=list)
+    modules: int = 0
+    dora: int = 0
+    biases: int = 0
+    saved: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
+
+
+class Base:
+    """The state dict that adapters are merged into: its tensors by name, its modules by path.
+
+    Attributes:
+        path: what it is called in messages. names: module path -> the name of its weight.
+        quantised: the modules whose weight is quantised, with the tensor that says so.
+    """
+
+    def __init__(self, tensors: Mapping[str, Node], path: str) -> None:
+        self.tensors, self.path = tensors, path
+        self.names: dict[str, str] = {}
+        for ending in reversed(_WEIGHTS):
+            self.names |= {name[: -len(ending) - 1]: name for name in tensors if name.endswith(f".{ending}")}
+        self.quantised = _quantised(tensors)
+        self.modules = Modules(self.names.keys() | self.quantised.keys())
+
+    def weight(self, module: str) -> Node:
+        """The weight of a module."""
+        return self.tensors[self.names[module]]
+
+    def entry(self, name: str) -> Entry:
+        """A tensor that can be added to.
+
+        Raises:
+            ConvertError: it is quantised, integer, sparse.
+        """
+        node = self.tensors[name]
+        if type(node) is Entry and node.dtype.name in _DTYPES:
+            return node
+        kind = node.dtype.name if type(node) is Entry else "no plain dense tensor"
+        raise ConvertError(
+            f"{self.path}: {name!r} is {kind}; an adapter is merged into float32, float16, bfloat16 or float64.",
+            fix=MAKE_PLAIN if type(node) is Entry and node.dtype.bits <= 8 else "",
+        )
+
+
+MAKE_PLAIN = "`dequantize='bf16'` makes the base plain first."
+
+
+class Plans(Protocol):
+    """Where what is to be done to tensors is noted down."""
+
+    def change(self, name: str, delta: Delta) -> None:
+        """A weight gets a delta."""
+
+    def add(self, name: str, addend: Addend) -> None:
+        """A bias gets an addend."""
+
+    def put(self, name: str, given: str, entry: Entry) -> None:
+        """A tensor is exchanged for the adapter's own, or is new."""
+
+
+class Planning:
+    """One adapter at work: `run` notes everything down in `plans`."""
+
+    def __init__(self, base: Base, plans: Plans, adapter: Adapter, given: str, weight: float) -> None:
+        self.base, self.plans, self.adapter, self.given, self.weight = base, plans, adapter, given, weight
+        self.report = Merged(given, weight)
+        self.turned = Turned(adapter, base.tensors)
+
+    def run(self) -> Merged:
+        """Find the partners of all tensors.
+
+        Raises:
+            ConvertError: a tensor of the adapter without a partner, or with several; shapes that do not fit; a quantised base.
+        """
+        groups: dict[tuple[str, bool], list[Change]] = {}
+        for change in self.adapter.changes:
+            groups.setdefault((change.component, change.flat), []).append(change)
+        ways = [self.group(changes) for changes in groups.values()]
+        for path, entry in self.adapter.saved.items():
+            self.save(path, entry, ways)
+        self.report.scales = sorted({change.scale for change in self.adapter.changes})
+        return self.report
+
+    def group(self, changes: Sequence[Change]) -> Way:
+        """The changes of one component; the way that led to their partners."""
+        base, by_path = self.base, {change.module: change for change in changes}
+
+        def may_be(path: str, module: str) -> bool:
+            return module in base.quantised or fits(by_path[path], base.weight(module)) is not None
+
+        found = base.modules.find(list(by_path), flat=changes[0].flat, fits=may_be)
+        if found.way is None:
+            raise _no_partners(self.given, base.path, changes, found)
+        if broken := next((module for module in found.partners.values() if module in base.quantised), None):
+            raise ConvertError(
+                f"{base.path} is quantised: it has {base.quantised[broken]!r}.",
+                why="A sum rounded to so few bits would lose most of what an adapter adds.",
+                fix=MAKE_PLAIN,
+            )
+        self.turned.learn((change, base.weight(found.partners[path])) for path, change in by_path.items())
+        for path, change in by_path.items():
+            self.add(change, found.partners[path])
+        return found.way
+
+    def add(self, change: Change, module: str) -> None:
+        """The change of one module.
+
+        PEFT up to 0.21 adds what `out_proj` of a MultiheadAttention gets twice, in training as in merging
+        (huggingface/peft#3774): the adapter has learned with that.
+        """
+        name = self.base.names[module]
+        entry, report = self.base.entry(name), self.report
+        if fits(change, entry) is None:
+            raise ConvertError(
+                f"{self.given}: the factors of {change.module!r} make {made_shape(change)}; {name!r} is {list(entry.shape)}.",
+                why=_OTHER_MODEL,
+            )
+        outputs = change.up.shape[0]
+        if change.magnitude is not None and change.magnitude.numel != outputs:
+            raise ConvertError(
+                f"{self.given}: {change.module!r} has {change.magnitude.numel} magnitudes for {outputs} outputs."
+            )
+        is_twice = change.inner and self.adapter.version <= _TWICE
+        mica = self.adapter.config is not None and self.adapter.config.mica
+        narrow = change.embedding or mica or name.endswith(_WEIGHTS[1])
+        for is_narrow in (True, False) if is_twice else (narrow,):
+            self.plans.change(name, self.delta(change, entry, narrow=is_narrow))
+        report.twice += [module] if is_twice else []
+        report.modules += 1
+        report.dora += change.magnitude is not None
+        report.ranks[change.rank] = report.ranks.get(change.rank, 0) + 1
+        if change.bias is not None:
+            self.add_bias(change, change.bias, module)
+
+    def delta(self, change: Change, entry: Entry, *, narrow: bool) -> Delta:
+        """What is added to a weight."""
+        return Delta(
+            _matrix(change.down, change), _matrix(change.up, change), change.scale * self.weight,
+            turned=self.turned.is_turned(change, entry), narrow=narrow, by_down=change.embedding or len(entry.shape) > 2,
+            magnitude=None if change.magnitude is None else _matrix(change.magnitude, change),
+            mid=None if change.mid is None else _matrix(change.mid, change),
+        )  # fmt: skip
+
+    def add_bias(self, change: Change, bias: Entry, module: str) -> None:
+        """What is added to the bias of a module."""
+        name = f"{module}.bias"
+        if name not in self.base.tensors:
+            raise ConvertError(f"{self.given} changes the bias of {module!r}, and {self.base.path} has no {name!r}.")
+        entry = self.base.entry(name)
+        if entry.shape != bias.shape:
+            raise ConvertError(
+                f"{self.given}: the bias of {change.module!r} is {list(bias.shape)}; {name!r} is {list(entry.shape)}."
+            )
+        self.plans.add(name, Addend(_matrix(bias, change), change.scale * self.weight))
+        self.report.biases += 1
+
+    def save(self, path: str, entry: Entry, ways: Sequence[Way]) -> None:
+        """A tensor that the adapter holds whole: in the place of the base's, or beside them where PEFT would have made it."""
+        base, config = self.base, self.adapter.config
+        name = next((name for way in dict.fromkeys((Way(), *ways)) if (name := way(path)) in base.tensors), None)
+        if name is not None:
+            self.check_replaces(name, entry)
+            self.report.saved.append(name)
+        else:
+            name = next((found for way in ways if (found := way(path)) is not None), None)
+            if name is None or config is None or not config.saves(path):
+                raise ConvertError(
+                    f"{self.given}: {path!r} has no partner in {base.path}, and is of no module that the adapter saves whole.",
+                    why=_OTHER_MODEL,
+                )
+            self.report.added.append(name)
+        self.plans.put(name, self.given, entry)
+
+    def check_replaces(self, name: str, entry: Entry) -> None:
+        """A resized embedding has more rows, or fewer; all else is of one shape."""
+        base = self.base.tensors[name]
+        shape = base.shape if type(base) is Entry else None
+        if shape is None or entry.shape[1:] != shape[1:] or len(entry.shape) != len(shape):
+            has = "no plain tensor" if shape is None else list(shape)
+            raise ConvertError(
+                f"{self.given}: {name!r} is {list(entry.shape)}; in {self.base.path} it is {has}.", why=_OTHER_MODEL
+            )
+
+
+_OTHER_MODEL = "The adapter is for another model, or another size of it."
+
+
+def _matrix(entry: Entry, change: Change) -> Matrix:
+    return Matrix(change.module, row_major(entry), entry.dtype, entry.shape)
+
+
+def _quantised(tensors: Mapping[str, Node]) -> dict[str, str]:
+    """The modules whose weights are quantised, and the tensor that says so."""
+    found = {}
+    for name in tensors:
+        for ending in _QUANTISED:
+            if name.endswith(f".{ending}"):
+                found[name[: -len(ending) - 1]] = name
+    return found
+
+
+def _no_partners(given: str, base: str, changes: Sequence[Change], found: Found) -> ConvertError:
+    """The error for modules that have no partner, or several."""
+    if found.several:
+        places = listed([repr(way.add or "(the names as they are)") for way in found.several], 3)
+        return ConvertError(
+            f"{given}: its modules have several partners in {base}, below {places}.",
+            fix="Choose one: `select=WHERE`, or `keep` and `drop` before.",
+        )
+    component = changes[0].component
+    fix = "ckpt inspect shows the names of both."
+    if component and len(found.missing) == len(changes):
+        prefix = f"{component}_*" if changes[0].flat else f"{component}.*"
+        fix = f"If {component} is another file, make adapters of one component each: `keep={prefix!r}` or `drop={prefix!r}`."
+    return ConvertError(
+        f"{given} changes {len(changes)} modules, and {len(found.missing)} of them are not in {base}: {some(found.missing)}.",
+        why="Left out, they would be lost.", fix=fix,
+    )  # fmt: skip

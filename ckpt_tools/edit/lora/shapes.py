@@ -1,0 +1,85 @@
+"""How the factors of an adapter fit the weight that they change: by its shape, and of square weights by what else is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ckpt_tools.edit.lora.adapter import Adapter, Change
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.tree.nodes import Entry, Node
+
+
+def made_shape(change: Change) -> list[int]:
+    """The shape that the product of the factors has."""
+    return [change.up.shape[0], *change.down.shape[1:]]
+
+
+def fits(change: Change, node: Node) -> bool | None:
+    """Whether a weight is [in, out] by its shape; None where the factors do not make it. Of a square one: False."""
+    if type(node) is not Entry or not node.shape:
+        return None
+    outputs, inputs = change.up.shape[0], change.down.numel // change.rank
+    if change.mid is not None:
+        inputs *= change.mid.numel // (change.rank * change.rank)
+    if change.embedding:
+        return True if node.shape == (inputs, outputs) else None
+    if node.shape[0] == outputs and node.numel == outputs * inputs:
+        return False
+    return True if node.shape == (inputs, outputs) else None
+
+
+class Turned:
+    """Which weights are stored as [in, out], as transformers' Conv1D has them: the shape says it, but of square ones.
+
+    Those are as others whose last name is the same (GPT-2 has two `c_proj`), by the factors or by the bias in the base. Else
+    PEFT's `fan_in_fan_out` decides, where nothing contradicts it: it is that of the last module that PEFT looked at.
+    """
+
+    def __init__(self, adapter: Adapter, tensors: Mapping[str, Node]) -> None:
+        self.path, self.said = adapter.path, adapter.config is not None and adapter.config.fan_in_fan_out
+        self.own: set[bool] = set()
+        self.known: dict[str, set[bool]] = {}
+        for name, node in tensors.items():
+            bias = tensors.get(f"{name.removesuffix('.weight')}.bias") if name.endswith(".weight") else None
+            if type(node) is Entry and type(bias) is Entry and _is_oblong(node.shape) and bias.shape[0:1] != (1,):
+                for turned in (False, True):
+                    if bias.shape == (node.shape[turned],):
+                        self.known.setdefault(_last(name.removesuffix(".weight")), set()).add(turned)
+
+    def learn(self, pairs: Iterable[tuple[Change, Node]]) -> None:
+        """Take in what the shapes of an adapter's factors say."""
+        for change, node in pairs:
+            fit = fits(change, node)
+            if not change.embedding and fit is not None and type(node) is Entry and _is_oblong(node.shape):
+                self.known.setdefault(_last(change.module), set()).add(fit)
+                self.own.add(fit)
+
+    def is_turned(self, change: Change, entry: Entry) -> bool:
+        """Whether this one is.
+
+        Raises:
+            ConvertError: a square one, and what is known contradicts itself.
+        """
+        if change.embedding or len(entry.shape) != 2 or _is_oblong(entry.shape):
+            return bool(fits(change, entry))
+        same = self.known.get(_last(change.module), set())
+        if len(same) == 1:
+            return next(iter(same))
+        if not self.own - {self.said}:
+            return self.said
+        if self.said and not any(True in known for known in self.known.values()):
+            return False  # by `fan_in_fan_out`, which PEFT takes back for each nn.Linear
+        raise ConvertError(
+            f"{self.path}: whether {change.module!r}, which is square, is stored as [out, in] or [in, out] cannot be told.",
+            why=f"fan_in_fan_out is {str(self.said).lower()} in its configuration, and other modules are not stored so.",
+            fix="Merge this adapter with PEFT.",
+        )
+
+
+def _is_oblong(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and shape[0] != shape[1]
+
+
+def _last(module: str) -> str:
+    """The last part of a module's path; of one with underscores for dots its end cannot be told."""
+    return module.rpartition(".")[2]

@@ -1,0 +1,292 @@
+"""A weight plus the product of two small factors, a block of rows at a time: what merging a low-rank adapter comes to.
+
+The operations, their dtypes and their order are PEFT's on the CPU (peft/tuners/lora/layer.py, `get_delta_weight` and `merge`;
+peft/tuners/lora/variants.py for DoRA), so that the roundings are: factors of 16 bits are multiplied in float32, the product is
+rounded to their dtype, and the sum to the base's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from ckpt_tools.errors import ConvertError
+from ckpt_tools.io.content import Computed, Content, Range, equal_chunks, read
+from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.values.numeric import part, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK = 1 << 19  # elements of the base that are worked on at once
+_NARROW = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Matrix:
+    """A tensor as a matrix: its first dimension, and all others together; row-major, little-endian."""
+
+    name: str
+    content: Content
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def columns(self) -> int:
+        return prod(self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delta:
+    """What one adapter adds to one weight: scale * up @ down.
+
+    Attributes:
+        down: [rank, in], up: [out, rank]. mid: of a convolution in three steps, [rank, rank, ...] between the two.
+        scale: what the product is multiplied with. turned: whether the weight is [in, out], as an embedding's.
+        narrow: whether the product is rounded to the weight's dtype before the sum even where the factors are wider.
+        by_down: whether the product has the dtype of `down`, of which it else has `up`'s.
+        magnitude: DoRA's, of which there is one for every output.
+    """
+
+    down: Matrix
+    up: Matrix
+    scale: float
+    turned: bool = False
+    narrow: bool = False
+    by_down: bool = False
+    magnitude: Matrix | None = None
+    mid: Matrix | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Addend:
+    """A vector that is added to a bias, times a scale."""
+
+    vector: Matrix
+    scale: float
+
+
+def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
+    """The bytes of a weight after the deltas, one after the other, each sum rounded to the weight's dtype.
+
+    Raises, while the bytes are worked out:
+        ConvertError: a factor with NaN or infinite values; a sum that is no longer finite where the weight was.
+    """
+
+    def work() -> Iterator[memoryview]:
+        layers = [_Layer(delta, base) for delta in deltas]
+        for layer in layers:
+            layer.measure(base)
+        for start, block in _blocks(base):
+            whole = before = block.clone()
+            for layer in layers:
+                block = layer.onto(block, before, start)
+            _check_finite(block, whole, base.name)
+            yield _bytes(block)
+
+    return Computed(base.content.length, work, base.content)
+
+
+def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
+    """The bytes of a bias after what several adapters add to it.
+
+    Raises, while the bytes are worked out:
+        ConvertError: as `merged`.
+    """
+
+    def work() -> Iterator[memoryview]:
+        for _, block in _blocks(Matrix(base.name, base.content, base.dtype, (base.rows, 1))):
+            before = block.clone()
+            for addend in addends:
+                block += (_load(addend.vector, _in_memory(addend.vector.dtype, base.dtype)) * addend.scale).reshape(-1, 1)
+            _check_finite(block, before, base.name)
+            yield _bytes(block)
+
+    return Computed(base.content.length, work, base.content)
+
+
+def recast(matrix: Matrix, target: DType) -> Content:
+    """A tensor in another float dtype.
+
+    Raises, while the bytes are worked out:
+        ConvertError: a finite value that the dtype cannot hold.
+    """
+    if matrix.dtype is target:
+        return matrix.content
+
+    def work() -> Iterator[memoryview]:
+        for _, block in _blocks(matrix):
+            narrow = block.to(torch_dtype(target))
+            _check_finite(narrow, block, matrix.name)
+            yield _bytes(narrow)
+
+    return Computed(matrix.content.length // matrix.dtype.itemsize * target.itemsize, work, matrix.content)
+
+
+class _Layer:
+    """A delta at work: the factor that every block needs in memory, the other read for each block."""
+
+    def __init__(self, delta: Delta, base: Matrix) -> None:
+        self.delta, self.base = delta, base.dtype
+        self.dtype = _in_memory((delta.down if delta.by_down else delta.up).dtype, base.dtype)
+        self.wide = _wide(self.dtype)
+        self.base_dtype = torch_dtype(base.dtype)
+        self.fixed = self.whole(delta.up if delta.turned else delta.down)
+        self.moving = _Rows(delta.down if delta.turned else delta.up, columns=delta.turned)
+        self.moving_dtype = _in_memory(self.moving.matrix.dtype, base.dtype)
+        if delta.mid is not None:
+            self.fixed = _through(self.whole(delta.mid), self.fixed)
+        self.factor: torch.Tensor | None = None
+        self.magnitude: torch.Tensor | None = None
+        if delta.magnitude is not None:
+            self.magnitude = _load(delta.magnitude, _in_memory(delta.magnitude.dtype, base.dtype)).reshape(-1)
+
+    def whole(self, matrix: Matrix) -> torch.Tensor:
+        """A factor that every block needs, as it is multiplied."""
+        return _load(matrix, _in_memory(matrix.dtype, self.base)).to(self.wide)
+
+    def change(self, start: int, count: int) -> torch.Tensor:
+        """What is added to `count` rows of the weight, in the factors' dtype."""
+        moving = self.moving.get(start, count, self.moving_dtype).to(self.wide)
+        product = (self.fixed @ moving).T if self.delta.turned else moving @ self.fixed
+        made = (product * self.delta.scale).to(self.dtype)
+        return made.to(self.base_dtype) if self.delta.narrow and self.magnitude is None else made
+
+    def onto(self, block: torch.Tensor, before: torch.Tensor, start: int) -> torch.Tensor:
+        """The rows of the weight after this delta; `before` is what they were before all."""
+        change = self.change(start, len(block))
+        if self.magnitude is None:
+            block += change
+            return block
+        import torch
+
+        if self.delta.turned:
+            assert self.factor is not None
+            factor = self.factor.reshape(1, -1)
+        else:
+            norm = torch.linalg.norm(before + change, dim=1)
+            factor = (self.magnitude[start : start + len(block)] / norm).reshape(-1, 1)
+        return (factor * (block + change)).to(self.base_dtype)
+
+    def measure(self, base: Matrix) -> None:
+        """Where the outputs are columns their norms need the whole weight: it is read once more, ahead."""
+        if self.magnitude is None or not self.delta.turned:
+            return
+        import torch
+
+        if base.rows * base.columns <= BLOCK:  # PEFT's own sum of squares, to the last bit
+            norms = [torch.linalg.norm((block + self.change(0, len(block))).T, dim=1) for _, block in _blocks(base)]
+            self.factor = self.magnitude / norms[0] if norms else self.magnitude
+            return
+        squares = torch.zeros(base.columns, dtype=torch.float64)
+        for start, block in _blocks(base):
+            squares += (block + self.change(start, len(block))).double().square().sum(dim=0)
+        self.factor = self.magnitude / squares.sqrt().to(torch.promote_types(self.base_dtype, self.dtype))
+
+
+class _Rows:
+    """Rows of a matrix as they are wanted, or columns."""
+
+    def __init__(self, matrix: Matrix, *, columns: bool) -> None:
+        self.matrix, self.columns = matrix, columns
+        self.whole: torch.Tensor | None = None
+
+    def get(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """So many rows, or columns, from `start` on."""
+        matrix = self.matrix
+        if not isinstance(matrix.content, Range):  # what must be worked out or inflated is worked out once
+            if self.whole is None:
+                self.whole = _load(matrix, dtype)
+            return self.whole[:, start : start + count] if self.columns else self.whole[start : start + count]
+        item, width = matrix.dtype.itemsize, matrix.columns
+        if not self.columns:
+            data = bytearray(read(part(matrix.content, start * width * item, count * width * item)))
+            return _tensor(data, matrix, (count, width), dtype)
+        data = bytearray().join(
+            read(part(matrix.content, (row * width + start) * item, count * item)) for row in range(matrix.rows)
+        )
+        return _tensor(data, matrix, (matrix.rows, count), dtype)
+
+
+def _in_memory(dtype: DType, base: DType) -> torch.dtype:
+    """The dtype of an adapter's tensors as PEFT has them beside a base: the base's, but 16 bits only where both are so."""
+    import torch
+
+    if base.name not in _NARROW:
+        return torch_dtype(base)
+    return torch_dtype(base) if dtype is base else torch.float32
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that factors are multiplied in."""
+    import torch
+
+    return dtype if dtype.itemsize > 2 else torch.float32
+
+
+def _load(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """A whole matrix of an adapter."""
+    return _tensor(bytearray(read(matrix.content)), matrix, (matrix.rows, matrix.columns), dtype)
+
+
+def _tensor(data: bytearray, matrix: Matrix, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    values = torch.frombuffer(data, dtype=torch_dtype(matrix.dtype)).reshape(shape)
+    if not values.isfinite().all():
+        raise ConvertError(f"The adapter's {matrix.name!r} holds NaN or infinite values.", why="Merged, it would spread them.")
+    return values.to(dtype)
+
+
+def _through(mid: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """The factor of a convolution whose kernel is between two 1x1 ones: [rank, rank * kernel] and [rank, in]."""
+    import torch
+
+    rank = len(down)
+    return torch.einsum("ijk,jp->ipk", mid.reshape(rank, rank, -1), down).reshape(rank, -1)
+
+
+def _blocks(base: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
+    """The rows of a matrix, a few at a time: the first one's number, and a tensor that is the caller's own."""
+    import torch
+
+    width = base.columns
+    step = max(1, BLOCK // max(1, width))
+    dtype = torch_dtype(base.dtype)
+    size = step * width * base.dtype.itemsize
+    if not size:
+        return
+    for number, data in enumerate(equal_chunks(base.content, size)):
+        yield number * step, torch.frombuffer(bytearray(data), dtype=dtype).reshape(-1, width)
+
+
+def _check_finite(after: torch.Tensor, before: torch.Tensor, name: str) -> None:
+    """Raise ConvertError for a value that is no longer finite. The extremes are looked at first: masks take longer."""
+    import torch
+
+    low, high = torch.aminmax(after)
+    if low.isfinite() and high.isfinite():
+        return
+    if lost := int((before.isfinite() & ~after.isfinite()).sum()):
+        dtype = str(after.dtype).removeprefix("torch.")
+        raise ConvertError(
+            f"{name!r} would have {lost} values beyond what {dtype} can hold once the adapter is merged.",
+            why="They would be infinite or NaN, and so would what the model computes.",
+            fix="Convert the base first, `dtype='fp32'` or bf16, and merge into that; or check the adapter's scale.",
+        )
+
+
+def _bytes(values: torch.Tensor) -> memoryview:
+    import torch
+
+    out = bytearray(values.nbytes)
+    torch.frombuffer(out, dtype=values.dtype).copy_(values.reshape(-1))
+    return memoryview(out)
