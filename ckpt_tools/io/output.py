@@ -27,7 +27,7 @@ from ckpt_tools.errors import (
     OutputForbiddenError,
     OutputIsFolderError,
 )
-from ckpt_tools.io.in_place.marks import is_marked, journal_path, read_at
+from ckpt_tools.io.in_place.marks import has_traces, is_marked, journal_path, read_at
 
 if TYPE_CHECKING:  # what writes is imported by whoever writes: reading a file needs none of it
     from ckpt_tools.io.attributes import Inputs
@@ -299,7 +299,7 @@ def _temporary(temporary: Path, target: Path, inputs: Inputs) -> Iterator[Output
     try:
         with output_errors(target):
             replaces = target.exists()
-            if replaces:
+            if replaces and has_traces(target):
                 from ckpt_tools.io.in_place.journal import recover
 
                 recover(target)  # or its journal would lie beside what takes its place

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,6 @@ from ckpt_tools.tree.nodes import (
     List,
     Node,
     Object,
-    as_dict,
 )
 
 if TYPE_CHECKING:  # most files are no part: what reads parts is imported where there is one
@@ -73,10 +72,11 @@ def partition(checkpoint: Checkpoint) -> Partition | None:
     root = checkpoint.root
     found = (_of_tensors(root) if names_parts(checkpoint) else None) or _of_item(checkpoint)
     if found is None and type(root) is Dict:
+        named = root.named
         found = (
-            _of_zero(root)
-            or _of_zero_model(checkpoint)
-            or _of_megatron(root)
+            _of_zero(named)
+            or _of_zero_model(checkpoint, named)
+            or _of_megatron(named)
             or _of_consolidated(checkpoint)
             or _of_module(checkpoint)
         )
@@ -231,7 +231,7 @@ def _rank_text(rank: int | None, world: int) -> str:
     return f"one of {world} ranks" if rank is None else f"rank {rank} of {world}"
 
 
-_TP = re.compile(r"tp|tensor|model", re.IGNORECASE)
+_TP = r"tp|tensor|model"
 
 
 def family_of(parts: Sequence[Part]) -> str:
@@ -241,7 +241,7 @@ def family_of(parts: Sequence[Part]) -> str:
     widest = max((part for part in parts if part.mesh is not None), key=lambda part: len(part.placements))
     assert widest.mesh is not None
     by_columns = any(place.kind == "shard" and place.dim > 0 for part in parts for place in part.placements)
-    named_tp = any(map(_TP.search, widest.mesh.names))
+    named_tp = any(re.search(_TP, name, re.IGNORECASE) for name in widest.mesh.names)
     kinds = {place.kind for part in parts for place in part.placements}
     if len(widest.placements) == 1:
         return "TP" if named_tp or (by_columns and not widest.mesh.names) else "FSDP2"
@@ -252,12 +252,12 @@ def family_of(parts: Sequence[Part]) -> str:
 
 # --- torch_checkpointing
 
-_ITEM = re.compile(r".+_\d{1,6}\.(?:pt|safetensors)")
+_ITEM = r".+_\d{1,6}\.(?:pt|safetensors)"  # compiled where one may be: most files are no part
 
 
 def _of_item(checkpoint: Checkpoint) -> Partition | None:
     """By its name, and by the metadata.pkl beside it, which alone says how plain tensors were cut."""
-    if not _ITEM.fullmatch(checkpoint.path.name) or not (checkpoint.path.parent / "metadata.pkl").is_file():
+    if not (checkpoint.path.parent / "metadata.pkl").is_file() or not re.fullmatch(_ITEM, checkpoint.path.name):
         return None
     others = _others(checkpoint)
     if others is None or (others.count == 1 and names_parts(checkpoint)):  # a DTensor in a world of one is whole
@@ -269,7 +269,7 @@ def _of_item(checkpoint: Checkpoint) -> Partition | None:
 # --- DeepSpeed
 
 
-def _of_zero(root: Dict) -> Partition | None:
+def _of_zero(root: Mapping[str, Node]) -> Partition | None:
     optimizer = root.get("optimizer_state_dict")
     if type(optimizer) is Dict and any(key in optimizer for key in _ZERO_KEYS):
         found = "one process's part of a DeepSpeed ZeRO optimizer, its weights in one row without names"
@@ -283,9 +283,8 @@ def _of_zero(root: Dict) -> Partition | None:
     return _of_zero_3(root) if type(root.get("param_shapes")) in (List, Dict) else None
 
 
-def _of_zero_model(checkpoint: Checkpoint) -> Partition | None:
+def _of_zero_model(checkpoint: Checkpoint, root: Mapping[str, Node]) -> Partition | None:
     """Under stages 0 to 2 a model file is whole, in 16 bits; with others beside it, or with experts, it is one of several."""
-    root = as_dict(checkpoint.root)
     if "param_shapes" not in root:
         return None
     from ckpt_tools.formats.parts.zero.names import is_zero_file
@@ -311,7 +310,7 @@ def _partition_count(node: Node) -> int | None:
 _ZERO_KEYS = ("partition_count", "single_partition_of_fp32_groups", "fp32_flat_groups")
 
 
-def _of_zero_3(root: Dict) -> Partition | None:
+def _of_zero_3(root: Mapping[str, Node]) -> Partition | None:
     """Stage 3: the names are there, and the tensors have no elements."""
     weights = root.get("module")
     entries = [value for _, value in weights.items if type(value) is Entry] if type(weights) is Dict else []
@@ -326,20 +325,22 @@ def _of_zero_3(root: Dict) -> Partition | None:
 
 # What these hold is plain tensors under names: only their own names say that the rest is elsewhere.
 _MODULES = {
-    re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"): "an expert of one layer",
-    re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt"): "one layer of a pipeline",
+    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt": "an expert of one layer",
+    r"layer_\d+(-model_\d+)?-model_states\.pt": "one layer of a pipeline",
 }
 
 
 # NeMo's folders of ranks in a .nemo; a model of one rank has none. Source: nemo/collections/nlp/parts/nlp_overrides.py.
-_NEMO_RANK = re.compile(r"(?:.+/)?(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+)/model_weights\.ckpt")
+_NEMO_RANK = r"(?:.+/)?(?:mp_rank_\d+|tp_rank_\d+_pp_rank_\d+)/model_weights\.ckpt"
 
 
 def _of_module(checkpoint: Checkpoint) -> Partition | None:
-    if checkpoint.packed is not None and _NEMO_RANK.fullmatch(checkpoint.packed.member):
+    if checkpoint.packed is not None and re.fullmatch(_NEMO_RANK, checkpoint.packed.member):
         fix = "NeMo's own scripts write it for one rank (tensor_model_parallel_size=1)."
         return Partition("one rank's part of a model of NeMo", fix, "Megatron-LM")
-    found = (what for rule, what in _MODULES.items() if rule.fullmatch(checkpoint.name))
+    if not checkpoint.name.endswith("model_states.pt"):
+        return None
+    found = (what for rule, what in _MODULES.items() if re.fullmatch(rule, checkpoint.name))
     what = next(found, None)
     return None if what is None else Partition(f"{what}, of a DeepSpeed checkpoint", _ZERO, "DeepSpeed")
 
@@ -378,7 +379,7 @@ def _parts_by_shape(root: Node) -> int:
 # --- Megatron-LM
 
 
-def _of_megatron(root: Dict) -> Partition | None:
+def _of_megatron(root: Mapping[str, Node]) -> Partition | None:
     arguments = root.get("args")
     state = arguments if type(arguments) is Dict else attributes(arguments)  # a dict where it was made plain
     if state is None or "checkpoint_version" not in root:

@@ -18,11 +18,10 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_tools.errors import ChangedFileError, OutputError
-from ckpt_tools.io.in_place.marks import MARKED, is_marked, journal_path, read_at
+from ckpt_tools.io.in_place.marks import BINARY, MARKED, is_marked, journal_path, read_at
 from ckpt_tools.io.in_place.rollback import Record, Region, beside, close, half_edited, new_mark
 from ckpt_tools.io.temporaries import sync_folder
 
-_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _PATIENCE = 1.0  # seconds for a lock: a reader has it for the moment in which it looks whether an editor lives
 Patch = tuple[int, bytes]
 
@@ -41,7 +40,7 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: object) -> 
         the old bytes are back in place then.
     """
     try:
-        fd = os.open(path, os.O_RDWR | _BINARY)
+        fd = os.open(path, os.O_RDWR | BINARY)
     except OSError as error:
         raise OutputError(f"{path} cannot be edited in place.", why=f"{error.strerror or error}.") from None
     try:
@@ -118,7 +117,7 @@ def _create(path: Path) -> tuple[Path, int]:
     for number in itertools.count(2):
         place = own if number == 2 else own.with_name(f".{path.name}.{number - 1}.ckpt-journal")
         try:
-            journal = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | _BINARY, 0o600)
+            journal = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o600)
         except FileExistsError:
             continue
         try:
@@ -171,7 +170,7 @@ def recover(path: Path) -> bool:
     try:
         if not _concerns(path):
             return False
-        fd = os.open(path, os.O_RDWR | _BINARY)
+        fd = os.open(path, os.O_RDWR | BINARY)
         try:
             _lock(fd)  # from here on no other process edits the file, makes a journal of it or removes one
             return _recover(path, fd)
@@ -185,7 +184,7 @@ def recover(path: Path) -> bool:
 def _concerns(path: Path) -> bool:
     """Whether there is something to roll back, or a journal to remove."""
     try:
-        fd = os.open(path, os.O_RDONLY | _BINARY | getattr(os, "O_NONBLOCK", 0))
+        fd = os.open(path, os.O_RDONLY | BINARY | getattr(os, "O_NONBLOCK", 0))
     except OSError:  # whoever reads or replaces it says what is wrong
         return False
     try:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 MARK = b"\xffCKP"
 MARKED = 8  # bytes at the start of a file that are the mark while it is edited
 SUFFIX = ".ckpt-journal"
+BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _STEP = 4 << 20
 Reader = Callable[[int, int], bytes]  # (offset, length) -> the bytes, fewer at the end of the file
 
@@ -24,6 +27,28 @@ def journal_path(path: Path) -> Path:
 def is_marked(read: Reader) -> bool:
     """Whether a file begins as one that is being edited, or was when the edit was killed."""
     return read(0, len(MARK)) == MARK
+
+
+def has_traces(path: Path) -> bool:
+    """Whether a file begins with a mark, or a file beside it is called as its journals are: most have neither.
+
+    Args:
+        path: links resolved. What cannot be opened has none: whoever reads or replaces it says what is wrong.
+    """
+    start = f".{path.name}."
+    try:
+        beside = any(name.startswith(start) and name.endswith(SUFFIX) for name in os.listdir(path.parent))
+    except OSError:  # a folder that may be entered and not listed
+        beside = os.path.lexists(journal_path(path))
+    if beside:
+        return True
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | BINARY | getattr(os, "O_NONBLOCK", 0))
+        try:
+            return is_marked(partial(read_at, fd))
+        finally:
+            os.close(fd)
+    return False
 
 
 def read_at(fd: int, offset: int, length: int) -> bytes:

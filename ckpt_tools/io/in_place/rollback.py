@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_tools.errors import DamagedFileError, OutputError
-from ckpt_tools.io.in_place.marks import MARK, MARKED, SUFFIX, Reader, is_marked, journal_path, read_at
+from ckpt_tools.io.in_place.marks import BINARY, MARK, MARKED, SUFFIX, Reader, is_marked, journal_path, read_at
 
 _MAGIC = b"ckpt journal 2\n"
 _HEAD = struct.Struct("<4Q8sQ")  # device, inode, size before, size after, mark, number of regions
 _REGION = struct.Struct("<3Q")  # offset, length of the old bytes, length of the new ones
-_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _BLOCK = 512  # bytes of a file that are compared at once
 MAX_JOURNAL = 1 << 30  # bytes; it holds a pickle, a directory or a header
 State = Literal["before", "between", "after"]
@@ -203,7 +202,7 @@ def _journals(folder: Path) -> list[Path]:
 def _judged(path: Path, place: Path, status: os.stat_result, read: Reader) -> Journal | None:
     """What a journal is to a file; None when it is gone."""
     try:
-        fd = os.open(place, os.O_RDONLY | _BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        fd = os.open(place, os.O_RDONLY | BINARY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError:
         return None
     except OSError as error:
