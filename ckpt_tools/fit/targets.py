@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ckpt_tools.edit import renaming, selection
 from ckpt_tools.edit.objects import plain
@@ -25,13 +25,15 @@ from ckpt_tools.formats.open import (
     find_state_dicts,
     tensors_by_name,
 )
-from ckpt_tools.formats.parts.flat_rows import Names
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.matching.params import Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node
+
+if TYPE_CHECKING:  # most checkpoints have names
+    from ckpt_tools.formats.parts.flat_rows import Names
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +70,8 @@ class Target:
 
 def names_of(target: Target) -> Names:
     """What a target tells of parameters that are in rows without names."""
+    from ckpt_tools.formats.parts.flat_rows import Names
+
     return Names({param.name: param.shape for param in target.params}, target.ties)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ckpt_tools.errors import PartError, TensorError, UsageError
-from ckpt_tools.formats.parts.rank_parts import Placement, Sizes, box_at
-from ckpt_tools.io.ranks import Ranks
+
+if TYPE_CHECKING:  # most models have no distributed tensors
+    from ckpt_tools.formats.parts.rank_parts import Placement, Sizes
 
 
 def is_dtensor(value: object) -> bool:
@@ -52,6 +53,8 @@ def write_gathered(data: Mapping[str, Any], path: str | os.PathLike[str], write:
         UsageError: processes name one path and hold different tensors. CkptError: of the process that failed, in all.
     """
     import torch.distributed as dist
+
+    from ckpt_tools.io.ranks import Ranks
 
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     shown = repr([(name, tuple(getattr(value, "shape", ()))) for name, value in data.items()])
@@ -104,6 +107,8 @@ def own_box(tensor: Any) -> tuple[Sizes, Sizes] | None:
     Raises:
         TensorError: the tensor is cut in a way that is not read, or holds sums.
     """
+    from ckpt_tools.formats.parts.rank_parts import box_at
+
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -115,6 +120,8 @@ def own_box(tensor: Any) -> tuple[Sizes, Sizes] | None:
 
 
 def _placement(place: Any) -> Placement:
+    from ckpt_tools.formats.parts.rank_parts import Placement
+
     name = type(place).__name__
     if name in ("Shard", "_StridedShard"):
         return Placement("shard" if name == "Shard" else "strided", place.dim, getattr(place, "split_factor", 1))

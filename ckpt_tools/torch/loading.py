@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,10 +14,6 @@ from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.fit.targets import choose_state_dict
 from ckpt_tools.formats.open import Checkpoint, StateDict, is_tensor, tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
-from ckpt_tools.operations.convert.conversion import open_input
-from ckpt_tools.operations.convert.edits import Edits
-from ckpt_tools.operations.convert.options import ConvertOptions
-from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder, MapLocation
 from ckpt_tools.tree import names
@@ -94,23 +89,6 @@ def load_state_dict(
         if target is not None:
             root, _ = casts.cast_floats(root, target)
         loaded: dict[str, torch.Tensor] = Builder(checkpoint, map_location, mapped=mmap).build(root)
-        checkpoint.decoded.source.check_unchanged()
-        return loaded
-
-
-def load_edited(path: str | os.PathLike[str], options: ConvertOptions) -> dict[str, torch.Tensor]:
-    """The only state dict of what `convert` with these options would write, as live tensors.
-
-    Raises:
-        NothingMatchedError: there is none, or several. CkptError: see `convert`.
-    """
-    edits = Edits(options)
-    with ExitStack() as stack, open_input(path, options) as checkpoint:
-        checkpoint.root = edits.apply(checkpoint, Converted(str(path), ""), stack).root
-        vars(checkpoint).pop("state_dicts", None)  # of the tree as it was
-        state_dict = choose(checkpoint, None)
-        root = loadable(state_dict.node, path)
-        loaded: dict[str, torch.Tensor] = Builder(checkpoint, "cpu" if options.map_location is None else None).build(root)
         checkpoint.decoded.source.check_unchanged()
         return loaded
 

@@ -167,6 +167,6 @@ class Steps:
         Raises:
             NothingMatchedError: none is left, or several. CkptError: see `convert`.
         """
-        from ckpt_tools.torch.loading import load_edited
+        from ckpt_tools.torch.edited import load_edited
 
         return load_edited(self.path, self.options)
