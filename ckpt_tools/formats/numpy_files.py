@@ -232,6 +232,7 @@ class Arrays:
         dtype = BY_NUMPY.get(header.code)
         if dtype is None:
             return self._text(header, content, what)
+        self.budget.make(_COST, _TOO_MANY)
         shape = header.shape
         stride = tuple(reversed(contiguous_stride(shape[::-1]))) if header.fortran else contiguous_stride(shape)
         nbytes = _elements(shape) * dtype.itemsize
@@ -359,6 +360,7 @@ def _elements(shape: tuple[int, ...]) -> int:
     return count
 
 
+_COST = 8  # of an array of numbers, in containers, beside its record: NumPy writes 244 bytes for one number
 _TEXTS_PER_CONTAINER = 4
 _TOO_MANY = "The arrays make more lists, or texts, than a file of its size can hold."
 

@@ -98,6 +98,11 @@ class Checkpoint:
         if self.packed is not None:
             self.packed.source.close()
 
+    def let_go(self) -> None:
+        """Free the tree: tensors that were listed stay, and their numbers take the memory that plain values took."""
+        self.root = self.decoded.root = None
+        self.__dict__.pop("state_dicts", None)
+
     @property
     def described(self) -> str:
         """The container, and what it lies in."""

@@ -41,6 +41,7 @@ _MOST_PARTS = 50_000  # members of all archives in one file
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
+_NAMELESS = 5  # bytes that are too few for a pickle to name anything
 _ZFILE = 2 + len(hex(2**64))
 _NUMPY = b"\x93NUMPY"
 _LOCKED = (
@@ -201,7 +202,7 @@ class _Walk:
         names = {record.name for record in records}
         self.found.program |= any(name.endswith(_OF_PROGRAMS) for name in names)
         for record in records:
-            if not _is_raw(record.name, names) and self.parts <= _MOST_PARTS:
+            if record.size > _NAMELESS and not _is_raw(record.name, names) and self.parts <= _MOST_PARTS:
                 self.member(source, record, where, depth)
 
     def damaged_archive(self, source: Source, where: str, depth: int, error: CkptError) -> None:

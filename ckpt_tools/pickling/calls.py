@@ -396,7 +396,8 @@ def _list_one(pickles: Pickles) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
     try:
         _, value = pickles.load(make)
     except CkptError as failure:
-        error, value = failure, None
+        error, value = failure.with_traceback(None), None
+        error.__context__ = None  # the frames of either hold the machine, and this frame: a circle
     end = pickles.position if error is None else pickles.anchor + lister.position
     found = Pickle(start, end, error=error)
     found.calls, found.names = lister.listed(), list(lister.globals)

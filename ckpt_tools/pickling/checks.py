@@ -115,6 +115,8 @@ class _Keys:
 
     def identity(self, key: Node) -> Hashable:
         """The stand-in of a key."""
+        if type(key) is int:
+            return key if key.bit_length() < _SHORT else _long(key)
         if type(key) is tuple:
             known = self._tuple(key)
             self._spend(known.parts)
@@ -128,7 +130,7 @@ class _Keys:
                 return "f", key.hex()
             key = int(key)
         if type(key) is int or type(key) is bool:
-            return int(key) if key.bit_length() < 32 else _long(int(key))
+            return int(key) if key.bit_length() < _SHORT else _long(int(key))
         if type(key) is Object:
             self._spend(_elements(key))
         return ("id", id(key)) if type(key) in (Object, Entry) else key
@@ -163,6 +165,9 @@ class _Keys:
         parts = tuple(self.tuples[id(part)].stand_in if type(part) is tuple else self._part(part) for part in node)
         count = len(node) + sum(part.parts for part in inner)
         self.tuples[id(node)] = _Tuple(node, ("t", self.numbers.setdefault(parts, len(self.numbers))), depth, count)
+
+
+_SHORT = 32  # bits: of a longer number Python's hash lets a file choose collisions
 
 
 def _long(number: int) -> Hashable:

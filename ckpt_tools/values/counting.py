@@ -60,9 +60,9 @@ class ValueCount:
     def _count_floats(self, values: torch.Tensor) -> None:
         if values.itemsize == 2:  # their own reductions are not vectorised: 0.1 GB/s, and 1 GB/s by way of float32
             values = values.float()
-        largest = values.abs().max()
-        self.nonzero = self.nonzero or bool(largest != 0)
-        if not bool(largest < self.HUGE):  # NaN compares false: one test for all that is rare
+        largest = float(values.abs().max())
+        self.nonzero = self.nonzero or largest != 0
+        if not largest < self.HUGE:  # NaN compares false: one test for all that is rare
             values = self._count_rare(values)
         if self.moments and values.numel():
             wide = values.double()

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import ckpt_tools
 from ckpt_tools import limits
 from ckpt_tools.errors import LimitError
+from ckpt_tools.formats.pickles import find_pickles
+from ckpt_tools.io.output import Source
+from ckpt_tools.operations.compare import stats as stats_of
+from ckpt_tools.operations.repair import verification
+from ckpt_tools.tree.nodes import List
+from ckpt_tools.values import counting
 from tests.hostile import (
     bombs,
     costs,
@@ -301,3 +312,77 @@ def test_a_crowd_of_bytes_is_refused(unit: bytes, tmp_path: Path) -> None:
     body = p.pickle(p.dict_of(**{"a.w": p.tensor()}), before, b"0", p.EMPTY_LIST, p.MARK, unit * 300_000, p.APPENDS)
     with pytest.raises(LimitError, match="more objects"):
         ckpt_tools.inspect(write(tmp_path, torch_zip(body, {"0": bytes(24)})))
+
+
+def test_every_record_and_archive_counts(tmp_path: Path) -> None:
+    """They take memory though they hold nothing: a made file may have no more of them than torch could write into its bytes."""
+    for number in range(3):
+        torch.save({"w": torch.ones(number)}, tmp_path / f"{number}.pth")
+    several = tmp_path / "several.pth"
+    several.write_bytes(b"".join((tmp_path / f"{number}.pth").read_bytes() for number in range(3)))
+    with limits.raised(containers=200):
+        ckpt_tools.inspect(several)
+    with limits.raised(containers=5), pytest.raises(LimitError, match="more records than a file of its size"):
+        ckpt_tools.inspect(tmp_path / "0.pth")
+    said = set()
+    for most in range(30, 100, 10):
+        with limits.raised(containers=most), pytest.raises(LimitError) as caught:
+            ckpt_tools.inspect(several)
+        said.add("more archives" in caught.value.what)
+    assert said == {True, False}
+
+
+def test_every_array_counts(tmp_path: Path) -> None:
+    """An array of a .npz takes what a tensor takes."""
+    arrays: dict[str, Any] = {f"w{number}": np.float32(number) for number in range(10)}
+    np.savez(tmp_path / "in.npz", **arrays)
+    with limits.raised(containers=100):
+        ckpt_tools.inspect(tmp_path / "in.npz")
+    with limits.raised(containers=20), pytest.raises(LimitError, match="The limit is 20 dicts"):
+        ckpt_tools.inspect(tmp_path / "in.npz")
+
+
+@pytest.mark.parametrize("use", [ckpt_tools.stats, partial(ckpt_tools.check, values=True)], ids=["stats", "check"])
+def test_the_tree_is_gone_when_numbers_are_looked_at(
+    use: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes as much memory as a large tree: a file may not have both at once."""
+    torch.save({"a.w": torch.ones(2, 2), "x": [list(range(1234))]}, tmp_path / "in.pth")
+    seen = []
+
+    def looking(real: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*given: Any) -> Any:
+            seen.append(any(type(node) is List and len(node.items) == 1234 for node in gc.get_objects()))
+            return real(*given)
+
+        return look
+
+    monkeypatch.setattr(counting.ValueCount, "take", looking(counting.ValueCount.take))
+    monkeypatch.setattr(stats_of, "measure", looking(stats_of.measure))
+    use(tmp_path / "in.pth")
+    assert seen
+    assert not any(seen)
+
+
+def test_repair_has_one_tree_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written is read back when the tree that it was made of is gone."""
+    torch.save({"a.w": torch.ones(2, 2), "x": [list(range(1234))]}, tmp_path / "in.pth")
+    seen = []
+
+    def look(*given: Any) -> None:
+        seen.append(sum(type(node) is List and len(node.items) == 1234 for node in gc.get_objects()))
+        verification.verify(*given)
+
+    monkeypatch.setattr("ckpt_tools.operations.repair.run.verify", look)
+    ckpt_tools.repair(tmp_path / "in.pth", tmp_path / "out.pth")
+    assert seen == [0]
+
+
+def test_what_could_not_be_read_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The error of a pickle holds no frames: each would keep the machine that read it, in a circle."""
+    path = tmp_path / "in.pth"
+    path.write_bytes(p.pickle(p.call("os", "system", p.text("true")), b"\xff"))
+    with contextlib.closing(Source(path)) as source:
+        errors = [pickle.error for pickle in find_pickles(source).pickles]
+    assert [(error and error.__traceback__, error and error.__context__) for error in errors] == [(None, None)]
+    assert errors[0] is not None

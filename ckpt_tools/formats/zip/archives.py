@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckpt_tools import limits
 from ckpt_tools.errors import UnsupportedContainerError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import Decoded
@@ -16,6 +17,8 @@ from ckpt_tools.formats.zip.directory import (
 from ckpt_tools.formats.zip.names import refuse_two_readings, single_folder
 from ckpt_tools.io.output import Source
 from ckpt_tools.text import some
+
+_COST = 8  # of a record, in containers: it takes as much memory; torch's own are longer than 190 bytes, a made one 100
 
 
 def decode(source: Source) -> Decoded:
@@ -30,6 +33,8 @@ def decode(source: Source) -> Decoded:
         from ckpt_tools.formats.zip.truncated import describe_cut
 
         raise describe_cut(source) from None
+    what = f"{source.path} holds more records than a file of its size may have."
+    limits.budget(source.size).make(_COST * len(directory.records), what)
     refuse_two_readings(directory.records)
     names = {record.name for record in directory.records}
     folder = single_folder(directory.records)

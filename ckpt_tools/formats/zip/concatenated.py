@@ -17,6 +17,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.tree.nodes import List
 
+_COST = 32  # of an archive, in containers, beside its records: torch's own is over a thousand bytes, a made one half of that
 _ENDS = END64.size + LOCATOR64.size + END.size  # as torch ends every archive, without a comment
 
 
@@ -51,6 +52,7 @@ def decode(source: Source, spans: list[tuple[int, int]]) -> Decoded:
     first = _torch_reads_the_first(source, spans[0][1])
     parts, keys = [], Keys()
     for start, size in spans:
+        limits.budget(source.size).make(_COST, f"{source.path} holds more archives than a file of its size may have.")
         part = archives.decode(Window(source, start, size))
         part.root = keys.renew(part.root)
         parts.append(part)

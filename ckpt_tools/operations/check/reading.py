@@ -97,7 +97,7 @@ def read_checkpoint(
         ChangedFileError: a file changed. NotACheckpointError: the disk failed. DamagedFileError: bytes cannot be inflated.
     """
     decoded = checkpoint.decoded
-    read = Read(list(_storages(checkpoint)))
+    read = Read(list(storages_of(checkpoint)))
     contents = [storage.content for storage in read.storages if isinstance(storage.content, Range | Deflated)]
     spans: dict[Source, list[Span]] = {source: [] for source in _sources(decoded.source, contents)}
     checks = _record_spans(_records(decoded, contents), spans)
@@ -115,7 +115,7 @@ def read_checkpoint(
     return read
 
 
-def _storages(checkpoint: Checkpoint) -> Iterator[Storage]:
+def storages_of(checkpoint: Checkpoint) -> Iterator[Storage]:
     """The storages of the tensors, each once. To look at every node of the tree for others can take hundreds of megabytes."""
     found: dict[int, Storage] = {}
     for tensor in checkpoint.tensors:

@@ -47,7 +47,7 @@ from ckpt_tools.operations.check.passes import Advance
 from ckpt_tools.operations.check.reading import Read, read_checkpoint
 from ckpt_tools.operations.check.report import Checked, Verdict
 from ckpt_tools.operations.inspect import find_findings
-from ckpt_tools.operations.safety import of_checkpoint, of_unreadable
+from ckpt_tools.operations.safety import Safety, of_checkpoint, of_unreadable
 from ckpt_tools.text import did_you_mean, dotted, listed
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import CODES, Finding, mending
@@ -165,22 +165,47 @@ def _verdict(report: Checked) -> Verdict:
 
 def _check_open(checkpoint: Checkpoint, wanted: Wanted, advance: Advance | None) -> Checked:
     heads = _heads(checkpoint) if wanted.values else frozenset()
+    told = _tell(checkpoint, wanted)
+    if checkpoint.container not in PART_CONTAINERS:  # of which the ranks are compared when all was read
+        checkpoint.let_go()
     with_digests = wanted.digest or wanted.against is not None
     with one_thread() if wanted.values else contextlib.nullcontext():
         read = read_checkpoint(checkpoint, digest=with_digests, count_values=wanted.values, heads=heads, advance=advance)
     report = Checked(
         str(checkpoint.path), checkpoint.container, checkpoint.file_bytes, "healthy", len(checkpoint.tensors), read.bytes,
-        read.records, safety=of_checkpoint(checkpoint),
+        read.records, safety=told.safety,
     )  # fmt: skip
     report.digests, report.skipped = read.digests, [list(where) for where in read.skipped]
     report.values = [_counts(row) for row in read.counted if row.count.nan or row.count.inf]
     if wanted.against is not None:
         name, other = wanted.against
         report.against = digests.compare(read.digests, other, name)
-    report.findings = list(_findings(checkpoint, read, report, wanted, heads))
+    report.findings = list(_findings(checkpoint, read, report, told, heads))
     if checkpoint.packed is not None:
         report.findings = list(map(_unpacked_first, report.findings))
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What is told before the bytes are read: torch, which counts values, takes as much memory as a large tree.
+
+    Attributes:
+        safety: the verdict. disorder: of the file's parts. loading: what `inspect` finds, and what keeps it from loading.
+        state_dicts: where they are.
+    """
+
+    safety: Safety
+    disorder: list[Finding]
+    loading: list[Finding]
+    state_dicts: list[Where]
+
+
+def _tell(checkpoint: Checkpoint, wanted: Wanted) -> _Told:
+    safety = of_checkpoint(checkpoint)
+    disorder = list(structure.disorder(checkpoint))
+    wheres = [found.where for found in checkpoint.state_dicts]
+    return _Told(safety, disorder, list(_loading(checkpoint, safety, wanted)), wheres)
 
 
 def _unpacked_first(finding: Finding) -> Finding:
@@ -197,43 +222,46 @@ def _counts(row: values.Counted) -> dict[str, object]:
     return {"where": list(row.where), "nan": row.count.nan, "inf": row.count.inf, "values": row.entry.numel}
 
 
-def _findings(
-    checkpoint: Checkpoint, read: Read, report: Checked, wanted: Wanted, heads: frozenset[Where]
-) -> Iterator[Finding]:
-    yield from structure.findings(checkpoint, read)
+def _findings(checkpoint: Checkpoint, read: Read, report: Checked, told: _Told, heads: frozenset[Where]) -> Iterator[Finding]:
+    yield from structure.damage(checkpoint, read.mismatches)
+    yield from told.disorder
     yield from values.findings(read.counted, heads)
     if report.against is not None:
         yield from _differences(report.against)
-    yield from _equal(checkpoint, read)
+    yield from _equal(checkpoint, read, told.state_dicts)
     if read.skipped:
         text = f"{len(read.skipped)} tensors have no digest and were not counted: {_paths(read.skipped)}"
         yield Finding("skipped", "info", [], text, "plain views on storages, in a type that torch has")
     yield from _disagreeing(checkpoint)
+    yield from told.loading
+
+
+def _loading(checkpoint: Checkpoint, safety: Safety, wanted: Wanted) -> Iterator[Finding]:
     loads = list(loading.findings(checkpoint, wanted.device))
     if partition(checkpoint) is not None:
         loads = list(without_advice(loads))
-    for finding in find_findings(checkpoint, report.safety):
+    for finding in find_findings(checkpoint, safety):
         replaced = finding.code == "device-tags" and any(other.code == "no-such-device" for other in loads)
         if finding.code != "together" and not replaced:
             yield loading.explained(finding, checkpoint)
     yield from loads
 
 
-def _equal(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
+def _equal(checkpoint: Checkpoint, read: Read, state_dicts: Sequence[Where]) -> Iterator[Finding]:
     """Matrices of one state dict that are equal byte for byte and lie in storages of their own."""
     entries = {tensor.where: tensor.node for tensor in checkpoint.tensors if type(tensor.node) is Entry}
-    for found in checkpoint.state_dicts:
+    for found in state_dicts:
         groups: dict[str, dict[int, Where]] = {}
         for digest in read.digests:
             entry = entries[digest.where]
-            if digest.where[:-1] == found.where and len(entry.shape) > 1 and entry.nbytes >= _EQUAL_FROM:
+            if digest.where[:-1] == found and len(entry.shape) > 1 and entry.nbytes >= _EQUAL_FROM:
                 groups.setdefault(digest.sha256, {}).setdefault(id(entry.storage), digest.where)
         several = [list(group.values()) for group in groups.values() if len(group) > 1]
         if several:
             shown = listed([where[-1] for where in several[0]])
             text = f"{len(several)} groups of equal matrices, each with bytes of its own: {shown}"
             fix = mending("repair", str(checkpoint.path), "--tie-equal")
-            yield Finding("equal-tensors", "info", list(found.where), text, "one storage, if they were tied", fix)
+            yield Finding("equal-tensors", "info", list(found), text, "one storage, if they were tied", fix)
 
 
 def _differences(compared: digests.Compared) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from ckpt_tools.formats.zip.directory import Record
 from ckpt_tools.formats.zip.headers import ALIGNMENT, DESCRIPTOR_64
 from ckpt_tools.io.content import Content, Deflated, Range
 from ckpt_tools.io.sources import Files, Window
-from ckpt_tools.operations.check.reading import DamagedRecord, Read, in_file
+from ckpt_tools.operations.check.reading import DamagedRecord, in_file, storages_of
 from ckpt_tools.operations.in_folders import indexed_files
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.findings import Finding, mending
@@ -24,22 +24,21 @@ _SHARD = re.compile(r"(?:-\d{5}-of-\d{5}\.(?:safetensors|bin)|\.distcp)$")
 _GAP_FROM = 1 << 20
 
 
-def findings(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
-    """Damage and disorder, worst first."""
-    yield from _mismatches(checkpoint, read)
+def disorder(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """What the directory, the header or the folder tells, worst first."""
     if checkpoint.decoded.records:
-        yield from _zip(checkpoint, read)
+        yield from _zip(checkpoint)
     if isinstance(checkpoint.decoded.source, Files):
         yield from _sharded(checkpoint)
     if checkpoint.container == "safetensors":
         yield from _safetensors(checkpoint)
 
 
-def _mismatches(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
+def damage(checkpoint: Checkpoint, mismatches: Sequence[DamagedRecord]) -> Iterator[Finding]:
     """Records whose bytes do not match their CRC-32, with the tensors on them."""
-    users = _users(checkpoint, read.mismatches)
-    written_twice = [row for row in read.mismatches if row.other_writer]
-    for row in read.mismatches:
+    users = _users(checkpoint, mismatches)
+    written_twice = [row for row in mismatches if row.other_writer]
+    for row in mismatches:
         record, names = row.record, users.get(id(row.record), [])
         on = f" holds {listed(names)}, and" if names else ""
         given = "they cannot be inflated" if row.found is None else f"the bytes give {row.found:08x}"
@@ -90,10 +89,10 @@ class _Places:
         return record if start < self.starts[at][1] + max(1, record.compressed) else None
 
 
-def _zip(checkpoint: Checkpoint, read: Read) -> Iterator[Finding]:
+def _zip(checkpoint: Checkpoint) -> Iterator[Finding]:
     decoded, path = checkpoint.decoded, str(checkpoint.path)
     records = decoded.records if decoded.container in ("torch-zip", "torchscript") else ()  # others name storages otherwise
-    unused = _unused(decoded, (storage.key for storage in read.storages), records)
+    unused = _unused(decoded, (storage.key for storage in storages_of(checkpoint)), records)
     if unused:  # by tensors; a storage may also stand in the tree by itself
         every = (node.key for node in reachable(checkpoint.root) if type(node) is Storage)
         unused = _unused(decoded, every, unused)

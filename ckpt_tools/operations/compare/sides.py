@@ -103,18 +103,27 @@ def open_side(checkpoint: Checkpoint, where: str | None = None) -> Side:
         NothingMatchedError: no such place.
     """
     ties = restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
-    chosen = checkpoint.root if where in (None, WHOLE) else _select(checkpoint, str(where))
-    root = to_little_endian(chosen, checkpoint.decoded.byteorder)
-    whole = Checkpoint(checkpoint.decoded)
-    whole.root = root
-    tensors = {tensor.where: tensor for tensor in whole.tensors}
-    side = Side(str(checkpoint.path), checkpoint.container, root, tensors, whole.state_dicts)
+    place = place_in(checkpoint, where)
+    tensors = {tensor.where: tensor for tensor in place.tensors}
+    side = Side(str(checkpoint.path), checkpoint.container, place.root, tensors, place.state_dicts)
     _collect(side)
     if checkpoint.container in ("safetensors", "sharded"):
         side.texts = True
         own = _OWN_METADATA | ties.keys()
         side.values |= {key: text for key, text in checkpoint.decoded.metadata.items() if key not in own}
     return side
+
+
+def place_in(checkpoint: Checkpoint, where: str | None) -> Checkpoint:
+    """A place in an open checkpoint as one of its own, little-endian.
+
+    Raises:
+        NothingMatchedError: no such place.
+    """
+    chosen = checkpoint.root if where in (None, WHOLE) else _select(checkpoint, str(where))
+    place = Checkpoint(checkpoint.decoded)
+    place.root = to_little_endian(chosen, checkpoint.decoded.byteorder)
+    return place
 
 
 def _select(checkpoint: Checkpoint, where: str) -> Node:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.errors import NothingMatchedError
-from ckpt_tools.formats.open import Tensor, collector_paused
+from ckpt_tools.formats.open import Checkpoint, Tensor, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
-from ckpt_tools.operations.compare.sides import check_effort, open_side
+from ckpt_tools.operations.compare.sides import check_effort, place_in
 from ckpt_tools.text import brief, did_you_mean, dotted
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.globs import Globs
@@ -100,8 +101,7 @@ def stats(
         CkptError: it cannot be read. NothingMatchedError: select or filter matches nothing.
     """
     with collector_paused(), open_whole(path) as checkpoint:
-        side = open_side(checkpoint, select)
-        tensors = _chosen(list(side.tensors.values()), filter)
+        tensors = _chosen(_listed(checkpoint, select), filter)
         entries = [tensor.node for tensor in tensors if type(tensor.node) is Entry]
         check_effort(entries)
         report = Stats(str(path), checkpoint.container)
@@ -118,6 +118,15 @@ def stats(
     report.total = _merged(moments for found in modules.values() for moments in found).to_json()
     report.total["unmeasured"] = sum(row.numbers is None for row in report.tensors)
     return report
+
+
+def _listed(checkpoint: Checkpoint, select: str | None) -> list[Tensor]:
+    """The tensors at a place, by path. Of the tree nothing else is kept: torch takes as much memory as a large one."""
+    restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+    place = place_in(checkpoint, select)
+    tensors = {tensor.where: tensor for tensor in place.tensors}
+    checkpoint.let_go()
+    return list(tensors.values())
 
 
 def _chosen(tensors: list[Tensor], pattern: str | None) -> list[Tensor]:

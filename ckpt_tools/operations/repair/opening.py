@@ -154,6 +154,7 @@ def proved(checkpoint: Checkpoint) -> Salvaged:
         return changed
 
     decoded.root = map_storages(decoded.root, mark) if bad else decoded.root
+    checkpoint.root = None  # the tree is let go of once it is laid out, and has no second owner
     salvaged.notes += [told(row.record.name, bit, row.record.size) for row, bit in mended.items()]
     salvaged.notes += _writers([row for row in mismatches if row not in mended])
     return salvaged

@@ -111,6 +111,7 @@ def repair(
         report.was = was
         pieces, expected = _plan(salvaged, choices, report)
         report.bytes = total(pieces)
+        salvaged.decoded.root = None  # the pieces have what is written of it; reading back what was written makes another tree
         if not dry_run:
             with replacing(target, overwrite=overwrite, inputs=(source,)) as output:
                 check_space(output.target.parent, output.target, report.bytes)

@@ -14,13 +14,15 @@ _U8, _U32, _U64, _I32 = Struct("<B"), Struct("<I"), Struct("<Q"), Struct("<i")
 
 
 _CONSTANTS: dict[int, Node] = {ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()}
+_CONSTANT_CODES = bytes(_CONSTANTS)
 _MANY_CONSTANTS = re.compile(rb"[N\x88\x89)]{16,}")
 
 
 def _constant(machine: State) -> None:
     """None, True, False or an empty tuple; a row of them at once: a byte each, nothing is cheaper for a file."""
     start = machine.position - 1
-    row = _MANY_CONSTANTS.match(machine.data, start, machine.limit)
+    following = machine.data[start + 1 : start + 2]
+    row = _MANY_CONSTANTS.match(machine.data, start, machine.limit) if following in _CONSTANT_CODES else None
     if row is None:
         machine.stack.append(_CONSTANTS[machine.data[start]])
     else:
@@ -57,7 +59,9 @@ for _code_and_form in (("K", "<B"), ("M", "<H"), ("J", "<i"), ("G", ">d")):
 
 @opcode(b"\x8a")
 def _long1(machine: State) -> None:
-    machine.stack.append(int.from_bytes(machine.take(machine.number(_U8)), "little", signed=True))
+    length = machine.data[machine.position]
+    machine.position += 1
+    machine.stack.append(int.from_bytes(machine.take(length), "little", signed=True))
 
 
 @opcode(b"\x8b", unusual="LONG4")
