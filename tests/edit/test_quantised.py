@@ -1,6 +1,7 @@
 """Quantised weights made plain, compared with what torch makes of the same codes and scales."""
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
+from ckpt_tools.edit.quantised.config import Config
+from ckpt_tools.edit.quantised.dequantising import plain_numbers
+from ckpt_tools.edit.quantised.finding import find
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.operations.convert.report import Converted
+from tests.support.samples import FIXTURES
 from tests.support.zips import big_endian
 
 Tensors = dict[str, torch.Tensor]
 FP8 = torch.float8_e4m3fn
+QUANTISED = FIXTURES / "quantised"
 
 
 def plain(tmp_path: Path, tensors: Tensors, config: Any = None, **options: Any) -> tuple[Tensors, Converted]:
@@ -118,7 +124,7 @@ def test_the_block_size_of_config_json(tmp_path: Path) -> None:
     said = {"quant_method": "fp8", "weight_block_size": [100, 140]}
     expect(plain(tmp_path, tensors, said)[0], {"a.weight": in_blocks(weight, scale, 100, 140)})
     (tmp_path / "out.safetensors").unlink()
-    assert "blocks of 64" in refused(tmp_path, tensors, "do not fit", {"weight_block_size": [64, 128]}).why
+    assert "config.json says 64" in refused(tmp_path, tensors, "do not fit", {"weight_block_size": [64, 128]}).why
     tensors["a.weight_scale_inv"] = torch.rand(299, 3)
     refused(tmp_path, tensors, "the size of a block is not known|do not fit", {})
 
@@ -241,3 +247,72 @@ def test_inspect(tmp_path: Path) -> None:
     assert "'b.weight'" in found["problems"][0]
     save_file({"logit_scale": torch.ones(1), "norm.scale": torch.ones(3)}, tmp_path / "none.safetensors")
     assert ckpt_tools.inspect(tmp_path / "none.safetensors").quantised is None
+
+
+# --- other schemes, by the files that their authors' own code made
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes", "compressed_tensors", "gptq", "awq", "mxfp4"])
+def test_as_its_authors(tmp_path: Path, name: str) -> None:
+    """Every weight of fixtures/quantised is what the scheme's own code makes of it, to the bit."""
+    report = ckpt_tools.convert(QUANTISED / f"{name}.safetensors", tmp_path / "out.safetensors", dequantize="fp32")
+    wanted, found = load_file(QUANTISED / f"{name}.plain.safetensors"), load_file(tmp_path / "out.safetensors")
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        assert found[key].shape == tensor.shape, key
+        assert torch.equal(found[key].to(tensor.dtype), tensor), key
+    assert sum(report.dequantised.values()) == sum(not key.endswith("_bias") for key in wanted)
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes", "compressed_tensors", "gptq", "awq", "mxfp4"])
+def test_from_a_deflated_pickle(tmp_path: Path, name: str) -> None:
+    """The same out of records that are read from their start only, as of a compressed file."""
+    tensors = load_file(QUANTISED / f"{name}.safetensors")
+    torch.save(tensors, tmp_path / "stored.pth")
+    with zipfile.ZipFile(tmp_path / "stored.pth") as stored, zipfile.ZipFile(tmp_path / "in.pth", "w", 8) as deflated:
+        for record in stored.namelist():
+            deflated.writestr(record, stored.read(record))
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.safetensors", dequantize="bf16")
+    ckpt_tools.convert(QUANTISED / f"{name}.safetensors", tmp_path / "direct.safetensors", dequantize="bf16")
+    expect(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "direct.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes", "compressed_tensors", "gptq", "awq", "mxfp4"])
+def test_a_box(name: str) -> None:
+    """Any box of a quantised tensor is that box of the plain one, and only its rows are worked out."""
+    plain_tensors = load_file(QUANTISED / f"{name}.plain.safetensors")
+    with ckpt_tools.open_checkpoint(QUANTISED / f"{name}.safetensors") as checkpoint:
+        found = find(checkpoint.state_dicts[0].node).quantised
+        for key, tensor in found.items():
+            shape = plain_tensors[key].shape
+            inner, whole, none = [slice(size // 3, size // 3 * 2 + 1) for size in shape], slice(None), slice(0, 0)
+            for window in (inner, [whole] * len(shape), [none] * len(shape)):
+                box = plain_numbers(tensor, Config(), window)
+                assert torch.equal(box.to(plain_tensors[key].dtype), plain_tensors[key][tuple(window)]), key
+
+
+def test_inspect_names_the_schemes() -> None:
+    """What each fixture is called, and the elements that plain weights have."""
+    for name, scheme in {"bitsandbytes": "bnb nf4", "gptq": "gptq, 2 bits", "awq": "awq, 4 bits", "mxfp4": "mxfp4"}.items():
+        rows = (ckpt_tools.inspect(QUANTISED / f"{name}.safetensors").quantised or {})["schemes"]
+        assert scheme in {row["scheme"] for row in rows}
+    rows = (ckpt_tools.inspect(QUANTISED / "compressed_tensors.safetensors").quantised or {})["schemes"]
+    assert all(row["bf16_bytes"] == 2 * row["elements"] for row in rows)
+
+
+def test_gptq_zero_points_as_they_are(tmp_path: Path) -> None:
+    """`gptq_v2` stores them as they are, which config.json says; another layout of these names is refused."""
+    tensors = {key: value for key, value in load_file(QUANTISED / "gptq.safetensors").items() if key.startswith("layers.6.")}
+    first, _ = plain(tmp_path, tensors)
+    second, _ = plain(tmp_path, tensors, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"})
+    groups = tensors["layers.6.scales"].float().t().repeat_interleave(32, 1)
+    assert torch.allclose(second["layers.6.weight"] - first["layers.6.weight"], groups)
+    (tmp_path / "out.safetensors").unlink()
+    refused(tmp_path, tensors, "layout 'marlin'", {"checkpoint_format": "marlin"})
+    refused(tmp_path, tensors, "4 bits by the shapes, and 8", {"bits": 8})
+
+
+def test_fp4_in_int8_is_asked_about(tmp_path: Path) -> None:
+    """int8 with exponents may be two values of 4 bits, or one of 8: refused."""
+    scale = torch.ones(4, 2, dtype=torch.uint8)
+    refused(tmp_path, {"a.weight": torch.ones(4, 64, dtype=torch.int8), "a.weight_scale": scale}, "no scale|not whole")

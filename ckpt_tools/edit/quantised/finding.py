@@ -6,6 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ckpt_tools.edit.quantised.bitsandbytes import match_4bit
+from ckpt_tools.edit.quantised.compressed import match_fp4, match_packed
+from ckpt_tools.edit.quantised.grouped import match_grouped
+from ckpt_tools.edit.quantised.mxfp4 import match_mxfp4
 from ckpt_tools.edit.quantised.parts import Part, Quantised, Roles, by_plain_name, roles_of
 from ckpt_tools.edit.quantised.scaled import FP8, match_bnb_int8, match_scaled
 from ckpt_tools.errors import ConvertError
@@ -13,7 +17,9 @@ from ckpt_tools.formats.open import tensors_by_name
 from ckpt_tools.text import listed
 from ckpt_tools.tree.nodes import Dict, Entry
 
-_SCHEMES: tuple[Callable[[str, Roles], Quantised | None], ...] = (match_scaled, match_bnb_int8)
+_SCHEMES: tuple[Callable[[str, Roles], Quantised | None], ...] = (
+    match_scaled, match_bnb_int8, match_4bit, match_packed, match_fp4, match_grouped, match_mxfp4,
+)  # fmt: skip
 # A tensor with such a name is part of a quantised one, and of nothing else.
 _TELLING = frozenset(("absmax", "quant_map", "nested_absmax", "nested_quant_map", "nf4", "fp4", "SCB", "qweight", "qzeros"))
 _SCALE_NAMES = ("weight_scale", "_scale_inv", "scale_weight")

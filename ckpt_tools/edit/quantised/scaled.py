@@ -10,9 +10,8 @@ compressors/naive_quantized/base.py, ComfyUI's `scaled_fp8`, bitsandbytes/nn/mod
 
 from __future__ import annotations
 
-from math import prod
-
 from ckpt_tools.edit.quantised.config import Config
+from ckpt_tools.edit.quantised.grid import granularity, lay_out
 from ckpt_tools.edit.quantised.parts import Part, Plain, Quantised, Roles, mismatch
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.values.quantised.kernels import Kernel, Scaled
@@ -34,9 +33,11 @@ def match_scaled(name: str, roles: Roles) -> Quantised | None:
     exponents = scale.dtype == "uint8"  # MXFP8: exponents of 2
     if not exponents and scale.dtype not in _SCALES:
         return None
+    if weight.dtype == "int8" and (exponents or scale.dtype == "float8_e8m0fnu"):  # two values of 4 bits, or one of 8
+        return None
     zero = roles.get("zero_point")
     parts = (weight, scale, *([zero] if zero else []))
-    label = f"{_SHORT.get(weight.dtype, weight.dtype)}, {_granularity(weight.shape, scale.shape)}"
+    label = f"{_SHORT.get(weight.dtype, weight.dtype)}, {granularity(weight.shape, scale.shape)}"
     return Quantised(name, label, parts, weight.entry.numel, lambda config: _settle(weight, scale, zero, config, exponents))
 
 
@@ -71,19 +72,8 @@ def _rows_of(scale: Part, shape: tuple[int, ...], rows: tuple[int, ...]) -> Repe
     return matrix if len(shape) == 2 else Repeated(matrix, shape[:-1], shape[:1] + (1,) * (len(shape) - 2), (1, *shape[1:-1]))
 
 
-def _granularity(shape: tuple[int, ...], scale: tuple[int, ...]) -> str:
-    """What one scale is for."""
-    if prod(scale) == 1:
-        return "a scale a tensor"
-    whole = scale + (1,) * (len(shape) - len(scale))
-    if whole[-1:] == (1,) and whole[: len(shape) - 1] == shape[:-1]:
-        return "a scale a row"
-    return "a scale a block"
-
-
 def _settle(weight: Part, scale: Part, zero: Part | None, config: Config, exponents: bool) -> Plain:
-    grid = _grid(weight, scale)
-    boxes = _boxes(weight, scale, grid, config)
+    grid, boxes = lay_out(weight, weight.shape or (1,), scale, config)
     if zero is not None and (zero.shape != scale.shape or zero.entry.dtype.family not in ("int", "float")):
         raise mismatch(scale, zero, "A zero point for each scale is wanted.")
     shape = weight.shape or (1,)
@@ -97,47 +87,3 @@ def _settle(weight: Part, scale: Part, zero: Part | None, config: Config, expone
         return Scaled(Matrix(weight.numbers(), shape[-1]), rows_of(scale), shape[-1], boxes[-1], zeros)
 
     return Plain(weight.shape, make)
-
-
-def _grid(weight: Part, scale: Part) -> tuple[int, ...]:
-    """How many scales there are along every dimension of the weight."""
-    shape, found = weight.shape or (1,), scale.shape
-    if prod(found) == 1:
-        return (1,) * len(shape)
-    if len(found) < len(shape) and found == shape[: len(found)]:
-        return found + (1,) * (len(shape) - len(found))
-    if len(found) != len(shape) or any(cells > size or not cells for cells, size in zip(found, shape, strict=True) if size):
-        raise mismatch(weight, scale, "There is one scale for the tensor, for each row, or for each block.")
-    return found
-
-
-def _boxes(weight: Part, scale: Part, grid: tuple[int, ...], config: Config) -> tuple[int, ...]:
-    """How many elements one scale is for along every dimension."""
-    shape = weight.shape or (1,)
-    said = (0,) * (len(shape) - 2) + config.block if config.block and len(shape) > 1 else (0,) * len(shape)
-    return tuple(_box(weight, scale, size, cells, block) for size, cells, block in zip(shape, grid, said, strict=True))
-
-
-def _box(weight: Part, scale: Part, size: int, cells: int, said: int) -> int:
-    """How many of `size` elements each of so many scales is for; `said` by config.json, 0 where it says nothing.
-
-    A block is a power of two where nothing is said: at most one is possible for two cells and more.
-    """
-    if cells in (1, size):
-        return size if cells == 1 else 1
-    least, most = -(-size // cells), -(-size // (cells - 1)) - 1
-    if said:
-        if least <= said <= most:
-            return said
-        why = f"config.json says blocks of {said}; {cells} scales for {size} elements are blocks of {least} to {most}."
-        raise mismatch(weight, scale, why)
-    power = 1 << (most.bit_length() - 1)
-    if power >= least:
-        return power
-    if size % cells == 0:
-        return size // cells
-    raise ConvertError(
-        f"{weight}, and {scale}: the size of a block is not known.",
-        why=f"{cells} scales for {size} elements are blocks of {least} to {most}.",
-        fix='config.json beside the weights says it: {"quantization_config": {"weight_block_size": [ROWS, COLUMNS]}}.',
-    )

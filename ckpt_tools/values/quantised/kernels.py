@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import Content
 from ckpt_tools.values.numeric import ELEMENTS
 from ckpt_tools.values.quantised.reading import Numbers, Reader, Slab
@@ -31,22 +32,22 @@ class Scaled:
     Args:
         codes: the codes. scales, zeros: a column for each run. columns: of the codes.
         run: columns of a run. groups: for each column which run it is in, where they are not in order.
-        shift: added to the zeros. factor: what the product is multiplied by.
+        cells: how many runs there are, where `groups` is given. factor: what the product is multiplied by.
     """
 
     def __init__(
         self, codes: Rows, scales: Rows, columns: int, run: int, zeros: Rows | None = None, groups: Numbers | None = None,
-        shift: float = 0.0, factor: float = 1.0,
+        cells: int = 0, factor: float = 1.0,
     ) -> None:  # fmt: skip
         self.codes, self.scales, self.zeros, self.columns, self.run = codes, scales, zeros, columns, run
-        self.shift, self.factor = shift, factor
-        self.groups = None if groups is None else groups.raw(0, columns).long()
+        self.factor = factor
+        self.groups = None if groups is None else _checked(groups.raw(0, columns).long(), cells, run)
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """So many rows."""
         values = self.codes.rows(first, count)
         if self.zeros is not None:
-            values = values - self._spread(self.zeros.rows(first, count) + self.shift)
+            values = values - self._spread(self.zeros.rows(first, count))
         values = values * self._spread(self.scales.rows(first, count))
         return values if self.factor == 1.0 else values * self.factor
 
@@ -57,6 +58,16 @@ class Scaled:
         if found.shape[1] == 1 or self.run == 1:
             return found
         return found.repeat_interleave(self.run, 1)[:, : self.columns]
+
+
+def _checked(groups: torch.Tensor, cells: int, run: int) -> torch.Tensor | None:
+    """The groups of columns, each of which is there; None where all are -1, and the columns are in order."""
+    if run and bool((groups == -1).all()):
+        return None
+    if len(groups) and not 0 <= int(groups.min()) <= int(groups.max()) < cells:
+        raise TensorError(f"The groups of the columns of a quantised weight go from {groups.min()} to {groups.max()}.",
+                          why=f"There are scales for {cells} groups.")  # fmt: skip
+    return groups
 
 
 class Nibbles:
@@ -94,9 +105,7 @@ class TurnedNibbles:
         height, width: of a matrix as it lies; `width` is a multiple of `block`.
     """
 
-    def __init__(
-        self, codes: Content, table: Sequence[float], scales: Content, exponents: bool, block: int, height: int, width: int
-    ) -> None:
+    def __init__(self, codes: Content, table: Sequence[float], scales: Content, block: int, height: int, width: int) -> None:
         self.codes, self.table, self.scales, self.block = codes, table, scales, block
         self.height, self.width = height, width
         self._matrix = -1

@@ -58,11 +58,14 @@ class Repeated:
 class Packed:
     """Whole numbers of `bits` bits, packed along the rows into 32-bit words as one run of bits, the lowest first.
 
+    `loose`: a word holds whole numbers only.
+
     Source: compressed_tensors/compressors/pack_quantized/helpers.py (`unpack_from_int32`), whose values have 2^(bits-1) added.
     """
 
-    def __init__(self, content: Content, bits: int, columns: int, words: int, offset: int) -> None:
+    def __init__(self, content: Content, bits: int, columns: int, words: int, offset: int, *, loose: bool = False) -> None:
         self.reader, self.bits, self.columns, self.words, self.offset = Reader(content), bits, columns, words, offset
+        self.loose = loose
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """So many rows."""
@@ -70,15 +73,17 @@ class Packed:
 
         data = self.reader.bytes(first * self.words * 4, count * self.words * 4)
         words = torch.frombuffer(data, dtype=torch.int32).view(count, self.words)
-        return unpacked(words, self.bits)[:, : self.columns].to(torch.float32) - self.offset
+        return unpacked(words, self.bits, loose=self.loose)[:, : self.columns].to(torch.float32) - self.offset
 
 
 class PackedDown:
     """The same, packed along the columns: 32 rows of numbers in `bits` rows of words; of one matrix or several."""
 
-    def __init__(self, content: Content, bits: int, height: int, columns: int, offset: int) -> None:
+    def __init__(self, content: Content, bits: int, height: int, columns: int, offset: int, *, loose: bool = False) -> None:
         self.reader, self.bits, self.height, self.columns, self.offset = Reader(content), bits, height, columns, offset
-        self.words = -(-height * bits // 32)  # rows of words in one matrix
+        self.loose = loose
+        self.numbers, self.rows_of = (32 // bits, 1) if loose else (32, bits)  # so many numbers in so many rows of words
+        self.words = -(-height // (32 // bits)) if loose else -(-height * bits // 32)  # rows of words in one matrix
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """So many rows."""
@@ -88,11 +93,13 @@ class PackedDown:
         while count:
             matrix, row = divmod(first, self.height)
             taken = min(count, self.height - row)
-            start, end = row // 32 * self.bits, min(self.words, -(-(row + taken) // 32) * self.bits)
+            start, end = row // self.numbers * self.rows_of, -(-(row + taken) // self.numbers) * self.rows_of
+            end = min(self.words, end)
             step = self.columns * 4
             data = self.reader.bytes((matrix * self.words + start) * step, (end - start) * step)
             words = torch.frombuffer(data, dtype=torch.int32).view(end - start, self.columns)
-            numbers = unpacked(words.t().contiguous(), self.bits)[:, row % 32 : row % 32 + taken]
+            inside = row % self.numbers
+            numbers = unpacked(words.t().contiguous(), self.bits, loose=self.loose)[:, inside : inside + taken]
             found.append(numbers.t().to(torch.float32) - self.offset)
             first, count = first + taken, count - taken
         return torch.cat(found)
@@ -135,10 +142,14 @@ class ColumnsOfPacked:
 
     Args:
         order: in which column of its word each of the packed numbers is, where they are not in order; for 4 bits.
+        shift: added to each number, which stays one of so many bits.
     """
 
-    def __init__(self, content: Content, bits: int, rows: int, words: int, columns: int, order: tuple[int, ...] = ()) -> None:
-        self.slab, self.bits, self.words, self.columns, self.order = Slab(content, rows, words * 4), bits, words, columns, order
+    def __init__(
+        self, content: Content, bits: int, rows: int, words: int, columns: int, order: tuple[int, ...] = (), shift: int = 0
+    ) -> None:
+        self.slab, self.bits, self.words, self.columns = Slab(content, rows, words * 4), bits, words, columns
+        self.order, self.shift = order, shift
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """So many columns."""
@@ -149,16 +160,20 @@ class ColumnsOfPacked:
         numbers = unpacked(words, self.bits)
         if self.order:
             numbers = numbers.view(len(numbers), -1, len(self.order))[:, :, list(self.order)].flatten(1)
-        return numbers[:, first % 32 : first % 32 + count].t().to(torch.float32)
+        numbers = numbers[:, first % 32 : first % 32 + count].t()
+        return (numbers.int() + self.shift & (1 << self.bits) - 1).to(torch.float32)
 
 
-def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+def unpacked(words: torch.Tensor, bits: int, *, loose: bool = False) -> torch.Tensor:
     """The numbers in rows of 32-bit words; those behind the last whole one are left out."""
     import torch
 
     if bits in (4, 8):  # no number is in two bytes
         data = words.contiguous().view(torch.uint8)
         return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
+    if loose:
+        shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
+        return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
     count = words.shape[-1] * 32 // bits
     at = torch.arange(count) * bits
     wide = words.to(torch.int64) & 0xFFFFFFFF
