@@ -41,6 +41,7 @@ def convert(source: Path, target: str | None, in_place: bool, quiet: bool, as_js
     ckpt convert gpu.pth cpu.pth --map-location cpu --dtype bf16
     ckpt convert huge.pth --in-place --strip-module
     ckpt convert old.pth new.pth --like models:resnet --like-args '{"num_classes": 200}' --on-mismatch reinit --reinit default
+    ckpt convert consolidated.00.pth model.safetensors --plan llama-meta-to-hf
     ckpt convert train.ckpt weights.pth --slim
     ckpt convert big.pth folder --shard-size 5GB
     ckpt convert model-fp8 plain --shard-size 5GB --dequantize bf16
@@ -52,6 +53,14 @@ def convert(source: Path, target: str | None, in_place: bool, quiet: bool, as_js
 
     IN may be a folder: of shards with their index, of torch.distributed.checkpoint, of a file for each rank. Where OUT is a
     folder too, other files come along: config.json, the tokenizer's files; never code.
+
+    Plans that are shipped, and each the other way round (llama-hf-to-meta):
+
+    \b
+    bert-hf-to-torch         llama-torchtitan-to-hf    vit-timm-to-torchvision
+    gpt2-hf-to-nanogpt       llama-meta-to-torchtitan  vit-torchvision-to-hf
+    llama-meta-to-hf         vit-timm-to-hf            vit-torchvision-to-hf5
+    llama-megatron-to-hf     vit-timm-to-hf5
 
     With --shard-size or --format dcp the processes of torchrun --nproc-per-node N -m ckpt_tools convert ... share the work.
 

@@ -159,8 +159,9 @@ class _Fitting:
         """Steps of the plan that change more than a name."""
         for step in plan.steps:
             for number, name in enumerate(step.new if step.step != "copy" else ()):
-                shapes = f"{' + '.join(map(shape_text, step.old_shapes))} -> {shape_text(step.new_shapes[number])}"
-                self.result.adapted[name] = f"{step.step} of {', '.join(step.old)}, {shapes}"
+                old = f"{' + '.join(map(shape_text, step.old_shapes[:8]))}{' + ...' if len(step.old) > 8 else ''}"
+                shapes = f"{old} -> {shape_text(step.new_shapes[number])}"
+                self.result.adapted[name] = f"{step.step} of {listed(step.old, 8)}, {shapes}"
 
     def take(self, name: str, tensor: Node) -> None:
         """A tensor that fits; its rows may still be picked."""

@@ -41,8 +41,14 @@ class FitOptions(TargetOptions):
     """What becomes of tensors that the target wants otherwise."""
 
     plan: str | os.PathLike[str] | None = value(
-        "Match plan (TOML) that ckpt match wrote; it names the partners.", arguments.read_path, metavar="PLAN.toml"
-    )
+        "Match plan (TOML), which says what becomes of every tensor: one that ckpt match wrote, your own, or a shipped one by "
+        "name (llama-meta-to-hf ...: docs/plans.md).", arguments.read_path, metavar="PLAN",
+    )  # fmt: skip
+    plan_value: str | Sequence[str] | Mapping[str, int] | None = texts(
+        "A size that the plan calls by name: heads=32. Else config.json beside IN says it.", read=arguments.read_named_numbers,
+        default=None, metavar="NAME=N", in_code="Or a mapping.",
+    )  # fmt: skip
+    reverse: bool = flag("Follow the plan from its new names to its old ones.")
     reinit: str | Sequence[str] | Mapping[str, str] | None = texts(
         "Initial values for tensors that IN does not have: zeros, ones, normal:STD, trunc_normal:STD, uniform:A, "
         "xavier_uniform, xavier_normal, kaiming_uniform, kaiming_normal, orthogonal, target (what its constructor gives), "
@@ -66,6 +72,8 @@ class FitOptions(TargetOptions):
         """Raise UsageError for an option about a target where none is named, or one that a plan settles."""
         super().check()
         about = [name for name in self.given() if name in FitOptions.options and name not in ("like", "plan")]
+        if self.plan is None and (named := [name for name in ("plan_value", "reverse") if name in about]):
+            raise UsageError(f"`{named[0]}` is about a plan; `plan=PLAN` is missing.")
         alone = about if self.plan is None else [name for name in about if name in ("like_args", "like_select")]
         if alone and self.like is None:
             raise UsageError(f"`{alone[0]}` is about a target; `like=TARGET` is missing.")

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import MatchPlanError, NotACheckpointError
+from ckpt_tools.fit.fields import check_known, read_flag, read_name, read_names, read_several, read_shape, tables
+from ckpt_tools.fit.layout import Layout
+from ckpt_tools.fit.patterns.forms import FIELDS, SEVERAL_OLD, Task, solve
+from ckpt_tools.fit.patterns.rows import PatternPlan, read_form, read_pattern_plan
+from ckpt_tools.fit.patterns.shipped import find_shipped, shipped_text
 from ckpt_tools.fit.plans import (
     STEPS,
     Plan,
@@ -22,7 +27,6 @@ from ckpt_tools.io.parsers import brief, load_toml
 from ckpt_tools.io.writer import write
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.text import printable
-from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS
 from ckpt_tools.tree.output_names import check_document_name
 
 FORMAT = "ckpt-plan-1"
@@ -31,6 +35,7 @@ _HEAD = f"""\
 # Steps: copy, reshape, transpose (two dimensions), split and concat (along the first dimension, in the order of the names).
 format = "{FORMAT}"
 """
+_BY_SHAPES = ("copy", "reshape", "transpose", "split", "concat")  # of which the shapes alone can say all
 _LISTS = (
     ("drop", "Tensors of the checkpoint that are left out."),
     ("unexpected", "Tensors of the checkpoint that no step has: give them one below, or move them to drop."),
@@ -112,11 +117,29 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         MatchPlanError: it cannot be read, is not TOML, has unknown or wrong fields, or steps that cannot be done.
     """
+    plan = read_any_plan(path)
+    if isinstance(plan, PatternPlan):
+        raise MatchPlanError(f"{path} is a plan of patterns: it is a plain one only for a checkpoint.")
+    return plan
+
+
+def read_any_plan(path: str | os.PathLike[str]) -> Plan | PatternPlan:
+    """Read a plan file of names or of patterns, or the plan that is shipped under this name.
+
+    Raises:
+        MatchPlanError: as `read_plan`.
+    """
+    found = find_shipped(os.fspath(path))
     try:
-        document = load_toml(_text(Path(path)))
+        document = load_toml(_text(Path(path)) if found is None else shipped_text(found[0]))
     except ValueError as error:
         raise MatchPlanError(f"The plan {path} is not TOML.", why=f"{error}.") from None
     try:
+        if document.get("format") != FORMAT:
+            raise MatchPlanError(f"It says format = {brief(document.get('format'))}; this version reads {FORMAT!r}.")
+        if read_flag(document.get("patterns", False), "patterns"):
+            patterns = read_pattern_plan(document, str(path))
+            return patterns.reversed() if found is not None and found[1] else patterns
         plan = _plan(document)
         check(plan)
     except MatchPlanError as error:
@@ -140,82 +163,61 @@ def _text(path: Path) -> str:
 
 
 def _plan(document: dict[str, Any]) -> Plan:
-    _known(document, ("format", "drop", "unexpected", "missing", "tensor", "mismatched", "ambiguous"), "the plan")
-    if document.get("format") != FORMAT:
-        raise MatchPlanError(f"It says format = {brief(document.get('format'))}; this version reads {FORMAT!r}.")
-    lists = {key: _names(document.get(key, []), key) for key, _ in _LISTS}
-    return Plan(
-        tuple(_step(row, f"tensor {number}") for number, row in _rows(document, "tensor")),
-        mismatched=tuple(_mismatched(row, f"mismatched {number}") for number, row in _rows(document, "mismatched")),
-        ambiguous=tuple(_ambiguous(row, f"ambiguous {number}") for number, row in _rows(document, "ambiguous")),
-        **lists,
+    check_known(
+        document, ("format", "patterns", "drop", "unexpected", "missing", "tensor", "mismatched", "ambiguous"), "the plan"
     )
-
-
-def _rows(document: dict[str, Any], key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    rows = document.get(key, [])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise MatchPlanError(f"{key!r} must be tables: [[{key}]].")
-    yield from enumerate(rows, 1)
+    drop, unexpected, missing = (read_names(document.get(key, []), key) for key, _ in _LISTS)
+    return Plan(
+        tuple(_step(row, f"tensor {number}") for number, row in tables(document, "tensor")),
+        mismatched=tuple(_mismatched(row, f"mismatched {number}") for number, row in tables(document, "mismatched")),
+        ambiguous=tuple(_ambiguous(row, f"ambiguous {number}") for number, row in tables(document, "ambiguous")),
+        drop=drop,
+        unexpected=unexpected,
+        missing=missing,
+    )
 
 
 def _step(row: dict[str, Any], label: str) -> PlanStep:
-    _known(row, ("old", "new", "step", "reason", "confidence", "shape", "to"), label)
     step = row.get("step", "copy")
     if step not in STEPS:
         raise MatchPlanError(f"{label}: step = {brief(step)} is not one of {', '.join(STEPS)}.")
-    old, new = (_several(row.get(key), _name, f"{label}: {key}") for key in ("old", "new"))
-    old_shapes = _several(row.get("shape"), _shape, f"{label}: shape")
-    new_shapes = old_shapes if step == "copy" and "to" not in row else _several(row.get("to"), _shape, f"{label}: to")
-    confidence, reason = row.get("confidence", 1.0), row.get("reason", "edited")
+    check_known(row, ("old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]), label)
+    old, new = (read_several(row.get(key), read_name, f"{label}: {key}") for key in ("old", "new"))
+    old_shapes = read_several(row.get("shape"), read_shape, f"{label}: shape")
+    confidence, reason = row.get("confidence", 1.0), read_name(row.get("reason", "edited"), f"{label}: reason")
     if type(confidence) not in (int, float) or not -1e9 < confidence < 1e9:
         raise MatchPlanError(f"{label}: confidence = {brief(confidence)} is not a number.")
-    return PlanStep(
-        cast("StepName", step), old, new, old_shapes, new_shapes, _name(reason, f"{label}: reason"), float(confidence)
-    )
+    layout: Layout | None = None
+    if step in _BY_SHAPES and not any(key in row for key in FIELDS[step] if key != "to"):
+        same = step == "copy" and "to" not in row
+        new_shapes = old_shapes if same else read_several(row.get("to"), read_shape, f"{label}: to")
+    else:
+        layout, new_shapes = _solved(row, step, old_shapes, len(new), label)
+    return PlanStep(cast("StepName", step), old, new, old_shapes, new_shapes, reason, float(confidence), layout)
+
+
+def _solved(
+    row: dict[str, Any], step: str, shapes: tuple[Shape, ...], parts: int, label: str
+) -> tuple[Layout, tuple[Shape, ...]]:
+    """The geometry of a step, and the shapes that it makes, which `to` may say too."""
+    form = read_form({key: value for key, value in row.items() if key in FIELDS[step]}, step, label)
+    if len(shapes) != 1 and step not in SEVERAL_OLD:
+        raise MatchPlanError(f"{label}: a {step} has one shape.")
+    layout, made = solve(step, Task(form, shapes, parts, {}, label, uneven=True))
+    if "to" in row and (said := read_several(row["to"], read_shape, f"{label}: to")) != made:
+        texts = [", ".join(str(list(shape)) for shape in shapes) for shapes in (made, said)]
+        raise MatchPlanError(f"{label}: it makes {texts[0]}, not {texts[1]}.")
+    return layout, made
 
 
 def _mismatched(row: dict[str, Any], label: str) -> tuple[str, str, Shape, Shape]:
-    _known(row, ("old", "new", "shape", "to"), label)
-    names = (_name(row.get(key), f"{label}: {key}") for key in ("old", "new"))
-    shapes = (_shape(row.get(key), f"{label}: {key}") for key in ("shape", "to"))
+    check_known(row, ("old", "new", "shape", "to"), label)
+    names = (read_name(row.get(key), f"{label}: {key}") for key in ("old", "new"))
+    shapes = (read_shape(row.get(key), f"{label}: {key}") for key in ("shape", "to"))
     return (*names, *shapes)  # type: ignore[return-value]
 
 
 def _ambiguous(row: dict[str, Any], label: str) -> tuple[str, tuple[str, ...], str]:
-    _known(row, ("new", "candidates", "why"), label)
-    new, why = _name(row.get("new"), f"{label}: new"), _name(row.get("why", "?"), f"{label}: why")
-    return new, _names(row.get("candidates"), f"{label}: candidates"), why
-
-
-def _known(row: dict[str, Any], keys: tuple[str, ...], label: str) -> None:
-    if unknown := [key for key in row if key not in keys]:
-        raise MatchPlanError(f"{label}: {unknown[0]!r} is not a field.", why=f"Known are {', '.join(keys)}.")
-
-
-def _name(value: Any, label: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise MatchPlanError(f"{label} must be text, not {brief(value)}.")
-    return value
-
-
-def _names(value: Any, label: str) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise MatchPlanError(f"{label} must be a list of names.")
-    names = tuple(_name(name, label) for name in value)
-    if len(set(names)) < len(names):
-        raise MatchPlanError(f"{label} has a name twice.")
-    return names
-
-
-def _shape(value: Any, label: str) -> Shape:
-    good = isinstance(value, list) and len(value) <= MAX_DIMENSIONS and all(type(size) is int for size in value)
-    if not good or not all(0 <= size <= MAX_ELEMENTS for size in value):
-        raise MatchPlanError(f"{label} must be a list of sizes, not {brief(value)}.")
-    return tuple(value)
-
-
-def _several(value: Any, read: Callable[[Any, str], Any], label: str) -> tuple[Any, ...]:
-    """One, or a list of several where a step has several."""
-    nested = isinstance(value, list) and value and (isinstance(value[0], list) or read is _name)
-    return tuple(read(item, label) for item in value) if nested else (read(value, label),)
+    check_known(row, ("new", "candidates", "why"), label)
+    new, why = read_name(row.get("new"), f"{label}: new"), read_name(row.get("why", "?"), f"{label}: why")
+    return new, read_names(row.get("candidates"), f"{label}: candidates"), why

@@ -1,21 +1,22 @@
 """Plans: what becomes of every tensor of a checkpoint, step by step. A plan applies exactly, or is refused.
 
-Steps: `copy` (another name), `reshape` (the same numbers in the same order), `transpose` (a matrix, its two dimensions
-exchanged), `split` (one tensor cut along its first dimension), `concat` (several put together along it).
+Steps: `copy` (another name), `reshape`, `flatten` (the same numbers in the same order), `transpose` (a matrix, its two
+dimensions exchanged), `permute` (any dimensions in another order), `split`, `unstack` (one tensor cut along one dimension),
+`concat`, `stack` (several put together along one), `pad`, `crop` (a dimension made larger, smaller).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, TypeAlias, get_args
 
 from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import MatchPlanError
+from ckpt_tools.fit.layout import Layout, cut, joined, rearranged, reshaped
 from ckpt_tools.formats.open import tensors_by_name
-from ckpt_tools.io.content import Computed, Content, chunks
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.nodes import (
@@ -23,11 +24,11 @@ from ckpt_tools.tree.nodes import (
     Entry,
     Node,
     Storage,
-    contiguous_stride,
 )
-from ckpt_tools.values.numeric import lazy_bits, part, row_major
 
-StepName: TypeAlias = Literal["copy", "reshape", "transpose", "split", "concat"]
+StepName: TypeAlias = Literal[
+    "copy", "reshape", "transpose", "split", "concat", "permute", "flatten", "stack", "unstack", "pad", "crop"
+]
 STEPS: tuple[str, ...] = get_args(StepName)
 
 
@@ -36,9 +37,10 @@ class PlanStep:
     """One step: tensors of the checkpoint become tensors of the target.
 
     Attributes:
-        step: what is done. old, new: names; one of each, but for "split" (several new) and "concat" (several old), whose order
-            is that of the parts along the first dimension.
+        step: what is done. old, new: names; one of each, but for "split" and "unstack" (several new), "concat" and "stack"
+            (several old), whose order is that of the parts.
         old_shapes, new_shapes: in the same order. reason, confidence: as in `match.Match`, for the reader.
+        layout: the geometry; None where the shapes alone say it, of a split or a concat along the first dimension.
     """
 
     step: StepName
@@ -48,6 +50,7 @@ class PlanStep:
     new_shapes: tuple[Shape, ...]
     reason: str = "edited"
     confidence: float = 1.0
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class Plan:
         drop: names of the checkpoint that are left out on purpose. unexpected: those that nothing has been decided about.
         missing: names of the target that nothing fills. mismatched: (old, new, its shape, the target's).
         ambiguous: (new, candidates, why).
+        between: names of what one step makes for another one alone.
     """
 
     steps: tuple[PlanStep, ...]
@@ -66,6 +70,7 @@ class Plan:
     missing: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, str, Shape, Shape], ...] = ()
     ambiguous: tuple[tuple[str, tuple[str, ...], str], ...] = ()
+    between: frozenset[str] = frozenset()
 
     @property
     def complete(self) -> bool:
@@ -77,7 +82,7 @@ class Plan:
         """Old name -> new name, for what goes by names (module paths, an optimizer's `param_names`); the first of several."""
         found: dict[str, str] = {}
         for step in self.steps:
-            for old in step.old:
+            for old in step.old if step.new[0] not in self.between else ():
                 found.setdefault(old, step.new[0])
         return found
 
@@ -142,11 +147,12 @@ def _check_step(step: PlanStep) -> None:
     label = f"{step.step} to {step.new[0]!r}" if step.new else step.step
     if len(step.old) != len(step.old_shapes) or len(step.new) != len(step.new_shapes):
         raise MatchPlanError(f"{label}: one shape for each name is needed.")
-    if (len(step.old) != 1 and step.step != "concat") or (len(step.new) != 1 and step.step != "split"):
+    several = (step.step in ("concat", "stack"), step.step in ("split", "unstack"))
+    if (len(step.old) != 1 and not several[0]) or (len(step.new) != 1 and not several[1]):
         raise MatchPlanError(f"{label}: it has {len(step.old)} old and {len(step.new)} new names.")
     if not step.old or not step.new or not all(step.new):
         raise MatchPlanError(f"{label}: a name is missing.")
-    if not _shapes_fit(step):
+    if step.layout is None and not _shapes_fit(step):
         shapes = f"{_text(step.old_shapes)} cannot become {_text(step.new_shapes)}"
         raise MatchPlanError(f"{label}: the shapes do not fit.", why=f"By {step.step}, {shapes}.")
 
@@ -184,7 +190,7 @@ def apply(node: Dict, plan: Plan) -> None:
     check(plan)
     entries = tensors_by_name(node)
     _check_fits(entries, plan)
-    made = [pair for step in plan.steps for pair in _done(step, entries)]
+    made = _made(plan, entries)
     made = list(_keyed(made, {id(entry.storage) for entry in entries.values() if type(entry) is Entry}))
     names = {new for new, _ in made}
     others = [(key, value) for key, value in node.items if type(key) is not str or key not in entries]
@@ -194,8 +200,24 @@ def apply(node: Dict, plan: Plan) -> None:
     rename_metadata(node, plan.renames)
 
 
+def _made(plan: Plan, entries: Mapping[str, Node]) -> list[tuple[str, Node]]:
+    """What the steps make, without what one makes for another alone."""
+    if not plan.between:
+        return [pair for step in plan.steps for pair in _done(step, entries)]
+    made, known = [], dict(entries)
+    for step in plan.steps:
+        for name, entry in _done(step, known):
+            if name in plan.between:
+                known[name] = entry
+            else:
+                made.append((name, entry))
+    return made
+
+
 def _check_fits(entries: Mapping[str, Node], plan: Plan) -> None:
-    wanted = [pair for step in plan.steps for pair in zip(step.old, step.old_shapes, strict=True)]
+    wanted = [
+        pair for step in plan.steps for pair in zip(step.old, step.old_shapes, strict=True) if pair[0] not in plan.between
+    ]
     wanted += [(old, shape) for old, _, shape, _ in plan.mismatched]
     known = {*(name for name, _ in wanted), *plan.drop, *plan.unexpected}
     candidates = {old for _, olds, _ in plan.ambiguous for old in olds}
@@ -212,10 +234,13 @@ def _check_fits(entries: Mapping[str, Node], plan: Plan) -> None:
 
 
 def _keyed(made: Iterable[tuple[str, Node]], known: set[int]) -> Iterator[tuple[str, Node]]:
-    """Every storage that a step made gets a key of its own."""
+    """Every storage that a step made gets a key of its own; copies of one tensor that a step made stay tied."""
+    keyed: dict[int, Storage] = {}
     for number, (name, entry) in enumerate(made):
         if type(entry) is Entry and id(entry.storage) not in known:
-            entry = replace(entry, storage=replace(entry.storage, key=f"{entry.storage.key}.{number}"))
+            old = entry.storage
+            storage = keyed.setdefault(id(old), replace(old, key=f"{old.key}.{number}"))
+            entry = replace(entry, storage=storage)
         yield name, entry
 
 
@@ -224,75 +249,26 @@ def _done(step: PlanStep, entries: Mapping[str, Node]) -> Iterator[tuple[str, No
     if step.step == "copy":
         yield step.new[0], entries[step.old[0]]
         return
-    olds = [_plain_entry(name, entries[name]) for name in step.old]
-    if step.step == "reshape":
+    olds, layout = [_plain_entry(name, entries[name]) for name in step.old], step.layout or _layout(step)
+    if step.step in ("reshape", "flatten"):
         yield step.new[0], reshaped(olds[0], step.new_shapes[0])
-    elif step.step == "transpose":
-        yield step.new[0], transposed(olds[0])
-    elif step.step == "split":
-        yield from zip(step.new, split(olds[0], [shape[0] for shape in step.new_shapes]), strict=True)
+    elif step.step in ("transpose", "permute"):
+        yield step.new[0], rearranged(olds[0], layout, step.new_shapes[0])
+    elif step.step in ("split", "unstack", "crop"):
+        yield from zip(step.new, cut(olds[0], layout, step.new_shapes), strict=True)
     else:
-        yield step.new[0], concatenated(olds)
+        yield step.new[0], joined(olds, layout, step.new_shapes[0])
+
+
+def _layout(step: PlanStep) -> Layout:
+    """The geometry that the shapes alone say."""
+    if step.step == "transpose":
+        return Layout(step.old_shapes[0], (1, 0))
+    whole, parts = (step.new_shapes[0], step.old_shapes) if step.step == "concat" else (step.old_shapes[0], step.new_shapes)
+    return Layout(whole, sizes=tuple(shape[0] for shape in parts if shape))
 
 
 def _plain_entry(name: str, node: Node) -> Entry:
     if type(node) is not Entry:
         raise MatchPlanError(f"{name!r} is a sparse, quantised, nested or meta tensor: it can be copied only.")
     return node
-
-
-def reshaped(entry: Entry, shape: Shape) -> Entry:
-    """The same numbers in the same row-major order under another shape. A contiguous entry stays a view on its storage."""
-    if not entry.is_contiguous:
-        entry = _own(entry, row_major(entry), entry.shape)
-    return replace(entry, shape=shape, stride=contiguous_stride(shape))
-
-
-def transposed(entry: Entry) -> Entry:
-    """A matrix with its two dimensions exchanged, written out row-major."""
-    view = replace(entry, shape=entry.shape[::-1], stride=entry.stride[::-1])
-    return _own(entry, row_major(view), view.shape)
-
-
-def split(entry: Entry, sizes: Sequence[int]) -> list[Entry]:
-    """The entry cut along its first dimension into parts of these sizes, each with a storage of its own."""
-    whole, row = row_major(entry), entry.nbytes // max(entry.shape[0], 1)
-    parts, start = [], 0
-    for size in sizes:
-        content = part(whole, start * row, size * row)
-        parts.append(_own(entry, content, (size, *entry.shape[1:])))
-        start += size
-    return parts
-
-
-def concatenated(entries: Sequence[Entry]) -> Entry:
-    """Entries of one dtype put together along their first dimension.
-
-    Raises:
-        MatchPlanError: their dtypes differ.
-    """
-    first = entries[0]
-    if other := next((entry for entry in entries if entry.dtype is not first.dtype), None):
-        raise MatchPlanError(f"A concat of {first.dtype.name} and {other.dtype.name}.", fix="Cast one first: `dtype`.")
-    contents = [row_major(entry) for entry in entries]
-
-    def work() -> Iterator[bytes | memoryview]:
-        for content in contents:
-            yield from chunks(content)
-
-    of = tuple(entry.storage.content for entry in entries)
-    whole = Computed(sum(content.length for content in contents), work, of)
-    return _own(first, whole, (sum(entry.shape[0] for entry in entries), *first.shape[1:]))
-
-
-def _own(entry: Entry, content: Content, shape: Shape) -> Entry:
-    """A row-major entry with a storage of its own for these bytes, worked out of the old entry's."""
-
-    def work() -> Iterator[bytes | memoryview]:
-        yield from chunks(content)
-
-    derived = isinstance(content, Computed) and content.of is not None
-    made = content if derived else Computed(content.length, work, entry.storage.content)
-    storage = Storage(entry.storage.key, entry.dtype, made.length, entry.storage.device, made)
-    extras = None if entry.extras is None or lazy_bits(entry) else entry.extras
-    return replace(entry, storage=storage, shape=shape, stride=contiguous_stride(shape), offset=0, extras=extras)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.casts import to_little_endian
@@ -14,6 +14,7 @@ from ckpt_tools.errors import (
     ConvertError,
     MatchPlanError,
     NothingMatchedError,
+    UsageError,
 )
 from ckpt_tools.fit.choices import (
     Choices,
@@ -32,7 +33,10 @@ from ckpt_tools.fit.initialisers import (
     check_finite,
 )
 from ckpt_tools.fit.options import FitOptions
-from ckpt_tools.fit.plan_files import read_plan
+from ckpt_tools.fit.patterns.expand import Expanded, expand
+from ckpt_tools.fit.patterns.rows import PatternPlan
+from ckpt_tools.fit.patterns.values import Config, Values
+from ckpt_tools.fit.plan_files import read_any_plan
 from ckpt_tools.fit.plans import Plan, plan_of
 from ckpt_tools.fit.targets import (
     Target,
@@ -62,6 +66,7 @@ class FittedTo:
         renamed: (old name, new name, reason), where they differ.
         initialised: what got initial values. adapted: name -> what was done to fit another shape.
         skipped: name -> (shape in the checkpoint, in the target); left out of the output.
+        dropped: name -> why the plan leaves it out. values: sizes that the plan calls by name, and who says them.
     """
 
     target: str
@@ -70,6 +75,8 @@ class FittedTo:
     initialised: list[Initialised] = field(default_factory=list)
     adapted: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
 
 
 class Retargeting:
@@ -78,6 +85,7 @@ class Retargeting:
     def __init__(self, options: FitOptions) -> None:
         self.like, self.like_args, self.like_select = options.like, options.like_args, options.like_select
         self.plan, self.allow_reshape = options.plan, options.allow_reshape
+        self.values, self.reverse = cast("Mapping[str, int]", options.plan_value or {}), options.reverse
         self.stages: Stages = options.match or "exact+wrappers"
         self.choices = Choices(Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed)
 
@@ -93,20 +101,34 @@ class Retargeting:
         """
         node = _only_state_dict(root, path)
         target = None if self.like is None else read_target(self.like, args=self.like_args, select=self.like_select)
-        plan = self._plan(node, target)
+        expanded = self._plan(node, target, path)
+        plan = expanded.plan
         label = f"{path} does not fit {target.label}" if target is not None else f"{self.plan} leaves tensors over"
         fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack, self.like_select), self.choices)
         names = {**plan.renames, **{old: new for old, new, _, _ in plan.mismatched}}
         renamed = renaming.rename_optimizers(root, lambda name: names.get(name, name))
-        return _report(target.label if target is not None else str(self.plan), plan, fitted), renamed
+        report = _report(target.label if target is not None else str(self.plan), plan, fitted)
+        report.dropped, report.values = expanded.dropped, expanded.values
+        return report, renamed
 
-    def _plan(self, node: Dict, target: Target | None) -> Plan:
+    def _plan(self, node: Dict, target: Target | None, path: str) -> Expanded:
         if self.plan is not None:
-            plan = read_plan(self.plan)
-            return plan if target is None else _for_target(plan, target)
+            expanded = self._read(node, path)
+            return expanded if target is None else replace(expanded, plan=_for_target(expanded.plan, target))
         assert target is not None
         matching = match(params_of(node), target.params, stages=self.stages, allow_reshape=self.allow_reshape)
-        return plan_of(replace(matching, offers=()))  # fused and split tensors: only a plan does those
+        return Expanded(plan_of(replace(matching, offers=())), {}, {})  # fused and split tensors: only a plan does those
+
+    def _read(self, node: Dict, path: str) -> Expanded:
+        """The plan of the file, for this state dict."""
+        plan = read_any_plan(cast("str", self.plan))
+        if not isinstance(plan, PatternPlan):
+            if self.reverse or self.values:
+                option = "reverse" if self.reverse else "plan_value"
+                raise UsageError(f"`{option}` is for plans of patterns; {self.plan} names every tensor.")
+            return Expanded(plan, dict.fromkeys(plan.drop, "the plan drops it"), {})
+        shapes = {name: tensor.shape if type(tensor) is Entry else () for name, tensor in tensors_by_name(node).items()}
+        return expand(plan.reversed() if self.reverse else plan, shapes, Values(self.values, Config.beside(path)))
 
 
 def _for_target(plan: Plan, target: Target) -> Plan:
@@ -116,7 +138,12 @@ def _for_target(plan: Plan, target: Target) -> Plan:
         MatchPlanError: it makes something that the target does not have, or not in this shape.
     """
     wanted = {param.name: param.shape for param in target.params}
-    made = {new: shape for step in plan.steps for new, shape in zip(step.new, step.new_shapes, strict=True)}
+    made = {
+        new: shape
+        for step in plan.steps
+        for new, shape in zip(step.new, step.new_shapes, strict=True)
+        if new not in plan.between
+    }
     made.update((new, after) for _, new, _, after in plan.mismatched)
     for name, shape in made.items():
         if wanted.get(name) != shape:

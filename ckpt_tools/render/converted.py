@@ -99,5 +99,6 @@ def _fitted(fitted: FittedTo) -> list[Row]:
     reasons = ", ".join(by_reason(fitted.reasons))
     rows = [("fitted to", printable(f"{fitted.target}: {reasons or 'nothing matched'}"))]
     rows += [("", printable(f"{old} -> {new} ({reason})")) for old, new, reason in fitted.renamed[:3]]
+    rows += rows_of("sizes", [f"{name} = {size}" for name, size in fitted.values.items()])
     rows += rows_of("initialised", [f"{row.name}: {row.scheme} (seed {row.seed})" for row in fitted.initialised])
     return rows + rows_of("adapted", [f"{name}: {what}" for name, what in fitted.adapted.items()])

@@ -138,6 +138,21 @@ def read_rules(name: str, value: Any) -> list[Any]:
     return [one if isinstance(one, str) else read_pair(name, one) for one in read_items(name, value)]
 
 
+def read_named_numbers(name: str, value: Any) -> dict[str, int]:
+    """`NAME=N` texts, or a mapping from names to whole numbers."""
+    if not isinstance(value, Mapping):
+        texts = read_texts(name, value)
+        pairs = [text.partition("=") for text in texts]
+        value = {key: int(number) if number.isascii() and number.isdigit() and len(number) < 13 else number
+                 for key, _, number in pairs}  # fmt: skip
+        if len(value) < len(texts):
+            raise UsageError(f"`{name}` says one name twice.")
+    for key, number in value.items():
+        if not isinstance(key, str) or type(number) is not int or number < 1:
+            raise UsageError(f"`{name}` takes NAME=N, N a whole number from 1 up.", why=f"{key!r} is {number!r}.")
+    return dict(value)
+
+
 def read_pair(name: str, value: Any) -> tuple[str, str]:
     if not isinstance(value, list | tuple) or len(value) != 2 or not all(isinstance(part, str) for part in value):
         raise _refused(name, value, "'REGEX=REPLACEMENT', a list of them, or pairs of texts")

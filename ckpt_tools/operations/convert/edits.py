@@ -226,6 +226,7 @@ def _fit(root: Node, retargeting: Retargeting, report: Converted, stack: ExitSta
     report.fitted, renamed = retargeting.apply(root, report.source, stack)
     report.optimizer_names += renamed
     report.dropped += [(name, "`on_mismatch='skip'`") for name in report.fitted.skipped]
+    report.dropped += list(report.fitted.dropped.items())
     if text := note_optimizer(root, report.fitted):
         report.notes.append(Note("optimizer-of-old-tensors", text))
 

@@ -1,0 +1,268 @@
+"""Shipped plans: names and numbers are those of the library that is meant, and the way back gives every bit again."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.cli.convert import convert as convert_command
+from ckpt_tools.errors import CkptError, MatchPlanError
+from ckpt_tools.fit.patterns.rows import PatternPlan
+from ckpt_tools.fit.patterns.shipped import other_way, shipped_names
+from ckpt_tools.fit.plan_files import read_any_plan
+from tests.support import families as make
+from tests.support.families import HEAD, HEADS, KV_HEADS, WIDTH, WORDS, State
+
+SIZES = {"heads": HEADS}
+MEGATRON = {"heads": HEADS, "groups": KV_HEADS, "vocab_size": WORDS}
+SIDES: dict[str, tuple[Callable[[], State], Callable[[], State], dict[str, int]]] = {
+    "llama-meta-to-hf": (make.meta, make.llama, SIZES),
+    "llama-torchtitan-to-hf": (make.meta, make.llama, SIZES),
+    "llama-meta-to-torchtitan": (make.meta, make.meta, {}),
+    "llama-megatron-to-hf": (make.megatron, make.llama, MEGATRON),
+    "gpt2-hf-to-nanogpt": (lambda: make.gpt2(transformers=True), lambda: make.gpt2(transformers=False), {}),
+    "bert-hf-to-torch": (make.bert, make.torch_encoder, {}),
+    "vit-timm-to-hf": (lambda: make.vit("timm"), lambda: make.vit("hf"), {}),
+    "vit-timm-to-hf5": (lambda: make.vit("timm"), lambda: make.vit("hf5"), {}),
+    "vit-torchvision-to-hf": (lambda: make.vit("torchvision"), lambda: make.vit("hf"), {}),
+    "vit-torchvision-to-hf5": (lambda: make.vit("torchvision"), lambda: make.vit("hf5"), {}),
+    "vit-timm-to-torchvision": (lambda: make.vit("timm"), lambda: make.vit("torchvision"), {}),
+}
+
+
+def converted(state: State, folder: Path, plan: str, **options: object) -> State:
+    """What torch loads after a conversion by a plan."""
+    torch.save(state, folder / "in.pth")
+    ckpt_tools.convert(folder / "in.pth", folder / "out.pth", plan=plan, overwrite=True, **options)  # type: ignore[arg-type]
+    loaded: State = torch.load(folder / "out.pth", weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("plan", shipped_names())
+def test_there_and_back(plan: str, tmp_path: Path) -> None:
+    """The result has the other library's names and shapes, and back again every tensor is what it was, but for the padding."""
+    old, new, sizes = SIDES[plan]
+    state = old()
+    made = converted(state, tmp_path, plan, plan_value=sizes)
+    assert {name: tensor.shape for name, tensor in made.items()} == {name: tensor.shape for name, tensor in new().items()}
+    more = {"padded_vocab_size": WORDS + 6} if "megatron" in plan else {}
+    again = converted(made, tmp_path, other_way(plan), plan_value=sizes | more)
+    for name, tensor in again.items():
+        if more and ("embeddings" in name or "output_layer" in name):
+            assert torch.equal(tensor[:WORDS], state[name][:WORDS])
+            assert not tensor[WORDS:].any()
+        else:
+            assert torch.equal(tensor, state[name]), name
+    assert again.keys() == state.keys()
+
+
+@pytest.mark.parametrize("plan", shipped_names())
+def test_reverse_is_the_other_name(plan: str) -> None:
+    """`reverse` of one name is the plan of the other one."""
+    one, other = read_any_plan(plan), read_any_plan(other_way(plan))
+    assert isinstance(one, PatternPlan)
+    assert isinstance(other, PatternPlan)
+    assert one.reversed().steps == other.steps
+
+
+def test_rotary_heads_are_turned_as_transformers_does_it(tmp_path: Path) -> None:
+    """q and k are what transformers' own conversion makes of them (convert_llama_weights_to_hf.py, `permute`); v stays."""
+    state = make.meta()
+    made = converted(state, tmp_path, "llama-meta-to-hf", plan_value={"heads": HEADS})
+    for old, new, heads in (("wq", "q_proj", HEADS), ("wk", "k_proj", KV_HEADS)):
+        weight = state[f"layers.1.attention.{old}.weight"]
+        turned = weight.view(heads, HEAD // 2, 2, WIDTH).transpose(1, 2).reshape(heads * HEAD, WIDTH)
+        assert torch.equal(made[f"model.layers.1.self_attn.{new}.weight"], turned)
+    assert torch.equal(made["model.layers.0.self_attn.v_proj.weight"], state["layers.0.attention.wv.weight"])
+
+
+def test_rotary_attention_gives_the_same(tmp_path: Path) -> None:
+    """Adjacent pairs turned before the plan and halves turned after it give the same scores."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(heads * HEAD, WIDTH, dtype=torch.float64) for heads in (HEADS, KV_HEADS))
+    state = make.meta() | {"layers.0.attention.wq.weight": q, "layers.0.attention.wk.weight": k}
+    made = converted(state, tmp_path, "llama-meta-to-hf", plan_value={"heads": HEADS})
+    x, angles = torch.randn(6, WIDTH, dtype=torch.float64), torch.outer(torch.arange(6.0), torch.tensor([1.0, 0.1]))
+
+    def pairs(weight: torch.Tensor) -> torch.Tensor:
+        turned = (x @ weight.T).view(6, -1, HEAD // 2, 2)
+        numbers = torch.view_as_complex(turned) * torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]
+        return torch.view_as_real(numbers).flatten(2)
+
+    def halves(weight: torch.Tensor) -> torch.Tensor:
+        values = (x @ weight.T).view(6, -1, HEAD)
+        low, high = values.chunk(2, dim=-1)
+        cos, sin = (torch.cat([part, part], -1)[:, None].double() for part in (angles.cos(), angles.sin()))
+        return values * cos + torch.cat([-high, low], -1) * sin
+
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk"]
+    before = torch.einsum("qhd,khd->hqk", pairs(q), pairs(k).repeat_interleave(2, 1))
+    after = torch.einsum("qhd,khd->hqk", halves(made[names[0]]), halves(made[names[1]]).repeat_interleave(2, 1))
+    assert torch.allclose(before, after, atol=1e-6)
+
+
+def test_an_encoder_of_torch_gives_what_bert_gives(tmp_path: Path) -> None:
+    """A layer of BERT, written out, and torch.nn.TransformerEncoder with the converted weights."""
+    torch.manual_seed(0)
+    state = {name: torch.randn(tensor.shape) * 0.3 for name, tensor in make.bert().items()}
+    layer = torch.nn.TransformerEncoderLayer(WIDTH, HEADS, make.HIDDEN, activation="gelu", batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, make.LAYERS, enable_nested_tensor=False).eval()
+    encoder.load_state_dict(converted(state, tmp_path, "bert-hf-to-torch"))
+    x = torch.randn(2, 5, WIDTH)
+    expected = x
+    for number in range(make.LAYERS):
+        expected = bert_layer(expected, {name.removeprefix(f"encoder.layer.{number}."): t for name, t in state.items()})
+    assert torch.allclose(encoder(x), expected, atol=1e-5)
+
+
+def bert_layer(x: torch.Tensor, state: State) -> torch.Tensor:
+    """One layer of BERT: norms come behind the sums."""
+    functional = torch.nn.functional
+
+    def linear(name: str, values: torch.Tensor) -> torch.Tensor:
+        return functional.linear(values, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def norm(name: str, values: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(values, (WIDTH,), state[f"{name}.weight"], state[f"{name}.bias"])
+
+    q, k, v = (linear(f"attention.self.{name}", x).view(2, 5, HEADS, -1).transpose(1, 2) for name in make.QKV)
+    attended = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+    x = norm("attention.output.LayerNorm", x + linear("attention.output.dense", attended))
+    return norm("output.LayerNorm", x + linear("output.dense", functional.gelu(linear("intermediate.dense", x))))
+
+
+def test_megatron_groups_are_cut_apart(tmp_path: Path) -> None:
+    """Each group has its queries, then its key, then its value; gates come before ups; padding of the vocabulary is cut off."""
+    state = make.megatron()
+    made = converted(state, tmp_path, "llama-megatron-to-hf", plan_value=MEGATRON)
+    groups = state["decoder.layers.1.self_attention.linear_qkv.weight"].view(KV_HEADS, HEADS // KV_HEADS + 2, HEAD, WIDTH)
+    parts = {"q": groups[:, :-2], "k": groups[:, -2], "v": groups[:, -1]}
+    for name, part in parts.items():
+        assert torch.equal(made[f"model.layers.1.self_attn.{name}_proj.weight"], part.reshape(-1, WIDTH))
+    gate, up = state["decoder.layers.0.mlp.linear_fc1.weight"].chunk(2)
+    assert torch.equal(made["model.layers.0.mlp.gate_proj.weight"], gate)
+    assert torch.equal(made["model.layers.0.mlp.up_proj.weight"], up)
+    assert torch.equal(made["model.embed_tokens.weight"], state["embedding.word_embeddings.weight"][:WORDS])
+
+
+def test_megatron_norms_may_lie_in_the_layers(tmp_path: Path) -> None:
+    """Transformer Engine's names give the same; without an output layer the head is tied to the embedding."""
+    state = make.megatron()
+    expected = converted(state, tmp_path, "llama-megatron-to-hf", plan_value=MEGATRON)
+    names = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+             "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}  # fmt: skip
+    engine = {}
+    for name, tensor in state.items():
+        end = next((end for end in names if name.endswith(end)), "")
+        engine[name.removesuffix(end) + names.get(end, "")] = tensor
+    del engine["output_layer.weight"]
+    made = converted(engine, tmp_path, "llama-megatron-to-hf", plan_value=MEGATRON)
+    head = made.pop("lm_head.weight")
+    assert head.data_ptr() == made["model.embed_tokens.weight"].data_ptr()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in made.items())
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_names_may_lack_their_prefix(prefix: str, tmp_path: Path) -> None:
+    """GPT-2's files on the hub have no `transformer.`; masks are left out and told; the head is tied to the embedding."""
+    state = {name.replace("transformer.", prefix): tensor for name, tensor in make.gpt2(transformers=True).items()}
+    del state["lm_head.weight"]
+    state[f"{prefix}h.0.attn.bias"] = torch.ones(1, 1, 5, 5)
+    torch.save(state, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan="gpt2-hf-to-nanogpt")
+    made = torch.load(tmp_path / "out.pth", weights_only=True)
+    assert made.keys() == make.gpt2(transformers=False).keys()
+    assert made["lm_head.weight"].data_ptr() == made["transformer.wte.weight"].data_ptr()
+    assert (f"{prefix}h.0.attn.bias", "the causal mask, which nanoGPT makes itself") in report.dropped
+
+
+def test_what_an_encoder_has_no_place_for_is_told(tmp_path: Path) -> None:
+    """BERT's embeddings and pooler are in the report, each by name."""
+    extra = {"bert.embeddings.word_embeddings.weight": torch.ones(3, WIDTH), "bert.pooler.dense.bias": torch.ones(WIDTH)}
+    state = {f"bert.{name}": tensor for name, tensor in make.bert().items()} | extra
+    torch.save(state, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan="bert-hf-to-torch")
+    assert [name for name, _ in report.dropped] == list(extra)
+    assert len(torch.load(tmp_path / "out.pth", weights_only=True)) == len(make.torch_encoder())
+
+
+# --- sizes
+
+
+def test_sizes_come_from_the_config_beside(tmp_path: Path) -> None:
+    """The report says of each size who said it; params.json is Meta's."""
+    (tmp_path / "params.json").write_text(json.dumps({"n_heads": HEADS, "n_kv_heads": KV_HEADS, "dim": WIDTH}))
+    torch.save(make.meta(), tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan="llama-meta-to-hf")
+    assert report.fitted is not None
+    assert report.fitted.values == {
+        "heads": f"{HEADS} (n_heads of params.json)", "kv_heads": f"{KV_HEADS} (n_kv_heads of params.json)",
+        "head_size": f"{HEAD} (the shape of layers.0.attention.wq.weight)",
+    }  # fmt: skip
+
+
+CONFIGS: list[tuple[dict[str, object] | str, dict[str, int], str]] = [
+    ({}, {}, "needs heads"),
+    ({"num_attention_heads": 5}, {}, "cannot be divided by 5"),
+    ({"num_attention_heads": HEADS, "head_dim": 2}, {}, "16 is not heads 4 x head_size/2 1 x 2"),
+    ({"num_attention_heads": HEADS, "num_key_value_heads": 4}, {}, "8 is not kv_heads 4"),
+    ({"num_attention_heads": HEADS}, {"layers": 2}, "has no value 'layers'"),
+    ("[]", {}, "not a JSON object"),
+    ("{", {}, "not a JSON object"),
+    ({"num_attention_heads": True}, {}, "needs heads"),
+    ({"num_attention_heads": -4}, {}, "needs heads"),
+]
+
+
+@pytest.mark.parametrize(("config", "given", "message"), CONFIGS)
+def test_sizes_are_never_guessed(config: object, given: dict[str, int], message: str, tmp_path: Path) -> None:
+    """Sizes that are missing, do not divide, or contradict a shape are refused, and nothing is written."""
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    with pytest.raises(MatchPlanError) as caught:
+        converted(make.meta(), tmp_path, "llama-meta-to-hf", plan_value=given)
+    assert message in str(caught.value)
+    assert not (tmp_path / "out.pth").exists()
+
+
+def test_two_configs_that_differ_are_refused(tmp_path: Path) -> None:
+    """What the user gives goes before both."""
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 2}))
+    (tmp_path / "params.json").write_text(json.dumps({"n_heads": HEADS}))
+    with pytest.raises(MatchPlanError, match=r"and n_heads of params\.json is 4"):
+        converted(make.meta(), tmp_path, "llama-meta-to-hf")
+    assert converted(make.meta(), tmp_path, "llama-meta-to-hf", plan_value="heads=4")
+
+
+def test_a_tie_that_the_config_denies_is_refused(tmp_path: Path) -> None:
+    """Without a head the embedding stands for it, unless config.json says that they are two."""
+    state = make.llama()
+    del state["lm_head.weight"]
+    made = converted(state, tmp_path, "llama-hf-to-meta", plan_value=SIZES)
+    assert made["output.weight"].data_ptr() == made["tok_embeddings.weight"].data_ptr()
+    (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": False}))
+    with pytest.raises(MatchPlanError, match="tie_word_embeddings = false"):
+        converted(state, tmp_path, "llama-hf-to-meta", plan_value=SIZES)
+
+
+def test_a_checkpoint_of_another_family_is_refused(tmp_path: Path) -> None:
+    """The error says what is missing, and what is not named; a layer with a gap is named."""
+    with pytest.raises(MatchPlanError, match="is not what the plan llama-hf-to-meta is for") as caught:
+        converted(make.gpt2(transformers=True), tmp_path, "llama-hf-to-meta")
+    assert "match nothing" in str(caught.value)
+    state = make.meta()
+    del state["layers.1.ffn_norm.weight"]
+    with pytest.raises(CkptError, match=r"no 'layers\.1\.ffn_norm\.weight'"):
+        converted(state, tmp_path, "llama-meta-to-hf", plan_value=SIZES)
+
+
+def test_help_and_page_name_every_shipped_plan() -> None:
+    """`ckpt convert --help` and docs/plans.md have each, and the page its other way."""
+    text = str(convert_command.help)
+    page = (Path(__file__).parents[2] / "docs" / "plans.md").read_text()
+    for name in shipped_names():
+        assert name in text.split()
+        assert f"`{name}`" in page
+        assert f"`{other_way(name)}`" in page
