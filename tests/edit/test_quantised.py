@@ -316,3 +316,51 @@ def test_fp4_in_int8_is_asked_about(tmp_path: Path) -> None:
     """int8 with exponents may be two values of 4 bits, or one of 8: refused."""
     scale = torch.ones(4, 2, dtype=torch.uint8)
     refused(tmp_path, {"a.weight": torch.ones(4, 64, dtype=torch.int8), "a.weight_scale": scale}, "no scale|not whole")
+
+
+# --- folders
+
+
+def quantised_folder(tmp_path: Path) -> Path:
+    """Two shards of FP8 with their index, a config.json that says so, GPTQ's own file, a tokenizer."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    shards = [
+        {"a.weight": codes(300, 300), "a.weight_scale_inv": torch.rand(3, 2)},
+        {"b.weight": codes(70, 30), "norm.weight": torch.ones(3)},
+    ]
+    shards[0]["b.weight_scale_inv"] = torch.rand(1, 1)  # in another shard than its weight
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name, tensors in zip(names, shards, strict=True):
+        save_file(tensors, folder / name)
+    weight_map = {key: name for name, tensors in zip(names, shards, strict=True) for key in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    said = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 160]}, "eps": 1e-05, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(said | {"text_config": {"compression_config": {}, "layers": 2}}))
+    (folder / "quantize_config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    return folder
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    """config.json gives the size of a block, and comes along without what is no longer true; the index has no scales."""
+    folder = quantised_folder(tmp_path)
+    first = load_file(folder / "model-00001-of-00002.safetensors")
+    wanted = in_blocks(first["a.weight"], first["a.weight_scale_inv"], 128, 160)
+    report = ckpt_tools.convert(folder, tmp_path / "out", shard_size="200KB", dequantize="fp32", rename="^b=c")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == {"a.weight", "c.weight", "norm.weight"}
+    assert torch.equal(load_file(tmp_path / "out" / index["weight_map"]["a.weight"])["a.weight"], wanted)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config == {"eps": 1e-05, "dtype": "bfloat16", "text_config": {"layers": 2}}
+    assert sorted(report.companions) == ["config.json", "tokenizer.json"]
+    assert ("quantize_config.json", "about the quantised weights") in report.stayed
+    assert {"config-quantization", "config-dtype"} <= {note.code for note in report.notes}
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
+
+
+def test_a_config_that_is_not_json(tmp_path: Path) -> None:
+    """It would say how the weights are quantised: refused."""
+    (quantised_folder(tmp_path) / "config.json").write_text("{")
+    with pytest.raises(ConvertError, match="not JSON"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.safetensors", dequantize="fp32")

@@ -6,19 +6,20 @@ compressed_tensors/quantization/quant_config.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, ConvertError
+from ckpt_tools.errors import ConvertError, NotACheckpointError
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 
 CONFIG = "config.json"
+OF_QUANTISED = frozenset(("quantize_config.json", "quant_config.json", "hf_quant_config.json"))  # GPTQ's, AWQ's, ModelOpt's
 KEYS = ("quantization_config", "compression_config")  # the second one is what compressed-tensors called it before
 
 
@@ -49,20 +50,47 @@ def read_config(checkpoint: Checkpoint) -> Config:
     """
     try:
         source = _beside(checkpoint)
-    except CkptError:
+    except NotACheckpointError:
         return Config()
-    if source is None or source.size > limits.TEXT_BYTES.value:
+    if source is None:
         return Config()
     try:
-        content = load_json(source.read(0, source.size))
+        return config_of(_read(source))
+    finally:
+        if not isinstance(checkpoint.decoded.source, Files):
+            source.close()
+
+
+def plain_config(source: Source) -> bytes | None:
+    """A config.json without what it says of quantised weights; None where it says nothing.
+
+    Raises:
+        ConvertError: it is not JSON.
+    """
+    content = _read(source)
+    return (
+        (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass") if _strip(content) else None
+    )
+
+
+def _strip(content: Any) -> bool:
+    """Take it out, also of the configs of a model's parts; whether there was any."""
+    if not isinstance(content, dict):
+        return False
+    found = [content.pop(key) for key in KEYS if key in content]
+    inner = [_strip(part) for part in content.values()]  # all of them
+    return bool(found) or any(inner)
+
+
+def _read(source: Source) -> Any:
+    if source.size > limits.TEXT_BYTES.value:
+        raise limits.TEXT_BYTES.error(f"{source.path} has {source.size} bytes.", source.size)
+    try:
+        return load_json(source.read(0, source.size))
     except ValueError as error:
         raise ConvertError(
             f"{source.path} is not JSON, and would say how the weights are quantised.", why=f"{error}."
         ) from None
-    finally:
-        if not isinstance(checkpoint.decoded.source, Files):
-            source.close()
-    return config_of(content)
 
 
 def _beside(checkpoint: Checkpoint) -> Source | None:
@@ -70,10 +98,10 @@ def _beside(checkpoint: Checkpoint) -> Source | None:
     source = checkpoint.decoded.source if checkpoint.packed is None else checkpoint.packed.folder
     if isinstance(source, Files):
         return source.open(CONFIG) if CONFIG in source.names() else None
-    path = Path(checkpoint.path).parent / CONFIG
-    if checkpoint.packed is not None or is_address(str(checkpoint.path)) or not path.is_file():
+    if checkpoint.packed is not None or is_address(checkpoint.path):
         return None
-    return Source(path)
+    path = checkpoint.path.parent / CONFIG
+    return Source(path) if path.is_file() else None
 
 
 def config_of(content: Any) -> Config:

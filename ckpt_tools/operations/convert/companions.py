@@ -19,7 +19,7 @@ from ckpt_tools.formats.open import Checkpoint, begins_as_checkpoint
 from ckpt_tools.formats.packed.members import Folder
 from ckpt_tools.formats.parts.rank_files import CONTAINER as RANK_FILES
 from ckpt_tools.io import attributes
-from ckpt_tools.io.content import Piece, Range
+from ckpt_tools.io.content import Content, Literal, Piece, Range
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.output_folder import Staging
 from ckpt_tools.io.sources import Files, is_plain_name
@@ -42,17 +42,29 @@ class Companions:
 
     Attributes:
         taken: the files that come along, by their names in the output. names: theirs in the input, in that order.
-        stayed: what does not, with the reason.
+        stayed: what does not, with the reason. edited: the new bytes of those that do not come along as they are.
     """
 
     taken: dict[str, Source] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     stayed: list[tuple[str, str]] = field(default_factory=list)
+    edited: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
         """Of the files that come along."""
-        return sum(source.size for source in self.taken.values())
+        return sum(content.length for content in map(self.content, self.taken))
+
+    def content(self, name: str) -> Content:
+        """What a file that comes along holds."""
+        source = self.taken[name]
+        return Literal(self.edited[name]) if name in self.edited else Range(source, 0, source.size)
+
+    def leave(self, name: str, why: str) -> None:
+        """One of them stays after all."""
+        self.names.pop([*self.taken].index(name))
+        del self.taken[name]
+        self.stayed.append((name, why))
 
 
 def find(checkpoint: Checkpoint, target: str | os.PathLike[str], *, only_weights: bool) -> Companions:
@@ -64,7 +76,7 @@ def find(checkpoint: Checkpoint, target: str | os.PathLike[str], *, only_weights
     found, files = Companions(), _folder_of(checkpoint)
     if files is None or _same_folder(files, target):
         return found
-    told = {f"{name}.pt" for name in checkpoint.decoded.beside}  # read, and no part of the tree
+    told = {f"{name}.pt" for name in checkpoint.decoded.beside} | {"config.json"}  # read, and no part of the tree
     own, listed = set(files.members) - told, _beside(files, checkpoint.container)
     own |= {checkpoint.name} if checkpoint.packed is not None else set()
     for name, kind in listed:
@@ -91,7 +103,7 @@ def copy(companions: Companions, staging: Staging) -> None:
         with staging.output(name) as output:
             if output.path is not None:
                 attributes.narrow(output.fd, (source.path,))
-            write([Piece(Range(source, 0, source.size))], output)
+            write([Piece(companions.content(name))], output)
 
 
 def _same_folder(files: Files, target: str | os.PathLike[str]) -> bool:

@@ -73,8 +73,10 @@ class FolderTarget:
     def companions(self, checkpoint: Checkpoint, report: Converted) -> Companions:
         """The files beside the weights that come along, told in the report."""
         found = companions.find(checkpoint, self.path, only_weights=self.options.only_weights)
+        if report.dequantised:
+            _say_plain(found, report)
         report.companions, report.stayed = list(found.names), list(found.stayed)
-        if report.casts and "config.json" in found.taken:
+        if (report.casts or report.dequantised) and "config.json" in found.taken:
             text = "config.json comes along as it is: a dtype in it is that of the input, not of the cast tensors."
             report.notes.append(Note("config-dtype", text))
         return found
@@ -101,6 +103,18 @@ class FolderTarget:
         return replacing_folder(
             self.path, last=last, stale=rule, overwrite=self.options.overwrite, durable=self.options.fsync, inputs=self.inputs
         )
+
+
+def _say_plain(found: Companions, report: Converted) -> None:
+    """What comes along no longer says that the weights are quantised."""
+    from ckpt_tools.edit.quantised.config import CONFIG, OF_QUANTISED, plain_config
+
+    for name in OF_QUANTISED & found.taken.keys():
+        found.leave(name, "about the quantised weights")
+    if CONFIG in found.taken and (edited := plain_config(found.taken[CONFIG])) is not None:
+        found.edited[CONFIG] = edited
+        text = "config.json comes along without its quantization_config, which is no longer true."
+        report.notes.append(Note("config-quantization", text))
 
 
 def run_folder(source: str | os.PathLike[str], target: FolderTarget, edits: Edits, limit: int) -> Converted:
