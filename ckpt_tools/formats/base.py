@@ -138,6 +138,7 @@ class Decoded:
         others: what `--select` takes beside the tree, by name; made when it is wanted.
         beside: what a file beside it says of it, by the name under which `inspect` shows its values.
         packed: the archive or compressed file that it lies in, if any; `source` is then the part of that which is read.
+        encodings: of tensors that are stored as another type than they are read as, that type, by name.
         examined: of several files those that are `is_examined`, with what their pickles name.
     """
 
@@ -159,6 +160,7 @@ class Decoded:
     others: Mapping[str, Callable[[], Node]] = field(default_factory=dict)
     beside: Mapping[str, Node] = field(default_factory=dict)
     packed: Packed | None = None
+    encodings: Mapping[str, str] = field(default_factory=dict)
     examined: Mapping[Source, Sequence[Global]] = field(default_factory=dict)
 
     @property
@@ -182,7 +184,7 @@ class Decoded:
 
 
 # The containers of which nothing but what their reader has read is a pickle.
-_READ_WHOLE = frozenset(("torch-zip", "torch-legacy", "safetensors"))
+_READ_WHOLE = frozenset(("torch-zip", "torch-legacy", "safetensors", "gguf"))
 # Readers say so of what they did not read, or of what lies behind the end of what they read.
 _MORE_BYTES = frozenset(("trailing-bytes", "trailing-pickle-bytes"))
 _RECORDS = ("data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")

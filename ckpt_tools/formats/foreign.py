@@ -21,12 +21,11 @@ _KINDS = (
     (b"\xff\xd8\xff", "a JPEG picture", ""),
     (b"%PDF", "a PDF document", ""),
     (b"\x89HDF\r\n", "an HDF5 file (Keras or old TensorFlow weights)", ""),
-    (b"GGUF", "a GGUF file", ""),
     (b"\x7fELF", "a program", ""),
 )  # fmt: skip
 _AT_FOUR = {b"TFL3": "a TensorFlow Lite model", b"ET12": "an ExecuTorch program"}  # behind a flatbuffer's first offset
 _ONNX = re.compile(rb"\x08[\x03-\x20]\x12[\x01-\x20][\w.-]{3}")  # ir_version, then the name of what produced it
-_READS = "ckpt reads what torch.save writes and wrote, safetensors files, pickles and NumPy's .npz and .npy."
+_READS = "ckpt reads what torch.save writes and wrote, safetensors files, GGUF, pickles and NumPy's .npz and .npy."
 
 
 def recognise(source: Source, head: bytes) -> CkptError | None:

@@ -253,6 +253,8 @@ def _decode(source: Source, member: str) -> Decoded:
             return unpacking.decode(source, head, member, readers)
     if member:
         raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
+    if head.startswith(b"GGUF"):
+        return _with_its_splits(source)
     if not head.lstrip().startswith(b"{"):
         return decode_file(source)
     from ckpt_tools.formats import sharded
@@ -265,6 +267,31 @@ def _decode(source: Source, member: str) -> Decoded:
     except BaseException:
         files.close()
         raise
+
+
+def _gguf_splits(files: Files, names: Sequence[str], *, partial: bool = False) -> Decoded:
+    from ckpt_tools.formats.frameworks import gguf
+
+    return gguf.decode_splits(names, files, decode_file, partial=partial)
+
+
+def _with_its_splits(source: Source) -> Decoded:
+    """One GGUF, with the other files of its model where it says that there are some."""
+    from ckpt_tools.formats.frameworks import gguf
+    from ckpt_tools.formats.parts.grouping import shard_groups, shard_name
+
+    decoded = decode_file(source)
+    if gguf.split_count(decoded) == 1 or shard_name(source.path.name) is None:
+        return decoded
+    files = _files_beside(source)
+    try:
+        names = next(group for group in shard_groups(files.names()) if source.path.name in group)
+        found = _gguf_splits(files, names)
+    except BaseException:
+        files.close()
+        raise
+    source.close()
+    return found
 
 
 def _files_beside(index: Source) -> Files:
@@ -303,6 +330,8 @@ def decode_folder(files: Files, *, partial: bool = False) -> Decoded:
         from ckpt_tools.formats.parts import items
 
         return items.decode(files, decode_file, partial=partial)
+    if layout.container == "shards" and layout.names[0].endswith(".gguf"):
+        return _gguf_splits(files, layout.names, partial=partial)
     if layout.container == "shards":
         from ckpt_tools.formats.parts import loose_shards
 
@@ -378,6 +407,9 @@ def _containers() -> Iterator[_Container]:
     yield torch_tar.sniff, torch_tar.decode
     yield plain_pickle.sniff, plain_pickle.decode
     yield numpy_files.sniff, numpy_files.decode_npy
+    from ckpt_tools.formats.frameworks import gguf
+
+    yield gguf.sniff, gguf.decode
 
 
 def begins_as_checkpoint(head: bytes) -> bool:

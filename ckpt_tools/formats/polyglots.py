@@ -16,7 +16,7 @@ from ckpt_tools.errors import TWO_FILES, AmbiguousFileError
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.io.output import Source
 
-_TAR, _SAFETENSORS = "a tar archive", "a safetensors file"
+_TAR, _SAFETENSORS, _GGUF = "a tar archive", "a safetensors file", "a GGUF file"
 
 
 def refuse_polyglot(source: Source, head: bytes) -> None:
@@ -26,7 +26,7 @@ def refuse_polyglot(source: Source, head: bytes) -> None:
         pass
     elif kinds == [_TAR] and _pickle_in(source, harmless=True):
         kinds.append("a pickle")
-    elif kinds == [_SAFETENSORS] and _pickle_in(source, harmless=False):
+    elif kinds in ([_SAFETENSORS], [_GGUF]) and _pickle_in(source, harmless=False):
         kinds.append("a pickle that torch.load would run")
     if len(kinds) > 1:
         raise AmbiguousFileError(f"{source.path} is {kinds[0]}, and {kinds[1]} as well.", why=TWO_FILES)
@@ -44,6 +44,8 @@ def _kinds(head: bytes) -> Iterator[str]:
         yield "JSON"
     if head.startswith(b"\x93NUMPY"):
         yield "a .npy file"
+    if head.startswith(b"GGUF"):
+        yield _GGUF
 
 
 # --- pickles that something else begins with

@@ -47,6 +47,7 @@ MAX_HEADER = limits.HEADER_BYTES.default  # what safetensors itself reads
 MAX_WARNINGS = 20  # as many unknown fields are told; the first ones say what there is to say
 ALIASES = "ckpt_tools.aliases"
 STATE_DICT_METADATA = "ckpt_tools.state_dict_metadata"
+GGUF_TYPES = "ckpt_tools.gguf_types"  # of what came from a GGUF: the type of each value that is not text
 
 
 def sniff(head: bytes) -> bool:

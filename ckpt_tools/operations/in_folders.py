@@ -22,7 +22,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 
 _HEAD = 512
-_ALWAYS = frozenset((".pth", ".pt", ".pt2", ".ckpt", ".bin", ".safetensors", ".th", ".t7"))
+_ALWAYS = frozenset((".pth", ".pt", ".pt2", ".ckpt", ".bin", ".safetensors", ".th", ".t7", ".gguf"))
 _TARRED = (".pth.tar", ".pt.tar", ".ckpt.tar")
 # What is packed is not inflated to see what it is: SageMaker's name, NeMo's, and checkpoints' own with one more extension.
 _PACKED = re.compile(

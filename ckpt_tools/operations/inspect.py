@@ -155,6 +155,10 @@ def _packed_row(checkpoint: Checkpoint) -> dict[str, str] | None:
 
 def _quantised_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """What is quantised; the shape of a few weights stands in a tensor of their own, of 16 bytes, which is read."""
+    if checkpoint.decoded.encodings:
+        from ckpt_tools.formats.frameworks import gguf
+
+        return {"schemes": gguf.schemes(checkpoint.decoded), "problems": []}
     if not any(map(names_quantised, checkpoint.state_dicts)):
         return None
     from ckpt_tools.edit.quantised.summary import summary

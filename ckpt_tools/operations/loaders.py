@@ -18,11 +18,12 @@ _DCP = "torch.distributed.checkpoint.load"
 _RANK_FILES = f"{TORCH_LOAD}, one rank's part each"
 _DEEPSPEED = "DeepSpeed's load_checkpoint, on as many processes"
 _UNPACKED = "once it is unpacked"
+_ELSEWHERE = (_DCP, _SAFETENSORS, _RANK_FILES, _DEEPSPEED, "gguf.")  # calls of files that are not for torch.load
 _CALLS = {
     "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
     "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
     "zip-bundle": "the library that wrote it", **dict.fromkeys(PART_CONTAINERS, _RANK_FILES),
-    "deepspeed": _DEEPSPEED,
+    "deepspeed": _DEEPSPEED, "gguf": "gguf.GGUFReader",
 }  # fmt: skip
 # Why torch.load with weights_only does not give what the file holds, whatever its pickles say.
 _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for container, (_, what) in PROGRAMS.items()} | {
@@ -30,6 +31,7 @@ _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for cont
     "zip-bundle": "it is an archive around checkpoints",
     "npz": "it is a file of NumPy's",
     "npy": "it is a file of NumPy's",
+    "gguf": "it is a GGUF file, which llama.cpp loads",
     "torch-tar": "it is in the tar format, which weights_only does not take",
     "dcp": f"it is a folder of torch.distributed.checkpoint, which {_DCP} loads",
     **dict.fromkeys(PART_CONTAINERS, "it is a file for each rank, each with that rank's parts of the tensors"),
@@ -62,7 +64,7 @@ class Loads:
     @property
     def is_refused(self) -> bool:
         """Whether weights_only refuses what is in the file; a name or a folder that is not for torch.load is something else."""
-        elsewhere = self.call.startswith((_DCP, _SAFETENSORS, _RANK_FILES, _DEEPSPEED)) or self.call.endswith(_UNPACKED)
+        elsewhere = self.call.startswith(_ELSEWHERE) or self.call.endswith(_UNPACKED)
         for_torch_load = not self.misnamed and not elsewhere
         return bool(self.refused) or (for_torch_load and bool(self.reasons))
 

@@ -11,7 +11,7 @@ from ckpt_tools.errors import FolderError
 
 _NAME = re.compile(r"(?P<head>.*rank[_-]?)(?P<rank>\d{1,6})(?P<tail>\D*\.(?:pt|pth|bin|ckpt|th))", re.IGNORECASE)
 _WORLD = re.compile(r"world[_-]?size[_-]?(\d{1,6})", re.IGNORECASE)
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<suffix>\.safetensors|\.bin|\.pth|\.pt)")
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,6})-of-(?P<count>\d{5,6})(?P<suffix>\.safetensors|\.bin|\.pth|\.pt|\.gguf)")
 CONSOLIDATED = re.compile(r"consolidated\.(\d{2,5})\.pth")
 MP_RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 _LATEST, _MOST_DIGITS = "latest_checkpointed_iteration.txt", 32

@@ -47,10 +47,10 @@ def read(names: Sequence[str], files: Files, decode_file: DecodeFile, *, partial
             f"{files.folder} has shards without an index, and what a write of it left that was interrupted.",
             why="The shards may be those of two checkpoints.", fix="Write it again.",
         )  # fmt: skip
-    return {name: read_shard(name, files, decode_file) for name in _complete(names, partial=partial)}
+    return {name: read_shard(name, files, decode_file) for name in complete(names, partial=partial)}
 
 
-def _complete(names: Sequence[str], *, partial: bool) -> list[str]:
+def complete(names: Sequence[str], *, partial: bool) -> list[str]:
     """The shards in order, every number once; with `partial` those that are there."""
     said = [(found.number, name, found) for name in names if (found := shard_name(name)) is not None]
     numbers = {number: name for number, name, _ in said}

@@ -20,7 +20,7 @@ from ckpt_tools.formats.open import (
     is_tensor,
     naming,
 )
-from ckpt_tools.formats.safetensors import ALIASES, STATE_DICT_METADATA
+from ckpt_tools.formats.safetensors import ALIASES, GGUF_TYPES, STATE_DICT_METADATA
 from ckpt_tools.io.content import Literal, Range
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import dotted
@@ -44,7 +44,7 @@ WHOLE = "."
 # a tensor of any size out of one number.
 _MOST_READ, _SPARE_READ = 64, 1 << 30
 # Not the user's: what the format or the files need. total_size and total_parameters are Hugging Face's, of shards.
-_OWN_METADATA = frozenset((ALIASES, STATE_DICT_METADATA, "format", "total_size", "total_parameters"))
+_OWN_METADATA = frozenset((ALIASES, STATE_DICT_METADATA, GGUF_TYPES, "format", "total_size", "total_parameters"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def open_side(checkpoint: Checkpoint, where: str | None = None) -> Side:
     tensors = {tensor.where: tensor for tensor in place.tensors}
     side = Side(str(checkpoint.path), checkpoint.container, place.root, tensors, place.state_dicts)
     _collect(side)
-    if checkpoint.container in ("safetensors", "sharded"):
+    if checkpoint.container in ("safetensors", "sharded", "gguf"):
         side.texts = True
         own = _OWN_METADATA | ties.keys()
         side.values |= {key: text for key, text in checkpoint.decoded.metadata.items() if key not in own}

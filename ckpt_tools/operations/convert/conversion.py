@@ -135,7 +135,7 @@ def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Conve
     if edits.kind == "safetensors":
         pieces = _lay_out_flat(edited.root, decoded, edits, report)
     else:
-        if decoded.container in ("safetensors", "sharded", "dcp"):
+        if decoded.metadata:
             _tell_lost_text(decoded, edited.ties, report)
         pieces = _lay_out_torch(edited.root, decoded, edits, verify=verify)
     if not verify:

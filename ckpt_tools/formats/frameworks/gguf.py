@@ -1,0 +1,310 @@
+"""GGUF: llama.cpp's format. A header of typed texts and numbers, then tensors, most of them in blocks of a quantised type.
+
+    MUST   GGUF, the version (2 or 3), the number of tensors, the number of keys
+    MUST   each key: its name, a type, a value; an array has the type of its items and their number
+    MUST   each tensor: its name, its sizes (the innermost first), ggml's type, the offset behind the start of the data
+    MUST   the data, from the next multiple of `general.alignment` (32 unless said) on, each tensor at such a multiple
+
+Quantised tensors are read as the float32 numbers that they mean, a few blocks at a time. A model in several files
+(`NAME-00001-of-00003.gguf`, each with `split.no` and `split.count`) is one.
+
+Source: ggml's docs/gguf.md, gguf-py's `gguf_reader.py` and `constants.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ckpt_tools import limits
+from ckpt_tools.errors import DamagedFileError, PartError, TensorError, UnsupportedContainerError
+from ckpt_tools.formats.base import Decoded, Warned, repeated
+from ckpt_tools.formats.frameworks.cursor import Cursor
+from ckpt_tools.formats.parts import loose_shards
+from ckpt_tools.formats.safetensors import GGUF_TYPES
+from ckpt_tools.formats.sharded import DecodeFile, joined, own_metadata, partly, places_of, read_shard, renewed
+from ckpt_tools.io.content import Computed, Content, Range
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Files
+from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
+from ckpt_tools.values.ggml.types import BY_NUMBER, UNREAD, BlockType
+from ckpt_tools.values.numeric import swapped
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_NAME = 1 << 16
+_MAX_NESTING = 4  # arrays of arrays
+_STRING, _ARRAY = 8, 9
+# A key's type -> its name and the code of `struct`.
+_NUMBERS = {
+    0: ("u8", "B"), 1: ("i8", "b"), 2: ("u16", "H"), 3: ("i16", "h"), 4: ("u32", "I"), 5: ("i32", "i"), 6: ("f32", "f"),
+    7: ("bool", "?"), 10: ("u64", "Q"), 11: ("i64", "q"), 12: ("f64", "d"),
+}  # fmt: skip
+_WHAT = "GGUF file"
+
+
+def sniff(head: bytes) -> bool:
+    """Whether a file that starts with these bytes is a GGUF."""
+    return head.startswith(MAGIC)
+
+
+@dataclass(frozen=True, slots=True)
+class _Info:
+    """What the header says of a tensor: torch's shape, and where it is in the data."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: BlockType
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) // self.kind.elements * self.kind.nbytes
+
+
+def decode(source: Source) -> Decoded:
+    """Read the header; no tensor bytes.
+
+    Raises:
+        DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: a version or a type that is not read.
+    """
+    cursor = Cursor(source, len(MAGIC), source.size, _WHAT)
+    tensors, keys = _counts(cursor)
+    limits.TENSORS.check(tensors, f"The file lists {tensors} tensors in {source.size} bytes.", source.size)
+    warnings: list[Warned] = []
+    values = _Values(cursor, source.size, warnings)
+    metadata = values.read(keys)
+    infos = [_info(cursor) for _ in range(tensors)]
+    alignment = _alignment(metadata)
+    start = -(-cursor.at // alignment) * alignment
+    _check_places(infos, start, source.size, alignment)
+    big = cursor.order == ">"
+    items = [(info.name, _entry(str(number), info, source, start, big=big)) for number, info in enumerate(infos)]
+    if len(dict(items)) < len(items):
+        raise DamagedFileError(f"Two tensors of the GGUF file are called {repeated((info.name, None) for info in infos)!r}.")
+    encodings = {info.name: info.kind.name for info in infos if info.kind.dtype is None}
+    made = Decoded("gguf", Dict([*items], ordered=True), source, metadata=metadata, warnings=warnings)
+    made.storage_bytes, made.encodings = sum(info.nbytes for info in infos), encodings
+    made.warnings += stored_types(encodings)
+    return made
+
+
+def _counts(cursor: Cursor) -> tuple[int, int]:
+    """The numbers of tensors and of keys; which byte order it is, is told by the version."""
+    version = cursor.number("I")
+    if version & 0xFFFF == 0:
+        cursor.order, version = ">", int.from_bytes(version.to_bytes(4, "little"), "big")
+    if version not in _VERSIONS:
+        raise UnsupportedContainerError(f"The GGUF file is of version {version}; ckpt reads 2 and 3.")
+    return cursor.number("Q"), cursor.number("Q")
+
+
+class _Values:
+    """The keys and their values, as text: what is not text as JSON, with its type noted under GGUF_TYPES."""
+
+    def __init__(self, cursor: Cursor, file_bytes: int, warnings: list[Warned]) -> None:
+        self.cursor, self.warnings, self.budget = cursor, warnings, limits.budget(file_bytes)
+
+    def read(self, count: int) -> dict[str, str]:
+        metadata: dict[str, str] = {}
+        types: dict[str, str] = {}
+        self.budget.make(count, f"The GGUF file has {count} keys.")
+        for _ in range(count):
+            key = _name(self.cursor, "key")
+            if key in metadata:
+                raise DamagedFileError(f"The GGUF file has the key {key!r} twice.", why="Two programs would read two values.")
+            kind, value = self._value(self.cursor.number("I"), key)
+            metadata[key] = value if kind == "string" else json.dumps(value)
+            if kind != "string":
+                types[key] = kind
+        return metadata | ({GGUF_TYPES: json.dumps(types, separators=(",", ":"))} if types else {})
+
+    def _value(self, kind: int, key: str, depth: int = 0) -> tuple[str, Any]:
+        """The name of a type, and the value."""
+        if kind == _STRING:
+            return "string", self._text(key)
+        if kind == _ARRAY:
+            return self._array(key, depth)
+        if kind not in _NUMBERS:
+            raise DamagedFileError(f"The key {key!r} of the GGUF file has the unknown type {kind}.")
+        name, code = _NUMBERS[kind]
+        return name, self.cursor.numbers(code, 1)[0]
+
+    def _array(self, key: str, depth: int) -> tuple[str, list[Any]]:
+        kind, count = self.cursor.number("I"), self.cursor.number("Q")
+        if depth == _MAX_NESTING:
+            raise DamagedFileError(f"The key {key!r} of the GGUF file holds arrays in arrays in arrays.")
+        self.cursor.check(count)  # an item takes a byte at least
+        self.budget.make(count // _ITEMS_PER_CONTAINER, f"The GGUF file has {count} items under {key!r}.")
+        if kind in _NUMBERS:
+            name, code = _NUMBERS[kind]
+            self.budget.take(limits.TEXT_BYTES, count, f"The GGUF file has {count} numbers under {key!r}.")
+            return f"[{name}]", list(self.cursor.numbers(code, count))
+        found = [self._value(kind, key, depth + 1) for _ in range(count)]
+        inner = found[0][0] if found else "string" if kind == _STRING else "[string]"
+        if kind == _ARRAY and any(name != inner for name, _ in found):
+            raise DamagedFileError(f"The key {key!r} of the GGUF file holds arrays of several types.")
+        return f"[{inner}]", [value for _, value in found]
+
+    def _text(self, key: str) -> str:
+        length = self.cursor.number("Q")
+        self.cursor.check(length)
+        self.budget.take(limits.TEXT_BYTES, length, f"The text of the GGUF file, {key!r} the last, is more than any has.")
+        raw = self.cursor.take(length)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            if not any(warned.code == "not-utf-8" for warned in self.warnings):
+                self.warnings.append(Warned("not-utf-8", f"the text under {key!r} is not UTF-8; its odd bytes are escaped"))
+            return raw.decode(errors="backslashreplace")
+
+
+_ITEMS_PER_CONTAINER = 4
+
+
+def _name(cursor: Cursor, what: str) -> str:
+    length = cursor.number("Q")
+    if length > _MAX_NAME:
+        raise DamagedFileError(f"A {what} of the GGUF file claims a name of {length} bytes.")
+    try:
+        return cursor.take(length).decode()
+    except UnicodeDecodeError:
+        raise DamagedFileError(f"A {what} of the GGUF file has a name that is not UTF-8.") from None
+
+
+def _info(cursor: Cursor) -> _Info:
+    name, dimensions = _name(cursor, "tensor"), cursor.number("I")
+    if dimensions > MAX_DIMENSIONS:
+        raise DamagedFileError(f"The tensor {name!r} claims {dimensions} dimensions.")
+    shape = tuple(int(size) for size in reversed(cursor.numbers("Q", dimensions)))
+    number, offset = cursor.number("I"), cursor.number("Q")
+    kind = BY_NUMBER.get(number)
+    if kind is None:
+        known = UNREAD.get(number, f"of the unknown type {number}")
+        raise UnsupportedContainerError(f"The tensor {name!r} is {known}, which ckpt does not read.")
+    if prod(size or 1 for size in shape) > MAX_ELEMENTS:
+        raise TensorError(f"The tensor {name!r} has impossible sizes.")
+    if kind.elements > 1 and (not shape or shape[-1] % kind.elements):
+        raise DamagedFileError(f"The tensor {name!r} is {kind.name}, and its rows are not whole blocks of {kind.elements}.")
+    return _Info(name, shape, kind, offset)
+
+
+def _alignment(metadata: Mapping[str, str]) -> int:
+    text = metadata.get("general.alignment", "32")
+    alignment = int(text) if text.isascii() and text.isdecimal() and len(text) < 12 else 0
+    if alignment < 1 or alignment & (alignment - 1):
+        raise DamagedFileError(f"The GGUF file has the alignment {text[:20]}, which is not a power of two.")
+    return alignment
+
+
+def _check_places(infos: Sequence[_Info], start: int, size: int, alignment: int) -> None:
+    """Every tensor is at a multiple of the alignment, inside the file, and apart from the others."""
+    at = 0
+    for info in sorted(infos, key=lambda info: (info.offset, info.nbytes)):
+        if info.offset % alignment:
+            raise DamagedFileError(f"The tensor {info.name!r} is at {info.offset}, which is not a multiple of {alignment}.")
+        if info.offset < at and info.nbytes:
+            raise DamagedFileError(f"The tensor {info.name!r} overlaps another: it is at {info.offset}, and {at} is free.")
+        at = max(at, info.offset + info.nbytes)
+    if start + at > size and infos:
+        whole = sum(start + info.offset + info.nbytes <= size for info in infos)
+        raise DamagedFileError(
+            f"The GGUF file is cut off: {whole} of {len(infos)} tensors complete.",
+            why=f"Its tensors end at byte {start + at}, the file at {size}.", whole=whole,
+        )  # fmt: skip
+
+
+def _entry(key: str, info: _Info, source: Source, start: int, *, big: bool) -> Entry:
+    """A tensor of plain numbers as its bytes, one of blocks as the numbers that they mean."""
+    raw = Range(source, start + info.offset, info.nbytes)
+    content: Content = raw
+    dtype = info.kind.dtype
+    if dtype is None:
+        if big:
+            raise UnsupportedContainerError(
+                f"{info.name!r} is {info.kind.name} in a big-endian file, which ckpt does not read."
+            )
+        from ckpt_tools.values.ggml.blocks import numbers_of
+
+        content, dtype = numbers_of(raw, info.kind), DTYPES["float32"]
+    elif big:
+        content = swapped(raw, dtype.swap_width)
+    storage = Storage(key, dtype, content.length, None, content)
+    entry = Entry(storage, dtype, info.shape, contiguous_stride(info.shape), 0)
+    check(entry, repr(info.name))
+    return entry
+
+
+def stored_types(encodings: Mapping[str, str]) -> list[Warned]:
+    """What tensors are stored as, where that is another type than they are read as."""
+    if not encodings:
+        return []
+    counts = Counter(encodings.values())
+    shown = ", ".join(f"{kind} x {count}" for kind, count in counts.most_common())
+    text = f"{len(encodings)} tensors are quantised ({shown}); they are read as the float32 numbers that these mean"
+    return [Warned("stored-types", text, severity="info")]
+
+
+def schemes(decoded: Decoded) -> list[dict[str, Any]]:
+    """The quantised types with the sizes of their tensors, as `inspect` shows them."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, entry in as_dict(decoded.root).named.items():
+        kind = decoded.encodings.get(name)
+        if kind is None or type(entry) is not Entry or not isinstance(entry.storage.content, Computed):
+            continue
+        raw = entry.storage.content.of
+        row = found.setdefault(kind, {"scheme": f"ggml {kind}", "tensors": 0, "elements": 0, "bytes": 0, "bf16_bytes": 0})
+        row["tensors"] += 1
+        row["elements"] += entry.numel
+        row["bytes"] += raw.length if isinstance(raw, Range) else 0
+        row["bf16_bytes"] += 2 * entry.numel
+    return list(found.values())
+
+
+# --- a model in several files
+
+
+def split_count(decoded: Decoded) -> int:
+    """How many files the model is in, as one of them says."""
+    text = decoded.metadata.get("split.count", "1")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 7 else 1
+
+
+def decode_splits(names: Sequence[str], files: Files, decode_file: DecodeFile, *, partial: bool = False) -> Decoded:
+    """The files of one model as one checkpoint, in their order.
+
+    Raises:
+        PartError: one is missing, or says that it is another. DamagedFileError: a tensor is in two.
+    """
+    found = {name: read_shard(name, files, decode_file) for name in loose_shards.complete(names, partial=partial)}
+    missing = loose_shards.missing_shards([*found])
+    for number, (name, decoded) in enumerate(found.items()):
+        said = decoded.metadata.get("split.no", str(number))
+        if decoded.container != "gguf" or (not missing and (said != str(number) or split_count(decoded) != len(found))):
+            raise PartError(
+                f"{name} is not number {number + 1} of {len(found)}, as its name says.",
+                why=f"It calls itself number {said[:9]}, counted from 0, of {split_count(decoded)}.",
+            )
+    places_of(found)
+    parts = renewed(found.values())
+    root = Dict([item for part in parts for item in as_dict(part.root).items], ordered=True)
+    texts = _without_splits(own_metadata(parts, {}))
+    made = joined("gguf", root, files, parts, texts)
+    made.encodings = {name: kind for part in parts for name, kind in part.encodings.items()}
+    made.warnings = [row for row in made.warnings if "quantised" not in row.found] + stored_types(made.encodings)
+    if missing:
+        made.warnings.append(partly(f"{len(missing)} of {len(missing) + len(found)} files are", missing))
+    return made
+
+
+def _without_splits(metadata: Mapping[str, str]) -> dict[str, str]:
+    """The keys of a model that is whole."""
+    types = json.loads(metadata.get(GGUF_TYPES, "{}"))
+    kept = {key: kind for key, kind in types.items() if not key.startswith("split.")}
+    texts = {key: text for key, text in metadata.items() if not key.startswith("split.") and key != GGUF_TYPES}
+    return texts | ({GGUF_TYPES: json.dumps(kept, separators=(",", ":"))} if kept else {})

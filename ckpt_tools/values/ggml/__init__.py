@@ -1,0 +1,1 @@
+"""The block types of ggml: their sizes, and the numbers that they mean."""

@@ -1,0 +1,222 @@
+"""GGUF: every type as gguf-py dequantises it, the header's texts, models in several files, and bytes that break a promise."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import struct
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import ckpt_tools
+from ckpt_tools.errors import AmbiguousFileError, CkptError, DamagedFileError, LimitError, PartError, UnsupportedContainerError
+from tests.hostile.refusals import expect_refused, write
+from tests.support.samples import FIXTURES
+
+HERE = FIXTURES / "frameworks"
+TYPES = HERE / "types.gguf"
+MEANT = load_file(HERE / "types.safetensors")
+
+
+def metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file as safetensors reads it."""
+    with safe_open(path, "pt") as file:
+        return dict(file.metadata())
+
+
+def test_every_type(tmp_path: Path) -> None:
+    """Each tensor is what gguf-py makes of its blocks, bit for bit, in torch's shape and under its name."""
+    report = ckpt_tools.convert(TYPES, tmp_path / "out.safetensors")
+    made = load_file(tmp_path / "out.safetensors")
+    assert sorted(made) == sorted(MEANT)
+    assert len([name for name in made if name.startswith(("q", "iq", "tq", "mx", "nv"))]) == 23
+    for name, wanted in MEANT.items():
+        assert made[name].shape == wanted.shape
+        if name != "bfloat16.weight":  # which is one here
+            assert made[name].dtype == wanted.dtype
+            assert torch.equal(made[name].view(torch.uint8), wanted.view(torch.uint8)), name
+    assert torch.equal(made["bfloat16.weight"].float(), MEANT["bfloat16.weight"])
+    assert any("23 tensors are quantised (" in note.text for note in report.notes)
+
+
+def test_the_header_is_kept(tmp_path: Path) -> None:
+    """Texts, numbers, arrays as text in the metadata, with the types of what is not text; a .pth says what it loses."""
+    ckpt_tools.convert(TYPES, tmp_path / "out.safetensors")
+    found = metadata(tmp_path / "out.safetensors")
+    assert (found["general.architecture"], found["general.name"], found["some.flag"]) == ("llama", "every type", "true")
+    assert json.loads(found["tokenizer.ggml.tokens"]) == ["<s>", "é", "a"]
+    assert json.loads(found["tokenizer.ggml.scores"]) == [0.0, -1.5, 2.25]
+    types = json.loads(found["ckpt_tools.gguf_types"])
+    assert (types["llama.block_count"], types["tokenizer.ggml.scores"], types["some.sizes"]) == ("u32", "[f32]", "[i32]")
+    report = ckpt_tools.convert(TYPES, tmp_path / "out.pth")
+    assert "general.name" in [path for path, _ in report.dropped]
+
+
+def test_inspect_says_what_is_stored() -> None:
+    """The quantised types with their sizes, the metadata, what reads it, and nothing to run."""
+    found = ckpt_tools.inspect(TYPES)
+    assert (found.container, found.totals["tensors"]) == ("gguf", 31)
+    assert found.quantised is not None
+    rows = {row["scheme"]: row for row in found.quantised["schemes"]}
+    assert rows["ggml Q4_K"] == {"scheme": "ggml Q4_K", "tensors": 1, "elements": 1536, "bytes": 864, "bf16_bytes": 3072}
+    assert {finding.code: finding.severity for finding in found.findings} == {"stored-types": "info"}
+    assert found.metadata["general.name"] == "every type"
+    assert found.weights_only["call"] == "gguf.GGUFReader"
+
+
+def test_numbers_are_what_they_mean(tmp_path: Path) -> None:
+    """stats, diff, check, show and average read a quantised tensor as its numbers; a box of it needs its blocks alone."""
+    torch.save({name: tensor.clone() for name, tensor in MEANT.items()}, tmp_path / "meant.pth")
+    wanted = MEANT["q6_k.weight"]
+    (row,) = ckpt_tools.stats(TYPES, filter="q6_k.weight").tensors
+    assert row.numbers is not None
+    assert row.numbers["mean"] == pytest.approx(wanted.double().mean().item())
+    assert ckpt_tools.show(TYPES, "q6_k.weight[1, 250:260]").values == wanted[1, 250:260].tolist()
+    difference = ckpt_tools.diff(TYPES, tmp_path / "meant.pth", values=True)
+    assert [change.where for change in difference.changed] == ["bfloat16.weight"]  # which is a float32 there
+    assert ckpt_tools.check(TYPES, digest=True).verdict == "healthy"
+
+
+def test_in_several_files(tmp_path: Path) -> None:
+    """A model in three files is one, named by its folder, or by any of the files; what numbers them goes."""
+    for name in ("split-00001-of-00003.gguf", "split-00002-of-00003.gguf", "split-00003-of-00003.gguf"):
+        shutil.copy(HERE / name, tmp_path / name)
+    wanted = load_file(HERE / "split.safetensors")
+    for source in (tmp_path, tmp_path / "split-00002-of-00003.gguf"):
+        ckpt_tools.convert(source, tmp_path / "out.safetensors", overwrite=True)
+        made = load_file(tmp_path / "out.safetensors")
+        assert list(made) == list(wanted)
+        assert all(torch.equal(made[name], wanted[name]) for name in wanted)
+        assert not any(
+            "split" in key + text for key, text in metadata(tmp_path / "out.safetensors").items() if key != "general.name"
+        )
+        (tmp_path / "out.safetensors").unlink()
+    (tmp_path / "split-00003-of-00003.gguf").unlink()
+    with pytest.raises(PartError, match="1 of 3 shards are missing"):
+        ckpt_tools.inspect(tmp_path / "split-00001-of-00003.gguf")
+    shutil.copy(HERE / "split-00001-of-00003.gguf", tmp_path / "split-00003-of-00003.gguf")
+    with pytest.raises(PartError, match="is not number 3 of 3"):
+        ckpt_tools.inspect(tmp_path)
+
+
+def test_big_endian(tmp_path: Path) -> None:
+    """A file of a big-endian machine has the same numbers."""
+    ckpt_tools.convert(HERE / "big.gguf", tmp_path / "out.safetensors")
+    wanted = load_file(HERE / "split.safetensors")["blk.0.attn_q.weight"]
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["a.weight"], wanted)
+    assert metadata(tmp_path / "out.safetensors")["some.number"] == "70000"
+
+
+# --- bytes that break a promise
+
+
+def text(value: bytes) -> bytes:
+    """A string as GGUF has it."""
+    return struct.pack("<Q", len(value)) + value
+
+
+def tensor(name: bytes = b"w", shape: tuple[int, ...] = (8,), kind: int = 0, offset: int = 0) -> bytes:
+    """What the header says of a tensor."""
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def gguf(
+    *tensors: bytes, keys: tuple[bytes, ...] = (), data: int = 32, version: int = 3, counts: tuple[int, int] | None = None
+) -> bytes:
+    """A file of these."""
+    head = b"GGUF" + struct.pack("<I2Q", version, *(counts or (len(tensors), len(keys)))) + b"".join([*keys, *tensors])
+    return head + bytes(-len(head) % 32) + bytes(data)
+
+
+def key(name: bytes, kind: int, value: bytes) -> bytes:
+    """A key and its value."""
+    return text(name) + struct.pack("<I", kind) + value
+
+
+def array(kind: int, count: int, items: bytes = b"") -> bytes:
+    """An array as a value."""
+    return struct.pack("<IQ", kind, count) + items
+
+
+NESTED = array(9, 1) * 5 + array(0, 1, b"\1")
+BROKEN: dict[str, tuple[bytes, type[CkptError], str]] = {
+    "version 1": (gguf(version=1), UnsupportedContainerError, "of version 1"),
+    "cut in its header": (gguf(tensor())[:40], DamagedFileError, "is cut off"),
+    "cut in its data": (gguf(tensor(), data=8), DamagedFileError, "0 of 1 tensors complete"),
+    "more tensors than bytes": (gguf(counts=(1 << 62, 0)), LimitError, "tensors"),
+    "more keys than bytes": (gguf(counts=(0, 1 << 62)), LimitError, "keys"),
+    "a text that is too long": (gguf(keys=(key(b"k", 8, struct.pack("<Q", 1 << 62)),)), DamagedFileError, "cut off"),
+    "an array that is too long": (gguf(keys=(key(b"k", 9, array(4, 1 << 62)),)), DamagedFileError, "cut off"),
+    "arrays in arrays": (gguf(keys=(key(b"k", 9, NESTED),)), DamagedFileError, "arrays in arrays"),
+    "a key twice": (gguf(keys=(key(b"k", 0, b"\1"), key(b"k", 0, b"\2"))), DamagedFileError, "'k' twice"),
+    "an unknown type of key": (gguf(keys=(key(b"k", 13, b""),)), DamagedFileError, "unknown type 13"),
+    "a name that is not text": (gguf(tensor(b"\xff")), DamagedFileError, "not UTF-8"),
+    "a name that is too long": (gguf(struct.pack("<Q", 1 << 40)), DamagedFileError, "claims a name"),
+    "a tensor twice": (gguf(tensor(), tensor(offset=32), data=64), DamagedFileError, "called 'w'"),
+    "two on the same bytes": (gguf(tensor(), tensor(b"v")), DamagedFileError, "overlaps"),
+    "an offset between": (gguf(tensor(offset=4), data=64), DamagedFileError, "not a multiple of 32"),
+    "an alignment of 3": (gguf(tensor(), keys=(key(b"general.alignment", 4, b"\3\0\0\0"),)), DamagedFileError, "power of two"),
+    "an alignment of 0": (gguf(tensor(), keys=(key(b"general.alignment", 4, bytes(4)),)), DamagedFileError, "power of two"),
+    "half a block": (gguf(tensor(shape=(8,), kind=2)), DamagedFileError, "not whole blocks of 32"),
+    "a block without sizes": (gguf(tensor(shape=(), kind=2)), DamagedFileError, "not whole blocks"),
+    "an unknown type": (gguf(tensor(kind=99)), UnsupportedContainerError, "unknown type 99"),
+    "a type of no models": (gguf(tensor(kind=15)), UnsupportedContainerError, "is Q8_K"),
+    "many dimensions": (gguf(text(b"w") + struct.pack("<I", 1 << 30)), DamagedFileError, "dimensions"),
+    "impossible sizes": (gguf(tensor(shape=(1 << 40, 1 << 40))), DamagedFileError, "impossible sizes"),
+    "sizes with a zero": (gguf(tensor(shape=(0, 1 << 63, 1 << 63))), DamagedFileError, "impossible sizes"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_promises(what: str, tmp_path: Path) -> None:
+    """Each is refused by name, at once, and nothing is written."""
+    data, error, said = BROKEN[what]
+    with pytest.raises(error, match=said.replace("(", r"\(")):
+        ckpt_tools.inspect(write(tmp_path, data, "x.gguf"))
+    with pytest.raises(error):
+        ckpt_tools.convert(tmp_path / "x.gguf", tmp_path / "out.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]
+
+
+def test_odd_and_whole(tmp_path: Path) -> None:
+    """A scalar, an empty tensor, no tensor, room between tensors, text that is not UTF-8: read, the last with a warning."""
+    keys = (key(b"k", 8, text(b"a\xffb")), key(b"none", 9, array(8, 0)))
+    data = gguf(tensor(shape=()), tensor(b"none", (0, 3), offset=32), tensor(b"far", (8,), offset=64), keys=keys, data=96)
+    found = ckpt_tools.inspect(write(tmp_path, data, "x.bin"))
+    assert [(row["name"], row["shape"]) for row in found.tensors] == [("w", []), ("none", [3, 0]), ("far", [8])]
+    assert (found.metadata["k"], found.metadata["none"]) == ("a\\xffb", "[]")
+    assert [finding.code for finding in found.findings if finding.severity == "warning"] == ["not-utf-8"]
+    assert ckpt_tools.inspect(write(tmp_path, gguf(), "none.gguf")).totals["tensors"] == 0
+
+
+def test_a_pickle_in_the_header_is_two_files(tmp_path: Path) -> None:
+    """A header of which a pickle machine would run the end: `G` and eight bytes are a number to it."""
+    payload = b"cposix\nsystem\n(S'true'\ntR."
+    data = b"GGUF" + struct.pack("<I", 3) + b"0" + payload + bytes(64)
+    expect_refused(write(tmp_path, data, "x.gguf"), AmbiguousFileError, "a GGUF file, and a pickle")
+
+
+def test_flipped_bits_are_our_errors(tmp_path: Path) -> None:
+    """Whatever bit is flipped, the file is read or refused by an error of ours."""
+    data, random = bytearray(TYPES.read_bytes()), Random(3)
+    for _ in range(300):
+        at, bit = random.randrange(0, 2900), 1 << random.randrange(8)
+        data[at] ^= bit
+        with contextlib.suppress(CkptError):
+            ckpt_tools.inspect(write(tmp_path, bytes(data), "x.gguf"))
+        data[at] ^= bit
+
+
+def test_blocks_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are worked out some at a time, in any order of ranges."""
+    monkeypatch.setattr("ckpt_tools.values.ggml.blocks.ELEMENTS", 256)
+    wanted = MEANT["iq2_s.weight"]
+    values: Any = ckpt_tools.show(TYPES, "iq2_s.weight", whole=True).values
+    assert values == wanted.tolist()
