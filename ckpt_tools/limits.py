@@ -63,18 +63,19 @@ INFLATED = Limit("inflated", 512 << 20, "bytes of deflated records, and 16 more 
 # one part of a file
 PICKLE_BYTES = Limit("pickle_bytes", 1 << 30, "bytes of what is read whole: a pickle, an index, a plan, a digest file")
 HEADER_BYTES = Limit("header_bytes", 100_000_000, "bytes of a safetensors header")  # safetensors refuses more
-RECORDS = Limit("records", 1_000_000, "records of a zip, or archives in one file")
+RECORDS = Limit("records", 1_000_000, "records of a zip, archives in one file, or places of a .metadata file's lists")
+MEMBERS = Limit("members", 50_000, "members that are examined for what they would run; a pickle counts for five")
+NESTED = Limit("nested", 8, "archives and pickles in one another")
 DEPTH = Limit("depth", 10_000, "levels of nesting")  # C pickle itself cannot write deeper
-JSON_DEPTH = Limit("json_depth", 128, "levels of nesting in JSON, or of modules in a program")  # serde_json's limit
+JSON_DEPTH = Limit(
+    "json_depth", 128, "levels of nesting in JSON, of modules in a program, of tuples in a dict key"
+)  # serde_json's
 GLOBALS = Limit("globals", 100_000, "different globals")  # a checkpoint names a few dozen
-KEY_DEPTH = Limit("key_depth", 100, "tuples in one another as a dict key")  # hashing a deep one crashes C pickle and torch
-KEY_PARTS = Limit("key_parts", 4_000_000, "parts of all dict keys, shared ones counted each time")  # as Python hashes them
-LIST_ITEMS = Limit("list_items", 1_000_000, "places of lists that a .metadata file describes")
 CHUNKS = Limit("chunks", 4096, "chunks of one tensor that are not whole rows")  # each is compared with the others
 # what is made of it
 TENSORS = Limit("tensors", 60_000, "tensors, and one more for every 192 bytes of the file", per=192)  # torch: 300
 OBJECTS = Limit("objects", 50_000, "places of objects, and one more for every 64 bytes of the file", per=64)
-PATHS = Limit("paths", 4_000_000, "parts of all paths, beyond 16 for every place")
+PATHS = Limit("paths", 4_000_000, "parts of all paths, beyond 16 for every place, or of all dict keys")
 NAME_PARTS = Limit("name_parts", 1000, "dots in the name of a tensor that is renamed")
 SUBMODULES = Limit("submodules", 100_000_000, "characters of the names in one pickled module")
 WORK_BYTES = Limit("work_bytes", 1 << 28, "bytes to be hashed, counted and proved, beyond 8 times the file", times=8)
@@ -84,6 +85,7 @@ _REPLACED = {
     "inflated_pickle": "pickles", "code_bytes": "text_bytes", "program_bytes": "text_bytes", "module_depth": "json_depth",
     "index_bytes": "pickle_bytes", "metadata_bytes": "pickle_bytes", "digest_bytes": "pickle_bytes",
     "plan_bytes": "pickle_bytes", "archives": "records", "filled": "inflated", "proved": "work_bytes",
+    "key_depth": "json_depth", "key_parts": "paths", "list_items": "records",
 }  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
 
 
 def _is_step(node: Node) -> TypeGuard[str | int]:
-    return type(node) is str or (type(node) is int and 0 <= node <= limits.LIST_ITEMS.value)
+    return type(node) is str or (type(node) is int and 0 <= node <= limits.RECORDS.value)
 
 
 class _Nested:
@@ -224,7 +224,7 @@ class _Nested:
         assert type(key) is int
         missing = max(0, key + 1 - len(holder.items))
         self.filler += missing
-        limits.LIST_ITEMS.check(self.filler, "The metadata describes lists with more gaps than any real checkpoint has.")
+        limits.RECORDS.check(self.filler, "The metadata describes lists with more gaps than any real checkpoint has.")
         holder.items += [None] * missing
         holder.items[key] = value
 

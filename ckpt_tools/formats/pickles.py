@@ -34,14 +34,10 @@ from ckpt_tools.pickling.stream import BytesPart, FilePart
 
 _HEAD = 4096
 _BLOCK = 4 << 20
-_MOST_DEPTH = 8  # archives and pickles in one another
-_MOST_LISTED = 10_000  # pickles of one file
-_INFLATED_PICKLE = 64 << 20  # bytes of a pickle that has to be inflated, or four times the file: it is read as a whole
-_MOST_PARTS = 50_000  # members of all archives in one file
+_COST_OF_PICKLE = 5  # in members
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
-_NAMELESS = 5  # bytes that are too few for a pickle to name anything
 _ZFILE = 2 + len(hex(2**64))
 _NUMPY = b"\x93NUMPY"
 _LOCKED = (
@@ -82,8 +78,11 @@ def find_pickles(source: Source) -> Pickles:
         CkptError: the file cannot be read.
     """
     walk = _Walk(source.size)
-    with limits.of_file(source.size):
-        walk.examine(source, "", 0)
+    try:
+        with limits.of_file(source.size):
+            walk.examine(source, "", 0)
+    except (MemoryError, RecursionError) as error:
+        raise limits.exhausted(error, str(source.path)) from None
     return walk.found
 
 
@@ -107,15 +106,13 @@ class _Walk:
     def __init__(self, size: int) -> None:
         self.found = Pickles()
         self.left, self.parts = limits.INFLATED.most(size), 0
-        self.longest = max(_INFLATED_PICKLE, 4 * size)
 
     def examine(self, source: Source, where: str, depth: int, between: Between | None = None) -> None:
         """A file, a member of an archive, or bytes that a pickle loads: as whatever it may be read as."""
-        self.parts += 1
-        if depth > _MOST_DEPTH or len(self.found.pickles) >= _MOST_LISTED or self.parts > _MOST_PARTS:
-            if self.parts <= _MOST_PARTS + 1:
-                where = "" if self.parts > _MOST_PARTS else where
-                self.skip(where, "it lies too deep, or the file has too many pickles or parts")
+        if self.has_enough():
+            return
+        if depth > limits.NESTED.value:
+            self.skip_beyond(where, limits.NESTED, "It lies too deep.")
             return
         head = source.read(0, min(_HEAD, source.size))
         locked = next((kind for magic, kind in _LOCKED if head.startswith(magic)), None)
@@ -144,6 +141,22 @@ class _Walk:
         except (tarfile.TarError, zlib.error, OSError, EOFError, lzma.LZMAError, ValueError, OverflowError) as error:
             self.skip(where, f"it cannot be read: {error}")
 
+    def has_enough(self, cost: int = 1) -> bool:
+        """Count a member, or a pickle in it; whether the file has more of them than are looked at, which is told once."""
+        if not self.is_full:
+            self.parts += cost
+            if self.is_full:
+                self.skip_beyond("", limits.MEMBERS, "It has more members and pickles than are looked at.")
+        return self.is_full
+
+    @property
+    def is_full(self) -> bool:
+        return self.parts > limits.MEMBERS.value
+
+    def skip_beyond(self, where: str, limit: limits.Limit, what: str) -> None:
+        """Tell that a limit was reached, and which."""
+        self.skip(where, f"{what} The limit {limit.name} is {limit.value} {limit.counts}.")
+
     def skip(self, where: str, why: str) -> None:
         self.found.unexamined.append((where, why))
 
@@ -152,8 +165,8 @@ class _Walk:
     def arrays(self, source: Source, where: str, depth: int) -> None:
         """The array of a .npy, and those behind it, as `numpy.load` reads one after another from an open file."""
         at: int | None = 0
-        while at is not None and at < source.size and self.parts <= _MOST_PARTS:
-            head, self.parts = source.read(at, min(_HEAD, source.size - at)), self.parts + 1
+        while at is not None and at < source.size and not self.has_enough():
+            head = source.read(at, min(_HEAD, source.size - at))
             if not head.startswith(_NUMPY):
                 self.stream(source, where, depth, at)
                 return
@@ -165,11 +178,9 @@ class _Walk:
 
     def stream(self, source: Source, where: str, depth: int, start: int = 0, between: Between | None = None) -> int:
         """Pickles one behind another, if there are any; returns where the last one ends."""
-        last, end = source.size, min(source.size, start + self.longest) if isinstance(source, Spooled) else source.size
-        for number, pickle in enumerate(list_pickles(FilePart(source, min(start, end), end), between)):
-            if pickle.cut and end < source.size:
-                self.skip(where, f"a pickle goes on beyond {self.longest} bytes that were inflated")
-            elif not number and not _is_pickle(source, start, pickle):
+        last = source.size
+        for number, pickle in enumerate(list_pickles(FilePart(source, min(start, last), last), between)):
+            if not number and not _is_pickle(source, start, pickle):
                 break
             pickle.where, last = where, pickle.end
             self.found.pickles.append(pickle)
@@ -179,8 +190,7 @@ class _Walk:
                 self.skip(where, f"behind its pickles: {pickle.unread}")
             for data in pickle.nested:
                 self.examine(_InMemory(data, source), _inside(where, "bytes that it loads"), depth + 1)
-            if len(self.found.pickles) >= _MOST_LISTED:
-                self.skip(where, f"there are more than {_MOST_LISTED} pickles")
+            if self.has_enough(_COST_OF_PICKLE):
                 break
         return last
 
@@ -202,7 +212,7 @@ class _Walk:
         names = {record.name for record in records}
         self.found.program |= any(name.endswith(_OF_PROGRAMS) for name in names)
         for record in records:
-            if record.size > _NAMELESS and not _is_raw(record.name, names) and self.parts <= _MOST_PARTS:
+            if not _is_raw(record.name, names) and not self.is_full:
                 self.member(source, record, where, depth)
 
     def damaged_archive(self, source: Source, where: str, depth: int, error: CkptError) -> None:
@@ -210,7 +220,7 @@ class _Walk:
         self.skip(where, error.what)
         for name, member in _by_signatures(source, self):
             self.examine(member, _inside(where, name), depth + 1)
-            if self.parts > _MOST_PARTS:
+            if self.is_full:
                 return
 
     def member(self, source: Source, record: Record, where: str, depth: int) -> None:

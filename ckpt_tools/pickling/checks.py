@@ -142,7 +142,7 @@ class _Keys:
 
     def _spend(self, parts: int) -> None:
         self.parts += parts
-        limits.KEY_PARTS.check(self.parts, "The pickle has dict keys of more parts than any checkpoint.")
+        limits.PATHS.check(self.parts, "The pickle has dict keys of more parts than any checkpoint.")
 
     def _tuple(self, root: tuple[Node, ...]) -> _Tuple:
         """What is known of a tuple, worked out for parts before wholes. A deep one is refused: it crashes C pickle."""
@@ -161,7 +161,7 @@ class _Keys:
             return
         inner = [self.tuples[id(part)] for part in node if type(part) is tuple]
         depth = 1 + max((part.depth for part in inner), default=0)
-        limits.KEY_DEPTH.check(depth, "The pickle uses tuples nested too deep as a dict key.")
+        limits.JSON_DEPTH.check(depth, "The pickle uses tuples nested too deep as a dict key.")
         parts = tuple(self.tuples[id(part)].stand_in if type(part) is tuple else self._part(part) for part in node)
         count = len(node) + sum(part.parts for part in inner)
         self.tuples[id(node)] = _Tuple(node, ("t", self.numbers.setdefault(parts, len(self.numbers))), depth, count)

@@ -33,7 +33,7 @@ from ckpt_tools.render.text import (
     size_text,
     state_dict_text,
 )
-from ckpt_tools.render.wording import as_options
+from ckpt_tools.render.wording import as_options, found_in
 from ckpt_tools.text import brief, listed, printable, shape_text
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.output_names import check_document_name
@@ -163,7 +163,7 @@ def _data(description: Description, stats: Stats | None, difference: Difference 
         "overview": list(_overview(description)),
         "findings": [
             {"severity": row.severity, "where": path_text(row.where) if row.where else "",
-             "found": printable(as_options(row.found)), "expected": printable(as_options(row.expected)),
+             "found": printable(found_in(row)), "expected": printable(as_options(row.expected)),
              "says": printable(quoted(row.says)), "fix": printable(as_options(row.fix))}
             for row in description.findings
         ],

@@ -123,12 +123,12 @@ def print_finding(finding: Finding, out: Console, *, with_code: bool = False) ->
     """What was found, what was expected, what PyTorch says about it, what mends it; with the code that --ignore takes."""
     from rich.text import Text
 
-    from ckpt_tools.render.wording import as_options
+    from ckpt_tools.render.wording import as_options, found_in
 
     where = f" in {path_text(finding.where)}" if finding.where else ""
     code = f" [{finding.code}]" if with_code else ""
     head = Text(f"{finding.severity}{code}{where}: ", style=_SEVERITY[finding.severity])
-    out.print(head + Text(printable(as_options(finding.found)), style="default"), soft_wrap=True)
+    out.print(head + Text(printable(found_in(finding)), style="default"), soft_wrap=True)
     if finding.expected:
         out.print(Text(f"  expected {printable(as_options(finding.expected))}", style="dim"), soft_wrap=True)
     if finding.says:

@@ -8,6 +8,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_tools.tree.findings import Finding
+
 _RAISED = re.compile(r"`limits\.raised\((\w+)=(\d+)\)`")
 _ARGUMENT = re.compile(r"`([a-z]\w*)(?:=([^`]*))?`")
 
@@ -37,7 +39,8 @@ def worded(document: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-_SENTENCES = ("text", "found", "expected", "fix")
+_SENTENCES = frozenset(("text", "found", "expected", "fix"))
+_QUOTING = frozenset(("dangerous", "unexamined"))
 
 
 def _worded_row(row: Any) -> Any:
@@ -45,7 +48,13 @@ def _worded_row(row: Any) -> Any:
         return as_options(row)
     if not isinstance(row, dict):
         return row
-    return {key: as_options(value) if key in _SENTENCES and isinstance(value, str) else value for key, value in row.items()}
+    sentences = _SENTENCES - {"found"} if row.get("code") in _QUOTING else _SENTENCES
+    return {key: as_options(value) if key in sentences and isinstance(value, str) else value for key, value in row.items()}
+
+
+def found_in(finding: Finding) -> str:
+    """What a finding says was found. What it quotes of a file stays as it is: a shell's `id` is not an option."""
+    return finding.found if finding.code in _QUOTING else as_options(finding.found)
 
 
 def _option(found: re.Match[str]) -> str:

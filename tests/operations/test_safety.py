@@ -31,6 +31,7 @@ from click.testing import CliRunner
 import ckpt_tools
 from ckpt_tools import limits
 from ckpt_tools.cli import main
+from ckpt_tools.errors import LimitError
 from ckpt_tools.formats import pickles
 from ckpt_tools.formats.open import open_source
 from ckpt_tools.io.output import Source
@@ -622,3 +623,42 @@ def test_a_call_behind_a_limit(padding: bytes, tmp_path: Path) -> None:
     with limits.raised(containers=100):
         assert examined(tmp_path / "a.pkl", data).verdict == "unexamined"
         assert examined(tmp_path / "b.pkl", pickle.dumps(None, 2) + data).verdict == "unexamined"
+
+
+def test_what_is_looked_through_is_limited(tmp_path: Path) -> None:
+    """Too many members or pickles, or archives too deep in one another, are told with the limit's name, which raises it."""
+    with zipfile.ZipFile(tmp_path / "in.zip", "w") as archive:
+        for number in range(6):
+            archive.writestr(f"{number}.pkl", pickle.dumps(number))
+    data = (tmp_path / "in.zip").read_bytes()
+    assert examined(tmp_path / "a.zip", data).verdict == "plain"
+    with limits.raised(members=20):
+        (where, why), *others = examined(tmp_path / "a.zip", data).unexamined
+    assert (where, others) == ("", [])
+    assert "The limit members is 20 members" in why
+    for _ in range(2):
+        data = gzip.compress(data)
+    assert examined(tmp_path / "a.zip", data).verdict == "plain"
+    with limits.raised(nested=2):
+        assert "The limit nested is 2 archives" in examined(tmp_path / "a.zip", data).unexamined[0][1]
+
+
+def test_many_in_one_another_are_refused(tmp_path: Path) -> None:
+    """Where the limit was raised beyond what Python can follow it is an error of ours."""
+    data = pickle.dumps(1)
+    for _ in range(400):
+        data = gzip.compress(data, 0)
+    with limits.raised(nested=10_000), pytest.raises(LimitError, match="nested deeper than Python can follow"):
+        examined(tmp_path / "a.gz", data)
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["inspect", "--json"], ["check"], ["scan"], ["report", "--output"]])
+def test_a_call_is_shown_as_it_stands(command: list[str], tmp_path: Path) -> None:
+    """What a shell runs between backticks is no option of ours."""
+    written = "touch x; `id` `dtype=1`"
+    path, page = tmp_path / "a.pkl", tmp_path / "page.html"
+    path.write_bytes(pickle.dumps({"a": Payload(os.system, written)}))
+    out = CliRunner().invoke(main, [*command, *([str(page)] if command[0] == "report" else []), str(path)]).output
+    out += page.read_text() if page.exists() else ""
+    assert written in out
+    assert "--id" not in out
