@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import ConvertError
 from ckpt_tools.io.content import Computed, Content, Range, equal_chunks, read
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.values.numeric import part, torch_dtype
+from ckpt_tools.values.numeric import one_thread, part, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
-BLOCK = 1 << 19  # elements of the base that are worked on at once
+BLOCK = 1 << 17  # elements of the base that are worked on at once: few enough for a cache
 _NARROW = ("float16", "bfloat16")
 
 
@@ -84,11 +84,13 @@ def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
         for layer in layers:
             layer.measure(base)
         for start, block in _blocks(base):
-            whole = before = block.clone()
-            for layer in layers:
-                block = layer.onto(block, before, start)
-            _check_finite(block, whole, base.name)
-            yield _bytes(block)
+            with one_thread():  # others wait for each other where the machine is busy, and sums would depend on their number
+                made, before = block, block.clone()
+                for layer in layers:
+                    made = layer.onto(made, before, start)
+                _check_finite(made, before, base.name)
+                data = _bytes(made)
+            yield data
 
     return Computed(base.content.length, work, base.content)
 
@@ -101,10 +103,11 @@ def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
     """
 
     def work() -> Iterator[memoryview]:
-        for _, block in _blocks(Matrix(base.name, base.content, base.dtype, (base.rows, 1))):
+        vectors = [_load(addend.vector, _in_memory(addend.vector.dtype, base.dtype)) * addend.scale for addend in addends]
+        for start, block in _blocks(Matrix(base.name, base.content, base.dtype, (base.rows, 1))):
             before = block.clone()
-            for addend in addends:
-                block += (_load(addend.vector, _in_memory(addend.vector.dtype, base.dtype)) * addend.scale).reshape(-1, 1)
+            for vector in vectors:
+                block += vector.reshape(-1, 1)[start : start + len(block)]
             _check_finite(block, before, base.name)
             yield _bytes(block)
 
