@@ -15,7 +15,7 @@ from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.parts.named import Partition, without_advice
 from ckpt_tools.operations.loaders import Loads
 from ckpt_tools.operations.safety import Safety
-from ckpt_tools.text import dotted, listed
+from ckpt_tools.text import dotted, listed, printable
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.names import MODULE
 from ckpt_tools.tree.nodes import Dict, Entry, Storage
@@ -33,7 +33,7 @@ class Facts:
     Attributes:
         checkpoint: open. state_dicts, totals: the rows of a `Description`.
         safety: what loading it without weights_only would run. loads: how it is loaded.
-        part: whose part of a model it is; None for a whole one.
+        part: whose part of a model it is; None for a whole one. adapter: what `Description` says of an adapter.
     """
 
     checkpoint: Checkpoint
@@ -42,6 +42,7 @@ class Facts:
     safety: Safety
     loads: Loads
     part: Partition | None
+    adapter: dict[str, Any] | None = None
 
     @property
     def needed(self) -> str:
@@ -70,7 +71,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
 
 def _findings(facts: Facts) -> Iterator[Finding]:
     """Each finding, and last the command that mends several at once."""
-    sources = (_wrappers, _prefixes, _devices, _big_endian, _oversized, _dead_bytes, _loading, _warnings)
+    sources = (_adapters, _wrappers, _prefixes, _devices, _big_endian, _oversized, _dead_bytes, _loading, _warnings)
     options: dict[str, None] = {}
     for finding, option in chain.from_iterable(source(facts) for source in sources):
         yield finding
@@ -94,8 +95,20 @@ def _wrappers(facts: Facts) -> Iterator[_Advised]:
             )
 
 
+def _adapters(facts: Facts) -> Iterator[_Advised]:
+    if facts.adapter is not None:
+        found = f"an adapter ({facts.adapter['kind']}), not a model by itself"
+        if (problem := facts.adapter["problem"]) is not None:
+            yield Finding("adapter", "warning", [], f"{found}; {problem}", "one that can be merged into its base"), ""
+            return
+        fix = printable(f"ckpt convert BASE MERGED.safetensors --lora {shlex.quote(str(facts.checkpoint.path))}")
+        yield Finding("adapter", "info", [], found, "the base with the adapter's changes in it", fix), ""
+
+
 def _prefixes(facts: Facts) -> Iterator[_Advised]:
     """State dicts of which every name starts with an attribute of a training module, as Lightning's do."""
+    if facts.adapter is not None:  # PEFT's own prefix
+        return
     root = facts.checkpoint.root
     holders = None if type(root) is Dict and root.get("pytorch-lightning_version") is not None else HOLDERS
     for state_dict, row in zip(facts.checkpoint.state_dicts, facts.state_dicts, strict=True):

@@ -94,10 +94,15 @@ def _wholes(folder: Path, names: Sequence[str]) -> tuple[list[Path], set[str]]:
         layout = None
     if layout is not None and layout.container == "items" and not _describes_items(folder / layout.names[0]):
         layout = None
-    parts = {name for files in indexes.values() for name in files} | set(indexes)
+    parts = {name for files in indexes.values() for name in files} | set(indexes) | _of_adapter(names)
     if layout is not None:
         return [folder], parts | _own(layout, names)
     return [folder / name for name in indexes], parts
+
+
+def _of_adapter(names: Sequence[str]) -> set[str]:
+    """The configuration of a PEFT adapter, which is read with the adapter's tensors."""
+    return {"adapter_config.json"} if any(name.startswith("adapter_model.") for name in names) else set()
 
 
 def _describes_items(path: Path) -> bool:

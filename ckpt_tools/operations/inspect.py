@@ -73,6 +73,7 @@ class Description:
         part: of one process's part of a model, whose and of how many; else None.
         packed: of a checkpoint in a compressed file or a tar, which kind that is and the member; else None.
         quantised: of quantised weights the schemes, with what plain ones would take; else None.
+        adapter: of a low-rank adapter what it changes, and how; else None.
     """
 
     path: str
@@ -93,6 +94,7 @@ class Description:
     part: dict[str, Any] | None = None
     packed: dict[str, str] | None = None
     quantised: dict[str, Any] | None = None
+    adapter: dict[str, Any] | None = None
 
     __repr__ = brief
 
@@ -128,6 +130,7 @@ def describe(checkpoint: Checkpoint) -> Description:
         {"loads": loads.weights_only, "refused": loads.refused, "reasons": loads.reasons, "call": loads.call}, safety,
         dict(checkpoint.decoded.metadata), list(findings(facts)),
         _part_row(facts.part) if facts.part is not None else None, _packed_row(checkpoint), _quantised_row(checkpoint),
+        facts.adapter,
     )  # fmt: skip
 
 
@@ -141,7 +144,7 @@ def _gather(checkpoint: Checkpoint, safety: Safety | None = None) -> tuple[_Rows
     rows, state_dicts, totals = _measure(checkpoint)
     safety = of_checkpoint(checkpoint) if safety is None else safety
     loads = how_it_loads(checkpoint, safety.classes)
-    return rows, Facts(checkpoint, state_dicts, totals, safety, loads, partition(checkpoint))
+    return rows, Facts(checkpoint, state_dicts, totals, safety, loads, partition(checkpoint), _adapter_row(checkpoint))
 
 
 def _part_row(part: Partition) -> dict[str, Any]:
@@ -162,6 +165,16 @@ def _quantised_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if not any(map(names_quantised, checkpoint.state_dicts)):
         return None
     from ckpt_tools.edit.quantised.summary import summary
+
+    return summary(checkpoint)
+
+
+def _adapter_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What an adapter is, told by its names and by the configuration beside it."""
+    names = (name for state_dict in checkpoint.state_dicts for name in state_dict.names)
+    if not any("lora" in name or name.startswith("base_model.model.") for name in names):
+        return None
+    from ckpt_tools.edit.lora.summary import summary
 
     return summary(checkpoint)
 

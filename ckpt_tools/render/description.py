@@ -86,12 +86,28 @@ def _head(description: Description, limit: int | None) -> list[Row]:
     rows += rows_of("state dict", list(map(state_dict_text, description.state_dicts)), limit, "--all")
     if quantised := description.quantised:
         rows += rows_of("quantised", [*map(_scheme_text, quantised["schemes"]), *quantised["problems"]], limit, "--all")
+    if description.adapter is not None:
+        rows += zip(("adapter", "", "", ""), _adapter_lines(description.adapter), strict=False)
     if part := description.part:
         whose = "one" if part["rank"] is None else f"rank {part['rank']}"
         of = f"{whose} of {part['world']}, " if part["world"] else ""
         rows.append(("part", f"{of}{part['family']}: not a model by itself"))
     rows.append(loading_row(description.weights_only))
     return rows if description.container == "safetensors" else [*rows, ("safety", description.safety.text)]
+
+
+def _adapter_lines(row: dict[str, Any]) -> list[str]:
+    """What an adapter changes, and how."""
+    targets = listed([f"{name} x {count}" for name, count in row["targets"].items()], 8)
+    names = f", {row['names']}'s names" if row["modules"] else ""
+    lines = [f"{row['kind']}{names}, {counted(row['modules'], 'module')}{f': {targets}' if targets else ''}"]
+    if row["modules"]:
+        ranks = listed([rank if count == row["modules"] else f"{rank} x {count}" for rank, count in row["ranks"].items()], 8)
+        alpha = "" if row["alpha"] is None else f", alpha {row['alpha']:g}{' (rsLoRA)' if row['rslora'] else ''}"
+        lines.append(f"rank {ranks}{alpha}; changes {counted(row['elements'], 'weight')} of {size_text(row['delta_bytes'])}")
+    if row["saved"]:
+        lines.append(f"holds whole: {listed(row['saved'], 8)}")
+    return [*lines, *([f"trained on {row['base']}"] if row["base"] else [])]
 
 
 def _scheme_text(row: dict[str, Any]) -> str:

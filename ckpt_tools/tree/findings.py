@@ -48,7 +48,7 @@ CODES = frozenset((
     "other-members", "several-archives", "torchscript-program", "exported-program", "embedded-source", "null-metadata",
     "extra-field", "not-utf-8", "stored-types", "left-out", "unread-member",
     "half-edited", "stray-journal", "cut-archive", "distributed-tensors", "no-index",
-    "beside-the-weights", "stacked-layers",
+    "beside-the-weights", "stacked-layers", "adapter",
 ))  # fmt: skip
 
 _PACKED = re.compile(r"(?:\.tar)?\.(?:gz|bz2|xz|zst|tgz|nemo)$", re.IGNORECASE)

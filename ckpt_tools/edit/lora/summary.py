@@ -1,0 +1,96 @@
+"""What an adapter is, told by its names, shapes and configuration; no tensor is read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_config
+from ckpt_tools.edit.lora.names import PEFT_PREFIX, Part, Role, is_factor, read_name
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.open import Checkpoint, tensors_by_name
+from ckpt_tools.io.output import is_address
+from ckpt_tools.tree.nodes import Entry
+
+_NUMBERED = re.compile(r".*_\d+_(?=.)")  # of a name with underscores for dots: what comes before the last words
+_KINDS = {"LORA": "LoRA", "LOHA": "LoHa", "LOKR": "LoKr", "ADALORA": "AdaLoRA", "VERA": "VeRA"}
+
+
+def summary(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What an adapter is; None for a checkpoint that is not one.
+
+    Returns:
+        `kind`, `names` (whose), `modules`, `targets` (last name: modules), `ranks` (rank: modules), `alpha`, `rslora`,
+        `elements` that it changes, `delta_bytes` that the changes would take in the dtype of the factors, `saved` (tensors
+        that it holds whole), `base` (what it was trained on), `problem` (why it cannot be merged).
+    """
+    if len(checkpoint.state_dicts) != 1:
+        return None
+    tensors = tensors_by_name(checkpoint.state_dicts[0].node)
+    parts = {name: read_name(name) for name in tensors}
+    modules: dict[tuple[str, str], dict[Role, Entry]] = {}
+    for name, part in parts.items():
+        if part.role is not None and type(entry := tensors[name]) is Entry:
+            modules.setdefault((part.component, part.module), {})[part.role] = entry
+    pairs = [pair for roles in modules.values() if (pair := _pair(roles)) is not None]
+    alone = [name for name, part in parts.items() if part.role is None]
+    if not pairs and not (alone and all(name.startswith(PEFT_PREFIX) for name in tensors) and any(map(is_factor, alone))):
+        return None
+    kind, config, problem = _said(checkpoint, list(parts.values()))
+    if kind == "LoRA" and any("magnitude" in roles for roles in modules.values()):
+        kind = "DoRA"
+    elements = [up.shape[0] * (down.numel // down.shape[0]) for down, up in pairs]
+    return {
+        "kind": kind, "names": _whose(parts.values()), "modules": len(pairs), "targets": _targets(parts.values()),
+        "ranks": {str(rank): count for rank, count in sorted(Counter(down.shape[0] for down, _ in pairs).items())},
+        "alpha": config.alpha, "rslora": config.rslora, "elements": sum(elements),
+        "delta_bytes": sum(count * up.dtype.itemsize for count, (_, up) in zip(elements, pairs, strict=True)),
+        "saved": [parts[name].module for name in alone if not is_factor(name)], "base": config.base, "problem": problem,
+    }  # fmt: skip
+
+
+def _pair(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
+    """The two factors of a module, where they are factors of one product."""
+    down, up = roles.get("down", roles.get("embedding_down")), roles.get("up", roles.get("embedding_up"))
+    if down is None or up is None or min(len(down.shape), len(up.shape)) < 2:
+        return None
+    return (down, up) if down.shape[0] == up.shape[1] > 0 else None
+
+
+def _said(checkpoint: Checkpoint, parts: list[Part]) -> tuple[str, Config, str | None]:
+    """The kind of adapter, what its configuration says, and why it cannot be merged, if that is so."""
+    path = checkpoint.path
+    if checkpoint.packed is not None or is_address(str(path)):
+        return "LoRA", Config(), None
+    try:
+        said = read_config(path.parent)
+    except CkptError as error:
+        return "LoRA", Config(), error.what
+    if said is None:
+        missing = _whose(parts) == "PEFT" and not any(part.role == "alpha" for part in parts)
+        return "LoRA", Config(), f"the scale of its changes is in its {CONFIG}, which is not beside it" if missing else None
+    modules = [part.module for part in parts if part.role == "down"]
+    kind = str(said.get("peft_type"))[:40]
+    try:
+        return _KINDS.get(kind, kind), check_kind(said, str(path), modules), None
+    except CkptError as error:
+        problem = error.what
+    try:
+        return _KINDS.get(kind, kind), parse(said, str(path)), problem
+    except CkptError:
+        return _KINDS.get(kind, kind), Config(), problem
+
+
+def _whose(parts: Iterable[Part]) -> str:
+    """Whose names they are."""
+    found = Counter("PEFT" if part.peft else "kohya" if part.flat else "diffusers" for part in parts if part.role is not None)
+    return found.most_common(1)[0][0] if found else "PEFT"
+
+
+def _targets(parts: Iterable[Part]) -> dict[str, int]:
+    """How many modules of each last name are changed."""
+    modules = dict.fromkeys((part.component, part.module, part.flat) for part in parts if part.role in ("up", "embedding_up"))
+    last = (_NUMBERED.sub("", module) if flat else module.rpartition(".")[2] for _, module, flat in modules)
+    return dict(Counter(last))
