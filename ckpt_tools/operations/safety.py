@@ -61,7 +61,7 @@ class Safety:
             return f"dangerous: it {_does(self.calls[0][1])}{more}"
         if self.verdict == "needs-code":
             names = listed(self.classes, 3) if self.classes else "a program"
-            return f"needs code: {names}; none known to do harm"
+            return printable(f"needs code: {names}; none known to do harm")
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
             return printable(f"could not be examined: {where + ': ' if where else ''}{why}")

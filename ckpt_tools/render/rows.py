@@ -27,15 +27,20 @@ def rows_of(label: str, lines: Sequence[str], limit: int | None = 10, rest: str 
 
 
 def print_rows(rows: Sequence[Row], out: Console) -> None:
-    """Two columns, a dim label and what there is to say; texts from files must be printable."""
+    """Two columns, a dim label and what there is to say."""
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for row in rows:
-        grid.add_row(*row)
+    for label, text in rows:
+        grid.add_row(label, _safe(text))
     out.print(grid)
+
+
+def _safe(text: str) -> str:
+    """Whatever was forgotten before: nothing from a file steers a terminal."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def print_title(title: str, out: Console) -> None:
@@ -51,7 +56,7 @@ def show_rows(title: str, rows: Sequence[Row]) -> None:
         show(partial(_print_page, title, rows))
         return
     width = max((len(label) for label, _ in rows), default=0)
-    lines = [f"{printable(title)}\n", *(f"{label:{width}}  {text}".rstrip() + "\n" for label, text in rows)]
+    lines = [f"{printable(title)}\n", *(f"{label:{width}}  {_safe(text)}".rstrip() + "\n" for label, text in rows)]
     sys.stdout.write("".join(lines))
 
 

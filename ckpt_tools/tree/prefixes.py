@@ -5,6 +5,7 @@ No wrapper puts it there, so nothing takes it away unasked: a model may have an 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,11 @@ class Prefix:
     shorter: list[str]
 
     @property
-    def removal(self) -> str:
-        """The argument of `convert` that takes it away, once: `strip_prefix` takes repeated ones too."""
+    def removal(self) -> tuple[str, str]:
+        """The option of `convert` that takes it away once, and its value: `strip_prefix` takes repeated ones too."""
         if all(strip_leading(longer, self.text) == shorter for longer, shorter in zip(self.longer, self.shorter, strict=True)):
-            return f"strip_prefix={self.text!r}"
-        return f"rename={'^' + self.text.replace('.', chr(92) + '.') + '='!r}"
+            return "strip_prefix", self.text
+        return "rename", f"^{re.escape(self.text)}="
 
 
 def between(names: Sequence[str], wanted: Sequence[str]) -> Prefix | None:

@@ -174,3 +174,12 @@ def test_only_what_is_needed_is_fetched(server: Server, tmp_path: Path) -> None:
         server.sent = 0
         assert command(*arguments).exit_code == 0
         assert server.sent < most * size, arguments
+
+
+def test_a_name_like_a_ranks_file(far: str, tmp_path: Path) -> None:
+    """A file far away whose name is that of a rank's file is read as any other."""
+    ours = tmp_path / "far" / "model_1.pt"
+    ours.write_bytes((tmp_path / "far" / "a.pth").read_bytes())
+    if far.startswith("memory"):
+        pytest.importorskip("fsspec").filesystem("memory").put_file(str(ours), "/far/model_1.pt")
+    assert command("inspect", f"{far}model_1.pt").exit_code == 0

@@ -398,6 +398,16 @@ def test_inspect_tells(tmp_path: Path) -> None:
     assert safety["calls"][0]["call"] == RUNS
 
 
+def test_names_do_not_steer_a_terminal(tmp_path: Path) -> None:
+    """The names of classes in a verdict are escaped, in every command that tells it."""
+    path = tmp_path / "a.pth"
+    path.write_bytes(b"\x80\x02ctorch.distributed.tensor\nD\x1b[31m\n)\x81.")
+    for command in ("inspect", "scan"):
+        shown = run(command, str(path))[1]
+        assert "\x1b" not in shown
+        assert r"torch.distributed.tensor.D\x1b[31m" in shown
+
+
 def test_inspect_tells_of_what_it_cannot_read(tmp_path: Path) -> None:
     """A file that breaks behind a call, or is not a checkpoint, is refused, and the call is told all the same."""
     path = tmp_path / "a.pth"

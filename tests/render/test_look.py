@@ -132,6 +132,7 @@ def test_names_that_the_terminal_cannot_show(name: str, terminal: dict[str, str]
         "average": [path, out],
         "diff": [path],
         "match": ["--like", path],
+        "show": ["\u5c64.weight"],
     }
     done = ckpt(name, path, *more.get(name, []), PYTHONIOENCODING="ascii", LANG="C", **terminal)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import PartError, TensorError
@@ -257,7 +258,8 @@ _ITEM = r".+_\d{1,6}\.(?:pt|safetensors)"  # compiled where one may be: most fil
 
 def _of_item(checkpoint: Checkpoint) -> Partition | None:
     """By its name, and by the metadata.pkl beside it, which alone says how plain tensors were cut."""
-    if not (checkpoint.path.parent / "metadata.pkl").is_file() or not re.fullmatch(_ITEM, checkpoint.path.name):
+    beside = checkpoint.path.parent / "metadata.pkl"
+    if not isinstance(beside, Path) or not beside.is_file() or not re.fullmatch(_ITEM, checkpoint.path.name):
         return None
     others = _others(checkpoint)
     if others is None or (others.count == 1 and names_parts(checkpoint)):  # a DTensor in a world of one is whole
