@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.convert.run import convert
     from ckpt_tools.operations.inspect import Description, inspect
     from ckpt_tools.operations.match import Matched, match
+    from ckpt_tools.operations.proved import Proved
     from ckpt_tools.operations.repair.report import Repaired
     from ckpt_tools.operations.repair.run import repair
     from ckpt_tools.operations.scan import Scanned, scan
     from ckpt_tools.operations.show import Shown, show
     from ckpt_tools.render.html import Reported, report
+    from ckpt_tools.torch.proving.prove import prove
     from ckpt_tools.torch.steps import Steps, open  # noqa: A004 - called as ckpt_tools.open, like gzip.open
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "Description",
     "Difference",
     "Matched",
+    "Proved",
     "Repaired",
     "Reported",
     "Scanned",
@@ -57,6 +60,7 @@ __all__ = [
     "match",
     "open",
     "open_checkpoint",
+    "prove",
     "repair",
     "report",
     "scan",
@@ -72,6 +76,7 @@ _HOMES = {
     "Description": "operations.inspect",
     "Difference": "operations.compare.report",
     "Matched": "operations.match",
+    "Proved": "operations.proved",
     "Repaired": "operations.repair.report",
     "Reported": "render.html",
     "Scanned": "operations.scan",
@@ -87,6 +92,7 @@ _HOMES = {
     "match": "operations.match",
     "open": "torch.steps",
     "open_checkpoint": "formats.open",
+    "prove": "torch.proving.prove",
     "repair": "operations.repair.run",
     "report": "render.html",
     "scan": "operations.scan",

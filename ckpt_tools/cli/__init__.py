@@ -25,7 +25,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.text import did_you_mean
 
 # In the order of --help.
-COMMANDS = ("inspect", "show", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "report")
+COMMANDS = ("inspect", "show", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "report", "prove")
 
 # A command makes little that refers to itself, and ends soon: looking for cycles among all that it made would only take time.
 gc.set_threshold(500_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,18 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
 @options_of(ConvertOptions)
+@click.option(
+    "--prove", multiple=True, metavar="[NAME=]SHAPE[:N]",
+    help="At the end run IN and OUT in the model of --like on such inputs, as ckpt prove does. Repeatable.",
+)  # fmt: skip
+@click.option("--prove-model", metavar="PACKAGE.MODULE:CALLABLE", help="The model for IN, where it is not that of --like.")
 @click.option("--in-place", is_flag=True, help="Edit names and device tags in IN itself; no OUT. A kill leaves old or new.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def convert(source: Path, target: str | None, in_place: bool, quiet: bool, as_json: bool, **options: Any) -> None:
+def convert(
+    source: Path, target: str | None, prove: tuple[str, ...], prove_model: str | None, in_place: bool, quiet: bool,
+    as_json: bool, **options: Any,
+) -> None:  # fmt: skip
     """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
 
     \b
@@ -64,9 +73,10 @@ def convert(source: Path, target: str | None, in_place: bool, quiet: bool, as_js
 
     With --shard-size or --format dcp the processes of torchrun --nproc-per-node N -m ckpt_tools convert ... share the work.
 
-    Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
+    Exit code: 0 done, 1 --prove found a difference, 2 usage, 3 refused, 130 interrupted.
     """
     asked = given(options)
+    _check_provable(asked, prove, prove_model, in_place=in_place)
     if in_place:
         _report(_edit_in_place(source, target, asked), quiet=quiet, as_json=as_json)
         return
@@ -78,8 +88,37 @@ def convert(source: Path, target: str | None, in_place: bool, quiet: bool, as_js
         report = convert_checkpoint(source, target, progress=progress, ranks=ranks, **asked)
     if ranks is None or not ranks.rank:  # the first process reports for all
         _report(report, quiet=quiet, as_json=as_json)
+        if prove:
+            _prove(source, report.target, asked, prove, prove_model, quiet=quiet, as_json=as_json)
     if ranks is not None and ranks.world > 1:
         end_process()
+
+
+def _check_provable(asked: dict[str, Any], prove: tuple[str, ...], prove_model: str | None, *, in_place: bool) -> None:
+    """--prove needs a model, and an OUT."""
+    if prove_model is not None and not prove:
+        raise click.UsageError("--prove-model is for --prove.")
+    if prove and (in_place or asked.get("dry_run")):
+        raise click.UsageError("--prove compares IN with the OUT that was written; --in-place and --dry-run write none.")
+    if prove and "like" not in asked:
+        raise click.UsageError("--prove runs the model of --like: give --like PACKAGE.MODULE:CALLABLE.")
+
+
+def _prove(
+    source: Path, target: str, asked: dict[str, Any], inputs: tuple[str, ...], model: str | None, *, quiet: bool, as_json: bool
+) -> None:
+    """Run both, and end with 1 where they differ."""
+    from ckpt_tools.cli.prove import show_proved
+    from ckpt_tools.torch.proving.prove import prove
+
+    arguments = asked.get("like_args")
+    report = prove(
+        source, target, model=(model or asked["like"], asked["like"]), model_args=(None if model else arguments, arguments),
+        inputs=inputs, select=asked.get("select"),
+    )  # fmt: skip
+    show_proved(report, quiet=quiet, as_json=as_json)
+    if not report:
+        sys.exit(1)
 
 
 def _report(report: Converted, *, quiet: bool, as_json: bool) -> None:

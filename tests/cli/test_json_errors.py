@@ -41,7 +41,7 @@ REFUSED = [
     "match gone.pth --like in.pth", "match in.pth --like gone.pth", "repair gone.pth out.pth", "diff in.pth gone.pth",
     "stats gone.pth", "average gone.pth in.pth out.pth", "convert in.pth --in-place --rename a=b --rename (=c",
     "convert in.pth out.pth --drop absent", "check --against gone.pth in.pth", "convert gone.pth out --shard-size 1GB",
-    "scan gone.pth",
+    "scan gone.pth", "prove gone.pth in.pth --model torch.nn:Identity --input 1x2",
 ]  # fmt: skip
 
 
@@ -58,7 +58,8 @@ USAGE = [
     "check --jobs 0 in.pth", "check --ignore absent in.pth", "check --output a.digest in.pth", "match in.pth",
     "repair in.pth", "diff in.pth", "stats --depth x in.pth", "average in.pth out.pth",
     "average a.pth b.pth out.pth --weights x", "convert in.pth out.gguf", "absent", "scan", "report in.pth -o page.html",
-    "convert in.pth out.pth --select a --select b",
+    "convert in.pth out.pth --select a --select b", "prove in.pth in.pth --input 1x2",
+    "prove in.pth in.pth --model a:b --input x",
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from ckpt_tools import convert
 from ckpt_tools.cli import main
 from tests.cli.test_cli import ROOT, ckpt
+from tests.support import proving
 from tests.support.samples import FIXTURES, PTH, SAFETENSORS
 
 DOCS = ROOT / "docs"
@@ -134,6 +135,15 @@ def test_average() -> None:
         torch.save({"a.weight": torch.rand(3), **counts}, f"{number}.pth")
     found = documents("average", "1.pth", "2.pth", "mean.pth", "--weights", "3,1", "--integers", "first")
     assert filled(found) == fields("average")
+
+
+def test_prove() -> None:
+    """Equal and different ones, with a setting that differs, and with digests in a certificate."""
+    torch.save(proving.Text().state_dict(), "text.pth")
+    models = ("--model", f"{proving.__file__}:Text", "--model", f"{proving.__file__}:text_with_another_eps")
+    found = documents("prove", "text.pth", "text.pth", *models, "--input", "1x4:50", "--certificate", "c.json", "--seed", 1)
+    found += documents("prove", "text.pth", "text.pth", *models[:2], "--input", "1x4:50")
+    assert filled(found) == fields("prove")
 
 
 def test_stats() -> None:

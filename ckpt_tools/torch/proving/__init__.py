@@ -1,0 +1,1 @@
+"""Whether two models compute the same numbers, and the first module where they part."""

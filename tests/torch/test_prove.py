@@ -1,0 +1,291 @@
+"""ckpt prove: equal models are equal however they are written, and a planted fault is found in its layer, with its reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import ckpt_tools
+from ckpt_tools.errors import MatchError, TargetError, UsageError
+from tests.cli.test_cli import ROOT, ckpt
+from tests.support.proving import Image, RenamedText, Text, trained
+
+IMAGE, TEXT = "2x3x8x8", "2x8:50"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[type[nn.Module], Path]:
+    """A file of each network."""
+    found: dict[type[nn.Module], Path] = {}
+    for kind in (Image, Text):
+        found[kind] = tmp_path / f"{kind.__name__}.pth"
+        torch.save(trained(kind()).state_dict(), found[kind])
+    return found
+
+
+def changed(path: Path, **edits: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """The file with some of its tensors changed; `__` in a keyword is a dot."""
+    state = torch.load(path)
+    for name, edit in edits.items():
+        key = name.replace("__", ".")
+        state[key] = edit(state[key]).contiguous()
+    torch.save(state, path.with_name("changed.pth"))
+    return path.with_name("changed.pth")
+
+
+def swapped_halves(weight: torch.Tensor) -> torch.Tensor:
+    """The rows of each head, as rotary embeddings that interleave want them."""
+    return weight.unflatten(0, (4, 2, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def with_eps(model: Any) -> None:
+    model.blocks[1].norm1.eps = 1e-6
+
+
+def with_momentum_and_eps(model: Any) -> None:
+    model.body[1].eps, model.body[1].momentum = 1e-3, 0.01
+
+
+def with_tanh(model: Any) -> None:
+    model.blocks[0].tanh = True
+
+
+def with_another_module(model: Any) -> None:
+    model.stem[2] = nn.LeakyReLU()
+
+
+def with_padding(model: Any) -> None:
+    model.body[0].padding_mode = "circular"
+    model.body[0]._reversed_padding_repeated_twice = [1, 1, 1, 1]
+
+
+def without_scale(model: Any) -> None:
+    model.blocks[1].attn.scale = 1 / 16
+
+
+def reversed_positions(model: Any) -> None:
+    model.reversed = True
+
+
+def another_base(model: Any) -> None:
+    model.blocks[0].attn.base = 10000.0
+
+
+Fault = tuple[type[nn.Module], dict[str, Callable[[torch.Tensor], torch.Tensor]], Callable[[Any], None] | None, str, str]
+
+# network, what is changed in its file, what in its code: the module that must be named, and a word of the reason
+FAULTS: dict[str, Fault] = {
+    "q permuted": (
+        Text,
+        {"blocks__1__attn__q_proj__weight": swapped_halves},
+        None,
+        "blocks.1.attn.q_proj",
+        "rows are in another",
+    ),
+    "eps": (Text, {}, with_eps, "blocks.1.norm1", "eps 1e-05, and 1e-06"),
+    "momentum and eps": (Image, {}, with_momentum_and_eps, "body.1", "eps 1e-05, and 0.001"),
+    "transposed square": (Image, {"mix__weight": torch.t}, None, "mix", "transposed (square)"),
+    "another function": (Text, {}, with_tanh, "blocks.0", "gelu, and gelu(tanh)"),
+    "another module": (Image, {}, with_another_module, "stem.2", "ReLU, and LeakyReLU"),
+    "padding": (Image, {}, with_padding, "body.0", "padding_mode 'zeros', and 'circular'"),
+    "order of positions": (Text, {}, reversed_positions, "", "reversed False, and True"),
+    "rotary base": (Text, {}, another_base, "blocks.0.attn", "base 100.0, and 10000.0"),
+    "scale": (Text, {}, without_scale, "blocks.1.attn", "scale 0.5, and 0.0625"),
+    "order of learned positions": (Text, {"positions": lambda value: value.flip(0)}, None, "", "positions rows are in another"),
+    "channels of the image": (
+        Image,
+        {"stem__0__weight": lambda value: value.flip(1)},
+        None,
+        "stem.0",
+        "columns are in another",
+    ),
+    "a running variance": (Image, {"body__1__running_var": lambda value: value * 2}, None, "body.1", "running_var is 2 times"),
+    "sign": (Text, {"head__bias": torch.neg}, None, "head", "bias is negated"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults(name: str, paths: dict[type[nn.Module], Path]) -> None:
+    """The module that is named is the one in which the fault was planted, and the reason is the fault."""
+    kind, edits, plant, where, reason = FAULTS[name]
+    model = kind()
+    if plant is not None:
+        plant(model)
+    new = changed(paths[kind], **edits)
+    report = ckpt_tools.prove(paths[kind], new, model=(kind, model), inputs=IMAGE if kind is Image else TEXT)
+    assert not report
+    assert report.fault is not None
+    assert (report.fault.where, any(reason in text for text in report.fault.reasons)) == (where, True), report.fault
+
+
+def test_one_model_in_two_files(paths: dict[type[nn.Module], Path]) -> None:
+    """The same numbers in another container give the same outputs, in float64."""
+    save_file(torch.load(paths[Image]), paths[Image].with_name("i.safetensors"))
+    report = ckpt_tools.prove(paths[Image], paths[Image].with_name("i.safetensors"), model=Image, inputs=[IMAGE])
+    assert report
+    assert (report.dtype, report.fault, report.settings) == ("float64", None, [])
+    assert report.modules == len(list(Image().named_modules()))
+
+
+def renamed(path: Path, *, plant: Callable[[Any], None] = lambda model: None) -> tuple[Path, nn.Module]:
+    """The text network's file under the other writing's names, and that writing, with a fault or not."""
+    names = {"tokens": "wte", "positions": "wpe", "blocks": "h", "norm1": "ln_1", "norm2": "ln_2", "norm": "ln_f"}
+    names |= {"head": "lm_head", "attn": "attention", "fc1": "mlp.0", "fc2": "mlp.2"}
+    state = {".".join(names.get(part, part) for part in name.split(".")): value for name, value in torch.load(path).items()}
+    save_file(state, path.with_name("renamed.safetensors"))
+    model = RenamedText()
+    plant(model)
+    return path.with_name("renamed.safetensors"), model
+
+
+def test_another_writing_is_equal(paths: dict[type[nn.Module], Path]) -> None:
+    """Other names, other modules around them, a function that became a module: equal, and the modules are paired."""
+    new, model = renamed(paths[Text])
+    report = ckpt_tools.prove(paths[Text], new, model=[Text, model], inputs=TEXT)
+    assert report, report.fault
+    assert report.calls > 20
+
+
+def with_relu(model: Any) -> None:
+    model.h[1].mlp[1] = nn.ReLU()
+
+
+def with_other_eps(model: Any) -> None:
+    model.ln_f.eps = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("plant", "where", "new_where", "reason"),
+    [(with_relu, "blocks.1", "h.1", "another activation: gelu, and relu"), (with_other_eps, "norm", "ln_f", "eps")],
+    ids=["activation", "eps"],
+)
+def test_faults_in_another_writing(
+    plant: Callable[[Any], None], where: str, new_where: str, reason: str, paths: dict[type[nn.Module], Path]
+) -> None:
+    """A fault is found through other names too, and named by both."""
+    new, model = renamed(paths[Text], plant=plant)
+    fault = ckpt_tools.prove(paths[Text], new, model=[Text, model], inputs=TEXT).fault
+    assert fault is not None
+    assert (fault.where, fault.new_where) == (where, new_where)
+    assert any(reason in text for text in fault.reasons), fault
+
+
+def test_what_matters_in_training_only(paths: dict[type[nn.Module], Path]) -> None:
+    """Another momentum changes no output: the models are equal, and the setting is told."""
+    model = Image()
+    model.body[1].momentum = 0.01  # type: ignore[assignment]
+    report = ckpt_tools.prove(paths[Image], paths[Image], model=(Image, model), inputs=IMAGE)
+    assert report
+    assert [(row.where, row.name, row.old, row.new) for row in report.settings] == [("body.1", "momentum", "0.1", "0.01")]
+
+
+class InFloat(nn.Module):
+    """A network whose code insists on float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x.float() * torch.ones(4))
+
+
+def test_a_model_that_runs_in_float32_only(tmp_path: Path) -> None:
+    """Where float64 is not possible both run in float32, with the tolerance for that."""
+    torch.save(InFloat().state_dict(), tmp_path / "f.pth")
+    report = ckpt_tools.prove(tmp_path / "f.pth", tmp_path / "f.pth", model=InFloat, inputs="2x4")
+    assert report
+    assert (report.dtype, report.tolerance) == ("float32", 1e-4)
+
+
+def test_by_name_and_several(tmp_path: Path) -> None:
+    """Inputs by name, integers and floats, one seed: the same numbers each time, others by another seed."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+
+        def forward(self, ids: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"last": self.embed(ids) * scale}
+
+    torch.save(Two().state_dict(), tmp_path / "t.pth")
+    path = tmp_path / "t.pth"
+    first, again, other = (
+        ckpt_tools.prove(path, path, model=Two, inputs=["3x2:10", "scale=4"], seed=seed) for seed in (1, 1, 2)
+    )
+    assert first
+    assert first.input_digest == again.input_digest != other.input_digest
+
+
+def test_refusals(paths: dict[type[nn.Module], Path]) -> None:
+    """Inputs that cannot be read, a file that does not fit, a model that raises, none at all."""
+    old = paths[Image]
+    with pytest.raises(UsageError, match="is not an input"):
+        ckpt_tools.prove(old, old, model=Image, inputs="3xx4")
+    with pytest.raises(UsageError, match="No `input`"):
+        ckpt_tools.prove(old, old, model=Image, inputs=[])
+    with pytest.raises(MatchError):
+        ckpt_tools.prove(old, paths[Text], model=Image, inputs=IMAGE)
+    with pytest.raises(TargetError, match="RuntimeError when it ran"):
+        ckpt_tools.prove(old, old, model=Image, inputs="2x7")
+    with pytest.raises(UsageError, match="One model for both"):
+        ckpt_tools.prove(old, old, model=[Image] * 3, inputs=IMAGE)
+
+
+def test_the_command(paths: dict[type[nn.Module], Path]) -> None:
+    """As the issue writes it, each model behind its file: exit 0 when equal, 1 when not, and a page that says where."""
+    old, models = paths[Image], ROOT / "tests" / "support" / "proving.py"
+    same = ckpt("prove", old, "--model", f"{models}:Image", old, "--model", f"{models}:Image", "--input", IMAGE)
+    assert (same.exit_code, same.output.splitlines()[0][:6]) == (0, "equal:")
+    new = changed(old, mix__weight=torch.t)
+    result = ckpt("prove", old, new, "--model", f"{models}:Image", "--input", IMAGE)
+    assert result.exit_code == 1
+    assert "part at   mix (Linear)" in result.output
+    assert "why       weight is transposed (square)" in result.output
+    assert ckpt("prove", old, new, "--input", IMAGE).exit_code == 2
+
+
+def test_convert_proves_what_it_wrote(paths: dict[type[nn.Module], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`convert --like MODEL --prove INPUT` runs both at the end; a model that computes something else is exit code 1."""
+    monkeypatch.chdir(paths[Text].parent)
+    models = ROOT / "tests" / "support" / "proving.py"
+    common = ("convert", paths[Text].name, "out.safetensors", "--like", f"{models}:Text", "--overwrite")
+    right = ckpt(*common, "--prove", TEXT)
+    assert right.exit_code == 0, right.output
+    assert "wrote out.safetensors" in right.output
+    assert "equal: the largest difference is " in right.output
+    wrong = ckpt(*common, "--prove", TEXT, "--prove-model", f"{models}:text_with_another_eps")
+    assert wrong.exit_code == 1
+    assert "part at   norm (LayerNorm)" in wrong.output
+    as_json = [json.loads(line) for line in ckpt(*common, "--prove", TEXT, "--json").stdout.splitlines()]
+    assert ("target" in as_json[0], as_json[1]["equal"]) == (True, True)
+    assert ckpt("convert", paths[Text].name, "no.pth", "--prove", TEXT).exit_code == 2
+    assert ckpt(*common, "--prove", TEXT, "--dry-run").exit_code == 2
+    assert not Path("no.pth").exists()
+
+
+def test_the_certificate(paths: dict[type[nn.Module], Path]) -> None:
+    """Written where it is asked for alone: the report, and digests that do not depend on the container."""
+    old = paths[Image]
+    save_file(torch.load(old), old.with_name("i.safetensors"))
+    before = sorted(old.parent.iterdir())
+    place = old.with_name("proof.json")
+    ckpt_tools.prove(old, old.with_name("i.safetensors"), model=Image, inputs=IMAGE)
+    assert sorted(old.parent.iterdir()) == before
+    ckpt_tools.prove(old, old.with_name("i.safetensors"), model=Image, inputs=IMAGE, certificate=place)
+    document = json.loads(place.read_text())
+    jsonschema.validate(document, json.loads((ROOT / "docs" / "prove.schema.json").read_text()))
+    assert document["old"]["digest"] == document["new"]["digest"]
+    assert len(document["old"]["digest"]) == 64
+    assert document["equal"]
+    with pytest.raises(FileExistsError):
+        ckpt_tools.prove(old, old, model=Image, inputs=IMAGE, certificate=place)
