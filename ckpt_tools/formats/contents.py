@@ -17,11 +17,15 @@ from ckpt_tools.tree.visit import children, is_hollow, walk
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """One tensor of a tree and where it is. `unusual` is set for one that is not a plain view on a storage."""
+    """One tensor of a tree and where it is. `unusual` is set for one that is not a plain view on a storage.
+
+    `scheme` is how it is quantised in the file, of a plain tensor that stands for codes and scales.
+    """
 
     where: Where
     node: Entry | Object
     unusual: UnusualTensor | None = None
+    scheme: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

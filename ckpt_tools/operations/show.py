@@ -100,7 +100,7 @@ def show(
         ValuesError: sparse, quantised, without values. CkptError: it cannot be read, or the output not be written.
     """
     with open_whole(path) as checkpoint:
-        side = open_side(checkpoint, select)
+        side = open_side(checkpoint, select, plain="beside")
         tensor, index = _chosen(side, name, index)
         entry = _entry(tensor)
         if checkpoint.decoded.locate is not None:
@@ -109,8 +109,8 @@ def show(
             entry = located
         axes = windows.read_index(index, entry.shape)
         report = Shown(
-            str(path), checkpoint.container, [*tensor.where], dotted(tensor.where) or "(root)", entry.dtype.name,
-            [*entry.shape], index, [len(axis) for axis in axes if isinstance(axis, range)],
+            str(path), checkpoint.container, [*tensor.where], dotted(tensor.where) or "(root)",
+            tensor.scheme or entry.dtype.name, [*entry.shape], index, [len(axis) for axis in axes if isinstance(axis, range)],
             [isinstance(axis, range) for axis in axes],
         )  # fmt: skip
         if output is not None:

@@ -148,9 +148,10 @@ def test_prove() -> None:
 
 def test_stats() -> None:
     """All fixtures, whatever the dtype, and the corner cases: NaN, nothing, one value, a sparse tensor."""
+    awq = FIXTURES / "quantised" / "awq.safetensors"
     odd = {"nan": torch.tensor([float("nan"), float("inf")]), "none": torch.ones(0), "one": torch.tensor(2.5)}
     torch.save(odd | {"sparse": torch.eye(2).to_sparse(), "huge": torch.tensor([-3e38, 3e38])}, "odd.pth")
-    found = [document for path in ("odd.pth", *PTH, *SAFETENSORS) for document in documents("stats", path)]
+    found = [document for path in ("odd.pth", *PTH, *SAFETENSORS, awq) for document in documents("stats", path)]
     assert filled(found) == fields("stats")
     assert any(row["reason"] for document in found for row in document["tensors"])
 

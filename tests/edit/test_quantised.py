@@ -15,6 +15,7 @@ from ckpt_tools.edit.quantised.dequantising import plain_numbers
 from ckpt_tools.edit.quantised.finding import find
 from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.operations.convert.report import Converted
+from ckpt_tools.values.quantised.kernels import Scaled
 from tests.support.samples import FIXTURES
 from tests.support.zips import big_endian
 
@@ -364,3 +365,62 @@ def test_a_config_that_is_not_json(tmp_path: Path) -> None:
     (quantised_folder(tmp_path) / "config.json").write_text("{")
     with pytest.raises(ConvertError, match="not JSON"):
         ckpt_tools.convert(tmp_path / "in", tmp_path / "out.safetensors", dequantize="fp32")
+
+
+# --- measured and shown as what they mean
+
+
+def test_stats_measure_what_is_meant(tmp_path: Path) -> None:
+    """The plain weights are measured, each under its scheme, and no scales; what is not whole as it lies, which is said."""
+    report = ckpt_tools.stats(QUANTISED / "gptq.safetensors")
+    wanted = load_file(QUANTISED / "gptq.plain.safetensors")
+    assert {row.name for row in report.tensors} == set(wanted)
+    for row in report.tensors:
+        assert row.numbers is not None
+        assert row.dtype in {f"gptq, {bits} bits" for bits in (2, 3, 4, 8)}
+        assert row.numbers["mean"] == pytest.approx(float(wanted[row.name].double().mean()), abs=1e-9)
+        assert row.numbers["max"] == float(wanted[row.name].max())
+    assert any("gptq, 3 bits: 3 tensors" in note for note in report.notes)
+    save_file({"a.weight": codes(4, 4), "a.weight_scale": torch.ones(1), "b.weight": codes(2, 2)}, tmp_path / "in.safetensors")
+    report = ckpt_tools.stats(tmp_path / "in.safetensors")
+    assert {row.name: row.dtype for row in report.tensors} == {"a.weight": "fp8, a scale a tensor", "b.weight": "float8_e4m3fn"}
+    assert any("'b.weight'" in note for note in report.notes)
+
+
+def test_diff_measures_what_is_meant(tmp_path: Path) -> None:
+    """With `values` a quantised checkpoint is compared by its numbers; without, by its tensors as they lie."""
+    left, right = QUANTISED / "mxfp4.safetensors", QUANTISED / "mxfp4.plain.safetensors"
+    report = ckpt_tools.diff(left, right, values=True)
+    assert not report.changed
+    assert not report.added
+    assert not report.removed
+    assert {row.left for row in report.dtypes} == {"mxfp4", "mxfp4, rows and columns exchanged"}
+    assert any("taken as the numbers" in note for note in report.notes)
+    assert ckpt_tools.diff(left, right).removed
+    ckpt_tools.convert(QUANTISED / "bitsandbytes.safetensors", tmp_path / "half.safetensors", dequantize="bf16")
+    report = ckpt_tools.diff(tmp_path / "half.safetensors", QUANTISED / "bitsandbytes.safetensors", values=True)
+    assert max(row.gap["max_rel"] for row in report.changed if row.gap) < 2**-8
+
+
+def test_show_tells_what_is_meant() -> None:
+    """A plain name gives the numbers, a part's own name the part as it lies."""
+    path = QUANTISED / "bitsandbytes.safetensors"
+    wanted = load_file(QUANTISED / "bitsandbytes.plain.safetensors")["nf4.0.weight"]
+    shown = ckpt_tools.show(path, "nf4.0.weight[1:3, 60:]")
+    assert shown.dtype == "bnb nf4"
+    assert shown.values == wanted[1:3, 60:].tolist()
+    assert ckpt_tools.show(path, "nf4.0.weight.absmax").dtype == "float32"
+
+
+def test_a_part_is_worked_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large weight only the rows that hold a range of its bytes are worked out."""
+    asked: list[int] = []
+    rows = Scaled.rows
+
+    def counted(self: Scaled, first: int, count: int) -> torch.Tensor:
+        asked.append(count)
+        return rows(self, first, count)
+
+    monkeypatch.setattr(Scaled, "rows", counted)
+    ckpt_tools.show(QUANTISED / "gptq.safetensors", "layers.0.weight[20, 3:9]")
+    assert asked == [1]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from ckpt_tools.edit.quantised.config import Config
 from ckpt_tools.edit.quantised.finding import find
 from ckpt_tools.edit.quantised.parts import Quantised
-from ckpt_tools.errors import NothingMatchedError
+from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.formats.open import StateDict, find_state_dicts
 from ckpt_tools.text import dotted
-from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.numeric import CastCount, view_of
 from ckpt_tools.values.quantised.plain import box, plain_content
@@ -28,11 +28,13 @@ class Dequantised:
     Attributes:
         tensors: scheme of each plain tensor, by its path. counts: of each what its rounding loses.
         left_out: paths of what a plain model has no place for, with the reason.
+        problems: of what looks quantised and is not whole, where that may stay as it is.
     """
 
     tensors: dict[Where, str] = field(default_factory=dict)
     counts: dict[str, CastCount] = field(default_factory=dict)
     left_out: list[tuple[Where, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
 def dequantise(root: Node, target: DType, config: Config) -> Dequantised:
@@ -78,6 +80,28 @@ def _exchange(
     done.tensors |= {(*where, tensor.name): tensor.scheme for tensor in tensors}
     done.counts |= {dotted((*where, tensor.name)): maker.counts[id(entries[tensor.name].storage)] for tensor in tensors}
     done.left_out += [((*where, name), why) for name, why in beside.items()]
+
+
+def as_meant(root: Node, config: Config, *, parts: bool = False) -> Dequantised:
+    """Exchange every quantised tensor for what its numbers mean, in fp32 and in place; what is not whole stays as it is.
+
+    Args:
+        root: the tree. config: of the checkpoint. parts: whether codes and scales of other names stay beside it.
+    """
+    done, maker = Dequantised(), _Maker(DTYPES["float32"], config)
+    for state_dict in {id(state_dict.node): state_dict for state_dict in find_state_dicts(root)}.values():
+        one, entries = find(state_dict.node), dict[str, Entry]()
+        done.problems += [problem.what for problem in one.problems]
+        for name, tensor in one.quantised.items():
+            try:
+                entries[name] = maker.entry(tensor)
+            except ConvertError as error:
+                done.problems.append(error.what)
+        kept = [(name, node) for name, node in state_dict.node.items if parts and name not in entries]
+        _exchange(state_dict, [one.quantised[name] for name in entries], entries, {}, maker, done)
+        there = {name for name, _ in state_dict.node.items}
+        state_dict.node.items += [pair for pair in kept if pair[0] not in there]
+    return done
 
 
 class _Maker:

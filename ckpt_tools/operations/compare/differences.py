@@ -32,6 +32,7 @@ from ckpt_tools.operations.compare.report import (
 )
 from ckpt_tools.operations.compare.sides import (
     Array,
+    Plain,
     Side,
     as_texts,
     check_effort,
@@ -83,8 +84,10 @@ def diff(
     """
     where_left, where_right = _places(select)
     with collector_paused(), open_whole(left) as one, open_whole(right) as other:
-        sides = open_side(one, where_left), open_side(other, where_right)
+        plain: Plain | None = "instead" if values else None
+        sides = open_side(one, where_left, plain), open_side(other, where_right, plain)
         report = Difference(_file(one), _file(other))
+        report.notes += [note for side in sides for note in side.notes]
         pairs = _pair_tensors(*sides, report)
         _compare_facts(pairs, report)
         _join_modules(*sides)
@@ -180,6 +183,8 @@ def _only(tensor: Tensor) -> Only:
 
 
 def _dtype(tensor: Tensor) -> str | None:
+    if tensor.scheme:
+        return tensor.scheme
     found = tensor.node.dtype if type(tensor.node) is Entry else tensor.unusual.dtype if tensor.unusual else None
     return found.name if found is not None else None
 

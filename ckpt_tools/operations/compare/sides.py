@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import typing
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ckpt_tools.edit.casts import to_little_endian
@@ -18,6 +20,7 @@ from ckpt_tools.formats.open import (
     StateDict,
     Tensor,
     is_tensor,
+    names_quantised,
     naming,
 )
 from ckpt_tools.formats.safetensors import ALIASES, GGUF_TYPES, STATE_DICT_METADATA
@@ -40,6 +43,7 @@ from ckpt_tools.tree.visit import is_hollow, walk
 from ckpt_tools.values.numeric import view_of
 
 WHOLE = "."
+Plain: TypeAlias = typing.Literal["instead", "beside"]
 # How many bytes the tensors may come to for each byte of storage before reading them all is refused: a stride of 0 makes
 # a tensor of any size out of one number.
 _MOST_READ, _SPARE_READ = 64, 1 << 30
@@ -90,22 +94,24 @@ class Side:
     objects: dict[str, str] = field(default_factory=dict)
     modules: dict[str, Module] = field(default_factory=dict)
     texts: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
-def open_side(checkpoint: Checkpoint, where: str | None = None) -> Side:
+def open_side(checkpoint: Checkpoint, where: str | None = None, plain: Plain | None = None) -> Side:
     """Look at an open checkpoint, or at one place in it.
 
     Args:
         checkpoint: stays open as long as bytes are read.
         where: a dotted path; None or "." for all of it.
+        plain: see `tensors_in`.
 
     Raises:
         NothingMatchedError: no such place.
     """
     ties = restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
     place = place_in(checkpoint, where)
-    tensors = {tensor.where: tensor for tensor in place.tensors}
-    side = Side(str(checkpoint.path), checkpoint.container, place.root, tensors, place.state_dicts)
+    tensors, notes = tensors_in(place, plain)
+    side = Side(str(checkpoint.path), checkpoint.container, place.root, tensors, place.state_dicts, notes=notes)
     _collect(side)
     if checkpoint.container in ("safetensors", "sharded", "gguf"):
         side.texts = True
@@ -124,6 +130,30 @@ def place_in(checkpoint: Checkpoint, where: str | None) -> Checkpoint:
     place = Checkpoint(checkpoint.decoded)
     place.root = to_little_endian(chosen, checkpoint.decoded.byteorder)
     return place
+
+
+def tensors_in(place: Checkpoint, plain: Plain | None) -> tuple[dict[Where, Tensor], list[str]]:
+    """The tensors of a place by path; and notes that say which of them are not as they lie.
+
+    Args:
+        place: what is exchanged in it is exchanged in place.
+        plain: quantised weights are what their numbers mean, instead of codes and scales or beside them.
+    """
+    if plain is None or not any(map(names_quantised, place.state_dicts)):
+        return {tensor.where: tensor for tensor in place.tensors}, []
+    from ckpt_tools.edit.quantised.config import read_config
+    from ckpt_tools.edit.quantised.dequantising import as_meant
+
+    done = as_meant(place.locate(), read_config(place), parts=plain == "beside")
+    for listed in ("tensors", "state_dicts"):  # before the exchange
+        vars(place).pop(listed, None)
+    counts = Counter(done.tensors.values())
+    notes = [
+        f"{scheme}: {count} tensors of {place.path} are taken as the numbers that their codes stand for."
+        for scheme, count in counts.items()
+    ]
+    notes += [f"{place.path}, as it lies: {problem}" for problem in done.problems if done.tensors]
+    return {tensor.where: replace(tensor, scheme=done.tensors.get(tensor.where, "")) for tensor in place.tensors}, notes
 
 
 def _select(checkpoint: Checkpoint, where: str) -> Node:

@@ -11,7 +11,7 @@ from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.open import Checkpoint, Tensor, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
-from ckpt_tools.operations.compare.sides import check_effort, place_in
+from ckpt_tools.operations.compare.sides import check_effort, place_in, tensors_in
 from ckpt_tools.text import brief, did_you_mean, dotted
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.globs import Globs
@@ -63,6 +63,7 @@ class Stats:
     Attributes:
         path, container: of the checkpoint.
         tensors: every tensor. modules: those below one path together. total: all of them, and how many have no numbers.
+        notes: that quantised weights are measured as what their numbers mean; their dtype is the scheme then.
     """
 
     path: str
@@ -70,6 +71,7 @@ class Stats:
     tensors: list[TensorStats] = field(default_factory=list)
     modules: list[ModuleStats] = field(default_factory=list)
     total: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     __repr__ = brief
 
@@ -101,10 +103,11 @@ def stats(
         CkptError: it cannot be read. NothingMatchedError: select or filter matches nothing.
     """
     with collector_paused(), open_whole(path) as checkpoint:
-        tensors = _chosen(_listed(checkpoint, select), filter)
+        listed, notes = _listed(checkpoint, select)
+        tensors = _chosen(listed, filter)
         entries = [tensor.node for tensor in tensors if type(tensor.node) is Entry]
         check_effort(entries)
-        report = Stats(str(path), checkpoint.container)
+        report = Stats(str(path), checkpoint.container, notes=notes)
         measured = _Measured(sum(entry.nbytes for entry in entries), progress)
         with one_thread():
             rows = [measured.row(tensor) for tensor in tensors]
@@ -120,13 +123,16 @@ def stats(
     return report
 
 
-def _listed(checkpoint: Checkpoint, select: str | None) -> list[Tensor]:
-    """The tensors at a place, by path. Of the tree nothing else is kept: torch takes as much memory as a large one."""
+def _listed(checkpoint: Checkpoint, select: str | None) -> tuple[list[Tensor], list[str]]:
+    """The tensors at a place, in order, and what is to be said of them.
+
+    Of the tree nothing else is kept: torch takes as much memory as a large one.
+    """
     restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
     place = place_in(checkpoint, select)
-    tensors = {tensor.where: tensor for tensor in place.tensors}
+    tensors, notes = tensors_in(place, "instead")
     checkpoint.let_go()
-    return list(tensors.values())
+    return list(tensors.values()), notes
 
 
 def _chosen(tensors: list[Tensor], pattern: str | None) -> list[Tensor]:
@@ -176,7 +182,7 @@ class _Measured:
         if key not in self.known:
             self.known[key] = measure(node, self._advance)
         moments, counts = self.known[key]
-        return TensorStats(where, name, node.dtype.name, list(node.shape), moments.to_json(), counts), moments
+        return TensorStats(where, name, tensor.scheme or node.dtype.name, list(node.shape), moments.to_json(), counts), moments
 
     def _advance(self, count: int) -> None:
         self.done += count

@@ -57,6 +57,8 @@ def print_stats(report: Stats, view: StatsView, out: Console) -> None:
     out.print(_table(shown, _Row(f"all {counted(len(report.tensors), 'tensor')}", report.total), out, modules=view.modules))
     if len(shown) < len(rows):
         out.print(f"... {len(rows) - len(shown)} more (--all)")
+    for note in report.notes:
+        out.print(Text(printable(f"note: {note}")), soft_wrap=True)
     bad = [row for row in report.tensors if row.numbers and (row.numbers["nan"] or row.numbers["inf"])]
     if bad:
         out.print()

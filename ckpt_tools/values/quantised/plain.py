@@ -26,20 +26,25 @@ def plain_content(
         make: makes what works the numbers out. count: where values that do not survive the rounding are counted.
         of: the contents that they are worked out of.
     """
-    rows, columns = as_matrix(shape)
+    length, columns = prod(shape) * target.itemsize, as_matrix(shape)[1]
+    row, step = columns * target.itemsize, max(1, ELEMENTS // max(1, columns))
 
-    def work() -> Iterator[memoryview]:
+    def work(start: int, size: int) -> Iterator[memoryview]:
         import torch
 
         kernel, dtype = make(), torch_dtype(target)
-        step = max(1, ELEMENTS // max(1, columns))
-        for first in range(0, rows if columns else 0, step):
-            values = kernel.rows(first, min(step, rows - first)).reshape(-1)
+        end = start + size
+        last = -(-end // row) if size else 0
+        for first in range(start // row if size else 0, last, step):
+            values = kernel.rows(first, min(step, last - first)).reshape(-1)
             out = bytearray(values.numel() * target.itemsize)
             narrow(values, torch.frombuffer(out, dtype=dtype), count)
-            yield memoryview(out)
+            yield memoryview(out)[max(0, start - first * row) : max(0, end - first * row)]
 
-    return Computed(prod(shape) * target.itemsize, work, of)
+    def cut(start: int, size: int) -> Computed:
+        return Computed(size, lambda: work(start, size), of, lambda at, part: cut(start + at, part))
+
+    return cut(0, length)
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
