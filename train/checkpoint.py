@@ -1,17 +1,10 @@
-"""Checkpoints on disk: whole or not there, with a `latest` that names one that is whole; and the random states in them.
-
-* `DIR/epoch_003.pth`: after three epochs; `DIR/epoch_003/`, a folder, with `--save ranks` and `--save dcp`
-* `DIR/epoch_003_step_00010.pth`: stopped by a signal, ten steps into the fourth
-* `DIR/epoch_003.json`: what the checkpoint is, readable without loading it
-* `DIR/latest`: the name of the newest, written after it
-"""
+"""Checkpoints: written whole or not there, read back whole or refused; and the random states in them."""
 
 import json
-import os
 import random
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +12,15 @@ import torch
 from click import UsageError
 from torch import nn
 
+import ckpt_tools
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.output import replacing
 from ckpt_tools.torch import load, save
+from train import folder
 from train.config import RECIPE, Config, refuse
 from train.parallel import World
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "epoch", "step", "totals", "seconds", "config", "rng")
-SUFFIXES = (".pth", ".safetensors", "")
 
 
 def write(checkpoint: Mapping[str, Any], model: nn.Module, config: Config, world: World) -> None:
@@ -35,7 +29,7 @@ def write(checkpoint: Mapping[str, Any], model: nn.Module, config: Config, world
     Every rank calls this; rank 0 writes, and the others where they have parts of the tensors. A process killed at any
     point leaves `latest` on the last whole checkpoint.
     """
-    path = config.out / stem(checkpoint["epoch"], checkpoint["step"])
+    path = config.out / folder.stem(checkpoint["epoch"], checkpoint["step"])
     if config.parts:
         write_folder(checkpoint, path, config.save, world)
     else:
@@ -70,8 +64,12 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, kind: str, world: Wo
         pickle_to(new / f"model_world_size_{world.size}_rank_{world.rank}.pt", checkpoint)
     world.barrier()
     if world.rank == 0:
-        shutil.rmtree(path, ignore_errors=True)
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            path.rename(old)
         new.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def pickle_to(path: Path, value: Any) -> None:
@@ -83,52 +81,28 @@ def pickle_to(path: Path, value: Any) -> None:
 def publish(checkpoint: Mapping[str, Any], path: Path, config: Config) -> None:
     """The JSON of a checkpoint that is there, and `latest`."""
     facts = {name: checkpoint[name] for name in ("epoch", "step", "config", "torch")}
-    write_text(path.with_suffix(".json"), json.dumps({"file": path.name, **facts}, indent=2) + "\n")
-    write_text(config.out / "latest", path.name + "\n")
-    prune(config.out, config.keep)
+    folder.write_text(path.with_suffix(".json"), json.dumps({"file": path.name, **facts}, indent=2) + "\n")
+    folder.write_text(config.out / "latest", path.name + "\n")
+    folder.prune(path, config.keep)
 
 
-def make_folder(folder: Path) -> None:
-    """Makes `folder`, before the work rather than after it. Raises UsageError where nothing can be written into it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out: cannot make the folder {folder}: {error.strerror}") from error
-    refuse(not os.access(folder, os.W_OK), f"--out: the folder {folder} is read-only")
+def newest(out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """The newest checkpoint in `out` that is whole: what `latest` names, or one before it, which is said.
 
-
-def stem(epoch: int, step: int) -> str:
-    """`epoch_003`, or `epoch_003_step_00010` in the middle of the fourth."""
-    return f"epoch_{epoch:03d}" + (f"_step_{step:05d}" if step else "")
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first."""
-    found = [path for path in folder.glob("epoch_*") if path.suffix in SUFFIXES]
-    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
-
-
-def prune(folder: Path, keep: int | None) -> None:
-    """Removes all but the newest `keep` checkpoints, with their JSON."""
-    for path in checkpoints(folder)[:-keep] if keep else []:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-        path.with_suffix(".json").unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a small text file, whole or not at all."""
-    with replacing(path, overwrite=True, durable=True) as output, open(output.fd, "wb", closefd=False) as file:
-        file.write(text.encode())  # a call of os.write may take a part, on a disk that is nearly full
-
-
-def locate(resume: str, out: Path) -> Path:
-    """The file or folder that `--resume PATH|latest` means. Raises UsageError where there is none."""
-    pointer = out / "latest"
-    if resume == "latest":
-        refuse(not pointer.is_file(), f"--resume latest: there is no {pointer}; leave --resume out to start anew")
-        resume = str(out / pointer.read_text(encoding="utf-8").strip())
-    refuse(not Path(resume).exists(), f"--resume: there is no file {resume}")
-    return Path(resume)
+    Raises UsageError, about the newest, where a run can go on from none.
+    """
+    found, refused = folder.newest_first(out), []
+    refuse(not found, f"--resume latest: there is no checkpoint in {out}; leave --resume out to start anew")
+    for path in found:
+        try:
+            checkpoint = read(path)
+        except UsageError as error:
+            refused.append(error.message)
+            continue
+        if path.name != folder.pointed(out):
+            say("; ".join([*refused, *([] if refused else [f"{out / 'latest'} names no checkpoint"]), f"going on from {path}"]))
+        return checkpoint
+    raise UsageError(refused[0])
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -136,6 +110,9 @@ def read(path: Path) -> dict[str, Any]:
 
     Raises UsageError for a damaged file, and for one that holds less than a run needs to go on.
     """
+    refuse(not path.exists(), f"--resume: there is no file {path}")
+    damage = [each.found for each in ckpt_tools.check(path).findings if each.code == "damaged-record"]
+    refuse(bool(damage), f"cannot resume from {path}, which is damaged: {''.join(damage[:1])}")
     try:
         checkpoint = load(path, map_location="cpu")
     except CkptError as error:

@@ -11,9 +11,9 @@ import click
 from rich.progress import track
 from torch import Tensor
 
-from train.checkpoint import write_text
 from train.config import Config
 from train.data import needed
+from train.folder import write_text
 
 Batch = tuple[Tensor, Tensor]
 

@@ -245,6 +245,12 @@ def share_buffers(model: nn.Module, world: World) -> None:
             buffer.copy_(first)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that FSDP2 cut, and any other tensor as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def settled(model: DistributedDataParallel, image: Tensor) -> DistributedDataParallel:
     """`model` after one backward pass that changes nothing.
 

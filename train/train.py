@@ -13,8 +13,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, cast
 
+import click
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckpt_tools.torch import unwrap
-from train import checkpoint, data, models, parallel
+from train import checkpoint, data, folder, models, parallel
 from train.config import Config, refuse
 from train.metrics import Log
 from train.parallel import Stop, World
@@ -52,7 +54,8 @@ class Run:
 def train(config: Config, given: frozenset[str] = frozenset()) -> int:
     """Trains as `config` says; `given` names the options that the user spelled out, see `Config.continued`.
 
-    Returns the exit code: 0, or 128 + the number of the signal that stopped the run (130 Ctrl-C, 143 SIGTERM).
+    Returns the exit code: 0; 1 where the loss was no longer finite; or 128 + the number of the signal that stopped the run
+    (130 Ctrl-C, 143 SIGTERM).
     Raises click.UsageError, with one sentence, where the run cannot be what it was asked to be.
     """
     with parallel.joined(config) as world:
@@ -61,24 +64,25 @@ def train(config: Config, given: frozenset[str] = frozenset()) -> int:
 
 def train_in(world: World, config: Config, given: frozenset[str]) -> int:
     """`train`, once this process knows its place among the others."""
-    reading = world.on_all if config.read == "all" else world.from_first
-    saved = reading(lambda: opened(config))
-    run = prepare(config.continued(saved["config"], given) if saved else config, world)
-    if saved:
-        restore(run, saved)
-    world.from_first(lambda: checkpoint.make_folder(config.out))
-    with Stop(world) as stop:
-        return train_epochs(run, stop)
+    with folder.owned(config.out, world):
+        reading = world.on_all if config.read == "all" else world.from_first
+        saved = reading(lambda: opened(config, world))
+        run = prepare(config.continued(saved["config"], given) if saved else config, world)
+        if saved:
+            restore(run, saved)
+        with Stop(world) as stop:
+            return train_epochs(run, stop)
 
 
-def opened(config: Config) -> dict[str, Any] | None:
+def opened(config: Config, world: World) -> dict[str, Any] | None:
     """The checkpoint that the run goes on from; None for a new run, which needs a folder without checkpoints."""
+    there = bool(folder.checkpoints(config.out))
+    if config.resume == "latest":
+        return checkpoint.newest(config.out, partial(click.echo, err=True) if world.rank == 0 else lambda line: None)
     if config.resume:
-        return checkpoint.read(checkpoint.locate(config.resume, config.out))
-    refuse(
-        bool(checkpoint.checkpoints(config.out)),
-        f"{config.out} holds checkpoints: go on from them with --resume latest, or choose another --out",
-    )
+        folder.refuse_another_run(Path(config.resume), config.out)
+        return checkpoint.read(Path(config.resume))
+    refuse(there, f"{config.out} holds checkpoints: go on from them with --resume latest, or choose another --out")
     return None
 
 
@@ -122,6 +126,9 @@ def train_epochs(run: Run, stop: Stop) -> int:
             log.say(f"nothing to do: {run.epoch} epochs are done; --epochs {run.epoch + 1} would go on")
         while run.epoch < run.config.epochs:
             train_epoch(run, log, stop)
+            if not finite(run):
+                log.say(f"the loss is not finite, {run.step} steps into epoch {run.epoch + 1}: stopped, without saving it")
+                return 1
             if run.step == len(run.train.loader):
                 log.add(finish_epoch(run))
             save(run)
@@ -198,6 +205,13 @@ def evaluate(run: Run) -> tuple[float, float]:
         totals += forward(run, *(part.to(run.world.device, non_blocking=True) for part in (images, labels, real)))[1]
     loss, right, samples = run.world.sum(totals).tolist()
     return loss / samples, right / samples
+
+
+def finite(run: Run) -> bool:
+    """Whether the losses of this epoch and the weights after it are, on every rank: what is not shall not be saved."""
+    own = [run.totals, *(parallel.local(parameter) for parameter in run.raw.parameters())]
+    strange = sum(not bool(tensor.isfinite().all()) for tensor in own)
+    return not run.world.sum(torch.tensor(strange))
 
 
 def finish_epoch(run: Run) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tests.train.runs import (
     run,
     same,
 )
-from train import checkpoint
+from train import checkpoint, folder
 from train import train as loop
 from train.cli import command
 from train.config import Config
@@ -37,9 +37,8 @@ CPU = (torch.device("cpu"),)
 def test_a_run_leaves_a_checkpoint_an_epoch_and_a_pointer_to_the_last(tmp_path: Path) -> None:
     run(tmp_path, epochs=2)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [
-        *("curves.png", "epoch_001.json", "epoch_001.pth", "epoch_002.json", "epoch_002.pth", "latest", "metrics.jsonl")
-    ]
+    saved = [f"epoch_00{epoch}.{kind}" for epoch in (1, 2) for kind in ("json", "pth")]
+    assert names == [".lock", "curves.png", *saved, "latest", "metrics.jsonl"]
     assert (tmp_path / "latest").read_text() == "epoch_002.pth\n"
     facts = json.loads((tmp_path / "epoch_002.json").read_text())
     assert (facts["file"], facts["epoch"], facts["config"]["model"]) == ("epoch_002.pth", 2, "mlp")
@@ -212,7 +211,7 @@ def test_a_file_that_is_no_training_checkpoint_is_one_sentence(content: Any, tmp
 def test_a_small_file_is_whole_though_the_disk_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:3]))
-    checkpoint.write_text(tmp_path / "latest", "epoch_001.pth\n")
+    folder.write_text(tmp_path / "latest", "epoch_001.pth\n")
     assert (tmp_path / "latest").read_text() == "epoch_001.pth\n"
 
 
