@@ -22,30 +22,9 @@ def _named(text: str) -> frozenset[Global]:
     return frozenset(Global(module, name) for module, _, names in blocks for name in names.split(","))
 
 
-# Functions and classes that make data, whatever they are given: they call none of their arguments.
-_DATA = ALLOWED | _named(
-    "argparse:Namespace types:SimpleNamespace array:array,_array_reconstructor random:Random itertools:count "
-    "builtins:list,dict,tuple,set,frozenset,int,float,str,bytes,bytearray,complex,bool,range,slice,object "
-    "collections:defaultdict,deque,UserDict,UserList copyreg:_reconstructor,__newobj__,__newobj_ex__ functools:partial "
-    "datetime:date,time,datetime,timedelta,timezone decimal:Decimal fractions:Fraction uuid:UUID,SafeUUID time:struct_time "
-    "pathlib:Path,PosixPath,WindowsPath,PurePath,PurePosixPath,PureWindowsPath "
-    "pathlib._local:Path,PosixPath,WindowsPath,PurePath,PurePosixPath,PureWindowsPath "
-    "typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias "
-    "dataclasses:Field,_MISSING_TYPE inspect:Signature,Parameter,_ParameterKind string:Template contextlib:nullcontext "
-    "re:_compile logging:getLogger,Logger zoneinfo:ZoneInfo._unpickle pytz:_UTC,_p dateutil.tz.tz:tzutc "
-    "numpy:dtype,ndarray,bool_,bool,float16,float32,float64,int8,int16,int32,int64,uint8,uint16,uint32,uint64,str_,bytes_,"
-    "complex64,complex128,datetime64,timedelta64,longlong,ulonglong,intc,uintc,record,recarray numpy.rec:recarray "
-    "numpy.core.multiarray:_reconstruct,scalar numpy._core.multiarray:_reconstruct,scalar "
-    "numpy.core.numeric:_frombuffer numpy._core.numeric:_frombuffer numpy.ma.core:_mareconstruct,MaskedArray "
-    "numpy.random._pickle:__randomstate_ctor,__generator_ctor,__bit_generator_ctor numpy.random._mt19937:MT19937 "
-    "numpy.random.bit_generator:__pyx_unpickle_SeedSequence numpy.random._pcg64:PCG64,PCG64DXSM "
-    "numpy.random._philox:Philox numpy.random._sfc64:SFC64 "
-    "torch.storage:_load_from_bytes,UntypedStorage,TypedStorage torch._utils:_rebuild_sparse_csr_tensor,_rebuild_xla_tensor "
-    "torch.tensor:_rebuild_from_type_v2 torch.nn.parameter:Buffer,UninitializedParameter,UninitializedBuffer "
-    "torch.autograd.variable:Variable "
-    "torch.jit._pickle:build_intlist,build_floatlist,build_doublelist,build_boollist,build_tensorlist,"
-    "build_tensor_from_id,restore_type_tag torch._C:_TensorBase,TensorBase "
-    # members of enumerations, which are pickled as calls of their class
+# Enumerations: a member is pickled as a call of its class with a value, which finds it.
+_ENUMERATIONS = _named(
+    "http:HTTPStatus,HTTPMethod re:RegexFlag uuid:SafeUUID inspect:_ParameterKind "
     "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING "
     "torch.distributed._shard.sharded_tensor.metadata:MEM_FORMAT_ENCODING "
     "megatron.core.transformer.enums:AttnMaskType,AttnType,AttnBackend,LayerType,ModelType "
@@ -60,6 +39,53 @@ _DATA = ALLOWED | _named(
     "pytorch_lightning.utilities.enums:GradClipAlgorithmType,AMPType,DistributedType,DeviceType,PrecisionType "
     "lightning.pytorch.utilities.enums:GradClipAlgorithmType "
 )  # fmt: skip
+# They keep what they are given, and do nothing before they are raised.
+_EXCEPTIONS = _named(
+    "builtins:BaseException,BaseExceptionGroup,Exception,ExceptionGroup,GeneratorExit,KeyboardInterrupt,StopAsyncIteration,"
+    "StopIteration,SystemExit,ArithmeticError,AssertionError,AttributeError,BlockingIOError,BrokenPipeError,BufferError,"
+    "ChildProcessError,ConnectionAbortedError,ConnectionError,ConnectionRefusedError,ConnectionResetError,EOFError,"
+    "EnvironmentError,FileExistsError,FileNotFoundError,FloatingPointError,IOError,ImportError,IndentationError,IndexError,"
+    "InterruptedError,IsADirectoryError,KeyError,LookupError,MemoryError,ModuleNotFoundError,NameError,NotADirectoryError,"
+    "NotImplementedError,OSError,OverflowError,PermissionError,ProcessLookupError,RecursionError,ReferenceError,RuntimeError,"
+    "SyntaxError,SystemError,TabError,TimeoutError,TypeError,UnboundLocalError,UnicodeDecodeError,UnicodeEncodeError,"
+    "UnicodeError,UnicodeTranslateError,ValueError,ZeroDivisionError,Warning,BytesWarning,DeprecationWarning,EncodingWarning,"
+    "FutureWarning,ImportWarning,PendingDeprecationWarning,ResourceWarning,RuntimeWarning,SyntaxWarning,UnicodeWarning,"
+    "UserWarning"
+)
+
+# Functions and classes that make data, whatever they are given: they call none of their arguments.
+_DATA = ALLOWED | _ENUMERATIONS | _EXCEPTIONS | _named(
+    "argparse:Namespace types:SimpleNamespace array:array,_array_reconstructor random:Random itertools:count "
+    "builtins:list,dict,tuple,set,frozenset,int,float,str,bytes,bytearray,complex,bool,range,slice,object "
+    "collections:defaultdict,deque,ChainMap,UserDict,UserList copyreg:_reconstructor,__newobj__,__newobj_ex__ "
+    "functools:partial datetime:date,time,datetime,timedelta,timezone decimal:Decimal fractions:Fraction uuid:UUID "
+    "time:struct_time "
+    "pathlib:Path,PosixPath,WindowsPath,PurePath,PurePosixPath,PureWindowsPath "
+    "pathlib._local:Path,PosixPath,WindowsPath,PurePath,PurePosixPath,PureWindowsPath "
+    "typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias "
+    "dataclasses:Field,_MISSING_TYPE inspect:Signature,Parameter string:Template contextlib:nullcontext "
+    "ipaddress:IPv4Address,IPv6Address,IPv4Network,IPv6Network,IPv4Interface,IPv6Interface "
+    "re:_compile logging:getLogger,Logger zoneinfo:ZoneInfo._unpickle pytz:_UTC,_p dateutil.tz.tz:tzutc "
+    "numpy:dtype,ndarray,bool_,bool,float16,float32,float64,int8,int16,int32,int64,uint8,uint16,uint32,uint64,str_,bytes_,"
+    "complex64,complex128,datetime64,timedelta64,longlong,ulonglong,intc,uintc,record,recarray numpy.rec:recarray "
+    "numpy.core.multiarray:_reconstruct,scalar numpy._core.multiarray:_reconstruct,scalar "
+    "numpy.core.numeric:_frombuffer numpy._core.numeric:_frombuffer numpy.ma.core:_mareconstruct,MaskedArray "
+    "numpy.random._pickle:__randomstate_ctor,__generator_ctor,__bit_generator_ctor numpy.random._mt19937:MT19937 "
+    "numpy.random.bit_generator:__pyx_unpickle_SeedSequence numpy.random._pcg64:PCG64,PCG64DXSM "
+    "numpy.random._philox:Philox numpy.random._sfc64:SFC64 "
+    "torch.storage:_load_from_bytes,UntypedStorage,TypedStorage torch._utils:_rebuild_sparse_csr_tensor,_rebuild_xla_tensor "
+    "torch.tensor:_rebuild_from_type_v2 torch.nn.parameter:Buffer,UninitializedParameter,UninitializedBuffer "
+    "torch.autograd.variable:Variable "
+    "torch.jit._pickle:build_intlist,build_floatlist,build_doublelist,build_boollist,build_tensorlist,"
+    "build_tensor_from_id,restore_type_tag torch._C:_TensorBase,TensorBase,Generator "
+)  # fmt: skip
+# Classes of compiled code that make an instance out of sizes, numbers and arrays, and do nothing else.
+CONSTRUCTED = _named(
+    "sklearn.tree._tree:Tree sklearn.linear_model._sgd_fast:Hinge,SquaredHinge,ModifiedHuber,Log,SquaredLoss,Huber,"
+    "EpsilonInsensitive,SquaredEpsilonInsensitive sklearn._loss._loss:CyHalfSquaredError,CyAbsoluteError,CyPinballLoss,"
+    "CyHuberLoss,CyHalfPoissonLoss,CyHalfGammaLoss,CyHalfTweedieLoss,CyHalfTweedieLossIdentity,CyHalfBinomialLoss,"
+    "CyHalfMultinomialLoss,CyExponentialLoss"
+)
 _MOST_DOTS = 16  # of a name that are looked at
 _NUMPY_DTYPE = re.compile(r"\w+DType")
 
@@ -70,7 +96,8 @@ FROM_TYPE = _named("torch._tensor:_rebuild_from_type_v2 torch.tensor:_rebuild_fr
 # The first argument is a class, of which an instance is made without its `__init__`.
 OF_CLASS = _named(
     "torch._utils:_rebuild_wrapper_subclass numpy.core.multiarray:_reconstruct numpy._core.multiarray:_reconstruct "
-    "numpy.ma.core:_mareconstruct numpy.random.bit_generator:__pyx_unpickle_SeedSequence copyreg:__newobj__,__newobj_ex__"
+    "numpy.ma.core:_mareconstruct numpy.random.bit_generator:__pyx_unpickle_SeedSequence copyreg:__newobj__,__newobj_ex__ "
+    "sklearn.neighbors._kd_tree:newObj sklearn.neighbors._ball_tree:newObj sklearn.metrics._dist_metrics:newObj"
 )
 RECONSTRUCTOR = Global("copyreg", "_reconstructor")  # of (class, base, state): the base is called
 ENCODE = Global("_codecs", "encode")
@@ -78,6 +105,10 @@ TEXT_CODECS = frozenset(("latin1", "latin-1", "utf-8", "utf8", "ascii"))
 ITER = Global("builtins", "iter")  # of one argument harmless, of two it calls the first
 TYPE = Global("builtins", "type")  # of a constant: the class of None
 CONSTANTS = frozenset(Global("builtins", name) for name in ("Ellipsis", "NotImplemented"))
+ZONE, ZONE_MAKER = Global("zoneinfo", "ZoneInfo"), "_unpickle"  # reads the rules of a time zone by its name
+ZONE_NAME = re.compile(r"[A-Za-z0-9_+-]{1,64}(?:/[A-Za-z0-9_+-]{1,64}){0,3}")
+REDUCE = frozenset((Global("functools", "reduce"), Global("_functools", "reduce")))  # of types and `or_`: a union, int | None
+OR = frozenset((Global("operator", "or_"), Global("_operator", "or_")))
 GETATTR = Global("builtins", "getattr")  # of a class and a plain name: a member of an enumeration
 GETITEM = frozenset((Global("_operator", "getitem"), Global("operator", "getitem")))  # of a type: typing.List[int]
 # What is given to these may be called later: a default factory.
@@ -91,8 +122,8 @@ KEEPS = _named(
     "inspect:Signature,Parameter"
 )
 # What calls of these give is no copy: it belongs to the program, which a state set on it changes.
-SHARED = _named(
-    "builtins:getattr,type operator:getitem _operator:getitem logging:getLogger pytz:_UTC,_p uuid:SafeUUID "
+SHARED = _ENUMERATIONS | _named(
+    "builtins:getattr,type operator:getitem _operator:getitem logging:getLogger pytz:_UTC,_p "
     "zoneinfo:ZoneInfo._unpickle typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias"
 )
 # What calls of these make can be called in turn, or be given to what calls it.
@@ -132,8 +163,10 @@ _HARMFUL = _named(
     "codecs:open,decode,encode,lookup _codecs:decode,lookup,register dataclasses:make_dataclass enum:Enum typing:get_type_hints"
 )  # fmt: skip
 # To call them does harm or makes nothing that harms by itself; to name them, as programs and enumerations do, does none.
-_NAMED_FREELY = _named("builtins:getattr,type,map,filter,property,iter,next,super,memoryview collections:namedtuple enum:Enum "
-                       "itertools:groupby,accumulate numpy:vectorize")  # fmt: skip
+_NAMED_FREELY = _named(
+    "functools:reduce builtins:getattr,type,map,filter,property,iter,next,super,memoryview collections:namedtuple enum:Enum "
+    "itertools:groupby,accumulate numpy:vectorize"
+)
 _NAMED_FREELY_MODULES = _words("operator _operator threading _thread io _io unittest")
 
 # The top-level modules of Python's standard library, 2.7 to 3.14: what they define is no user's own class.

@@ -55,16 +55,32 @@ def worst(*ratings: Rating) -> Rating:
 
 def of_call(function: Node, args: Node) -> Rating:
     """`function(*args)`: REDUCE, INST, OBJ."""
-    if type(function) is not Global:
-        return "harmful" if type(function) is Object and of_reference(function) == "harmful" else "unknown"
-    name = callables.of_python3(function)
     given = args if type(args) is tuple else (args,)
+    if type(function) is not Global:
+        return _of_made(function, given)
+    name = callables.of_python3(function)
     special = _of_special(name, given)
     if special is not None:
         return special
     if callables.is_data(name):
         return worst(_of_references(given[:1]) if name in callables.HOLDS_CALLABLES else "data", _of_given(name, given))
+    if name in callables.CONSTRUCTED:
+        return worst("class", _of_given(name, given))
     return "harmful" if callables.is_harmful(name) else "unknown"
+
+
+def _of_made(function: Node, given: tuple[Node, ...]) -> Rating:
+    """A call of what a call has made: only a time zone is made so."""
+    if _is_zone_maker(function) and given and type(given[0]) is str and callables.ZONE_NAME.fullmatch(given[0]):
+        return "data" if all(type(arg) in (bool, int) for arg in given[1:]) else "unknown"
+    return "harmful" if type(function) is Object and of_reference(function) == "harmful" else "unknown"
+
+
+def _is_zone_maker(node: Node) -> bool:
+    """Whether this is `getattr(ZoneInfo, "_unpickle")`."""
+    if type(node) is not Object or node.call != "reduce" or node.function != callables.GETATTR:
+        return False
+    return node.args == (callables.ZONE, callables.ZONE_MAKER)
 
 
 def _of_given(name: Global, given: tuple[Node, ...]) -> Rating:
@@ -91,12 +107,32 @@ def _of_harmless_use(name: Global, given: tuple[Node, ...]) -> Rating | None:
     """Of functions that can do harm, those uses of them that pickles of data have."""
     if name == callables.ENCODE:
         return "data" if len(given) == 1 or _is_text_codec(given[1]) else "unknown"
-    if name == callables.GETATTR and _is_member(given):
-        return "class"
+    if name == callables.GETATTR:
+        return "data" if given == (callables.ZONE, callables.ZONE_MAKER) else "class" if _is_member(given) else None
+    if name in callables.REDUCE:
+        return _of_union(given)
     if name == callables.TYPE:
         return "data" if len(given) == 1 and (given[0] is None or given[0] in callables.CONSTANTS) else None
     harmless = (name == callables.ITER and len(given) == 1) or (name in callables.GETITEM and _is_typing(given))
     return "data" if harmless else None
+
+
+def _of_union(given: tuple[Node, ...]) -> Rating | None:
+    """`functools.reduce(or_, types)`, as `int | None` is pickled; None for anything else."""
+    types = given[1] if len(given) == 2 else ()
+    if type(given[0] if given else None) is not Global or given[0] not in callables.OR or type(types) is not tuple:
+        return None
+    return worst(*map(of_reference, types)) if types and all(map(_is_type, types)) else None
+
+
+def _is_type(node: Node) -> bool:
+    """Whether this is a class, as far as its name tells, or that of None."""
+    if type(node) is Object:
+        return node.function == callables.TYPE and node.args == (None,)
+    if type(node) is not Global or callables.is_harmful(node):
+        return False
+    last = node.name.rpartition(".")[2].lstrip("_")
+    return node.module == "builtins" or (last[:1].isupper() and not last.isupper())  # all capitals: a constant
 
 
 def _is_text_codec(codec: Node) -> bool:
@@ -212,12 +248,10 @@ def _takes_over(made: Node, state: Node) -> bool:
 
 def is_shared(target: Node) -> bool:
     """Whether what a call has given belongs to the program: a member of a class, a logger, a module out of `sys.modules`."""
-    return (
-        type(target) is Object
-        and target.call == "reduce"
-        and type(target.function) is Global
-        and callables.of_python3(target.function) in callables.SHARED
-    )
+    if type(target) is not Object or target.call != "reduce":
+        return False
+    function = target.function
+    return callables.of_python3(function) in callables.SHARED if type(function) is Global else _is_zone_maker(function)
 
 
 def is_armed(target: Node) -> bool:
