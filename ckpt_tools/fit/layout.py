@@ -103,18 +103,24 @@ def _at(layout: Layout, start: int) -> Shape:
 
 
 def _padding(layout: Layout, number: int, dtype: DType) -> Content:
-    """The elements behind the parts. Worked out once, a block at a time."""
+    """The elements behind the parts."""
     count = layout.sizes[number]
     for dim, size in enumerate(layout.view):
         count *= size if dim != layout.axis else 1
-    length, element = count * dtype.itemsize, _element(layout.fill, dtype)
+    return _filled(_element(layout.fill, dtype), count * dtype.itemsize)
+
+
+def _filled(element: bytes, length: int) -> Content:
+    """The same element again and again; a part that begins with an element is such, too."""
 
     def work() -> Iterator[bytes]:
         block = element * (CHUNK // len(element))
         for start in range(0, length, len(block)):
             yield block[: length - start]
 
-    return Literal(element * count) if length <= CHUNK else Computed(length, work)
+    if length <= CHUNK:
+        return Literal(element * (length // len(element)))
+    return Computed(length, work, part=lambda _, size: _filled(element, size))
 
 
 def _element(value: float, dtype: DType) -> bytes:

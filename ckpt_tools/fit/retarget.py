@@ -89,8 +89,10 @@ class Retargeting:
         self.stages: Stages = options.match or "exact+wrappers"
         self.choices = Choices(Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed)
 
-    def apply(self, root: Node, path: str, stack: ExitStack) -> tuple[FittedTo, int]:
+    def apply(self, root: Node, path: str, stack: ExitStack, whole: Node = None) -> tuple[FittedTo, int]:
         """Fit the only state dict below `root`, in place; `stack` holds what must stay open until the bytes are written.
+
+        `whole` is the checkpoint before less of it was selected: it may say sizes.
 
         Returns:
             What was done, and how many of an optimizer's `param_names` changed.
@@ -101,7 +103,7 @@ class Retargeting:
         """
         node = _only_state_dict(root, path)
         target = None if self.like is None else read_target(self.like, args=self.like_args, select=self.like_select)
-        expanded = self._plan(node, target, path)
+        expanded = self._plan(node, target, Config.beside(path, whole))
         plan = expanded.plan
         label = f"{path} does not fit {target.label}" if target is not None else f"{self.plan} leaves tensors over"
         fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack, self.like_select), self.choices)
@@ -111,15 +113,15 @@ class Retargeting:
         report.dropped, report.values = expanded.dropped, expanded.values
         return report, renamed
 
-    def _plan(self, node: Dict, target: Target | None, path: str) -> Expanded:
+    def _plan(self, node: Dict, target: Target | None, config: Config) -> Expanded:
         if self.plan is not None:
-            expanded = self._read(node, path)
+            expanded = self._read(node, config)
             return expanded if target is None else replace(expanded, plan=_for_target(expanded.plan, target))
         assert target is not None
         matching = match(params_of(node), target.params, stages=self.stages, allow_reshape=self.allow_reshape)
         return Expanded(plan_of(replace(matching, offers=())), {}, {})  # fused and split tensors: only a plan does those
 
-    def _read(self, node: Dict, path: str) -> Expanded:
+    def _read(self, node: Dict, config: Config) -> Expanded:
         """The plan of the file, for this state dict."""
         plan = read_any_plan(cast("str", self.plan))
         if not isinstance(plan, PatternPlan):
@@ -128,7 +130,7 @@ class Retargeting:
                 raise UsageError(f"`{option}` is for plans of patterns; {self.plan} names every tensor.")
             return Expanded(plan, dict.fromkeys(plan.drop, "the plan drops it"), {})
         shapes = {name: tensor.shape if type(tensor) is Entry else () for name, tensor in tensors_by_name(node).items()}
-        return expand(plan.reversed() if self.reverse else plan, shapes, Values(self.values, Config.beside(path)))
+        return expand(plan.reversed() if self.reverse else plan, shapes, Values(self.values, config))
 
 
 def _for_target(plan: Plan, target: Target) -> Plan:

@@ -8,9 +8,9 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
 
-from ckpt_tools.io.content import CHUNK, Computed, Content, Deflated, Joined, Literal, read
+from ckpt_tools.io.content import CHUNK, Computed, Content, Deflated, Joined, Literal, read, read_into
 from ckpt_tools.tree.nodes import is_contiguous
-from ckpt_tools.values.numeric import part
+from ckpt_tools.values.numeric import part, trimmed
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Sizes = tuple[int, ...]
 _PIECE = 4 * CHUNK  # bytes of the source that are looked at at once
 _SPARSE = 16 * CHUNK  # bytes of a block whose elements lie far apart: every block of a transpose reads all of the source
-_LONG_RUN = 16 << 10  # bytes; runs as long as this are read one by one, shorter ones with what lies between them
+_LONG_RUN = 512  # bytes; runs as long as this are read one by one, shorter ones with what lies between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,32 @@ def gathered(content: Content, itemsize: int, view: View) -> Content:
         return Literal(b"")
     if is_contiguous(view.sizes, view.steps):
         return part(content, view.offset * itemsize, view.count * itemsize)
+    merged = _merged(view)
 
     def work() -> Iterator[memoryview]:
         source = by_position(content)
-        for box in _boxes(_merged(view), itemsize):
+        for box in _boxes(merged, itemsize):
             out = bytearray(box.count * itemsize)
             _fill(_elements(out, itemsize).view(box.sizes), source, box, itemsize)
             yield memoryview(out)
 
-    return Computed(view.count * itemsize, work)
+    def some(start: int, length: int) -> Content:
+        return _some(content, itemsize, merged, start, length)
+
+    return Computed(view.count * itemsize, work, part=some if is_by_position(content) else None)
+
+
+def _some(content: Content, itemsize: int, view: View, start: int, length: int) -> Content:
+    """A range of the bytes of a view: the rows that it touches, gathered, without what is too much at both ends."""
+    while len(view.sizes) > 1:
+        row = view.count // view.sizes[0] * itemsize
+        first, last = start // row, max(start // row, (start + length - 1) // row)
+        start -= first * row
+        view = view.narrowed(0, first, last - first + 1)
+        if last > first:
+            break
+        view = View(view.offset, view.sizes[1:], view.steps[1:])
+    return trimmed(gathered(content, itemsize, view), start, length)
 
 
 def by_position(content: Content) -> Content:
@@ -122,24 +139,43 @@ def _boxes(view: View, itemsize: int) -> Iterator[View]:
 
 def _fill(out: torch.Tensor, source: Content, view: View, itemsize: int) -> None:
     """Put the elements of a view where they belong: all at once, or piece by piece along what lies farthest apart."""
+    runs = _has_long_runs(view, itemsize)
+    if (view.count if runs else view.span) * itemsize <= _PIECE:
+        out.copy_(_run_by_run(source, view, itemsize) if runs else _with_gaps(source, view, itemsize))
+        return
     far = max(range(len(view.sizes)), key=lambda dim: (view.sizes[dim] > 1, view.steps[dim]))
-    if view.span * itemsize <= _PIECE and not _has_long_runs(view, itemsize):
-        data = _elements(bytearray(read(part(source, view.offset * itemsize, view.span * itemsize))), itemsize)
-        out.copy_(data.as_strided(view.sizes, view.steps))
+    if view.steps[far] == 0:  # the same element again and again
+        out.copy_(_with_gaps(source, View(view.offset, (1,), (1,)), itemsize))
         return
-    if view.sizes[far] == 1 or view.steps[far] == 0:  # one element, or the same one again and again
-        out.copy_(_elements(bytearray(read(part(source, view.offset * itemsize, itemsize))), itemsize))
-        return
-    inner = view.narrowed(far, 0, 1).span
-    rows = 1 if _has_long_runs(view, itemsize) else max(1, (_PIECE // itemsize - inner) // view.steps[far])
-    for first in range(0, view.sizes[far], rows):
-        count = min(rows, view.sizes[far] - first)
+    one = view.narrowed(far, 0, 1)
+    rows = _PIECE // itemsize // one.count if runs else (_PIECE // itemsize - one.span) // view.steps[far]
+    for first in range(0, view.sizes[far], max(1, rows)):
+        count = min(max(1, rows), view.sizes[far] - first)
         _fill(out.narrow(far, first, count), source, view.narrowed(far, first, count), itemsize)
 
 
+def _with_gaps(source: Content, view: View, itemsize: int) -> torch.Tensor:
+    """The elements of a view, read with what lies between them."""
+    data = read(part(source, view.offset * itemsize, view.span * itemsize))
+    return _elements(bytearray(data), itemsize).as_strided(view.sizes, view.steps)
+
+
+def _run_by_run(source: Content, view: View, itemsize: int) -> torch.Tensor:
+    """The elements of a view, without what lies between its runs."""
+    order = sorted(range(len(view.sizes)), key=lambda dim: -view.steps[dim])
+    *outer, run = (view.sizes[dim] for dim in order)
+    out, size = bytearray(view.count * itemsize), run * itemsize
+    room = memoryview(out)
+    for number, at in enumerate(product(*map(range, outer))):
+        start = view.offset + sum(index * view.steps[dim] for index, dim in zip(at, order, strict=False))
+        read_into(part(source, start * itemsize, size), room[number * size : (number + 1) * size])
+    places = [order.index(dim) for dim in range(len(order))]
+    return _elements(out, itemsize).view(*outer, run).permute(places)
+
+
 def _has_long_runs(view: View, itemsize: int) -> bool:
-    """Whether it is mostly gaps between runs that are worth a read each."""
+    """Whether it is mostly gaps, between runs that are worth a read each."""
     if view.span <= 4 * view.count:
         return False
-    run = max((size for size, step in zip(view.sizes, view.steps, strict=True) if step == 1), default=1)
-    return run * itemsize >= _LONG_RUN
+    step, run = min(zip(view.steps, view.sizes, strict=True))
+    return step == 1 and run * itemsize >= _LONG_RUN

@@ -1,5 +1,6 @@
 """Shipped plans: names and numbers are those of the library that is meant, and the way back gives every bit again."""
 
+import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -266,3 +267,36 @@ def test_help_and_page_name_every_shipped_plan() -> None:
         assert name in text.split()
         assert f"`{name}`" in page
         assert f"`{other_way(name)}`" in page
+
+
+def test_sizes_come_from_the_arguments_in_a_checkpoint(tmp_path: Path) -> None:
+    """Megatron keeps its arguments beside the model; they count though only the model is selected."""
+    arguments = argparse.Namespace(num_attention_heads=HEADS, num_query_groups=KV_HEADS, kv_channels=HEAD, hidden_size=WIDTH)
+    torch.save({"args": arguments, "model": make.megatron()}, tmp_path / "in.pth")
+    report = ckpt_tools.convert(
+        tmp_path / "in.pth", tmp_path / "out.pth", select="model", plan="llama-megatron-to-hf", plan_value=f"vocab_size={WORDS}"
+    )
+    assert report.fitted is not None
+    assert report.fitted.values["groups"] == f"{KV_HEADS} (num_query_groups of args)"
+    assert torch.load(tmp_path / "out.pth", weights_only=True).keys() == make.llama().keys()
+
+
+def test_ranks_are_merged_and_fitted_at_once(tmp_path: Path) -> None:
+    """A folder of three tensor parallel ranks through a plan is what the merged model gives through it."""
+    folder = Path(__file__).parents[2] / "fixtures" / "megatron" / "tp3"
+    (tmp_path / "p.toml").write_text(
+        'format = "ckpt-plan-1"\npatterns = true\n[values.heads]\nconfig = "num_attention_heads"\n'
+        '[[tensor]]\nold = "decoder.layers.{i}.self_attention.linear_qkv.weight"\nnew = ["{i}.q", "{i}.k", "{i}.v"]\n'
+        'step = "split"\naxes = "(heads part size) ..."\naxis = "part"\nsizes = [1, 1, 1]\n'
+        '[[tensor]]\nold = "decoder.layers.{i}.mlp.linear_fc2.weight"\nnew = "{i}.down"\nstep = "transpose"\n'
+    )
+    keep = ["*linear_qkv.weight", "*linear_fc2.weight"]
+    ckpt_tools.convert(folder, tmp_path / "whole.pth", select="model", keep=keep)
+    whole = torch.load(tmp_path / "whole.pth", weights_only=True)
+    ckpt_tools.convert(folder, tmp_path / "out.pth", select="model", keep=keep, plan=tmp_path / "p.toml")
+    made = torch.load(tmp_path / "out.pth", weights_only=True)
+    for layer in range(2):
+        fused = whole[f"decoder.layers.{layer}.self_attention.linear_qkv.weight"].view(3, 3, -1, 6)
+        for number, name in enumerate("qkv"):
+            assert torch.equal(made[f"{layer}.{name}"], fused[:, number].reshape(-1, 6))
+        assert torch.equal(made[f"{layer}.down"], whole[f"decoder.layers.{layer}.mlp.linear_fc2.weight"].T)

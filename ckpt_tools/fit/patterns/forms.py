@@ -42,6 +42,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 SEVERAL_OLD = ("concat", "stack")
 SEVERAL_NEW = ("split", "unstack")
+_MOST_PARTS = 100_000  # that one tensor is unstacked to: a dimension of a tensor without elements can be of any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ def _split(task: Task) -> Solution:
     side, axis = _side(task, shape)
     given = None if task.form.sizes is None else [size_of(text, task.sizes) for text in task.form.sizes]
     known = dict(task.sizes)
-    if given is not None and None not in given:
+    if task.form.axes is not None and given is not None and None not in given:
         known[axis] = sum(size for size in given if size is not None)
     elif axis in known:
         del known[axis]
@@ -214,6 +215,8 @@ def _unstack(task: Task) -> Solution:
     (shape,) = task.shapes
     at = _dim(task, _number(task), len(shape))
     count = shape[at]
+    if count > _MOST_PARTS:
+        raise task.error(f"{list(shape)} would be {count} tensors; {_MOST_PARTS} are the most.")
     if task.parts not in (None, count):
         raise task.error(f"{list(shape)} has {count} to unstack, and there are {task.parts} names.")
     return Layout(shape, axis=at, sizes=(1,) * count), ((*shape[:at], *shape[at + 1 :]),) * count

@@ -21,6 +21,7 @@ _PLACEHOLDER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WORDS = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*):([^{}]*)\}")
 _MOST_WORDS = 64  # ways to write out the words of one step
 _MOST_DIGITS = 18
+_MOST_WAYS = 16  # in which patterns of one text write down some numbers and leave others open: a name is looked up in each
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,12 @@ class Index:
         numbers = pattern.numbers()
         places = tuple(place for place, number in enumerate(numbers) if not number.startswith("{"))
         written = tuple(numbers[place] for place in places)
-        self._by_key.setdefault(pattern.key, {}).setdefault(places, {}).setdefault(written, []).append((numbers, what))
+        by_places = self._by_key.setdefault(pattern.key, {})
+        by_places.setdefault(places, {}).setdefault(written, []).append((numbers, what))
+        if len(by_places) > _MOST_WAYS:
+            raise MatchPlanError(
+                f"More than {_MOST_WAYS} patterns like {pattern.text!r} differ in which numbers they write down."
+            )
 
     def find(self, name: str) -> list[tuple[object, Binding]]:
         """What stands for a name, with the numbers in the place of its placeholders."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +14,41 @@ from ckpt_tools.fit.patterns.rows import PatternPlan, ValueRow, check_value
 from ckpt_tools.io.output import open_regular
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.matching.records import Shape
+from ckpt_tools.tree.modules import attributes
+from ckpt_tools.tree.nodes import Dict, Node
 
 _FILES = ("config.json", "params.json", "huggingface/config.json")  # Hugging Face's, Meta's, verl's
+_ARGUMENTS = (("args",), ("common", "args"), ("model_args",))  # Megatron's in two containers, nanoGPT's
 _MOST_BYTES = 10_000_000
 
 
 class Config:
-    """What the files beside a checkpoint say of a model; they are read when something is asked.
+    """What a checkpoint, and the files beside it, say of a model; the files are read when something is asked.
 
     Attributes:
-        folder: where they lie; None where the checkpoint is not here.
+        folder: where they lie; None where the checkpoint is not here. own: what the checkpoint itself says.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | None, own: Sequence[tuple[str, dict[str, Any]]] = ()) -> None:
+        self.folder, self.own = folder, own
         self._read: list[tuple[str, dict[str, Any]]] | None = None
 
     @classmethod
-    def beside(cls, path: str | os.PathLike[str]) -> Config:
-        """Those of a checkpoint: in its folder, or beside its file."""
+    def beside(cls, path: str | os.PathLike[str], root: Node) -> Config:
+        """Those of a checkpoint: in it, in its folder, or beside its file."""
         here = Path(path)
-        return cls(here if here.is_dir() else here.parent if here.is_file() else None)
+        return cls(here if here.is_dir() else here.parent if here.is_file() else None, list(_arguments(root)))
 
     @property
     def files(self) -> list[tuple[str, dict[str, Any]]]:
-        """The files that are there: name, what they say."""
+        """Those who say something: name, what they say."""
         if self._read is None:
-            self._read = [] if self.folder is None else list(_documents(self.folder))
+            self._read = [*self.own, *(() if self.folder is None else _documents(self.folder))]
         return self._read
 
     @property
     def label(self) -> str:
-        """The files by name, for a message."""
+        """Those who say something, for a message."""
         return " and ".join(name for name, _ in self.files) or "config.json"
 
     def find(self, keys: Iterable[str]) -> tuple[int, str] | None:
@@ -87,6 +90,17 @@ def _documents(folder: Path) -> Iterable[tuple[str, dict[str, Any]]]:
             raise MatchPlanError(f"{folder / name} cannot be read: it is not a JSON object.",
                                  fix="Give what the plan needs by `plan_value`, in a folder without it.")  # fmt: skip
         yield name, document
+
+
+def _arguments(root: Node) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The arguments of the job that wrote a checkpoint, which some keep in it."""
+    for where in _ARGUMENTS:
+        node = root
+        for key in where:
+            node = node.get(key) if type(node) is Dict else None
+        said = node if type(node) is Dict else attributes(node)
+        if said is not None:
+            yield ".".join(where), {key: value for key, value in said.items if type(key) is str}
 
 
 def _inside(document: Any, key: str) -> Any:

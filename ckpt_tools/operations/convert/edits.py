@@ -88,7 +88,7 @@ class Edits:
             root = merge(root, self.options.adapters, report, stack)
         self.names.apply(root, report)
         if self.retargeting is not None:
-            _fit(root, self.retargeting, report, stack)
+            _fit(root, self.retargeting, report, stack, checkpoint.root)
         root = self._retagged(root, checkpoint, report)
         if self.options.verify and report.dry_run:
             report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
@@ -219,11 +219,11 @@ def _arrays(root: Node, report: Converted) -> Node:
     return root
 
 
-def _fit(root: Node, retargeting: Retargeting, report: Converted, stack: ExitStack) -> None:
+def _fit(root: Node, retargeting: Retargeting, report: Converted, stack: ExitStack, whole: Node) -> None:
     """Fit the state dict to the target."""
     from ckpt_tools.fit.retarget import note_optimizer
 
-    report.fitted, renamed = retargeting.apply(root, report.source, stack)
+    report.fitted, renamed = retargeting.apply(root, report.source, stack, whole)
     report.optimizer_names += renamed
     report.dropped += [(name, "`on_mismatch='skip'`") for name in report.fitted.skipped]
     report.dropped += list(report.fitted.dropped.items())

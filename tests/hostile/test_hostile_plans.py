@@ -1,0 +1,116 @@
+"""Plans, and checkpoints under plans, that ask for much: many names, many patterns, huge sizes, deep configs."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_tools
+from ckpt_tools.errors import CkptError, MatchPlanError
+from ckpt_tools.fit.patterns import names
+from ckpt_tools.fit.patterns.expand import expand
+from ckpt_tools.fit.patterns.rows import read_pattern_plan
+from ckpt_tools.fit.patterns.values import Config, Values
+
+HEAD = 'format = "ckpt-plan-1"\npatterns = true\n'
+
+
+def test_a_name_is_compared_with_the_patterns_like_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand patterns each of ten thousand names meets one."""
+    met = 0
+    bound = names._bound
+
+    def counted(wanted: list[str], numbers: list[str]) -> names.Binding | None:
+        nonlocal met
+        met += 1
+        return bound(wanted, numbers)
+
+    monkeypatch.setattr(names, "_bound", counted)
+    rows = [{"old": f"layers.{{i}}.part{k}.weight", "new": f"x.{{i}}.{k}"} for k in range(1000)]
+    plan = read_pattern_plan({"patterns": True, "tensor": rows}, "p")
+    shapes = {f"layers.{number // 1000}.part{number % 1000}.weight": (2,) for number in range(10_000)}
+    assert len(expand(plan, shapes, Values({}, Config(None))).plan.steps) == met == 10_000
+
+
+def test_patterns_that_differ_in_what_they_leave_open_are_bounded() -> None:
+    """A thousand ways to write down some of ten numbers would each have to be tried for every name."""
+    rows = [
+        {"old": ".".join(f"{{n{bit}}}" if way >> bit & 1 else "7" for bit in range(10)), "step": "drop"} for way in range(1000)
+    ]
+    plan = read_pattern_plan({"patterns": True, "tensor": rows}, "p")
+    with pytest.raises(MatchPlanError, match="More than 16 patterns like"):
+        expand(plan, {}, Values({}, Config(None)))
+
+
+def empty_tensor(path: Path, shape: list[int]) -> None:
+    """A safetensors file, written by hand, with a tensor without elements."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+@pytest.mark.parametrize(
+    ("step", "shape", "message"),
+    [
+        ('new = "b.{i}"\nstep = "unstack"', [1 << 40, 0], "100000 are the most"),
+        ('new = "b"\nstep = "pad"\nsize = 1099511627776', [0, 1 << 18], "Nothing has been written|larger|needs|free|space"),
+        ('new = "b"\nstep = "permute"\naxes = "(x 2) y -> y (2 x)"', [7, 0], "cannot be divided by 2"),
+        ('new = "b"\nstep = "permute"\naxes = "(x y) z -> z (y x)"', [0, 7], "without knowing"),
+        ('new = "b"\nstep = "reshape"\nto = [0, -1]', [0, 7], "is not a size"),
+        ('new = "b"\nstep = "crop"\nsize = "99999999999*99999999999"', [3, 0], "larger than any tensor"),
+        ('new = "b"\nstep = "crop"\nsize = "4/0"', [3, 0], "is not a size"),
+    ],
+)
+def test_sizes_beyond_reason(step: str, shape: list[int], message: str, tmp_path: Path) -> None:
+    """Tensors without elements can claim any shape: no step takes memory for what is not there."""
+    empty_tensor(tmp_path / "in.safetensors", shape)
+    (tmp_path / "p.toml").write_text(f'{HEAD}[[tensor]]\nold = "a"\n{step}\n')
+    with pytest.raises(CkptError, match=message):
+        ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", plan=tmp_path / "p.toml")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.safetensors", "p.toml"]
+
+
+def test_tensors_without_elements_go_through_every_step(tmp_path: Path) -> None:
+    """Nothing divides by zero: the shape is what torch would give."""
+    torch.save({"a": torch.empty(0, 6)}, tmp_path / "in.pth")
+    for step, shape in (
+        ('step = "transpose"', (6, 0)),
+        ('step = "permute"\naxes = "(x 2) (3 y) -> (2 x) y 3"', (0, 2, 3)),
+        ('step = "flatten"', (0,)),
+        ('step = "pad"\nsize = 2', (2, 6)),
+        ('step = "stack"', (1, 0, 6)),
+    ):
+        (tmp_path / "p.toml").write_text(f'{HEAD}[[tensor]]\nold = "a"\nnew = "b"\n{step}\n')
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml", overwrite=True)
+        assert torch.load(tmp_path / "out.pth", weights_only=True)["b"].shape == shape
+
+
+CONFIGS = [
+    '{"n": ' * 100_000,
+    "[" * 100_000,
+    '{"heads": ' + "9" * 6000 + "}",
+    '{"heads": 1e400}',
+    "\xff",
+    '{"heads": {"heads": 2}}',
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_config_beside_is_not_trusted(config: str, tmp_path: Path) -> None:
+    """Nested deep, of huge numbers, no JSON: an error of ours, or a size that is not known."""
+    torch.save({"a": torch.ones(4, 4)}, tmp_path / "in.pth")
+    (tmp_path / "config.json").write_bytes(config.encode("latin-1"))
+    plan = '[values.heads]\nconfig = "heads"\n[[tensor]]\nold = "a"\nnew = "b"\nstep = "crop"\nsize = "heads"\n'
+    (tmp_path / "p.toml").write_text(HEAD + plan)
+    with pytest.raises(CkptError):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=tmp_path / "p.toml")
+    assert not (tmp_path / "out.pth").exists()
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "llama-meta-to-hf.toml", "families/llama-meta-to-hf", "-to-", "x-to-y"])
+def test_a_shipped_plan_is_named_and_not_a_path(name: str, tmp_path: Path) -> None:
+    """Only the names of the list are looked up in the package."""
+    torch.save({"a": torch.ones(2)}, tmp_path / "in.pth")
+    with pytest.raises(MatchPlanError, match=r"cannot be read|is not TOML"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", plan=name)
