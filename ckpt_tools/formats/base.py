@@ -184,7 +184,7 @@ class Decoded:
 
 
 # The containers of which nothing but what their reader has read is a pickle.
-_READ_WHOLE = frozenset(("torch-zip", "torch-legacy", "safetensors", "gguf"))
+_READ_WHOLE = frozenset(("torch-zip", "torch-legacy", "safetensors", "gguf", "onnx", "flax"))
 # Readers say so of what they did not read, or of what lies behind the end of what they read.
 _MORE_BYTES = frozenset(("trailing-bytes", "trailing-pickle-bytes"))
 _RECORDS = ("data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")

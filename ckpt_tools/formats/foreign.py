@@ -24,8 +24,7 @@ _KINDS = (
     (b"\x7fELF", "a program", ""),
 )  # fmt: skip
 _AT_FOUR = {b"TFL3": "a TensorFlow Lite model", b"ET12": "an ExecuTorch program"}  # behind a flatbuffer's first offset
-_ONNX = re.compile(rb"\x08[\x03-\x20]\x12[\x01-\x20][\w.-]{3}")  # ir_version, then the name of what produced it
-_READS = "ckpt reads what torch.save writes and wrote, safetensors files, GGUF, pickles and NumPy's .npz and .npy."
+_READS = "ckpt reads what torch.save writes and wrote, safetensors, GGUF, ONNX, Flax's msgpack, pickles, NumPy's .npz and .npy."
 
 
 def recognise(source: Source, head: bytes) -> CkptError | None:
@@ -38,7 +37,7 @@ def recognise(source: Source, head: bytes) -> CkptError | None:
     for magic, kind, fix in _KINDS:
         if head.startswith(magic):
             return NotACheckpointError(f"{path} is {kind}, not a checkpoint.", fix=fix)
-    kind = "an ONNX model" if _ONNX.match(head) else _AT_FOUR.get(head[4:8], "")
+    kind = _AT_FOUR.get(head[4:8], "")
     if kind:
         return NotACheckpointError(
             f"{path} is {kind}, not a checkpoint.", fix="Ask for the PyTorch weights that it was made of."

@@ -255,6 +255,8 @@ def _decode(source: Source, member: str) -> Decoded:
         raise NotACheckpointError(f"{source.path} is not an archive whose members are read by name.")
     if head.startswith(b"GGUF"):
         return _with_its_splits(source)
+    if head.startswith(b"\x08"):
+        return _with_other_files(source, head)
     if not head.lstrip().startswith(b"{"):
         return decode_file(source)
     from ckpt_tools.formats import sharded
@@ -292,6 +294,21 @@ def _with_its_splits(source: Source) -> Decoded:
         raise
     source.close()
     return found
+
+
+def _with_other_files(source: Source, head: bytes) -> Decoded:
+    """An ONNX model, with the files beside it that have elements of it."""
+    from ckpt_tools.formats.frameworks import onnx
+
+    with naming(source), limits.of_file(source.size):
+        if not onnx.sniff(head) or not onnx.has_other_files(source):
+            return decode_file(source)
+        files = _files_beside(source)
+        try:
+            return onnx.decode(files.adopt(source), files)
+        except BaseException:
+            files.close()
+            raise
 
 
 def _files_beside(index: Source) -> Files:
@@ -407,9 +424,11 @@ def _containers() -> Iterator[_Container]:
     yield torch_tar.sniff, torch_tar.decode
     yield plain_pickle.sniff, plain_pickle.decode
     yield numpy_files.sniff, numpy_files.decode_npy
-    from ckpt_tools.formats.frameworks import gguf
+    from ckpt_tools.formats.frameworks import flax, gguf, onnx
 
     yield gguf.sniff, gguf.decode
+    yield onnx.sniff, onnx.decode
+    yield flax.sniff, flax.decode
 
 
 def begins_as_checkpoint(head: bytes) -> bool:

@@ -16,7 +16,10 @@ from ckpt_tools.errors import TWO_FILES, AmbiguousFileError
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.io.output import Source
 
-_TAR, _SAFETENSORS, _GGUF = "a tar archive", "a safetensors file", "a GGUF file"
+_TAR, _SAFETENSORS, _GGUF, _MSGPACK = "a tar archive", "a safetensors file", "a GGUF file", "a msgpack file"
+
+
+_MAPS = frozenset(bytes([byte]) for byte in (*range(0x81, 0x90), 0xDE, 0xDF))  # with which msgpack of a map begins
 
 
 def refuse_polyglot(source: Source, head: bytes) -> None:
@@ -26,7 +29,7 @@ def refuse_polyglot(source: Source, head: bytes) -> None:
         pass
     elif kinds == [_TAR] and _pickle_in(source, harmless=True):
         kinds.append("a pickle")
-    elif kinds in ([_SAFETENSORS], [_GGUF]) and _pickle_in(source, harmless=False):
+    elif kinds in ([_SAFETENSORS], [_GGUF], [_MSGPACK]) and _pickle_in(source, harmless=False):
         kinds.append("a pickle that torch.load would run")
     if len(kinds) > 1:
         raise AmbiguousFileError(f"{source.path} is {kinds[0]}, and {kinds[1]} as well.", why=TWO_FILES)
@@ -46,6 +49,11 @@ def _kinds(head: bytes) -> Iterator[str]:
         yield "a .npy file"
     if head.startswith(b"GGUF"):
         yield _GGUF
+    if head[:1] in _MAPS:
+        from ckpt_tools.formats.frameworks import flax
+
+        if flax.sniff(head):
+            yield _MSGPACK
 
 
 # --- pickles that something else begins with

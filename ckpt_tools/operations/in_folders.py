@@ -29,7 +29,9 @@ _PACKED = re.compile(
     r"model\.(?:tar\.gz|tgz)|.+\.nemo|.+\.(?:pth|pt|ckpt|bin|safetensors|th)\.(?:gz|bz2|xz|zst)", re.IGNORECASE
 )
 # Names that tokenizers and data sets have too: examined where the bytes are a checkpoint's, or were never written.
-_MAYBE = frozenset((".tar", ".model", ".pkl", ".pickle", ".dat", ".zip", ".jit", ".ptl", ".npz", ".npy", ".distcp"))
+_MAYBE = frozenset(
+    (".tar", ".model", ".pkl", ".pickle", ".dat", ".zip", ".jit", ".ptl", ".npz", ".npy", ".distcp", ".msgpack", ".onnx")
+)
 _NO_CONTENT = re.compile(rb"\0+\Z|version https://git-lfs|\s*<(?:!doctype|html)|\Z", re.IGNORECASE)
 _TORCH_RECORDS = ("/data.pkl", "/constants.pkl", "/archive_format", "/byteorder", ".data/serialization_id", ".npy")
 _TORCH_TAR = frozenset((b"sys_info", b"pickle", b"storages", b"tensors"))

@@ -18,12 +18,21 @@ _DCP = "torch.distributed.checkpoint.load"
 _RANK_FILES = f"{TORCH_LOAD}, one rank's part each"
 _DEEPSPEED = "DeepSpeed's load_checkpoint, on as many processes"
 _UNPACKED = "once it is unpacked"
-_ELSEWHERE = (_DCP, _SAFETENSORS, _RANK_FILES, _DEEPSPEED, "gguf.")  # calls of files that are not for torch.load
+_ELSEWHERE = (
+    _DCP,
+    _SAFETENSORS,
+    _RANK_FILES,
+    _DEEPSPEED,
+    "gguf.",
+    "onnx.",
+    "flax.",
+)  # calls of files that are not for torch.load
 _CALLS = {
     "torchscript": "torch.jit.load", "torch-export": "torch.export.load", "pickle": "pickle.load", "npz": "numpy.load",
     "npy": "numpy.load", "safetensors": _SAFETENSORS, "dcp": _DCP, "dcp-part": f"{_DCP}, from its folder with .metadata",
     "zip-bundle": "the library that wrote it", **dict.fromkeys(PART_CONTAINERS, _RANK_FILES),
-    "deepspeed": _DEEPSPEED, "gguf": "gguf.GGUFReader",
+    "deepspeed": _DEEPSPEED, "gguf": "gguf.GGUFReader", "onnx": "onnx.load",
+    "flax": "flax.serialization.msgpack_restore",
 }  # fmt: skip
 # Why torch.load with weights_only does not give what the file holds, whatever its pickles say.
 _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for container, (_, what) in PROGRAMS.items()} | {
@@ -31,6 +40,8 @@ _REFUSED = {container: f"it is {what}, which {_CALLS[container]} loads" for cont
     "zip-bundle": "it is an archive around checkpoints",
     "npz": "it is a file of NumPy's",
     "npy": "it is a file of NumPy's",
+    "onnx": "it is an ONNX model",
+    "flax": "it is a file of Flax's",
     "gguf": "it is a GGUF file, which llama.cpp loads",
     "torch-tar": "it is in the tar format, which weights_only does not take",
     "dcp": f"it is a folder of torch.distributed.checkpoint, which {_DCP} loads",

@@ -113,7 +113,7 @@ def open_side(checkpoint: Checkpoint, where: str | None = None, plain: Plain | N
     tensors, notes = tensors_in(place, plain)
     side = Side(str(checkpoint.path), checkpoint.container, place.root, tensors, place.state_dicts, notes=notes)
     _collect(side)
-    if checkpoint.container in ("safetensors", "sharded", "gguf"):
+    if checkpoint.container in ("safetensors", "sharded", "gguf", "onnx"):
         side.texts = True
         own = _OWN_METADATA | ties.keys()
         side.values |= {key: text for key, text in checkpoint.decoded.metadata.items() if key not in own}

@@ -1,0 +1,247 @@
+"""Flax: `flax.serialization.to_bytes`, msgpack of nested maps with arrays in them.
+
+    MUST   maps with text as keys, down to arrays, numbers and text
+    MUST   an array: extension 1, itself msgpack of (shape, dtype, bytes); extension 3 the same of one number, 2 a complex one
+    MAY    an array over 2**30 bytes: a map of `__msgpack_chunked_array__`, its shape, and its chunks, flat
+
+The maps become one: `params.Dense_0.kernel`. Kernels stay as Flax has them, [in, out] and [h, w, in, out].
+
+Source: flax/serialization.py (`_msgpack_ext_pack`, `_chunk`), the msgpack specification.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+from ckpt_tools import limits
+from ckpt_tools.errors import DamagedFileError, TensorError, UnsupportedContainerError
+from ckpt_tools.formats.base import Decoded, repeated, trailing
+from ckpt_tools.formats.frameworks.cursor import Cursor
+from ckpt_tools.io.content import Joined, Literal, Range
+from ckpt_tools.io.output import Source
+from ckpt_tools.tree.dtypes import DTYPES, DType
+from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, List, Node, Storage, check, contiguous_stride
+
+# A map, and the text of its first key.
+_START = re.compile(rb"(?:[\x81-\x8f]|\xde..|\xdf....)(?:[\xa1-\xbf]|\xd9.|\xda..)[\w/.-]", re.DOTALL)
+_CHUNKED = "__msgpack_chunked_array__"
+_ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
+_DTYPES = {
+    "V2": "bfloat16", "bool_": "bool",  # what numpy calls them where ml_dtypes is not there
+    **{name: name for name in (
+        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+        "float8_e8m0fnu", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool", "complex64",
+        "complex128",
+    )},
+}  # fmt: skip
+
+
+def sniff(head: bytes) -> bool:
+    """Whether a file that starts with these bytes may be a map of msgpack with text as its first key."""
+    return _START.match(head) is not None
+
+
+def decode(source: Source) -> Decoded:
+    """Read the maps, and where the arrays are; no elements.
+
+    Raises:
+        DamagedFileError: it is not msgpack as Flax writes it. LimitError: nested deeper than any model.
+    """
+    reader = _Reader(source)
+    root = reader.value(0)
+    if type(root) is not Dict:
+        raise DamagedFileError("The msgpack file does not hold a map.")
+    items = list(_flat(root))
+    if (name := repeated(items)) is not None:
+        raise DamagedFileError(f"Two values of the file would be called {name!r}.", why="A key of it has a dot.")
+    made = Decoded("flax", Dict([*items], ordered=True), source)
+    made.storage_bytes = sum(node.storage.nbytes for _, node in items if type(node) is Entry)
+    made.warnings += trailing(source.size - reader.cursor.at, "the map")
+    return made
+
+
+def _flat(root: Dict) -> list[tuple[str, Node]]:
+    """Everything below the maps under its dotted path; an empty map stays."""
+    found: list[tuple[str, Node]] = []
+    pending: list[tuple[str, Node]] = [("", root)]
+    while pending:
+        path, node = pending.pop()
+        if type(node) is Dict and (node.items or not path):
+            pending += [(f"{path}.{key}" if path else key, value) for key, value in reversed(node.named.items())]
+        else:
+            found.append((path, node))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """Bytes that stay in the file."""
+
+    at: int
+    length: int
+
+
+class _Reader:
+    """msgpack as nodes, arrays as entries on ranges of the file."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.cursor = source, Cursor(source, 0, source.size, "msgpack file", ">")
+        self.budget = limits.budget(source.size)
+        self.count = 0
+
+    def value(self, depth: int) -> Node:
+        """The next value; bytes are read."""
+        node = self._next(depth)
+        if isinstance(node, _Bytes):
+            self.budget.take(limits.TEXT_BYTES, node.length, "The msgpack file holds too many bytes outside its arrays.")
+            return self.source.read(node.at, node.length)
+        return node
+
+    def _next(self, depth: int) -> Node | _Bytes:
+        code = self.cursor.take(1)[0]
+        if code < 0x80:
+            return code
+        if code >= 0xE0:
+            return code - 256
+        if code < 0x90:
+            return self._map(code & 15, depth)
+        if code < 0xA0:
+            return self._list(code & 15, depth)
+        if code < 0xC0:
+            return self._text(code & 31)
+        return self._long(code, depth)
+
+    def _long(self, code: int, depth: int) -> Node | _Bytes:
+        """What has its size, or itself, in further bytes."""
+        if code in _CONSTANTS:
+            return _CONSTANTS[code]
+        if code in _NUMBERS:
+            return self.cursor.numbers(_NUMBERS[code], 1)[0]
+        if code in _FIXED_EXTENSIONS:
+            return self._extension(_FIXED_EXTENSIONS[code], depth)
+        if code not in _SIZED:
+            raise DamagedFileError(f"The msgpack file holds the byte {code:#x}, which is no value, at {self.cursor.at - 1}.")
+        kind, width = _SIZED[code]
+        size = self.cursor.number(width)
+        if kind == "bytes":
+            return _Bytes(self.cursor.skip(size), size)
+        if kind == "text":
+            return self._text(size)
+        if kind == "extension":
+            return self._extension(size, depth)
+        return self._map(size, depth) if kind == "map" else self._list(size, depth)
+
+    def _text(self, size: int) -> str:
+        self.cursor.check(size)
+        self.budget.take(limits.TEXT_BYTES, size, "The msgpack file holds more text than any has.")
+        try:
+            return self.cursor.take(size).decode()
+        except UnicodeDecodeError:
+            raise DamagedFileError("The msgpack file holds text that is not UTF-8.") from None
+
+    def _inside(self, count: int, depth: int) -> None:
+        self.cursor.check(count)  # a value takes a byte at least
+        limits.JSON_DEPTH.check(depth, "The msgpack file is nested too deep.")
+        self.budget.make(1 + count // _VALUES_PER_CONTAINER, "The msgpack file makes more values than one of its size can.")
+
+    def _list(self, count: int, depth: int) -> Node:
+        self._inside(count, depth)
+        return List([self.value(depth + 1) for _ in range(count)])
+
+    def _map(self, count: int, depth: int) -> Node:
+        self._inside(count, depth)
+        items: list[tuple[Node, Node]] = []
+        for _ in range(count):
+            key = self.value(depth + 1)
+            if type(key) not in (str, int):
+                raise DamagedFileError("The msgpack file has a key that is not text.")
+            items.append((str(key), self.value(depth + 1)))
+        if (name := repeated((str(key), None) for key, _ in items)) is not None:
+            raise DamagedFileError(f"The msgpack file has the key {name!r} twice in one map.")
+        made = Dict(items, ordered=True)
+        return self._chunked(made) if made.get(_CHUNKED) is True else made
+
+    def _extension(self, size: int, depth: int) -> Node:
+        """An array, a number of NumPy's, or a complex one."""
+        limits.JSON_DEPTH.check(depth, "The msgpack file is nested too deep.")
+        kind = self.cursor.take(1)[0]
+        self.cursor.check(size)
+        end = self.cursor.at + size
+        if kind not in (_ARRAY, _COMPLEX, _SCALAR):
+            raise UnsupportedContainerError(f"The msgpack file holds the extension {kind}, which Flax does not write.")
+        outer, self.cursor.end = self.cursor.end, end
+        code = self.cursor.take(1)[0]
+        parts = [self._next(depth + 1) for _ in range(code & 15 if 0x90 <= code < 0xA0 else 0)]
+        if self.cursor.at != end:
+            raise _malformed()
+        self.cursor.end = outer
+        if kind == _COMPLEX:
+            return self._complex(parts)
+        if len(parts) != 3 or not isinstance(parts[2], _Bytes) or type(parts[0]) is not List:
+            raise _malformed()
+        return self._array(parts[0], parts[1], Range(self.source, parts[2].at, parts[2].length))
+
+    def _complex(self, parts: list[Node | _Bytes]) -> Node:
+        import struct
+
+        real, imaginary = parts if len(parts) == 2 else (None, None)
+        if not isinstance(real, int | float) or not isinstance(imaginary, int | float):
+            raise _malformed()
+        try:
+            return self._entry(DTYPES["complex128"], (), Literal(struct.pack("<2d", real, imaginary)))
+        except OverflowError:
+            raise _malformed() from None
+
+    def _array(self, sizes: List, name: Node | _Bytes, content: Range) -> Entry:
+        shape = tuple(size for size in sizes.items if type(size) is int and size >= 0)
+        if type(name) is not str or len(shape) < len(sizes.items) or len(shape) > MAX_DIMENSIONS:
+            raise _malformed()
+        dtype = DTYPES.get(_DTYPES.get(name, ""))
+        if dtype is None:
+            raise UnsupportedContainerError(f"The msgpack file holds an array of {name[:40]!r}, which torch does not have.")
+        return self._entry(dtype, shape, content)
+
+    def _entry(self, dtype: DType, shape: tuple[int, ...], content: Literal | Range | Joined) -> Entry:
+        if prod(size or 1 for size in shape) > MAX_ELEMENTS or prod(shape) * dtype.itemsize != content.length:
+            raise TensorError(f"An array of the msgpack file has {content.length} bytes, which is not what its shape needs.")
+        self.count += 1
+        limits.TENSORS.check(self.count, f"The file holds {self.count} arrays.", self.source.size)
+        storage = Storage(str(self.count - 1), dtype, content.length, None, content)
+        entry = Entry(storage, dtype, shape, contiguous_stride(shape), 0)
+        check(entry)
+        return entry
+
+    def _chunked(self, node: Dict) -> Entry:
+        """An array in pieces, as one."""
+        pieces, sizes = _in_order(node.get("chunks")), _in_order(node.get("shape"))
+        entries = [piece for piece in pieces if type(piece) is Entry]
+        whole = tuple(size for size in sizes if type(size) is int and size >= 0)
+        if not entries or len(entries) < len(pieces) or len(whole) < len(sizes) or len({e.dtype for e in entries}) > 1:
+            raise _malformed()
+        parts = tuple(entry.storage.content for entry in entries)
+        return self._entry(entries[0].dtype, whole, Joined(parts))
+
+
+def _in_order(node: Node) -> list[Node]:
+    """The values of a map of places, which is how Flax writes a list."""
+    rows = node.named if type(node) is Dict else {}
+    if list(rows) != [str(place) for place in range(len(rows))]:
+        raise _malformed()
+    return [*rows.values()]
+
+
+def _malformed() -> DamagedFileError:
+    return DamagedFileError("An array of the msgpack file is not as Flax writes it.")
+
+
+_VALUES_PER_CONTAINER = 4
+_CONSTANTS: dict[int, Node] = {0xC0: None, 0xC2: False, 0xC3: True}
+_NUMBERS = {0xCA: "f", 0xCB: "d", 0xCC: "B", 0xCD: "H", 0xCE: "I", 0xCF: "Q", 0xD0: "b", 0xD1: "h", 0xD2: "i", 0xD3: "q"}
+_FIXED_EXTENSIONS = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
+_SIZED = {
+    0xC4: ("bytes", "B"), 0xC5: ("bytes", "H"), 0xC6: ("bytes", "I"), 0xC7: ("extension", "B"), 0xC8: ("extension", "H"),
+    0xC9: ("extension", "I"), 0xD9: ("text", "B"), 0xDA: ("text", "H"), 0xDB: ("text", "I"), 0xDC: ("list", "H"),
+    0xDD: ("list", "I"), 0xDE: ("map", "H"), 0xDF: ("map", "I"),
+}  # fmt: skip
