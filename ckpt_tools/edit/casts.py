@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
-from ckpt_tools.formats.open import find_optimizers, find_state_dicts, find_tensors
+from ckpt_tools.formats.open import find_optimizers, find_state_dicts, find_tensors, names_quantised
 from ckpt_tools.formats.zip.directory import RecordRange
 from ckpt_tools.io.content import (
     Checksum,
@@ -33,19 +34,28 @@ from ckpt_tools.values.numeric import CastCount, cast, swapped
 
 @dataclass(slots=True)
 class Casting:
-    """What is cast: tensors by "from -> to", and per storage its path and the count of overflows; step counters that stay."""
+    """What is cast: tensors by "from -> to", and per storage its path and the count of what that loses; what stays.
+
+    Attributes:
+        steps, parts: the step counters of optimizers, and the parts of quantised tensors, that keep their dtype.
+    """
 
     moves: dict[str, int] = field(default_factory=dict)
     counts: list[tuple[str, CastCount]] = field(default_factory=list)
     steps: int = 0
+    parts: int = 0
 
-    def overflowed(self) -> dict[str, int]:
-        """Dotted path -> finite values that became infinite; to be asked once the bytes are written."""
-        return _sums((name, count.overflowed) for name, count in self.counts)
+    def lost(self) -> Lost:
+        """What was lost, by dotted path; to be asked once the bytes are written."""
+        return (
+            _sums((name, count.overflowed) for name, count in self.counts),
+            _sums((name, count.underflowed) for name, count in self.counts),
+            _sums((name, count.saturated) for name, count in self.counts),
+        )
 
-    def underflowed(self) -> dict[str, int]:
-        """Dotted path -> values that became zero; to be asked once the bytes are written."""
-        return _sums((name, count.underflowed) for name, count in self.counts)
+
+# Finite values that became infinite, values that became zero, values that became the largest of their dtype.
+Lost: TypeAlias = tuple[dict[str, int], dict[str, int], dict[str, int]]
 
 
 def _sums(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -57,42 +67,60 @@ def _sums(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
     return found
 
 
-def cast_floats(root: Node, target: DType, only: Sequence[str] = ()) -> tuple[Node, Casting]:
+def cast_floats(
+    root: Node, target: DType | None, only: Sequence[str] = (), by_glob: Mapping[str, DType] | None = None
+) -> tuple[Node, Casting]:
     """Cast every float tensor, or those that a glob in `only` names; ties, views and everything else stay.
 
-    An optimizer counts its steps in a float tensor. Those are cast only where `only` names them: in bf16, 256 + 1 is 256.
+    An optimizer counts its steps in a float tensor, and codes mean nothing without their scales. Those are cast only where a
+    glob names them: in bf16, 256 + 1 is 256.
+
+    Args:
+        root: the tree. target: what is cast to; None for what `by_glob` names alone. only: globs on names.
+        by_glob: for what a glob matches another target; the last one that does counts.
 
     Raises:
         NothingMatchedError: a glob that matches no float tensor. ConvertError: a storage of which only a part would be
         cast, or a type that torch cannot cast.
     """
-    users: dict[int, list[tuple[str, str, Entry]]] = {}
+    users: dict[int, list[_View]] = {}
     prefixes = {state_dict.where for state_dict in find_state_dicts(root)}
     for tensor in find_tensors(root):
         if type(tensor.node) is Entry:
             name = str(tensor.where[-1]) if tensor.where[:-1] in prefixes else ""
             users.setdefault(id(tensor.node.storage), []).append((dotted(tensor.where), name, tensor.node))
-    steps = set() if only else _steps(root)
-    chosen = _chosen(users, only) - steps
-    casting = Casting(steps=len(steps))
+    steps, parts = (set(), set()) if only else (_steps(root), _parts(root))
+    targets = _targets(users, None if target is None else _Choice(target, only, steps | parts), by_glob or {})
+    casting = Casting(steps=len(steps - targets.keys()), parts=len(parts - targets.keys()))
+    cast_to: dict[int, DType] = {}
 
     def change(storage: Storage) -> Storage:
-        views = users.get(id(storage), [])
-        before = views[0][2].dtype if views else None
-        if before is None or id(storage) not in chosen or before is target or before.family != "float":
-            return storage
-        if any(entry.dtype is not before for _, _, entry in views):
-            raise ConvertError(f"{views[0][0]!r} shares its storage with a tensor of another dtype; it cannot be cast.")
-        if before.packed > 1 or not before.in_torch:
-            raise ConvertError(f"{views[0][0]!r} is {before.name}, which torch cannot cast.", fix="Choose with `dtype_only`.")
-        move = f"{before.name} -> {target.name}"
-        casting.moves[move] = casting.moves.get(move, 0) + len(views)
-        count = CastCount()
-        casting.counts.append((views[0][0], count))
-        content = cast(storage.content, before, target, count)
-        return replace(storage, dtype=target, nbytes=content.length, content=content)
+        made = _cast_storage(storage, users.get(id(storage), []), targets.get(id(storage)), casting)
+        if made is not storage:
+            cast_to[id(made)] = targets[id(storage)]
+        return made
 
-    return _retype(map_storages(root, change), target), casting
+    return _retype(map_storages(root, change), cast_to), casting
+
+
+_View: TypeAlias = tuple[str, str, Entry]  # path, name in its state dict, entry
+
+
+def _cast_storage(storage: Storage, views: Sequence[_View], target: DType | None, casting: Casting) -> Storage:
+    """A storage cast to what its views are cast to; itself where they stay."""
+    before = views[0][2].dtype if views else None
+    if before is None or target is None or before is target or before.family != "float":
+        return storage
+    if any(entry.dtype is not before for _, _, entry in views):
+        raise ConvertError(f"{views[0][0]!r} shares its storage with a tensor of another dtype; it cannot be cast.")
+    if before.packed > 1 or not before.in_torch:
+        raise ConvertError(f"{views[0][0]!r} is {before.name}, which torch cannot cast.", fix="Choose with `dtype_only`.")
+    move = f"{before.name} -> {target.name}"
+    casting.moves[move] = casting.moves.get(move, 0) + len(views)
+    count = CastCount()
+    casting.counts.append((views[0][0], count))
+    content = cast(storage.content, before, target, count)
+    return replace(storage, dtype=target if target.storage else None, nbytes=content.length, content=content)
 
 
 def _steps(root: Node) -> set[int]:
@@ -106,35 +134,57 @@ def _steps(root: Node) -> set[int]:
     return found
 
 
-def _chosen(users: dict[int, list[tuple[str, str, Entry]]], only: Sequence[str]) -> set[int]:
-    """The storages whose tensors match; all without globs."""
-    if not only:
-        return set(users)
-    globs = Globs(only)
-    chosen = set()
+def _parts(root: Node) -> set[int]:
+    """The storages of the codes and scales of quantised tensors."""
+    suspects = {id(found.node): found.node for found in find_state_dicts(root) if names_quantised(found)}
+    if not suspects:
+        return set()
+    from ckpt_tools.edit.quantised.finding import find
+
+    tensors = [tensor for node in suspects.values() for tensor in find(node).quantised.values()]
+    return {id(part.entry.storage) for tensor in tensors for part in tensor.parts if part.entry.dtype.family == "float"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What is cast to `target`: what a glob of `only` matches; without such globs everything, but for `spared` storages."""
+
+    target: DType
+    only: Sequence[str]
+    spared: Collection[int]
+
+
+def _targets(users: Mapping[int, list[_View]], choice: _Choice | None, by_glob: Mapping[str, DType]) -> dict[int, DType]:
+    """What each storage is cast to."""
+    only, globs = Globs(choice.only if choice is not None else ()), Globs(by_glob)
+    targets: dict[int, DType] = {}
     for storage, views in users.items():
-        floats = [(path, name) for path, name, entry in views if entry.dtype.family == "float"]
-        hits = {path: globs.matching(path, *([name] if name else [])) for path, name in floats}
-        if any(hits.values()):
-            if not all(hits.values()):
-                names = ", ".join(map(repr, hits))
-                raise ConvertError(
-                    f"{names} share one storage, and `dtype_only` matches some of them.", fix="Match all of them or none."
-                )
-            chosen.add(storage)
-    for glob in sorted(globs.unused):
-        raise NothingMatchedError(f"`dtype_only={glob!r}` matches no float tensor.")
-    return chosen
+        found: dict[str, DType | None] = {}
+        for path, name, entry in views:
+            if entry.dtype.family == "float":
+                texts = (path, *([name] if name else []))
+                hits, chosen = globs.matching(*texts), only.matching(*texts) or not only
+                spared = choice is None or not chosen or storage in choice.spared
+                found[path] = by_glob[hits[-1]] if hits else None if spared or choice is None else choice.target
+        kinds = set(found.values())
+        if len(kinds) > 1:
+            names, option = ", ".join(map(repr, found)), "`dtype_only` matches some of them" if only else "`dtype` differs"
+            raise ConvertError(f"{names} share one storage, and {option}.", fix="Match all of them or none.")
+        if kinds and (target := kinds.pop()) is not None:
+            targets[storage] = target
+    for option, unused in (("dtype_only", only.unused), ("dtype", globs.unused)):
+        for glob in sorted(unused):
+            raise NothingMatchedError(f"`{option}={glob!r}` matches no float tensor.")
+    return targets
 
 
-def _retype(root: Node, target: DType) -> Node:
-    """Entries whose untyped storage (fp8) became typed take its dtype."""
+def _retype(root: Node, cast_to: Mapping[int, DType]) -> Node:
+    """Entries on storages that were cast take the dtype: torch's storages of some types (fp8) have none themselves."""
     from ckpt_tools.tree import exchange
 
     def swap(node: Node) -> Node:
-        if type(node) is Entry and node.storage.dtype is target and node.dtype is not target:
-            return replace(node, dtype=target)
-        return node
+        target = cast_to.get(id(node.storage)) if type(node) is Entry else None
+        return replace(node, dtype=target) if type(node) is Entry and target is not None else node
 
     return exchange.replace(root, swap)
 

@@ -51,6 +51,10 @@ def _rows(report: Converted) -> list[Row]:
     rows += rows_of(
         "underflow", [f"{name}: {counted(count, 'value')} became zero" for name, count in report.underflowed.items()]
     )
+    rows += rows_of(
+        "saturated",
+        [f"{name}: {counted(count, 'value')} became the largest of the dtype" for name, count in report.saturated.items()],
+    )
     rows += rows_of("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
     rows += rows_of("dropped", [f"{path} ({as_options(why)})" for path, why in report.dropped])
     rows += object_rows(report)

@@ -27,6 +27,7 @@ Adapters: TypeAlias = Union[
     str, "os.PathLike[str]", "tuple[str | os.PathLike[str], float]", "Mapping[str, float]",
     "Sequence[str | os.PathLike[str] | tuple[str | os.PathLike[str], float]]",
 ]  # fmt: skip
+Dtypes: TypeAlias = Union[str, "torch.dtype", Sequence[str], Mapping[str, Union[str, "torch.dtype"]]]
 Device: TypeAlias = Union[str, "torch.device"]
 Location: TypeAlias = Union[str, "torch.device", Mapping[Device, Device], Mapping[str, str]]
 
@@ -273,6 +274,22 @@ def read_dtype(name: str, value: Any) -> Any:
     if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
         return str(value).removeprefix("torch.")
     return read_text(name, value).removeprefix("torch.")
+
+
+def read_dtypes(name: str, value: Any) -> dict[str, str]:
+    """A dtype, `GLOB=DTYPE` texts, or a mapping from globs; as one from globs, "" for all else."""
+    if isinstance(value, Mapping):
+        return {read_text(name, glob): read_dtype(name, one) for glob, one in value.items()}
+    if isinstance(value, bytes) or not isinstance(value, Iterable) or isinstance(value, str):
+        value = [value]
+    found: dict[str, str] = {}
+    for one in read_items(name, value):
+        glob, _, dtype = read_dtype(name, one).rpartition("=")
+        if glob in found:
+            what = f"{glob!r} is" if glob else "a type for all tensors is"
+            raise UsageError(f"`{name}={one!r}`: {what} given twice.", fix="For some tensors another: `dtype='*.norm.*=fp32'`")
+        found[glob] = dtype.removeprefix("torch.")
+    return found
 
 
 def read_location(name: str, value: Any) -> Any:

@@ -97,5 +97,6 @@ BY_NUMPY = {"b1": DTYPES["bool"]} | {f"{name[0]}{DTYPES[name].itemsize}": DTYPES
 
 CAST_TARGETS = {
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
+    "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2",
     "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
 }  # fmt: skip

@@ -33,10 +33,16 @@ _ARRAY_TYPES = {2: "H", 4: "I", 8: "Q"}
 
 @dataclass(slots=True)
 class CastCount:
-    """Counted while a cast is written: finite values that became infinite, and others than zero that became zero."""
+    """Counted while a cast is written.
+
+    Attributes:
+        overflowed: finite values that became infinite. underflowed: others than zero that became zero.
+        saturated: values that became the largest of their dtype: of fp8 these are not infinite.
+    """
 
     overflowed: int = 0
     underflowed: int = 0
+    saturated: int = 0
 
 
 def cast(content: Content, source: DType, target: DType, count: CastCount) -> Computed:
@@ -68,16 +74,31 @@ def cast(content: Content, source: DType, target: DType, count: CastCount) -> Co
 
 
 def narrow(old: torch.Tensor, new: torch.Tensor, count: CastCount) -> None:
-    """Write values into a tensor of another float dtype, and count those that do not survive it."""
+    """Write values into a tensor of another float dtype, and count those that do not survive it.
+
+    What is beyond the largest number of fp8 becomes that number: torch would make NaN of it, or an infinity.
+    """
     import torch
 
     before, after = torch.finfo(old.dtype), torch.finfo(new.dtype)
-    new.copy_(old)
+    new.copy_(_saturated(old, new.dtype, count) if new.itemsize == 1 and before.max > after.max else old)
     wide, narrowed = (part if part.itemsize > 1 else part.float() for part in (old, new))  # fp8 has no isfinite
     if before.max > after.max:  # bf16 -> fp16 too, of the same size
         count.overflowed += _became_infinite(wide, narrowed)
     if before.smallest_normal < after.smallest_normal:
         count.underflowed += int(torch.count_nonzero(wide)) - int(torch.count_nonzero(narrowed))
+
+
+def _saturated(values: torch.Tensor, dtype: torch.dtype, count: CastCount) -> torch.Tensor:
+    """The values within the range of an fp8 dtype; an infinity stays one where the dtype has them."""
+    import torch
+
+    largest = torch.finfo(dtype).max
+    beyond = (values.float() if values.itemsize == 1 else values).abs() > largest
+    if dtype is torch.float8_e5m2:
+        beyond &= ~values.float().isinf()
+    count.saturated += int(beyond.sum())
+    return values.float().clamp(-largest, largest).where(beyond, values.float()) if bool(beyond.any()) else values
 
 
 def _became_infinite(wide: torch.Tensor, narrow: torch.Tensor) -> int:

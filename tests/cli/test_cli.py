@@ -256,10 +256,10 @@ def test_the_documentation_lists_every_option(name: str) -> None:
                 assert option in pages, f"{option} of ckpt {name} is documented nowhere"
 
 
-@pytest.mark.parametrize("option", ["--select", "--strip-prefix", "--dtype", "--objects", "--map-location", "--format"])
+@pytest.mark.parametrize("option", ["--select", "--strip-prefix", "--objects", "--map-location", "--format"])
 def test_an_option_given_twice_is_refused(training_file: Path, tmp_path: Path, option: str) -> None:
     """Of two --select the last would win in silence."""
-    values = {"--dtype": "bf16", "--objects": "keep", "--map-location": "cpu", "--format": "pth"}
+    values = {"--objects": "keep", "--map-location": "cpu", "--format": "pth"}
     value = values.get(option, "model")
     result = shell("convert", training_file, tmp_path / "out.pth", option, value, option, value)
     assert result.returncode == 2

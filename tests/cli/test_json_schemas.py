@@ -120,6 +120,7 @@ def test_convert() -> None:
         *documents("convert", "source.pth", "g.pth", *fit, "skip"),
         *documents("convert", "linear.pth", "--in-place", "--add-module"),
         *documents("convert", "fp8.pth", "h.pth", "--dequantize"),
+        *documents("convert", odd, "fp8_again.pth", "--dtype", "fp8_e4m3", "--objects", "plain"),
         *documents("convert", FIXTURES / "lora" / "base.safetensors", "i.pth", "--lora", FIXTURES / "lora" / "saved"),
     ]
     assert filled(found) == fields("convert")

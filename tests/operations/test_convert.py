@@ -431,6 +431,71 @@ def test_dtype_only(tmp_path: Path) -> None:
     assert report.casts == {"float32 -> bfloat16": 12}
 
 
+@pytest.mark.parametrize("word", ["bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"])
+def test_dtype_by_torchs_name(tmp_path: Path, word: str) -> None:
+    """torch's own names do as well as the short ones."""
+    loaded, _ = run(tmp_path, {"a.w": torch.ones(3).double() if word == "float32" else torch.ones(3)}, dtype=word)
+    assert loaded["a.w"].dtype is getattr(torch, word)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(("word", "dtype"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+def test_dtype_fp8(tmp_path: Path, source: torch.dtype, word: str, dtype: torch.dtype) -> None:
+    """What is beyond the largest number becomes it, and is counted; all else is rounded as torch rounds it; views stay."""
+    inside = torch.randn(1000, generator=torch.Generator().manual_seed(0)).mul(20).to(source)
+    beyond = torch.tensor([449.0, -1e4, 57344.0, 57345.0, 1e5, float("inf"), -float("inf"), float("nan"), 1e-9, 0.0])
+    beyond = beyond.to(source)
+    loaded, report = run(tmp_path, {"a.w": inside, "b.w": inside[::2], "c.w": beyond}, dtype=word)
+    assert torch.equal(loaded["a.w"].view(torch.uint8), inside.to(dtype).view(torch.uint8))
+    assert torch.equal(loaded["b.w"].view(torch.uint8), inside[::2].to(dtype).view(torch.uint8))
+    largest, wide = torch.finfo(dtype).max, beyond.float()
+    found = loaded["c.w"].float()
+    finite = ~(wide.isinf() | wide.isnan())
+    assert torch.equal(found[finite], wide[finite].clamp(-largest, largest).to(dtype).float())
+    assert found[7].isnan()
+    assert found[5] == (largest if dtype is torch.float8_e4m3fn else float("inf"))
+    if source is not dtype:
+        counted = (wide.abs() > largest) & (finite if dtype is torch.float8_e5m2 else ~wide.isnan())
+        assert report.saturated == ({"c.w": int(counted.sum())} if counted.any() else {})
+        assert not report.overflowed
+
+
+def test_dtype_by_glob(tmp_path: Path) -> None:
+    """A type for what a glob matches, another for the rest; the last glob that matches counts, a mapping says the same."""
+    data = {"model": {"a.w": torch.ones(2), "a.norm.w": torch.ones(2), "b.w": torch.ones(2), "n": torch.tensor(1)}}
+    for dtype in (["bf16", "a.*=fp16", "*.norm.*=fp64"], {"": "bf16", "a.*": torch.float16, "model.*.norm.*": "fp64"}):
+        loaded, report = run(tmp_path, data, dtype=dtype)
+        found = {name: str(value.dtype).removeprefix("torch.") for name, value in loaded["model"].items()}
+        assert found == {"a.w": "float16", "a.norm.w": "float64", "b.w": "bfloat16", "n": "int64"}
+        assert sum(report.casts.values()) == 3
+    loaded, _ = run(tmp_path, data, dtype="*.norm.*=fp16")
+    assert [value.dtype for value in loaded["model"].values()][:3] == [torch.float32, torch.float16, torch.float32]
+    loaded, _ = run(tmp_path, data, dtype=["fp16", "b.*=fp64"], dtype_only="a.w")
+    assert [value.dtype for value in loaded["model"].values()][:3] == [torch.float16, torch.float32, torch.float64]
+
+
+def test_dtype_by_glob_is_refused(tmp_path: Path) -> None:
+    """A glob that matches nothing, two types for all or for one glob, a type that there is not, a shared storage in two."""
+    weight = torch.ones(4)
+    data = {"a.w": weight, "b.w": weight[1:]}
+    expect_refused(tmp_path, data, NothingMatchedError, "`dtype='x\\*'` matches no float", dtype="x*=bf16")
+    expect_refused(tmp_path, data, UsageError, "given twice", dtype=["bf16", "fp16"])
+    expect_refused(tmp_path, data, UsageError, "given twice", dtype=["a=bf16", "a=fp16"])
+    expect_refused(tmp_path, data, UsageError, "is not one of", dtype="a.w=int8")
+    expect_refused(tmp_path, data, UsageError, "`dtype` is missing", dtype="a.w=bf16", dtype_only="b.w")
+    expect_refused(tmp_path, data, ConvertError, "share one storage", dtype=["bf16", "a.w=fp16"])
+
+
+def test_dtype_leaves_parts_of_quantised_weights(tmp_path: Path) -> None:
+    """Codes and scales mean nothing in another dtype: they stay, which is noted, unless a glob names them."""
+    data = {"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1), "norm.weight": torch.ones(2)}
+    loaded, report = run(tmp_path, data, dtype="bf16")
+    assert [value.dtype for value in loaded.values()] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
+    assert "quantised-kept" in codes(report)
+    loaded, report = run(tmp_path, data, dtype="*_scale=bf16")
+    assert [value.dtype for value in loaded.values()] == [torch.float8_e4m3fn, torch.bfloat16, torch.float32]
+
+
 def test_step_counters_keep_their_dtype(tmp_path: Path) -> None:
     """An optimizer counts in float32, where bf16 would stop at 256; naming the counters casts them."""
     loaded, report = run(tmp_path, training_state(), dtype="bf16")

@@ -78,7 +78,8 @@ def execute(planned: Planned, output: Output, progress: Progress | None = None, 
     check_space(output.target.parent, output.target, planned.report.bytes, fd=output.fd, written=done)
     write(planned.pieces, output, progress, clone)
     if planned.casting is not None:
-        planned.report.overflowed, planned.report.underflowed = planned.casting.overflowed(), planned.casting.underflowed()
+        report = planned.report
+        report.overflowed, report.underflowed, report.saturated = planned.casting.lost()
 
 
 def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Checkpoint:

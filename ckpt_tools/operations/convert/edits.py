@@ -145,16 +145,20 @@ class Edits:
 
     def _cast(self, root: Node, report: Converted, before: Casting | None) -> tuple[Node, Casting | None]:
         """Cast floats, and tell; `before` counts what was lost already."""
-        if self.options.dtype is None:
+        targets = {glob: DTYPES[CAST_TARGETS[name]] for glob, name in self.options.cast_to.items()}
+        if not targets:
             return root, before
         from ckpt_tools.edit.casts import cast_floats
 
-        root, casting = cast_floats(root, DTYPES[CAST_TARGETS[str(self.options.dtype)]], self.options.dtype_only)
+        root, casting = cast_floats(root, targets.pop("", None), self.options.dtype_only, targets)
         casting.counts += before.counts if before is not None else []
         report.casts = casting.moves
         if casting.steps:
             text = f"{casting.steps} step counters of optimizers keep their dtype; `dtype_only='*.step'` casts them."
             report.notes.append(Note("steps-kept", text))
+        if casting.parts:
+            text = f"{casting.parts} parts of quantised weights keep their dtype; `dequantize='bf16'` makes plain ones of them."
+            report.notes.append(Note("quantised-kept", text))
         return root, casting
 
     def _narrow(self, root: Node, checkpoint: Checkpoint, report: Converted) -> tuple[Node, frozenset[str]]:

@@ -218,8 +218,8 @@ def _merge_counts(casting: Casting | None, report: Converted, ranks: Ranks) -> N
     """What the casts of all processes lost."""
     if casting is None:
         return
-    for overflowed, underflowed in ranks.agree(lambda: (casting.overflowed(), casting.underflowed())):
-        for counts, found in ((report.overflowed, overflowed), (report.underflowed, underflowed)):
+    for lost in ranks.agree(casting.lost):
+        for counts, found in zip((report.overflowed, report.underflowed, report.saturated), lost, strict=True):
             for name, count in found.items():
                 counts[name] = counts.get(name, 0) + count
 

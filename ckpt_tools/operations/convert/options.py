@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.tree import arguments
-from ckpt_tools.tree.arguments import Adapters, Location, Metadata, Renames
+from ckpt_tools.tree.arguments import Adapters, Dtypes, Location, Metadata, Renames
 from ckpt_tools.tree.options import Options, choice, flag, text, texts, value, whole
 from ckpt_tools.tree.output_names import FORMATS, Format
 
 if TYPE_CHECKING:
     import os
-
-    import torch
 
     from ckpt_tools.io.ranks import Ranks
     from ckpt_tools.io.writer import Progress
@@ -94,22 +92,29 @@ class QuantisedOptions(Options):
 class CastOptions(Options):
     """Other dtypes."""
 
-    dtype: str | torch.dtype | None = value(
-        "Cast float tensors.", arguments.read_dtype, choices=["bf16", "fp16", "fp32", "fp64"], in_code="Or a torch.dtype.",
-        moves=True,
+    dtype: Dtypes | None = texts(
+        "Cast float tensors to bf16, fp16, fp32, fp64, fp8_e4m3 or fp8_e5m2; with a glob those whose name matches.",
+        read=arguments.read_dtypes, default=None, metavar="[GLOB=]TYPE", moves=True,
+        in_code="Or a torch.dtype, or a mapping from globs; the last glob that matches counts.",
     )  # fmt: skip
     dtype_only: str | Sequence[str] = texts("Cast only tensors whose name matches.", metavar="GLOB", completes="names")
 
     def check(self) -> None:
         """Raise UsageError for a dtype that nothing is cast to, and for globs without one."""
         super().check()
-        if self.dtype is not None:
+        for glob, name in self.cast_to.items():
             from ckpt_tools.tree.dtypes import CAST_TARGETS
 
-            if self.dtype not in CAST_TARGETS:
-                raise UsageError(f"`dtype={self.dtype!r}` is not one of bf16, fp16, fp32, fp64.")
-        elif self.dtype_only:
+            if name not in CAST_TARGETS:
+                said = f"{glob}={name}" if glob else name
+                raise UsageError(f"`dtype={said!r}` is not one of bf16, fp16, fp32, fp64, fp8_e4m3, fp8_e5m2.")
+        if self.dtype_only and "" not in self.cast_to:
             raise UsageError("`dtype_only` says which tensors `dtype` casts; `dtype` is missing.")
+
+    @property
+    def cast_to(self) -> dict[str, str]:
+        """Glob -> dtype; "" for all that no glob matches."""
+        return cast("dict[str, str]", self.dtype or {})
 
 
 class ObjectOptions(Options):

@@ -78,6 +78,7 @@ class Converted:
     casts: dict[str, int] = field(default_factory=dict)
     overflowed: dict[str, int] = field(default_factory=dict)
     underflowed: dict[str, int] = field(default_factory=dict)
+    saturated: dict[str, int] = field(default_factory=dict)
     optimizer_names: int = 0
     aliases: dict[str, str] = field(default_factory=dict)
     compacted: int = 0
