@@ -130,7 +130,10 @@ class Retargeting:
                 raise UsageError(f"`{option}` is for plans of patterns; {self.plan} names every tensor.")
             return Expanded(plan, dict.fromkeys(plan.drop, "the plan drops it"), {})
         shapes = {name: tensor.shape if type(tensor) is Entry else () for name, tensor in tensors_by_name(node).items()}
-        return expand(plan.reversed() if self.reverse else plan, shapes, Values(self.values, config))
+        others = [key for key, _ in node.items if type(key) is str and key not in shapes]
+        expanded = expand(plan.reversed() if self.reverse else plan, shapes, Values(self.values, config), others)
+        node.items[:] = [(key, value) for key, value in node.items if key in shapes or key not in expanded.dropped]
+        return expanded
 
 
 def _for_target(plan: Plan, target: Target) -> Plan:

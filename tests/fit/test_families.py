@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,7 @@ SIDES: dict[str, tuple[Callable[[], State], Callable[[], State], dict[str, int]]
 }
 
 
-def converted(state: State, folder: Path, plan: str, **options: object) -> State:
+def converted(state: Mapping[str, object], folder: Path, plan: str, **options: object) -> State:
     """What torch loads after a conversion by a plan."""
     torch.save(state, folder / "in.pth")
     ckpt_tools.convert(folder / "in.pth", folder / "out.pth", plan=plan, overwrite=True, **options)  # type: ignore[arg-type]
@@ -155,13 +155,16 @@ def test_megatron_norms_may_lie_in_the_layers(tmp_path: Path) -> None:
     expected = converted(state, tmp_path, "llama-megatron-to-hf", plan_value=MEGATRON)
     names = {"input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
              "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight"}  # fmt: skip
-    engine = {}
+    engine: dict[str, torch.Tensor | None] = {}
     for name, tensor in state.items():
         end = next((end for end in names if name.endswith(end)), "")
         engine[name.removesuffix(end) + names.get(end, "")] = tensor
     del engine["output_layer.weight"]
+    engine["decoder.layers.0.mlp.linear_fc1._extra_state"] = None
+    engine["decoder.layers.1.mlp.linear_fc1._extra_state"] = torch.zeros(3, dtype=torch.uint8)
     made = converted(engine, tmp_path, "llama-megatron-to-hf", plan_value=MEGATRON)
     head = made.pop("lm_head.weight")
+    assert made.keys() == expected.keys() - {"lm_head.weight"}
     assert head.data_ptr() == made["model.embed_tokens.weight"].data_ptr()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in made.items())
 
@@ -300,3 +303,11 @@ def test_ranks_are_merged_and_fitted_at_once(tmp_path: Path) -> None:
         for number, name in enumerate("qkv"):
             assert torch.equal(made[f"{layer}.{name}"], fused[:, number].reshape(-1, 6))
         assert torch.equal(made[f"{layer}.down"], whole[f"decoder.layers.{layer}.mlp.linear_fc2.weight"].T)
+
+
+def test_wrappers_go_before_the_plan(tmp_path: Path) -> None:
+    """nanoGPT compiles its model, and saves it beside the optimizer: names are unwrapped first."""
+    state = {f"_orig_mod.{name}": tensor for name, tensor in make.gpt2(transformers=False).items()}
+    saved = {"model": state, "model_args": {"n_layer": 2}, "iter_num": 5}
+    made = converted(saved, tmp_path, "gpt2-nanogpt-to-hf", select="model", unwrap=True)
+    assert made.keys() == make.gpt2(transformers=True).keys()

@@ -338,7 +338,7 @@ def test_a_plan_is_replayed(tmp_path: Path) -> None:
     with pytest.raises(MatchPlanError, match=r"fc2\.weight.*wants \[10, 8\]"):
         ckpt_tools.convert(SOURCE, tmp_path / "n.pth", like=with_head(10), **options)
     with pytest.raises(UsageError, match="which says every name"):
-        ckpt_tools.convert(SOURCE, tmp_path / "n.pth", unwrap=True, **options)
+        ckpt_tools.convert(SOURCE, tmp_path / "n.pth", add_module=True, **options)
 
 
 BAD: list[tuple[dict[str, Any], type[CkptError], str]] = [

@@ -72,7 +72,7 @@ def test_a_step_gives_a_new_plan(tmp_path: Path) -> None:
         (lambda c: c.cast("bf16").cast("fp16"), "`cast` is said twice"),
         (lambda c: c.cast("int8"), "`dtype='int8'` is not one of"),
         (lambda c: c.objects("keep").slim(), "`slim` drops objects"),
-        (lambda c: c.unwrap().fit(plan="plan.toml"), "`unwrap` does not go with `plan`"),
+        (lambda c: c.add_prefix("a.").fit(plan="plan.toml"), "`add_prefix` does not go with `plan`"),
         (lambda c: c.fit(reinit="zeros"), "`reinit` is about a target"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import cast
@@ -32,11 +32,11 @@ class Expanded:
     values: dict[str, str]
 
 
-def expand(plan: PatternPlan, shapes: Mapping[str, Shape], values: Values) -> Expanded:
+def expand(plan: PatternPlan, shapes: Mapping[str, Shape], values: Values, others: Iterable[str] = ()) -> Expanded:
     """Make the plan for a checkpoint with these tensors.
 
     Args:
-        shapes: of the checkpoint's tensors, in its order.
+        shapes: of the checkpoint's tensors, in its order. others: names of what lies beside them, which can only be dropped.
 
     Raises:
         MatchPlanError: a pattern without a tensor, a tensor without a step or with two, a layer that lacks one, a size that is
@@ -51,7 +51,7 @@ def expand(plan: PatternPlan, shapes: Mapping[str, Shape], values: Values) -> Ex
     steps = sorted(work.steps, key=lambda made: made[0])  # in the checkpoint's order, and stable: what is needed comes first
     between = frozenset(name for name in work.shapes if name not in shapes)
     made = Plan(tuple(step for _, step in steps), drop=tuple(work.dropped), between=between)
-    return Expanded(made, work.dropped, values.told())
+    return Expanded(made, {**work.dropped, **work.dropped_others(others)}, values.told())
 
 
 class _Expansion:
@@ -147,6 +147,16 @@ class _Expansion:
                 binding, other = next(pair for pair in wanted.items() if pair[0] not in claimed)
                 return [f"It has {other!r}, and no {step.old[place].fill(dict(binding))!r}."]
         return []
+
+    def dropped_others(self, names: Iterable[str]) -> dict[str, str]:
+        """Which of the values beside the tensors a step drops, and why."""
+        dropped = {}
+        for name in names:
+            for what, _ in self.index.find(name.removeprefix(self.plan.prefix_old)):
+                step = self.plan.steps[cast("tuple[int, int]", what)[0]]
+                if step.step == "drop":
+                    dropped[name] = step.reason
+        return dropped
 
     # --- one step after the other
 

@@ -219,7 +219,9 @@ class ConvertOptions(
             raise UsageError("`slim` drops objects, so `objects='keep'` contradicts it.")
         if self.shard_size is not None and "total_size" in dict(self.metadata_texts):
             raise UsageError("`set_metadata`: an index of shards says the bytes of the tensors under 'total_size'.")
-        if self.plan is not None and (named := [name for name in self.given() if name in NameOptions.options]):
+        if self.plan is not None and (
+            named := [name for name in self.given() if name in ("rename", "add_prefix", "add_module")]
+        ):
             raise UsageError(f"`{named[0]}` does not go with `plan`, which says every name.")
 
     @property
