@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt_tools.cli.help import LongHelp
 from ckpt_tools.cli.options import (
     LOCATION,
     OUTPUT,
-    BareOptions,
     end_process,
     given,
     options_of,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.convert.report import Converted
 
 
-@click.command(cls=BareOptions)
+@click.command(cls=LongHelp, record=ConvertOptions)
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
 @options_of(ConvertOptions)

@@ -21,9 +21,10 @@ RowChoice: TypeAlias = Sequence[int] | Mapping[str, Sequence[int]] | None
 class TargetOptions(Options):
     """What a checkpoint is compared with or fitted to, and how its tensors find their partners."""
 
+    heading = "Target model"
     like: Any = anything(
         "Fit to this: a checkpoint, package.module:callable or ./models.py:Net (which are imported).",
-        metavar="TARGET", in_code="An `nn.Module` or a state dict too.",
+        metavar="TARGET", common=True, in_code="An `nn.Module` or a state dict too.",
     )  # fmt: skip
     like_args: str | Mapping[str, Any] | None = value(
         """Its arguments: '{"num_classes": 200}'.""", arguments.read_keywords, metavar="JSON", in_code="Or a mapping."
@@ -40,6 +41,7 @@ class TargetOptions(Options):
 class FitOptions(TargetOptions):
     """What becomes of tensors that the target wants otherwise."""
 
+    heading = "Target model"
     plan: str | os.PathLike[str] | None = value(
         "Match plan (TOML), which says what becomes of every tensor: one that ckpt match wrote, your own, or a shipped one by "
         "name (llama-meta-to-hf ...: docs/plans.md).", arguments.read_path, metavar="PLAN",

@@ -51,16 +51,20 @@ class Option:
         alias: another name on the command line, as it is typed.
         moves: whether tensors do not stay where they lie in the input.
         bare: the value where the command line gives none behind the option.
+        common: whether a short --help has it, among the ten that are used most.
+        heading: of the part of --help in which it stands; its record's.
     """
+
+    heading = ""
 
     def __init__(
         self, default: Any, read: Reader, help: str, *, kind: str = "text", in_code: str = "", metavar: str | None = None,
         choices: Sequence[str] = (), most: int | None = None, alias: str = "", completes: str = "",
-        moves: bool = False, bare: str = "",
+        moves: bool = False, bare: str = "", common: bool = False,
     ) -> None:  # fmt: skip
         self.default, self.read, self.help, self.kind, self.in_code = default, read, help, kind, in_code
         self.metavar, self.choices, self.most = metavar, tuple(choices), most
-        self.alias, self.completes, self.moves, self.bare = alias, completes, moves, bare
+        self.alias, self.completes, self.moves, self.bare, self.common = alias, completes, moves, bare, common
 
     def value(self, name: str, given: Any) -> Any:
         """What a caller gave, read; the default where that is nothing."""
@@ -134,16 +138,21 @@ class Options:
     """The base of records of options; a record may be put together from others.
 
     Attributes:
+        heading: of the part of --help in which its own options stand.
         options: every option by its name: those of the bases, in the order in which the class lists them, then its own.
     """
 
+    heading: ClassVar[str] = "Options"
     options: ClassVar[dict[str, Option]] = {}
 
     def __init_subclass__(cls) -> None:
         cls.options = {
             name: option for base in cls.__bases__ if issubclass(base, Options) for name, option in base.options.items()
         }
-        cls.options |= {name: option for name, option in vars(cls).items() if isinstance(option, Option)}
+        own = {name: option for name, option in vars(cls).items() if isinstance(option, Option)}
+        for option in own.values():
+            option.heading = option.heading or cls.heading
+        cls.options |= own
 
     if not TYPE_CHECKING:  # a type checker makes its own, with the types of the fields
 

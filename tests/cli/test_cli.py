@@ -232,9 +232,16 @@ def test_help_has_an_example_and_every_option() -> None:
     """Each --help shows a command to copy."""
     assert "ckpt convert in.pth out.pth --strip-module" in ckpt("--help").output
     assert "ckpt inspect model.pth" in ckpt("inspect", "--help").output
-    shown = ckpt("convert", "--help").output
-    for option in ("--strip-module", "--unwrap", "--rename", "--map-location", "--objects", "--verify", "--dry-run"):
-        assert option in shown
+    short, whole = ckpt("convert", "--help").output, ckpt("convert", "--help-all").output
+    command = main.get_command(click.Context(main), "convert")
+    assert command is not None
+    for option in (name for parameter in command.params for name in parameter.opts if name.startswith("--")):
+        assert f" {option}" in whole
+    assert all(option in short for option in ("--strip-module", "--select", "--map-location", "--like", "--help-all"))
+    assert "--reserve" not in short
+    assert [line for line in whole.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
+        "Names:", "What to keep:", "Values and devices:", "Target model:", "Objects:", "Output:", "Other:",
+    ]  # fmt: skip
 
 
 def test_version() -> None:

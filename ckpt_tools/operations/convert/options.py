@@ -27,9 +27,10 @@ ObjectsPolicy: TypeAlias = Literal["keep", "plain", "drop"]
 class NameOptions(Options):
     """Other names."""
 
-    strip_module: bool = flag("Remove leading 'module.', repeated ones too, in every state dict.")
+    heading = "Names"
+    strip_module: bool = flag("Remove leading 'module.', repeated ones too, in every state dict.", common=True)
     add_module: bool = flag("Put 'module.' before every name.")
-    unwrap: bool = flag("Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.")
+    unwrap: bool = flag("Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.", common=True)
     strip_prefix: str | None = text("Remove a leading literal prefix.", metavar="P")
     add_prefix: str | None = text("Put a literal prefix before every name.", metavar="P")
     rename: Renames = texts(
@@ -49,21 +50,26 @@ class NameOptions(Options):
 class Selection(Options):
     """Less than the whole."""
 
-    keep: str | Sequence[str] = texts("Keep only tensors whose name matches.", metavar="GLOB", completes="names", moves=True)
+    heading = "What to keep"
+    keep: str | Sequence[str] = texts(
+        "Keep only tensors whose name matches.", metavar="GLOB", completes="names", moves=True, common=True
+    )
     drop: str | Sequence[str] = texts(
-        "Drop what matches, by name or dotted path.", metavar="GLOB", completes="names", moves=True
+        "Drop what matches, by name or dotted path.", metavar="GLOB", completes="names", moves=True, common=True
     )
     select: str | None = text(
         "One state dict or subtree (model, ema, netG) becomes the whole output.",
         metavar="WHERE",
         completes="places",
         moves=True,
+        common=True,
     )
 
 
 class MergeOptions(Options):
     """Adapters."""
 
+    heading = "Values and devices"
     lora: Adapters = texts(
         "Merge a LoRA adapter: its folder, or the file of its tensors; =WEIGHT scales what it changes.",
         read=arguments.read_adapters, metavar="ADAPTER[=WEIGHT]", moves=True,
@@ -74,8 +80,9 @@ class MergeOptions(Options):
 class DeviceOptions(Options):
     """Other device tags."""
 
+    heading = "Values and devices"
     map_location: Location | None = value(
-        "cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.", arguments.read_location, metavar="SPEC",
+        "cpu, cuda, cuda:1, or cuda:0=cuda:1,cuda:7=cpu.", arguments.read_location, metavar="SPEC", common=True,
         in_code="Or a mapping from device tag to device.",
     )  # fmt: skip
 
@@ -83,6 +90,7 @@ class DeviceOptions(Options):
 class QuantisedOptions(Options):
     """Quantised weights made plain."""
 
+    heading = "Values and devices"
     dequantize: Literal["bf16", "fp16", "fp32"] | None = choice(
         "Make quantised weights (FP8, bitsandbytes, GPTQ, AWQ, compressed-tensors, MXFP4) plain.  [without a value: bf16]",
         ["bf16", "fp16", "fp32"], bare="bf16", moves=True,
@@ -92,9 +100,10 @@ class QuantisedOptions(Options):
 class CastOptions(Options):
     """Other dtypes."""
 
+    heading = "Values and devices"
     dtype: Dtypes | None = texts(
         "Cast float tensors to bf16, fp16, fp32, fp64, fp8_e4m3 or fp8_e5m2; with a glob those whose name matches.",
-        read=arguments.read_dtypes, default=None, metavar="[GLOB=]TYPE", moves=True,
+        read=arguments.read_dtypes, default=None, metavar="[GLOB=]TYPE", moves=True, common=True,
         in_code="Or a torch.dtype, or a mapping from globs; the last glob that matches counts.",
     )  # fmt: skip
     dtype_only: str | Sequence[str] = texts("Cast only tensors whose name matches.", metavar="GLOB", completes="names")
@@ -120,6 +129,7 @@ class CastOptions(Options):
 class ObjectOptions(Options):
     """What is not plain data."""
 
+    heading = "Objects"
     objects: ObjectsPolicy | None = choice(
         "What happens to objects that are not plain data. plain: a tensor that would be lost with one is an error.",
         ["keep", "plain", "drop"],
@@ -129,6 +139,7 @@ class ObjectOptions(Options):
 class SlimOptions(Options):
     """Weights alone."""
 
+    heading = "What to keep"
     slim: bool = flag(
         "State dicts and plain values alone: no optimizer, scheduler, random state, objects; storages as large as needed.",
         alias="--weights-only-content", moves=True,
@@ -139,6 +150,7 @@ class SlimOptions(Options):
 class MetadataOptions(Options):
     """The text in a safetensors header."""
 
+    heading = "Output"
     set_metadata: Metadata = texts(
         "Put KEY=VALUE into the metadata of a safetensors OUT, and into an index.", read=arguments.read_texts_by_key,
         metavar="KEY=VALUE", in_code="`KEY=VALUE`, a pair of the two, or several in a list or mapping.",
@@ -166,8 +178,11 @@ class MetadataOptions(Options):
 class OutputOptions(Options):
     """What is written, and where nothing is."""
 
+    heading = "Output"
     format: Format | None = choice(
-        "Container of OUT; else by its name. pth-legacy: for PyTorch before 1.6. dcp: a folder for distributed jobs.", FORMATS
+        "Container of OUT; else by its name. pth-legacy: for PyTorch before 1.6. dcp: a folder for distributed jobs.",
+        FORMATS,
+        common=True,
     )
     shard_size: str | int | None = value(
         "OUT is a folder of shards of at most 5GB, 500MiB ... each.", arguments.read_size, metavar="SIZE",
@@ -175,18 +190,20 @@ class OutputOptions(Options):
     )  # fmt: skip
     only_weights: bool = flag("From folder to folder: leave config.json, tokenizer files and the like.")
     partial: bool = flag("Of ranks' files and shards: write what is whole, leave out and list the rest.")
-    overwrite: bool = flag("Replace OUT if it exists.")
+    overwrite: bool = flag("Replace OUT if it exists.", common=True)
 
 
 class DryRunOption(Options):
     """Nothing at all."""
 
-    dry_run: bool = flag("Report what would happen, write nothing.")
+    heading = "Output"
+    dry_run: bool = flag("Report what would happen, write nothing.", common=True)
 
 
 class WriteOptions(Options):
     """How the bytes are written."""
 
+    heading = "Output"
     verify: bool = flag("Check the CRC-32 of every record while copying.", moves=True)
     reserve: int | None = whole("Room in a safetensors header.  [4096]", metavar="BYTES", most=64 << 20)
     compact: bool = flag("Leave no gaps, at the price of moving every tensor.", moves=True)

@@ -1,0 +1,64 @@
+"""The help of a command with many options: short, with those that are used most, or whole, in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckpt_tools.cli.options import BareOptions
+from ckpt_tools.tree.options import Options
+
+_ALL = "ckpt.help-all"
+_REST = "Other"
+
+
+class LongHelp(BareOptions):
+    """A command whose --help has the options that are used most, and whose --help-all has all of them under headings."""
+
+    def __init__(self, *args: Any, record: type[Options], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.record = record
+        self.params.append(
+            click.Option(
+                ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, help="Show all options."
+            )
+        )
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """What it does and its examples; what else there is to say stands in the whole help."""
+        text, self.help = self.help, self._text(ctx)
+        try:
+            super().format_help_text(ctx, formatter)
+        finally:
+            self.help = text
+
+    def _text(self, ctx: click.Context) -> str:
+        text = self.help or ""
+        return text if _is_whole(ctx) else "\n\n".join(text.split("\n\n")[:2])
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options, those of one heading together."""
+        parts: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            row, option = param.get_help_record(ctx), self.record.options.get(param.name or "")
+            if row is None or isinstance(param, click.Argument):
+                continue
+            if _is_whole(ctx):
+                parts.setdefault(option.heading if option is not None else _REST, []).append(row)
+            elif (option is not None and option.common) or "--help-all" in param.opts:
+                parts.setdefault("Used most", []).append(row)
+        for heading in [*(heading for heading in parts if heading != _REST), *([_REST] if _REST in parts else [])]:
+            with formatter.section(heading):
+                formatter.write_dl(parts[heading])
+
+
+def _is_whole(ctx: click.Context) -> bool:
+    return _ALL in ctx.meta
+
+
+def _show_all(ctx: click.Context, _option: click.Parameter, asked: bool) -> None:
+    if asked:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
