@@ -53,21 +53,28 @@ class Flat:
 
 
 def flatten(
-    root: Node, *, objects: str | None = None, metadata: Mapping[str, str] | None = None, edit: MetadataEdit = UNEDITED
+    root: Node,
+    *,
+    objects: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    edit: MetadataEdit = UNEDITED,
+    holder: str = "safetensors",
 ) -> Flat:
     """Make a tree flat, or say what stands in the way.
 
     Args:
         root: the tree. objects: what `--objects` says; "keep" cannot be done.
         metadata: text of a safetensors input, which the output keeps. edit: what becomes of it.
+        holder: the container of the output.
 
     Raises:
         ContainerLimitError: several state dicts, tensors outside one, an unusual tensor, objects that are to be kept.
         NothingMatchedError: metadata that is to be dropped is not there.
     """
-    state_dict, flat = one_state_dict(root, objects=objects, metadata=metadata)
+    state_dict, flat = one_state_dict(root, objects=objects, metadata=metadata, holder=holder)
     _collect(state_dict, flat)
-    flat.metadata.setdefault("format", "pt")
+    if holder == "safetensors":
+        flat.metadata.setdefault("format", "pt")
     edit.apply(flat.metadata)
     if flat.aliases:
         flat.metadata[ALIASES] = json.dumps(flat.aliases, separators=(",", ":"))

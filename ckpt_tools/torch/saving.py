@@ -49,7 +49,7 @@ def save(
             in it: each becomes its state dict, as if it were saved alone. (`torch.save` would pickle its class.)
         path: the file; replaced when it exists.
         format: "pth" (what `torch.save` writes), "pth-legacy" (what it wrote before 1.6), "safetensors" (one flat state dict,
-            ties kept) or "dcp" (a folder for `torch.distributed.checkpoint`); else by extension.
+            ties kept), "gguf" (one too, for llama.cpp's tools) or "dcp" (a folder for `torch.distributed.checkpoint`); else by extension.
         wrapped: keep the wrapper's names of a module.
 
     Raises:
@@ -66,9 +66,12 @@ def save(
 
 
 def _write(data: Mapping[str, Any], path: str | os.PathLike[str], kind: Format) -> None:
-    if kind == "safetensors":
-        flat = flatten(_tree_of(data, "safetensors"))
-        pieces = safetensors.lay_out(flat.tensors, flat.metadata)
+    if kind in ("safetensors", "gguf"):
+        from ckpt_tools.formats.frameworks import gguf_writing
+
+        flat = flatten(_tree_of(data, kind), holder=kind)
+        lay_out = safetensors.lay_out if kind == "safetensors" else gguf_writing.lay_out
+        pieces = lay_out(flat.tensors, flat.metadata)
         with replacing(path, overwrite=True, durable=True) as output:
             write(pieces, output)
         return

@@ -8,8 +8,9 @@ from typing import Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
 
-Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors", "dcp"]
-FORMATS: tuple[Format, ...] = ("pth", "pth-legacy", "safetensors", "dcp")
+Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors", "dcp", "gguf"]
+FORMATS: tuple[Format, ...] = ("pth", "pth-legacy", "safetensors", "dcp", "gguf")
+_GGUF = ".gguf"
 _SAFETENSORS = ".safetensors"
 # What torch.save is given as a name: the first that is near is suggested for a slip.
 _TORCH = (
@@ -17,7 +18,7 @@ _TORCH = (
     ".params", ".state", ".mdl", ".net", ".pyt", ".pytorch", ".torch",
 )  # fmt: skip
 _KINDS = {
-    "a llama.cpp model": ".gguf .ggml", "an ONNX model": ".onnx .ort", "an HDF5 file": ".h5 .hdf5", "a Keras model": ".keras",
+    "a llama.cpp model": ".ggml", "an ONNX model": ".onnx .ort", "an HDF5 file": ".h5 .hdf5", "a Keras model": ".keras",
     "NumPy arrays": ".npz .npy", "a TensorFlow Lite model": ".tflite", "a TensorFlow graph": ".pb", "Flax weights": ".msgpack",
     "a joblib pickle": ".joblib", "a Core ML model": ".mlmodel .mlpackage", "a TensorRT engine": ".engine .plan",
     "an ExecuTorch program": ".pte", "an exported program": ".pt2", "a TorchScript program": ".ptl .jit .torchscript",
@@ -60,6 +61,8 @@ def output_format(target: str | os.PathLike[str], format: Format | None) -> Form
     found = extension(target)
     if found == _SAFETENSORS:
         return "safetensors"
+    if found == _GGUF:
+        return "gguf"
     if other := _OTHERS.get(found):
         raise UsageError(
             f"{target} would be called {other}, which ckpt does not write.",
@@ -80,7 +83,7 @@ def writes(suffix: str) -> bool:
 def names_file(path: str | os.PathLike[str]) -> bool:
     """Whether a path looks like a file's, not a folder's: its extension is a checkpoint's, another format's, or near one."""
     found = extension(path)
-    return found in (_SAFETENSORS, *_TORCH, *_OTHERS) or bool(_meant(found))
+    return found in (_SAFETENSORS, _GGUF, *_TORCH, *_OTHERS) or bool(_meant(found))
 
 
 def check_format(format: str | None) -> None:
@@ -116,13 +119,13 @@ def check_document_name(path: str | os.PathLike[str], what: str, own: str) -> No
     Raises:
         UsageError: it is.
     """
-    if extension(path) in (_SAFETENSORS, *_TORCH):
+    if extension(path) in (_SAFETENSORS, _GGUF, *_TORCH):
         raise UsageError(f"{path} is a checkpoint's name; this writes {what}.", fix=f"For example: {PurePath(path).stem}{own}")
 
 
 def _meant(found: str) -> str:
     """The extension that was meant by one that is near it; empty where none is."""
-    if not found or found in (_SAFETENSORS, *_TORCH):
+    if not found or found in (_SAFETENSORS, _GGUF, *_TORCH):
         return ""
     import difflib
 

@@ -16,7 +16,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import ckpt_tools
-from ckpt_tools.errors import AmbiguousFileError, CkptError, DamagedFileError, LimitError, PartError, UnsupportedContainerError
+import ckpt_tools.torch
+from ckpt_tools.errors import (
+    AmbiguousFileError,
+    CkptError,
+    ContainerLimitError,
+    ConvertError,
+    DamagedFileError,
+    LimitError,
+    PartError,
+    UnsupportedContainerError,
+    UsageError,
+)
 from tests.hostile.refusals import expect_refused, write
 from tests.support.samples import FIXTURES
 
@@ -112,6 +123,71 @@ def test_big_endian(tmp_path: Path) -> None:
     wanted = load_file(HERE / "split.safetensors")["blk.0.attn_q.weight"]
     assert torch.equal(load_file(tmp_path / "out.safetensors")["a.weight"], wanted)
     assert metadata(tmp_path / "out.safetensors")["some.number"] == "70000"
+
+
+# --- writing
+
+
+def test_written_and_read_again(tmp_path: Path) -> None:
+    """A GGUF of another becomes the same bytes of tensors, names, order and typed keys, by way of a safetensors file too."""
+    ckpt_tools.convert(TYPES, tmp_path / "a.safetensors")
+    ckpt_tools.convert(tmp_path / "a.safetensors", tmp_path / "a.gguf")
+    ckpt_tools.convert(TYPES, tmp_path / "b.gguf")
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+    before, after = ckpt_tools.inspect(TYPES), ckpt_tools.inspect(tmp_path / "b.gguf")
+    assert after.metadata == before.metadata
+    assert [row["name"] for row in after.tensors] == [row["name"] for row in before.tensors]
+    assert not ckpt_tools.diff(TYPES, tmp_path / "b.gguf", values=True).changed
+
+
+def test_dtypes_that_gguf_has(tmp_path: Path) -> None:
+    """Each in its own type, a tie as an alias; another dtype is refused with the way out."""
+    bias = torch.arange(3.0)
+    tensors = {"a": torch.ones(2, 3).bfloat16(), "b": torch.ones(4).half(), "i": torch.arange(5), "s": torch.tensor(2.0)}
+    torch.save({**tensors, "x": bias, "y": bias}, tmp_path / "in.pth")
+    report = ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.gguf", set_metadata="general.architecture=llama")
+    assert report.container == "gguf"
+    assert report.aliases == {"y": "x"}
+    again = ckpt_tools.torch.load(tmp_path / "out.gguf")
+    assert list(again) == ["a", "b", "i", "s", "x", "y"]
+    assert all(torch.equal(again[name], tensor) and again[name].dtype is tensor.dtype for name, tensor in tensors.items())
+    torch.save({"flag.x": torch.tensor([True])}, tmp_path / "in.pth")
+    with pytest.raises(ContainerLimitError, match="'flag.x' is bool, which GGUF has no type for"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.gguf")
+    ckpt_tools.torch.save({"w.x": torch.ones(2)}, tmp_path / "saved.gguf")
+    assert ckpt_tools.inspect(tmp_path / "saved.gguf").container == "gguf"
+
+
+def test_q8_0(tmp_path: Path) -> None:
+    """Matrices with rows of whole blocks become what gguf-py makes of them; what cannot be held is refused, and nothing is left."""
+    report = ckpt_tools.convert(HERE / "split-00001-of-00003.gguf", tmp_path / "out.gguf", quantize="q8_0", dtype="fp32")
+    assert any("5 of 5 tensors become Q8_0" in note.text for note in report.notes)
+    made, wanted = ckpt_tools.torch.load(tmp_path / "out.gguf"), load_file(HERE / "q8_0.safetensors")
+    assert all(torch.equal(made[name], wanted[name]) for name in wanted)
+    for odd in (float("nan"), float("inf"), 1e7):
+        torch.save({"w.x": torch.full((2, 32), odd)}, tmp_path / "in.pth")
+        with pytest.raises(ConvertError, match="Q8_0 cannot hold"):
+            ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.gguf", quantize="q8_0")
+    assert not (tmp_path / "no.gguf").exists()
+    with pytest.raises(UsageError, match="`quantize` is for a GGUF"):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.pth", quantize="q8_0")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [({"x" * 64: torch.ones(1)}, "longer than the 63 bytes"), ({"a.b": torch.ones(1, 1, 1, 1, 1)}, "5 dimensions")],
+)
+def test_what_gguf_cannot_hold(tmp_path: Path, tensors: dict[str, torch.Tensor], said: str) -> None:
+    """Names and dimensions beyond ggml's are refused before anything is written."""
+    torch.save(tensors, tmp_path / "in.pth")
+    with pytest.raises(ContainerLimitError, match=said):
+        ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.gguf")
+
+
+def test_a_key_that_is_not_of_its_type(tmp_path: Path) -> None:
+    """Text in the place of a number cannot become that number's type."""
+    with pytest.raises(ContainerLimitError, match=r"'llama\.block_count' is not of the type u32"):
+        ckpt_tools.convert(TYPES, tmp_path / "out.gguf", set_metadata="llama.block_count=many")
 
 
 # --- bytes that break a promise

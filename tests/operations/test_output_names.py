@@ -37,7 +37,7 @@ def test_real_names(name: str, format: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("a.gguf", "a llama.cpp model"), ("a.ONNX", "an ONNX model"), ("a.h5", "an HDF5 file"), ("a.npz", "NumPy arrays"),
+    [("a.ggml", "a llama.cpp model"), ("a.ONNX", "an ONNX model"), ("a.h5", "an HDF5 file"), ("a.npz", "NumPy arrays"),
      ("a.pt2", "an exported program"), ("a.zip", "an archive"), ("a.safetensor", r"Did you mean \.safetensors"),
      ("a.saftensors", r"Did you mean \.safetensors"), ("a.sft", r"Did you mean \.safetensors"),
      ("a.pht", r"Did you mean \.pth"),

@@ -25,7 +25,7 @@ from ckpt_tools.errors import DamagedFileError, PartError, TensorError, Unsuppor
 from ckpt_tools.formats.base import Decoded, Warned, repeated
 from ckpt_tools.formats.frameworks.cursor import Cursor
 from ckpt_tools.formats.parts import loose_shards
-from ckpt_tools.formats.safetensors import GGUF_TYPES
+from ckpt_tools.formats.safetensors import GGUF_TYPES, restore_aliases, restore_state_dict_metadata
 from ckpt_tools.formats.sharded import DecodeFile, joined, own_metadata, partly, places_of, read_shard, renewed
 from ckpt_tools.io.content import Computed, Content, Range
 from ckpt_tools.io.output import Source
@@ -39,9 +39,9 @@ MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_NAME = 1 << 16
 _MAX_NESTING = 4  # arrays of arrays
-_STRING, _ARRAY = 8, 9
+STRING, ARRAY = 8, 9
 # A key's type -> its name and the code of `struct`.
-_NUMBERS = {
+NUMBERS = {
     0: ("u8", "B"), 1: ("i8", "b"), 2: ("u16", "H"), 3: ("i16", "h"), 4: ("u32", "I"), 5: ("i32", "i"), 6: ("f32", "f"),
     7: ("bool", "?"), 10: ("u64", "Q"), 11: ("i64", "q"), 12: ("f64", "d"),
 }  # fmt: skip
@@ -88,7 +88,9 @@ def decode(source: Source) -> Decoded:
     if len(dict(items)) < len(items):
         raise DamagedFileError(f"Two tensors of the GGUF file are called {repeated((info.name, None) for info in infos)!r}.")
     encodings = {info.name: info.kind.name for info in infos if info.kind.dtype is None}
-    made = Decoded("gguf", Dict([*items], ordered=True), source, metadata=metadata, warnings=warnings)
+    root = Dict(restore_aliases([*items], metadata), ordered=True)
+    root.attributes = restore_state_dict_metadata(metadata)
+    made = Decoded("gguf", root, source, metadata=metadata, warnings=warnings)
     made.storage_bytes, made.encodings = sum(info.nbytes for info in infos), encodings
     made.warnings += stored_types(encodings)
     return made
@@ -126,13 +128,13 @@ class _Values:
 
     def _value(self, kind: int, key: str, depth: int = 0) -> tuple[str, Any]:
         """The name of a type, and the value."""
-        if kind == _STRING:
+        if kind == STRING:
             return "string", self._text(key)
-        if kind == _ARRAY:
+        if kind == ARRAY:
             return self._array(key, depth)
-        if kind not in _NUMBERS:
+        if kind not in NUMBERS:
             raise DamagedFileError(f"The key {key!r} of the GGUF file has the unknown type {kind}.")
-        name, code = _NUMBERS[kind]
+        name, code = NUMBERS[kind]
         return name, self.cursor.numbers(code, 1)[0]
 
     def _array(self, key: str, depth: int) -> tuple[str, list[Any]]:
@@ -141,13 +143,13 @@ class _Values:
             raise DamagedFileError(f"The key {key!r} of the GGUF file holds arrays in arrays in arrays.")
         self.cursor.check(count)  # an item takes a byte at least
         self.budget.make(count // _ITEMS_PER_CONTAINER, f"The GGUF file has {count} items under {key!r}.")
-        if kind in _NUMBERS:
-            name, code = _NUMBERS[kind]
+        if kind in NUMBERS:
+            name, code = NUMBERS[kind]
             self.budget.take(limits.TEXT_BYTES, count, f"The GGUF file has {count} numbers under {key!r}.")
             return f"[{name}]", list(self.cursor.numbers(code, count))
         found = [self._value(kind, key, depth + 1) for _ in range(count)]
-        inner = found[0][0] if found else "string" if kind == _STRING else "[string]"
-        if kind == _ARRAY and any(name != inner for name, _ in found):
+        inner = found[0][0] if found else "string" if kind == STRING else "[string]"
+        if kind == ARRAY and any(name != inner for name, _ in found):
             raise DamagedFileError(f"The key {key!r} of the GGUF file holds arrays of several types.")
         return f"[{inner}]", [value for _, value in found]
 

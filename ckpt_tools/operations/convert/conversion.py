@@ -24,7 +24,7 @@ from ckpt_tools.operations.convert.edits import Edited, Edits
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.tree.nodes import Node
 
-CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp"}
+CONTAINERS = {"pth": "torch-zip", "pth-legacy": "torch-legacy", "safetensors": "safetensors", "dcp": "dcp", "gguf": "gguf"}
 
 if TYPE_CHECKING:  # what only some conversions need is imported by those
     from ckpt_tools.edit.casts import Casting
@@ -135,6 +135,8 @@ def _lay_out(edited: Edited, checkpoint: Checkpoint, edits: Edits, report: Conve
         report.notes.append(not_verified(decoded))
     if edits.kind == "safetensors":
         pieces = _lay_out_flat(edited.root, decoded, edits, report)
+    elif edits.kind == "gguf":
+        pieces = _lay_out_gguf(edited.root, decoded, edits, report)
     else:
         if decoded.metadata:
             _tell_lost_text(decoded, edited.ties, report)
@@ -153,6 +155,26 @@ def _lay_out_flat(root: Node, decoded: Decoded, edits: Edits, report: Converted)
     flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata, edit=edits.metadata)
     report_flat(flat, report)
     return safetensors.lay_out(flat.tensors, flat.metadata, reserve=edits.reserve)
+
+
+def _lay_out_gguf(root: Node, decoded: Decoded, edits: Edits, report: Converted) -> list[Piece]:
+    from ckpt_tools.edit.flatten import flatten
+    from ckpt_tools.formats.frameworks import gguf_writing
+
+    flat = flatten(root, objects=edits.options.objects, metadata=decoded.metadata, edit=edits.metadata, holder="GGUF")
+    report_flat(flat, report)
+    if gguf_writing.OF_THE_INPUT in flat.metadata:
+        report.dropped.append((gguf_writing.OF_THE_INPUT, "the types of the input's tensors"))
+    if "general.architecture" not in flat.metadata:
+        text = "llama.cpp reads a GGUF by 'general.architecture', which is not in the metadata; `set_metadata` sets it."
+        report.notes.append(Note("no-architecture", text))
+    quantise = edits.options.quantize is not None
+    if quantise:
+        count = sum(gguf_writing.becomes_q8_0(entry) for entry, _ in flat.tensors.values())
+        report.notes.append(
+            Note("quantised", f"{count} of {len(flat.tensors)} tensors become Q8_0; the others stay as they are.")
+        )
+    return gguf_writing.lay_out(flat.tensors, flat.metadata, quantise=quantise)
 
 
 def _tell_lost_text(decoded: Decoded, ties: Mapping[str, str], report: Converted) -> None:

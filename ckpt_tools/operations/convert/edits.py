@@ -59,8 +59,10 @@ class Edits:
     def __init__(self, options: ConvertOptions, kind: str = "pth") -> None:
         if options.reserve is not None and kind != "safetensors":
             raise UsageError("`reserve` is the room in a safetensors header; a .pth puts a longer pickle behind its tensors.")
+        if options.quantize is not None and kind != "gguf":
+            raise UsageError("`quantize` is for a GGUF; name OUT .gguf, or give `format='gguf'`.")
         self.metadata = MetadataEdit(options.metadata_texts, options.drop_metadata)
-        if self.metadata != UNEDITED and kind != "safetensors" and not (kind == "pth" and options.shard_size):
+        if self.metadata != UNEDITED and kind not in ("safetensors", "gguf") and not (kind == "pth" and options.shard_size):
             option = "set_metadata" if options.set_metadata else "drop_metadata"
             raise UsageError(f"`{option}` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata.")
         self.options, self.kind, self.names = options, kind, Names(options)
@@ -73,7 +75,7 @@ class Edits:
         """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
         ties = _begin(checkpoint, report)
         root, used = self._narrow(self._selected(checkpoint), checkpoint, report)
-        if self.kind == "safetensors" and any(name.module.startswith("numpy") for name in checkpoint.decoded.globals):
+        if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.decoded.globals):
             root = _arrays(root, report)  # it holds nothing else of them
         if self.options.keep or self.options.drop:
             self._filter(root, used, report)
@@ -93,7 +95,7 @@ class Edits:
         if self.options.verify and report.dry_run:
             report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
         root, casting = self._cast(root, report, plain)
-        if self.kind in ("safetensors", "dcp"):
+        if self.kind in ("safetensors", "dcp", "gguf"):
             _leave_attributes(root, self.kind, self.options.objects, report)
         report.dropped += [(key, "`drop_metadata`") for key in self.metadata.dropped]
         if self.metadata.texts:

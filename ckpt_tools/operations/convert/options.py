@@ -184,6 +184,7 @@ class OutputOptions(Options):
         FORMATS,
         common=True,
     )
+    quantize: Literal["q8_0"] | None = choice("Of a GGUF: matrices of floats become Q8_0.", ["q8_0"], moves=True)
     shard_size: str | int | None = value(
         "OUT is a folder of shards of at most 5GB, 500MiB ... each.", arguments.read_size, metavar="SIZE",
         in_code="Or a number of bytes.",

@@ -102,6 +102,8 @@ def repair(
     schemes = [reinit] if isinstance(reinit, str) else list(reinit)
     to_fill = MissingTensors(str(like), schemes, seed) if like is not None else None
     kind = output_format(target, None)
+    if kind == "gguf":
+        raise UsageError(f"{target} would be a GGUF; repair writes .pth and .safetensors.", fix="Convert what it writes.")
     report = Repaired(str(source), str(target), "safetensors" if kind == "safetensors" else "torch-zip", dry_run)
     where = output_target(target, overwrite=overwrite or dry_run)
     if _is_one_file(where, source):

@@ -1,0 +1,141 @@
+"""The layout of a GGUF: one flat state dict in plain types or Q8_0, its metadata as typed keys."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.formats.frameworks.gguf import ARRAY, MAGIC, NUMBERS, STRING
+from ckpt_tools.formats.safetensors import GGUF_TYPES
+from ckpt_tools.io.content import Content, Literal, Piece
+from ckpt_tools.io.parsers import load_json
+from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.ggml.types import BY_NAME, BlockType
+
+_ALIGNMENT = 32
+_MAX_NAME, _MAX_DIMENSIONS = 63, 4  # ggml's own: GGML_MAX_NAME with its end, GGML_MAX_DIMS
+_BY_DTYPE = {row.dtype: row for row in BY_NAME.values() if row.dtype is not None}
+_CODES = {name: (number, code) for number, (name, code) in NUMBERS.items()}
+OF_THE_INPUT = "general.file_type"  # says of which types the tensors of the input were
+
+
+def lay_out(
+    tensors: Mapping[str, tuple[Entry, Content]], metadata: Mapping[str, str], *, quantise: bool = False
+) -> list[Piece]:
+    """The pieces of a GGUF.
+
+    Args:
+        tensors: name -> (entry, its bytes row-major). metadata: its keys, with their types in GGUF_TYPES.
+        quantise: matrices of floats become Q8_0 where their rows are whole blocks.
+
+    Raises:
+        ContainerLimitError: a dtype, name or number of dimensions that GGUF does not have; a key that is not of its type.
+    """
+    keys = _keys(metadata)
+    alignment = _alignment(metadata)
+    infos, pieces, at = [], list[Piece](), 0
+    for name, (entry, content) in tensors.items():
+        kind, made = _stored(name, entry, content, quantise=quantise)
+        infos.append(_info(name, entry, kind, at))
+        padding = -made.length % alignment
+        pieces += [Piece(made), Piece(Literal(bytes(padding)))]
+        at += made.length + padding
+    head = MAGIC + struct.pack("<I2Q", 3, len(infos), len(keys)) + b"".join([*keys, *infos])
+    return [Piece(Literal(head + bytes(-len(head) % alignment))), *pieces]
+
+
+def becomes_q8_0(entry: Entry) -> bool:
+    """Whether a tensor is a matrix of floats with rows of whole blocks."""
+    size = BY_NAME["Q8_0"].elements
+    known = entry.dtype.family == "float" and entry.dtype.packed == 1 and entry.dtype.in_torch
+    return known and len(entry.shape) > 1 and entry.numel > 0 and entry.shape[-1] % size == 0
+
+
+def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tuple[BlockType, Content]:
+    """A tensor's type, and its bytes in that."""
+    dtype = entry.dtype
+    if quantise and becomes_q8_0(entry):
+        from ckpt_tools.values.ggml.quantising import Q8_0, quantised
+
+        return Q8_0, quantised(content, dtype, name)
+    kind = _BY_DTYPE.get(dtype)
+    if kind is None:
+        raise ContainerLimitError(
+            f"{name!r} is {dtype.name}, which GGUF has no type for.",
+            fix=f"`dtype` casts floats; or leave it out: `drop={name!r}`.",
+        )
+    return kind, content
+
+
+def _info(name: str, entry: Entry, kind: BlockType, at: int) -> bytes:
+    raw = _text(name, name)
+    if len(raw) - 8 > _MAX_NAME:
+        raise ContainerLimitError(f"The name {name!r} is longer than the {_MAX_NAME} bytes that GGUF has.", fix="Use `rename`.")
+    if len(entry.shape) > _MAX_DIMENSIONS:
+        raise ContainerLimitError(f"{name!r} has {len(entry.shape)} dimensions, and GGUF has {_MAX_DIMENSIONS} at most.")
+    sizes = reversed(entry.shape)
+    return raw + struct.pack(f"<I{len(entry.shape)}QIQ", len(entry.shape), *sizes, kind.number, at)
+
+
+def _alignment(metadata: Mapping[str, str]) -> int:
+    said = metadata.get("general.alignment", "")
+    alignment = int(said) if said.isascii() and said.isdecimal() and len(said) < 6 else _ALIGNMENT
+    if alignment < 1 or alignment & (alignment - 1):
+        raise ContainerLimitError(f"The metadata 'general.alignment' is {alignment}, which is not a power of two.")
+    return alignment
+
+
+def _keys(metadata: Mapping[str, str]) -> list[bytes]:
+    """The keys with their types and values."""
+    types = _types(metadata)
+    return [
+        _text(key, key) + _value(types.get(key, "string"), key, text)
+        for key, text in metadata.items()
+        if key not in (GGUF_TYPES, OF_THE_INPUT) and (key, text) != ("format", "pt")  # which a safetensors header needs
+    ]
+
+
+def _types(metadata: Mapping[str, str]) -> dict[str, str]:
+    try:
+        found = load_json(metadata.get(GGUF_TYPES, "{}"))
+    except ValueError:
+        return {}
+    return {key: kind for key, kind in found.items() if isinstance(kind, str)} if isinstance(found, dict) else {}
+
+
+def _value(kind: str, key: str, text: str) -> bytes:
+    """A type and a value."""
+    if kind == "string":
+        return struct.pack("<I", STRING) + _text(key, text)
+    try:
+        number, raw = _encoded(kind, key, json.loads(text))
+    except (ValueError, TypeError, KeyError, struct.error, RecursionError):
+        raise ContainerLimitError(f"The metadata {key!r} is not of the type {kind[:20]}, which it has in GGUF.") from None
+    return struct.pack("<I", number) + raw
+
+
+def _encoded(kind: str, key: str, value: Any) -> tuple[int, bytes]:
+    """A type's number, and a value of it."""
+    if kind == "string":
+        return STRING, _text(key, value)
+    if not kind.startswith("["):
+        number, code = _CODES[kind]
+        return number, struct.pack(f"<{code}", value)
+    inner = kind[1:-1]
+    if inner in _CODES:
+        number, code = _CODES[inner]
+        return ARRAY, struct.pack(f"<IQ{len(value)}{code}", number, len(value), *value)
+    found = [_encoded(inner, key, one) for one in value]
+    number = STRING if inner == "string" else ARRAY
+    return ARRAY, struct.pack("<IQ", number, len(value)) + b"".join(raw for _, raw in found)
+
+
+def _text(key: str, text: str) -> bytes:
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError:
+        raise ContainerLimitError(f"{key!r} holds a lone surrogate, which a GGUF cannot.") from None
+    return struct.pack("<Q", len(raw)) + raw
