@@ -49,7 +49,8 @@ def save(
             in it: each becomes its state dict, as if it were saved alone. (`torch.save` would pickle its class.)
         path: the file; replaced when it exists.
         format: "pth" (what `torch.save` writes), "pth-legacy" (what it wrote before 1.6), "safetensors" (one flat state dict,
-            ties kept), "gguf" (one too, for llama.cpp's tools) or "dcp" (a folder for `torch.distributed.checkpoint`); else by extension.
+            ties kept), "gguf" (one too, for llama.cpp's tools) or "dcp" (a folder for `torch.distributed.checkpoint`); else by
+            extension.
         wrapped: keep the wrapper's names of a module.
 
     Raises:

@@ -152,14 +152,14 @@ def test_dtypes_that_gguf_has(tmp_path: Path) -> None:
     assert list(again) == ["a", "b", "i", "s", "x", "y"]
     assert all(torch.equal(again[name], tensor) and again[name].dtype is tensor.dtype for name, tensor in tensors.items())
     torch.save({"flag.x": torch.tensor([True])}, tmp_path / "in.pth")
-    with pytest.raises(ContainerLimitError, match="'flag.x' is bool, which GGUF has no type for"):
+    with pytest.raises(ContainerLimitError, match=r"'flag\.x' is bool, which GGUF has no type for"):
         ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "no.gguf")
     ckpt_tools.torch.save({"w.x": torch.ones(2)}, tmp_path / "saved.gguf")
     assert ckpt_tools.inspect(tmp_path / "saved.gguf").container == "gguf"
 
 
 def test_q8_0(tmp_path: Path) -> None:
-    """Matrices with rows of whole blocks become what gguf-py makes of them; what cannot be held is refused, and nothing is left."""
+    """Matrices with rows of whole blocks become what gguf-py makes of them; what cannot be held is refused."""
     report = ckpt_tools.convert(HERE / "split-00001-of-00003.gguf", tmp_path / "out.gguf", quantize="q8_0", dtype="fp32")
     assert any("5 of 5 tensors become Q8_0" in note.text for note in report.notes)
     made, wanted = ckpt_tools.torch.load(tmp_path / "out.gguf"), load_file(HERE / "q8_0.safetensors")

@@ -113,7 +113,7 @@ def test_documents_are_not_called_checkpoints(path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("name", "fixed"),
-    [("a.jit", "a.fixed.pth"), ("a.gguf", "a.fixed.pth"), ("a.ckpt", "a.fixed.ckpt"), ("a.safetensors", "a.fixed.safetensors"),
+    [("a.jit", "a.fixed.pth"), ("a.gguf", "a.fixed.gguf"), ("a.ckpt", "a.fixed.ckpt"), ("a.safetensors", "a.fixed.safetensors"),
      ("model.safetensors.index.json",
      "model.safetensors.index.fixed.pth"), ("rank_0", "rank_0.fixed"), ("llama-3.1", "llama-3.1.fixed.pth")],
 )  # fmt: skip
