@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.convert.in_place import edit_in_place
     from ckpt_tools.operations.convert.report import Converted
     from ckpt_tools.operations.convert.run import convert
+    from ckpt_tools.operations.extract_lora import Extracted, extract_lora
     from ckpt_tools.operations.inspect import Description, inspect
     from ckpt_tools.operations.match import Matched, match
     from ckpt_tools.operations.proved import Proved
@@ -42,6 +43,7 @@ __all__ = [
     "Converted",
     "Description",
     "Difference",
+    "Extracted",
     "Matched",
     "Proved",
     "Repaired",
@@ -56,6 +58,7 @@ __all__ = [
     "convert",
     "diff",
     "edit_in_place",
+    "extract_lora",
     "inspect",
     "match",
     "open",
@@ -75,6 +78,7 @@ _HOMES = {
     "Converted": "operations.convert.report",
     "Description": "operations.inspect",
     "Difference": "operations.compare.report",
+    "Extracted": "operations.extract_lora",
     "Matched": "operations.match",
     "Proved": "operations.proved",
     "Repaired": "operations.repair.report",
@@ -88,6 +92,7 @@ _HOMES = {
     "convert": "operations.convert.run",
     "diff": "operations.compare.differences",
     "edit_in_place": "operations.convert.in_place",
+    "extract_lora": "operations.extract_lora",
     "inspect": "operations.inspect",
     "match": "operations.match",
     "open": "torch.steps",

@@ -25,7 +25,11 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.text import did_you_mean
 
 # In the order of --help.
-COMMANDS = ("inspect", "show", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "report", "prove")
+COMMANDS = (
+    "inspect", "show", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "extract-lora", "report",
+    "prove",
+)  # fmt: skip
+_ROOMS = {"extract_lora": "adapters.extract_lora"}  # commands whose module is in a room of its own
 
 # A command makes little that refers to itself, and ends soon: looking for cycles among all that it made would only take time.
 gc.set_threshold(500_000)
@@ -60,7 +64,8 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = getattr(import_module(f"ckpt_tools.cli.{cmd_name}"), cmd_name)
+        name = cmd_name.replace("-", "_")
+        command = getattr(import_module(f"ckpt_tools.cli.{_ROOMS.get(name, name)}"), name)
         assert isinstance(command, click.Command)
         if _LIMIT not in command.params:  # every command reads files
             command.params.append(_LIMIT)

@@ -1,4 +1,4 @@
-"""What a user may ask of `match` and `average`; what they share with `convert` is said there."""
+"""What a user may ask of `match`, `average` and `extract_lora`; what they share with `convert` is said there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt_tools.operations.convert.options import (
     WriteOptions,
 )
 from ckpt_tools.tree.arguments import Renames, read_path, read_weights
-from ckpt_tools.tree.options import as_in, choice, flag, value
+from ckpt_tools.tree.options import as_in, choice, flag, texts, value, whole
 
 if TYPE_CHECKING:
     from ckpt_tools.io.writer import Progress
@@ -56,3 +56,21 @@ class AverageOptions(ObjectOptions, DryRunOption):
     overwrite: bool = as_in(OutputOptions, "overwrite")
     fsync: bool = as_in(WriteOptions, "fsync")
     progress: Progress | None = as_in(WriteOptions, "progress")
+
+
+class ExtractOptions(DryRunOption):
+    """All that `extract_lora` takes."""
+
+    rank: int | None = whole("The rank of the factors; a weight with a smaller side has that for its rank.", metavar="R")
+    only: str | Sequence[str] = texts("Only tensors whose name matches; what else differs is left.", metavar="GLOB")
+    dtype: Literal["fp32", "bf16", "fp16"] = choice("Of the factors [fp32].", ["fp32", "bf16", "fp16"], default="fp32")
+    select: str | None = as_in(Selection, "select", "The state dict or subtree, in both, that is compared.")
+    overwrite: bool = as_in(OutputOptions, "overwrite", "Replace the adapter in OUT.")
+    fsync: bool = as_in(WriteOptions, "fsync")
+    progress: Progress | None = as_in(WriteOptions, "progress", "Called with (modules done, modules in all).")
+
+    def check(self) -> None:
+        """Raise UsageError without a rank."""
+        super().check()
+        if not self.rank:
+            raise UsageError("`rank` says how large the factors are, 1 or more; it is missing.", fix="For example: `rank=16`.")

@@ -83,13 +83,13 @@ def merged(base: Matrix, deltas: Sequence[Delta]) -> Computed:
         layers = [_Layer(delta, base) for delta in deltas]
         for layer in layers:
             layer.measure(base)
-        for start, block in _blocks(base):
+        for start, block in row_blocks(base):
             with one_thread():  # others wait for each other where the machine is busy, and sums would depend on their number
                 made, before = block, block.clone()
                 for layer in layers:
                     made = layer.onto(made, before, start)
                 _check_finite(made, before, base.name)
-                data = _bytes(made)
+                data = as_bytes(made)
             yield data
 
     return Computed(base.content.length, work, base.content)
@@ -104,12 +104,12 @@ def biased(base: Matrix, addends: Sequence[Addend]) -> Computed:
 
     def work() -> Iterator[memoryview]:
         vectors = [_load(addend.vector, _in_memory(addend.vector.dtype, base.dtype)) * addend.scale for addend in addends]
-        for start, block in _blocks(Matrix(base.name, base.content, base.dtype, (base.rows, 1))):
+        for start, block in row_blocks(Matrix(base.name, base.content, base.dtype, (base.rows, 1))):
             before = block.clone()
             for vector in vectors:
                 block += vector.reshape(-1, 1)[start : start + len(block)]
             _check_finite(block, before, base.name)
-            yield _bytes(block)
+            yield as_bytes(block)
 
     return Computed(base.content.length, work, base.content)
 
@@ -124,10 +124,10 @@ def recast(matrix: Matrix, target: DType) -> Content:
         return matrix.content
 
     def work() -> Iterator[memoryview]:
-        for _, block in _blocks(matrix):
+        for _, block in row_blocks(matrix):
             narrow = block.to(torch_dtype(target))
             _check_finite(narrow, block, matrix.name)
-            yield _bytes(narrow)
+            yield as_bytes(narrow)
 
     return Computed(matrix.content.length // matrix.dtype.itemsize * target.itemsize, work, matrix.content)
 
@@ -184,11 +184,11 @@ class _Layer:
         import torch
 
         if base.rows * base.columns <= BLOCK:  # PEFT's own sum of squares, to the last bit
-            norms = [torch.linalg.norm((block + self.change(0, len(block))).T, dim=1) for _, block in _blocks(base)]
+            norms = [torch.linalg.norm((block + self.change(0, len(block))).T, dim=1) for _, block in row_blocks(base)]
             self.factor = self.magnitude / norms[0] if norms else self.magnitude
             return
         squares = torch.zeros(base.columns, dtype=torch.float64)
-        for start, block in _blocks(base):
+        for start, block in row_blocks(base):
             squares += (block + self.change(start, len(block))).double().square().sum(dim=0)
         self.factor = self.magnitude / squares.sqrt().to(torch.promote_types(self.base_dtype, self.dtype))
 
@@ -257,7 +257,7 @@ def _through(mid: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     return torch.einsum("ijk,jp->ipk", mid.reshape(rank, rank, -1), down).reshape(rank, -1)
 
 
-def _blocks(base: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
+def row_blocks(base: Matrix) -> Iterator[tuple[int, torch.Tensor]]:
     """The rows of a matrix, a few at a time: the first one's number, and a tensor that is the caller's own."""
     import torch
 
@@ -287,7 +287,7 @@ def _check_finite(after: torch.Tensor, before: torch.Tensor, name: str) -> None:
         )
 
 
-def _bytes(values: torch.Tensor) -> memoryview:
+def as_bytes(values: torch.Tensor) -> memoryview:
     import torch
 
     out = bytearray(values.nbytes)

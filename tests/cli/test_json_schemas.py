@@ -148,6 +148,21 @@ def test_prove() -> None:
     assert filled(found) == fields("prove")
 
 
+def test_extract_lora() -> None:
+    """Factors, a norm that is held whole, a bias, a tensor that is left, and one that is equal."""
+    base = {
+        "a.weight": torch.zeros(3, 4),
+        "a.bias": torch.zeros(3),
+        "norm.weight": torch.zeros(3),
+        "b.weight": torch.zeros(2, 2),
+    }
+    torch.save(base | {"scale": torch.zeros(1), "same": torch.ones(2)}, "base.pth")
+    torch.save({name: value + 1 for name, value in base.items()} | {"scale": torch.ones(1), "same": torch.ones(2)}, "tuned.pth")
+    found = documents("extract-lora", "base.pth", "tuned.pth", "adapter", "--rank", "1")
+    found += documents("extract-lora", "base.pth", "tuned.pth", "other", "--rank", "1", "--only", "a.*", "--dry-run")
+    assert filled(found) == fields("extract-lora")
+
+
 def test_stats() -> None:
     """All fixtures, whatever the dtype, and the corner cases: NaN, nothing, one value, a sparse tensor."""
     awq = FIXTURES / "quantised" / "awq.safetensors"

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ckpt_tools.torch
 from docs import pictures
@@ -35,7 +36,11 @@ def folder(tmp_path: Path) -> Path:
     for name in ("ddp.pth", "single.pth", "training.pth"):
         shutil.copy(ROOT / "fixtures" / name, tmp_path / name)
     shutil.copytree(ROOT / "fixtures" / "lora" / "plain", tmp_path / "adapter")
-    shutil.copy(ROOT / "fixtures" / "lora" / "base.safetensors", tmp_path)
+    base = ROOT / "fixtures" / "lora" / "base.safetensors"
+    shutil.copy(base, tmp_path)
+    save_file(
+        load_file(base) | load_file(ROOT / "fixtures" / "lora" / "conv" / "merged.safetensors"), tmp_path / "tuned.safetensors"
+    )
     return tmp_path
 
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 import ckpt_tools
+from ckpt_tools.cli.adapters.extract_lora import extract_lora as extract_command
 from ckpt_tools.cli.average import average as average_command
 from ckpt_tools.cli.convert import convert as convert_command
 from ckpt_tools.cli.match import match as match_command
 from ckpt_tools.errors import UsageError
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions, NameOptions
-from ckpt_tools.operations.options import AverageOptions, MatchOptions
+from ckpt_tools.operations.options import AverageOptions, ExtractOptions, MatchOptions
 from ckpt_tools.tree.options import Options, flag, texts
 from tests.support.samples import FIXTURES
 
@@ -29,6 +30,7 @@ CALLS: dict[str, tuple[type[Options], Callable[..., object], click.Command]] = {
     "convert": (ConvertOptions, ckpt_tools.convert, convert_command),
     "average": (AverageOptions, ckpt_tools.average, average_command),
     "match": (MatchOptions, ckpt_tools.match, match_command),
+    "extract_lora": (ExtractOptions, ckpt_tools.extract_lora, extract_command),
 }
 
 

@@ -126,10 +126,15 @@ def test_names_that_the_terminal_cannot_show(name: str, terminal: dict[str, str]
     """Where the encoding lacks a letter, in a file's name or a tensor's, it is escaped, and nothing fails."""
     path, out = tmp_path / "caf\u00e9.pth", tmp_path / "\u00fc.pth"
     torch.save({"\u5c64.weight": torch.ones(2), "na\u00efve": "\u65e5"}, path)
+    tuned = tmp_path / "\u00fc.tuned.pth"
+    torch.save({"\u5c64.weight": torch.zeros(2), "a.weight": torch.ones(2, 3)}, tuned)
+    if name == "extract-lora":
+        torch.save({"\u5c64.weight": torch.ones(2), "a.weight": torch.zeros(2, 3)}, path)
     more: dict[str, list[object]] = {
         "convert": [out],
         "repair": [out],
         "average": [path, out],
+        "extract-lora": [tuned, tmp_path / "\u00fc", "--rank", 1],
         "diff": [path],
         "match": ["--like", path],
         "show": ["\u5c64.weight"],
@@ -179,6 +184,9 @@ QUIET: dict[str, list[tuple[int, list[str]]]] = {
     "diff": [(0, ["single.pth", "single.pth"]), (1, ["ddp.pth", "single.pth"]), (3, ["none.pth", "single.pth"])],
     "average": [(0, ["single.pth", "single.pth", "OUT"]), (3, ["none.pth", "single.pth", "OUT"])],
     "prove": [(3, ["none.pth", "single.pth", "--model", "fixtures.make:network", "--input", "1x4"])],
+    "extract-lora": [
+        (3, ["none.pth", "single.pth", "OUT", "--rank", "1"]),
+    ],
     "report": [(0, ["single.pth", "-o", "OUT"]), (3, ["none.pth", "-o", "OUT"])],
 }
 

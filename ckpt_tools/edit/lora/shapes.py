@@ -28,6 +28,19 @@ def fits(change: Change, node: Node) -> bool | None:
     return True if node.shape == (inputs, outputs) else None
 
 
+def turned_by_biases(tensors: Mapping[str, Node]) -> dict[str, set[bool]]:
+    """By the last names of modules, whether oblong weights are stored as [in, out]: the bias is as long as [out]."""
+    known: dict[str, set[bool]] = {}
+    for name, node in tensors.items():
+        module = name.removesuffix(".weight")
+        bias = tensors.get(f"{module}.bias") if module != name else None
+        if type(node) is Entry and type(bias) is Entry and is_oblong(node.shape):
+            for turned in (False, True):
+                if bias.shape == (node.shape[turned],):
+                    known.setdefault(last_name(module), set()).add(turned)
+    return known
+
+
 class Turned:
     """Which weights are stored as [in, out], as transformers' Conv1D has them: the shape says it, but of square ones.
 
@@ -38,20 +51,14 @@ class Turned:
     def __init__(self, adapter: Adapter, tensors: Mapping[str, Node]) -> None:
         self.path, self.said = adapter.path, adapter.config is not None and adapter.config.fan_in_fan_out
         self.own: set[bool] = set()
-        self.known: dict[str, set[bool]] = {}
-        for name, node in tensors.items():
-            bias = tensors.get(f"{name.removesuffix('.weight')}.bias") if name.endswith(".weight") else None
-            if type(node) is Entry and type(bias) is Entry and _is_oblong(node.shape) and bias.shape[0:1] != (1,):
-                for turned in (False, True):
-                    if bias.shape == (node.shape[turned],):
-                        self.known.setdefault(_last(name.removesuffix(".weight")), set()).add(turned)
+        self.known = turned_by_biases(tensors)
 
     def learn(self, pairs: Iterable[tuple[Change, Node]]) -> None:
         """Take in what the shapes of an adapter's factors say."""
         for change, node in pairs:
             fit = fits(change, node)
-            if not change.embedding and fit is not None and type(node) is Entry and _is_oblong(node.shape):
-                self.known.setdefault(_last(change.module), set()).add(fit)
+            if not change.embedding and fit is not None and type(node) is Entry and is_oblong(node.shape):
+                self.known.setdefault(last_name(change.module), set()).add(fit)
                 self.own.add(fit)
 
     def is_turned(self, change: Change, entry: Entry) -> bool:
@@ -60,9 +67,9 @@ class Turned:
         Raises:
             ConvertError: a square one, and what is known contradicts itself.
         """
-        if change.embedding or len(entry.shape) != 2 or _is_oblong(entry.shape):
+        if change.embedding or len(entry.shape) != 2 or is_oblong(entry.shape):
             return bool(fits(change, entry))
-        same = self.known.get(_last(change.module), set())
+        same = self.known.get(last_name(change.module), set())
         if len(same) == 1:
             return next(iter(same))
         if not self.own - {self.said}:
@@ -76,10 +83,10 @@ class Turned:
         )
 
 
-def _is_oblong(shape: tuple[int, ...]) -> bool:
+def is_oblong(shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and shape[0] != shape[1]
 
 
-def _last(module: str) -> str:
+def last_name(module: str) -> str:
     """The last part of a module's path; of one with underscores for dots its end cannot be told."""
     return module.rpartition(".")[2]

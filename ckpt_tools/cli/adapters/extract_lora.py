@@ -1,0 +1,45 @@
+"""`ckpt extract-lora`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import click
+
+from ckpt_tools.cli.options import OUTPUT, given, options_of, quiet_option, show_progress
+from ckpt_tools.operations.options import ExtractOptions
+
+
+@click.command("extract-lora", short_help="Write what a tuned model changed as a LoRA adapter.")
+@click.argument("base", type=OUTPUT, metavar="BASE")
+@click.argument("tuned", type=OUTPUT, metavar="TUNED")
+@click.argument("target", type=OUTPUT, metavar="OUT")
+@options_of(ExtractOptions)
+@quiet_option
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
+def extract_lora(base: str, tuned: str, target: str, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Write the change from BASE to TUNED as a LoRA adapter, and say how much of it the adapter leaves.
+
+    \b
+    ckpt extract-lora base.safetensors tuned.safetensors adapter --rank 16
+    ckpt extract-lora base tuned adapter --rank 64 --only '*_proj.weight' --dtype bf16
+
+    OUT is a folder that PEFT reads: factors of the rank for the weights of linear layers, embeddings and convolutions that
+    differ, and whole modules of other kinds, such as norms. ckpt convert BASE MERGED --lora OUT is the way back.
+
+    Exit code: 0 done, 2 usage, 3 refused, 130 interrupted.
+    """
+    from ckpt_tools.operations.extract_lora import extract_lora as extract
+
+    with show_progress(quiet=quiet) as progress:
+        report = extract([base, tuned], target, progress=progress, **given(options))
+    if as_json:
+        from ckpt_tools.render.json import print_document
+
+        print_document(report.to_json())
+    elif not quiet:
+        from ckpt_tools.render.numbers.extracted import print_extracted
+        from ckpt_tools.render.text import show
+
+        show(partial(print_extracted, report))

@@ -1,0 +1,272 @@
+"""The change from a base to a tuned model as a LoRA adapter that PEFT reads, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ckpt_tools.edit.casts import to_little_endian
+from ckpt_tools.edit.lora.config import CONFIG
+from ckpt_tools.edit.lora.extraction import Changed, Extraction, is_embedding, sort
+from ckpt_tools.edit.lora.names import PEFT_PREFIX
+from ckpt_tools.edit.lora.shapes import last_name, turned_by_biases
+from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
+from ckpt_tools.fit.targets import choose_state_dict
+from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.open import Checkpoint, collector_paused, tensors_by_name
+from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.io.content import Content, Literal, Piece, total
+from ckpt_tools.io.output_folder import check_folder, replacing_folder
+from ckpt_tools.io.writer import write
+from ckpt_tools.operations.options import ExtractOptions
+from ckpt_tools.text import brief, listed
+from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
+from ckpt_tools.tree.globs import Globs
+from ckpt_tools.tree.names import unwrap
+from ckpt_tools.tree.nodes import Entry, Node, Storage, as_dict, contiguous_stride
+from ckpt_tools.tree.options import as_keywords
+from ckpt_tools.values.factors import Factors, difference, difference_norm, factors
+from ckpt_tools.values.low_rank import Matrix
+from ckpt_tools.values.numeric import row_major
+
+_TENSORS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractedModule:
+    """One module of an extracted adapter.
+
+    Attributes:
+        name: its path. shape: its weight's. rank: of its factors.
+        size: how large the change is (Frobenius norm). error: how much of that the factors leave, from 0 to 1.
+    """
+
+    name: str
+    shape: list[int]
+    rank: int
+    size: float
+    error: float
+
+
+@dataclass(slots=True)
+class Extracted:
+    """The report of `extract_lora`.
+
+    Attributes:
+        base, tuned, target: the paths. rank: what was asked for. dry_run: whether nothing was written.
+        modules: those that became factors. saved: modules that the adapter holds whole. biases: how many biases it changes.
+        left: tensors that differ, and that the adapter has no place for; they count as error.
+        unchanged: tensors that are equal.
+        size, error: of all changes together, as of one module.
+        bytes: of the adapter's tensors.
+    """
+
+    base: str
+    tuned: str
+    target: str
+    rank: int
+    dry_run: bool = False
+    modules: list[ExtractedModule] = field(default_factory=list)
+    saved: list[str] = field(default_factory=list)
+    biases: int = 0
+    left: list[str] = field(default_factory=list)
+    unchanged: int = 0
+    size: float = 0.0
+    error: float = 0.0
+    bytes: int = 0
+
+    __repr__ = brief
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+@as_keywords(ExtractOptions)
+@natural
+def extract_lora(
+    sources: Sequence[str | os.PathLike[str]], target: str | os.PathLike[str], options: ExtractOptions
+) -> Extracted:
+    """Write what changed from a base to a tuned model as a LoRA adapter, a folder that PEFT reads.
+
+    Of every weight of a linear layer, an embedding or a convolution that differs the adapter has the best factors of the rank
+    (the first singular vectors of the difference). Modules of other kinds that differ (norms) it holds whole.
+
+    Args:
+        sources: the base and the tuned model, two checkpoints of one model in any container. target: the folder to write.
+        options: those of `ExtractOptions`, as keywords.
+
+    Returns:
+        The report, with the error that is left.
+
+    Raises:
+        ConvertError: names that disagree, values that are not finite. NothingMatchedError: nothing differs. CkptError: see
+        `convert`.
+    """
+    if len(sources) != 2:
+        raise UsageError("An adapter is extracted from two checkpoints: the base, and the tuned model.")
+    report = Extracted(str(sources[0]), str(sources[1]), str(target), int(options.rank or 0), options.dry_run)
+    check_folder(target, overwrite=options.overwrite or options.dry_run)
+    with ExitStack() as stack, collector_paused():
+        checkpoints = [stack.enter_context(open_whole(path)) for path in sources]
+        base, tuned = (_tensors(checkpoint, options.select) for checkpoint in checkpoints)
+        _check_names(base, tuned, report)
+        only = Globs([options.only] if isinstance(options.only, str) else options.only) if options.only else None
+        sorted_ = sort(base, tuned, only)
+        for glob in only.unused if only is not None else ():
+            raise NothingMatchedError(f"`only={glob!r}` matches no tensor that differs.")
+        if not sorted_.factored:
+            what = listed(sorted([*sorted_.saved, *(row.name for row in sorted_.left)]))
+            raise NothingMatchedError(
+                f"{sources[1]} differs from {sources[0]} in no weight that could become factors.",
+                why=f"What differs: {what}." if what else "All tensors are equal.",
+            )
+        adapter = _Adapter(base, sorted_, options, report)
+        adapter.make()
+        for checkpoint in checkpoints:
+            checkpoint.decoded.source.check_unchanged()
+        if not options.dry_run:
+            _write(adapter, target, sources, options)
+    return report
+
+
+def _tensors(checkpoint: Checkpoint, select: str | None) -> dict[str, Node]:
+    """The tensors of the one state dict, by their names without wrappers."""
+    checkpoint.locate()
+    checkpoint.root = to_little_endian(checkpoint.root, checkpoint.decoded.byteorder)
+    found = tensors_by_name(as_dict(choose_state_dict(checkpoint, select).node))
+    plain = {unwrap(name): node for name, node in found.items()}
+    return dict(plain) if len(plain) == len(found) else dict(found)
+
+
+def _check_names(base: Mapping[str, Node], tuned: Mapping[str, Node], report: Extracted) -> None:
+    if base.keys() == tuned.keys():
+        return
+    missing, extra = [name for name in base if name not in tuned], [name for name in tuned if name not in base]
+    both = [
+        f"Only {path} has {listed(list(map(repr, names)), 3)}."
+        for path, names in ((report.base, missing), (report.tuned, extra))
+        if names
+    ]
+    raise ConvertError(
+        f"{report.base} and {report.tuned} have different names.", why=" ".join(both),
+        fix=f"ckpt convert fits the names of one to the other: `like={report.base!r}`.",
+    )  # fmt: skip
+
+
+class _Adapter:
+    """The adapter that is made: its tensors by PEFT's names, and its configuration."""
+
+    def __init__(self, base: Mapping[str, Node], sorted_: Extraction, options: ExtractOptions, report: Extracted) -> None:
+        self.base, self.sorted, self.options, self.report = base, sorted_, options, report
+        self.dtype = DTYPES[CAST_TARGETS[options.dtype]]
+        self.turned = turned_by_biases(base)
+        self.tensors: dict[str, tuple[Entry, Content]] = {}
+
+    def make(self) -> None:
+        """Work out all factors, and tell."""
+        report, found = self.report, self.sorted
+        squares = [difference_norm(_matrix(row.name, row.base), _matrix(row.name, row.tuned)) ** 2 for row in found.left]
+        left = sum(squares)
+        for done, (module, row) in enumerate(found.factored.items(), 1):
+            made = self.add(module, row)
+            squares.append(made.size**2)
+            left += made.error**2
+            if self.options.progress is not None:
+                self.options.progress(done, len(found.factored))
+        for rows in (*found.saved.values(), found.biases.values()):
+            squares += [_size(row) ** 2 for row in rows]
+        for module, rows in found.saved.items():
+            for row in rows:
+                self.put(f"{PEFT_PREFIX}{row.name}", row.tuned.dtype, row.tuned.shape, row_major(row.tuned))
+            report.saved.append(module)
+        for module, row in found.biases.items():
+            change = difference(_matrix(row.name, row.base), _matrix(row.name, row.tuned))
+            self.put(f"{PEFT_PREFIX}{module}.lora_B.bias", DTYPES["float32"], row.base.shape, change)
+        report.biases, report.unchanged = len(found.biases), found.unchanged
+        report.left = [row.name for row in found.left]
+        report.size = math.sqrt(sum(squares))
+        report.error = math.sqrt(left) / report.size if report.size else 0.0
+        report.bytes = sum(content.length for _, content in self.tensors.values())
+
+    def add(self, module: str, row: Changed) -> Factors:
+        """The factors of one weight."""
+        base, tuned = _matrix(row.name, row.base), _matrix(row.name, row.tuned)
+        rank = min(self.report.rank, base.rows, base.columns)
+        embedding = len(base.shape) == 2 and is_embedding(module, self.base)
+        made = factors(base, tuned, rank, self.dtype, turned=embedding or self.is_turned(module, base))
+        ones = (1,) * (len(base.shape) - 2)
+        outputs = made.up.length // (rank * self.dtype.itemsize)
+        inputs = base.shape[1:] if ones else (made.down.length // (rank * self.dtype.itemsize),)
+        first, second = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A.weight", "lora_B.weight")
+        self.put(f"{PEFT_PREFIX}{module}.{first}", self.dtype, (rank, *inputs), made.down)
+        self.put(f"{PEFT_PREFIX}{module}.{second}", self.dtype, (outputs, rank, *ones), made.up)
+        error = made.error / made.size if made.size else 0.0
+        self.report.modules.append(ExtractedModule(module, list(base.shape), rank, made.size, error))
+        return made
+
+    def is_turned(self, module: str, weight: Matrix) -> bool:
+        """Whether a linear layer is stored as [in, out]."""
+        known = self.turned.get(last_name(module), set())
+        return len(weight.shape) == 2 and known == {True}
+
+    def put(self, name: str, dtype: DType, shape: tuple[int, ...], content: Content) -> None:
+        """A tensor of the adapter."""
+        storage = Storage(name, dtype, content.length, None, content)
+        self.tensors[name] = Entry(storage, dtype, shape, contiguous_stride(shape), 0), content
+
+    def config(self) -> dict[str, Any]:
+        """adapter_config.json. The scale of each module is 1: alpha is its rank."""
+        rank = self.report.rank
+        other = {f"^{re.escape(row.name)}": row.rank for row in self.report.modules if row.rank != rank}
+        is_turned = any(
+            self.is_turned(row.name, _matrix(row.name, self.sorted.factored[row.name].base)) for row in self.report.modules
+        )
+        return {
+            "peft_type": "LORA", "base_model_name_or_path": self.report.base, "task_type": None, "inference_mode": True,
+            "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "use_rslora": False, "use_dora": False,
+            "lora_bias": bool(self.sorted.biases), "fan_in_fan_out": is_turned, "init_lora_weights": True,
+            "target_modules": self.targets(), "modules_to_save": self.report.saved or None,
+            "rank_pattern": other, "alpha_pattern": other,
+        }  # fmt: skip
+
+    def targets(self) -> list[str] | str:
+        """The modules: by their last names where those name no other, as people write them; else by one expression."""
+        modules = {row.name for row in self.report.modules}
+        lasts = {last_name(module) for module in modules}
+        others = {name.rpartition(".")[0] for name in self.base} - modules
+        if any(last_name(module) in lasts for module in others):
+            return "|".join(re.escape(module) for module in sorted(modules))
+        return sorted(lasts)
+
+
+def _size(row: Changed) -> float:
+    """How far a tensor that is held whole has moved; one of another shape has no measure."""
+    if row.base.shape != row.tuned.shape or "float" not in {row.base.dtype.family} & {row.tuned.dtype.family}:
+        return 0.0
+    return difference_norm(_matrix(row.name, row.base), _matrix(row.name, row.tuned))
+
+
+def _matrix(name: str, entry: Entry) -> Matrix:
+    return Matrix(name, row_major(entry), entry.dtype, entry.shape)
+
+
+def _write(adapter: _Adapter, target: str | os.PathLike[str], inputs: Sequence[Any], options: ExtractOptions) -> None:
+    """The folder, whole or not at all."""
+    stale = re.compile(r"adapter_model\.(safetensors|bin)|adapter_config\.json")
+    text = (json.dumps(adapter.config(), indent=2) + "\n").encode()
+    pieces = safetensors.lay_out(adapter.tensors, {"format": "pt"})
+    with replacing_folder(
+        target, last=CONFIG, stale=stale, overwrite=options.overwrite, durable=options.fsync, inputs=tuple(inputs)
+    ) as staging:
+        staging.check_space(total(pieces) + len(text))
+        for name, made in ((_TENSORS, pieces), (CONFIG, [Piece(Literal(text))])):
+            with staging.output(name) as output:
+                write(made, output)
