@@ -32,7 +32,8 @@ from ckpt_tools.tree.output_names import check_document_name
 FORMAT = "ckpt-plan-1"
 _HEAD = f"""\
 # Matching plan, written by ckpt match: what becomes of every tensor. Edit it, then: ckpt convert IN OUT --plan THIS-FILE
-# Steps: copy, reshape, transpose (two dimensions), split and concat (along the first dimension, in the order of the names).
+# Steps: copy, reshape, transpose (two dimensions), split and concat (along the first dimension, in the order of the names);
+# permute, flatten, stack, unstack, pad, crop, and plans for a family of models: docs/plans.md.
 format = "{FORMAT}"
 """
 _BY_SHAPES = ("copy", "reshape", "transpose", "split", "concat")  # of which the shapes alone can say all

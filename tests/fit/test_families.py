@@ -212,6 +212,7 @@ CONFIGS: list[tuple[dict[str, object] | str, dict[str, int], str]] = [
     ({}, {}, "needs heads"),
     ({"num_attention_heads": 5}, {}, "cannot be divided by 5"),
     ({"num_attention_heads": HEADS, "head_dim": 2}, {}, "16 is not heads 4 x head_size/2 1 x 2"),
+    ({"num_attention_heads": HEADS, "head_dim": 2}, {}, "head_size = 2 (head_dim of config.json)"),
     ({"num_attention_heads": HEADS, "num_key_value_heads": 4}, {}, "8 is not kv_heads 4"),
     ({"num_attention_heads": HEADS}, {"layers": 2}, "has no value 'layers'"),
     ("[]", {}, "not a JSON object"),

@@ -209,6 +209,10 @@ class _Expansion:
             layout, made = solve(step.step, task)
         except MissingSizesError as error:
             raise self.values.missing(error, self.plan) from None
+        except MatchPlanError as error:
+            told = ", ".join(f"{name} = {said}" for name, said in self.values.told().items())
+            error.why = error.why or (f"The sizes are {told}." if told else "")
+            raise
         if step.spreads is not None:
             news = [step.new[0].fill({**binding, step.spreads: str(at)}) for at in range(len(made))]
         else:
