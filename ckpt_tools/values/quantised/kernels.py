@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import Content
-from ckpt_tools.values.numeric import ELEMENTS
 from ckpt_tools.values.quantised.reading import Numbers, Reader, Slab
 from ckpt_tools.values.quantised.rows import Rows
 
@@ -108,7 +107,8 @@ class TurnedNibbles:
     def __init__(self, codes: Content, table: Sequence[float], scales: Content, block: int, height: int, width: int) -> None:
         self.codes, self.table, self.scales, self.block = codes, table, scales, block
         self.height, self.width = height, width
-        self._matrix = -1
+        self._matrix = self._first = -1
+        self._held: torch.Tensor | None = None
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """So many rows, which are columns of the matrices as they lie."""
@@ -116,30 +116,28 @@ class TurnedNibbles:
 
         found = []
         while count:
-            matrix, column = divmod(first, self.width)
-            taken = min(count, self.width - column)
-            found.append(self._columns(matrix, column, taken))
+            inside = first % self.block
+            taken = min(count, self.block - inside)
+            found.append(self._columns(first - inside)[inside : inside + taken])
             first, count = first + taken, count - taken
         return torch.cat(found)
 
-    def _columns(self, matrix: int, first: int, count: int) -> torch.Tensor:
+    def _columns(self, first: int) -> torch.Tensor:
+        """The columns of one block; those that were worked out last are held, since several calls ask for them."""
         import torch
 
+        if self._held is not None and first == self._first:
+            return self._held
+        matrix, column = divmod(first, self.width)
         if matrix != self._matrix:
             row, groups, self._matrix = self.width // 2, self.width // self.block, matrix
             self._codes = Slab(self.codes, self.height, row, matrix * self.height * row)
             self._scales = Slab(self.scales, self.height, groups, matrix * self.height * groups)
-        start, end = first // self.block, -(-(first + count) // self.block)
-        codes = self._codes.columns(start * self.block // 2, (end - start) * self.block // 2)
-        scales = self._scales.columns(start, end - start)
-        out = torch.empty(count, self.height)
-        step = max(1, ELEMENTS // ((end - start) * self.block))
-        for row in range(0, self.height, step):
-            values = looked_up(codes[row : row + step].contiguous(), self.table, low_first=True)
-            scale = scales[row : row + step].contiguous().view(torch.float8_e8m0fnu).to(torch.float32)
-            values = values.view(len(scale), -1) * scale.repeat_interleave(self.block, 1)
-            out[:, row : row + step] = values[:, first - start * self.block :][:, :count].t()
-        return out
+        codes = self._codes.columns(column // 2, self.block // 2).contiguous()
+        scales = self._scales.columns(column // self.block, 1).contiguous().view(torch.float8_e8m0fnu).to(torch.float32)
+        values = looked_up(codes, self.table, low_first=True).view(self.height, self.block) * scales
+        self._first, self._held = first, values.t().contiguous()
+        return self._held
 
 
 class Scales(Protocol):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.io.content import Computed, Content
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.values.numeric import ELEMENTS, CastCount, narrow, torch_dtype
+from ckpt_tools.values.numeric import ELEMENTS, CastCount, narrow, one_thread, torch_dtype
 from ckpt_tools.values.quantised.kernels import Kernel
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ def plain_content(
         end = start + size
         last = -(-end // row) if size else 0
         for first in range(start // row if size else 0, last, step):
-            values = kernel.rows(first, min(step, last - first)).reshape(-1)
-            out = bytearray(values.numel() * target.itemsize)
-            narrow(values, torch.frombuffer(out, dtype=dtype), count)
+            with one_thread():  # packed columns are worked out many at a time
+                values = kernel.rows(first, min(step, last - first)).reshape(-1)
+                out = bytearray(values.numel() * target.itemsize)
+                narrow(values, torch.frombuffer(out, dtype=dtype), count)
             yield memoryview(out)[max(0, start - first * row) : max(0, end - first * row)]
 
     def cut(start: int, size: int) -> Computed:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_TOGETHER = 32  # numbers of any size that begin and end with words
+
+
 class Rows(Protocol):
     """A matrix that is read by its rows."""
 
@@ -150,18 +153,34 @@ class ColumnsOfPacked:
     ) -> None:
         self.slab, self.bits, self.words, self.columns = Slab(content, rows, words * 4), bits, words, columns
         self.order, self.shift = order, shift
+        self._first = -1
+        self._held: torch.Tensor | None = None  # the columns that were unpacked last: words hold those of several
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """So many columns."""
         import torch
 
-        start, end = first // 32 * self.bits, min(self.words, -(-(first + count) // 32) * self.bits)
-        words = self.slab.columns(start * 4, (end - start) * 4).contiguous().view(torch.int32)
-        numbers = unpacked(words, self.bits)
-        if self.order:
-            numbers = numbers.view(len(numbers), -1, len(self.order))[:, :, list(self.order)].flatten(1)
-        numbers = numbers[:, first % 32 : first % 32 + count].t()
-        return (numbers.int() + self.shift & (1 << self.bits) - 1).to(torch.float32)
+        found = []
+        while count:
+            inside = first % _TOGETHER
+            taken = min(count, _TOGETHER - inside)
+            found.append(self._together(first - inside)[inside : inside + taken])
+            first, count = first + taken, count - taken
+        return torch.cat(found).to(torch.float32)
+
+    def _together(self, first: int) -> torch.Tensor:
+        """32 columns, or what is left, as rows of bytes."""
+        import torch
+
+        if self._held is None or first != self._first:
+            start, end = first // 32 * self.bits, min(self.words, (first // 32 + 1) * self.bits)
+            words = self.slab.columns(start * 4, (end - start) * 4).contiguous().view(torch.int32)
+            numbers = unpacked(words, self.bits)
+            if self.order:
+                numbers = numbers.view(len(numbers), -1, len(self.order))[:, :, list(self.order)].flatten(1)
+            numbers = numbers.t().contiguous().int() + self.shift & (1 << self.bits) - 1
+            self._first, self._held = first, numbers.to(torch.uint8)
+        return self._held
 
 
 def unpacked(words: torch.Tensor, bits: int, *, loose: bool = False) -> torch.Tensor:
