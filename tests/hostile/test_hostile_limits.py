@@ -386,3 +386,24 @@ def test_what_could_not_be_read_leaves_nothing_behind(tmp_path: Path) -> None:
         errors = [pickle.error for pickle in find_pickles(source).pickles]
     assert [(error and error.__traceback__, error and error.__context__) for error in errors] == [(None, None)]
     assert errors[0] is not None
+
+
+@pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
+def test_sets_in_sets_as_keys_are_not_made_plain_for_ever(target: str, tmp_path: Path) -> None:
+    """Sixty frozen sets, each twice in the next, are 2^60 parts of a key once they are tuples."""
+    path = write(tmp_path, BOMBS["row_61_frozensets_of_frozensets"]())
+    with pytest.raises(LimitError, match="dict keys of more parts") as caught:
+        ckpt_tools.convert(path, tmp_path / target, objects="plain")
+    assert "limits.raised(paths=" in caught.value.fix
+
+
+def test_repair_of_a_name_of_many_modules(tmp_path: Path) -> None:
+    """Every module above a tensor is a path of its own: of a name with many dots they took gigabytes."""
+    tensors = torch.nn.Linear(1, 1).state_dict()
+    named = type(tensors)({"a." * 1200 + "weight": tensors["weight"]})
+    setattr(named, "_metadata", {"": {"version": 1}})  # noqa: B010  which no stub knows
+    torch.save(named, tmp_path / "in.pth")
+    with pytest.raises(LimitError, match="A tensor's name has 1200 dots"):
+        ckpt_tools.repair(tmp_path / "in.pth", tmp_path / "out.pth")
+    with limits.raised(name_parts=2000):
+        ckpt_tools.repair(tmp_path / "in.pth", tmp_path / "out.pth")

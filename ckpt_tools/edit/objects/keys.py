@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from ckpt_tools import limits
 from ckpt_tools.tree import visit
 from ckpt_tools.tree.exchange import DROP, Drop, Swap
 from ckpt_tools.tree.nodes import (
@@ -20,6 +21,7 @@ _SETS = ("builtins.set", "builtins.frozenset")
 _SIMPLE = frozenset((type(None), bool, int, float, str, bytes))
 _HASHABLE = ("builtins.complex", "torch.Size", "torch.device")
 _MAX_DEPTH = 100
+_COST_OF_PART = 8  # each is made plain, compared and hashed
 
 
 def plain_keys(root: Node, plain: Swap, simple: frozenset[type] = _SIMPLE) -> list[tuple[Node, Node]]:
@@ -51,6 +53,7 @@ class _Keys:
     def __init__(self, plain: Swap, simple: frozenset[type]) -> None:
         self.plain, self.simple = plain, simple
         self.changed: list[tuple[Node, Node]] = []
+        self.parts = 0
 
     def edit_set(self, node: Object) -> None:
         pairs: list[Pair] = [(item, None) for item in _elements(node)]
@@ -94,6 +97,8 @@ class _Keys:
     def tuple(self, node: tuple[Node, ...], depth: int) -> Node | Drop:
         if depth > _MAX_DEPTH:
             return DROP
+        self.parts += _COST_OF_PART * len(node)  # of a set in sets that each hold the next one twice there is no end
+        limits.PATHS.check(self.parts, "The checkpoint has dict keys of more parts than any other.")
         parts = [self.key(part, depth + 1) for part in node]
         hashable = tuple(part for part in parts if part is not DROP)
         return hashable if len(hashable) == len(parts) else DROP

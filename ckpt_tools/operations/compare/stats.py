@@ -153,8 +153,11 @@ def _name(tensor: Tensor) -> str:
 
 def module_path(where: Sequence[str | int], depth: int | None) -> str:
     """The module that a tensor counts for: what is before its last part, or its first `depth` parts."""
-    parts = dotted(tuple(where)).split(".")
-    return ".".join(parts[:-1] if depth is None else parts[: min(depth, max(1, len(parts) - 1))]) or "(root)"
+    path = dotted(tuple(where))
+    if depth is None:
+        return path.rpartition(".")[0] or "(root)"
+    parts = path.split(".", depth)  # no further: a name may be made of a million
+    return ".".join(parts[:depth] if len(parts) > depth else parts[: max(1, len(parts) - 1)]) or "(root)"
 
 
 def _merged(found: Iterable[Moments]) -> Moments:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ckpt_tools import limits
 from ckpt_tools.edit import renaming
 from ckpt_tools.formats.open import StateDict, find_state_dicts
 from ckpt_tools.io.content import Literal
@@ -144,6 +145,7 @@ def _modules(names: Sequence[str]) -> set[str]:
     """Every module path above a tensor, the root included."""
     found = {""}
     for name in names:
+        limits.NAME_PARTS.check(name.count("."), f"A tensor's name has {name.count('.')} dots.")
         path = _parent(name)
         while path and path not in found:
             found.add(path)
