@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.repair.run import repair
     from ckpt_tools.operations.scan import Scanned, scan
     from ckpt_tools.operations.show import Shown, show
+    from ckpt_tools.operations.signing.run import Signed, Verified, sign, verify
     from ckpt_tools.render.html import Reported, report
     from ckpt_tools.torch.proving.prove import prove
     from ckpt_tools.torch.steps import Steps, open  # noqa: A004 - called as ckpt_tools.open, like gzip.open
@@ -50,8 +51,10 @@ __all__ = [
     "Reported",
     "Scanned",
     "Shown",
+    "Signed",
     "Stats",
     "Steps",
+    "Verified",
     "__version__",
     "average",
     "check",
@@ -68,7 +71,9 @@ __all__ = [
     "report",
     "scan",
     "show",
+    "sign",
     "stats",
+    "verify",
 ]
 
 _HOMES = {
@@ -85,8 +90,10 @@ _HOMES = {
     "Reported": "render.html",
     "Scanned": "operations.scan",
     "Shown": "operations.show",
+    "Signed": "operations.signing.run",
     "Stats": "operations.compare.stats",
     "Steps": "torch.steps",
+    "Verified": "operations.signing.run",
     "average": "operations.average",
     "check": "operations.check.run",
     "convert": "operations.convert.run",
@@ -102,7 +109,9 @@ _HOMES = {
     "report": "render.html",
     "scan": "operations.scan",
     "show": "operations.show",
+    "sign": "operations.signing.run",
     "stats": "operations.compare.stats",
+    "verify": "operations.signing.run",
 }
 
 

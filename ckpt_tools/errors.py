@@ -23,6 +23,7 @@ CkptError                      exit code 3 unless noted
 ├── ValuesError                a tensor whose values cannot be told: sparse, quantised, on the meta device
 ├── DigestError                a digest file that cannot be read
 ├── NotLoadedError             a model that was watched while it was loaded has tensors that are from no file
+├── SignatureError             a signature that is not valid, or a key that cannot be read
 ├── RepairError                nothing in the file can be saved
 ├── ConvertError               the conversion that was asked for cannot be done without loss or guessing
 │   ├── CollisionError             two tensors would get one name
@@ -201,6 +202,10 @@ class ChangedFileError(CkptError):
 
 class RepairError(CkptError):
     """Nothing in the file can be saved."""
+
+
+class SignatureError(CkptError):
+    """A signature is not this key's, or cannot be read; or a key cannot."""
 
 
 class NotLoadedError(CkptError):

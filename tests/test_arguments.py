@@ -55,7 +55,7 @@ def expect_ours(folder: Path, function: Callable[..., Any], given: dict[str, Any
     needed = {
         "path": SINGLE, "source": SINGLE, "target": out, "left": SINGLE, "right": SINGLE, "sources": [SINGLE, SINGLE],
         "output": folder / "out.toml", "model": nn.Linear(1, 1), "state_dict": state, "model_or_mapping": state,
-        "name": "fc1.bias",
+        "name": "fc1.bias", "old": SINGLE, "new": SINGLE, "key": folder / "key.pem", "inputs": "1x1",
     }  # fmt: skip
     wanted = inspect.signature(function).parameters
     keywords = {name: value for name, value in needed.items() if name in wanted} | given

@@ -126,8 +126,10 @@ def test_public_names() -> None:
         "Reported",
         "Scanned",
         "Shown",
+        "Signed",
         "Stats",
         "Steps",
+        "Verified",
         "__version__",
         "average",
         "check",
@@ -144,7 +146,9 @@ def test_public_names() -> None:
         "report",
         "scan",
         "show",
+        "sign",
         "stats",
+        "verify",
     ]
     assert all(getattr(ckpt_tools, name) is not None for name in ckpt_tools.__all__)
     assert callable(ckpt_tools.convert)

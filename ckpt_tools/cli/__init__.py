@@ -27,9 +27,12 @@ from ckpt_tools.text import did_you_mean
 # In the order of --help.
 COMMANDS = (
     "inspect", "show", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "extract-lora", "report",
-    "prove",
+    "prove", "sign", "verify",
 )  # fmt: skip
-_ROOMS = {"extract_lora": "adapters.extract_lora"}  # commands whose module is in a room of its own
+# Commands whose module is in a room of its own, or another one's.
+_ROOMS = {
+    "extract_lora": "adapters.extract_lora", "prove": "proofs.prove", "sign": "proofs.sign", "verify": "proofs.sign",
+}  # fmt: skip
 
 # A command makes little that refers to itself, and ends soon: looking for cycles among all that it made would only take time.
 gc.set_threshold(500_000)

@@ -108,7 +108,7 @@ def _prove(
     source: Path, target: str, asked: dict[str, Any], inputs: tuple[str, ...], model: str | None, *, quiet: bool, as_json: bool
 ) -> None:
     """Run both, and end with 1 where they differ."""
-    from ckpt_tools.cli.prove import show_proved
+    from ckpt_tools.cli.proofs.prove import show_proved
     from ckpt_tools.torch.proving.prove import prove
 
     arguments = asked.get("like_args")

@@ -1,17 +1,19 @@
-"""The page of `ckpt prove`."""
+"""The pages of `ckpt prove`, `ckpt sign` and `ckpt verify`."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from ckpt_tools.operations.proved import Fault, Proved, Setting
-from ckpt_tools.render.text import counted
+from ckpt_tools.operations.signing.run import Signed, Verified
+from ckpt_tools.render.text import counted, path_text
 from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SHOWN = 4
+_SHOWN, _SHOWN_TENSORS = 4, 20
 
 
 def print_proved(report: Proved, out: Console) -> None:
@@ -51,3 +53,31 @@ def _fault(fault: Fault) -> list[tuple[str, str]]:
 
 def _setting(row: Setting) -> str:
     return f"{row.where or '(the model)'}.{row.name} {row.old}, {row.new}"
+
+
+def print_signed(report: Signed) -> None:
+    """What was signed, by which key."""
+    _print(
+        [f"wrote {report.signature}", f"signs  {counted(report.tensors, 'tensor')} of {report.path}", f"key    {report.keyid}"]
+    )
+
+
+def print_verified(report: Verified) -> None:
+    """The verdict, and every tensor that is not the one that was signed."""
+    compared = report.compared
+    lines = [
+        f"{report.path}: {'verified' if report else 'not what was signed'}",
+        f"signature  {report.signature}, of {report.signed}, is valid for the key {report.keyid}",
+        f"tensors    {compared.equal} of {report.tensors} are those that were signed",
+    ]
+    lines += [f"different  {path_text(where)}: {how}" for where, how in compared.different[:_SHOWN_TENSORS]]
+    if len(compared.different) > _SHOWN_TENSORS:
+        lines.append(f"           ... {len(compared.different) - _SHOWN_TENSORS} more")
+    for label, wheres in (("missing", compared.missing), ("unsigned", compared.unexpected)):
+        if wheres:
+            lines.append(f"{label:10} {listed([path_text(where) for where in wheres], _SHOWN_TENSORS)}")
+    _print(lines)
+
+
+def _print(lines: list[str]) -> None:
+    sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))

@@ -89,6 +89,11 @@ def read_paths(name: str, value: Any) -> list[Any]:
     return [read_path(name, one) for one in read_items(name, value)]
 
 
+def read_files(name: str, value: Any) -> list[Any]:
+    """One path, or any number of them."""
+    return [read_path(name, value)] if isinstance(value, str | os.PathLike) else read_paths(name, value)
+
+
 def read_optional(reader: Reader) -> Reader:
     return lambda name, value: None if value is None else reader(name, value)
 
@@ -319,6 +324,13 @@ def read_keywords(name: str, value: Any) -> Any:
     return read_text(name, value)
 
 
+def read_some_keywords(name: str, value: Any) -> Any:
+    """None, keyword arguments, or those of several callables."""
+    if isinstance(value, list | tuple):
+        return [None if one is None else read_keywords(name, one) for one in value]
+    return None if value is None else read_keywords(name, value)
+
+
 def read_state_dict(name: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise _refused(name, value, "a mapping from names to tensors")
@@ -333,9 +345,12 @@ def read_ranks(name: str, value: Any) -> Any:
 
 # Of functions that take no record of options (`ckpt_tools.tree.options`).
 _READERS: dict[str, Reader] = {
-    **dict.fromkeys(("path", "source", "target", "left", "right", "output"), read_path),
-    **dict.fromkeys(("against", "other"), read_optional(read_path)),
+    **dict.fromkeys(("path", "source", "target", "left", "right", "output", "old", "new", "key"), read_path),
+    **dict.fromkeys(("against", "other", "certificate", "signature"), read_optional(read_path)),
     "sources": read_paths,
+    "files": read_files,
+    "tolerance": read_optional(read_weight),
+    "model_args": read_some_keywords,
     **dict.fromkeys(
         ("unwrap", "adapt", "overwrite", "dry_run", "keep_damaged", "tie_equal", "values", "digest", "contents",
          "assign", "mmap", "wrapped", "histograms", "whole"),
@@ -344,11 +359,11 @@ _READERS: dict[str, Reader] = {
     **dict.fromkeys(("select", "match", "on_mismatch", "format", "filter", "device", "index"),
                     read_optional(read_text)),
     **dict.fromkeys(("prefix", "name"), read_text),
-    **dict.fromkeys(("ignore", "allow_missing", "allow_unexpected"), read_texts),
+    **dict.fromkeys(("ignore", "allow", "allow_missing", "allow_unexpected", "inputs"), read_texts),
     "rename": read_rules,
     "reinit": read_schemes,
     "rows": read_optional(read_rows),
-    **dict.fromkeys(("seed", "jobs"), read_whole),
+    **dict.fromkeys(("seed", "jobs", "runs"), read_whole),
     "depth": read_optional(read_whole),
     "dtype": read_optional(read_dtype),
     "map_location": read_optional(read_location),

@@ -19,6 +19,7 @@ from ckpt_tools import convert
 from ckpt_tools.cli import main
 from tests.cli.test_cli import ROOT, ckpt
 from tests.support import proving
+from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES, PTH, SAFETENSORS
 
 DOCS = ROOT / "docs"
@@ -161,6 +162,21 @@ def test_extract_lora() -> None:
     found = documents("extract-lora", "base.pth", "tuned.pth", "adapter", "--rank", "1")
     found += documents("extract-lora", "base.pth", "tuned.pth", "other", "--rank", "1", "--only", "a.*", "--dry-run")
     assert filled(found) == fields("extract-lora")
+
+
+def test_sign_and_verify() -> None:
+    """What was signed is verified; what was changed, is gone or is new since is told."""
+    pytest.importorskip("cryptography", reason="the extra `sign`")
+    write_keys(Path(), "key")
+    torch.save({"a.weight": torch.ones(2), "b.weight": torch.ones(3), "same.weight": torch.ones(4)}, "in.pth")
+    signed = documents("sign", "in.pth", "--key", "key.pem")
+    torch.save({"x": {"a.weight": torch.zeros(2), "c.weight": torch.ones(5), "same.weight": torch.ones(4)}}, "other.pth")
+    found = [
+        *documents("verify", "in.pth", "--key", "key.pub"),
+        *documents("verify", "other.pth", "--key", "key.pub", "--signature", "in.pth.sig"),
+    ]
+    assert (filled(signed), filled(found)) == (fields("sign"), fields("verify"))
+    assert filled([found[1]["compared"]]) == {"against", "equal", "renamed", "different", "missing", "unexpected"}
 
 
 def test_stats() -> None:

@@ -70,6 +70,12 @@ def begin(entry: Entry) -> hashlib._Hash:
     return hashlib.sha256(f"{entry.dtype.name} {shape_text(entry.shape)}\n".encode())
 
 
+def of_all(digests: Iterable[Digest]) -> str:
+    """One SHA-256 for a checkpoint: over a line `SHA256 NAME` for each tensor, sorted; a name is the last part of a path."""
+    rows = sorted(f"{digest.sha256} {digest.where[-1] if digest.where else ''}\n" for digest in digests)
+    return hashlib.sha256("".join(rows).encode("utf-8", "surrogatepass")).hexdigest()
+
+
 def text(digests: Iterable[Digest], path: str) -> str:
     """A digest file."""
     return "\n".join([HEAD, f"# of {json.dumps(path)}", *(digest.line() for digest in digests)]) + "\n"

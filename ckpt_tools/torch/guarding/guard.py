@@ -75,6 +75,7 @@ def guard(
     return Guard(model, [files] if isinstance(files, str | os.PathLike) else files)
 
 
+@natural
 def guarded(*, allow: Sequence[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a loading function: after each call the model is checked, and what is not from a file raises.
 

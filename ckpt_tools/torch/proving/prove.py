@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from ckpt_tools.fit.targets import read_target
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.writer import write
+from ckpt_tools.operations.check.digests import of_all
 from ckpt_tools.operations.check.run import load_digests
 from ckpt_tools.operations.proved import Proved, Run, Setting
 from ckpt_tools.torch import load_into
@@ -30,6 +30,7 @@ from ckpt_tools.torch.proving.inputs import Given
 from ckpt_tools.torch.proving.pairing import in_both, pair_modules
 from ckpt_tools.torch.proving.reasons import Reasons, different_settings
 from ckpt_tools.torch.proving.recording import ModuleCall, Recorder, tensors_in
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.output_names import check_document_name
 
 # How far two implementations of one computation are apart, by the largest output: sums in another order, with room.
@@ -43,6 +44,7 @@ class _Done(NamedTuple):
     outputs: list[torch.Tensor]
 
 
+@natural
 def prove(
     old: str | os.PathLike[str], new: str | os.PathLike[str], *, model: Any, inputs: str | Sequence[str],
     model_args: Any = None, select: str | None = None, seed: int = 0, runs: int = 2, tolerance: float | None = None,
@@ -92,6 +94,8 @@ class Prover:
             raise UsageError("No `input`.", fix="1x3x224x224, or 1x16:30522 for integers below 30522.")
         if runs < 1:
             raise UsageError(f"`runs={runs}` is not a number of sets of inputs.")
+        if tolerance is not None and not tolerance >= 0:
+            raise UsageError(f"`tolerance={tolerance}` is not a number from 0 up.")
         self.specs, self.seed, self.tolerance = list(specs), seed, tolerance
         self.sets = inputs.make([inputs.parse(spec) for spec in specs], seed, runs)
 
@@ -107,7 +111,9 @@ class Prover:
         report = Proved(Run(paths[0], _label(models[0])), Run(paths[1], _label(models[1])))
         self._compare(pair[0], pair[1], report)
         if certificate is not None:
-            report.old, report.new = (Run(run.path, run.model, checkpoint_digest(run.path)) for run in (report.old, report.new))
+            report.old, report.new = (
+                Run(run.path, run.model, of_all(load_digests(run.path)[1])) for run in (report.old, report.new)
+            )
             text = json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n"
             with replacing(certificate, overwrite=overwrite) as output:
                 write([Piece(Literal(text.encode()))], output)
@@ -159,7 +165,7 @@ def _load(path: str, spec: Any, arguments: Any, select: str | None) -> torch.nn.
     if isinstance(spec, torch.nn.Module):
         made: Any = copy.deepcopy(spec)
     elif callable(spec):
-        made = spec(**(arguments or {}))
+        made = _called(spec, arguments)
     else:
         target = read_target(spec, args=arguments)
         if target.build is None:
@@ -169,6 +175,15 @@ def _load(path: str, spec: Any, arguments: Any, select: str | None) -> torch.nn.
         raise TargetError(f"{_label(spec)} gives a {type(made).__name__}.", why="A torch.nn.Module is wanted.")
     load_into(made, path, select=select)
     return made.eval()
+
+
+def _called(make: Callable[..., Any], arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        raise UsageError("`model_args` of a callable are a mapping.")
+    try:
+        return make(**(arguments or {}))
+    except Exception as error:  # whatever the user's function raises
+        raise TargetError(f"{_label(make)} raised {type(error).__name__} when it was called.", why=f"{error}") from error
 
 
 def _run(model: torch.nn.Module, given: Given, seed: int) -> _Done:
@@ -223,9 +238,3 @@ def _settings(old: torch.nn.Module, new: torch.nn.Module, pairs: Mapping[str, st
         if path in left and other in right and type(left[path]).__name__ == type(right[other]).__name__:
             for name, values in different_settings(left[path], right[other]).items():
                 yield Setting(path, name, *values)
-
-
-def checkpoint_digest(path: str) -> str:
-    """SHA-256 over a line `DIGEST NAME` for each tensor of a checkpoint, sorted: the same in every container."""
-    rows = sorted(f"{digest.sha256} {digest.where[-1] if digest.where else ''}\n" for digest in load_digests(path)[1])
-    return hashlib.sha256("".join(rows).encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,72 @@
+"""`ckpt sign` and `ckpt verify`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ckpt_tools.cli.options import LOCATION, Once, quiet_option
+
+
+@click.command()
+@click.argument("path", metavar="FILE", type=LOCATION)
+@click.option("--key", cls=Once, required=True, type=LOCATION, metavar="PRIVATE.pem", help="An Ed25519 private key.")
+@click.option("--output", "-o", cls=Once, type=LOCATION, metavar="SIGNATURE", help="Write the signature here [FILE.sig].")
+@click.option("--overwrite", is_flag=True, help="Replace the signature if it exists.")
+@quiet_option
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
+def sign(path: Path, key: Path, output: Path | None, overwrite: bool, quiet: bool, as_json: bool) -> None:
+    """Sign the digests of all tensors of FILE. The signature is valid in every container that holds the same tensors.
+
+    \b
+    openssl genpkey -algorithm ed25519 -out key.pem
+    openssl pkey -in key.pem -pubout -out key.pub
+    ckpt sign model.pth --key key.pem
+    ckpt convert model.pth model.safetensors && ckpt verify model.safetensors --key key.pub --signature model.pth.sig
+
+    Needs the extra `sign`: pip install 'ckpt-tools[sign]'.
+
+    Exit code: 0 signed, 2 usage, 3 refused.
+    """
+    from ckpt_tools.operations.signing.run import sign as sign_checkpoint
+
+    report = sign_checkpoint(path, key=key, output=output, overwrite=overwrite)
+    if as_json:
+        from ckpt_tools.render.json import print_document
+
+        print_document(report.to_json())
+    elif not quiet:
+        from ckpt_tools.render.proved import print_signed
+
+        print_signed(report)
+
+
+@click.command()
+@click.argument("path", metavar="FILE", type=LOCATION)
+@click.option("--key", cls=Once, required=True, type=LOCATION, metavar="PUBLIC.pem", help="The Ed25519 public key.")
+@click.option("--signature", cls=Once, type=LOCATION, metavar="SIGNATURE", help="What ckpt sign wrote [FILE.sig].")
+@quiet_option
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
+def verify(path: Path, key: Path, signature: Path | None, quiet: bool, as_json: bool) -> None:
+    """Are the tensors of FILE, in whatever container, those that were signed? Names each that is not.
+
+    \b
+    ckpt verify model.pth --key key.pub
+    ckpt verify model.safetensors --key key.pub --signature model.pth.sig
+
+    Exit code: 0 all of them, 1 some are not, 2 usage, 3 refused: the signature is not this key's, or a file cannot be read.
+    """
+    from ckpt_tools.operations.signing.run import verify as verify_checkpoint
+
+    report = verify_checkpoint(path, key=key, signature=signature)
+    if as_json:
+        from ckpt_tools.render.json import print_document
+
+        print_document(report.to_json())
+    elif not quiet:
+        from ckpt_tools.render.proved import print_verified
+
+        print_verified(report)
+    sys.exit(0 if report else 1)

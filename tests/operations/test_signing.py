@@ -1,0 +1,193 @@
+"""ckpt sign and ckpt verify: one signature for every container, and every tensor that is another is named."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpt_tools
+from ckpt_tools.errors import ChecksumError, SignatureError, UsageError
+from tests.cli.test_cli import ROOT, ckpt
+from tests.support.keys import write_keys
+from tests.support.samples import FIXTURES
+
+pytest.importorskip("cryptography", reason="the extra `sign`")
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+
+@pytest.fixture
+def signed(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """A checkpoint of several dtypes, the public key, and the signature."""
+    state = {f"layer.{number}.weight": torch.randn(30, 20) for number in range(4)}
+    state |= {"half.weight": torch.randn(7).half(), "norm.steps": torch.tensor(3), "strided.weight": torch.randn(6, 4).t()}
+    torch.save({"epoch": 3, "model": state}, tmp_path / "model.pth")
+    private, public = write_keys(tmp_path, "key")
+    report = ckpt_tools.sign(tmp_path / "model.pth", key=private)
+    assert report.tensors == 7
+    return tmp_path / "model.pth", public, Path(report.signature)
+
+
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    "weights.safetensors": {"select": "model"},
+    "shards": {"select": "model", "shard_size": "5 KB"},
+    "dcp": {"format": "dcp"},
+    "old.pth": {"format": "pth-legacy"},
+    "wrapped.pth": {"select": "model", "add_module": True},
+    "plain.pth": {"select": "model"},
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_one_signature_for_every_container(name: str, signed: tuple[Path, Path, Path]) -> None:
+    """A signature of a .pth is valid for what it is converted into, and for what that is converted into."""
+    path, public, signature = signed
+    target = path.parent / name
+    ckpt_tools.convert(path, target, **CONVERSIONS[name])
+    report = ckpt_tools.verify(target, key=public, signature=signature)
+    assert report, report.compared
+    assert (report.tensors, report.compared.equal, report.signed) == (7, 7, "model.pth")
+    ckpt_tools.convert(target, path.parent / "again.pth")
+    assert ckpt_tools.verify(path.parent / "again.pth", key=public, signature=signature)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "tp", "dcp"])
+def test_parts_have_the_digests_of_the_whole(kind: str, tmp_path: Path) -> None:
+    """`check --digest` of the parts of four ranks gives what the whole in one file gives."""
+    folder = FIXTURES / "parts" / kind
+    ckpt_tools.convert(folder, tmp_path / "whole.safetensors")
+    parts, whole = (
+        {digest.where[-1]: digest.sha256 for digest in ckpt_tools.check(place, digest=True).digests}
+        for place in (folder, tmp_path / "whole.safetensors")
+    )
+    assert {str(name).rpartition(".")[2] for name in parts} == {str(name).rpartition(".")[2] for name in whole}
+    assert sorted(parts.values()) == sorted(whole.values())
+
+
+def flip(path: Path, needle: bytes) -> None:
+    """One bit of a file, where these bytes are."""
+    data = bytearray(path.read_bytes())
+    data[data.index(needle) + 3] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("container", ["pth", "safetensors"])
+def test_one_flipped_bit_is_named(container: str, signed: tuple[Path, Path, Path]) -> None:
+    """The tensor that one bit is in is named, and no other; a safetensors file has no checksum that would tell."""
+    path, public, signature = signed
+    state = torch.load(path)["model"]
+    if container == "safetensors":
+        save_file({name: value.contiguous() for name, value in state.items()}, path.with_suffix(".safetensors"))
+        path = path.with_suffix(".safetensors")
+    flip(path, state["layer.2.weight"].numpy().tobytes()[:40])
+    report = ckpt_tools.verify(path, key=public, signature=signature)
+    assert not report
+    assert [(where[-1], how) for where, how in report.compared.different] == [("layer.2.weight", "other bytes")]
+    assert report.compared.equal == 6
+    result = ckpt("verify", path, "--key", public, "--signature", signature)
+    assert result.exit_code == 1
+    assert "layer.2.weight: other bytes" in result.output
+
+
+def test_tensors_that_are_gone_or_new(signed: tuple[Path, Path, Path]) -> None:
+    """A tensor that is missing, and one that was never signed, are named; so is another dtype."""
+    path, public, signature = signed
+    state = torch.load(path)["model"]
+    del state["norm.steps"]
+    torch.save(state | {"new.weight": torch.ones(2), "half.weight": state["half.weight"].float()}, path.with_name("other.pth"))
+    compared = ckpt_tools.verify(path.with_name("other.pth"), key=public, signature=signature).compared
+    assert [where[-1] for where in compared.missing] == ["norm.steps"]
+    assert [where[-1] for where in compared.unexpected] == ["new.weight"]
+    assert [(where[-1], how) for where, how in compared.different] == [("half.weight", "float32, and float16 there")]
+
+
+def test_the_envelope_is_dsse_around_in_toto(signed: tuple[Path, Path, Path]) -> None:
+    """The signature is over DSSE's encoding of an in-toto statement, by the key, and says what each tensor's digest is."""
+    path, public, signature = signed
+    envelope = json.loads(signature.read_text())
+    payload = base64.b64decode(envelope["payload"])
+    key: Any = serialization.load_pem_public_key(public.read_bytes())
+    text = b"DSSEv1 28 application/vnd.in-toto+json " + str(len(payload)).encode() + b" " + payload
+    key.verify(base64.b64decode(envelope["signatures"][0]["sig"]), text)
+    statement = json.loads(payload)
+    assert statement["_type"] == "https://in-toto.io/Statement/v1"
+    assert statement["subject"][0]["name"] == "model.pth"
+    resources = statement["predicate"]["resources"]
+    assert [row["name"] for row in resources] == sorted(row["name"] for row in resources)
+    values = torch.load(path)["model"]["norm.steps"].numpy().tobytes()
+    (row,) = (row for row in resources if row["name"] == "model.norm.steps")
+    assert row["digest"] == hashlib.sha256(b"int64 []\n" + values).hexdigest()
+
+
+def test_what_is_not_this_keys(signed: tuple[Path, Path, Path]) -> None:
+    """Another key, a changed statement, a text that is no envelope, keys of other kinds: refused, exit code 3."""
+    path, public, signature = signed
+    _, other = write_keys(path.parent, "other")
+    with pytest.raises(SignatureError, match="is not signed by the key"):
+        ckpt_tools.verify(path, key=other)
+    envelope = json.loads(signature.read_text())
+    forged = base64.b64decode(envelope["payload"]).replace(b'"float16"', b'"float32"')
+    for payload in (base64.b64encode(forged).decode(), "%%%", None):
+        signature.write_text(json.dumps(envelope | {"payload": payload}))
+        with pytest.raises(SignatureError):
+            ckpt_tools.verify(path, key=public)
+    signature.write_text("[1]")
+    assert ckpt("verify", path, "--key", public).exit_code == 3
+    private, curve = write_keys(path.parent, "curve", ec.generate_private_key(ec.SECP256R1()))
+    with pytest.raises(SignatureError, match="not an Ed25519 private key"):
+        ckpt_tools.sign(path, key=private, overwrite=True)
+    with pytest.raises(SignatureError, match="not an Ed25519 public key"):
+        ckpt_tools.verify(path, key=curve)
+    with pytest.raises(SignatureError, match="cannot be read"):
+        ckpt_tools.sign(path, key=path.with_name("gone.pem"), overwrite=True)
+
+
+def test_a_statement_of_another_kind(signed: tuple[Path, Path, Path]) -> None:
+    """A valid signature over something else says nothing of a checkpoint."""
+    from ckpt_tools.operations.signing.envelope import seal
+
+    path, public, signature = signed
+    for payload in (b'{"predicateType": "x", "predicate": {"resources": []}, "subject": [{"name": "x"}]}', b"{}", b"\xff"):
+        signature.write_text(seal(payload, path.with_name("key.pem"))[0])
+        with pytest.raises(SignatureError, match="signs a statement"):
+            ckpt_tools.verify(path, key=public)
+
+
+def test_what_is_not_signed(signed: tuple[Path, Path, Path]) -> None:
+    """Nothing is signed that is damaged or whose tensors have no digest; a signature replaces nothing."""
+    path, _, _ = signed
+    private = path.with_name("key.pem")
+    with pytest.raises(FileExistsError):
+        ckpt_tools.sign(path, key=private)
+    with pytest.raises(UsageError):
+        ckpt_tools.sign(path, key=private, output=path.with_name("sig.pth"))
+    torch.save({"a.weight": torch.ones(2), "b.weight": torch.eye(3).to_sparse()}, path.with_name("sparse.pth"))
+    with pytest.raises(SignatureError, match=r"1 tensors have no digest: b\.weight"):
+        ckpt_tools.sign(path.with_name("sparse.pth"), key=private)
+    flip(path, torch.load(path)["model"]["layer.0.weight"].numpy().tobytes()[:40])
+    with pytest.raises(ChecksumError):
+        ckpt_tools.sign(path, key=private, output=path.with_name("new.sig"))
+    assert not path.with_name("new.sig").exists()
+
+
+def test_the_commands(signed: tuple[Path, Path, Path]) -> None:
+    """sign and verify print what they did, as a page and as JSON after their schemas."""
+    path, public, signature = signed
+    page = ckpt("sign", path, "--key", path.with_name("key.pem"), "-o", path.with_name("b.sig"))
+    assert (page.exit_code, page.output.splitlines()[0]) == (0, f"wrote {path.with_name('b.sig')}")
+    assert ckpt("verify", path, "--key", public).output.startswith(f"{path}: verified\n")
+    for name, arguments in (
+        ("sign", ("sign", path, "--key", path.with_name("key.pem"), "--overwrite")),
+        ("verify", ("verify", path, "--key", public)),
+    ):
+        schema = json.loads((ROOT / "docs" / f"{name}.schema.json").read_text())
+        jsonschema.validate(json.loads(ckpt(*arguments, "--json").stdout), schema)
+    assert signature.exists()
