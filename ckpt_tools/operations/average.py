@@ -22,6 +22,7 @@ from ckpt_tools.formats.open import (
     find_state_dicts,
     find_tensors,
     is_tensor,
+    names_quantised,
     naming,
     tensors_outside,
 )
@@ -200,6 +201,8 @@ class _Mean:
         for state_dicts, path, root in zip(found, self.paths, self.roots, strict=True):
             if not state_dicts:
                 raise _no_state_dict(path, root)
+            if any(map(names_quantised, state_dicts)):
+                _check_plain(state_dicts, path)
         for base in found[0]:
             others = [self.counterpart(base, state_dicts, path) for state_dicts, path in zip(found, self.paths, strict=True)]
             sides = [self.named(state_dict, path) for state_dict, path in zip(others, self.paths, strict=True)]
@@ -281,6 +284,19 @@ class _Mean:
         if rest := len(tensors_outside(self.roots[0], state_dicts)):
             text = f"{rest} tensors outside state dicts (optimizer state) are those of {self.paths[0]}; `select` drops them."
             self.report.output.notes.append(Note("rest-from-first", text))
+
+
+def _check_plain(state_dicts: Sequence[StateDict], path: str) -> None:
+    """Refuse codes, whose mean is not that of the numbers which they stand for."""
+    from ckpt_tools.edit.quantised.finding import find
+
+    for state_dict in state_dicts:
+        if quantised := list(find(state_dict.node).quantised.values()):
+            raise ConvertError(
+                f"{path} has quantised weights ({quantised[0].name!r}: {quantised[0].scheme}).",
+                why="The mean of codes is not that of the numbers which they stand for.",
+                fix=f"Make them plain first: {mending('convert', path, '--dequantize')}",
+            )
 
 
 def _no_state_dict(path: str, root: Node) -> ConvertError:

@@ -424,3 +424,12 @@ def test_a_part_is_worked_out_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scaled, "rows", counted)
     ckpt_tools.show(QUANTISED / "gptq.safetensors", "layers.0.weight[20, 3:9]")
     assert asked == [1]
+
+
+def test_an_average_of_codes_is_refused(tmp_path: Path) -> None:
+    """The mean of FP8 codes is not that of what they stand for: refused, with the command that makes them plain."""
+    for name in ("a", "b"):
+        save_file({"a.weight": codes(4, 4), "a.weight_scale": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ConvertError, match="quantised weights") as caught:
+        ckpt_tools.average([tmp_path / "a.safetensors", tmp_path / "b.safetensors"], tmp_path / "out.safetensors")
+    assert "--dequantize" in caught.value.fix
