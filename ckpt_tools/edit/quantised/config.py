@@ -110,9 +110,10 @@ def config_of(content: Any) -> Config:
     if found is None:
         return Config()
     weights = list(_weights(found))
-    version, checkpoint_format = str(found.get("version") or ""), str(found.get("checkpoint_format") or "")
+    method, checkpoint_format = str(found.get("quant_method") or ""), str(found.get("checkpoint_format") or "")
+    version = str(found.get("version") or "") if method == "awq" else ""  # elsewhere it is that of the library
     return Config(
-        str(found.get("quant_method") or ""),
+        method,
         _pair(found.get("weight_block_size")) or _one([_pair(row.get("block_structure")) for row in weights]),
         _whole(found.get("bits")) or _one([_whole(row.get("num_bits")) for row in weights]),
         _whole(found.get("group_size")) or _one([_whole(row.get("group_size")) for row in weights]),
