@@ -11,24 +11,19 @@ import click
 from click.core import ParameterSource
 
 from ckpt_tools.errors import CkptError
-from train.config import Config
-from train.data import DATASETS
-from train.models import NETWORKS
-from train.train import AMP, train
+from train.config import CHOICES, Config
+from train.train import train
 
 Command = Callable[..., int]
 
 
 def option(*names: str, **settings: Any) -> Callable[[Command], Command]:
     """A click option whose default, shown in --help, is the one in `Config`."""
-    field = names[0].removeprefix("--").replace("-", "_")
+    field = names[0].split("/")[0].removeprefix("--").replace("-", "_")
     default = getattr(Config, field)
+    if field in CHOICES:
+        settings["type"] = click.Choice(CHOICES[field])
     return click.option(*names, field, default=default, show_default=default is not None, **settings)
-
-
-def choice(*values: str) -> click.Choice[str]:
-    """One of a few words."""
-    return click.Choice(values)
 
 
 COUNT = click.IntRange(min=1)
@@ -37,14 +32,15 @@ SAVE = (
     "folder: a file for each rank, or torch.distributed.checkpoint's."
 )
 PARALLEL = "One device, DataParallel, DistributedDataParallel, FSDP2 (fully_shard)."
+RESUME = "Go on from a checkpoint as its run would have; auto: from the newest in --out, or anew where there is none."
 POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@option("--model", type=choice(*NETWORKS), help="The network.")
+@option("--model", help="The network.")
 @option("--width", type=POSITIVE, help="Multiplies every inner channel count; 1 is the published network.")
 @option("--hidden", type=COUNT, help="First linear layer of cnn: 8000 or 5000 as published.")
-@option("--data", type=choice(*DATASETS), help="The images; all but digits and synthetic are read by torchvision.")
+@option("--data", help="The images; all but digits and synthetic are read by torchvision.")
 @option("--data-dir", type=click.Path(path_type=Path), help="Where the files of mnist, fashion-mnist, cifar10 are.")
 @option("--shape", help="CHANNELSxHEIGHTxWIDTH of synthetic images.")
 @option("--samples", type=click.IntRange(min=10), help="How many synthetic images; a fifth of them is for testing.")
@@ -54,23 +50,23 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @option("--grad-accum", type=COUNT, help="Passes that one batch is cut into, to save memory.")
 @option("--lr", type=POSITIVE, help="Learning rate of SGD.")
 @option("--momentum", type=click.FloatRange(0, 1, max_open=True), help="Momentum of SGD.")
-@option("--schedule", type=choice("constant", "cosine"), help="Of the learning rate; cosine ends at 0 after --epochs.")
+@option("--schedule", help="Of the learning rate; cosine ends at 0 after --epochs.")
 @option("--scale-lr", is_flag=True, help="The linear rule: --lr is for a batch of 256, and grows with --batch-size.")
 @option("--seed", type=click.IntRange(min=0), help="Of the weights and of the order of the images.")
-@option("--parallel", type=choice("single", "dp", "ddp", "fsdp"), help=PARALLEL)
+@option("--parallel", help=PARALLEL)
 @option("--device", metavar="auto|cpu|cuda|cuda:N", help="Where to train; under ddp and fsdp each process has its own GPU.")
 @option("--device-ids", metavar="0,1,...", help="The GPUs of --parallel dp.  [default: all]")
 @option("--local-rank", "--local_rank", type=int, hidden=True)  # torch.distributed.launch gives it, torchrun does not
-@option("--sync-bn", is_flag=True, help="Under ddp on GPUs: batch statistics over all processes.")
-@option("--amp", type=choice(*AMP), help="Mixed precision; fp16 comes with a gradient scaler.")
-@option("--compile", is_flag=True, help="torch.compile the network.")
+@option("--sync-bn/--no-sync-bn", help="Under ddp on GPUs: batch statistics over all processes.")
+@option("--amp", help="Mixed precision; fp16 comes with a gradient scaler.")
+@option("--compile/--no-compile", help="torch.compile the network.")
 @option("--workers", type=click.IntRange(min=0), help="Processes that prepare batches.")
-@option("--save", type=choice("unwrapped", "wrapped", "module", "ranks", "dcp"), help=SAVE)
-@option("--format", type=choice("pth", "safetensors"), help="safetensors: the weights alone, which cannot be resumed.")
+@option("--save", help=SAVE)
+@option("--format", help="safetensors: the weights alone, which cannot be resumed.")
 @option("--keep", type=COUNT, help="How many checkpoints stay.  [default: all]")
-@option("--resume", metavar="PATH|latest", help="Go on from a checkpoint, with the recipe that it was trained with.")
-@option("--read", type=choice("rank0", "all"), help="Which processes read the file to resume from.")
-@option("--tensorboard", is_flag=True, help="Write TensorBoard events into --out.")
+@option("--resume", metavar="PATH|latest|auto", help=RESUME)
+@option("--read", help="Which processes read the file to resume from.")
+@option("--tensorboard/--no-tensorboard", help="Write TensorBoard events into --out.")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> int:
     """Train one of four small networks, in one process, under DataParallel, DistributedDataParallel or FSDP2.
@@ -83,13 +79,13 @@ def command(ctx: click.Context, /, **options: Any) -> int:
       python -m train --out runs/mlp --resume latest --epochs 20
 
     Each epoch ends with OUT/epoch_NNN.pth, or a folder OUT/epoch_NNN with --save ranks and dcp; then OUT/latest names it.
-    Ctrl-C and SIGTERM save after the step under way. A resumed run takes what decides its numbers (network, data, seed,
-    batch size, learning rate ...) from the checkpoint, and goes on exactly where that one stopped, in the same mode or
-    another.
+    Ctrl-C, SIGTERM and SIGHUP save after the step under way; a second Ctrl-C quits at once. A resumed run goes on exactly
+    where that one stopped, with the options of that run; those given now come first, but for what decides the numbers
+    (network, data, seed, batch size, learning rate ...). --resume auto is one command for the start and every restart.
     """
     given = frozenset(name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE)
     config = Config(**options)
-    if config.resume not in (None, "latest") and "out" not in given:
+    if config.resume not in (None, "latest", "auto") and "out" not in given:
         config = replace(config, out=Path(str(config.resume)).parent)
     return train(config, given)
 
@@ -102,6 +98,8 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             error.show()
         code = 2
+    except click.Abort:
+        code = 130
     except CkptError as error:
         click.echo(f"Error: {error}", err=True)
         code = error.exit_code

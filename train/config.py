@@ -1,5 +1,6 @@
 """What a run was asked to do: one frozen record, made from the command line and kept in every checkpoint."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -7,12 +8,26 @@ from typing import Any
 
 from click import UsageError
 
-# What decides the numbers that come out. A resumed run takes these from its checkpoint; the rest (where and how it
-# runs, what it saves) comes from the command line every time.
+# What decides the numbers that come out. A resumed run takes these from its checkpoint, and nothing else will do.
 RECIPE = (
     *("model", "width", "hidden", "data", "shape", "samples", "seed"),
     *("batch_size", "lr", "momentum", "scale_lr", "schedule", "amp"),
 )
+# Where a run is: of the command line every time. All others are the checkpoint's, where the command line does not say them.
+PLACE = ("out", "resume", "read", "device", "device_ids", "local_rank")
+# Of these, what belongs to a mode is not kept by a run that goes on in another.
+OF_MODE = ("sync_bn", "save", "compile")
+CHOICES = {
+    "model": ("mlp", "lenet", "cnn", "resnet18"),
+    "data": ("digits", "mnist", "fashion-mnist", "cifar10", "synthetic"),
+    "schedule": ("constant", "cosine"),
+    "parallel": ("single", "dp", "ddp", "fsdp"),
+    "amp": ("off", "bf16", "fp16"),
+    "save": ("unwrapped", "wrapped", "module", "ranks", "dcp"),
+    "format": ("pth", "safetensors"),
+    "read": ("rank0", "all"),
+}
+LEAST = {"batch_size": 1, "grad_accum": 1, "samples": 10, "hidden": 1, "keep": 1}  # of any other number: 0
 
 
 @dataclass(frozen=True)
@@ -96,8 +111,24 @@ class Config:
                 f"--{name.replace('_', '-')} {getattr(self, name)} contradicts the checkpoint, which was trained with "
                 f"{saved[name]}: leave it out, or start a new run without --resume",
             )
-        recipe = {name: saved[name] for name in RECIPE}
-        return replace(self, **recipe, epochs=self.epochs if "epochs" in given else saved["epochs"])
+        moved = "parallel" in given and self.parallel != saved.get("parallel")
+        chosen = given.union(PLACE, OF_MODE if moved else ())
+        kept = {name: saved[name] for name in (field.name for field in fields(self)) if name in saved and name not in chosen}
+        for name, value in kept.items():
+            refuse(not possible(name, value), f"cannot resume: the checkpoint's config has {name} = {value!r}")
+        return replace(self, **kept | ({"data_dir": Path(kept["data_dir"])} if "data_dir" in kept else {}))
+
+
+def possible(name: str, value: object) -> bool:
+    """Whether a checkpoint may say so of an option: it is a file like any other, and may be damaged or somebody's own."""
+    default = getattr(Config, name)
+    if name in CHOICES:
+        return value in CHOICES[name]
+    if isinstance(default, str | Path | bool):
+        return isinstance(value, bool if isinstance(default, bool) else str)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return (isinstance(value, int) or isinstance(default, float)) and LEAST.get(name, 0) <= value < math.inf
+    return value is None and default is None
 
 
 def refuse(wrong: bool, sentence: str) -> None:

@@ -1,8 +1,10 @@
 """Images and labels, and the loaders that hand each rank its share of every batch."""
 
 import importlib
+import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from click import UsageError
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from train.config import Config, refuse
 from train.parallel import World
 
 CLASSES = 10
-DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "synthetic")
 TORCHVISION = {
     "mnist": ("MNIST", "MNIST/raw/train-images-idx3-ubyte and its three companions"),
     "fashion-mnist": ("FashionMNIST", "FashionMNIST/raw/train-images-idx3-ubyte and its three companions"),
@@ -82,10 +83,10 @@ def synthetic(shape: str, samples: int) -> tuple[Images, Images]:
     except ValueError:
         raise UsageError(f"--shape is CHANNELSxHEIGHTxWIDTH, such as 3x32x32, not {shape}") from None
     refuse(min(channels, height, width) < 1, f"--shape {shape} has no pixels")
-    random = torch.Generator().manual_seed(0)
-    labels = torch.randint(CLASSES, (samples,), generator=random)
-    patterns = torch.randint(0, 128, (CLASSES, channels, height, width), dtype=torch.uint8, generator=random)
-    noise = torch.randint(0, 128, (samples, channels, height, width), dtype=torch.uint8, generator=random)
+    draws = torch.Generator().manual_seed(0)
+    labels = torch.randint(CLASSES, (samples,), generator=draws)
+    patterns = torch.randint(0, 128, (CLASSES, channels, height, width), dtype=torch.uint8, generator=draws)
+    noise = torch.randint(0, 128, (samples, channels, height, width), dtype=torch.uint8, generator=draws)
     return held_out(noise.add_(patterns[labels]), labels)
 
 
@@ -126,12 +127,52 @@ def needed(module: str, sentence: str) -> Any:
         raise UsageError(sentence) from error
 
 
+class Batches(Sampler[tuple[int, list[int]]]):
+    """Which images are in each of this rank's batches, and the seed of what is drawn to make it.
+
+    Both are decided by the run's seed, the epoch and the step alone. So a resumed epoch begins at the step that it stopped
+    before, without making the batches before it, and with the very batch that would have come.
+    """
+
+    def __init__(self, images: Images, config: Config, world: World, *, shuffle: bool) -> None:
+        self.sampler: DistributedSampler[int] = DistributedSampler(
+            images, num_replicas=world.size, rank=world.rank, shuffle=shuffle, seed=config.seed
+        )
+        self.batches = BatchSampler(self.sampler, config.batch_size // world.size, drop_last=False)
+        self.run, self.epoch, self.step = f"{config.seed} {world.rank}", 0, 0
+
+    def begin(self, epoch: int, step: int = 0) -> None:
+        """The next pass is this epoch (another order in each, the same one on every rank), from `step` on."""
+        self.epoch, self.step = epoch, step
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.batches)  # of a whole epoch
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        for step, chosen in islice(enumerate(self.batches), self.step, None):
+            yield random.Random(f"{self.run} {self.epoch} {step}").getrandbits(63), chosen
+
+
+class Seeded(Dataset[tuple[Tensor, Tensor]]):
+    """Images as `Batches` asks for them: whatever torch draws to make a batch comes from its seed, in any worker."""
+
+    def __init__(self, images: Images) -> None:
+        self.images = images
+
+    def __getitem__(self, batch: tuple[int, list[int]]) -> tuple[Tensor, Tensor]:
+        seed, chosen = batch
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs too, which nobody forked
+            return self.images[chosen]
+
+
 class Split(NamedTuple):
-    """Images, the loader of this rank's batches of them, and the sampler that decides their order."""
+    """Images, the loader of this rank's batches of them, and what decides their order."""
 
     images: Images
     loader: DataLoader[tuple[Tensor, Tensor]]
-    sampler: DistributedSampler[int]
+    batches: Batches
 
 
 def split(images: Images, config: Config, world: World, *, shuffle: bool) -> Split:
@@ -140,19 +181,17 @@ def split(images: Images, config: Config, world: World, *, shuffle: bool) -> Spl
     Rank r of W takes samples r, r + W, r + 2 W ... of one order that depends on the seed and the epoch alone. So its
     batches of `batch_size / W` make up, together, the very batch that a single process would see.
     """
-    sampler: DistributedSampler[int] = DistributedSampler(
-        images, num_replicas=world.size, rank=world.rank, shuffle=shuffle, seed=config.seed
-    )
+    batches = Batches(images, config, world, shuffle=shuffle)
     loader = DataLoader(
-        images,
-        batch_size=None,  # the batches are lists of indices, see Images
-        sampler=BatchSampler(sampler, config.batch_size // world.size, drop_last=False),
+        Seeded(images),
+        batch_size=None,  # the batches are made at once, see Images
+        sampler=batches,
         num_workers=config.workers,
         pin_memory=world.device.type == "cuda",
         generator=torch.Generator(),  # its own, so that a loader does not draw from the run's
         worker_init_fn=deaf,
     )
-    return Split(images, loader, sampler)
+    return Split(images, loader, batches)
 
 
 def deaf(worker: int) -> None:

@@ -8,25 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click import UsageError
 from rich.progress import track
 from torch import Tensor
 
-from train.config import Config
+from train.config import Config, refuse
 from train.data import needed
 from train.folder import write_text
 
 Batch = tuple[Tensor, Tensor]
+CURVES = ("epoch", "loss", "test_loss", "test_accuracy", "lr")
 
 
 class Log:
     """The records of one run, kept by rank 0; `silent` on the others.
 
-    `epoch` is where the run starts: what an abandoned run wrote about later epochs is dropped.
+    `epoch` is where the run starts, `rows` what the file says: what an abandoned run wrote about later epochs is dropped.
     """
 
-    def __init__(self, config: Config, epoch: int, *, silent: bool = False) -> None:
+    def __init__(self, config: Config, epoch: int, rows: list[dict[str, Any]], *, silent: bool = False) -> None:
         self.path, self.epochs, self.silent = config.out / "metrics.jsonl", config.epochs, silent
-        self.rows = [row for row in read(self.path) if row["epoch"] <= epoch] if epoch else []
+        self.rows = [row for row in rows if row["epoch"] <= epoch]
         sentence = "--tensorboard needs the package: pip install tensorboard"
         board = needed("torch.utils.tensorboard", sentence) if config.tensorboard else None
         self.board = board.SummaryWriter(str(config.out)) if board and not silent else None
@@ -55,7 +57,7 @@ class Log:
         )
         write_text(self.path, "".join(json.dumps(each) + "\n" for each in self.rows))
         if self.board:
-            for name in ("loss", "test_loss", "test_accuracy", "lr"):
+            for name in CURVES[1:]:
                 self.board.add_scalar(name, row[name], row["epoch"])
 
     def __exit__(self, *exception: object) -> None:
@@ -67,9 +69,15 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl`, none where there is no such file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    """The rows of `metrics.jsonl`, none where there is no such file. Raises UsageError for a line that no run wrote."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
+        try:
+            rows.append(json.loads(line))
+            refuse(any(type(rows[-1][name]) not in (int, float) for name in CURVES), "")
+        except (ValueError, LookupError, TypeError, UsageError) as error:
+            raise UsageError(f"{path}, line {number}, is no line of metrics: mend it, or remove the file") from error
+    return rows
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -12,7 +12,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from train.config import Config, refuse
+
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]  # Windows: no SIGHUP
 
 
 @dataclass(frozen=True)
@@ -108,14 +110,37 @@ def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def join(config: Config) -> World:
-    """This process's place in the run. Raises UsageError where the way it was started does not fit `--parallel`."""
-    launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
-    if config.parallel in ("ddp", "fsdp"):
-        option = f"--parallel {config.parallel}"
-        refuse(not launched, f"start {option} with torchrun: torchrun --nproc-per-node 2 -m train {option}")
+    """This process, with the others that torchrun started, or alone. Its mode may be the checkpoint's: see `placed`."""
+    if launched():
         return join_ranks(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    refuse(launched, f"torchrun starts --parallel ddp and fsdp; --parallel {config.parallel} is started by python -m train")
-    return World(config.parallel, devices(config))
+    return World(config.parallel, (torch.device("cpu"),))
+
+
+def placed(world: World, config: Config) -> World:
+    """This process in the mode of the run, with its devices. Raises UsageError where the two do not fit."""
+    check_start(config)
+    refuse(config.sync_bn and world.device.type == "cpu", "PyTorch's SyncBatchNorm works on GPUs only")
+    return replace(world, mode=config.parallel, devices=world.devices if launched() else devices(config))
+
+
+def launched() -> bool:
+    """Whether torchrun, or a launcher like it, started this process."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+
+
+def check_start(config: Config) -> None:
+    """Raises UsageError where the way this process was started does not fit `--parallel`."""
+    mode, ranks, more = config.parallel, config.parallel in ("ddp", "fsdp"), ""
+    if config.resume:
+        more = f"; or leave the checkpoint's mode with --parallel {'single' if ranks else 'ddp'}"
+    refuse(
+        ranks and not launched(),
+        f"start --parallel {mode} with torchrun: torchrun --nproc-per-node 2 -m train --parallel {mode}{more}",
+    )
+    refuse(
+        launched() and not ranks,
+        f"torchrun starts --parallel ddp and fsdp; --parallel {mode} is started by python -m train{more}",
+    )
 
 
 def join_ranks(config: Config, rank: int, size: int) -> World:
@@ -141,23 +166,27 @@ def check_division(config: Config, world: World) -> None:
 
 
 @contextmanager
-def joined(config: Config) -> Iterator[World]:
-    """This process's place in the run, left when the run is over or was refused on all ranks.
+def joined(config: Config, *, settled: bool = True) -> Iterator[World]:
+    """This process among all, left when the run is over or was refused on all ranks.
+
+    `settled`: no checkpoint will say another `--parallel`, and what does not fit it is refused before anybody is waited for.
 
     After any other failure a rank just exits: the others wait for it, and torchrun ends them once it is gone.
     """
+    if settled:
+        check_start(config)
     world = join(config)
     try:
         yield world
     except UsageError:
-        leave(world)
+        leave()
         raise
-    leave(world)
+    leave()
 
 
-def leave(world: World) -> None:
+def leave() -> None:
     """Ends the exchange between ranks."""
-    if world.mode in ("ddp", "fsdp"):
+    if dist.is_initialized():
         # A DistributedDataParallel that waits for the garbage collector keeps gloo's threads alive until the process
         # ends, and a thread that lets go of a tensor then aborts it: 2 of 25 runs did, on the rank that is done first.
         gc.collect()
@@ -188,7 +217,6 @@ def rank_device(config: Config) -> torch.device:
     kind, index = wanted(config.device)
     refuse(index is not None, "under ddp and fsdp each process takes the GPU of its LOCAL_RANK: write --device cuda")
     if kind == "cpu":
-        refuse(config.sync_bn, "PyTorch's SyncBatchNorm works on GPUs only")
         return torch.device("cpu")
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     refuse(here > gpus, f"{here} processes were started here and there are {gpus} GPUs: one each, or --device cpu")
@@ -271,13 +299,18 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class Stop:
-    """SIGTERM or Ctrl-C, remembered until the step is done. `agreed` is the signal's number, 0 while there was none."""
+    """Ctrl-C, SIGTERM or SIGHUP, remembered until the step is done; a second Ctrl-C is a KeyboardInterrupt.
+
+    `agreed` is the signal's number, 0 while there was none. What is ignored stays so: under `nohup python -m train` SIGHUP
+    is, and under `nohup torchrun` torchrun hears it all the same, and hands it on.
+    """
 
     def __init__(self, world: World) -> None:
         self.world, self.signal = world, 0
 
     def __enter__(self) -> "Stop":
-        self.before = {number: signal.signal(number, self._remember) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self._remember) for number in heard}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -285,6 +318,8 @@ class Stop:
             signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
+        if number == self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
         self.signal = number
 
     def agreed(self) -> int:

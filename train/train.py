@@ -12,19 +12,19 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import click
 import torch
 import torch.nn.functional as F
+from click import UsageError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from ckpt_tools.torch import unwrap
-from train import checkpoint, data, folder, models, parallel
+from train import checkpoint, data, folder, metrics, models, parallel
 from train.config import Config, refuse
 from train.metrics import Log
 from train.parallel import Stop, World
@@ -58,7 +58,7 @@ def train(config: Config, given: frozenset[str] = frozenset()) -> int:
     (130 Ctrl-C, 143 SIGTERM).
     Raises click.UsageError, with one sentence, where the run cannot be what it was asked to be.
     """
-    with parallel.joined(config) as world:
+    with parallel.joined(config, settled=config.resume is None or "parallel" in given) as world:
         return train_in(world, config, given)
 
 
@@ -67,19 +67,21 @@ def train_in(world: World, config: Config, given: frozenset[str]) -> int:
     with folder.owned(config.out, world):
         reading = world.on_all if config.read == "all" else world.from_first
         saved = reading(lambda: opened(config, world))
-        run = prepare(config.continued(saved["config"], given) if saved else config, world)
+        config = config.continued(saved["config"], given) if saved else config
+        run = prepare(config, parallel.placed(world, config))
         if saved:
-            restore(run, saved)
-        with Stop(world) as stop:
-            return train_epochs(run, stop)
+            world.on_all(lambda: restore(run, saved))
+        rows = world.from_first(lambda: metrics.read(config.out / "metrics.jsonl"))
+        with Stop(world) as stop, Log(config, run.epoch, rows, silent=world.rank > 0) as log:
+            return train_epochs(run, log, stop)
 
 
 def opened(config: Config, world: World) -> dict[str, Any] | None:
     """The checkpoint that the run goes on from; None for a new run, which needs a folder without checkpoints."""
     there = bool(folder.checkpoints(config.out))
-    if config.resume == "latest":
+    if config.resume == "latest" or (config.resume == "auto" and there):
         return checkpoint.newest(config.out, partial(click.echo, err=True) if world.rank == 0 else lambda line: None)
-    if config.resume:
+    if config.resume not in (None, "auto"):
         folder.refuse_another_run(Path(config.resume), config.out)
         return checkpoint.read(Path(config.resume))
     refuse(there, f"{config.out} holds checkpoints: go on from them with --resume latest, or choose another --out")
@@ -117,34 +119,32 @@ def schedule(config: Config, steps: int) -> Callable[[int], float]:
     return lambda done: (1 + math.cos(math.pi * min(1.0, done / max(1, config.epochs * steps)))) / 2
 
 
-def train_epochs(run: Run, stop: Stop) -> int:
+def train_epochs(run: Run, log: Log, stop: Stop) -> int:
     """Trains until `--epochs` or a signal, with a checkpoint after every epoch. Returns the exit code."""
-    with Log(run.config, run.epoch, silent=run.world.rank > 0) as log:
-        if run.config.epochs == 0:
-            save(run)
-        elif run.epoch >= run.config.epochs:
-            log.say(f"nothing to do: {run.epoch} epochs are done; --epochs {run.epoch + 1} would go on")
-        while run.epoch < run.config.epochs:
-            train_epoch(run, log, stop)
-            if not finite(run):
-                log.say(f"the loss is not finite, {run.step} steps into epoch {run.epoch + 1}: stopped, without saving it")
-                return 1
-            if run.step == len(run.train.loader):
-                log.add(finish_epoch(run))
-            save(run)
-            if number := stop.agreed():
-                log.say(f"stopped by {signal.Signals(number).name}, saved; --resume latest goes on from there")
-                return 128 + number
+    if run.config.epochs == 0:
+        save(run)
+    elif run.epoch >= run.config.epochs:
+        log.say(f"nothing to do: {run.epoch} epochs are done; --epochs {run.epoch + 1} would go on")
+    while run.epoch < run.config.epochs:
+        train_epoch(run, log, stop)
+        if not finite(run):
+            log.say(f"the loss is not finite, {run.step} steps into epoch {run.epoch + 1}: stopped, without saving it")
+            return 1
+        if run.step == len(run.train.loader):
+            log.add(finish_epoch(run))
+        save(run)
+        if number := stop.agreed():
+            log.say(f"stopped by {signal.Signals(number).name}, saved; --resume latest goes on from there")
+            return 128 + number
     return 0
 
 
 def train_epoch(run: Run, log: Log, stop: Stop) -> None:
     """Trains from `run.step` to the end of the epoch, or to the end of the step in which a signal came."""
     began = time.perf_counter()
-    run.train.sampler.set_epoch(run.epoch)  # another order in every epoch, the same one on every rank
+    run.train.batches.begin(run.epoch, run.step)  # without the steps that a resumed epoch has behind it
     run.model.train()
-    left = islice(run.train.loader, run.step, None)  # without the steps that a resumed epoch has behind it
-    for images, labels in log.shown(left, len(run.train.loader) - run.step):
+    for images, labels in log.shown(run.train.loader, len(run.train.loader) - run.step):
         run.totals += train_step(run, images, labels)
         run.step += 1
         if stop.agreed():
@@ -260,7 +260,23 @@ def save(run: Run) -> None:
 
 
 def restore(run: Run, saved: dict[str, Any]) -> None:
-    """Puts a checkpoint into a run, whichever mode made it: names are unwrapped, tensors go to this rank's device.
+    """Puts a checkpoint into a run. Raises UsageError where its parts do not fit the network, the data, or each other."""
+    epoch, step, steps = saved["epoch"], saved["step"], len(run.train.loader)
+    refuse(
+        not (isinstance(epoch, int) and isinstance(step, int) and epoch >= 0 and 0 <= step < steps),
+        f"cannot resume: epoch {epoch}, step {step} is nowhere in epochs of {steps} steps; are the images those that it was "
+        "trained on?",
+    )
+    try:
+        put_into(run, saved)
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UsageError(
+            f"cannot resume: the checkpoint does not fit its own config: {' '.join(str(error).split())}"
+        ) from error
+
+
+def put_into(run: Run, saved: dict[str, Any]) -> None:
+    """`restore`, whichever mode made the checkpoint: names are unwrapped, tensors go to this rank's device.
 
     Under fsdp it keeps its part of each.
     """

@@ -24,7 +24,7 @@ def batches(images: data.Images, size: int, rank: int, epoch: int = 0) -> list[l
     """The real samples of each of a rank's batches, by the label that numbers them."""
     config, world = Config(batch_size=12), World("ddp", CPU, rank, size)
     split = data.split(images, config, world, shuffle=True)
-    split.sampler.set_epoch(epoch)
+    split.batches.begin(epoch)
     result = []
     for step, (_, labels) in enumerate(split.loader):
         real, _ = data.real_samples(step, len(labels), len(images), config, world)

@@ -33,16 +33,16 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two ranks leave behind under FSDP2 and, beside it, under DistributedDataParallel."""
     out = tmp_path_factory.mktemp("fsdp")
     options = [part for key, value in RESNET.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-    fsdp = ["--parallel", "fsdp"]
+    fsdp, whole = ["--parallel", "fsdp"], ["--save", "unwrapped"]
     ranks(
         2,
         [*options, "--out", f"{out}/ddp"],
         *([*options, *fsdp, "--out", f"{out}/{save}", "--save", save] for save in SAVES),
-        *([*fsdp, "--resume", f"{out}/{save}/{first(save)}", "--out", f"{out}/from_{save}"] for save in SAVES),
+        *([*fsdp, "--resume", f"{out}/{save}/{first(save)}", "--out", f"{out}/from_{save}", *whole] for save in SAVES),
         [*fsdp, "--resume", f"{out}/ddp/epoch_001.pth", "--out", f"{out}/from_ddp"],
         ["--resume", f"{out}/dcp/epoch_001", "--out", f"{out}/ddp_from_dcp"],
         ([*options, *fsdp, "--out", f"{out}/stopped", "--save", "dcp"], 1, 5),
-        [*fsdp, "--resume", "latest", "--out", f"{out}/stopped"],
+        [*fsdp, "--resume", "latest", "--out", f"{out}/stopped", *whole],
     )
     return out
 
@@ -92,11 +92,12 @@ def test_other_modes_go_on_from_every_save(two: Path, tmp_path: Path, only_rank:
     whole = last(two / "unwrapped")
     assert close(whole, last(two / "from_ddp"))
     assert close(whole, last(two / "ddp_from_dcp"))
-    one = run(tmp_path / "one", resume=str(two / "unwrapped" / "epoch_001.pth"))
-    assert same(one, run(tmp_path / "ranks", resume=str(two / "ranks" / "epoch_001")))
+    one = run(tmp_path / "one", parallel="single", resume=str(two / "unwrapped" / "epoch_001.pth"))
+    assert same(one, run(tmp_path / "ranks", parallel="single", resume=str(two / "ranks" / "epoch_001")))
     assert same(one, run(tmp_path / "dp", parallel="dp", resume=str(two / "dcp" / "epoch_001")))
     only_rank()
-    assert same(one, run(tmp_path / "fsdp", parallel="fsdp", resume=str(two / "dcp" / "epoch_001")))
+    fsdp = run(tmp_path / "fsdp", parallel="fsdp", save="unwrapped", resume=str(two / "dcp" / "epoch_001"))
+    assert same(one, fsdp)
 
 
 def test_a_signal_in_the_middle_of_an_epoch_leaves_a_folder_to_go_on_from(two: Path) -> None:
@@ -109,8 +110,8 @@ def test_the_parts_become_one_file_that_resumes(two: Path, tmp_path: Path) -> No
     ckpt_tools.convert(two / "ranks" / "epoch_001", tmp_path / "epoch_001.pth")
     converted = torch.load(tmp_path / "epoch_001.pth", weights_only=True)
     assert same(converted, torch.load(two / "unwrapped" / "epoch_001.pth", weights_only=True))
-    resumed = run(tmp_path, resume=str(tmp_path / "epoch_001.pth"))
-    assert same(resumed, run(tmp_path / "one", resume=str(two / "unwrapped" / "epoch_001.pth")))
+    resumed = run(tmp_path, parallel="single", resume=str(tmp_path / "epoch_001.pth"))
+    assert same(resumed, run(tmp_path / "one", parallel="single", resume=str(two / "unwrapped" / "epoch_001.pth")))
 
 
 def test_a_batch_in_passes_trains_like_a_batch_at_once(tmp_path: Path, only_rank: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ def test_single_dp_and_one_rank_are_equal_and_resume_each_other(
     options = {"model": model, **NETWORKS[model]}
     single = run(tmp_path / "single", epochs=2, **options)
     wrapped = run(tmp_path / "dp", epochs=2, parallel="dp", save="wrapped", **options)
-    assert same(single, run(tmp_path / "a", resume=str(tmp_path / "dp" / "epoch_001.pth")))
+    assert same(single, run(tmp_path / "a", parallel="single", resume=str(tmp_path / "dp" / "epoch_001.pth")))
     assert same(single, run(tmp_path / "b", resume=str(tmp_path / "single" / "epoch_001.pth"), parallel="dp"))
     only_rank()
     ranked = run(tmp_path / "ddp", epochs=2, parallel="ddp", save="wrapped", **options)

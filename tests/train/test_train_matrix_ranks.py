@@ -39,7 +39,10 @@ def test_several_ranks_train_resume_exactly_and_agree(model: str, several: Path,
     if model != "resnet18":
         single = run(tmp_path / "single", model=model, epochs=2, **NETWORKS[model] | {"batch_size": 96})
         assert close(single, whole, tolerance=1e-3)
-    assert run(tmp_path / "one", resume=str(several / model / "whole" / "epoch_001.pth"))["epoch"] == 2
+    assert run(tmp_path / "one", parallel="single", resume=str(several / model / "whole" / "epoch_001.pth"))["epoch"] == 2
     if (several / model / "fsdp").exists():
         assert close(whole, {"model": load_state_dict(several / model / "fsdp" / "epoch_002", select="model")}, tolerance=1e-3)
-        assert run(tmp_path / "parts", resume=str(several / model / "fsdp" / "epoch_003"), epochs=4)["epoch"] == 4
+        assert (
+            run(tmp_path / "parts", parallel="single", resume=str(several / model / "fsdp" / "epoch_003"), epochs=4)["epoch"]
+            == 4
+        )

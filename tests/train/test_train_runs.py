@@ -135,9 +135,9 @@ def test_two_ranks_keep_a_random_state_each(two: Path) -> None:
 def test_two_ranks_go_on_from_a_single_process_and_back(two: Path, tmp_path: Path) -> None:
     single = run(tmp_path / "single", epochs=2, **LENET)
     assert close(single, last(two / "from_single"))
-    assert close(single, run(tmp_path / "from_two", resume=str(two / "whole" / "epoch_001.pth")))
+    assert close(single, run(tmp_path / "from_two", parallel="single", resume=str(two / "whole" / "epoch_001.pth")))
     wrapped = run(tmp_path / "dp", resume=str(two / "whole" / "epoch_001.pth"), parallel="dp", save="wrapped")
-    assert same(wrapped, run(tmp_path / "from_dp", resume=str(two / "whole" / "epoch_001.pth")))
+    assert same(wrapped, run(tmp_path / "from_dp", parallel="single", resume=str(two / "whole" / "epoch_001.pth")))
 
 
 def test_two_ranks_measure_what_they_save(two: Path) -> None:

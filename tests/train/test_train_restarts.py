@@ -1,0 +1,250 @@
+"""A resumed run is the run that stopped: its options, its images, its signals; and one command starts and restarts it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import Tensor
+
+from tests.train.runs import ROOT, environment, last, run, same
+from train import data
+from train import train as loop
+from train.cli import command, main
+from train.config import CHOICES, Config
+from train.models import NETWORKS
+
+
+def called(*options: object) -> Result:
+    """The command line."""
+    return CliRunner().invoke(command, [str(option) for option in options])
+
+
+def stopped(out: Path, monkeypatch: pytest.MonkeyPatch, *, after: int, number: int = signal.SIGTERM, **options: Any) -> None:
+    """A run that was sent a signal in one of its steps."""
+    step, done = loop.train_step, 0
+
+    def stopping(*arguments: Any) -> Tensor:
+        nonlocal done
+        done += 1
+        if done == after:
+            os.kill(os.getpid(), number)
+        return step(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", stopping)
+        assert loop.train(Config(out=out, **options), frozenset(options)) == 128 + number
+
+
+def test_how_a_run_runs_and_saves_is_kept(tmp_path: Path) -> None:
+    """All that --help lists, but for where it is; and each can be changed."""
+    run(tmp_path, epochs=1, parallel="dp", save="wrapped", grad_accum=2, keep=2)
+    assert called("--out", tmp_path, "--resume", "latest", "--epochs", 2).exit_code == 0
+    config = last(tmp_path)["config"]
+    assert [config[name] for name in ("parallel", "save", "grad_accum", "keep")] == ["dp", "wrapped", 2, 2]
+    assert next(iter(last(tmp_path)["model"])).startswith("module.")
+    assert called("--out", tmp_path, "--resume", "latest", "--epochs", 3, "--grad-accum", 1, "--keep", 1).exit_code == 0
+    assert (last(tmp_path)["config"]["grad_accum"], last(tmp_path)["config"]["keep"]) == (1, 1)
+    assert [path.name for path in tmp_path.glob("*.pth")] == ["epoch_003.pth"]
+
+
+def test_another_mode_leaves_what_belongs_to_the_mode() -> None:
+    saved = Config(parallel="ddp", sync_bn=True, save="wrapped", keep=3).plain()
+    assert Config().continued(saved, frozenset()).sync_bn
+    single = Config(parallel="single").continued(saved, frozenset({"parallel"}))
+    assert (single.parallel, single.sync_bn, single.save, single.keep) == ("single", False, "unwrapped", 3)
+    assert not Config(sync_bn=False).continued(saved, frozenset({"sync_bn"})).sync_bn
+
+
+def test_a_run_of_ranks_says_how_it_goes_on(tmp_path: Path, only_rank: Callable[[], None]) -> None:
+    only_rank()
+    run(tmp_path, epochs=1, parallel="ddp")
+    only_rank()
+    run(tmp_path, epochs=2, resume="latest")
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name)
+    refused = called("--out", tmp_path, "--resume", "latest", "--epochs", 3)
+    assert refused.exit_code == 2
+    assert "start --parallel ddp with torchrun" in refused.output
+    assert "or leave the checkpoint's mode with --parallel single" in refused.output
+    assert called("--out", tmp_path, "--resume", "latest", "--epochs", 3, "--parallel", "single").exit_code == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_drawn_for_a_batch_is_the_same_after_a_resume(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Augmentation: random numbers drawn while a batch is made, in the middle of an epoch and in the one after it."""
+    plain = data.fitted
+    monkeypatch.setattr(data, "fitted", lambda *arguments: (images := plain(*arguments)) + torch.rand_like(images) / 4)
+    whole = run(tmp_path / "whole", epochs=2, workers=workers)
+    stopped(tmp_path / "parts", monkeypatch, after=20, epochs=2, workers=workers)
+    assert same(whole, run(tmp_path / "parts", resume="latest"))
+    assert not same(whole, run(tmp_path / "other", epochs=2, seed=1))
+
+
+def test_a_resumed_epoch_does_not_make_the_batches_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(tmp_path, monkeypatch, after=40, epochs=1)
+    made: list[object] = []
+    plain = data.Seeded.__getitem__
+
+    def counting(self: data.Seeded, batch: tuple[int, list[int]]) -> tuple[Tensor, Tensor]:
+        made.append(batch)
+        return plain(self, batch)
+
+    monkeypatch.setattr(data.Seeded, "__getitem__", counting)
+    run(tmp_path, resume="latest")
+    assert len(made) == 5 + 12  # the rest of 45 steps, and the test images
+
+
+def test_making_a_batch_leaves_the_run_s_own_generator_alone() -> None:
+    images = data.Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), torch.arange(4))
+    before = torch.get_rng_state()
+    data.Seeded(images)[7, [0, 1]]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "sentence"),
+    [
+        ("step", 45, "epoch 1, step 45 is nowhere in epochs of 45 steps"),
+        ("step", -1, "step -1 is nowhere"),
+        ("step", "ten", "step ten is nowhere"),
+        ("epoch", -3, "epoch -3, step 0 is nowhere"),
+        ("epoch", None, "epoch None, step 0 is nowhere"),
+        ("model", {"fc1.weight": torch.zeros(1)}, "does not fit its own config: Error(s) in loading state_dict"),
+        ("optimizer", {"state": {}, "param_groups": []}, "does not fit its own config"),
+        ("scheduler", None, "does not fit its own config"),
+        ("rng", [{}], "does not fit its own config"),
+        ("totals", "none", "does not fit its own config"),
+    ],
+)
+def test_a_broken_part_is_one_sentence(part: str, value: object, sentence: str, tmp_path: Path) -> None:
+    saved = run(tmp_path, epochs=1)
+    torch.save(saved | {part: value}, tmp_path / "epoch_001.pth")
+    refused = called("--out", tmp_path, "--resume", "latest", "--epochs", 2)
+    assert refused.exit_code == 2, refused.output
+    assert sentence in refused.output
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("model", "vgg"), ("data", None), ("batch_size", 0), ("batch_size", "32"), ("lr", float("nan")), ("lr", "fast")),
+        *(("parallel", "many"), ("epochs", -1), ("grad_accum", 1.5), ("sync_bn", 1), ("data_dir", 3), ("keep", 0)),
+    ],
+)
+def test_a_broken_config_is_one_sentence(name: str, value: object, tmp_path: Path) -> None:
+    saved = Config().plain() | {name: value}
+    with pytest.raises(click.UsageError, match=f"the checkpoint's config has {name} = "):
+        Config().continued(saved, frozenset())
+
+
+@pytest.mark.parametrize("line", [b"{", b"7", b"{}", b'{"epoch": null}', b"\xff"])
+def test_a_broken_line_of_metrics_is_one_sentence(line: bytes, tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(line + b"\n")
+    refused = called("--out", tmp_path, "--resume", "latest", "--epochs", 2)
+    assert refused.exit_code == 2, refused.output
+    assert "metrics.jsonl, line 2, is no line of metrics" in refused.output
+
+
+def test_auto_starts_anew_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command each time, as a scheduler gives it."""
+    options = ["--out", tmp_path / "auto", "--resume", "auto", "--model", "mlp", "--epochs", 2]
+    step, done = loop.train_step, 0
+
+    def stopping(*arguments: Any) -> Tensor:
+        nonlocal done
+        done += 1
+        if done in (20, 60):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", stopping)
+    assert [command([str(each) for each in options], standalone_mode=False) for _ in range(4)] == [143, 143, 0, 0]
+    assert same(last(tmp_path / "auto"), run(tmp_path / "whole", epochs=2))
+
+
+def test_a_lost_terminal_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(tmp_path, monkeypatch, after=20, number=signal.SIGHUP, epochs=1)
+    assert (tmp_path / "latest").read_text() == "epoch_000_step_00020.pth\n"
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with pytest.raises(AssertionError):
+            stopped(tmp_path, monkeypatch, after=20, number=signal.SIGHUP, epochs=1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (tmp_path / "latest").read_text() == "epoch_001.pth\n"
+
+
+def test_a_second_ctrl_c_quits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same step: nothing is saved, nothing of a save is left, and the exit code is that of Ctrl-C."""
+
+    def twice(*arguments: Any) -> Tensor:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError
+
+    monkeypatch.setattr(loop, "train_step", twice)
+    monkeypatch.setattr("sys.argv", ["train", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 130
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_before_training_is_130_without_a_traceback(tmp_path: Path) -> None:
+    """While torch is imported."""
+    process = subprocess.Popen(
+        [sys.executable, "-v", "-m", "train", "--out", str(tmp_path / "out")],
+        env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("import 'torch._utils"):
+            process.send_signal(signal.SIGINT)
+            break
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+@pytest.mark.matrix
+def test_a_restarted_torchrun_goes_on_by_itself(tmp_path: Path) -> None:
+    """`torchrun --max-restarts` and `--resume auto`, with a rank that is killed in the second epoch."""
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, signal\nfrom train import train as loop\nfrom train.cli import main\nstep = loop.train_step\n"
+        "def killed(run, *batch):\n"
+        "    if (run.epoch, run.step, os.environ['TORCHELASTIC_RESTART_COUNT'], run.world.rank) == (1, 3, '0', 1):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return step(run, *batch)\n"
+        "loop.train_step = killed\nmain()\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    options = ["--parallel", "ddp", "--epochs", "2", "--resume", "auto", "--out", str(tmp_path / "out")]
+    small = ["--data", "synthetic", "--samples", "400"]
+    plain = environment(PYTHONWARNINGS="")
+    done = subprocess.run([*torchrun, str(script), *options, *small], env=plain, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert last(tmp_path / "out")["epoch"] == 2
+    assert [json.loads(line)["epoch"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_the_words_of_a_config_are_those_that_there_are() -> None:
+    assert CHOICES["model"] == tuple(NETWORKS)
+    assert CHOICES["amp"] == tuple(loop.AMP)
+    assert set(data.TORCHVISION) < set(CHOICES["data"])
