@@ -131,6 +131,14 @@ def read(path: Path) -> dict[str, Any]:
     return {**checkpoint, "optimizer": by_place(checkpoint["optimizer"])}
 
 
+def state_dict_in(path: Path) -> str | None:
+    """Which state dict of a file is the network: "model" of a training checkpoint, or the only one that there is."""
+    try:
+        return "model" if ["model"] in [each["where"] for each in ckpt_tools.inspect(path).state_dicts] else None
+    except CkptError as error:
+        raise UsageError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+
+
 def by_place(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state under the places of its parameters, of which a dcp makes text."""
     return {**optimizer, "state": {int(place): values for place, values in optimizer.get("state", {}).items()}}

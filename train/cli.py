@@ -58,6 +58,8 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @option("--device-ids", metavar="0,1,...", help="The GPUs of --parallel dp.  [default: all]")
 @option("--local-rank", "--local_rank", type=int, hidden=True)  # torch.distributed.launch gives it, torchrun does not
 @option("--sync-bn/--no-sync-bn", help="Under ddp on GPUs: batch statistics over all processes.")
+@option("--find-unused-parameters/--no-find-unused-parameters", help="Under ddp: a pass may skip a part of the network.")
+@option("--broadcast-buffers/--no-broadcast-buffers", help="Under ddp: rank 0's batch statistics for all before every pass.")
 @option("--amp", help="Mixed precision; fp16 comes with a gradient scaler.")
 @option("--compile/--no-compile", help="torch.compile the network.")
 @option("--workers", type=click.IntRange(min=0), help="Processes that prepare batches.")
@@ -66,6 +68,8 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @option("--keep", type=COUNT, help="How many checkpoints stay.  [default: all]")
 @option("--resume", metavar="PATH|latest|auto", help=RESUME)
 @option("--read", help="Which processes read the file to resume from.")
+@option("--evaluate", type=click.Path(path_type=Path), help="Measure a checkpoint of any mode on the test images; no training.")
+@option("--log-every", type=click.IntRange(min=0), help="A line every so many steps, with seconds a step; 0: one an epoch.")
 @option("--tensorboard/--no-tensorboard", help="Write TensorBoard events into --out.")
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> int:
@@ -77,6 +81,7 @@ def command(ctx: click.Context, /, **options: Any) -> int:
       torchrun --nproc-per-node 2 -m train --model lenet --parallel ddp --save wrapped
       torchrun --nproc-per-node 2 -m train --model lenet --parallel fsdp --save ranks
       python -m train --out runs/mlp --resume latest --epochs 20
+      python -m train --model mlp --evaluate runs/mlp/epoch_010.pth
 
     Each epoch ends with OUT/epoch_NNN.pth, or a folder OUT/epoch_NNN with --save ranks and dcp; then OUT/latest names it.
     Ctrl-C, SIGTERM and SIGHUP save after the step under way; a second Ctrl-C quits at once. A resumed run goes on exactly

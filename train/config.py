@@ -14,9 +14,9 @@ RECIPE = (
     *("batch_size", "lr", "momentum", "scale_lr", "schedule", "amp"),
 )
 # Where a run is: of the command line every time. All others are the checkpoint's, where the command line does not say them.
-PLACE = ("out", "resume", "read", "device", "device_ids", "local_rank")
+PLACE = ("out", "resume", "read", "device", "device_ids", "local_rank", "evaluate")
 # Of these, what belongs to a mode is not kept by a run that goes on in another.
-OF_MODE = ("sync_bn", "save", "compile")
+OF_MODE = ("sync_bn", "find_unused_parameters", "broadcast_buffers", "save", "compile")
 CHOICES = {
     "model": ("mlp", "lenet", "cnn", "resnet18"),
     "data": ("digits", "mnist", "fashion-mnist", "cifar10", "synthetic"),
@@ -54,6 +54,8 @@ class Config:
     device_ids: str | None = None
     local_rank: int = 0
     sync_bn: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
     amp: str = "off"
     compile: bool = False
     workers: int = 0
@@ -63,6 +65,8 @@ class Config:
     keep: int | None = None
     resume: str | None = None
     read: str = "rank0"
+    evaluate: Path | None = None
+    log_every: int = 0
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
@@ -70,7 +74,10 @@ class Config:
         custom = (self.shape, self.samples) != (Config.shape, Config.samples)
         refuse(custom and self.data != "synthetic", "--shape and --samples belong to --data synthetic")
         refuse(self.device_ids is not None and self.parallel != "dp", "--device-ids belongs to --parallel dp")
-        refuse(self.sync_bn and self.parallel != "ddp", "--sync-bn belongs to --parallel ddp")
+        for name in ("sync_bn", "find_unused_parameters", "broadcast_buffers"):
+            chosen = getattr(self, name) != getattr(Config, name)
+            refuse(chosen and self.parallel != "ddp", f"--{name.replace('_', '-')} belongs to --parallel ddp")
+        refuse(self.evaluate is not None and self.resume is not None, "--evaluate measures one checkpoint: leave --resume out")
         refuse(
             self.compile and self.parallel == "dp",
             "--compile does not go through DataParallel's threads: take --parallel ddp",

@@ -17,7 +17,7 @@ from train.data import needed
 from train.folder import write_text
 
 Batch = tuple[Tensor, Tensor]
-CURVES = ("epoch", "loss", "test_loss", "test_accuracy", "lr")
+CURVES = ("epoch", "loss", "test_loss", "test_accuracy", "lr", "seconds")
 
 
 class Log:
@@ -29,9 +29,9 @@ class Log:
     def __init__(self, config: Config, epoch: int, rows: list[dict[str, Any]], *, silent: bool = False) -> None:
         self.path, self.epochs, self.silent = config.out / "metrics.jsonl", config.epochs, silent
         self.rows = [row for row in rows if row["epoch"] <= epoch]
-        sentence = "--tensorboard needs the package: pip install tensorboard"
+        sentence = "--tensorboard needs the package: pip install 'ckpt-tools[tensorboard]'"
         board = needed("torch.utils.tensorboard", sentence) if config.tensorboard else None
-        self.board = board.SummaryWriter(str(config.out)) if board and not silent else None
+        self.board = board.SummaryWriter(str(config.out), purge_step=epoch + 1) if board and not silent else None
 
     def __enter__(self) -> "Log":
         return self
@@ -40,6 +40,10 @@ class Log:
         """Prints a line."""
         if not self.silent:
             click.echo(line)
+
+    def step(self, epoch: int, step: int, steps: int, loss: float, seconds: float) -> None:
+        """Prints where an epoch is: the mean loss so far, and what a step takes."""
+        self.say(f"epoch {epoch:3d}/{self.epochs}  step {step}/{steps}  loss {loss:.4f}  {seconds:.3f} s a step")
 
     def shown(self, batches: Iterable[Batch], total: int) -> Iterable[Batch]:
         """The batches, with a bar on a terminal that goes away at the end."""
@@ -57,11 +61,13 @@ class Log:
         )
         write_text(self.path, "".join(json.dumps(each) + "\n" for each in self.rows))
         if self.board:
-            for name in CURVES[1:]:
+            for name in CURVES[1:-1]:
                 self.board.add_scalar(name, row[name], row["epoch"])
 
     def __exit__(self, *exception: object) -> None:
-        """Draws the curves and closes the TensorBoard file."""
+        """Says what an epoch took, draws the curves and closes the TensorBoard file."""
+        if len(self.rows) > 1:
+            self.say(f"average {sum(row['seconds'] for row in self.rows) / len(self.rows):.1f} s an epoch")
         if self.board:
             self.board.close()
         if self.rows and not self.silent:
@@ -89,6 +95,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         return
     figure = figures.Figure(figsize=(7, 4), layout="constrained")
     left = figure.add_subplot(xlabel="epoch", ylabel="loss")
+    left.xaxis.get_major_locator().set_params(integer=True)
     right = left.twinx()
     right.set_ylabel("test accuracy")
     epochs = [row["epoch"] for row in rows]

@@ -246,18 +246,21 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def wrap(model: nn.Module, world: World, shape: tuple[int, int, int], *, sync_bn: bool = False) -> nn.Module:
+def wrap(model: nn.Module, world: World, shape: tuple[int, int, int], config: Config) -> nn.Module:
     """`model` as the mode calls for it: as it is, inside DataParallel or DistributedDataParallel, or sharded.
 
     `shape` is that of one input image (channels, height, width).
     """
-    if sync_bn:
+    if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     ids = [device.index for device in world.devices if device.type == "cuda"] or None
     if world.mode == "dp":
         return nn.DataParallel(model, device_ids=ids)
     if world.mode == "ddp":
-        return settled(DistributedDataParallel(model, device_ids=ids), torch.zeros(1, *shape, device=world.device))
+        # torch 2.13 warns of the word, and says to keep it where buffers shall be left alone.
+        buffers: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
+        ranked = DistributedDataParallel(model, ids, find_unused_parameters=config.find_unused_parameters, **buffers)
+        return settled(ranked, torch.zeros(1, *shape, device=world.device))
     if world.mode == "fsdp":
         from train import fsdp
 
@@ -266,8 +269,8 @@ def wrap(model: nn.Module, world: World, shape: tuple[int, int, int], *, sync_bn
 
 
 def share_buffers(model: nn.Module, world: World) -> None:
-    """Gives rank 0's batch-norm statistics to all under fsdp; DistributedDataParallel does so before every pass."""
-    if world.mode == "fsdp":
+    """Gives rank 0's batch-norm statistics to all ranks; DistributedDataParallel may have done so before the last pass."""
+    if world.size > 1 or world.mode == "fsdp":
         firsts = world.from_first(lambda: [buffer.cpu() for buffer in model.buffers()])
         for buffer, first in zip(model.buffers(), firsts, strict=True):
             buffer.copy_(first)

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from ckpt_tools.torch import unwrap
+from ckpt_tools.errors import CkptError
+from ckpt_tools.torch import load_into, unwrap
 from train import checkpoint, data, folder, metrics, models, parallel
 from train.config import Config, refuse
 from train.metrics import Log
@@ -59,7 +60,7 @@ def train(config: Config, given: frozenset[str] = frozenset()) -> int:
     Raises click.UsageError, with one sentence, where the run cannot be what it was asked to be.
     """
     with parallel.joined(config, settled=config.resume is None or "parallel" in given) as world:
-        return train_in(world, config, given)
+        return measure(world, config, config.evaluate) if config.evaluate else train_in(world, config, given)
 
 
 def train_in(world: World, config: Config, given: frozenset[str]) -> int:
@@ -74,6 +75,23 @@ def train_in(world: World, config: Config, given: frozenset[str]) -> int:
         rows = world.from_first(lambda: metrics.read(config.out / "metrics.jsonl"))
         with Stop(world) as stop, Log(config, run.epoch, rows, silent=world.rank > 0) as log:
             return train_epochs(run, log, stop)
+
+
+def measure(world: World, config: Config, path: Path) -> int:
+    """`--evaluate`: the accuracy of a checkpoint on the test images. Its names, mode and container do not matter.
+
+    Raises UsageError where it does not fit the network.
+    """
+    run = prepare(config, parallel.placed(world, config))
+    state = checkpoint.state_dict_in(path)
+    try:
+        load_into(run.raw, path, select=state)
+    except CkptError as error:
+        raise UsageError(f"--evaluate {path}: {error}") from error
+    loss, accuracy = evaluate(run)
+    if world.rank == 0:
+        click.echo(f"{path}: test loss {loss:.4f}  test accuracy {accuracy:.2%}")
+    return 0
 
 
 def opened(config: Config, world: World) -> dict[str, Any] | None:
@@ -101,7 +119,7 @@ def prepare(config: Config, world: World) -> Run:
     network = models.build(config.model, train_set.fit[0], data.CLASSES, width=config.width, hidden=config.hidden)
     data.refuse_lone_samples(network, len(train_set), config, world)
     checkpoint.seed_everything(config.seed + world.rank)
-    model = parallel.wrap(network.to(world.device), world, train_set.fit, sync_bn=config.sync_bn)
+    model = parallel.wrap(network.to(world.device), world, train_set.fit, config)
     raw = model.module if isinstance(model, nn.DataParallel | DistributedDataParallel) else model
     called = cast(nn.Module, torch.compile(model)) if config.compile else model
 
@@ -121,6 +139,7 @@ def schedule(config: Config, steps: int) -> Callable[[int], float]:
 
 def train_epochs(run: Run, log: Log, stop: Stop) -> int:
     """Trains until `--epochs` or a signal, with a checkpoint after every epoch. Returns the exit code."""
+    log.say(header(run))
     if run.config.epochs == 0:
         save(run)
     elif run.epoch >= run.config.epochs:
@@ -139,19 +158,38 @@ def train_epochs(run: Run, log: Log, stop: Stop) -> int:
     return 0
 
 
+def header(run: Run) -> str:
+    """What trains where: network, parameters, ranks and devices, and how much of a batch each has."""
+    count = sum(parameter.numel() for parameter in run.raw.parameters())
+    size, devices = run.config.batch_size, ", ".join(str(device) for device in run.world.devices)
+    share = size // (run.world.size * len(run.world.devices))
+    where = f"{run.world.size} ranks, this one on {devices}" if run.world.size > 1 else devices
+    return f"{run.config.model}, {count:,} parameters; {run.world.mode} on {where}; batches of {size}, {share} on each"
+
+
 def train_epoch(run: Run, log: Log, stop: Stop) -> None:
     """Trains from `run.step` to the end of the epoch, or to the end of the step in which a signal came."""
-    began = time.perf_counter()
+    began, first = time.perf_counter(), run.step
     run.train.batches.begin(run.epoch, run.step)  # without the steps that a resumed epoch has behind it
     run.model.train()
     for images, labels in log.shown(run.train.loader, len(run.train.loader) - run.step):
         run.totals += train_step(run, images, labels)
         run.step += 1
+        told = run.config.log_every and run.step % run.config.log_every == 0
+        if told and not report_step(run, log, (time.perf_counter() - began) / (run.step - first)):
+            break
         if stop.agreed():
             break
     if run.world.device.type == "cuda":
         torch.cuda.synchronize(run.world.device)  # the steps are queued: the clock waits until they are done
     run.seconds += time.perf_counter() - began
+
+
+def report_step(run: Run, log: Log, seconds: float) -> bool:
+    """The line of `--log-every`, with what a step took. Returns whether the loss is still finite."""
+    loss, _, samples = run.world.sum(run.totals).tolist()
+    log.step(run.epoch + 1, run.step, len(run.train.loader), loss / samples, seconds)
+    return math.isfinite(loss)
 
 
 def train_step(run: Run, images: Tensor, labels: Tensor) -> Tensor:
