@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
+from ckpt_tools.fit.patterns.shipped import shipped_names
 from tests.support.samples import FIXTURES
 
 ROOT = Path(__file__).parents[1]
@@ -78,12 +79,13 @@ def test_the_version_has_its_section() -> None:
 
 
 def test_the_wheel_holds_the_package_only(wheel: Path) -> None:
-    """`train/`, `fixtures/`, `tests/` stay in the repository; the page's files and py.typed are there."""
+    """`train/`, `fixtures/`, `tests/` stay in the repository; the page's files, the shipped plans and py.typed are there."""
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"ckpt_tools"}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "ckpt_tools").rglob("*.py")}
     assert modules <= {name.replace("/", os.sep) for name in names}
     assert {f"ckpt_tools/render/page/report.{kind}" for kind in ("html", "css", "js")} | {"ckpt_tools/py.typed"} <= set(names)
+    assert {f"ckpt_tools/fit/families/{name}.toml" for name in shipped_names()} <= set(names)
 
 
 def test_the_installed_command(environment: Path, tmp_path: Path) -> None:
