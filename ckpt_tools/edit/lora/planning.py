@@ -163,7 +163,7 @@ class Planning:
             raise ConvertError(
                 f"{self.given}: {change.module!r} has {change.magnitude.numel} magnitudes for {outputs} outputs."
             )
-        is_twice = change.inner and self.adapter.version <= _TWICE
+        is_twice = change.inner and change.module.endswith("out_proj") and self.adapter.version <= _TWICE
         mica = self.adapter.config is not None and self.adapter.config.mica
         narrow = change.embedding or mica or name.endswith(_WEIGHTS[1])
         for is_narrow in (True, False) if is_twice else (narrow,):
