@@ -20,7 +20,6 @@ _KINDS = (
     (b"\x89PNG", "a PNG picture", ""),
     (b"\xff\xd8\xff", "a JPEG picture", ""),
     (b"%PDF", "a PDF document", ""),
-    (b"\x89HDF\r\n", "an HDF5 file (Keras or old TensorFlow weights)", ""),
     (b"\x7fELF", "a program", ""),
 )  # fmt: skip
 _AT_FOUR = {b"TFL3": "a TensorFlow Lite model", b"ET12": "an ExecuTorch program"}  # behind a flatbuffer's first offset

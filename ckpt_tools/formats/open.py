@@ -424,11 +424,12 @@ def _containers() -> Iterator[_Container]:
     yield torch_tar.sniff, torch_tar.decode
     yield plain_pickle.sniff, plain_pickle.decode
     yield numpy_files.sniff, numpy_files.decode_npy
-    from ckpt_tools.formats.frameworks import flax, gguf, onnx
+    from ckpt_tools.formats.frameworks import flax, gguf, keras, onnx
 
     yield gguf.sniff, gguf.decode
     yield onnx.sniff, onnx.decode
     yield flax.sniff, flax.decode
+    yield keras.sniff, keras.decode
 
 
 def begins_as_checkpoint(head: bytes) -> bool:

@@ -96,7 +96,6 @@ PACKED = {
     "xz": (lzma.compress(b"x" * 100), "an xz archive", "unxz"),
     "bzip2": (bz2.compress(b"x" * 100), "a bzip2 archive", "bunzip2"),
     "png": (b"\x89PNG\r\n\x1a\n" + zlib.compress(b"x"), "a PNG picture", ""),
-    "hdf5": (b"\x89HDF\r\n\x1a\n" + bytes(40), "an HDF5 file", ""),
     "tflite": (b"\x1c\0\0\0TFL3" + bytes(40), "a TensorFlow Lite model", "PyTorch weights"),
     "executorch": (b"\x30\0\0\0ET12" + bytes(40), "an ExecuTorch program", "PyTorch weights"),
 }

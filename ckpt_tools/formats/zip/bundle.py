@@ -32,6 +32,7 @@ from ckpt_tools.formats import (
     torchscript,
 )
 from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.frameworks import keras
 from ckpt_tools.formats.legacy import torch_legacy, torch_tar
 from ckpt_tools.formats.polyglots import refuse_polyglot
 from ckpt_tools.formats.sharded import Keys
@@ -57,6 +58,7 @@ _KINDS: tuple[tuple[Callable[[bytes], bool], _Decode], ...] = (
     (torch_tar.sniff, torch_tar.decode),
     (safetensors.sniff, safetensors.decode),
     (numpy_files.sniff, numpy_files.decode_npy),
+    (keras.sniff, keras.decode),  # in a .keras
 )
 
 

@@ -1,0 +1,147 @@
+"""Keras: `.weights.h5`, whole models in `.h5`, and the `model.weights.h5` in a `.keras`; any HDF5 file of plain arrays.
+
+    MUST   groups down to datasets of numbers: `layers/dense/vars/0` becomes `layers.dense.vars.0`
+    MUST   everything in the file itself: no links to other files, no data in them, no filter but those of HDF5 itself
+
+What lies in one run stays a range of the file; what is in chunks is read by h5py, a few rows at a time. Kernels stay as Keras
+has them: [in, out] and [h, w, in, out].
+
+Source: keras/src/saving/saving_lib.py (`H5IOStore`), h5py's low-level API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools import limits
+from ckpt_tools.errors import DamagedFileError, UnsupportedContainerError
+from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.io.content import CHUNK, Computed, Content, Range
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Reader
+from ckpt_tools.tree.dtypes import BY_NUMPY, DType
+from ckpt_tools.tree.nodes import Dict, Entry, Storage, check, contiguous_stride
+from ckpt_tools.values.numeric import swapped
+
+if TYPE_CHECKING:
+    import types
+
+_MAGIC = b"\x89HDF\r\n\x1a\n"
+_OWN_FILTERS = frozenset((1, 2, 3))  # deflate, shuffle, fletcher32: others are libraries that HDF5 would load
+_MAX_DEPTH = 100
+
+
+def sniff(head: bytes) -> bool:
+    """Whether a file that starts with these bytes is an HDF5."""
+    return head.startswith(_MAGIC)
+
+
+class _Stream(Reader):
+    """A source as h5py reads it."""
+
+    def readinto(self, buffer: Any, /) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _h5py() -> types.ModuleType:
+    try:
+        import h5py
+    except ImportError:
+        raise UnsupportedContainerError(
+            "This is an HDF5 file, as Keras writes, and h5py, which reads those, is not installed.",
+            fix="pip install 'ckpt_tools[keras]', or pip install h5py",
+        ) from None
+    module: types.ModuleType = h5py
+    return module
+
+
+def decode(source: Source) -> Decoded:
+    """Read the groups, and where the arrays are; no elements.
+
+    Raises:
+        UnsupportedContainerError: h5py is not installed; or data in other files. DamagedFileError: HDF5 cannot read it.
+    """
+    h5py = _h5py()
+    warnings: list[Warned] = []
+    try:
+        with h5py.File(_Stream(source), "r") as file:
+            items = list(_entries(h5py, file, source, warnings))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise DamagedFileError("HDF5 cannot read the file.", why=f"{str(error)[:200]}.") from None
+    made = Decoded("keras", Dict([*items], ordered=True), source, warnings=warnings)
+    made.storage_bytes = sum(entry.storage.nbytes for _, entry in items)
+    return made
+
+
+def _entries(h5py: Any, file: Any, source: Source, warnings: list[Warned]) -> Iterator[tuple[str, Entry]]:
+    """Every array under its dotted path; only what hard links lead to, each group once."""
+    pending: list[tuple[tuple[str, ...], Any]] = [((), file)]
+    seen: set[Any] = set()
+    budget = limits.budget(source.size)
+    while pending:
+        path, node = pending.pop()
+        if isinstance(node, h5py.Dataset):
+            if (entry := _entry(h5py, path, node, source, warnings)) is not None:
+                yield ".".join(path), entry
+            continue
+        address = h5py.h5o.get_info(node.id).addr
+        if address in seen or len(path) > _MAX_DEPTH:
+            raise DamagedFileError(f"The group {'/'.join(path)[:100]!r} of the HDF5 file holds itself, or is nested too deep.")
+        seen.add(address)
+        names = list(node)
+        budget.make(len(names) + 1, "The HDF5 file has more groups than one of its size can hold.")
+        for name in reversed(names):
+            if not isinstance(node.get(name, getlink=True), h5py.HardLink):
+                where = "/".join((*path, name))[:100]
+                raise UnsupportedContainerError(f"{where!r} is a link in the HDF5 file, which is not followed.")
+            pending.append(((*path, name), node[name]))
+
+
+def _entry(h5py: Any, path: tuple[str, ...], data: Any, source: Source, warnings: list[Warned]) -> Entry | None:
+    where = "/".join(path)
+    kind = data.dtype
+    dtype = BY_NUMPY.get(f"{kind.kind}{kind.itemsize}")
+    if dtype is None or data.shape is None:
+        if len(warnings) < _MOST_WARNINGS:
+            warnings.append(Warned("left-out", f"{where!r} is {str(kind)[:40]}, and is left out", "numbers"))
+        return None
+    settings = data.id.get_create_plist()
+    filters = {settings.get_filter(number)[0] for number in range(settings.get_nfilters())}
+    if data.is_virtual or settings.get_external_count() or not filters <= _OWN_FILTERS:
+        raise UnsupportedContainerError(f"{where!r} of the HDF5 file is in other files, or needs a library to be read.")
+    content = _content(data, path, source, dtype, big=kind.byteorder == ">")
+    storage = Storage(where, dtype, content.length, None, content)
+    entry = Entry(storage, dtype, tuple(data.shape), contiguous_stride(tuple(data.shape)), 0)
+    check(entry, repr(where))
+    return entry
+
+
+_MOST_WARNINGS = 20
+
+
+def _content(data: Any, path: tuple[str, ...], source: Source, dtype: DType, *, big: bool) -> Content:
+    """A range of the file where the elements lie in one run; else what h5py reads."""
+    offset, nbytes = data.id.get_offset(), int(data.size) * dtype.itemsize
+    if offset is not None and data.chunks is None and offset + nbytes <= source.size:
+        whole = Range(source, offset, nbytes)
+        return swapped(whole, dtype.swap_width) if big else whole
+    limits.INFLATED.check(nbytes, f"{'/'.join(path)!r} of the HDF5 file comes to {nbytes} bytes.", source.size)
+    return Computed(nbytes, lambda: _rows("/".join(path), source))
+
+
+def _rows(path: str, source: Source) -> Iterator[bytes]:
+    h5py = _h5py()
+    try:
+        with h5py.File(_Stream(source), "r") as file:
+            data = file[path]
+            kind = data.dtype.newbyteorder("<")
+            rows = max(1, CHUNK * data.shape[0] // max(data.nbytes, 1)) if data.shape else 0
+            for start in range(0, data.shape[0], rows) if data.shape else ():
+                yield data[start : start + rows].astype(kind).tobytes()
+            if not data.shape:
+                yield data[()].astype(kind).tobytes()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DamagedFileError(f"HDF5 cannot read {path!r}.", why=f"{str(error)[:200]}.") from None
