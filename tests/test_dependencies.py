@@ -45,7 +45,8 @@ def imported(folder: str) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("ckpt_tools", ["fast", "keras", "dev"]), ("train", ["train", "vision"]), ("fixtures", ["dev"]), ("tests", ["dev", "train"]),
+        ("ckpt_tools", ["fast", "keras", "dev"]), ("train", ["train", "vision"]), ("fixtures", ["dev"]),
+        ("tests", ["dev", "train"]),
         ("fuzz", ["dev"]), ("faults", ["dev"]), ("benchmarks", ["dev"]), ("docs", ["dev", "docs"]),
     ],
 )  # fmt: skip
@@ -59,7 +60,7 @@ def test_what_is_imported_is_declared(folder: str, extras: list[str]) -> None:
 
 
 def test_the_library_needs_no_extra() -> None:
-    """Without extras all is there but isal, which has a stand-in, h5py (Keras), cryptography (signatures), pytest (a plugin)."""
+    """Without extras all is there but isal, which has a stand-in, h5py (Keras), cryptography (signing), pytest (a plugin)."""
     homes = packages_distributions()
     missing = {
         name for name, _ in imported("ckpt_tools") if not declared() & {normal(home) for home in homes.get(name, [name])}
