@@ -25,6 +25,7 @@ from ckpt_tools.errors import (
     ContainerLimitError,
     ConvertError,
     NothingMatchedError,
+    ObjectsError,
     OutputError,
     OutputExistsError,
     UsageError,
@@ -175,6 +176,29 @@ def test_collisions_are_errors(tmp_path: Path) -> None:
     error = expect_refused(tmp_path, data, CollisionError, r"'module\.w' and 'w'", strip_module=True)
     assert "`rename=" in error.fix
     expect_refused(tmp_path, {"module.epoch": torch.ones(1), "epoch": 3}, CollisionError, strip_module=True)
+
+
+@pytest.mark.parametrize("option", ["strip_module", "unwrap"])
+def test_a_wrapper_around_a_part_is_said_with_the_option_that_works(tmp_path: Path, option: str) -> None:
+    """DataParallel on `features` alone, as in PyTorch's ImageNet example; it may also be the model's own name."""
+    parts = torch.nn.Sequential()
+    parts.add_module("features", torch.nn.DataParallel(torch.nn.Sequential(torch.nn.Linear(2, 2))))
+    _, report = run(tmp_path, parts.state_dict(), **{option: True})
+    (note,) = report.notes
+    assert "'features.module.0.weight' has it inside" in note.text
+    rule = note.text.split("`rename='")[1].split("'`")[0]
+    loaded, _ = run(tmp_path, parts.state_dict(), rename=[rule])
+    assert list(loaded) == ["features.0.weight", "features.0.bias"]
+
+
+def test_a_model_saved_whole_in_its_wrapper_names_the_command_that_works(tmp_path: Path) -> None:
+    """As `inspect` does."""
+    path = tmp_path / "whole.pth"
+    torch.save(torch.nn.DataParallel(torch.nn.Linear(2, 2)), path)
+    with pytest.raises(ObjectsError, match="--strip-module --objects plain"):
+        ckpt_tools.convert(path, tmp_path / "out.pth", strip_module=True)
+    ckpt_tools.convert(path, tmp_path / "out.pth", strip_module=True, objects="plain")
+    assert list(torch.load(tmp_path / "out.pth", weights_only=True)) == ["weight", "bias"]
 
 
 @pytest.mark.parametrize("option", [{"strip_module": True}, {"unwrap": True}, {"strip_prefix": "x."}])

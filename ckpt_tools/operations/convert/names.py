@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.renaming import Rename
 from ckpt_tools.errors import NothingMatchedError
@@ -71,7 +73,7 @@ class Names:
             if new == current and option.startswith("rename="):
                 raise NothingMatchedError(f"`{option}` changes no name.", fix="ckpt inspect --all FILE lists the names.")
             if new == current:
-                report.notes.append(Note("no-prefix", f"`{option}`: no name has the prefix; the names stay as they are."))
+                report.notes.append(Note("no-prefix", f"`{option}`: no name has the prefix; {_inside(option, current)}"))
             current = new
         self.known = dict(zip(old, current, strict=True))
 
@@ -84,3 +86,13 @@ class Names:
                 text = f"`{options[0]}`: {pair[0]!r} loses one 'module.', {pair[1]!r} more. "
                 fix = r"Where the model itself has a sub-module of that name, remove one only: `rename='^module\\.='`."
                 report.notes.append(Note("uneven-prefix", text + fix))
+
+
+def _inside(option: str, current: list[str]) -> str:
+    """What becomes of names of which none begins with the prefix: where one has it inside, the option that takes it out."""
+    wrapped = next((name for name in current if ".module." in name), None) if option in ("strip_module", "unwrap") else None
+    if wrapped is None:
+        return "the names stay as they are."
+    part = wrapped.partition(".module.")[0]
+    rule = rf"rename='^{re.escape(part)}\.module\.={part}.'"
+    return f"{wrapped!r} has it inside, as where DataParallel wrapped a part of the model: then `{rule}` takes it out."

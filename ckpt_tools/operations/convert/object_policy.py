@@ -13,8 +13,11 @@ from ckpt_tools.formats.open import Checkpoint, find_tensors
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import visit
+from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.modules import is_module
 from ckpt_tools.tree.nodes import Node, Where
+
+WRAPPER_CLASSES = ("torch.nn.parallel.data_parallel.DataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 
 
 def modules_first(root: Node, report: Converted) -> Node:
@@ -144,7 +147,10 @@ def _objects_error(checkpoint: Checkpoint, unknown: list[tuple[Where, str]], hid
     lines = [f"{dotted(where) or 'the root'}: {name}" for where, name in unknown]
     lines += [f"{name} (named by the pickle, not part of what it makes)" for name in hidden]
     more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
+    fix = "Choose with `objects`: 'plain' makes data of them, 'drop' leaves them out, 'keep' keeps them as they are."
+    if any(name in WRAPPER_CLASSES for _, name in unknown):
+        mended = mending("convert", str(checkpoint.path), "--strip-module --objects plain")
+        fix = f"A model was saved whole, inside its wrapper; its weights, by their plain names: {mended}"
     return ObjectsError(
-        f"{checkpoint.path} holds objects that are not plain data.", why="; ".join(lines[:8]) + more + ".",
-        fix="Choose with `objects`: 'plain' makes data of them, 'drop' leaves them out, 'keep' keeps them as they are.",
+        f"{checkpoint.path} holds objects that are not plain data.", why="; ".join(lines[:8]) + more + ".", fix=fix
     )  # fmt: skip
