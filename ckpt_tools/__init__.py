@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.convert.in_place import edit_in_place
     from ckpt_tools.operations.convert.report import Converted
     from ckpt_tools.operations.convert.run import convert
+    from ckpt_tools.operations.explain import Explanation, explain
     from ckpt_tools.operations.extract_lora import Extracted, extract_lora
     from ckpt_tools.operations.inspect import Description, inspect
     from ckpt_tools.operations.match import Matched, match
@@ -44,6 +45,7 @@ __all__ = [
     "Converted",
     "Description",
     "Difference",
+    "Explanation",
     "Extracted",
     "Matched",
     "Proved",
@@ -61,6 +63,7 @@ __all__ = [
     "convert",
     "diff",
     "edit_in_place",
+    "explain",
     "extract_lora",
     "inspect",
     "match",
@@ -84,6 +87,7 @@ _HOMES = {
     "Description": "operations.inspect",
     "Difference": "operations.compare.report",
     "Extracted": "operations.extract_lora",
+    "Explanation": "operations.explain",
     "Matched": "operations.match",
     "Proved": "operations.proved",
     "Repaired": "operations.repair.report",
@@ -100,6 +104,7 @@ _HOMES = {
     "diff": "operations.compare.differences",
     "edit_in_place": "operations.convert.in_place",
     "extract_lora": "operations.extract_lora",
+    "explain": "operations.explain",
     "inspect": "operations.inspect",
     "match": "operations.match",
     "open": "torch.steps",

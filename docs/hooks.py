@@ -11,6 +11,7 @@ import click
 from mkdocs.structure.files import File, Files
 
 from ckpt_tools.cli import main
+from ckpt_tools.cli.help import WHOLE
 
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = {
@@ -46,6 +47,7 @@ def commands() -> str:
 
 
 def _help(title: str, command: click.Command, context: click.Context) -> str:
+    context.meta[WHOLE] = True
     return f"## {title}\n\n```text\n{command.get_help(context)}\n```"
 
 

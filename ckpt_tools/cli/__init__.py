@@ -27,7 +27,7 @@ from ckpt_tools.text import did_you_mean
 # In the order of --help.
 COMMANDS = (
     "inspect", "show", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "extract-lora", "report",
-    "prove", "sign", "verify",
+    "prove", "sign", "verify", "explain",
 )  # fmt: skip
 # Commands whose module is in a room of its own, or another one's.
 _ROOMS = {
@@ -70,7 +70,7 @@ class _Group(click.Group):
         name = cmd_name.replace("-", "_")
         command = getattr(import_module(f"ckpt_tools.cli.{_ROOMS.get(name, name)}"), name)
         assert isinstance(command, click.Command)
-        if _LIMIT not in command.params:  # every command reads files
+        if _LIMIT not in command.params and cmd_name != "explain":  # every other command reads files
             command.params.append(_LIMIT)
         return command
 

@@ -9,7 +9,7 @@ import click
 from ckpt_tools.cli.options import BareOptions
 from ckpt_tools.tree.options import Options
 
-_ALL = "ckpt.help-all"
+WHOLE = "ckpt.help-all"  # in the meta of a context whose help is to have every option
 _REST = "Other"
 
 
@@ -54,11 +54,11 @@ class LongHelp(BareOptions):
 
 
 def _is_whole(ctx: click.Context) -> bool:
-    return _ALL in ctx.meta
+    return WHOLE in ctx.meta
 
 
 def _show_all(ctx: click.Context, _option: click.Parameter, asked: bool) -> None:
     if asked:
-        ctx.meta[_ALL] = True
+        ctx.meta[WHOLE] = True
         click.echo(ctx.get_help(), color=ctx.color)
         ctx.exit()

@@ -44,16 +44,16 @@ def scan(paths: tuple[Path, ...], show_all: bool, form: str, as_json: bool, jobs
         if form == "json":
             print_document(report.to_json())
         elif form == "text" and (show_all or len(files) == 1 or report.verdict != "nothing"):
-            from ckpt_tools.render.scanned import print_scanned
+            from ckpt_tools.render.safety.scanned import print_scanned
             from ckpt_tools.render.text import show
 
             show(partial(print_scanned, report))
     if form == "sarif":
-        from ckpt_tools.render.sarif import sarif
+        from ckpt_tools.render.safety.sarif import sarif
 
         print_document(sarif(reports))
     elif form == "text" and len(reports) > 1:
-        from ckpt_tools.render.scanned import print_counts
+        from ckpt_tools.render.safety.scanned import print_counts
         from ckpt_tools.render.text import show
 
         show(partial(print_counts, reports))

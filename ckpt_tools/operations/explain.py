@@ -1,0 +1,106 @@
+"""`ckpt explain`: the page for the words on a screen, or for the code of a finding. It needs no network."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from ckpt_tools.errors import NothingMatchedError, UsageError
+from ckpt_tools.text import did_you_mean
+
+MOST = 1 << 20  # characters of a message that are read; the last ones, where the error stands
+_WORD = re.compile(r"[a-z_]{2,}|'[^']'|'\\\\x[0-9a-f]{2}'")  # a quoted character is an invalid load key
+# What the models of the pages happen to be called says nothing about a message.
+_NAMES = frozenset(
+    ("conv", "fc", "weight", "bias", "net", "the", "of", "in", "to", "and", "is", "for", "from", "with", "or", "py")
+)
+_ENOUGH = 0.45  # of a page's words, by how rare they are
+_NEAR = 0.8  # of the best page's share, for the others that are named
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is known about a message or a code.
+
+    Attributes:
+        title: the message in PyTorch's own words, or the code.
+        text: Markdown: how it comes about, and the command that mends it.
+        page: where the text stands in the documentation.
+        score: how well the words fit, from 0 to 1; rare words count more.
+    """
+
+    title: str
+    text: str
+    page: str
+    score: float = 1.0
+
+
+def explain(words: str) -> list[Explanation]:
+    """The pages about a message, or about a finding's code: the best first, at least one.
+
+    Args:
+        words: the code, or the message as it stands on the screen, a whole traceback too.
+
+    Raises:
+        UsageError: no words. NothingMatchedError: no page is about them.
+    """
+    if not isinstance(words, str) or not words.strip():
+        raise UsageError("There are no words to explain.", fix="Give a message, or the code of a finding.")
+    known = _known()
+    if (code := words.strip().strip("[]")) in known["findings"]:
+        row = known["findings"][code]
+        return [Explanation(f"{code} ({row['severity']})", row["text"], "docs/check.md")]
+    found = _ranked(words[-MOST:], known["pages"])
+    if not found:
+        raise NothingMatchedError(f"No page is about {words.strip()[:80]!r}.", fix=_nearest(words.strip(), known))
+    return found
+
+
+def topics() -> list[tuple[str, str]]:
+    """Everything that `explain` knows: (code or message, where it stands), the messages first."""
+    known = _known()
+    return [(row["title"], row["page"]) for row in known["pages"]] + [(code, "docs/check.md") for code in known["findings"]]
+
+
+def _known() -> dict[str, Any]:
+    read = json.loads(files("ckpt_tools.operations").joinpath("explained.json").read_text("utf-8"))
+    return {"pages": read["pages"], "findings": {row["code"]: row for row in read["findings"]}}
+
+
+def _ranked(words: str, pages: Sequence[dict[str, str]]) -> list[Explanation]:
+    titles = [_words(page["title"]) for page in pages]
+    counts = Counter(word for title in titles for word in title)
+    weights = {word: math.log(1 + len(pages) / count) for word, count in counts.items()}
+    given = _words(words)
+    rows = []
+    for page, title in zip(pages, titles, strict=True):
+        texts = [title, _words(page["shown"])] if "Error" in page["shown"] else [title]
+        rows.append((max(_fit(text, given, weights) for text in texts), page))
+    rows.sort(key=lambda row: row[0], reverse=True)  # of equal ones the first stays first: the index begins with the commonest
+    enough = max(_ENOUGH, rows[0][0][0] * _NEAR)
+    found = [Explanation(page["title"], page["text"], page["page"], fit[0]) for fit, page in rows if fit[0] >= enough]
+    return found[:_SHOWN]
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(_WORD.findall(text.lower().replace("in <module>", ""))) - _NAMES  # of a traceback's lines
+
+
+def _fit(page: Collection[str], given: Collection[str], weights: Mapping[str, float]) -> tuple[float, float]:
+    """How well a page fits: the share of its words that are given (of a traceback) or of the given words that it has (of a
+    few words), each word by its weight; and the weight of those in common."""
+    common = sum(weights.get(word, 0.0) for word in page if word in given)
+    wanted = sum(weights.get(word, 0.0) for word in page), sum(weights.get(word, 0.0) for word in given)
+    return round(max((common / total for total in wanted if total), default=0.0), 2), common
+
+
+def _nearest(words: str, known: dict[str, Any]) -> str:
+    near = did_you_mean(words, known["findings"]) if " " not in words else ""
+    return f"{near} `ckpt explain` without words lists what there is.".strip()

@@ -1,0 +1,1 @@
+"""What `ckpt scan` found: as text, and as SARIF."""

@@ -1,0 +1,95 @@
+"""The page for the words on a screen is found, whatever the model's own names are."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+import ckpt_tools
+from ckpt_tools.cli import main
+from ckpt_tools.errors import NothingMatchedError, UsageError
+from ckpt_tools.operations.explain import topics
+from ckpt_tools.tree.findings import CODES
+from docs.explained import PLACE, document, pages
+
+MESSAGES = {
+    "module-prefix": [
+        'Missing key(s) in state_dict: "layer1.0.bn1.weight". Unexpected key(s) in state_dict: "module.layer1.0.bn1.weight"',
+        'RuntimeError: Error(s) in loading state_dict for ResNet:\n\tMissing key(s) in state_dict: "features.0.weight". \n\t'
+        'Unexpected key(s) in state_dict: "module.features.0.weight".',
+    ],
+    "size-mismatch": [
+        "size mismatch for fc.weight",
+        "RuntimeError: Error(s) in loading state_dict for ResNet:\n\tsize mismatch for classifier.weight: copying a param with "
+        "shape torch.Size([1000, 512]) from checkpoint, the shape in current model is torch.Size([7, 512]).",
+    ],
+    "orig-mod-prefix": ['Unexpected key(s) in state_dict: "_orig_mod.layer.weight"'],
+    "cuda-device": ["RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False."],
+    "device-tag": ["don't know how to restore data location of torch.storage.UntypedStorage (tagged with hpu:0)"],
+    "no-module-named-models": ["ModuleNotFoundError: No module named 'models.yolo'", "No module named 'utils'"],
+    "model-optim-rng": ["ModuleNotFoundError: No module named 'megatron'"],
+    "windows-path": ["NotImplementedError: cannot instantiate 'WindowsPath' on your system"],
+    "lfs-pointer": ["_pickle.UnpicklingError: invalid load key, 'v'."],
+    "html-page": ["_pickle.UnpicklingError: invalid load key, '<'."],
+    "newly-initialized": [
+        "Some weights of Bert were not initialized from the model checkpoint at bert and are newly initialized: ['qa']",
+    ],
+    "out-of-memory": ["torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"],
+    "state-dict-is-no-model": ["AttributeError: 'dict' object has no attribute 'to'"],
+    "cant-get-attribute": ["AttributeError: Can't get attribute 'MyModel' on <module '__main__' from 'x.py'>"],
+    "safetensors-header": ["safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer"],
+}
+
+
+@pytest.mark.parametrize(("page", "message"), [(page, message) for page, rows in MESSAGES.items() for message in rows])
+def test_a_message_finds_its_page(page: str, message: str) -> None:
+    """The message alone, and at the end of a traceback of other words, finds its page first."""
+    traceback = f"Traceback (most recent call last):\n  File 'train.py', line 3, in <module>\n    run(loader)\n{message}\n"
+    for words in (message, traceback):
+        assert ckpt_tools.explain(words)[0].page == f"docs/howto/{page}.md"
+
+
+def test_every_page_is_found_by_its_title() -> None:
+    """The title of every page finds it."""
+    for page in pages():
+        assert ckpt_tools.explain(page["title"])[0].page == page["page"]
+
+
+def test_every_code_is_explained() -> None:
+    """Each code that check may say has its row, with and without brackets."""
+    for code in CODES:
+        (found,) = ckpt_tools.explain(f"[{code}]")
+        assert found.title.startswith(f"{code} (")
+        assert found == ckpt_tools.explain(code)[0]
+    assert {code for code, page in topics() if page == "docs/check.md"} >= CODES
+
+
+def test_what_is_known_is_what_the_docs_say() -> None:
+    """The file in the package is the one that the pages give: python -m docs.explained writes it."""
+    assert PLACE.read_text("utf-8") == document()
+
+
+def test_other_words() -> None:
+    """Words of no page are said to be that, a code with a typing error gets the near one, none are refused."""
+    with pytest.raises(NothingMatchedError, match="blargh"):
+        ckpt_tools.explain("blargh zonk")
+    with pytest.raises(NothingMatchedError, match="wrapper-prefix"):
+        ckpt_tools.explain("wraper-prefix")
+    for nothing in ("", " \n"):
+        with pytest.raises(UsageError):
+            ckpt_tools.explain(nothing)
+
+
+def test_the_command() -> None:
+    """From arguments and from a pipe; on a terminal it is drawn; without words there is a list."""
+    given = CliRunner().invoke(main, ["explain", "size", "mismatch", "for", "fc.weight"])
+    piped = CliRunner().invoke(main, ["explain"], input="size mismatch for fc.weight")
+    assert given.exit_code == piped.exit_code == 0
+    assert given.output == piped.output
+    assert "ckpt convert ten.pth three.pth --like like.pth" in given.output
+    listed = CliRunner().invoke(main, ["explain"], input="").output
+    assert "wrapper-prefix (docs/check.md)\n" in listed
+    drawn = CliRunner().invoke(main, ["explain", "wrapper-prefix"], env={"FORCE_COLOR": "1", "COLUMNS": "80"}).output
+    assert "names start with" in drawn
+    assert "# wrapper" not in drawn
+    assert CliRunner().invoke(main, ["explain", "blargh"]).exit_code == 3
