@@ -16,6 +16,7 @@ from ckpt_tools.text import did_you_mean
 
 MOST = 1 << 20  # characters of a message that are read; the last ones, where the error stands
 _WORD = re.compile(r"[a-z_]{2,}|'[^']'|'\\\\x[0-9a-f]{2}'")  # a quoted character is an invalid load key
+_PLACES = re.compile(r"^(?:Traceback \(.*|  File .*(?:\n    .*)*)$", re.MULTILINE)  # of a traceback: where it was, not what
 # What the models of the pages happen to be called says nothing about a message.
 _NAMES = frozenset(
     ("conv", "fc", "weight", "bias", "net", "the", "of", "in", "to", "and", "is", "for", "from", "with", "or", "py")
@@ -90,7 +91,7 @@ def _ranked(words: str, pages: Sequence[dict[str, str]]) -> list[Explanation]:
 
 
 def _words(text: str) -> frozenset[str]:
-    return frozenset(_WORD.findall(text.lower().replace("in <module>", ""))) - _NAMES  # of a traceback's lines
+    return frozenset(_WORD.findall(_PLACES.sub("", text).lower())) - _NAMES
 
 
 def _fit(page: Collection[str], given: Collection[str], weights: Mapping[str, float]) -> tuple[float, float]:

@@ -44,7 +44,7 @@ MESSAGES = {
 @pytest.mark.parametrize(("page", "message"), [(page, message) for page, rows in MESSAGES.items() for message in rows])
 def test_a_message_finds_its_page(page: str, message: str) -> None:
     """The message alone, and at the end of a traceback of other words, finds its page first."""
-    traceback = f"Traceback (most recent call last):\n  File 'train.py', line 3, in <module>\n    run(loader)\n{message}\n"
+    traceback = f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    run(loader)\n{message}\n'
     for words in (message, traceback):
         assert ckpt_tools.explain(words)[0].page == f"docs/howto/{page}.md"
 

@@ -121,7 +121,7 @@ def test_plain_environments() -> None:
 
 
 @pytest.mark.parametrize("terminal", [{}, {"FORCE_COLOR": "1", "COLUMNS": "80"}], ids=["pipe", "terminal"])
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("report", "prove", "explain")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("report", "prove", "explain", "sign", "verify")])
 def test_names_that_the_terminal_cannot_show(name: str, terminal: dict[str, str], tmp_path: Path) -> None:
     """Where the encoding lacks a letter, in a file's name or a tensor's, it is escaped, and nothing fails."""
     path, out = tmp_path / "caf\u00e9.pth", tmp_path / "\u00fc.pth"
@@ -183,6 +183,8 @@ QUIET: dict[str, list[tuple[int, list[str]]]] = {
     "repair": [(0, ["single.pth", "OUT"]), (3, ["none.pth", "OUT"])],
     "diff": [(0, ["single.pth", "single.pth"]), (1, ["ddp.pth", "single.pth"]), (3, ["none.pth", "single.pth"])],
     "average": [(0, ["single.pth", "single.pth", "OUT"]), (3, ["none.pth", "single.pth", "OUT"])],
+    "sign": [(3, ["none.pth", "--key", "none.pth"])],
+    "verify": [(3, ["none.pth", "--key", "none.pth"])],
     "prove": [(3, ["none.pth", "single.pth", "--model", "fixtures.make:network", "--input", "1x4"])],
     "extract-lora": [
         (3, ["none.pth", "single.pth", "OUT", "--rank", "1"]),

@@ -122,7 +122,7 @@ class _Reader:
         if code in _FIXED_EXTENSIONS:
             return self._extension(_FIXED_EXTENSIONS[code], depth)
         if code not in _SIZED:
-            raise DamagedFileError(f"The msgpack file holds the byte {code:#x}, which is no value, at {self.cursor.at - 1}.")
+            raise DamagedFileError(f"The msgpack file holds the byte {code:#x} where a value begins, at {self.cursor.at - 1}.")
         kind, width = _SIZED[code]
         size = self.cursor.number(width)
         if kind == "bytes":

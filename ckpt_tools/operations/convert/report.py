@@ -53,8 +53,8 @@ class Converted:
         objects: every object that was exchanged or dropped.
         devices: "from -> to": number of storages.
         dequantised: number of plain tensors made of quantised ones, by "scheme -> dtype".
-        casts: number of tensors cast, by "from -> to". overflowed, underflowed: path -> finite values that
-            became infinite, values that became zero.
+        casts: number of tensors cast, by "from -> to". overflowed, underflowed, saturated: path -> finite values that
+            became infinite, values that became zero, values that became the largest number of an fp8 type.
         optimizer_names: how many `param_names` changed.
         aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
         compacted: storages that were cut down to what their tensors use; saved: the bytes that this saves.
