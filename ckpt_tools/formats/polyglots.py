@@ -41,14 +41,14 @@ def _kinds(head: bytes) -> Iterator[str]:
         yield "a zip archive"
     if is_tar(head):
         yield _TAR
-    if head[8:9] == b"{" and not (head[:8].isascii() and head[:8].decode().isprintable()):
+    if head.startswith(b"GGUF"):  # of 123 tensors, it has a brace where a safetensors file has its first
+        yield _GGUF
+    elif head[8:9] == b"{" and not (head[:8].isascii() and head[:8].decode().isprintable()):
         yield _SAFETENSORS
     elif head.lstrip().startswith(b"{"):
         yield "JSON"
     if head.startswith(b"\x93NUMPY"):
         yield "a .npy file"
-    if head.startswith(b"GGUF"):
-        yield _GGUF
     if head[:1] in _MAPS:
         from ckpt_tools.formats.frameworks import flax
 

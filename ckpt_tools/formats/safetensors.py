@@ -54,7 +54,10 @@ def sniff(head: bytes) -> bool:
     """Whether a file that starts with these bytes may be a safetensors file.
 
     Eight printable characters are not a length but text: a JSON error body can have its second brace there.
+    A GGUF of 123 tensors has one there, too; as a length its first bytes are gigabytes.
     """
+    if head.startswith(b"GGUF"):
+        return False
     return len(head) >= 9 and head[8:9] == b"{" and not (head[:8].isascii() and head[:8].decode().isprintable())
 
 

@@ -28,6 +28,7 @@ from ckpt_tools.errors import (
     UnsupportedContainerError,
     UsageError,
 )
+from ckpt_tools.formats.safetensors import GGUF_TYPES
 from tests.hostile.refusals import expect_refused, write
 from tests.support.samples import FIXTURES
 
@@ -270,6 +271,24 @@ def test_odd_and_whole(tmp_path: Path) -> None:
     assert (found.metadata["k"], found.metadata["none"]) == ("a\\xffb", "[]")
     assert [finding.code for finding in found.findings if finding.severity == "warning"] == ["not-utf-8"]
     assert ckpt_tools.inspect(write(tmp_path, gguf(), "none.gguf")).totals["tensors"] == 0
+
+
+def test_as_many_tensors_as_a_brace_is(tmp_path: Path) -> None:
+    """The number of tensors stands where a safetensors file has its brace: 123 of them are a GGUF, and nothing else."""
+    data = gguf(*(tensor(b"%d" % number, offset=32 * number) for number in range(123)), data=123 * 32)
+    assert data[8:9] == b"{"
+    assert ckpt_tools.inspect(write(tmp_path, data, "x.gguf")).totals["tensors"] == 123
+
+
+@pytest.mark.parametrize("types", [b"[1", b"5", b"[" * 5000])
+def test_types_that_the_file_made_up(types: bytes, tmp_path: Path) -> None:
+    """A key under the name by which ours are kept is text like any other, also in a model of several files."""
+    for number in range(2):
+        said = {b"split.count": b"2", b"split.no": b"%d" % number, GGUF_TYPES.encode(): types}
+        keys = tuple(key(name, 8, text(value)) for name, value in said.items())
+        write(tmp_path, gguf(tensor(b"%d" % number), keys=keys), f"x-0000{number + 1}-of-00002.gguf")
+    made = ckpt_tools.convert(tmp_path / "x-00001-of-00002.gguf", tmp_path / "out.gguf")
+    assert made and ckpt_tools.inspect(tmp_path / "out.gguf").totals["tensors"] == 2
 
 
 def test_a_pickle_in_the_header_is_two_files(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from ckpt_tools.formats.safetensors import GGUF_TYPES, restore_aliases, restore_
 from ckpt_tools.formats.sharded import DecodeFile, joined, own_metadata, partly, places_of, read_shard, renewed
 from ckpt_tools.io.content import Computed, Content, Range
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import MAX_DIMENSIONS, MAX_ELEMENTS, Dict, Entry, Storage, as_dict, check, contiguous_stride
@@ -242,6 +243,15 @@ def _entry(key: str, info: _Info, source: Source, start: int, *, big: bool) -> E
     return entry
 
 
+def types_in(metadata: Mapping[str, str]) -> dict[str, str]:
+    """The types of the keys that are not text; a file may have put anything there."""
+    try:
+        found = load_json(metadata.get(GGUF_TYPES, "{}"))
+    except ValueError:
+        return {}
+    return {key: kind for key, kind in found.items() if isinstance(kind, str)} if isinstance(found, dict) else {}
+
+
 def stored_types(encodings: Mapping[str, str]) -> list[Warned]:
     """What tensors are stored as, where that is another type than they are read as."""
     if not encodings:
@@ -306,7 +316,6 @@ def decode_splits(names: Sequence[str], files: Files, decode_file: DecodeFile, *
 
 def _without_splits(metadata: Mapping[str, str]) -> dict[str, str]:
     """The keys of a model that is whole."""
-    types = json.loads(metadata.get(GGUF_TYPES, "{}"))
-    kept = {key: kind for key, kind in types.items() if not key.startswith("split.")}
+    kept = {key: kind for key, kind in types_in(metadata).items() if not key.startswith("split.")}
     texts = {key: text for key, text in metadata.items() if not key.startswith("split.") and key != GGUF_TYPES}
     return texts | ({GGUF_TYPES: json.dumps(kept, separators=(",", ":"))} if kept else {})

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools.errors import ContainerLimitError
-from ckpt_tools.formats.frameworks.gguf import ARRAY, MAGIC, NUMBERS, STRING
+from ckpt_tools.formats.frameworks.gguf import ARRAY, MAGIC, NUMBERS, STRING, types_in
 from ckpt_tools.formats.safetensors import GGUF_TYPES
 from ckpt_tools.io.content import Content, Literal, Piece
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.ggml.types import BY_NAME, BlockType
 
@@ -90,20 +89,12 @@ def _alignment(metadata: Mapping[str, str]) -> int:
 
 def _keys(metadata: Mapping[str, str]) -> list[bytes]:
     """The keys with their types and values."""
-    types = _types(metadata)
+    types = types_in(metadata)
     return [
         _text(key, key) + _value(types.get(key, "string"), key, text)
         for key, text in metadata.items()
         if key not in (GGUF_TYPES, OF_THE_INPUT) and (key, text) != ("format", "pt")  # which a safetensors header needs
     ]
-
-
-def _types(metadata: Mapping[str, str]) -> dict[str, str]:
-    try:
-        found = load_json(metadata.get(GGUF_TYPES, "{}"))
-    except ValueError:
-        return {}
-    return {key: kind for key, kind in found.items() if isinstance(kind, str)} if isinstance(found, dict) else {}
 
 
 def _value(kind: str, key: str, text: str) -> bytes:
