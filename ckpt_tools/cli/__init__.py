@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise, takewhile
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -24,10 +24,13 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError
 from ckpt_tools.text import did_you_mean
 
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
 # In the order of --help.
 COMMANDS = (
     "inspect", "show", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "extract-lora", "report",
-    "prove", "sign", "verify", "explain",
+    "prove", "sign", "verify", "explain", "help",
 )  # fmt: skip
 # Commands whose module is in a room of its own, or another one's.
 _ROOMS = {
@@ -70,7 +73,7 @@ class _Group(click.Group):
         name = cmd_name.replace("-", "_")
         command = getattr(import_module(f"ckpt_tools.cli.{_ROOMS.get(name, name)}"), name)
         assert isinstance(command, click.Command)
-        if _LIMIT not in command.params and cmd_name != "explain":  # every other command reads files
+        if _LIMIT not in command.params and cmd_name not in ("explain", "help"):  # every other command reads files
             command.params.append(_LIMIT)
         return command
 
@@ -91,9 +94,17 @@ class _Group(click.Group):
             raise
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in COMMANDS and not ctx.resilient_parsing:
-            ctx.fail(f"No such command {args[0]!r}. {did_you_mean(args[0], COMMANDS)}".rstrip())
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            if _is_there(args[0]):
+                args = ["inspect", *args]
+            elif not ctx.resilient_parsing:
+                ctx.fail(f"No command and no file is called {args[0]!r}. {did_you_mean(args[0], COMMANDS)}".rstrip())
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem  # click itself imports it only where a shell asks
+
+        return super().shell_complete(ctx, incomplete) or [CompletionItem(incomplete, type="file")]
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -150,6 +161,13 @@ class _Group(click.Group):
         self.print_failure(_interrupted_document, None)
         with _telling():
             click.echo("Interrupted.", err=True)
+
+
+def _is_there(text: str) -> bool:
+    """Whether something is called so that `inspect` can be asked about: a file, a folder, an address."""
+    from ckpt_tools.io.output import is_address
+
+    return os.path.lexists(text) or is_address(text)
 
 
 def _error_document(error: CkptError) -> dict[str, Any]:
@@ -235,4 +253,6 @@ def main() -> None:
     \b
     ckpt inspect model.pth
     ckpt convert in.pth out.pth --strip-module
+
+    `ckpt FILE` is `ckpt inspect FILE`, and `ckpt help COMMAND` is `ckpt COMMAND --help`.
     """

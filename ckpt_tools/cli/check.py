@@ -23,7 +23,7 @@ from ckpt_tools.io.output import is_address
 _JOBS = 4
 
 
-@click.command()
+@click.command(short_help="Read every byte once: is it whole, and does it load?")
 @click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="PATH...")
 @click.option("--values", is_flag=True, help="Count NaN and infinite values; find zeros, garbage, heads never trained.")
 @click.option("--digest", is_flag=True, help="Take a SHA-256 of every tensor, the same in .pth and .safetensors.")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.convert.report import Converted
 
 
-@click.command(cls=LongHelp, record=ConvertOptions)
+@click.command(cls=LongHelp, record=ConvertOptions, short_help="Write IN as OUT with other names, devices, dtypes.")
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
 @options_of(ConvertOptions)

@@ -7,7 +7,7 @@ import sys
 import click
 
 
-@click.command()
+@click.command(short_help="Find the page for a message on your screen.")
 @click.argument("words", nargs=-1, metavar="[CODE|MESSAGE]...")
 def explain(words: tuple[str, ...]) -> None:
     """Find the page for the words on your screen: PyTorch's message, or the code of a finding.

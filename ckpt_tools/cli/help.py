@@ -1,4 +1,4 @@
-"""The help of a command with many options: short, with those that are used most, or whole, in parts."""
+"""`ckpt help`; and the help of a command with many options: short, with those that are used most, or whole, in parts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from ckpt_tools.cli.options import BareOptions
+from ckpt_tools.text import did_you_mean
 from ckpt_tools.tree.options import Options
 
 WHOLE = "ckpt.help-all"  # in the meta of a context whose help is to have every option
@@ -62,3 +63,34 @@ def _show_all(ctx: click.Context, _option: click.Parameter, asked: bool) -> None
         ctx.meta[WHOLE] = True
         click.echo(ctx.get_help(), color=ctx.color)
         ctx.exit()
+
+
+def _complete_commands(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
+    return [name for name in _group(ctx).list_commands(ctx) if name.startswith(incomplete)]
+
+
+def _group(ctx: click.Context) -> click.Group:
+    assert ctx.parent is not None
+    assert isinstance(ctx.parent.command, click.Group)
+    return ctx.parent.command
+
+
+@click.command()
+@click.argument("name", metavar="[COMMAND]", required=False, shell_complete=_complete_commands)
+@click.pass_context
+def help(ctx: click.Context, name: str | None) -> None:
+    """Show the help of a command, as COMMAND --help does.
+
+    \b
+    ckpt help convert
+    """
+    group, top = _group(ctx), ctx.parent
+    assert top is not None
+    if name is None:
+        click.echo(top.get_help(), color=ctx.color)
+        return
+    command = group.get_command(top, name)
+    if command is None:
+        raise click.UsageError(f"No such command {name!r}. {did_you_mean(name, group.list_commands(top))}".rstrip(), ctx)
+    with click.Context(command, top, name) as asked:
+        click.echo(command.get_help(asked), color=ctx.color)

@@ -18,7 +18,7 @@ from ckpt_tools.cli.options import (
 from ckpt_tools.operations.options import MatchOptions
 
 
-@click.command()
+@click.command(short_help="Show which tensor of IN is which tensor of TARGET.")
 @click.argument("source", metavar="IN", type=LOCATION)
 @options_of(
     MatchOptions,

@@ -18,7 +18,7 @@ from ckpt_tools.cli.options import (
 )
 
 
-@click.command()
+@click.command(short_help="Save what is whole in a damaged checkpoint.")
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
 @click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors as they are, with zeros for what is missing of them.")

@@ -12,7 +12,7 @@ import click
 from ckpt_tools.cli.options import LOCATION
 
 
-@click.command()
+@click.command(short_help="Show for every file below PATH whether it is safe to load.")
 @click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="PATH...")
 @click.option("--all", "show_all", is_flag=True, help="List files that hold nothing to run, too.")
 @click.option(

@@ -244,6 +244,49 @@ def test_help_has_an_example_and_every_option() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_a_command_too(name: str) -> None:
+    """`ckpt help COMMAND` prints what `ckpt COMMAND --help` does."""
+    assert (told := ckpt("help", name)).exit_code == 0
+    assert told.output == ckpt(name, "--help").output
+
+
+def test_the_list_of_commands_is_not_cut() -> None:
+    """What `ckpt --help` says of each command fits on a line of 80 columns."""
+    assert "..." not in CliRunner().invoke(main, ["--help"], terminal_width=80).output.partition("\nCommands:")[2]
+
+
+def test_help_of_nothing_and_of_no_command() -> None:
+    """`ckpt help` is `ckpt --help`, a typing error gets what is near."""
+    assert ckpt("help").output == ckpt("--help").output
+    assert (told := ckpt("help", "convrt")).exit_code == 2
+    assert "No such command 'convrt'. Did you mean 'convert'?" in told.output
+
+
+def test_a_file_alone_is_inspected(training_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ckpt FILE` is `ckpt inspect FILE`, of a folder and with options too; what is nowhere is said so."""
+    for given in ([training_file], [training_file, "--json"], [training_file.parent, "--all"]):
+        assert ckpt(*given).output == ckpt("inspect", *given).output != ""
+    monkeypatch.chdir(training_file.parent)
+    assert (told := ckpt("inspekt")).exit_code == 2
+    assert "No command and no file is called 'inspekt'. Did you mean 'inspect'?" in told.output
+
+
+def test_an_address_alone_is_inspected() -> None:
+    """`ckpt ADDRESS` is `ckpt inspect ADDRESS`."""
+    given = "nowhere://bucket/model.pth"
+    assert (told := ckpt(given)).exit_code == 3
+    assert told.output == ckpt("inspect", given).output
+
+
+def test_a_file_called_like_a_command_stays_the_command(training_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ckpt check` is the command where a file `check` lies about; `ckpt ./check` is the file."""
+    training_file.rename(training_file.with_name("check"))
+    monkeypatch.chdir(training_file.parent)
+    assert ckpt("check").exit_code == 2
+    assert ckpt("./check").output.startswith("check\ncontainer ")
+
+
 def test_version() -> None:
     """`ckpt --version` and `python -m ckpt_tools` agree on the name."""
     assert shell("--version").stdout.startswith("ckpt, version 0.1.0")

@@ -36,6 +36,9 @@ def offered(words: str, folder: Path = FIXTURES, shell: str = "bash") -> list[st
     ("words", "expected"),
     [
         ("ckpt dif", ["diff"]),
+        ("ckpt help dif", ["diff"]),
+        ("ckpt sing", ["sing"]),
+        ("ckpt single.pth --filter fc1", ["fc1.weight", "fc1.bias"]),
         ("ckpt convert training.pth out.pth --select mo", ["model"]),
         ("ckpt convert --strip-module training.pth out.pth --drop opt", ["optimizer", "optimizer.state"]),
         ("ckpt inspect single.pth --filter fc1", ["fc1.weight", "fc1.bias"]),

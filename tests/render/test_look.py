@@ -120,8 +120,11 @@ def test_plain_environments() -> None:
     assert "\x1b" not in done.stdout + done.stderr
 
 
+UNSHOWN = ("report", "prove", "explain", "sign", "verify", "help")  # these print no name of a tensor from a file alone
+
+
 @pytest.mark.parametrize("terminal", [{}, {"FORCE_COLOR": "1", "COLUMNS": "80"}], ids=["pipe", "terminal"])
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("report", "prove", "explain", "sign", "verify")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in UNSHOWN])
 def test_names_that_the_terminal_cannot_show(name: str, terminal: dict[str, str], tmp_path: Path) -> None:
     """Where the encoding lacks a letter, in a file's name or a tensor's, it is escaped, and nothing fails."""
     path, out = tmp_path / "caf\u00e9.pth", tmp_path / "\u00fc.pth"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.proved import Proved
 
 
-@click.command()
+@click.command(short_help="Run OLD and NEW in their models: do they compute the same?")
 @click.argument("old", metavar="OLD", type=LOCATION)
 @click.argument("new", metavar="NEW", type=LOCATION)
 @click.option(

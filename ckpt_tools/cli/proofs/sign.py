@@ -43,7 +43,7 @@ def sign(path: Path, key: Path, output: Path | None, overwrite: bool, quiet: boo
         print_signed(report)
 
 
-@click.command()
+@click.command(short_help="Are the tensors of FILE those that were signed?")
 @click.argument("path", metavar="FILE", type=LOCATION)
 @click.option("--key", cls=Once, required=True, type=LOCATION, metavar="PUBLIC.pem", help="The Ed25519 public key.")
 @click.option("--signature", cls=Once, type=LOCATION, metavar="SIGNATURE", help="What ckpt sign wrote [FILE.sig].")
