@@ -12,11 +12,12 @@ Source: keras/src/saving/saving_lib.py (`H5IOStore`), h5py's low-level API.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError, UnsupportedContainerError
-from ckpt_tools.formats.base import Decoded, Warned
+from ckpt_tools.formats.base import Decoded, Warned, repeated
 from ckpt_tools.io.content import CHUNK, Computed, Content, Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _OWN_FILTERS = frozenset((1, 2, 3))  # deflate, shuffle, fletcher32: others are libraries that HDF5 would load
 _MAX_DEPTH = 100
+_MOST_AT_ONCE = 32 << 20  # bytes of an array that HDF5 is asked for in one go, in a file that has not more itself
+_ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError)  # what h5py makes of damaged bytes
 
 
 def sniff(head: bytes) -> bool:
@@ -69,8 +72,10 @@ def decode(source: Source) -> Decoded:
     try:
         with h5py.File(_Stream(source), "r") as file:
             items = list(_entries(h5py, file, source, warnings))
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+    except _ERRORS as error:
         raise DamagedFileError("HDF5 cannot read the file.", why=f"{str(error)[:200]}.") from None
+    if (twice := repeated(items)) is not None:
+        raise DamagedFileError(f"Two arrays of the file would be called {twice!r}.", why="A name in it has a dot.")
     made = Decoded("keras", Dict([*items], ordered=True), source, warnings=warnings)
     made.storage_bytes = sum(entry.storage.nbytes for _, entry in items)
     return made
@@ -84,8 +89,11 @@ def _entries(h5py: Any, file: Any, source: Source, warnings: list[Warned]) -> It
     while pending:
         path, node = pending.pop()
         if isinstance(node, h5py.Dataset):
+            budget.take(limits.TEXT_BYTES, sum(map(len, path)), "The HDF5 file has longer names than any has.")
             if (entry := _entry(h5py, path, node, source, warnings)) is not None:
                 yield ".".join(path), entry
+            continue
+        if not isinstance(node, h5py.Group):  # a type with a name
             continue
         address = h5py.h5o.get_info(node.id).addr
         if address in seen or len(path) > _MAX_DEPTH:
@@ -112,7 +120,7 @@ def _entry(h5py: Any, path: tuple[str, ...], data: Any, source: Source, warnings
     filters = {settings.get_filter(number)[0] for number in range(settings.get_nfilters())}
     if data.is_virtual or settings.get_external_count() or not filters <= _OWN_FILTERS:
         raise UnsupportedContainerError(f"{where!r} of the HDF5 file is in other files, or needs a library to be read.")
-    content = _content(data, path, source, dtype, big=kind.byteorder == ">")
+    content = _content(h5py, data, where, source, dtype)
     storage = Storage(where, dtype, content.length, None, content)
     entry = Entry(storage, dtype, tuple(data.shape), contiguous_stride(tuple(data.shape)), 0)
     check(entry, repr(where))
@@ -122,26 +130,57 @@ def _entry(h5py: Any, path: tuple[str, ...], data: Any, source: Source, warnings
 _MOST_WARNINGS = 20
 
 
-def _content(data: Any, path: tuple[str, ...], source: Source, dtype: DType, *, big: bool) -> Content:
-    """A range of the file where the elements lie in one run; else what h5py reads."""
+def _content(h5py: Any, data: Any, where: str, source: Source, dtype: DType) -> Content:
+    """A range of the file where the elements lie in one run, as they are; else what h5py reads."""
     offset, nbytes = data.id.get_offset(), int(data.size) * dtype.itemsize
-    if offset is not None and data.chunks is None and offset + nbytes <= source.size:
+    # NumPy's type is the next larger one where HDF5's has other fields: bfloat16, numbers of 12 bits in 16
+    as_it_is = data.id.get_type() == h5py.h5t.py_create(data.dtype, logical=True)
+    if offset is not None and data.chunks is None and as_it_is and offset + nbytes <= source.size:
         whole = Range(source, offset, nbytes)
-        return swapped(whole, dtype.swap_width) if big else whole
-    limits.INFLATED.check(nbytes, f"{'/'.join(path)!r} of the HDF5 file comes to {nbytes} bytes.", source.size)
-    return Computed(nbytes, lambda: _rows("/".join(path), source))
+        return swapped(whole, dtype.swap_width) if data.dtype.byteorder == ">" else whole
+    what = f"{where!r} of the HDF5 file"
+    limits.budget(source.size).take(limits.INFLATED, nbytes, f"The arrays of the HDF5 file up to {what[:100]} are too large.")
+    if _at_once(tuple(data.shape), data.chunks) * dtype.itemsize > max(_MOST_AT_ONCE, source.size):
+        raise UnsupportedContainerError(
+            f"{what} is in larger chunks than fit in memory.", fix="Write it without: h5repack -l CONTI IN.h5 OUT.h5"
+        )
+    return Computed(nbytes, lambda: _rows(where, source))
+
+
+def _at_once(shape: tuple[int, ...], chunks: tuple[int, ...] | None) -> int:
+    """How many elements must be read together for every chunk to be inflated once."""
+    if chunks is None or not shape:
+        return 0
+    first = next((axis for axis, size in enumerate(shape) if size != 1), len(shape) - 1)
+    return max(prod(chunks), min(chunks[first], shape[first]) * prod(shape[first + 1 :]))
+
+
+def _boxes(shape: tuple[int, ...], chunks: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
+    """Boxes of about so many elements, whole chunks where there are some, in the order of the elements."""
+    if not shape:
+        yield ()
+        return
+    row, chunk = prod(shape[1:]), chunks[0] if chunks else 1
+    if shape[0] == 1 or (not chunks and row > most):
+        for place in range(shape[0]):
+            for rest in _boxes(shape[1:], chunks[1:], most):
+                yield (slice(place, place + 1), *rest)
+        return
+    step = max(1, most // row // chunk) * chunk
+    for start in range(0, shape[0], step):
+        yield (slice(start, start + step),)
 
 
 def _rows(path: str, source: Source) -> Iterator[bytes]:
+    import numpy as np
+
     h5py = _h5py()
     try:
         with h5py.File(_Stream(source), "r") as file:
             data = file[path]
             kind = data.dtype.newbyteorder("<")
-            rows = max(1, CHUNK * data.shape[0] // max(data.nbytes, 1)) if data.shape else 0
-            for start in range(0, data.shape[0], rows) if data.shape else ():
-                yield data[start : start + rows].astype(kind).tobytes()
-            if not data.shape:
-                yield data[()].astype(kind).tobytes()
-    except (OSError, RuntimeError, ValueError) as error:
+            shape = tuple(data.shape) if data.size else (0,)
+            for box in _boxes(shape, data.chunks or (), CHUNK // kind.itemsize):
+                yield np.asarray(data[box]).astype(kind, copy=False).tobytes()
+    except _ERRORS as error:
         raise DamagedFileError(f"HDF5 cannot read {path!r}.", why=f"{str(error)[:200]}.") from None

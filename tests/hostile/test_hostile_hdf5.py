@@ -1,0 +1,111 @@
+"""HDF5 that lies about its names, its numbers and its sizes: refused by name, or read as h5py reads it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ckpt_tools
+import ckpt_tools.torch
+from ckpt_tools.errors import CkptError, DamagedFileError, LimitError, UnsupportedContainerError
+from tests.hostile.refusals import write
+from tests.support.samples import FIXTURES
+
+h5py: Any = pytest.importorskip("h5py")
+
+
+def test_a_name_with_a_dot(tmp_path: Path) -> None:
+    """Two arrays that would get one name are refused; none is lost."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["a/b"], file["a.b"] = np.ones(2), np.zeros(2)
+    with pytest.raises(DamagedFileError, match=r"called 'a\.b'"):
+        ckpt_tools.inspect(tmp_path / "x.h5")
+
+
+def bfloat16() -> Any:
+    """A type that NumPy has none for."""
+    kind = h5py.h5t.IEEE_F16LE.copy()
+    kind.set_fields(15, 7, 8, 0, 7)
+    kind.set_ebias(127)
+    return kind
+
+
+def twelve_bits() -> Any:
+    """Whole numbers of 12 bits, four bits up in 16."""
+    kind = h5py.h5t.STD_I16LE.copy()
+    kind.set_precision(12)
+    kind.set_offset(4)
+    return kind
+
+
+@pytest.mark.parametrize(("make", "dtype"), [(bfloat16, "f4"), (twelve_bits, "i2")])
+def test_types_with_other_fields(make: Any, dtype: str, tmp_path: Path) -> None:
+    """Numbers whose bytes are not NumPy's are read as h5py reads them."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        data = h5py.h5d.create(file.id, b"w", make(), h5py.h5s.create_simple((8,)))
+        data.write(h5py.h5s.ALL, h5py.h5s.ALL, np.arange(8, dtype=dtype))
+        file["behind"] = np.ones(100)
+    assert ckpt_tools.torch.load(tmp_path / "x.h5")["w"].tolist() == list(range(8))
+
+
+def test_a_chunk_of_gigabytes(tmp_path: Path) -> None:
+    """A chunk is inflated whole: one of 400 MB, in a file of a kilobyte, is refused before it is read."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("w", shape=(1, 10**8), dtype="f4", chunks=(1, 10**8), compression="gzip")
+    with pytest.raises(UnsupportedContainerError, match="larger chunks than fit in memory"):
+        ckpt_tools.inspect(tmp_path / "x.h5")
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks"), [((1, 1, 3000), (1, 1, 70)), ((50, 1, 20), (7, 1, 6)), ((1, 5), None), ((2, 3000, 1), None)]
+)
+def test_boxes_of_every_layout(
+    shape: tuple[int, ...], chunks: tuple[int, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is read at once, the elements come in their order."""
+    monkeypatch.setattr("ckpt_tools.formats.frameworks.keras.CHUNK", 1000)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        data = file.create_dataset("w", shape, twelve_bits(), chunks=chunks)
+        data[...] = wanted = np.arange(np.prod(shape), dtype="i2").reshape(shape) % 2000
+    assert np.array_equal(ckpt_tools.torch.load(tmp_path / "x.h5")["w"].numpy(), wanted)
+
+
+def test_arrays_that_were_never_written(tmp_path: Path) -> None:
+    """All arrays together are held to the limit, not each alone."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for number in range(20):
+            file.create_dataset(f"w{number}", shape=(10**7,), dtype="f4")
+    with pytest.raises(LimitError, match="are too large"):
+        ckpt_tools.inspect(tmp_path / "x.h5")
+
+
+def test_a_long_name_above_many(tmp_path: Path) -> None:
+    """The name of a group counts for every array in it."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        group = file.create_group("g" * 60_000)
+        for number in range(600):
+            group.create_dataset(f"{number}", shape=(), dtype="f4")
+    with pytest.raises(LimitError, match="longer names"):
+        ckpt_tools.inspect(tmp_path / "x.h5")
+
+
+def test_a_type_with_a_name(tmp_path: Path) -> None:
+    """It is no array; those beside it are read."""
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["type"], file["w"] = np.dtype("f4"), np.ones(2)
+    assert [row["name"] for row in ckpt_tools.inspect(tmp_path / "x.h5").tensors] == ["w"]
+
+
+def test_flipped_bits_are_our_errors(tmp_path: Path) -> None:
+    """Whatever bit is flipped, also one that makes an address larger than any file, the file is read or refused."""
+    data, random = bytearray((FIXTURES / "frameworks" / "tiny.weights.h5").read_bytes()), Random(5)
+    for at, bit in [(49, 1), *((random.randrange(8, len(data)), 1 << random.randrange(8)) for _ in range(100))]:
+        data[at] ^= bit
+        with contextlib.suppress(CkptError):
+            ckpt_tools.inspect(write(tmp_path, bytes(data), "x.h5"))
+        data[at] ^= bit
