@@ -195,6 +195,20 @@ def test_tied_weights_once(tmp_path: Path) -> None:
     assert [row.name for row in report.modules] == ["tok"]
 
 
+def test_tied_in_the_base_alone(tmp_path: Path) -> None:
+    """Copies in the tuned model are one change; two tensors there are refused, since a merge would add both changes to both."""
+    base, one, other = torch.zeros(4, 3), torch.full((4, 3), 2.0), torch.full((4, 3), 3.0)
+    torch.save({"tok.weight": base, "out.weight": base}, tmp_path / "base.pth")
+    save_file({"tok.weight": one, "out.weight": one.clone()}, tmp_path / "copies.safetensors")
+    save_file({"tok.weight": one, "out.weight": other}, tmp_path / "two.safetensors")
+    ckpt_tools.extract_lora([tmp_path / "base.pth", tmp_path / "copies.safetensors"], tmp_path / "out", rank=1)
+    ckpt_tools.convert(tmp_path / "base.pth", tmp_path / "merged.pth", lora=tmp_path / "out")
+    merged = torch.load(tmp_path / "merged.pth")
+    torch.testing.assert_close(merged, {"tok.weight": one, "out.weight": one})
+    with pytest.raises(ConvertError, match="are tied in the base, and differ in the tuned model"):
+        ckpt_tools.extract_lora([tmp_path / "base.pth", tmp_path / "two.safetensors"], tmp_path / "two", rank=1)
+
+
 def test_containers_and_wrappers(tmp_path: Path) -> None:
     """The two may be of different containers and dtypes, wrapped, and in a training checkpoint."""
     base = {"a.weight": torch.zeros(3, 4, dtype=torch.bfloat16)}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.edit.lora.shapes import is_oblong, last_name, turned_by_biases
+from ckpt_tools.errors import ConvertError
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Entry, Node
 from ckpt_tools.values.numeric import view_of
@@ -75,21 +76,33 @@ def is_embedding(module: str, tensors: Mapping[str, Node]) -> bool:
 
 
 def _changed(base: Mapping[str, Node], tuned: Mapping[str, Node], found: Extraction) -> dict[str, Changed]:
-    """The tensors that differ; of tied ones the first name."""
+    """The tensors that differ; of tied ones the first name, since a merge adds to all what it adds to one.
+
+    Raises:
+        ConvertError: tensors that are tied in the base, and differ in the tuned model.
+    """
     changed: dict[str, Changed] = {}
-    seen: set[tuple[object, object]] = set()
+    seen: dict[object, tuple[str, Entry]] = {}
     for name, one in base.items():
         other = tuned[name]
         if type(one) is not Entry or type(other) is not Entry:
             continue
-        if (key := (view_of(one), view_of(other))) in seen:
-            continue
-        seen.add(key)
-        if one.shape == other.shape and one.dtype is other.dtype and same_bytes(one, other):
-            found.unchanged += 1
-        else:
-            changed[name] = Changed(name, one, other)
+        first, own = seen.setdefault(view_of(one), (name, other))
+        if first == name:
+            if _same(one, other):
+                found.unchanged += 1
+            else:
+                changed[name] = Changed(name, one, other)
+        elif view_of(own) != view_of(other) and not _same(own, other):
+            raise ConvertError(
+                f"{first!r} and {name!r} are tied in the base, and differ in the tuned model.",
+                why="Merged, the change of each would be added to both.",
+            )
     return changed
+
+
+def _same(one: Entry, other: Entry) -> bool:
+    return one.shape == other.shape and one.dtype is other.dtype and same_bytes(one, other)
 
 
 def _is_factored(row: Changed, last: str) -> bool:
