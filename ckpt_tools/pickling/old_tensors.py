@@ -80,6 +80,8 @@ def _variable(node: Object) -> Node:
         data, is_parameter = node.args[0], node.function == _PARAMETER
         grad = node.args[1] if len(node.args) == 2 else is_parameter
         requires_grad, _, hooks = state or (grad, False, None)
+    elif node.function == _PARAMETER and node.args == () and not node.steps:
+        raise TensorError("A Parameter is made without a tensor: torch makes an empty one, of the dtype that is set there.")
     else:
         return node
     if type(data) is Object and _is_old(data) and data.function in TENSOR_CLASSES:

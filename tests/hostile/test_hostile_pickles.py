@@ -687,3 +687,11 @@ def test_63_array_of_odd_length(tmp_path: Path) -> None:
         path = write(tmp_path, beside(empty + state + p.BUILD))
         ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain", overwrite=True)
         assert ckpt_tools.inspect(tmp_path / "out.pth").totals["tensors"] == (2 if size == 8 else 1)
+
+
+@pytest.mark.parametrize("call", [p.EMPTY_TUPLE + p.REDUCE, p.EMPTY_TUPLE + b"\x81"], ids=["reduce", "newobj"])
+def test_a_parameter_without_a_tensor(call: bytes, tmp_path: Path) -> None:
+    """torch makes an empty tensor of it, of the dtype that is set there: no one can list that from the file."""
+    path = write(tmp_path, beside(b"ctorch.nn.parameter\nParameter\n" + call))
+    assert torch.load(path, weights_only=True)["x"].shape == (0,)
+    expect_refused(path, TensorError, "without a tensor")

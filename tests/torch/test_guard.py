@@ -21,8 +21,9 @@ import ckpt_tools
 import ckpt_tools.torch as ckpt
 from ckpt_tools.errors import NotLoadedError, UsageError
 from ckpt_tools.torch.guarding import opened
-
-pytest_plugins = ["ckpt_tools.torch.pytest_plugin"]
+from ckpt_tools.torch.pytest_plugin import (
+    guard_load as guard_load,  # the fixture; as a plugin it would have to be imported first
+)
 
 State = dict[str, torch.Tensor]
 
