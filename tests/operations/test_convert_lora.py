@@ -252,6 +252,10 @@ def test_another_size_of_model_is_refused(tmp_path: Path) -> None:
         ({"init_lora_weights": "olora"}, "changes the base before training"),
         ({"alora_invocation_tokens": [1, 2]}, "no merged form"),
         ({"layer_replication": [[0, 2]]}, "layers are repeated"),
+        ({"trainable_token_indices": [1]}, "rows of an embedding"),
+        ({"use_dora": True}, "use_dora is true in adapter_config.json, and 'blocks.0.q' has no magnitudes"),
+        ({"lora_bias": True}, "lora_bias is true in adapter_config.json, and 'blocks.0.q' has no bias"),
+        ({"modules_to_save": ["head"]}, "should hold 'head' whole"),
         ({"r": 3}, "of rank 2; adapter_config.json says 3"),
         ({"r": 0}, "not a whole number above 0"),
         ({"lora_alpha": "8"}, "not a finite number"),
@@ -264,6 +268,14 @@ def test_configurations_that_cannot_be_merged(config: dict[str, object], message
     with pytest.raises(ConvertError) as caught:
         ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=adapter)
     assert message in str(caught.value)
+
+
+def test_magnitudes_that_the_configuration_denies(tmp_path: Path) -> None:
+    """PEFT would leave out DoRA's magnitudes where `use_dora` is false: the two do not belong together."""
+    tensors = pair("blocks.0.q") | {"base_model.model.blocks.0.q.lora_magnitude_vector": torch.ones(6)}
+    adapter = write_adapter(tmp_path / "a", tensors, r=2, lora_alpha=2, use_dora=False)
+    with pytest.raises(ConvertError, match=r"use_dora is false in adapter_config.json, and 'blocks.0.q' has its magnitudes"):
+        ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=adapter)
 
 
 def test_peft_names_without_a_configuration(tmp_path: Path) -> None:

@@ -223,9 +223,23 @@ def _change(part: Part, roles: dict[Role, tuple[str, Entry]], config: Config, pa
     rank = _rank(down, up, roles.get("mid"), path)
     if config.rank is not None and not config.rank_pattern and config.rank != rank:
         raise ConvertError(f"{path}: {down[0]!r} is of rank {rank}; {CONFIG} says {config.rank}.")
+    _check_whole(part, roles, config, path)
     extra = {role: roles[role][1] for role in ("magnitude", "bias", "mid") if role in roles}
     scale = _scale(part, roles, config, rank)
     return Change(part.module, part.component, part.flat, down[1], up[1], scale, embedding, inner=part.inner, **extra)
+
+
+def _check_whole(part: Part, roles: Mapping[Role, object], config: Config, path: str) -> None:
+    """Raise ConvertError for a module without what the configuration says of all, or with what it denies."""
+    for key, said, role, what in (
+        ("use_dora", config.dora, "magnitude", "magnitudes"),
+        ("lora_bias", config.biases, "bias", "bias"),
+    ):
+        if said is not None and said is not (role in roles):
+            raise ConvertError(
+                f"{path}: {key} is {str(said).lower()} in {CONFIG}, and {part.module!r} has {'no' if said else 'its'} {what}.",
+                why="One of the two is not whole, or of another adapter.",
+            )
 
 
 def _rank(down: tuple[str, Entry], up: tuple[str, Entry], mid: tuple[str, Entry] | None, path: str) -> int:

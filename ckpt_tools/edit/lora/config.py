@@ -25,6 +25,7 @@ _NOT_MERGED = {
     "kasa_config": "KaSA takes singular components out of the base",
     "monteclora_config": "MonteCLoRA draws samples",
     "layer_replication": "the adapter is for a base whose layers are repeated",
+    "trainable_token_indices": "it has rows of an embedding, which are not read here",
 }  # fmt: skip
 _ESCAPED = re.compile(r"\\.|\[\]?[^\]]*\]", re.DOTALL)
 _WORK = 1_000_000_000  # steps that the patterns of a file may take in all
@@ -36,7 +37,8 @@ class Config:
 
     Attributes:
         rank, alpha: of modules that no pattern names; `rank` is None where nothing says it.
-        rslora: whether the scale is alpha / sqrt(rank) and not alpha / rank. dora: whether magnitudes belong to it.
+        rslora: whether the scale is alpha / sqrt(rank) and not alpha / rank. dora, biases: whether each of its modules has
+            magnitudes, and a change of its bias; None where nothing says it.
         alpha_pattern, rank_pattern: exceptions, by regular expressions on the end of a module's path.
         fan_in_fan_out: whether square weights are stored as [in, out].
         modules_to_save: modules that are in the adapter whole. base: what the adapter was trained on, in its words.
@@ -46,7 +48,8 @@ class Config:
     rank: int | None = None
     alpha: float | None = None
     rslora: bool = False
-    dora: bool = False
+    dora: bool | None = None
+    biases: bool | None = None
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     fan_in_fan_out: bool = False
@@ -138,11 +141,16 @@ def parse(said: Mapping[str, Any], path: str) -> Config:
         raise ConvertError(f"{path}: modules_to_save in {CONFIG} is not a list of names.")
     base = said.get("base_model_name_or_path")
     return Config(
-        rank, None if alpha is None else float(alpha), bool(said.get("use_rslora")), bool(said.get("use_dora")),
+        rank, None if alpha is None else float(alpha), bool(said.get("use_rslora")), _flag(said, "use_dora"),
+        _flag(said, "lora_bias"),
         {key: float(value) for key, value in patterns["alpha_pattern"].items()}, patterns["rank_pattern"],
         bool(said.get("fan_in_fan_out")), tuple(saved), base if isinstance(base, str) else None,
         _version(said.get("peft_version")), said.get("init_lora_weights") == "mica",
     )  # fmt: skip
+
+
+def _flag(said: Mapping[str, Any], key: str) -> bool | None:
+    return bool(said[key]) if said.get(key) is not None else None
 
 
 def _version(text: object) -> tuple[int, int]:

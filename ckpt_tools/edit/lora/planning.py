@@ -121,6 +121,7 @@ class Planning:
         ways = [self.group(changes) for changes in groups.values()]
         for path, entry in self.adapter.saved.items():
             self.save(path, entry, ways)
+        self.check_saved()
         self.report.scales = sorted({change.scale for change in self.adapter.changes})
         return self.report
 
@@ -213,6 +214,17 @@ class Planning:
                 )
             self.report.added.append(name)
         self.plans.put(name, self.given, entry)
+
+    def check_saved(self) -> None:
+        """Raise ConvertError for a module that the adapter should hold whole, and does not."""
+        for module in self.adapter.config.modules_to_save if self.adapter.config is not None else ():
+            inside = f".{module}."
+            held = any(inside in f".{name}" for name in (*self.report.saved, *self.report.added))
+            if not held and (name := next((name for name in self.base.tensors if inside in f".{name}"), None)) is not None:
+                raise ConvertError(
+                    f"{self.given} should hold {module!r} whole (modules_to_save), and has no tensor of it.",
+                    why=f"{name!r} would stay as it was before the training.",
+                )
 
     def check_replaces(self, name: str, entry: Entry) -> None:
         """A resized embedding has more rows, or fewer; all else is of one shape."""
