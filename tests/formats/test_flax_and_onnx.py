@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import ckpt_tools
+from ckpt_tools import limits
 from ckpt_tools.errors import (
     AmbiguousFileError,
     CkptError,
@@ -183,6 +184,31 @@ ONNX: dict[str, tuple[bytes, type[CkptError], str]] = {
     "impossible sizes": (model(initializer(RAW, dims=(b"\xff" * 8 + b"\x7f") * 2)), TensorError, "impossible sizes"),
     "a number without end": (model(initializer(RAW, dims=b"\xff" * 20)), DamagedFileError, "more than ten bytes"),
     "a group": (model(b"\x0b"), DamagedFileError, "wire type 3"),
+    "raw_data twice": (model(initializer(message(9, bytes(4)) * 2)), DamagedFileError, "two places"),
+    "empty raw_data beside numbers": (
+        model(initializer(message(9, b""), message(4, bytes(8)))),
+        DamagedFileError,
+        "two places",
+    ),
+    "floats as int64": (model(initializer(message(4, bytes(16)), kind=7)), DamagedFileError, "a field of another type"),
+    "raw_data that is a number": (
+        model(initializer(b"\x48\x05", kind=2, dims=b"\1")),
+        DamagedFileError,
+        "field 9 of the wire type 0",
+    ),
+    "a name that is a number": (model(initializer(RAW, b"\x40\x05")), DamagedFileError, "field 8 of the wire type 0"),
+    "the field 0": (model(b"\x02\x00"), DamagedFileError, "the field 0"),
+    "another location": (model(initializer(RAW, b"\x70\x02")), DamagedFileError, "unknown location 2"),
+    "a shape of terabytes": (
+        model(initializer(message(5, b"\1\2\3"), kind=6, dims=b"\x80" * 5 + b"\x20")),
+        TensorError,
+        "fewer numbers than its shape",
+    ),
+    "a megabyte of sizes": (
+        b"\x08\x0a" + b"\x3a\x88\x80\x40\x2a\x84\x80\x40\x0a\x80\x80\x40" + b"\1" * (1 << 20),
+        TensorError,
+        "more than 1024 dimensions",
+    ),
     "segments": (model(initializer(RAW, message(3, b""))), UnsupportedContainerError, "segments"),
 }
 
@@ -193,6 +219,14 @@ def test_broken_onnx(what: str, tmp_path: Path) -> None:
     data, error, said = ONNX[what]
     with pytest.raises(error, match=said):
         ckpt_tools.inspect(write(tmp_path, data, "x.onnx"))
+
+
+@pytest.mark.parametrize("more", [b"\x78\x00" * 5000, b"\x72\x00" * 2000], ids=["fields", "messages"])
+def test_many_fields(more: bytes, tmp_path: Path) -> None:
+    """Fields of two bytes, whether they are read or not, count against the budget of the file."""
+    path = write(tmp_path, b"\x08\x0a\x3a\x00" + more, "x.onnx")
+    with limits.raised(containers=1000), pytest.raises(LimitError, match="more fields"):
+        ckpt_tools.inspect(path)
 
 
 def test_fewer_numbers_than_the_shape(tmp_path: Path) -> None:

@@ -87,9 +87,10 @@ def _entries(h5py: Any, file: Any, source: Source, warnings: list[Warned]) -> It
     seen: set[Any] = set()
     budget = limits.budget(source.size)
     while pending:
-        path, node = pending.pop()
+        path, parent = pending.pop()
+        budget.take(limits.TEXT_BYTES, sum(map(len, path)), "The HDF5 file has longer names than any has.")
+        node = parent[path[-1]] if path else parent  # opened only now: HDF5 keeps the whole name of what is open
         if isinstance(node, h5py.Dataset):
-            budget.take(limits.TEXT_BYTES, sum(map(len, path)), "The HDF5 file has longer names than any has.")
             if (entry := _entry(h5py, path, node, source, warnings)) is not None:
                 yield ".".join(path), entry
             continue
@@ -105,7 +106,7 @@ def _entries(h5py: Any, file: Any, source: Source, warnings: list[Warned]) -> It
             if not isinstance(node.get(name, getlink=True), h5py.HardLink):
                 where = "/".join((*path, name))[:100]
                 raise UnsupportedContainerError(f"{where!r} is a link in the HDF5 file, which is not followed.")
-            pending.append(((*path, name), node[name]))
+            pending.append(((*path, name), node))
 
 
 def _entry(h5py: Any, path: tuple[str, ...], data: Any, source: Source, warnings: list[Warned]) -> Entry | None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 
 from ckpt_tools import limits
@@ -33,8 +34,23 @@ _DTYPES = {
     18: "float8_e4m3fnuz", 19: "float8_e5m2", 20: "float8_e5m2fnuz", 23: "float4_e2m1fn_x2", 24: "float8_e8m0fnu",
 }  # fmt: skip
 _HALF_BYTES = {21: "uint8", 22: "int8"}  # uint4 and int4: two in a byte, the low half first
-_STRING = 8
-_EXTERNAL = 1
+_STRING, _RAW = 8, 9
+_INSIDE, _EXTERNAL = 0, 1
+# which types have their elements in a field of numbers; all may have them in raw_data
+_IN_FIELD = {
+    4: {1, 14}, 5: {2, 3, 4, 5, 6, 9, 10, 16, 17, 18, 19, 20, 21, 22, 23, 24}, 7: {7}, 10: {11, 15}, 11: {12, 13},
+}  # fmt: skip
+_NUMBER, _WIDE, _BYTES, _NARROW = 0, 1, 2, 5  # wire types
+# of each message the fields that are read, with the wire types that they may have: to others a program is blind
+_MODEL = {1: (_NUMBER,), 5: (_NUMBER,), **dict.fromkeys((2, 3, 4, 6, 7, 8, 14), (_BYTES,))}
+_GRAPH = dict.fromkeys((2, 5, 15), (_BYTES,))
+_TENSOR = {
+    **dict.fromkeys((1, 5, 7, 11), (_NUMBER, _BYTES)), **dict.fromkeys((3, 6, 8, 9, 13), (_BYTES,)),
+    2: (_NUMBER,), 14: (_NUMBER,), 4: (_BYTES, _NARROW), 10: (_BYTES, _WIDE),
+}  # fmt: skip
+_PAIR, _OPSET = {1: (_BYTES,), 2: (_BYTES,)}, {1: (_BYTES,), 2: (_NUMBER,)}
+_MAX_FIELD = (1 << 29) - 1
+_FIELDS_PER_CONTAINER = 2
 _MODEL_TEXTS = {2: "producer_name", 3: "producer_version", 4: "domain", 6: "doc_string"}
 
 
@@ -44,34 +60,46 @@ def sniff(head: bytes) -> bool:
 
 
 class _Message:
-    """The fields of one message: (number, value), where a value is a number, or the place and length of bytes."""
+    """The fields of one message: (number, value), where a value is a number, or the place and length of bytes.
 
-    def __init__(self, source: Source, at: int, end: int) -> None:
-        self.source, self.cursor = source, Cursor(source, at, end, "ONNX model")
+    `wires` says of which wire types the fields are that are read.
+    """
+
+    def __init__(self, place: Range, wires: Mapping[int, tuple[int, ...]], budget: limits.Budget) -> None:
+        self.source, self.wires, self.budget = place.source, wires, budget
+        self.cursor = _cursor(place)
+        budget.make(1, _TOO_MANY)
 
     def __iter__(self) -> Iterator[tuple[int, int, Range]]:
         """(field, number, bytes): of a number also the bytes that it stands in."""
-        cursor = self.cursor
+        cursor, count = self.cursor, 0
         while cursor.at < cursor.end:
+            count += 1
+            if not count % _FIELDS_PER_CONTAINER:
+                self.budget.make(1, _TOO_MANY)
             tag = varint(cursor)
             number, wire = tag >> 3, tag & 7
-            if wire == 2:
+            if not 0 < number <= _MAX_FIELD or wire not in self.wires.get(number, (wire,)):
+                raise DamagedFileError(f"The ONNX model holds the field {number} of the wire type {wire} at byte {cursor.at}.")
+            if wire == _BYTES:
                 length = varint(cursor)
                 yield number, 0, Range(self.source, cursor.skip(length), length)
-            elif wire == 0:
+            elif wire == _NUMBER:
                 start = cursor.at
                 value = varint(cursor)
                 yield number, value, Range(self.source, start, cursor.at - start)
-            elif wire in (1, 5):
-                width = 8 if wire == 1 else 4
+            elif wire in (_WIDE, _NARROW):
+                width = 8 if wire == _WIDE else 4
                 yield number, 0, Range(self.source, cursor.skip(width), width)
             else:
                 raise DamagedFileError(f"The ONNX model holds a field of the wire type {wire} at byte {cursor.at}.")
 
-    @classmethod
-    def of(cls, place: Range) -> _Message:
-        """The message in some bytes."""
-        return cls(place.source, place.offset, place.offset + place.length)
+
+_TOO_MANY = "The ONNX model has more fields than a file of its size can hold."
+
+
+def _cursor(place: Range) -> Cursor:
+    return Cursor(place.source, place.offset, place.offset + place.length, "ONNX model")
 
 
 def varint(cursor: Cursor) -> int:
@@ -145,7 +173,7 @@ class _Reader:
     def model(self) -> None:
         """Everything."""
         opsets: dict[str, int] = {}
-        for number, value, place in _Message(self.source, 0, self.source.size):
+        for number, value, place in _Message(Range(self.source, 0, self.source.size), _MODEL, self.budget):
             if number == 1:
                 self.metadata["onnx.ir_version"] = str(value)
             elif number == 5:
@@ -166,7 +194,7 @@ class _Reader:
 
     def _graph(self, place: Range) -> None:
         sparse = 0
-        for number, _, inner in _Message.of(place):
+        for number, _, inner in _Message(place, _GRAPH, self.budget):
             if number == 5:
                 self._initializer(inner)
             elif number == 2:
@@ -177,16 +205,19 @@ class _Reader:
             self.warnings.append(Warned("left-out", text, "dense tensors"))
 
     def _text(self, place: Range) -> str:
+        if self.look_only:
+            return ""
         self.budget.take(limits.TEXT_BYTES, place.length, "The ONNX model holds more text than any has.")
         return place.source.read(place.offset, place.length).decode(errors="backslashreplace")
 
     def _pair(self, place: Range) -> tuple[str, str]:
-        texts = {number: self._text(inner) for number, _, inner in _Message.of(place) if number in (1, 2)}
+        fields = _Message(place, _PAIR, self.budget)
+        texts = {number: self._text(inner) for number, _, inner in fields if number in (1, 2)}
         return texts.get(1, ""), texts.get(2, "")
 
     def _opset(self, place: Range) -> tuple[str, int]:
         domain, version = "", 0
-        for number, value, inner in _Message.of(place):
+        for number, value, inner in _Message(place, _OPSET, self.budget):
             if number == 1:
                 domain = self._text(inner)
             elif number == 2:
@@ -206,10 +237,11 @@ class _Reader:
 
     def _tensor(self, place: Range) -> _Tensor:
         found = _Tensor()
-        for number, value, inner in _Message.of(place):
+        for number, value, inner in _Message(place, _TENSOR, self.budget):
             if number == 1:
-                self.budget.make(1, "The ONNX model has more sizes than a file of its size can hold.")
-                found.dims += [_signed(size) for size in _packed(inner)]
+                found.dims += [_signed(size) for size in islice(_packed(inner), MAX_DIMENSIONS + 1)]
+                if len(found.dims) > MAX_DIMENSIONS:
+                    raise TensorError(f"An initializer of the ONNX model has more than {MAX_DIMENSIONS} dimensions.")
             elif number == 2:
                 found.kind = value
             elif number == 3:
@@ -221,8 +253,8 @@ class _Reader:
                 found.external[key] = text
             elif number == 14:
                 found.location = value
-            elif number in (4, 5, 6, 7, 9, 10, 11) and inner.length:
-                self.budget.make(1, "The ONNX model has more fields than a file of its size can hold.")
+            elif number == _RAW or (number in (4, 5, 6, 7, 10, 11) and inner.length):
+                self.budget.make(1, _TOO_MANY)
                 found.fields.setdefault(number, []).append(inner)
         return found
 
@@ -230,15 +262,21 @@ class _Reader:
         """The elements, little-endian."""
         if tensor.location == _EXTERNAL:
             return self._external(tensor)
-        if len(tensor.fields) > 1:
+        if tensor.location != _INSIDE:
+            raise DamagedFileError(f"The initializer {tensor.name!r} is at the unknown location {tensor.location}.")
+        number, parts = next(iter(tensor.fields.items()), (_RAW, []))
+        if len(tensor.fields) > 1 or (number == _RAW and len(parts) > 1):
             raise DamagedFileError(f"The initializer {tensor.name!r} has its elements in two places.")
-        number, parts = next(iter(tensor.fields.items()), (9, []))
-        content: Content = parts[0] if len(parts) == 1 else Joined(tuple(parts))
-        if number in (9, 4, 10):
-            return content
         width, count = _dtype(tensor).itemsize, max(prod(tensor.dims), 0)
+        if number != _RAW and tensor.kind not in _IN_FIELD.get(number, ()):
+            raise DamagedFileError(f"The initializer {tensor.name!r} has its elements in a field of another type.")
+        content: Content = parts[0] if len(parts) == 1 else Joined(tuple(parts))
+        if number in (_RAW, 4, 10):
+            return content
         if _is_small(tensor):
             count = -(-count // 2)
+        if count > content.length:  # a number takes a byte at least
+            raise TensorError(f"The initializer {tensor.name!r} has fewer numbers than its shape.")
         return Computed(count * width, lambda: _numbers(content, width, count, tensor.name), content)
 
     def _external(self, tensor: _Tensor) -> Content:
@@ -268,7 +306,7 @@ def _size(tensor: _Tensor, key: str) -> int | None:
 
 
 def _packed(place: Range) -> Iterator[int]:
-    cursor = Cursor(place.source, place.offset, place.offset + place.length, "ONNX model")
+    cursor = _cursor(place)
     while cursor.at < cursor.end:
         yield varint(cursor)
 
