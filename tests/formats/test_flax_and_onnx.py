@@ -103,6 +103,29 @@ FLAX: dict[str, tuple[bytes, type[CkptError], str]] = {
     "maps for ever": (packed({"a": b"\x81\xa1a" * 5000 + b"\xc0"}), LimitError, "nested too deep"),
     "extensions for ever": (packed({"a": b"\xc9\0\0\xff\xff\1\x91" * 5000 + bytes(70000)}), DamagedFileError, "cut off"),
     "chunks out of order": (packed({"a": packed(CHUNKED)}), DamagedFileError, "not as Flax"),
+    "chunks without a shape": (
+        packed({"a": packed({"__msgpack_chunked_array__": b"\xc3", "chunks": packed({"0": ONE})})}),
+        DamagedFileError,
+        "not as Flax",
+    ),
+    "chunks by another value": (
+        packed({"a": packed(CHUNKED | {"__msgpack_chunked_array__": b"\xc2"})}),
+        DamagedFileError,
+        "not as Flax",
+    ),
+    "a long key above many": (
+        packed(
+            {
+                "a": 0,
+                "b": b"\x81\xda\xff\xff"
+                + b"k" * 0xFFFF
+                + b"\xde\x04\x00"
+                + b"".join(b"\xcd%c%c\xc0" % (n >> 8, n & 255) for n in range(1024)),
+            }
+        ),
+        LimitError,
+        "longer keys",
+    ),
     "text that is none": (packed({"a": b"\xa2\xff\xff"}), DamagedFileError, "not UTF-8"),
 }
 

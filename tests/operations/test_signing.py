@@ -139,6 +139,9 @@ def test_what_is_not_this_keys(signed: tuple[Path, Path, Path]) -> None:
         signature.write_text(json.dumps(envelope | {"payload": payload}))
         with pytest.raises(SignatureError):
             ckpt_tools.verify(path, key=public)
+    signature.write_text(json.dumps(envelope | {"payloadType": "\ud800"}))
+    with pytest.raises(SignatureError, match="not plain text"):
+        ckpt_tools.verify(path, key=public)
     signature.write_text("[1]")
     assert ckpt("verify", path, "--key", public).exit_code == 3
     private, curve = write_keys(path.parent, "curve", ec.generate_private_key(ec.SECP256R1()))

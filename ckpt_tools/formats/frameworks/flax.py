@@ -53,7 +53,7 @@ def decode(source: Source) -> Decoded:
     root = reader.value(0)
     if type(root) is not Dict:
         raise DamagedFileError("The msgpack file does not hold a map.")
-    items = list(_flat(root))
+    items = list(_flat(root, reader.budget))
     if (name := repeated(items)) is not None:
         raise DamagedFileError(f"Two values of the file would be called {name!r}.", why="A key of it has a dot.")
     made = Decoded("flax", Dict([*items], ordered=True), source)
@@ -62,13 +62,15 @@ def decode(source: Source) -> Decoded:
     return made
 
 
-def _flat(root: Dict) -> list[tuple[str, Node]]:
+def _flat(root: Dict, budget: limits.Budget) -> list[tuple[str, Node]]:
     """Everything below the maps under its dotted path; an empty map stays."""
     found: list[tuple[str, Node]] = []
     pending: list[tuple[str, Node]] = [("", root)]
     while pending:
         path, node = pending.pop()
         if type(node) is Dict and (node.items or not path):
+            length = sum(map(len, node.named)) + len(path) * len(node.items)
+            budget.take(limits.TEXT_BYTES, length, "The msgpack file has longer keys than any has.")
             pending += [(f"{path}.{key}" if path else key, value) for key, value in reversed(node.named.items())]
         else:
             found.append((path, node))
@@ -161,7 +163,7 @@ class _Reader:
         if (name := repeated((str(key), None) for key, _ in items)) is not None:
             raise DamagedFileError(f"The msgpack file has the key {name!r} twice in one map.")
         made = Dict(items, ordered=True)
-        return self._chunked(made) if made.get(_CHUNKED) is True else made
+        return self._chunked(made) if _CHUNKED in made.named else made
 
     def _extension(self, size: int, depth: int) -> Node:
         """An array, a number of NumPy's, or a complex one."""
@@ -226,7 +228,7 @@ class _Reader:
 
 def _in_order(node: Node) -> list[Node]:
     """The values of a map of places, which is how Flax writes a list."""
-    rows = node.named if type(node) is Dict else {}
+    rows = node.named if type(node) is Dict else {"": None}
     if list(rows) != [str(place) for place in range(len(rows))]:
         raise _malformed()
     return [*rows.values()]

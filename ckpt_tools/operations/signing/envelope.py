@@ -77,8 +77,8 @@ def _parse(path: str | os.PathLike[str]) -> tuple[bytes, str, list[bytes]]:
         raise SignatureError(f"{path} cannot be read.", why=f"{error.strerror or error}.") from None
     except (ValueError, KeyError, TypeError, AttributeError, binascii.Error):
         raise SignatureError(f"{path} is not a signature.", why="A DSSE envelope as ckpt sign writes it is wanted.") from None
-    if not isinstance(kind, str):
-        raise SignatureError(f"{path} is not a signature.", why="Its payloadType is not text.")
+    if not isinstance(kind, str) or not kind.isascii():
+        raise SignatureError(f"{path} is not a signature.", why="Its payloadType is not plain text.")
     return payload, kind, signatures
 
 
