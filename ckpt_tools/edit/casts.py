@@ -174,7 +174,8 @@ def _targets(users: Mapping[int, list[_View]], choice: _Choice | None, by_glob: 
             targets[storage] = target
     for option, unused in (("dtype_only", only.unused), ("dtype", globs.unused)):
         for glob in sorted(unused):
-            raise NothingMatchedError(f"`{option}={glob!r}` matches no float tensor.")
+            fix = "ckpt inspect --all FILE lists the names and dtypes."
+            raise NothingMatchedError(f"`{option}={glob!r}` matches no float tensor.", fix=fix)
     return targets
 
 

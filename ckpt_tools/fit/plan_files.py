@@ -13,7 +13,7 @@ from ckpt_tools.fit.fields import check_known, read_flag, read_name, read_names,
 from ckpt_tools.fit.layout import Layout
 from ckpt_tools.fit.patterns.forms import FIELDS, SEVERAL_OLD, Task, solve
 from ckpt_tools.fit.patterns.rows import PatternPlan, read_form, read_pattern_plan
-from ckpt_tools.fit.patterns.shipped import find_shipped, shipped_text
+from ckpt_tools.fit.patterns.shipped import all_shipped, find_shipped, shipped_text
 from ckpt_tools.fit.plans import (
     STEPS,
     Plan,
@@ -26,7 +26,7 @@ from ckpt_tools.io.output import open_regular, replacing
 from ckpt_tools.io.parsers import brief, load_toml
 from ckpt_tools.io.writer import write
 from ckpt_tools.matching.records import Shape
-from ckpt_tools.text import printable
+from ckpt_tools.text import did_you_mean, printable
 from ckpt_tools.tree.output_names import check_document_name
 
 FORMAT = "ckpt-plan-1"
@@ -153,7 +153,8 @@ def _text(path: Path) -> str:
     try:
         fd = open_regular(path)
     except NotACheckpointError as error:  # missing, a folder, a pipe
-        raise MatchPlanError(f"The plan {path} cannot be read.", why=error.why, fix=error.fix) from None
+        near = did_you_mean(str(path), all_shipped()) or error.fix
+        raise MatchPlanError(f"The plan {path} cannot be read.", why=error.why, fix=near) from None
     with open(fd, "rb") as file:
         limits.PICKLE_BYTES.check(os.fstat(fd).st_size, f"{path} is larger than any plan.")
         data = file.read()

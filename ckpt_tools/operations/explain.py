@@ -17,13 +17,15 @@ from ckpt_tools.text import did_you_mean
 MOST = 1 << 20  # characters of a message that are read; the last ones, where the error stands
 _WORD = re.compile(r"[a-z_]{2,}|'[^']'|'\\\\x[0-9a-f]{2}'")  # a quoted character is an invalid load key
 _PLACES = re.compile(r"^(?:Traceback \(.*|  File .*(?:\n    .*)*)$", re.MULTILINE)  # of a traceback: where it was, not what
-# What the models of the pages happen to be called says nothing about a message.
+# What the models of the pages happen to be called, and words of every sentence, say nothing about a message.
 _NAMES = frozenset(
-    ("conv", "fc", "weight", "bias", "net", "the", "of", "in", "to", "and", "is", "for", "from", "with", "or", "py")
-)
+    ("conv", "fc", "weight", "bias", "net", "the", "of", "in", "to", "and", "is", "for", "from", "with", "or", "py",
+     "no", "not", "all", "at", "on", "such", "has", "my", "this", "can", "it", "do", "what")
+)  # fmt: skip
 _ENOUGH = 0.45  # of a page's words, by how rare they are
 _NEAR = 0.8  # of the best page's share, for the others that are named
 _SHOWN = 4
+_SHOWN_BY = "`ckpt inspect FILE` and `ckpt check FILE` say where it is, and give the command where one mends it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def explain(words: str) -> list[Explanation]:
     known = _known()
     if (code := words.strip().strip("[]")) in known["findings"]:
         row = known["findings"][code]
-        return [Explanation(f"{code} ({row['severity']})", row["text"], "docs/check.md")]
+        return [Explanation(f"{code} ({row['severity']})", f"{row['text']}\n\n{_SHOWN_BY}", "docs/check.md")]
     found = _ranked(words[-MOST:], known["pages"])
     if not found:
         raise NothingMatchedError(f"No page is about {words.strip()[:80]!r}.", fix=_nearest(words.strip(), known))
@@ -98,7 +100,8 @@ def _fit(page: Collection[str], given: Collection[str], weights: Mapping[str, fl
     """How well a page fits: the share of its words that are given (of a traceback) or of the given words that it has (of a
     few words), each word by its weight; and the weight of those in common."""
     common = sum(weights.get(word, 0.0) for word in page if word in given)
-    wanted = sum(weights.get(word, 0.0) for word in page), sum(weights.get(word, 0.0) for word in given)
+    strange = max(weights.values()) / 2  # the weight of a word that is on no page
+    wanted = sum(weights.get(word, 0.0) for word in page), sum(weights.get(word, strange) for word in given)
     return round(max((common / total for total in wanted if total), default=0.0), 2), common
 
 

@@ -13,7 +13,7 @@ from ckpt_tools.errors import NothingMatchedError, UsageError, ValuesError
 from ckpt_tools.formats.open import Tensor
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.operations.compare.sides import Side, check_effort, open_side
-from ckpt_tools.text import brief, did_you_mean, dotted, listed
+from ckpt_tools.text import brief, did_you_mean, dotted, listed, some
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values import windows
@@ -134,7 +134,11 @@ def _chosen(side: Side, name: str, index: str | None) -> tuple[Tensor, str]:
     why = did_you_mean(wanted, dict.fromkeys([*last, *names]))
     if not why and wanted in side.values:
         why = "It is a value; ckpt inspect shows those."
-    raise NothingMatchedError(f"{side.path} has no tensor {wanted!r}.", why=why, fix="ckpt inspect --all lists the names.")
+    below = [name for name in dict.fromkeys([*last, *names]) if name.startswith(f"{wanted}.")]
+    if below:
+        why = f"Below it are {some(below)}."
+    fix = f"ckpt inspect --all {side.path} lists the names."
+    raise NothingMatchedError(f"{side.path} has no tensor {wanted!r}.", why=why, fix=fix)
 
 
 def _named(side: Side, name: str) -> list[Tensor]:

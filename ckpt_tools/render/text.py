@@ -101,9 +101,9 @@ def can_print(text: str, out: Console) -> bool:
     return True
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 tensor`, `2 tensors`."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def counted(count: int, noun: str, several: str = "") -> str:
+    """`1 tensor`, `2 tensors`; `several` is a plural that is not the noun with an s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {several or f'{noun}s'}"
 
 
 def counts_text(counts: Mapping[str | None, int]) -> str:

@@ -251,6 +251,33 @@ def test_help_is_a_command_too(name: str) -> None:
     assert told.output == ckpt(name, "--help").output
 
 
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [
+        (["show", "single.pth", "fc1"], "Below it are 'fc1.weight', 'fc1.bias'.\nckpt inspect --all single.pth lists"),
+        (["verify", "single.pth", "--key", "key.pub"], "There is no signature single.pth.sig."),
+        (["verify", "single.pth", "--key", "key.pub"], "--signature FILE.sig"),
+        (["convert", "single.pth", "OUT.pth", "--dtype", "norm*=bf16"], "ckpt inspect --all FILE lists the names and dtypes."),
+        (["convert", "single.pth", "OUT.pth", "--set-metadata", "a=b"], "Name OUT .safetensors or .gguf."),
+    ],
+)  # fmt: skip
+def test_an_error_says_what_to_do_next(given: list[str], then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused comes with the names that there are, or the option that is wanted."""
+    monkeypatch.chdir(ROOT / "fixtures")
+    told = ckpt(*(str(tmp_path / word) if word == "OUT.pth" else word for word in given))
+    assert told.exit_code in (2, 3)
+    assert then in told.output
+
+
+def test_biases_are_counted_in_english(tmp_path: Path) -> None:
+    """What is merged and extracted is told with a plural that there is."""
+    state = torch.load(ROOT / "fixtures" / "single.pth")
+    torch.save({name: value * 2 for name, value in state.items()}, tmp_path / "tuned.pth")
+    told = ckpt("extract-lora", ROOT / "fixtures" / "single.pth", tmp_path / "tuned.pth", tmp_path / "adapter", "--rank", "2")
+    assert " biases" in told.output
+    assert "biass" not in told.output
+
+
 def test_the_list_of_commands_is_not_cut() -> None:
     """What `ckpt --help` says of each command fits on a line of 80 columns."""
     assert "..." not in CliRunner().invoke(main, ["--help"], terminal_width=80).output.partition("\nCommands:")[2]

@@ -93,3 +93,15 @@ def test_the_command() -> None:
     assert "names start with" in drawn
     assert "# wrapper" not in drawn
     assert CliRunner().invoke(main, ["explain", "blargh"]).exit_code == 3
+
+
+def test_words_of_every_sentence_find_no_page() -> None:
+    """A sentence about nothing that is known is refused, and not answered with a page that has its small words."""
+    for words in ("no such thing at all", "why does my file not load", "permission denied"):
+        with pytest.raises(NothingMatchedError):
+            ckpt_tools.explain(words)
+
+
+def test_a_code_leads_to_the_command() -> None:
+    """The page of a finding says which command shows where it is, and what mends it."""
+    assert "`ckpt inspect FILE`" in ckpt_tools.explain("wrapper-prefix")[0].text

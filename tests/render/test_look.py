@@ -162,6 +162,8 @@ def test_names_that_the_terminal_cannot_show(name: str, terminal: dict[str, str]
         (["diff", FIXTURES / "training.pth", FIXTURES / "single.pth", "--select", "modle=."], "model"),
         (["stats", FIXTURES / "single.pth", "--filter", "fc1.wieght"], "fc1.weight"),
         (["inspect", FIXTURES / "single.pth", "--filter", "fc1.wieght"], "fc1.weight"),
+        (["convert", FIXTURES / "ddp.pth", "OUT", "--plan", "llama-meta-to-hff"], "llama-meta-to-hf"),
+        (["convert", FIXTURES / "ddp.pth", "OUT", "--plan", "llama-hf-to-mta"], "llama-hf-to-meta"),
     ],
     ids=str,
 )

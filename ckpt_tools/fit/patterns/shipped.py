@@ -26,6 +26,11 @@ def other_way(name: str) -> str:
     return f"{family}-{new}-to-{old}"
 
 
+def all_shipped() -> tuple[str, ...]:
+    """The names of the plans that are shipped, in both ways."""
+    return *shipped_names(), *map(other_way, shipped_names())
+
+
 def find_shipped(name: str) -> tuple[str, bool] | None:
     """The shipped plan of a name, and whether it is to be read the other way round; None where none has this name."""
     if name in shipped_names():

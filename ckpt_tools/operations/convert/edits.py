@@ -64,7 +64,8 @@ class Edits:
         self.metadata = MetadataEdit(options.metadata_texts, options.drop_metadata)
         if self.metadata != UNEDITED and kind not in ("safetensors", "gguf") and not (kind == "pth" and options.shard_size):
             option = "set_metadata" if options.set_metadata else "drop_metadata"
-            raise UsageError(f"`{option}` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata.")
+            what = f"`{option}` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata."
+            raise UsageError(what, fix="Name OUT .safetensors or .gguf.")
         self.options, self.kind, self.names = options, kind, Names(options)
         self.map_location = _spec(options.map_location)
         self.retag = _retagging(self.map_location)

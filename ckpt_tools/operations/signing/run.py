@@ -115,11 +115,20 @@ def verify(
         SignatureError: the signature is not valid for this key, or cannot be read; tensors of the checkpoint have no digest.
         UsageError: cryptography is not installed. CkptError: the checkpoint cannot be read, or is damaged.
     """
-    place = _signature_of(path) if signature is None else os.fspath(signature)
+    place = _beside(path) if signature is None else os.fspath(signature)
     payload, keyid = open_sealed(place, key)
     name, signed = digests_in(payload, place)
     compared = digests.compare(_digests(path, whole=False), signed, place)
     return Verified(os.fspath(path), place, keyid, name, len(signed), compared)
+
+
+def _beside(path: str | os.PathLike[str]) -> str:
+    """The signature that lies beside a checkpoint. Raises SignatureError."""
+    place = _signature_of(path)
+    if not os.path.lexists(place):
+        fix = "The signature of the file that it was made from is valid for it too: `signature=FILE.sig`."
+        raise SignatureError(f"There is no signature {place}.", fix=fix)
+    return place
 
 
 def _signature_of(path: str | os.PathLike[str]) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def print_extracted(report: Extracted, out: Console) -> None:
     """What was written, what it leaves of the change, and where most of that is."""
     print_title(f"{'would write' if report.dry_run else 'wrote'} {report.target}", out)
-    biases = f", {counted(report.biases, 'bias')}" if report.biases else ""
+    biases = f", {counted(report.biases, 'bias', 'biases')}" if report.biases else ""
     rows = [
         ("adapter", f"rank {report.rank}, {counted(len(report.modules), 'module')}{biases}, {size_text(report.bytes)}"),
         ("error", f"{report.error:.3g} of the change (relative Frobenius norm)"),
