@@ -56,7 +56,7 @@ def find(state_dict: Dict) -> Found:
             continue
         if why := _why_beside(name, entry, found):
             found.beside[name] = why
-        elif error := _problem(Part(name, entry), groups):
+        elif error := _problem(Part(name, entry), groups, found):
             found.problems.append(error)
     return found
 
@@ -94,7 +94,7 @@ def _why_beside(name: str, entry: Entry, found: Found) -> str:
     return ""
 
 
-def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]]) -> ConvertError | None:
+def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]], found: Found) -> ConvertError | None:
     """The error for a tensor that is a part of a quantised one by its name or dtype, and was not taken."""
     roles = {role: plain for plain, role in roles_of(part.name)}
     if part.dtype in FP8:
@@ -104,6 +104,10 @@ def _problem(part: Part, groups: Mapping[str, Mapping[str, list[Part]]]) -> Conv
         )
     if part.dtype in ("int8", "uint8") and len(part.shape) > 1 and part.name.endswith("weight"):
         return ConvertError(f"{part}, and has no scale beside it.", why=_beside_text(part, groups), fix=_DROP)
+    quantised = next((plain for role, plain in roles.items() if role != "weight" and plain in found.quantised), None)
+    if quantised is not None:
+        why = f"It is {found.quantised[quantised].scheme} by its other parts, which have no use for it."
+        return ConvertError(f"{part} is part of {quantised!r} by its name, and does not count.", why=why, fix=_DROP)
     telling = [role for role in roles if role in _TELLING]
     if telling or part.name.endswith(_SCALE_NAMES):
         plain = roles[telling[0]] if telling else next((plain for role, plain in roles.items() if role != "weight"), part.name)
