@@ -312,3 +312,23 @@ def test_wrappers_go_before_the_plan(tmp_path: Path) -> None:
     saved = {"model": state, "model_args": {"n_layer": 2}, "iter_num": 5}
     made = converted(saved, tmp_path, "gpt2-nanogpt-to-hf", select="model", unwrap=True)
     assert made.keys() == make.gpt2(transformers=True).keys()
+
+
+@pytest.mark.parametrize("plan", [name for name in SIDES if not name.startswith("vit")])
+def test_a_whole_layer_that_is_missing(plan: str, tmp_path: Path) -> None:
+    """Layers whose numbers leave one out are refused: the other library would load a model with a hole."""
+    old, _, sizes = SIDES[plan]
+    state = {name: tensor for name, tensor in old().items() if ".0." not in name}
+    with pytest.raises(MatchPlanError) as caught:
+        converted(state, tmp_path, plan, plan_value=sizes)
+    assert "none of them with the number 0" in caught.value.why
+
+
+def test_as_many_layers_as_the_config_says(tmp_path: Path) -> None:
+    """config.json beside the checkpoint says how many layers there are: fewer, and more, are refused."""
+    count = len({name.split(".")[1] for name in make.meta() if name.startswith("layers.")})
+    for said in (count - 1, count + 1):
+        (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": said}))
+        with pytest.raises(MatchPlanError) as caught:
+            converted(make.meta(), tmp_path, "llama-meta-to-hf", plan_value=SIZES)
+        assert f"num_hidden_layers of config.json is {said}" in caught.value.why

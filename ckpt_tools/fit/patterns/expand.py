@@ -109,7 +109,7 @@ class _Expansion:
         if self.unclaimed:
             why.append(f"{len(self.unclaimed)} tensors are not named in it: {listed(self.unclaimed, 6)}.")
         if not why:
-            why += self._gaps()
+            why += self._gaps() or self._missing_numbers()
         if why:
             raise MatchPlanError(
                 f"The checkpoint is not what the plan {self.plan.label} is for.", why=" ".join(why),
@@ -146,6 +146,21 @@ class _Expansion:
             if len(claimed) < len(wanted):
                 binding, other = next(pair for pair in wanted.items() if pair[0] not in claimed)
                 return [f"It has {other!r}, and no {step.old[place].fill(dict(binding))!r}."]
+        return []
+
+    def _missing_numbers(self) -> list[str]:
+        """A number that no tensor has: a whole layer that is not there."""
+        for placeholder, keys in self.plan.numbered.items():
+            bindings = (dict(binding) for claims in self.claims for claimed in claims for binding in claimed)
+            found = {int(binding[placeholder]) for binding in bindings if placeholder in binding}
+            said = self.values.config.find(keys)
+            count = max(len(found), said[0] if said is not None else 0)
+            lacking = next((number for number in range(count) if number not in found), None)
+            if lacking is not None:
+                who = f", and {said[1]} is {said[0]}" if said is not None else ""
+                return [f"It has tensors of {len(found)} layers, none of them with the number {lacking}{who}."]
+            if said is not None and len(found) > said[0]:
+                return [f"It has {len(found)} layers, and {said[1]} is {said[0]}."]
         return []
 
     def dropped_others(self, names: Iterable[str]) -> dict[str, str]:

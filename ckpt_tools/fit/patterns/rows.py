@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,6 +97,7 @@ class PatternPlan:
     Attributes:
         label: what the user called it. about: one sentence.
         prefix_old, prefix_new: what old (new) names may begin with, or not.
+        numbered: placeholders whose numbers begin at 0 and leave none out, with the keys of a config that says how many.
     """
 
     label: str
@@ -105,6 +106,7 @@ class PatternPlan:
     values: tuple[ValueRow, ...]
     prefix_old: str
     prefix_new: str
+    numbered: Mapping[str, tuple[str, ...]]
 
     def reversed(self) -> PatternPlan:
         """The plan from the other side to this one.
@@ -152,7 +154,8 @@ def read_pattern_plan(document: Mapping[str, Any], label: str) -> PatternPlan:
         MatchPlanError: unknown or wrong fields, patterns that cannot be followed.
     """
     document = dict(document)
-    check_known(document, ("format", "patterns", "about", "prefix_old", "prefix_new", "values", "drop", "tensor"), "the plan")
+    check_known(document, ("format", "patterns", "about", "prefix_old", "prefix_new", "numbered", "values", "drop", "tensor"),
+                "the plan")  # fmt: skip
     dropped = [{"old": name, "step": "drop"} for name in read_names(document.get("drop", []), "drop")]
     rows = [*((f"tensor {number}", row) for number, row in tables(document, "tensor")), *(("drop", row) for row in dropped)]
     steps: list[PatternStep] = []
@@ -168,7 +171,17 @@ def read_pattern_plan(document: Mapping[str, Any], label: str) -> PatternPlan:
         if not isinstance(text, str):
             raise MatchPlanError(f"{key} must be text, not {brief(text)}.")
     return PatternPlan(label, texts["about"], tuple(steps), tuple(_value(name, row) for name, row in values.items()),
-                       texts["prefix_old"], texts["prefix_new"])  # fmt: skip
+                       texts["prefix_old"], texts["prefix_new"], _numbered(document.get("numbered", {}), steps))  # fmt: skip
+
+
+def _numbered(table: Any, steps: Iterable[PatternStep]) -> dict[str, tuple[str, ...]]:
+    """Placeholders whose numbers are complete, with the keys that say how many there are."""
+    if not isinstance(table, dict):
+        raise MatchPlanError("'numbered' must be a table: [numbered].")
+    known = {name for step in steps for pattern in (*step.old, *step.new) for name in pattern.names}
+    if unknown := next((name for name in table if name not in known), None):
+        raise MatchPlanError(f"numbered: no name of the plan has {{{unknown[:40]}}}.")
+    return {name: tuple(read_names(keys, f"numbered.{name[:40]}")) for name, keys in table.items()}
 
 
 def _value(name: str, row: Any) -> ValueRow:
