@@ -373,13 +373,14 @@ def _entry(key: str, tensor: _Tensor, content: Content) -> Entry:
 def _one_a_byte(content: Content, count: int, *, signed: bool) -> Computed:
     """Numbers of four bits, two in a byte, the low half first."""
     numbers = [half - 16 if signed and half > 7 else half for half in range(16)]
-    pairs = [bytes((numbers[byte & 15] & 255, numbers[byte >> 4] & 255)) for byte in range(256)]
+    low, high = (bytes(numbers[byte >> shift & 15] & 255 for byte in range(256)) for shift in (0, 4))
 
-    def work() -> Iterator[bytes]:
+    def work() -> Iterator[bytes | memoryview]:
         left = count
         for chunk in chunks(content):
-            made = b"".join(map(pairs.__getitem__, bytes(chunk)))[:left]
-            left -= len(made)
-            yield made
+            data, made = bytes(chunk), bytearray(2 * len(chunk))
+            made[::2], made[1::2] = data.translate(low), data.translate(high)
+            yield memoryview(made)[:left]
+            left -= min(left, len(made))
 
     return Computed(count, work, content)
