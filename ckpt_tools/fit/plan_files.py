@@ -88,6 +88,8 @@ def _step_lines(step: PlanStep) -> Iterator[str]:
     yield f"step = {_toml(step.step)}"
     yield f"reason = {_toml(step.reason)}"
     yield f"confidence = {step.confidence}"
+    if step.axes:
+        yield f"axes = {_toml(step.axes)}"
     yield f"shape = {_toml(step.old_shapes if step.step == 'concat' else step.old_shapes[0])}"
     if step.step != "copy":
         yield f"to = {_toml(step.new_shapes if step.step == 'split' else step.new_shapes[0])}"

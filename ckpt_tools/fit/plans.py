@@ -16,8 +16,9 @@ from typing import Literal, TypeAlias, get_args
 from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import MatchPlanError
 from ckpt_tools.fit.layout import Layout, cut, joined, rearranged, reshaped
+from ckpt_tools.fit.patterns.forms import Form, Task, solve
 from ckpt_tools.formats.open import tensors_by_name
-from ckpt_tools.matching import Matching
+from ckpt_tools.matching import Match, Matching
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.nodes import (
     Dict,
@@ -41,6 +42,7 @@ class PlanStep:
             (several old), whose order is that of the parts.
         old_shapes, new_shapes: in the same order. reason, confidence: as in `match.Match`, for the reader.
         layout: the geometry; None where the shapes alone say it, of a split or a concat along the first dimension.
+        axes: what a permute that a matching found is written as.
     """
 
     step: StepName
@@ -51,6 +53,7 @@ class PlanStep:
     reason: str = "edited"
     confidence: float = 1.0
     layout: Layout | None = None
+    axes: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,15 @@ def plan_of(matching: Matching) -> Plan:
     """The plan that a matching gives, its offers included: whoever writes a plan wants what it does written down."""
     rows = {
         row.new: PlanStep(
-            row.step, (row.old,), (row.new,), (row.source_shape,), (row.target_shape,), row.reason, row.confidence
+            row.step,
+            (row.old,),
+            (row.new,),
+            (row.source_shape,),
+            (row.target_shape,),
+            row.reason,
+            row.confidence,
+            _permuted(row) if row.axes else None,
+            row.axes,
         )
         for row in matching.matched
     }
@@ -106,6 +117,11 @@ def plan_of(matching: Matching) -> Plan:
         tuple((row.old, row.new, row.source_shape, row.target_shape) for row in matching.mismatched),
         tuple((row.new, row.candidates, row.why) for row in ambiguous.values()),
     )  # fmt: skip
+
+
+def _permuted(row: Match) -> Layout:
+    layout, _ = solve("permute", Task(Form(row.axes), (row.source_shape,), 1, {}, f"permute to {row.new!r}"))
+    return layout
 
 
 # --- checking

@@ -41,13 +41,14 @@ from ckpt_tools.fit.plans import Plan, plan_of
 from ckpt_tools.fit.targets import (
     Target,
     choose_state_dict,
+    framework_of,
     params_of,
     read_target,
 )
-from ckpt_tools.formats.open import find_optimizers, find_state_dicts, is_tensor, tensors_by_name
+from ckpt_tools.formats.open import Checkpoint, find_optimizers, find_state_dicts, is_tensor, tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Content
-from ckpt_tools.matching import Stages, match
+from ckpt_tools.matching import Framework, Stages, match
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 from ckpt_tools.values.numeric import live_content, row_major
@@ -89,10 +90,10 @@ class Retargeting:
         self.stages: Stages = options.match or "exact+wrappers"
         self.choices = Choices(Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed)
 
-    def apply(self, root: Node, path: str, stack: ExitStack, whole: Node = None) -> tuple[FittedTo, int]:
+    def apply(self, root: Node, path: str, stack: ExitStack, whole: Checkpoint | None = None) -> tuple[FittedTo, int]:
         """Fit the only state dict below `root`, in place; `stack` holds what must stay open until the bytes are written.
 
-        `whole` is the checkpoint before less of it was selected: it may say sizes.
+        `whole` is the checkpoint before less of it was selected: it may say sizes, and whose layers it has.
 
         Returns:
             What was done, and how many of an optimizer's `param_names` changed.
@@ -103,7 +104,8 @@ class Retargeting:
         """
         node = _only_state_dict(root, path)
         target = None if self.like is None else read_target(self.like, args=self.like_args, select=self.like_select)
-        expanded = self._plan(node, target, Config.beside(path, whole))
+        config = Config.beside(path, None if whole is None else whole.root)
+        expanded = self._plan(node, target, config, None if whole is None else framework_of(whole))
         plan = expanded.plan
         label = f"{path} does not fit {target.label}" if target is not None else f"{self.plan} leaves tensors over"
         fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack, self.like_select), self.choices)
@@ -113,12 +115,13 @@ class Retargeting:
         report.dropped, report.values = expanded.dropped, expanded.values
         return report, renamed
 
-    def _plan(self, node: Dict, target: Target | None, config: Config) -> Expanded:
+    def _plan(self, node: Dict, target: Target | None, config: Config, framework: Framework | None) -> Expanded:
         if self.plan is not None:
             expanded = self._read(node, config)
             return expanded if target is None else replace(expanded, plan=_for_target(expanded.plan, target))
         assert target is not None
-        matching = match(params_of(node), target.params, stages=self.stages, allow_reshape=self.allow_reshape)
+        params, reshape = params_of(node), self.allow_reshape
+        matching = match(params, target.params, stages=self.stages, allow_reshape=reshape, framework=framework)
         return Expanded(plan_of(replace(matching, offers=())), {}, {})  # fused and split tensors: only a plan does those
 
     def _read(self, node: Dict, config: Config) -> Expanded:

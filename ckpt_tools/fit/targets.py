@@ -27,6 +27,7 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.matching.frameworks.reading import Framework
 from ckpt_tools.matching.params import Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted
@@ -75,6 +76,7 @@ def names_of(target: Target) -> Names:
     return Names({param.name: param.shape for param in target.params}, target.ties)
 
 
+_KERAS = "model.weights.h5"
 _DOTTED = re.compile(r"[^\W\d]\w*+(?:\.[^\W\d]\w*+)*")
 
 
@@ -155,6 +157,14 @@ def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDic
             f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix=f"Choose one with `{option}=WHERE`."
         )
     return found[0]
+
+
+def framework_of(checkpoint: Checkpoint) -> Framework | None:
+    """Whose layers a checkpoint has, where its container says so; a `.keras` is a bundle around Keras's weights."""
+    if checkpoint.container == "flax":
+        return "flax"
+    in_bundle = checkpoint.container == "zip-bundle" and type(checkpoint.root) is Dict and _KERAS in checkpoint.root.named
+    return "keras" if checkpoint.container == "keras" or in_bundle else None
 
 
 def params_of(node: Dict) -> tuple[Param, ...]:

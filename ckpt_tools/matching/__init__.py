@@ -18,6 +18,8 @@ from ckpt_tools.matching.by_name import (
 )
 from ckpt_tools.matching.by_position import match_position
 from ckpt_tools.matching.by_structure import match_structure
+from ckpt_tools.matching.frameworks.back import as_in_file
+from ckpt_tools.matching.frameworks.reading import Framework, as_in_torch
 from ckpt_tools.matching.pairing import Pairing
 from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.records import (
@@ -27,8 +29,9 @@ from ckpt_tools.matching.records import (
     Mismatch,
     Offer,
 )
+from ckpt_tools.matching.transposed import NOT_TRANSPOSED
 
-__all__ = ["Ambiguous", "Match", "Matching", "Mismatch", "Offer", "Stages", "match"]
+__all__ = ["Ambiguous", "Framework", "Match", "Matching", "Mismatch", "Offer", "Stages", "match"]
 
 Stages: TypeAlias = Literal["exact+wrappers", "names", "structure", "position"]
 STAGES: tuple[Stages, ...] = ("exact+wrappers", "names", "structure", "position")
@@ -41,6 +44,7 @@ def match(
     stages: Stages = "exact+wrappers",
     rename: Sequence[str | tuple[str, str]] = (),
     allow_reshape: bool = False,
+    framework: Framework | None = None,
 ) -> Matching:
     """Find the partner of every tensor.
 
@@ -50,6 +54,7 @@ def match(
             shapes, order and names; "position" zips what names have left, in order.
         rename: the user's `REGEX=REPLACEMENT` rules, applied to the checkpoint's names first.
         allow_reshape: take partners whose shapes differ by sizes of 1 only.
+        framework: whose layers the checkpoint has, where its container says so: "flax" or "keras".
 
     Raises:
         UsageError: unknown stages, or a rule that cannot be read. NothingMatchedError: a rule that changes no name.
@@ -59,6 +64,16 @@ def match(
         raise UsageError(f"{stages!r} is not one of {', '.join(STAGES)}.")
     pairing = Pairing(source, target, allow_reshape=allow_reshape)
     apply_rules(pairing, rename)
+    if framework is None:
+        return _staged(pairing, stages).result()
+    reading = as_in_torch(source, pairing.known, framework)
+    turned = Pairing(reading.params, target, allow_reshape=allow_reshape)
+    turned.known, turned.ruled, turned.oriented = reading.known, pairing.ruled, (NOT_TRANSPOSED, turned.oriented[1])
+    return as_in_file(_staged(turned, stages).result(), reading, target)
+
+
+def _staged(pairing: Pairing, stages: Stages) -> Pairing:
+    """The pairing, with what every stage found."""
     match_whole_wrapper(pairing)
     match_exact(pairing)
     match_wrappers(pairing)
@@ -67,12 +82,11 @@ def match(
     elif stages != "exact+wrappers":
         match_affixes(pairing)
     if stages == "structure" and pairing.sources_left() and pairing.targets_left():
-        alone = Pairing(source, target, allow_reshape=allow_reshape)
-        alone.known = pairing.known
+        alone = pairing.anew()
         by_name = bool(pairing.used or pairing.doubts or pairing.offers)  # else both would find the same
         if by_name:
             match_structure(alone)
         match_structure(pairing)
         if by_name:
             pairing.doubt_where_not(alone)
-    return pairing.result()
+    return pairing

@@ -37,13 +37,14 @@ def apply_rules(pairing: Pairing, rules: Sequence[str | tuple[str, str]]) -> Non
             raise NothingMatchedError(f"`rename={rule!r}` changes no name.", fix="ckpt inspect --all FILE lists the names.")
         check_unique(renamed)
         pairing.known = renamed
+    pairing.ruled = {old for old, name in pairing.known.items() if name != old}
 
 
 def match_exact(pairing: Pairing) -> None:
     """Names that are equal, once the user's rules have been applied."""
     for old, name in pairing.known.items():
         if name in pairing.target and old not in pairing.used and not pairing.is_settled(name):
-            pairing.pair(old, name, "exact" if name == old else "rule")
+            pairing.pair(old, name, _said(pairing, old, "exact"))
 
 
 def match_whole_wrapper(pairing: Pairing) -> None:
@@ -120,7 +121,7 @@ def _match_by_key(pairing: Pairing, key: Callable[[str], str], reason: Reason) -
 
 def _said(pairing: Pairing, old: str, reason: Reason) -> Reason:
     """A name that a rule has changed was matched by the rule."""
-    return reason if pairing.known[old] == old else "rule"
+    return "rule" if old in pairing.ruled else reason
 
 
 # --- a common prefix or suffix

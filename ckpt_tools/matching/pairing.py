@@ -31,13 +31,15 @@ def squeezed(shape: Shape) -> Shape:
 class Pairing:
     """Two lists of tensors and what has been found so far. A stage calls `pair` for what it is sure of.
 
-    `known` is the name of a source tensor as the user's rules made it; stages compare those.
+    `known` is the name of a source tensor as the user's rules made it, or as torch would have it; stages compare those.
+    `ruled` are the names that a rule has changed.
     """
 
     def __init__(self, source: Sequence[Param], target: Sequence[Param], *, allow_reshape: bool) -> None:
         self.source = {param.name: param for param in source}
         self.target = {param.name: param for param in target}
         self.known = {name: name for name in self.source}
+        self.ruled: set[str] = set()
         self.allow_reshape = allow_reshape
         self.matches: dict[str, Match] = {}
         self.mismatches: dict[str, Mismatch] = {}
@@ -46,6 +48,12 @@ class Pairing:
         self.offered: set[str] = set()
         self.used: dict[str, str] = {}
         self.oriented = orientation(source), orientation(target)
+
+    def anew(self) -> Pairing:
+        """The same two sides, with nothing found."""
+        made = Pairing([*self.source.values()], [*self.target.values()], allow_reshape=self.allow_reshape)
+        made.known, made.ruled, made.oriented = self.known, self.ruled, self.oriented
+        return made
 
     def sources_left(self) -> list[Param]:
         """Tensors of the checkpoint without a partner, in order."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
 Reason: TypeAlias = Literal["exact", "wrapper", "rule", "prefix", "structure", "position", "tied"]
-Step: TypeAlias = Literal["copy", "reshape"]
+Step: TypeAlias = Literal["copy", "reshape", "transpose", "permute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,9 @@ class Match:
     Attributes:
         old, new: its name in the checkpoint and in the target.
         reason: which stage found it. confidence: 1.0 for what names prove; less for what structure says, see docs/matching.md.
-        source_shape, target_shape: the same, unless step is "reshape".
-        step: "copy", or "reshape" (the same numbers in the same order, sizes of 1 added or removed).
+        source_shape, target_shape: the same, if step is "copy".
+        step: "copy"; "reshape" (the same numbers in the same order, sizes of 1 added or removed); of a checkpoint of Flax or
+            Keras "transpose" (a matrix) or "permute" (a kernel, by `axes`, written as in a plan).
     """
 
     old: str
@@ -29,6 +30,7 @@ class Match:
     source_shape: Shape
     target_shape: Shape
     step: Step = "copy"
+    axes: str = ""
 
 
 @dataclass(frozen=True, slots=True)

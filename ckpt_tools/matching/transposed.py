@@ -20,6 +20,9 @@ class Orientation:
     unknown: frozenset[str]
 
 
+NOT_TRANSPOSED = Orientation(frozenset(), frozenset())
+
+
 def orientation(params: Iterable[Param]) -> Orientation:
     """Look at every matrix that has a bias beside it."""
     shapes = {param.name: param.shape for param in params}

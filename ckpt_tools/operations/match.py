@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.fit.targets import choose_state_dict, params_of, read_target
+from ckpt_tools.fit.targets import choose_state_dict, framework_of, params_of, read_target
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
@@ -52,10 +52,11 @@ def match(path: str | os.PathLike[str], options: MatchOptions) -> Matched:
     """
     target = read_target(options.like, args=options.like_args, select=options.like_select)
     with open_whole(path) as checkpoint:
-        params = params_of(choose_state_dict(checkpoint, options.select).node)
+        params, framework = params_of(choose_state_dict(checkpoint, options.select).node), framework_of(checkpoint)
     matching = find_partners(
-        params, target.params, stages=options.match or "names", rename=list(options.rename), allow_reshape=options.allow_reshape
-    )
+        params, target.params, stages=options.match or "names", rename=list(options.rename),
+        allow_reshape=options.allow_reshape, framework=framework,
+    )  # fmt: skip
     if options.output is not None:
         from ckpt_tools.fit.plan_files import write_plan
         from ckpt_tools.fit.plans import plan_of

@@ -109,9 +109,9 @@ def _without_leaf(name: str, leaf: str) -> str:
 def _print_pairs(matching: Matching, out: Console, *, show_all: bool) -> None:
     """Pairs with other names or by another reason than the exact name; all with `show_all`."""
     items = [
-        ((row.old, row.new), _reason(row.reason, row.confidence) + (", reshape" if row.step == "reshape" else ""))
+        ((row.old, row.new), _reason(row.reason, row.confidence) + (f", {row.step}" if row.step != "copy" else ""))
         for row in matching.matched
-        if show_all or row.reason != "exact"
+        if show_all or row.reason != "exact" or row.step != "copy"
     ]
     for offer in matching.offers:
         items.append(((" + ".join(offer.old), " + ".join(offer.new)), _reason(offer.step, offer.confidence)))

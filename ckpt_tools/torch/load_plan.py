@@ -14,7 +14,7 @@ from ckpt_tools.fit.choices import Choices
 from ckpt_tools.fit.fit import Fitted, Wanted, fit
 from ckpt_tools.fit.initialisers import Blank, blank_in
 from ckpt_tools.fit.plans import plan_of
-from ckpt_tools.fit.targets import params_of
+from ckpt_tools.fit.targets import framework_of, params_of
 from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
@@ -87,7 +87,9 @@ class Planner:
         """
         slots = self.slots.tensors
         params = [Param(slot.name, slot.shape, slot.dtype, slot.place, type(slot.module).__name__) for slot in slots.values()]
-        matching = self._tolerate(find_partners(params_of(self.node), params, stages=stages, rename=rename))
+        framework = framework_of(self.checkpoint)
+        found = find_partners(params_of(self.node), params, stages=stages, rename=rename, framework=framework)
+        matching = self._tolerate(found)
         label = f"{self.checkpoint.path} does not fit the model"
         wanted = Wanted(list(slots), self._blank, None, _first_names(self.slots), label)
         fitted = fit(self.node, plan_of(replace(matching, offers=())), wanted, self.choices)

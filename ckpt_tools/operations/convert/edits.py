@@ -91,7 +91,7 @@ class Edits:
             root = merge(root, self.options.adapters, report, stack)
         self.names.apply(root, report)
         if self.retargeting is not None:
-            _fit(root, self.retargeting, report, stack, checkpoint.root)
+            _fit(root, self.retargeting, report, stack, checkpoint)
         root = self._retagged(root, checkpoint, report)
         if self.options.verify and report.dry_run:
             report.notes.append(Note("not-verified", "`verify`: the bytes are checked while copying, not in a dry run."))
@@ -226,7 +226,7 @@ def _arrays(root: Node, report: Converted) -> Node:
     return root
 
 
-def _fit(root: Node, retargeting: Retargeting, report: Converted, stack: ExitStack, whole: Node) -> None:
+def _fit(root: Node, retargeting: Retargeting, report: Converted, stack: ExitStack, whole: Checkpoint) -> None:
     """Fit the state dict to the target."""
     from ckpt_tools.fit.retarget import note_optimizer
 

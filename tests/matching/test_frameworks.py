@@ -1,0 +1,185 @@
+"""Layers of Flax and Keras against torch's: the kernels turned, the same outputs, and nothing guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import ckpt_tools
+import ckpt_tools.torch
+from ckpt_tools.errors import MatchError
+from ckpt_tools.matching import Framework, Matching, match
+from ckpt_tools.matching.params import Param
+from tests.support.samples import FIXTURES
+
+HERE = FIXTURES / "frameworks"
+COUNTER = "*num_batches_tracked=zeros"
+
+
+class Tiny(nn.Module):
+    """The network of the samples, in torch: a convolution, a batch norm, a dense layer on what is flattened."""
+
+    def __init__(self, channels: int, size: int, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, channels, 3)
+        self.norm = nn.BatchNorm2d(channels, eps=1e-3)
+        self.head = nn.Linear(size, classes)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        """The scores of an image [batch, channels, height, width]."""
+        out: torch.Tensor = self.head(self.norm(self.first(image)).flatten(1))
+        return out
+
+
+def convolved(image: Any, kernel: Any) -> Any:
+    """[height, width, inputs] by [height, width, inputs, outputs], without padding, as Flax and Keras say it."""
+    windows = np.lib.stride_tricks.sliding_window_view(image, kernel.shape[:2], axis=(0, 1))
+    return np.einsum("hwiyx,yxio->hwo", windows, kernel)
+
+
+def keras_output(weights: dict[str, Any], image: Any) -> Any:
+    """What Keras's layers give, by their definitions."""
+    conv, norm, dense = (
+        [weights[f"layers.{layer}.vars.{number}"] for number in range(count)]
+        for layer, count in (("conv2d", 2), ("batch_normalization", 4), ("dense", 2))
+    )
+    hidden = convolved(image, conv[0]) + conv[1]
+    hidden = (hidden - norm[2]) / np.sqrt(norm[3] + 1e-3) * norm[0] + norm[1]
+    return hidden.reshape(-1) @ dense[0] + dense[1]
+
+
+def test_keras_gives_the_same_outputs(tmp_path: Path) -> None:
+    """With the flatten said in a plan, the network in torch gives what Keras's definitions give."""
+    pytest.importorskip("h5py")
+    target, source = Tiny(3, 48, 5), HERE / "tiny.weights.h5"
+    report = ckpt_tools.match(source, like=target, match="structure", output=tmp_path / "plan.toml")
+    (row,) = report.matching.ambiguous
+    assert (row.new, row.candidates) == ("head.weight", ("layers.dense.vars.0",))
+    assert "(height width 3) out -> out (3 height width)" in row.why
+    text = (tmp_path / "plan.toml").read_text()
+    step = '\n[[tensor]]\nold = "layers.dense.vars.0"\nnew = "head.weight"\nstep = "permute"\nshape = [48, 5]\n'
+    step += 'axes = "(4 width 3) out -> out (3 4 width)"\n'
+    text = text[: text.index("\n# Several candidates")].replace('    "layers.dense.vars.0",\n', "") + step
+    (tmp_path / "plan.toml").write_text(text)
+    ckpt_tools.convert(source, tmp_path / "out.safetensors", like=target, plan=str(tmp_path / "plan.toml"), reinit=COUNTER)
+    target.load_state_dict(load_file(tmp_path / "out.safetensors"))
+    image = np.random.default_rng(0).standard_normal((6, 6, 2)).astype(np.float32)
+    weights = {name: tensor.numpy() for name, tensor in ckpt_tools.torch.load(source).items()}
+    with torch.no_grad():
+        made = target.eval()(torch.from_numpy(image).permute(2, 0, 1)[None])[0]
+    assert np.allclose(made.numpy(), keras_output(weights, image), atol=1e-5)
+
+
+def test_flax_is_converted(tmp_path: Path) -> None:
+    """`convert --like --match structure` turns the kernels by itself: the convolution gives the same outputs."""
+    target = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5))
+    source, out = HERE / "flax.msgpack", tmp_path / "out.safetensors"
+    dropped = ["lr", "phase", "params.Dense_0.*"]
+    ckpt_tools.convert(source, out, like=target, match="structure", drop=dropped, reinit=COUNTER)
+    target.load_state_dict(load_file(out))
+    weights = load_file(HERE / "flax.safetensors")
+    image = np.random.default_rng(0).standard_normal((6, 6, 2)).astype(np.float32)
+    with torch.no_grad():
+        made = target[0](torch.from_numpy(image).permute(2, 0, 1)[None])[0].permute(1, 2, 0)
+    wanted = convolved(image, weights["params.Conv_0.kernel"].numpy()) + weights["params.Conv_0.bias"].numpy()
+    assert np.allclose(made.numpy(), wanted, atol=1e-5)
+    assert torch.equal(target.state_dict()["1.running_var"], weights["batch_stats.BatchNorm_0.var"])
+    model = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5))
+    ckpt_tools.torch.load_into(model, source, match="structure", allow_unexpected=dropped)
+    assert torch.equal(model.state_dict()["0.weight"], target.state_dict()["0.weight"])
+
+
+def test_a_keras_file_is_one_of_keras() -> None:
+    """The weights in a `.keras` are read as Keras's, too."""
+    pytest.importorskip("h5py")
+    report = ckpt_tools.match(HERE / "tiny.keras", like=Tiny(3, 48, 5), match="structure", select="model.weights.h5")
+    assert {row.new: row.step for row in report.matching.matched}["first.weight"] == "permute"
+
+
+def found(framework: Framework, source: Mapping[str, tuple[int, ...]], target: Mapping[str, tuple[int, ...]]) -> Matching:
+    """What is matched by structure."""
+    sides = [[Param(name, shape) for name, shape in side.items()] for side in (source, target)]
+    return match(sides[0], sides[1], stages="structure", framework=framework)
+
+
+@pytest.mark.parametrize(
+    ("framework", "source", "target", "step", "axes"),
+    [
+        ("flax", {"params.fc.kernel": (4, 4), "params.fc.bias": (4,)}, (4, 4), "transpose", ""),
+        ("flax", {"params.fc.kernel": (4, 7)}, (7, 4), "transpose", ""),
+        ("flax", {"params.fc.kernel": (5, 4, 7)}, (7, 4, 5), "permute", "width inputs outputs -> outputs inputs width"),
+        ("flax", {"params.fc.kernel": (3, 3, 1, 8)}, (8, 1, 3, 3), "permute",
+         "height width inputs outputs -> outputs inputs height width"),
+        ("flax", {"params.fc.kernel": (3, 3, 3, 3)}, (3, 3, 3, 3), "permute",
+         "height width inputs outputs -> outputs inputs height width"),
+        ("flax", {"params.fc.kernel": (2, 3, 5, 4, 7)}, (7, 4, 2, 3, 5), "permute",
+         "depth height width inputs outputs -> outputs inputs depth height width"),
+        ("flax", {"params.fc.embedding": (9, 4)}, (9, 4), "copy", ""),
+        ("keras", {"fc.embedding.vars.0": (4, 4)}, (4, 4), "copy", ""),
+        ("keras", {"fc.dense.vars.0": (4, 4)}, (4, 4), "transpose", ""),
+        ("keras", {"fc.fc.kernel:0": (4, 7)}, (7, 4), "transpose", ""),
+        ("keras", {"fc.conv2d_transpose.vars.0": (3, 3, 6, 4)}, (4, 6, 3, 3), "permute",
+         "height width inputs outputs -> outputs inputs height width"),
+        ("keras", {"fc.depthwise_conv2d.vars.0": (3, 5, 4, 2)}, (8, 1, 3, 5), "permute",
+         "(1 height) width inputs multiplier -> (inputs multiplier) 1 height width"),
+    ],
+)  # fmt: skip
+def test_kernels(
+    framework: Framework, source: dict[str, tuple[int, ...]], target: tuple[int, ...], step: str, axes: str
+) -> None:
+    """Each kind of kernel is turned as its framework keeps it, square or not."""
+    wanted = {"fc.weight": target, **({"fc.bias": (4,)} if len(source) > 1 else {})}
+    result = found(framework, source, wanted)
+    assert (result.matched[0].new, result.matched[0].step, result.matched[0].axes) == ("fc.weight", step, axes)
+    assert result.complete
+
+
+@pytest.mark.parametrize(
+    ("framework", "source", "target"),
+    [
+        ("flax", {"params.ConvTranspose_0.kernel": (3, 3, 4, 4)}, (4, 4, 3, 3)),
+        ("keras", {"fc.layer.vars.0": (4, 4)}, (4, 4)),
+        ("keras", {"fc.layer.vars.0": (3, 3, 4, 4)}, (4, 4, 3, 3)),
+        ("flax", {"params.fc.kernel": (4, 7)}, (7, 5)),
+    ],
+)
+def test_what_cannot_be_told(framework: Framework, source: dict[str, tuple[int, ...]], target: tuple[int, ...]) -> None:
+    """A layer that the file does not tell, or of other sizes, is never matched."""
+    assert not found(framework, source, {"fc.weight": target}).matched
+
+
+def test_they_count() -> None:
+    """Layers of one shape go in counting order, though the file sorts conv2d_10 before conv2d_2."""
+    names = ["conv2d", *(f"conv2d_{number}" for number in range(1, 12))]
+    source = {f"layers.{name}.vars.0": (3, 3, 4, 4) for name in sorted(names)}
+    result = found("keras", source, {f"features.{number}.weight": (4, 4, 3, 3) for number in range(12)})
+    assert [row.old for row in result.matched] == [f"layers.{name}.vars.0" for name in names]
+
+
+def test_a_state_of_an_optimizer_is_no_layer() -> None:
+    """What Flax keeps beside the parameters has their names and shapes, and is left over."""
+    source = {"opt_state.0.mu.fc.kernel": (4, 4), "params.fc.kernel": (4, 4)}
+    result = found("flax", source, {"head.weight": (4, 4)})
+    assert [row.old for row in result.matched] == ["params.fc.kernel"]
+    assert result.unexpected == ("opt_state.0.mu.fc.kernel",)
+
+
+def test_a_layer_in_front_of_an_image() -> None:
+    """A dense layer whose outputs become an image has them in another order, too."""
+    source = {"params.a.kernel": (10, 64), "params.b.kernel": (3, 3, 4, 8)}
+    result = found("flax", source, {"a.weight": (64, 10), "b.weight": (8, 4, 3, 3)})
+    assert [row.new for row in result.ambiguous] == ["a.weight"]
+
+
+def test_convert_refuses_a_flatten(tmp_path: Path) -> None:
+    """What is ambiguous is not written."""
+    options: dict[str, Any] = {"like": Tiny(5, 20, 7), "match": "structure", "drop": ["lr", "phase"], "reinit": COUNTER}
+    with pytest.raises(MatchError, match="flattened image"):
+        ckpt_tools.convert(HERE / "flax.msgpack", tmp_path / "out.safetensors", **options)
