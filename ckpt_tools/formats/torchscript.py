@@ -61,6 +61,7 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
         decoded = _decode_json(source, directory, folder, records)
     elif f"{folder}/data.pkl" in records:
         decoded = torch_zip.decode(source, directory, folder)
+        decoded.byteorder = "little"  # torch.jit.load takes the elements as they lie, whatever the record says
         declared = _declared(source, records, folder)
         for node in list(reachable(decoded.root)):
             if type(node) is Object and type(node.function) is Global and str(node.function) in declared:
@@ -202,6 +203,8 @@ class _JsonTensors:
             raise ZipError(f"The storage {key!r} is not in the file.", why="model.json refers to it.")
         known = self.storages.get(key)
         if known is None:
+            if record.size % DTYPES[dtype].itemsize:
+                raise ZipError(f"The storage {key!r} has {record.size} bytes, which are not whole elements of {dtype}.")
             content = torch_zip.record_content(self.source, record)
             known = self.storages[key] = Storage(key.rpartition("/")[2], DTYPES[dtype], record.size, device, content)
         if known.dtype is not DTYPES[dtype]:

@@ -473,3 +473,22 @@ def test_members_of_both_byte_orders_are_refused(tmp_path: Path) -> None:
     found = ckpt_tools.convert(bundle(tmp_path / "one.zip", {"big.pth": members["big.pth"]}), tmp_path / "out.pth")
     assert found.tensors == 1
     assert torch.load(tmp_path / "out.pth", weights_only=True)["big.pth"]["a.w"].tolist() == [0, 1, 2]
+
+
+def test_a_storage_of_odd_bytes_is_refused(tmp_path: Path) -> None:
+    """A record that does not hold whole elements would be written with a count that is not its own."""
+    path = old_program(tmp_path / "old.pt", records=RECORDS | {"tensors/0": RECORDS["tensors/0"] + b"12"})
+    with pytest.raises(ZipError, match="whole elements"):
+        ckpt_tools.inspect(path)
+
+
+def test_a_program_has_no_byte_order(tmp_path: Path) -> None:
+    """torch.jit.load takes the elements as they lie, whatever the record `byteorder` says."""
+    path, other = tmp_path / "program.pt", tmp_path / "big.pt"
+    torch.jit.script(nn.Linear(3, 2)).save(path)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, b"big" if name.endswith("/byteorder") else old.read(name))
+    loaded = torch.jit.load(other).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in load_state_dict(other).items())
+    assert torch.equal(loaded["weight"], torch.jit.load(path).state_dict()["weight"])
