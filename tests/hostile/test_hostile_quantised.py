@@ -104,3 +104,14 @@ def test_empty_weights(tmp_path: Path, shape: tuple[int, ...]) -> None:
     save_file(tensors, tmp_path / "in.safetensors")
     ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dequantize="bf16")
     assert load_file(tmp_path / "out.safetensors")["a.weight"].shape == shape
+
+
+def test_a_single_row_of_words(tmp_path: Path) -> None:
+    """A GPTQ weight of eight inputs has one row of words, which stands on its side while it is unpacked."""
+    parts = {
+        "l.qweight": torch.zeros(1, 8, dtype=torch.int32), "l.qzeros": torch.zeros(1, 1, dtype=torch.int32),
+        "l.scales": torch.ones(1, 8, dtype=torch.float16), "l.g_idx": torch.zeros(8, dtype=torch.int32),
+    }  # fmt: skip
+    save_file(parts, tmp_path / "in.safetensors")
+    ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dequantize="bf16")
+    assert load_file(tmp_path / "out.safetensors")["l.weight"].shape == (8, 8)

@@ -188,7 +188,7 @@ def unpacked(words: torch.Tensor, bits: int, *, loose: bool = False) -> torch.Te
     import torch
 
     if bits in (4, 8):  # no number is in two bytes
-        data = words.contiguous().view(torch.uint8)
+        data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # of one word a row, the strides may be odd
         return data if bits == 8 else torch.stack((data & 15, data >> 4), dim=-1).flatten(-2)
     if loose:
         shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
