@@ -441,3 +441,12 @@ def test_a_part_that_the_scheme_has_no_use_for_is_refused(part: str, tmp_path: P
     save_file({"a.weight": codes(4, 4), "a.weight_scale": torch.ones(1), part: torch.ones(1)}, tmp_path / "in.safetensors")
     with pytest.raises(ConvertError, match=r"part of 'a\.weight' by its name, and does not count"):
         ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dequantize="bf16")
+
+
+@pytest.mark.parametrize(("scale", "infinite"), [(1e37, 1), (float("inf"), 2)])
+def test_what_becomes_infinite_in_fp32_is_counted(tmp_path: Path, scale: float, infinite: int) -> None:
+    """A product beyond float32, and what an infinite scale makes, are in the report whatever the output's dtype."""
+    weight = torch.tensor([[448.0, 1.0]]).to(FP8)
+    for word in ("bf16", "fp32"):
+        report = plain(tmp_path, {"a.weight": weight, "a.weight_scale": torch.tensor([scale])}, dequantize=word)[1]
+        assert report.overflowed == {"a.weight": infinite}

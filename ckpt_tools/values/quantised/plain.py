@@ -38,6 +38,7 @@ def plain_content(
         for first in range(start // row if size else 0, last, step):
             with one_thread():  # packed columns are worked out many at a time
                 values = kernel.rows(first, min(step, last - first)).reshape(-1)
+                count.overflowed += int(values.isinf().sum())  # of the product, or of a scale
                 out = bytearray(values.numel() * target.itemsize)
                 narrow(values, torch.frombuffer(out, dtype=dtype), count)
             yield memoryview(out)[max(0, start - first * row) : max(0, end - first * row)]
