@@ -13,10 +13,11 @@ from typing import Any
 
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.text import did_you_mean
+from ckpt_tools.tree.arguments import natural
 
 MOST = 1 << 20  # characters of a message that are read; the last ones, where the error stands
 _WORD = re.compile(r"[a-z_]{2,}|'[^']'|'\\\\x[0-9a-f]{2}'")  # a quoted character is an invalid load key
-_PLACES = re.compile(r"^(?:Traceback \(.*|  File .*(?:\n    .*)*)$", re.MULTILINE)  # of a traceback: where it was, not what
+_PLACES = re.compile(r"^(?:Traceback \(.*|  File .*+(?:\n    .*+)*+)$", re.MULTILINE)  # of a traceback: where it was, not what
 # What the models of the pages happen to be called, and words of every sentence, say nothing about a message.
 _NAMES = frozenset(
     ("conv", "fc", "weight", "bias", "net", "the", "of", "in", "to", "and", "is", "for", "from", "with", "or", "py",
@@ -45,6 +46,7 @@ class Explanation:
     score: float = 1.0
 
 
+@natural
 def explain(words: str) -> list[Explanation]:
     """The pages about a message, or about a finding's code: the best first, at least one.
 
@@ -54,7 +56,7 @@ def explain(words: str) -> list[Explanation]:
     Raises:
         UsageError: no words. NothingMatchedError: no page is about them.
     """
-    if not isinstance(words, str) or not words.strip():
+    if not words.strip():
         raise UsageError("There are no words to explain.", fix="Give a message, or the code of a finding.")
     known = _known()
     if (code := words.strip().strip("[]")) in known["findings"]:

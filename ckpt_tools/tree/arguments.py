@@ -358,7 +358,7 @@ _READERS: dict[str, Reader] = {
     ),
     **dict.fromkeys(("select", "match", "on_mismatch", "format", "filter", "device", "index"),
                     read_optional(read_text)),
-    **dict.fromkeys(("prefix", "name"), read_text),
+    **dict.fromkeys(("prefix", "name", "words"), read_text),
     **dict.fromkeys(("ignore", "allow", "allow_missing", "allow_unexpected", "inputs"), read_texts),
     "rename": read_rules,
     "reinit": read_schemes,

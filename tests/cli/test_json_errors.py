@@ -57,7 +57,7 @@ USAGE = [
     "inspect", "convert in.pth", "convert in.pth out.pth --dtype int3", "convert in.pth out.pth --absent",
     "check --jobs 0 in.pth", "check --ignore absent in.pth", "check --output a.digest in.pth", "match in.pth",
     "repair in.pth", "diff in.pth", "stats --depth x in.pth", "average in.pth out.pth",
-    "average a.pth b.pth out.pth --weights x", "convert in.pth out.gguf", "absent", "scan", "report in.pth -o page.html",
+    "average a.pth b.pth out.pth --weights x", "convert in.pth out.onnx", "absent", "scan", "report in.pth -o page.html",
     "convert in.pth out.pth --select a --select b", "prove in.pth in.pth --input 1x2",
     "prove in.pth in.pth --model a:b --input x",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import torch
 from ckpt_tools.errors import UsageError
 from ckpt_tools.torch.copying import memory_of
 
-_SPEC = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<below>\d+))?")
+_SPEC = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d++(?:x\d++)*+)(?::(?P<below>\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
