@@ -1,5 +1,6 @@
 """What every test of `train/` may ask for."""
 
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -16,6 +17,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """What starts the tests in the background may have had signals ignored, which a run then leaves so."""
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGHUP") if hasattr(signal, name)]
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ _NORM = {"scale": "weight", "bias": "bias", "mean": "running_mean", "var": "runn
 def read_layer(path: tuple[str, ...], shapes: Mapping[str, Shape]) -> Turns | None:
     """A Dense, a Conv (with groups, too), an Embed or a norm.
 
-    A ConvTranspose is none of them: Flax's is torch's with the kernel turned around, which no exchange of dimensions does.
+    A ConvTranspose is another: Flax's is torch's with the kernel turned around, which no exchange of dimensions does.
     """
     if set(shapes) == {"embedding"}:
         return {"embedding": same("weight", shapes["embedding"])}
