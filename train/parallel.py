@@ -147,11 +147,17 @@ def join_ranks(config: Config, rank: int, size: int) -> World:
     """One of the processes that torchrun started, on a device of its own."""
     device = rank_device(config)
     if device.type == "cpu":
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", store=own_store(), rank=rank, world_size=size)
         return World(config.parallel, (device,), rank, size)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl", device_id=device, store=own_store(), rank=rank, world_size=size)
     return World(config.parallel, (device,), rank, size, dist.new_group(backend="gloo"))
+
+
+def own_store() -> dist.Store:
+    """Where this attempt's ranks find each other: torchrun keeps one store, with the addresses of ranks that it restarted."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def check_division(config: Config, world: World) -> None:

@@ -21,6 +21,7 @@ from train import train as loop
 from train.cli import command, main
 from train.config import CHOICES, Config
 from train.models import NETWORKS
+from train.parallel import own_store
 
 
 def called(*options: object) -> Result:
@@ -242,6 +243,18 @@ def test_a_restarted_torchrun_goes_on_by_itself(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert last(tmp_path / "out")["epoch"] == 2
     assert [json.loads(line)["epoch"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+
+
+def test_restarted_ranks_do_not_meet_in_the_store_of_those_before(
+    only_rank: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun keeps one store for all attempts, and in it the addresses of ranks that are no more."""
+    only_rank()
+    first = own_store()
+    first.set("address", "gone")
+    assert own_store().check(["address"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not own_store().check(["address"])
 
 
 def test_the_words_of_a_config_are_those_that_there_are() -> None:
