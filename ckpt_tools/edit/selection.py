@@ -44,12 +44,16 @@ def select(root: Node, path: str) -> Node:
             f"`select={path!r}` fits {len(found)} places: {', '.join(wheres[:5])}.", why="Some keys have dots in them.",
             fix=f"Give one as JSON: `select={wheres[0]!r}`.",
         )  # fmt: skip
-    if found:
-        return next(iter(found.values()))[1]
+    if not found:
+        raise _nothing_at(root, path)
+    return next(iter(found.values()))[1]
+
+
+def _nothing_at(root: Node, path: str) -> NothingMatchedError:
     places = [dotted(where) for where, node in walk(root, stop=is_tensor) if where and type(node) in (Dict, List)]
     there = [dotted(state_dict.where) for state_dict in find_state_dicts(root) if state_dict.where][:5]
     why = did_you_mean(path, places) or (f"State dicts are at {', '.join(map(repr, there))}." if there else "")
-    raise NothingMatchedError(f"`select={path!r}` matches nothing.", why=why)
+    return NothingMatchedError(f"`select={path!r}` matches nothing.", why=why)
 
 
 def select_in(checkpoint: Checkpoint, path: str) -> Node:

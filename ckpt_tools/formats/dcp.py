@@ -340,11 +340,9 @@ class _Reader:
 
         def located(storage: Storage) -> Storage:
             known = self.waiting.get(id(storage.content))
-            if known is None:
-                return storage
-            if id(storage) not in new:
+            if known is not None and id(storage) not in new:
                 new[id(storage)] = replace(storage, content=known[1].content)
-            return new[id(storage)]
+            return new.get(id(storage), storage)
 
         def swap(node: Node) -> Node:
             if type(node) is Storage:

@@ -18,6 +18,7 @@ import operator
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.errors import (
@@ -156,21 +157,25 @@ def parse_header(head: bytes, name: str = "") -> Header:
     if fields is None or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise DamagedFileError(f"{what} has a malformed header.", why="Expected descr, fortran_order and shape.")
     shape, fortran = fields["shape"], fields["fortran_order"]
-    if (
-        type(shape) is not tuple
-        or len(shape) > MAX_DIMENSIONS
-        or any(type(size) is not int or size < 0 for size in shape)
-        or type(fortran) is not bool
-    ):
+    if not _is_shape(shape) or type(fortran) is not bool:
         raise DamagedFileError(
             f"{what} has a malformed header.", why="Its shape or order is of the wrong type, or of too many dimensions."
         )
-    descr = fields["descr"]
+    code, order = _kind(fields["descr"], what)
+    return Header(code, order == ">", fortran, shape, start + length)
+
+
+def _is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
+    return type(shape) is tuple and len(shape) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
+
+
+def _kind(descr: object, what: str) -> tuple[str, str]:
+    """The code of a NumPy dtype, and its byte order."""
     found = _DESCR.fullmatch(descr) if type(descr) is str else None
     code = "" if not found else "O" if found[2] == "O" else found[2] + found[3]  # NumPy wrote "|O8" before 1.7
     if not found or not (code in BY_NUMPY or found[2] in "OSU"):
         raise UnsupportedContainerError(f"{what} has the NumPy dtype {str(descr)[:100]!r}, which torch does not have.")
-    return Header(code, found[1] == ">", fortran, shape, start + length)
+    return code, found[1]
 
 
 # One field of the header, the text of a Python dict. `ast.literal_eval` would compile what a stranger wrote.

@@ -118,23 +118,28 @@ def extract_lora(
         checkpoints = [stack.enter_context(open_whole(path)) for path in sources]
         base, tuned = (_tensors(checkpoint, options.select) for checkpoint in checkpoints)
         _check_names(base, tuned, report)
-        only = Globs([options.only] if isinstance(options.only, str) else options.only) if options.only else None
-        sorted_ = sort(base, tuned, only)
-        for glob in only.unused if only is not None else ():
-            raise NothingMatchedError(f"`only={glob!r}` matches no tensor that differs.")
-        if not sorted_.factored:
-            what = listed(sorted([*sorted_.saved, *(row.name for row in sorted_.left)]))
-            raise NothingMatchedError(
-                f"{sources[1]} differs from {sources[0]} in no weight that could become factors.",
-                why=f"What differs: {what}." if what else "All tensors are equal.",
-            )
-        adapter = _Adapter(base, sorted_, options, report)
+        adapter = _Adapter(base, _sorted(base, tuned, options, report), options, report)
         adapter.make()
         for checkpoint in checkpoints:
             checkpoint.decoded.source.check_unchanged()
         if not options.dry_run:
             _write(adapter, target, sources, options)
     return report
+
+
+def _sorted(base: Mapping[str, Node], tuned: Mapping[str, Node], options: ExtractOptions, report: Extracted) -> Extraction:
+    """What differs, by what becomes of it; at least one weight becomes factors."""
+    only = Globs([options.only] if isinstance(options.only, str) else options.only) if options.only else None
+    found = sort(base, tuned, only)
+    for glob in only.unused if only is not None else ():
+        raise NothingMatchedError(f"`only={glob!r}` matches no tensor that differs.")
+    if not found.factored:
+        what = listed(sorted([*found.saved, *(row.name for row in found.left)]))
+        raise NothingMatchedError(
+            f"{report.tuned} differs from {report.base} in no weight that could become factors.",
+            why=f"What differs: {what}." if what else "All tensors are equal.",
+        )
+    return found
 
 
 def _tensors(checkpoint: Checkpoint, select: str | None) -> dict[str, Node]:

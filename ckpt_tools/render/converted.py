@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.objects.known import WITH_OUTER
@@ -42,19 +43,12 @@ def _rows(report: Converted) -> list[Row]:
         rows.append(("optimizer", f"{report.optimizer_names} param_names renamed"))
     if report.compacted:
         rows.append(("compacted", f"{counted(report.compacted, 'storage')}, {size_text(report.saved)} saved"))
-    rows += rows_of("devices", [f"{move}: {counted(count, 'storage')}" for move, count in report.devices.items()])
-    rows += rows_of("dequantised", [f"{move}: {counted(count, 'tensor')}" for move, count in report.dequantised.items()])
-    rows += rows_of("cast", [f"{move}: {counted(count, 'tensor')}" for move, count in report.casts.items()])
-    rows += rows_of(
-        "overflow", [f"{name}: {counted(count, 'value')} became infinite" for name, count in report.overflowed.items()]
-    )
-    rows += rows_of(
-        "underflow", [f"{name}: {counted(count, 'value')} became zero" for name, count in report.underflowed.items()]
-    )
-    rows += rows_of(
-        "saturated",
-        [f"{name}: {counted(count, 'value')} became the largest of the dtype" for name, count in report.saturated.items()],
-    )
+    rows += _counts("devices", report.devices, "storage")
+    rows += _counts("dequantised", report.dequantised, "tensor")
+    rows += _counts("cast", report.casts, "tensor")
+    rows += _counts("overflow", report.overflowed, "value", " became infinite")
+    rows += _counts("underflow", report.underflowed, "value", " became zero")
+    rows += _counts("saturated", report.saturated, "value", " became the largest of the dtype")
     rows += rows_of("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
     rows += rows_of("dropped", [f"{path} ({as_options(why)})" for path, why in report.dropped])
     rows += object_rows(report)
@@ -62,10 +56,18 @@ def _rows(report: Converted) -> list[Row]:
     rows += rows_of("stayed", [f"{name} ({as_options(why)})" for name, why in report.stayed])
     rows += rows_of("note", [as_options(note.text) for note in report.notes])
     if not report.dry_run:
-        copied = all(note.code != "in-place" for note in report.notes)
-        speed = f", {size_text(int(report.bytes / report.seconds))}/s" if copied and report.bytes >= _SPEED_FROM else ""
-        rows.append(("time", f"{report.seconds:.2f} s{speed}"))
+        rows.append(("time", _time(report)))
     return rows
+
+
+def _counts(label: str, counts: Mapping[str, int], thing: str, became: str = "") -> list[Row]:
+    return rows_of(label, [f"{name}: {counted(count, thing)}{became}" for name, count in counts.items()])
+
+
+def _time(report: Converted) -> str:
+    copied = all(note.code != "in-place" for note in report.notes)
+    speed = f", {size_text(int(report.bytes / report.seconds))}/s" if copied and report.bytes >= _SPEED_FROM else ""
+    return f"{report.seconds:.2f} s{speed}"
 
 
 def object_rows(report: Converted) -> list[Row]:

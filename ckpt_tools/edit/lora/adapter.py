@@ -113,22 +113,14 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
     tensors = _tensors(checkpoint)
     parts = {name: read_name(name) for name in tensors}
     configs = _configs(checkpoint, [part.module for part in parts.values() if part.role == "down"])
-    modules: dict[tuple[str, str], dict[Role, tuple[str, Entry]]] = {}
     config = configs.get("")
     adapter = Adapter(checkpoint.path, config, config.version if config is not None else (0, 0))
     for name, part in parts.items():
         if part.role is None:
             _check_plain(name, path)
             adapter.saved[part.module] = _entry(tensors[name], name, path)
-        else:
-            roles = modules.setdefault((part.component, part.module), {})
-            if part.role in roles:
-                raise ConvertError(
-                    f"{path} has two tensors for one part of {part.module!r}: {roles[part.role][0]!r} and {name!r}."
-                )
-            roles[part.role] = name, _entry(tensors[name], name, path)
     flats = {(part.component, part.module): part for part in parts.values()}
-    for key, roles in modules.items():
+    for key, roles in _by_module(tensors, parts, path).items():
         adapter.changes.append(_change(flats[key], roles, _config_of(flats[key], configs, roles, path), path))
     if not adapter.changes:
         raise ConvertError(
@@ -136,6 +128,21 @@ def read_adapter(checkpoint: Checkpoint) -> Adapter:
             why=f"It has {some(list(tensors))}." if tensors else "",
         )
     return adapter
+
+
+def _by_module(
+    tensors: Mapping[str, Node], parts: Mapping[str, Part], path: str
+) -> dict[tuple[str, str], dict[Role, tuple[str, Entry]]]:
+    """The factors and their like of each component's modules, by what each is there."""
+    modules: dict[tuple[str, str], dict[Role, tuple[str, Entry]]] = {}
+    for name, part in parts.items():
+        if part.role is None:
+            continue
+        roles = modules.setdefault((part.component, part.module), {})
+        if part.role in roles:
+            raise ConvertError(f"{path} has two tensors for one part of {part.module!r}: {roles[part.role][0]!r} and {name!r}.")
+        roles[part.role] = name, _entry(tensors[name], name, path)
+    return modules
 
 
 def _tensors(checkpoint: Checkpoint) -> dict[str, Node]:

@@ -50,10 +50,9 @@ def find(state_dict: Dict) -> Found:
     for name, roles in groups.items():
         if len(roles) > 1 or "weight" not in roles:
             _match(name, roles, found)
-    used = {part.name for tensor in found.quantised.values() for part in tensor.parts}
+    for name in {part.name for tensor in found.quantised.values() for part in tensor.parts}:
+        del entries[name]
     for name, entry in entries.items():
-        if name in used:
-            continue
         if why := _why_beside(name, entry, found):
             found.beside[name] = why
         elif error := _problem(Part(name, entry), groups, found):

@@ -45,11 +45,7 @@ def decode(source: Source) -> Decoded:
 
 def _decode_rarer(source: Source, directory: Directory, folder: str | None, names: set[str]) -> Decoded:
     """Anything but what torch.save wrote; read by modules that are imported only then."""
-    from ckpt_tools.formats import (
-        exported_program,
-        numpy_files,
-        torchscript,
-    )
+    from ckpt_tools.formats import exported_program, numpy_files, torchscript
 
     if numpy_files.is_npz(names):
         return numpy_files.decode_npz(source, directory)

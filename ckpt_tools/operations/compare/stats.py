@@ -112,6 +112,12 @@ def stats(
         with one_thread():
             rows = [measured.row(tensor) for tensor in tensors]
         checkpoint.decoded.source.check_unchanged()
+    _sum_up(report, rows, depth)
+    return report
+
+
+def _sum_up(report: Stats, rows: Sequence[tuple[TensorStats, Moments | None]], depth: int | None) -> None:
+    """Fill in the tensors, the modules and the total."""
     report.tensors += [row for row, _ in rows]
     modules: dict[str, list[Moments]] = {}
     for row, moments in rows:
@@ -120,7 +126,6 @@ def stats(
     report.modules = [ModuleStats(name, len(found), _merged(found).to_json()) for name, found in modules.items()]
     report.total = _merged(moments for found in modules.values() for moments in found).to_json()
     report.total["unmeasured"] = sum(row.numbers is None for row in report.tensors)
-    return report
 
 
 def _listed(checkpoint: Checkpoint, select: str | None) -> tuple[list[Tensor], list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,23 +76,21 @@ def torch_shards(
     edit.apply(flat.metadata)
     items: list[tuple[str, Node]] = [*tensors_by_name(state_dict.node).items()]
     groups = sharded.storage_groups(items)
-    shards = sharded.split([(str(number), size) for number, (_, size) in enumerate(groups)], limit)
-    names, files = sharded.TORCH, []
-    of_group = {name: str(number) for number, (names_of, _) in enumerate(groups) for name in names_of}
-    members: dict[str, list[tuple[str, Node]]] = {}
+    names, homes = sharded.TORCH, _homes(groups, limit)
+    trees: dict[str, Dict] = {file: Dict(ordered=True) for file in homes.values()} or {names.shard(1, 1): Dict(ordered=True)}
     for name, node in items:
-        members.setdefault(of_group[name], []).append((name, node))
-    places = {name: place for place, (name, _) in enumerate(items)}
-    homes: dict[str, str] = {}
-    for number, shard in enumerate(shards):
-        file = names.shard(number + 1, len(shards))
-        inside = sorted((pair for group in shard for pair in members[group]), key=lambda pair: places[pair[0]]) if items else []
-        homes |= dict.fromkeys((name for name, _ in inside), file)
-        tree = Dict([*inside], ordered=True)
-        files.append((file, torch_layout.lay_out(tree, trust_crc=trust_crc, verify=verify)))
+        trees[homes[name]].items.append((name, node))
+    files = [(file, torch_layout.lay_out(tree, trust_crc=trust_crc, verify=verify)) for file, tree in trees.items()]
     weight_map = {name: homes[name] for name, _ in items}
     total = sum(size for _, size in groups)
     return Shards(files, names.index, sharded.index_text(weight_map, total, _index_metadata(flat)), flat)
+
+
+def _homes(groups: Sequence[tuple[Sequence[str], int]], limit: int) -> dict[str, str]:
+    """The shard of every name; groups of names stay together."""
+    shards = sharded.split([(str(number), size) for number, (_, size) in enumerate(groups)], limit)
+    files = ((sharded.TORCH.shard(number + 1, len(shards)), shard) for number, shard in enumerate(shards))
+    return {name: file for file, shard in files for group in shard for name in groups[int(group)][0]}
 
 
 def _with_aliases(names: list[str], aliases: Mapping[str, Mapping[str, Any]]) -> list[str]:

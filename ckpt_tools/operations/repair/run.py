@@ -94,13 +94,8 @@ def repair(
     Raises:
         RepairError: nothing can be saved. OutputError: the target cannot be written. CkptError: what an option names is wrong.
     """
-    if not isinstance(like, str | os.PathLike | None):
-        raise UsageError(f"`like` is a {type(like).__name__}.", why="It takes a checkpoint's path, or package.module:callable.")
-    if bool(like) != bool(reinit):
-        raise UsageError("`like` says which tensors there should be, `reinit` what is put in their place: give both.")
     started = time.perf_counter()
-    schemes = [reinit] if isinstance(reinit, str) else list(reinit)
-    to_fill = MissingTensors(str(like), schemes, seed) if like is not None else None
+    to_fill = _to_fill(like, reinit, seed)
     kind = output_format(target, None)
     if kind == "gguf":
         raise UsageError(f"{target} would be a GGUF; repair writes .pth and .safetensors.", fix="Convert what it writes.")
@@ -123,6 +118,15 @@ def repair(
                 salvaged.decoded.source.check_unchanged()
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _to_fill(like: str | os.PathLike[str] | None, reinit: str | Sequence[str], seed: int) -> MissingTensors | None:
+    if not isinstance(like, str | os.PathLike | None):
+        raise UsageError(f"`like` is a {type(like).__name__}.", why="It takes a checkpoint's path, or package.module:callable.")
+    if bool(like) != bool(reinit):
+        raise UsageError("`like` says which tensors there should be, `reinit` what is put in their place: give both.")
+    schemes = [reinit] if isinstance(reinit, str) else list(reinit)
+    return MissingTensors(str(like), schemes, seed) if like is not None else None
 
 
 def roll_back(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repaired:

@@ -62,10 +62,9 @@ def _digests(tensors: dict[Where, Entry], size: int) -> dict[Where, str]:
     for where, entry in tensors.items():
         key = view_of(entry)
         if key not in known:
-            left -= entry.nbytes
-            if left < 0 or not entry.dtype.in_torch:
-                left += entry.nbytes
+            if entry.nbytes > left or not entry.dtype.in_torch:
                 continue
+            left -= entry.nbytes
             hashed = digests.begin(entry)
             for chunk in chunks(row_major(entry)):
                 hashed.update(chunk)
