@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 
-from ckpt_tools.errors import TargetError, UsageError
+from ckpt_tools.errors import MatchError, TargetError, UsageError
 from ckpt_tools.fit.choices import Choices, Rows
 from ckpt_tools.fit.initialisers import Rules
 from ckpt_tools.fit.options import OnMismatch, RowChoice
@@ -20,8 +20,10 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.matching import Stages
+from ckpt_tools.text import listed
 from ckpt_tools.torch.copying import copy_all
 from ckpt_tools.torch.gathering import fill, is_dtensor
+from ckpt_tools.torch.hooks import load_hooks, load_with_hooks
 from ckpt_tools.torch.load_plan import Copy, LoadPlan, Planner
 from ckpt_tools.torch.loading import choose
 from ckpt_tools.torch.report import LoadReport
@@ -36,14 +38,15 @@ def load_into(
     model: torch.nn.Module, path: str | os.PathLike[str], *, match: Stages = "exact+wrappers", rename: Renames = (),
     reinit: str | Sequence[str] | Mapping[str, str] | None = None, on_mismatch: OnMismatch = "error", rows: RowChoice = None,
     adapt: bool = False, allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = (), assign: bool = False,
-    select: str | None = None, seed: int = 0,
+    select: str | None = None, seed: int = 0, hooks: bool = False,
 ) -> LoadReport:  # fmt: skip
     """Load a checkpoint into a model. Executes nothing in the file.
 
     Tensors go straight into the parameters' and buffers' own memory, on their device and in their dtype; there is no second
     copy of the model. The model may be wrapped by DP, DDP, FSDP1 names or compile, or not, and the file too. Parameters on
     the meta device are made on the default device (the CPU, unless `torch.set_default_device` says another). Every
-    rank of a DDP job may call this at once. Load hooks of modules are not called, except `set_extra_state`.
+    rank of a DDP job may call this at once. Load hooks of modules are not called, except `set_extra_state`; the report's notes
+    name those that the model has.
 
     Where parameters are DTensors (FSDP2, HSDP, tensor parallelism) every rank calls it, and each takes its part of what it
     reads; nothing is sent between them.
@@ -66,6 +69,9 @@ def load_into(
         assign: put new tensors with the file's dtypes in place of the parameters.
         select: the dotted path of the state dict, where the file holds several.
         seed: for initial values; one seed gives the same bytes on every machine.
+        hooks: run the model's own load hooks: its `load_state_dict` does the loading then, with the file's tensors under the
+            model's names. Of the other arguments it goes with `select`, `assign`, `allow_missing` and `allow_unexpected`
+            alone. What a hook has changed before something raises stays changed.
 
     Returns:
         What happened to every name; true when all of the model and of the file was loaded.
@@ -77,15 +83,40 @@ def load_into(
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"load_into takes a torch.nn.Module, not a {type(model).__name__}.")
     rules = [rename] if isinstance(rename, str) else list(rename.items() if isinstance(rename, Mapping) else rename)
+    if hooks:
+        _check_hooked(match=match != "exact+wrappers", rename=rules, reinit=reinit, rows=rows is not None, adapt=adapt,
+                      on_mismatch=on_mismatch != "error")  # fmt: skip
+        return load_with_hooks(
+            model, path, select=select, assign=assign, allow_missing=allow_missing, allow_unexpected=allow_unexpected
+        )
     choices = Choices(Rules(reinit), on_mismatch, Rows(rows), adapt, seed, allow_missing, allow_unexpected, in_code=True)
     slots = find_slots(model)
     _check_assign(model, slots, assign)
     with open_whole(path, names=lambda: names_of(read_target(model))) as checkpoint:
-        with collector_paused():
+        with collector_paused(), _naming_hooks(model):
             plan = Planner(checkpoint, choose(checkpoint, select), slots, choices, assign).plan(match, rules)
         _carry_out(plan)
+        if unrun := load_hooks(model):
+            plan.report.notes.append(f"load hooks that were not run: {listed(unrun)}; hooks=True runs them")
         checkpoint.decoded.source.check_unchanged()
     return plan.report
+
+
+def _check_hooked(**given: Any) -> None:
+    """With hooks the model's own `load_state_dict` decides."""
+    if wrong := [name for name, value in given.items() if value]:
+        raise UsageError(f"`{wrong[0]}` does not go with `hooks=True`: the model's own load_state_dict decides then.")
+
+
+@contextlib.contextmanager
+def _naming_hooks(model: torch.nn.Module) -> Iterator[None]:
+    """Where a checkpoint does not fit, the model's own hooks may be what makes it fit."""
+    try:
+        yield
+    except MatchError as error:
+        if unrun := load_hooks(model):
+            error.fix += f"\nThe model has load hooks of its own, which were not run: {listed(unrun)}. hooks=True runs them."
+        raise
 
 
 def _check_assign(model: torch.nn.Module, slots: Slots, assign: bool) -> None:
