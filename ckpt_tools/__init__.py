@@ -15,6 +15,7 @@ from ckpt_tools.errors import CkptError
 if TYPE_CHECKING:
     from ckpt_tools.formats.open import Checkpoint, open_checkpoint
     from ckpt_tools.operations.average import Averaged, average
+    from ckpt_tools.operations.check.latest import latest_good
     from ckpt_tools.operations.check.report import Checked
     from ckpt_tools.operations.check.run import check
     from ckpt_tools.operations.compare.differences import diff
@@ -66,6 +67,7 @@ __all__ = [
     "explain",
     "extract_lora",
     "inspect",
+    "latest_good",
     "match",
     "open",
     "open_checkpoint",
@@ -106,6 +108,7 @@ _HOMES = {
     "extract_lora": "operations.extract_lora",
     "explain": "operations.explain",
     "inspect": "operations.inspect",
+    "latest_good": "operations.check.latest",
     "match": "operations.match",
     "open": "torch.steps",
     "open_checkpoint": "formats.open",

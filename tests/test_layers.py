@@ -140,6 +140,7 @@ def test_public_names() -> None:
         "explain",
         "extract_lora",
         "inspect",
+        "latest_good",
         "match",
         "open",
         "open_checkpoint",

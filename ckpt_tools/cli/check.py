@@ -34,13 +34,17 @@ _JOBS = 4
     "--device", cls=Once, metavar="DEVICE",
     help="A device that the loading machine has (cpu, cuda:1): tags of others are a problem; else a note.",
 )  # fmt: skip
+@click.option(
+    "--latest-good", is_flag=True,
+    help="Print one path: of the newest checkpoint that is whole, finite and loads; by epoch, step, then time.",
+)  # fmt: skip
 @click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4.")
 @click.option("--overwrite", is_flag=True, help="Replace the FILE of --output if it exists.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON document a line; see docs/json.md.")
 def check(
     paths: tuple[Path, ...], values: bool, digest: bool, output: Path | None, against: str | None, ignore: tuple[str, ...],
-    device: str | None, jobs: int | None, overwrite: bool, quiet: bool, as_json: bool,
+    device: str | None, latest_good: bool, jobs: int | None, overwrite: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Read every byte once: is it whole, and what keeps it from loading? A folder stands for the checkpoints in it.
 
@@ -49,12 +53,20 @@ def check(
     ckpt check --values --json runs/ | jq -r 'select(.verdict and .verdict != "healthy") | .path'
     ckpt check --digest -o model.digest model.pth
     ckpt check --against model.digest model.safetensors
+    python train.py --resume "$(ckpt check --latest-good runs/)"
 
-    Exit code: 0 healthy, 1 findings (warnings or problems), 3 when one cannot be read.
+    Exit code: 0 healthy, 1 findings (warnings or problems), 3 when one cannot be read. With --latest-good 1 when none is good.
     """
     from ckpt_tools.operations.check.run import Wanted, check_many, load_digests
     from ckpt_tools.render.json import print_document
 
+    if latest_good:
+        from ckpt_tools.cli.checks.latest import refuse_beside, show_latest_good
+
+        refuse_beside("--latest-good", {"--digest": digest, "--output": output, "--against": against})
+        wanted = Wanted(values=True, ignore=frozenset(ignore), device=device)
+        show_latest_good(paths, wanted, quiet=quiet, as_json=as_json)
+        return
     if output is not None and not digest:
         raise click.UsageError("--output holds digests: give --digest too.")
     expanded = expand(paths) if output is None else _only(paths, output)

@@ -1,0 +1,194 @@
+"""Which checkpoint of a training run is the last good one: the newest below a folder that is whole, finite and loads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_tools.errors import CkptError, NotACheckpointError
+from ckpt_tools.formats.contents import StateDict, is_tensor
+from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.io.output import is_address, missing
+from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.writer import Progress
+from ckpt_tools.operations.check.report import Checked
+from ckpt_tools.operations.check.run import Wanted, check_many
+from ckpt_tools.operations.in_folders import find_checkpoints
+from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.findings import Finding
+from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.tree.training_step import TrainingStep, step_in, step_in_name, step_in_texts
+
+# What transformers' Trainer writes beside the weights.
+_TRAINER_STATE = "trainer_state.json"
+_MOST_STATE = 100 << 20
+# How writers call a file that is not finished: torch's and Lightning's own, rsync's, browsers', Hugging Face's.
+_UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".crdownload", ".download", ".writing")
+_FAILING = frozenset(("partition", "no-index"))  # warnings that say: this is not the whole checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A checkpoint that may be the one: how far the training was, and the newest time of its files."""
+
+    step: TrainingStep
+    time: int
+    path: Path
+    readable: bool
+
+    @property
+    def order(self) -> tuple[TrainingStep, int, str]:
+        return self.step, self.time, str(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class LatestGood:
+    """The last good checkpoint, and what is newer and not good.
+
+    Attributes:
+        report: of the check of the last good one; None where there is none.
+        passed_over: the reports of newer ones, newest first.
+        unfinished: those that changed while they were read, or have the name of a file that is being written.
+    """
+
+    report: Checked | None
+    passed_over: list[Checked]
+    unfinished: list[Path]
+
+    @property
+    def path(self) -> Path | None:
+        """Where it is."""
+        return None if self.report is None else Path(self.report.path)
+
+
+@natural
+def latest_good(
+    path: str | os.PathLike[str], *, ignore: Collection[str] = (), device: str | None = None, progress: Progress | None = None
+) -> Path | None:
+    """Find the last good checkpoint below a folder: the newest that `check(..., values=True)` has no problem with.
+
+    The newest is the one with the highest epoch, then step, that it says itself (else trainer_state.json beside it, else its
+    name); of equals, and of those that say none, the one that was written last. What is still being written is not taken,
+    nor what holds no weights (an optimizer's file), nor one process's part of a model.
+
+    Args:
+        path: the folder.
+        ignore: codes of findings that do not count.
+        device: what the machine has that will load it; see `check`.
+        progress: called with (bytes read, bytes in total) for each checkpoint that is read.
+
+    Returns:
+        The file or folder; None where none is good.
+
+    Raises:
+        CkptError: the folder cannot be read. UsageError: no finding has a code that is to be ignored.
+    """
+    ignore = (ignore,) if isinstance(ignore, str) else ignore
+    return find_latest_good([Path(path)], Wanted(values=True, ignore=ignore, device=device), progress).path
+
+
+def find_latest_good(paths: Sequence[Path], wanted: Wanted, progress: Progress | None = None) -> LatestGood:
+    """The last good checkpoint of several folders and files; see `latest_good`. The newest is read first, and few are.
+
+    Raises:
+        NotACheckpointError: a folder cannot be read, or a path is an address.
+    """
+    unfinished: list[Path] = []
+    candidates = sorted(_candidates(paths, unfinished), key=lambda one: one.order, reverse=True)
+    passed_over: list[Checked] = []
+    for number, candidate in enumerate(candidates):
+        before = _state(candidate.path)
+        (report,) = check_many([candidate.path], wanted, progress=progress)
+        if _state(candidate.path) != before:
+            unfinished.append(candidate.path)
+        elif not _fails(report):
+            rest = [one for one in candidates[number + 1 :] if not one.readable and one.time > candidate.time]
+            return LatestGood(report, [*passed_over, *check_many([one.path for one in rest], wanted)], unfinished)
+        else:
+            passed_over.append(report)
+    return LatestGood(None, passed_over, unfinished)
+
+
+def failures(report: Checked) -> list[Finding]:
+    """The findings for which a checkpoint is not a good one: problems, and that it is only a part."""
+    return [finding for finding in report.findings if finding.severity == "problem" or finding.code in _FAILING]
+
+
+def _fails(report: Checked) -> bool:
+    return report.container is None or bool(failures(report))
+
+
+def _candidates(paths: Sequence[Path], unfinished: list[Path]) -> Iterator[_Candidate]:
+    for path in dict.fromkeys(_below(paths)):
+        if path.name.lower().endswith(_UNFINISHED) or path.name.startswith("."):
+            unfinished.append(path)
+            continue
+        readable, step = True, TrainingStep()
+        try:
+            with collector_paused(), open_checkpoint(path) as checkpoint:
+                if not any(map(_holds_weights, checkpoint.state_dicts)):
+                    continue
+                step = _step_of(checkpoint)
+        except CkptError:
+            readable = False
+        yield _Candidate(step if step.is_known else _step_around(path), _written(path), path, readable)
+
+
+def _below(paths: Sequence[Path]) -> Iterator[Path]:
+    for path in paths:
+        if is_address(path):
+            raise NotACheckpointError(f"{path} is an address.", why="The last good checkpoint is looked for in folders here.")
+        if not os.path.lexists(path):
+            raise missing(path)
+        yield from find_checkpoints(path).checkpoints if path.is_dir() else [path]
+
+
+def _holds_weights(state_dict: StateDict) -> bool:
+    """Whether it has any tensor but the states of random generators, which are rows of uint8."""
+    tensors = (node for _, node in state_dict.node.items if is_tensor(node))
+    return any(type(node) is not Entry or node.dtype.name != "uint8" or len(node.shape) != 1 for node in tensors)
+
+
+def _step_of(checkpoint: Checkpoint) -> TrainingStep:
+    """What is said in the tree, in the header's text, or in what lies beside it."""
+    told = (
+        step_in(checkpoint.root),
+        step_in_texts(checkpoint.decoded.metadata),
+        *map(step_in, checkpoint.decoded.beside.values()),
+    )
+    return next((step for step in told if step.is_known), TrainingStep())
+
+
+def _step_around(path: Path) -> TrainingStep:
+    """What the Trainer's state beside it says, its name, or its folder's."""
+    folder = path if path.is_dir() else path.parent
+    with contextlib.suppress(OSError, ValueError, CkptError):
+        state = folder / _TRAINER_STATE
+        if state.stat().st_size <= _MOST_STATE and isinstance(found := load_json(state.read_bytes()), dict):
+            return step_in_texts(found)
+    named = (step_in_name(path.name), step_in_name(path.absolute().parent.name))
+    return next((step for step in named if step.is_known), TrainingStep())
+
+
+def _files(path: Path) -> list[str]:
+    """The files of a checkpoint: a file, or all of a folder."""
+    return (
+        [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [str(path)]
+    )
+
+
+def _state(path: Path) -> list[tuple[str, int, int, int]]:
+    """What changes while its files are written."""
+    found = []
+    for name in _files(path):
+        with contextlib.suppress(OSError):
+            stat = os.stat(name)
+            found.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return sorted(found)
+
+
+def _written(path: Path) -> int:
+    return max((time for _, _, _, time in _state(path)), default=0)

@@ -1,0 +1,189 @@
+"""`ckpt check --latest-good` and `ckpt_tools.latest_good`: the newest checkpoint of a run that can be trained on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckpt_tools import convert, latest_good
+from ckpt_tools.tree.training_step import TrainingStep, step_in_name
+from tests.cli.test_cli import ROOT, ckpt
+from tests.support.samples import FIXTURES
+from tests.support.zips import flip_byte
+
+
+def saved(path: Path, value: float = 1.0, *, time: int = 0, **facts: Any) -> Path:
+    """A training checkpoint with these facts beside the weights, written at a time of ours."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": {"module.a.weight": torch.full((64, 4), value)}, **facts}, path)
+    os.utime(path, (10**9 + time,) * 2)
+    return path
+
+
+def printed(*arguments: object) -> tuple[int, str]:
+    """The exit code and what goes to standard output."""
+    result = ckpt("check", "--latest-good", *arguments)
+    return result.exit_code, result.stdout
+
+
+def test_the_highest_epoch_counts_not_the_time(tmp_path: Path) -> None:
+    """Of three the one with the highest epoch, whatever the clock said; a wrapper's prefix does not make it bad."""
+    for epoch in (9, 10, 2):
+        saved(tmp_path / f"{epoch}.pth", epoch=epoch, time=-epoch)
+    assert printed(tmp_path) == (0, f"{tmp_path / '10.pth'}\n")
+    assert latest_good(tmp_path) == tmp_path / "10.pth"
+
+
+def test_steps_within_an_epoch(tmp_path: Path) -> None:
+    """Of one epoch the one with the highest step; Lightning's global_step counts as well."""
+    saved(tmp_path / "a.ckpt", epoch=3, global_step=120)
+    saved(tmp_path / "b.ckpt", epoch=3, global_step=1000)
+    saved(tmp_path / "c.ckpt", epoch=2, global_step=1001)
+    assert latest_good(tmp_path) == tmp_path / "b.ckpt"
+
+
+def test_what_says_nothing_goes_by_time(tmp_path: Path) -> None:
+    """Without steps the file that was written last; one that says its step comes before."""
+    saved(tmp_path / "a.pth", time=5)
+    saved(tmp_path / "b.pth", time=9)
+    saved(tmp_path / "c.pth", time=7)
+    assert latest_good(tmp_path) == tmp_path / "b.pth"
+    saved(tmp_path / "d.pth", time=1, iteration=0)
+    assert latest_good(tmp_path) == tmp_path / "d.pth"
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("epoch_012.pth", TrainingStep(12)),
+        ("checkpoint-500", TrainingStep(step=500)),
+        ("global_step100", TrainingStep(step=100)),
+        ("iter_0000002", TrainingStep(step=2)),
+        ("model-epoch=3-step=120.ckpt", TrainingStep(3, 120)),
+        ("resnet50.pth", TrainingStep()),
+        ("step" + "9" * 30, TrainingStep()),
+    ],
+)
+def test_names_of_files(name: str, step: TrainingStep) -> None:
+    """What frameworks write into names."""
+    assert step_in_name(name) == step
+
+
+def test_damaged_and_not_finite_ones_are_passed_over(tmp_path: Path) -> None:
+    """A flipped byte, a cut file and NaN: each is told on standard error, and the one before them is taken."""
+    good = saved(tmp_path / "epoch_1.pth", epoch=1)
+    saved(tmp_path / "epoch_2.pth", 2.0, epoch=2)
+    flip_byte(tmp_path / "epoch_2.pth", b"\0\0\0\x40" * 8)
+    saved(tmp_path / "epoch_3.pth", float("nan"), epoch=3)
+    cut = saved(tmp_path / "epoch_4.pth", epoch=4)
+    cut.write_bytes(cut.read_bytes()[:-300])
+    result = ckpt("check", "--latest-good", tmp_path)
+    assert (result.exit_code, result.stdout) == (0, f"{good}\n")
+    told = result.stderr.splitlines()
+    assert [line.split(": ")[:2] for line in told] == [["not good", str(tmp_path / f"epoch_{n}.pth")] for n in (4, 3, 2)]
+    assert "NaN" in told[1]
+    quiet = ckpt("check", "--latest-good", "--quiet", tmp_path)
+    assert (quiet.stdout, quiet.stderr) == (f"{good}\n", "")
+    assert latest_good(tmp_path, ignore=["not-finite"]) == tmp_path / "epoch_3.pth"
+
+
+def test_a_damaged_one_without_a_step_is_told_too(tmp_path: Path) -> None:
+    """A file that was cut says no step: it is told where it was written after the one that is taken."""
+    saved(tmp_path / "a.pth", epoch=1, time=1)
+    for name, time in (("last.pth", 2), ("first.pth", 0)):
+        cut = saved(tmp_path / name, epoch=2)
+        cut.write_bytes(cut.read_bytes()[:-300])
+        os.utime(cut, (10**9 + time,) * 2)
+    assert [line.split(": ")[1] for line in ckpt("check", "--latest-good", tmp_path).stderr.splitlines()] == [
+        str(tmp_path / "last.pth")
+    ]
+
+
+def test_what_is_being_written_is_not_taken(tmp_path: Path) -> None:
+    """A file that changes while it is read, and names of files that are not finished."""
+    good = saved(tmp_path / "epoch_1.pth", epoch=1)
+    growing = saved(tmp_path / "epoch_2.pth", epoch=2, notes="x" * 1000)
+    shutil.copy(growing, tmp_path / "epoch_3.pth.tmp")
+    shutil.copy(growing, tmp_path / ".epoch_4.pth")
+    times = iter(range(10**9 + 5, 10**9 + 50))
+
+    def write(done: int, size: int) -> None:
+        if size == growing.stat().st_size:
+            os.utime(growing, (next(times),) * 2)
+
+    assert latest_good(tmp_path) == growing
+    assert latest_good(tmp_path, progress=write) == good
+    assert "still being written" in ckpt("check", "--latest-good", tmp_path).stderr
+
+
+def test_folders_of_parts(tmp_path: Path) -> None:
+    """The parts of many ranks are one checkpoint; one rank's file alone is not taken, nor parts of which one is missing."""
+    shutil.copytree(FIXTURES / "deepspeed" / "hop", tmp_path / "ds")
+    assert printed(tmp_path / "ds") == (0, f"{tmp_path / 'ds' / 'global_step4'}\n")
+    shutil.copytree(tmp_path / "ds" / "global_step4", tmp_path / "ds" / "global_step6")
+    assert latest_good(tmp_path / "ds") == tmp_path / "ds" / "global_step6"
+    next((tmp_path / "ds" / "global_step6").glob("*rank_1*optim*")).unlink()
+    assert latest_good(tmp_path / "ds") == tmp_path / "ds" / "global_step4"
+    fsdp = FIXTURES / "parts" / "fsdp2"
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(next(fsdp.glob("*rank_0*")), alone)
+    assert printed(alone)[0] == 1
+    assert latest_good(FIXTURES / "megatron" / "dist") == FIXTURES / "megatron" / "dist" / "iter_0000002"
+
+
+def test_transformers_trainer(tmp_path: Path) -> None:
+    """The step is in trainer_state.json, the weights in a file or in shards; optimizer and random states are no candidates."""
+    for step in (500, 1000):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file({"a.weight": torch.ones(64)}, folder / "model.safetensors")
+        torch.save({"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": [{"params": [0]}]}, folder / "optimizer.pt")
+        rng = {"python": (3, (1, 2), None), "cpu": torch.get_rng_state(), "cuda": torch.get_rng_state()}
+        torch.save(rng, folder / "rng_state.pth")
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": 2000 - step, "epoch": 1.5, "log_history": []}))
+    assert latest_good(tmp_path) == tmp_path / "checkpoint-500" / "model.safetensors"
+    shutil.rmtree(tmp_path / "checkpoint-500")
+    convert(tmp_path / "checkpoint-1000" / "model.safetensors", tmp_path / "checkpoint-1500", shard_size=200)
+    assert latest_good(tmp_path) == tmp_path / "checkpoint-1000" / "model.safetensors"  # which says its epoch
+    (tmp_path / "checkpoint-1000" / "trainer_state.json").write_text("{")
+    assert latest_good(tmp_path) == tmp_path / "checkpoint-1500"
+
+
+def test_none_is_good(tmp_path: Path) -> None:
+    """One sentence, exit code 1, nothing on standard output; in Python None; under --json an error that follows its schema."""
+    saved(tmp_path / "a.pth", float("inf"))
+    result = ckpt("check", "--latest-good", tmp_path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert f"No checkpoint below {tmp_path} is good." in result.stderr
+    assert latest_good(tmp_path) is None
+    document = json.loads(ckpt("check", "--latest-good", "--json", tmp_path).stdout)
+    jsonschema.validate(document, json.loads((ROOT / "docs" / "error.schema.json").read_text()))
+    (tmp_path / "a.pth").unlink()
+    assert "There is none with weights." in ckpt("check", "--latest-good", tmp_path).stderr
+    with pytest.raises(FileNotFoundError):
+        latest_good(tmp_path / "nowhere")
+
+
+def test_as_json(tmp_path: Path) -> None:
+    """The report of the one that is good, as `check --json` has it."""
+    saved(tmp_path / "a.pth", epoch=1)
+    (line,) = ckpt("check", "--latest-good", "--json", tmp_path).stdout.splitlines()
+    jsonschema.validate(json.loads(line), json.loads((ROOT / "docs" / "check.schema.json").read_text()))
+    assert json.loads(line)["path"] == str(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize("option", [["--digest"], ["--against", "x"]])
+def test_options_that_have_no_use(option: list[str], tmp_path: Path) -> None:
+    """Digests are of a checkpoint that is named."""
+    result = ckpt("check", "--latest-good", *option, tmp_path)
+    assert result.exit_code == 2
+    assert f"--latest-good does not go with {option[0]}" in result.stderr
