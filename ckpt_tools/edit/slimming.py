@@ -213,13 +213,7 @@ def _without_lit_ema(state_dict: StateDict) -> Dict:
     Raises:
         ConvertError: an averaged tensor whose trained one is not clear.
     """
-    items = state_dict.node.items
-    names = [name for name in state_dict.names if not name.startswith(_LIT_EMA)]
-    flat: dict[str, list[str]] = {}
-    for name in names:
-        flat.setdefault(name.replace(".", ""), []).append(name)
-        if name.startswith("model."):
-            flat.setdefault(name.removeprefix("model.").replace(".", ""), []).append(name)
+    items, flat = state_dict.node.items, _without_dots(state_dict)
     values: dict[Node, Node] = {}
     for key, value in state_dict.node.named.items():
         short = key.removeprefix(_LIT_EMA) if key.startswith(_LIT_EMA) else None
@@ -237,3 +231,15 @@ def _without_lit_ema(state_dict: StateDict) -> Dict:
     made = Dict([(name, values.get(name, value)) for name, value in trained], ordered=state_dict.node.ordered)
     made.attributes = state_dict.node.attributes
     return made
+
+
+def _without_dots(state_dict: StateDict) -> dict[str, list[str]]:
+    """The names of trained tensors by how LitEma writes them: without dots, the model's `model.` left out or not."""
+    flat: dict[str, list[str]] = {}
+    for name in state_dict.names:
+        if name.startswith(_LIT_EMA):
+            continue
+        flat.setdefault(name.replace(".", ""), []).append(name)
+        if name.startswith("model."):
+            flat.setdefault(name.removeprefix("model.").replace(".", ""), []).append(name)
+    return flat

@@ -141,22 +141,26 @@ def _chosen(checkpoint: Checkpoint, select: str | None, option: str) -> StateDic
     if len(chosen) == 1:
         return chosen[0]
     if select is not None:
-        try:
-            node = selection.select_in(checkpoint, select) if root is checkpoint.root else selection.select(root, select)
-        except NothingMatchedError as error:
-            error.what = error.what.replace("`select=", f"`{option}=", 1)
-            raise
-        if type(node) is not Dict or not StateDict((), node).names:
-            raise NothingMatchedError(f"{checkpoint.path}: {select!r} is not a state dict.")
-        return StateDict((), node)
+        return _state_dict_at(select, checkpoint, root, option)
+    if not found:
+        raise NothingMatchedError(f"{checkpoint.path} holds no state dict.")
     if len(found) != 1:
         wheres = ", ".join(repr(dotted(state_dict.where)) for state_dict in found)
-        if not found:
-            raise NothingMatchedError(f"{checkpoint.path} holds no state dict.")
         raise NothingMatchedError(
             f"{checkpoint.path} holds {len(found)} state dicts: {wheres}.", fix=f"Choose one with `{option}=WHERE`."
         )
     return found[0]
+
+
+def _state_dict_at(select: str, checkpoint: Checkpoint, root: Node, option: str) -> StateDict:
+    try:
+        node = selection.select_in(checkpoint, select) if root is checkpoint.root else selection.select(root, select)
+    except NothingMatchedError as error:
+        error.what = error.what.replace("`select=", f"`{option}=", 1)
+        raise
+    if type(node) is not Dict or not StateDict((), node).names:
+        raise NothingMatchedError(f"{checkpoint.path}: {select!r} is not a state dict.")
+    return StateDict((), node)
 
 
 def framework_of(checkpoint: Checkpoint) -> Framework | None:

@@ -163,13 +163,17 @@ def _set_extra_state(states: Sequence[tuple[torch.nn.Module, Any]]) -> None:
             before.append((module, _copied(module.get_extra_state())))
             module.set_extra_state(state)
         except Exception as error:
-            for other, old in reversed(before):
-                with contextlib.suppress(Exception):  # the module's own code, which has just raised
-                    other.set_extra_state(old)
+            _put_back(before)
             raise TargetError(
                 f"A {type(module).__name__} of the model does not take its extra state.",
                 why=f"set_extra_state raised {type(error).__name__}: {error}",
             ) from error
+
+
+def _put_back(before: Sequence[tuple[torch.nn.Module, Any]]) -> None:
+    for module, state in reversed(before):
+        with contextlib.suppress(Exception):  # the module's own code, which has just raised
+            module.set_extra_state(state)
 
 
 def _copied(state: Any) -> Any:

@@ -35,9 +35,8 @@ def turned_by_biases(tensors: Mapping[str, Node]) -> dict[str, set[bool]]:
         module = name.removesuffix(".weight")
         bias = tensors.get(f"{module}.bias") if module != name else None
         if type(node) is Entry and type(bias) is Entry and is_oblong(node.shape):
-            for turned in (False, True):
-                if bias.shape == (node.shape[turned],):
-                    known.setdefault(last_name(module), set()).add(turned)
+            turns = {turned for turned in (False, True) if bias.shape == (node.shape[turned],)}
+            known.setdefault(last_name(module), set()).update(turns)
     return known
 
 

@@ -278,13 +278,12 @@ def _ordered(steps: Sequence[PatternStep]) -> list[int]:
         makers.update((pattern.key, number) for pattern in step.new if pattern.text.startswith(BETWEEN))
     needs: dict[int, set[int]] = {}
     for number, step in enumerate(steps):
-        needs[number] = set()
         tied = () if step.tied is None else (NamePattern.read(step.tied.old),)
-        for pattern in (*step.old, *tied):
-            if pattern.text.startswith(BETWEEN):
-                if pattern.key not in makers:
-                    raise MatchPlanError(f"{step.label}: no step makes {pattern.text!r}.")
-                needs[number].add(makers[pattern.key])
+        wanted = [pattern for pattern in (*step.old, *tied) if pattern.text.startswith(BETWEEN)]
+        for pattern in wanted:
+            if pattern.key not in makers:
+                raise MatchPlanError(f"{step.label}: no step makes {pattern.text!r}.")
+        needs[number] = {makers[pattern.key] for pattern in wanted}
     try:
         return list(TopologicalSorter(needs).static_order())
     except CycleError as error:

@@ -109,17 +109,18 @@ def _leaves(root: Dict, found: Items, most: int) -> Iterator[tuple[Path, Node]]:
         path, children, holder = stack[-1]
         for key, node in children:
             where = (*path, key)
-            if (type(node) is Dict or (type(node) is List and id(node) in holders)) and node.items:
-                if id(node) in open_ids:
-                    raise ContainerLimitError(f"{dotted(where)!r} contains itself, which a distributed checkpoint cannot hold.")
-                if id(node) in seen and (most := most - len(node.items)) < 0:
-                    what = "The checkpoint refers to its dicts too often: a distributed one holds what is in them each time."
-                    raise limits.TENSORS.error(what, fix="Write a .pth, which keeps them as they are.")
-                open_ids.add(id(node))
-                seen.add(id(node))
-                stack.append((where, _children(node, found), id(node)))
-                break
-            yield where, node
+            if not (type(node) is Dict or (type(node) is List and id(node) in holders)) or not node.items:
+                yield where, node
+                continue
+            if id(node) in open_ids:
+                raise ContainerLimitError(f"{dotted(where)!r} contains itself, which a distributed checkpoint cannot hold.")
+            if id(node) in seen and (most := most - len(node.items)) < 0:
+                what = "The checkpoint refers to its dicts too often: a distributed one holds what is in them each time."
+                raise limits.TENSORS.error(what, fix="Write a .pth, which keeps them as they are.")
+            open_ids.add(id(node))
+            seen.add(id(node))
+            stack.append((where, _children(node, found), id(node)))
+            break
         else:
             open_ids.discard(holder)
             stack.pop()

@@ -163,24 +163,17 @@ def _run_shards(
 
 
 def _shards(root: Node, checkpoint: Checkpoint, edits: Edits, limit: int, report: Converted) -> Shards:
-    decoded = checkpoint.decoded
+    decoded, objects = checkpoint.decoded, edits.options.objects
     verify = edits.options.verify and decoded.has_checksums
-    if edits.options.verify and not decoded.has_checksums:
+    if edits.options.verify and not verify:
         report.notes.append(not_verified(decoded))
     if edits.kind == "safetensors":
-        shards = sharding.safetensors_shards(
-            root, limit, objects=edits.options.objects, metadata=decoded.metadata, edit=edits.metadata
-        )
+        shards = sharding.safetensors_shards(root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata)
     else:
         shards = sharding.torch_shards(
-            root,
-            limit,
-            objects=edits.options.objects,
-            metadata=decoded.metadata,
-            edit=edits.metadata,
-            trust_crc=decoded.has_checksums,
-            verify=verify,
-        )
+            root, limit, objects=objects, metadata=decoded.metadata, edit=edits.metadata,
+            trust_crc=decoded.has_checksums, verify=verify,
+        )  # fmt: skip
     report_flat(shards.flat, report)
     if verify:
         from ckpt_tools.edit.casts import checked

@@ -167,19 +167,19 @@ def _home(path: str, modules: set[str]) -> str | None:
 # --- batch norms
 
 
+def _lacking_counters(state_dict: StateDict, lost: frozenset[Where]) -> Iterator[str]:
+    """The batch norms of version 2 that have no num_batches_tracked, and have not lost it."""
+    versions, names = _versions(state_dict.node), set(state_dict.names)
+    for parent in (_parent(name) for name in state_dict.names if _leaf(name) == "running_mean"):
+        counter = _joined(parent, "num_batches_tracked")
+        counts = versions.get(parent) == _COUNTS_BATCHES and _joined(parent, "running_var") in names
+        if counts and counter not in names and (*state_dict.where, counter) not in lost:
+            yield parent
+
+
 def _mend_counters(state_dict: StateDict, root: Node, lost: frozenset[Where]) -> Iterator[Mended]:
     """Batch norms of version 2 without num_batches_tracked, which a strict `load_state_dict` asks for."""
-    versions = _versions(state_dict.node)
-    names = set(state_dict.names)
-    parents = [_parent(name) for name in state_dict.names if _leaf(name) == "running_mean"]
-    lacking = [
-        parent
-        for parent in parents
-        if versions.get(parent) == _COUNTS_BATCHES
-        and _joined(parent, "running_var") in names
-        and _joined(parent, "num_batches_tracked") not in names
-        and (*state_dict.where, _joined(parent, "num_batches_tracked")) not in lost
-    ]
+    lacking = list(_lacking_counters(state_dict, lost))
     if not lacking:
         return
     keys = _free_keys(root)

@@ -130,10 +130,12 @@ class Library:
         if key not in self._by_sample:
             index = self._by_sample[key] = {}
             for stored in self._by_numel.get(numel, ()):
-                if stored.entry.dtype is dtype or stored.entry.dtype.family == dtype.family == "float":
-                    data = samples.cast(stored.sample, stored.entry.dtype, dtype)
-                    if data is not None:
-                        index.setdefault(data, []).append(stored)
+                own = stored.entry.dtype
+                data = (
+                    samples.cast(stored.sample, own, dtype) if own is dtype or own.family == dtype.family == "float" else None
+                )
+                if data is not None:
+                    index.setdefault(data, []).append(stored)
         return self._by_sample[key].get(sample, [])
 
     @cached_property

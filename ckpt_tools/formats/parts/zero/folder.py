@@ -73,10 +73,7 @@ def decode(found: ZeroFiles, files: Files, decode_file: DecodeFile, *, partial: 
     model = reading.model()
     made = joined(CONTAINER, model.weights, files, reading.read_files, {})
     made.globals = [node for node in reachable(made.root) if type(node) is Global]
-    made.unusual, made.has_checksums = (
-        [],
-        False,
-    )  # these are said of the ranks' files, not of the whole
+    made.unusual, made.has_checksums = [], False  # these are said of the ranks' files, not of the whole
     made.warnings += [_beside(model, reading.first, files.path), *reading.missing_parts()]
     made.others = _others(model, reading.first)
     made.lost += model.lost.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import chain, islice, product
 from math import prod
 
 from ckpt_tools.errors import PartError
@@ -238,15 +238,16 @@ class Slice:
 
     def _casts(self, module: Mapping[str, Node]) -> Iterator[tuple[str, str, Entry, Entry]]:
         """Each rank's runs of the weights, with the same runs of the 16-bit ones."""
-        for group in () if self.is_stage_3 else self.groups:
-            for name, _, shares in islice(group.cut(self._flat_of(group)), _COMPARED):
-                cast = module.get(name)
-                if type(cast) is not Entry or not cast.is_contiguous:
-                    continue
-                for share in shares:
-                    if cast.numel >= share.offsets[0] + share.sizes[0]:
-                        run = replace(cast, shape=share.sizes, stride=(1,), offset=cast.offset + share.offsets[0])
-                        yield self.optimizers[share.rank].file, name, share.entry, run
+        groups = () if self.is_stage_3 else self.groups
+        cuts = chain.from_iterable(islice(group.cut(self._flat_of(group)), _COMPARED) for group in groups)
+        for name, _, shares in cuts:
+            cast = module.get(name)
+            if type(cast) is not Entry or not cast.is_contiguous:
+                continue
+            for share in shares:
+                if cast.numel >= share.offsets[0] + share.sizes[0]:
+                    run = replace(cast, shape=share.sizes, stride=(1,), offset=cast.offset + share.offsets[0])
+                    yield self.optimizers[share.rank].file, name, share.entry, run
 
     def differing_buffers(self) -> list[str]:
         """Compare the buffers of all ranks, which each of them may count by itself (batch norm)."""
