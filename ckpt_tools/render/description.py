@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckpt_tools.render.inspected.groups import Rows, grouped, lines_of
+from ckpt_tools.render.inspected.lines import Line, by_depth, line_of
+from ckpt_tools.render.inspected.optimizers import Where, optimizer_text
 from ckpt_tools.render.rows import Row, name_table, print_rows, print_title, rows_of, wrapped
 from ckpt_tools.render.text import (
     container_text,
@@ -27,7 +29,6 @@ from ckpt_tools.text import (
     listed,
     natural,
     printable,
-    shape_text,
     shortened,
 )
 from ckpt_tools.tree.globs import Globs
@@ -58,13 +59,20 @@ def print_description(description: Description, view: View, out: Console) -> Non
     print_title(description.path, out)
     print_rows(_head(description, None if view.all else SHOWN_ROWS), out)
     rows = _chosen(description.tensors, view)
-    if rows:
+    closed: dict[Where, Rows] = {}
+    if rows and view.tree:
         out.print()
-        out.print(_tensor_tree(rows, view) if view.tree else _tensor_table(rows, view, out))
+        out.print(_tensor_tree(rows, view))
+    elif rows:
+        lines, closed = _lines(rows, view)
+        out.print()
+        out.print(_tensor_table(lines, view, out))
     elif description.tensors:
         near = did_you_mean(str(view.filter), (".".join(map(str, row["where"])) for row in description.tensors))
         out.print(f"\nno tensor matches {printable(f'{view.filter}. {near}').rstrip()}", soft_wrap=True)
-    if rest := _rest(description, None if view.all else _SHOWN_REST):
+    limit = None if view.all else _SHOWN_REST
+    states = [optimizer_text(where, below) for where, below in closed.items()]
+    if rest := [*rows_of("optimizer", states, limit, "--all"), *_rest(description, limit)]:
         out.print()
         print_rows(rest, out)
     for finding in description.findings:
@@ -131,32 +139,26 @@ def _chosen(rows: list[dict[str, Any]], view: View) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["bytes"]) if view.sort == "size" else rows
 
 
-@dataclass(slots=True)
-class _Line:
-    """One line of the tensor table: one tensor, or several that repeat."""
-
-    name: str
-    shape: str
-    dtype: str
-    device: str
-    bytes: int
-    count: int = 1
-    named: bool = True
+def _lines(rows: Rows, view: View) -> tuple[list[Line], dict[Where, Rows]]:
+    """The lines of the table; and the optimizers whose states are left out of it, where nothing asks for them."""
+    if view.depth:
+        return by_depth(rows, view.depth), {}
+    if view.all or view.flat or view.sort == "size":
+        return list(map(line_of, rows)), {}
+    groups = grouped(rows)
+    closed = groups.optimizers if view.filter is None and (groups.state_dicts or groups.others) else {}
+    return lines_of(groups, optimizers=not closed), closed
 
 
-def _tensor_table(rows: list[dict[str, Any]], view: View, out: Console) -> Table:
-    grouped = not (view.all or view.flat or view.depth or view.sort == "size")
-    lines = _by_depth(rows, view.depth) if view.depth else [_line(row) for row in rows]
-    if grouped:
-        lines = _fold_blocks(_fold_siblings(lines))
+def _tensor_table(lines: list[Line], view: View, out: Console) -> Table:
     shown = lines if view.all else lines[:SHOWN_ROWS]
     columns = {
-        "shape": [wrapped(line.shape, _SHAPE_WIDTH) for line in shown],
+        "shape": [_shape_text(line) for line in shown],
         "dtype": [line.dtype for line in shown],
         "device": [printable(line.device) for line in shown],
-        "bytes": [size_text(line.bytes) for line in shown],
+        "bytes": [size_text(line.bytes) if line.count else "" for line in shown],
     }
-    names = [printable(line.name) for line in shown]
+    names = [printable(line.title) for line in shown]
     if len(shown) < len(lines):
         left = lines[len(shown) :]
         names.append(f"... {sum(line.count for line in left)} more (--all)")
@@ -164,97 +166,10 @@ def _tensor_table(rows: list[dict[str, Any]], view: View, out: Console) -> Table
     return name_table("tensor", names, columns, out, right={"bytes"}, optional=("device", "dtype"))
 
 
-def _line(row: dict[str, Any]) -> _Line:
-    name = ".".join(map(str, row["where"])) or ('""' if row["where"] else "(the whole file)")
-    shape = shape_text(row["shape"])
-    if part := row.get("part"):
-        held = [shape_text(box["shape"]) for box in part["held"]] or ["none"]
-        shape = shape if held == [shape] else f"{' + '.join(held)} of {shape}"
-    kind = "" if row["kind"] in ("tensor", "parameter") else f" {row['kind']}"
-    return _Line(name, shape, (row["dtype"] or "?") + kind, row["device"] or "-", row["bytes"], 1, row["name"] is not None)
-
-
-def _by_depth(rows: list[dict[str, Any]], depth: int) -> list[_Line]:
-    """Tensors summed up by the first `depth` parts of their dotted paths."""
-    sums: dict[str, _Line] = {}
-    for row in rows:
-        line = _line(row)
-        parts = line.name.split(".")
-        key = ".".join(parts[:depth]) + (".*" if len(parts) > depth else "")
-        known = sums.get(key)
-        if known is None:
-            sums[key] = line if len(parts) <= depth else _Line(key, "1 tensor", line.dtype, line.device, line.bytes)
-            continue
-        known.count, known.bytes = known.count + 1, known.bytes + line.bytes
-        known.shape = f"{known.count} tensors"
-        known.dtype = known.dtype if known.dtype == line.dtype else "mixed"
-        known.device = known.device if known.device == line.device else "mixed"
-    return list(sums.values())
-
-
-def _fold_siblings(lines: list[_Line]) -> list[_Line]:
-    """`conv1.weight`, `conv1.bias` in a row become `conv1.{weight, bias}`."""
-    folded: list[_Line] = []
-    open_parent, leaves = "", [""]
-    for line in lines:
-        parent, _, leaf = line.name.rpartition(".")
-        last = folded[-1] if folded else None
-        if last is not None and parent and parent == open_parent and (last.dtype, last.device) == (line.dtype, line.device):
-            leaves.append(leaf)
-            last.name = f"{parent}.{{{', '.join(leaves)}}}"
-            last.shape += f", {line.shape}"
-            last.bytes, last.count = last.bytes + line.bytes, last.count + 1
-        else:
-            folded.append(line)
-            open_parent, leaves = parent, [leaf]
-    return folded
-
-
-def _fold_blocks(lines: list[_Line]) -> list[_Line]:
-    """Lines that repeat but for a counted number become one: `layers.{0-11}.attn.{weight, bias}`.
-
-    In a state dict the shapes must agree too; outside one (optimizer state) they may differ.
-    """
-    groups: dict[tuple[str, str, str, str], list[tuple[int, _Line]]] = {}
-    for line in lines:
-        match = re.search(r"(?<=\.)\d+(?=\.)", line.name)
-        pattern = line.name[: match.start()] + "\0" + line.name[match.end() :] if match else line.name
-        number = int(match.group()[:9]) if match else -1
-        shape = line.shape if line.named or not match else ""
-        groups.setdefault((pattern, shape, line.dtype, line.device), []).append((number, line))
-    return [_folded(pattern, group) for (pattern, *_), group in groups.items()]
-
-
-def _folded(pattern: str, group: list[tuple[int, _Line]]) -> _Line:
-    first = group[0][1]
-    if len(group) == 1:
-        return first
-    numbers = [number for number, _ in group]
-    name = pattern.replace("\0", f"{{{ranges(numbers)}}}")
-    lines = [line for _, line in group]
-    shape = (
-        f"{first.shape} each" if len({line.shape for line in lines}) == 1 else f"{sum(line.count for line in lines)} tensors"
-    )
-    return _Line(name, shape, first.dtype, first.device, sum(line.bytes for line in lines), sum(line.count for line in lines))
-
-
-_SHOWN_RANGES = 8
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in their order, runs of them as `first-last`, the first eight of those.
-
-    >>> ranges([0, 1, 10, 11, 2])
-    '0-2,10-11'
-    """
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN_RANGES]]
-    return ",".join([*texts, "..."] if len(runs) > _SHOWN_RANGES else texts)
+def _shape_text(line: Line) -> str:
+    """The shapes of a line, broken between shapes and not in one."""
+    kept = re.sub(r"\[[^\]]*\]", lambda shape: shape[0].replace(", ", "\0\0"), line.shape)
+    return wrapped(kept, _SHAPE_WIDTH).replace("\0\0", ", ")
 
 
 def _tensor_tree(rows: list[dict[str, Any]], view: View) -> Any:
@@ -262,7 +177,7 @@ def _tensor_tree(rows: list[dict[str, Any]], view: View) -> Any:
 
     root = Tree("(root)", guide_style="dim")
     branches: dict[tuple[str, ...], Any] = {(): root}
-    lines = _by_depth(rows, view.depth) if view.depth else [_line(row) for row in rows]
+    lines = by_depth(rows, view.depth) if view.depth else list(map(line_of, rows))
     limit = len(lines) if view.all else 4 * SHOWN_ROWS
     for line in lines[:limit]:
         parts = tuple(line.name.removesuffix(".*").split("."))

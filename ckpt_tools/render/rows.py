@@ -110,7 +110,10 @@ def name_table(
     """
     columns = dict(columns)
     for name in optional:
-        if room_for_names(columns, out) < min(_NAME_WIDTH, max(map(len, names), default=0)) and len(set(columns[name])) <= 1:
+        if (
+            room_for_names(columns, out) < min(_NAME_WIDTH, max(map(len, names), default=0))
+            and len(set(columns[name]) - {""}) <= 1
+        ):
             del columns[name]
     room = max(room_for_names(columns, out), _NAME_WIDTH // 2)
     table = plain_table()

@@ -24,8 +24,9 @@ from safetensors.torch import save_file
 
 from ckpt_tools import diff, inspect, stats
 from ckpt_tools.cli import COMMANDS, main, options
-from ckpt_tools.render.description import View, print_description, ranges
+from ckpt_tools.render.description import View, print_description
 from ckpt_tools.render.difference import print_difference
+from ckpt_tools.render.inspected.lines import ranges
 from ckpt_tools.render.numbers.stats import StatsView, print_stats
 from ckpt_tools.render.rows import wrapped
 from ckpt_tools.render.text import counted

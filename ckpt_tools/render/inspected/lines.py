@@ -1,0 +1,183 @@
+"""Tensors as lines of a table: one a tensor, or one for several that repeat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ckpt_tools.text import shape_text
+
+_MOST_LEAVES = 48  # characters that the leaves of one parent, or their shapes, may take in a folded line
+_KEPT_LEAVES = 3
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+_NUMBERS = 3  # of a name that are tried
+
+
+@dataclass(slots=True)
+class Line:
+    """One line of the tensor table: one tensor, or several that repeat.
+
+    Attributes:
+        name: dotted; a folded one has braces. shapes: of the leaves in it; none where they differ.
+        bytes, count: of all its tensors; a heading has none. repeats: how often the shapes stand there.
+        named: whether in a state dict.
+    """
+
+    name: str
+    shapes: list[str]
+    dtype: str
+    device: str
+    bytes: int
+    count: int = 1
+    repeats: int = 1
+    named: bool = True
+
+    @property
+    def shape(self) -> str:
+        """The shapes as the table shows them: `4x3, 4`, repeated ones as `12 x [64, 64]`, however many names they are.
+
+        >>> Line("l.{0-1}.{w, b}", ["4x3", "4"], "float32", "cpu", 120, 4, 2).shape
+        '2 x ([4, 3], [4])'
+        """
+        if not self.count:
+            return ""
+        if not self.shapes:
+            return f"{self.count} tensor{'' if self.count == 1 else 's'}"
+        if self.repeats == 1:
+            return _some(self.shapes)
+        if len(set(self.shapes)) == 1:
+            return f"{self.count} x {_bracketed(self.shapes[0])}"
+        return f"{self.repeats} x ({_some(list(map(_bracketed, self.shapes)))})"
+
+    @property
+    def title(self) -> str:
+        """The name; of a folded one with very many leaves the first of those, and how many more.
+
+        >>> Line("m.{" + ", ".join(f"leaf{i}" for i in range(40)) + "}", [], "?", "-", 0, 40).title
+        'm.{leaf0, leaf1, leaf2, ... 37 more}'
+        """
+        match = re.search(r"\{([^{}]*, [^{}]*)\}\Z", self.name) if self.count > 1 else None
+        return self.name if match is None else f"{self.name[: match.start(1)]}{_some(match[1].split(', '))}}}"
+
+
+def _some(texts: list[str]) -> str:
+    whole = ", ".join(texts)
+    short = len(whole) <= _MOST_LEAVES or len(texts) <= _KEPT_LEAVES
+    return whole if short else f"{', '.join(texts[:_KEPT_LEAVES])}, ... {len(texts) - _KEPT_LEAVES} more"
+
+
+def _bracketed(shape: str) -> str:
+    return f"[{shape.replace('x', ', ')}]" if re.fullmatch(r"\d+(x\d+)*", shape) else shape
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """A tensor's dotted path, as the table names it."""
+    return ".".join(map(str, row["where"])) or ('""' if row["where"] else "(the whole file)")
+
+
+def line_of(row: dict[str, Any]) -> Line:
+    """The line of one tensor."""
+    shape = shape_text(row["shape"])
+    if part := row.get("part"):
+        held = [shape_text(box["shape"]) for box in part["held"]] or ["none"]
+        shape = shape if held == [shape] else f"{' + '.join(held)} of {shape}"
+    kind = "" if row["kind"] in ("tensor", "parameter") else f" {row['kind']}"
+    named = row["name"] is not None
+    return Line(name_of(row), [shape], (row["dtype"] or "?") + kind, row["device"] or "-", row["bytes"], named=named)
+
+
+def by_depth(rows: list[dict[str, Any]], depth: int) -> list[Line]:
+    """Tensors summed up by the first `depth` parts of their dotted paths."""
+    sums: dict[str, Line] = {}
+    for row in rows:
+        line = line_of(row)
+        parts = line.name.split(".")
+        key = ".".join(parts[:depth]) + (".*" if len(parts) > depth else "")
+        known = sums.get(key)
+        if known is None:
+            sums[key] = line if len(parts) <= depth else Line(key, [], line.dtype, line.device, line.bytes)
+            continue
+        known.count, known.bytes = known.count + 1, known.bytes + line.bytes
+        known.shapes = []
+        known.dtype = known.dtype if known.dtype == line.dtype else "mixed"
+        known.device = known.device if known.device == line.device else "mixed"
+    return list(sums.values())
+
+
+def folded(lines: list[Line]) -> list[Line]:
+    """Lines in which siblings, and blocks that repeat by their numbers, are one."""
+    lines = _fold_siblings(lines)
+    for place in range(_NUMBERS):
+        while len(fewer := _fold_blocks(lines, place)) < len(lines):  # experts in layers: a number at a time
+            lines = fewer
+    return lines
+
+
+def _fold_siblings(lines: list[Line]) -> list[Line]:
+    """`conv1.weight`, `conv1.bias` in a row become `conv1.{weight, bias}`."""
+    result: list[Line] = []
+    open_parent, leaves = "", [""]
+    for line in lines:
+        parent, _, leaf = line.name.rpartition(".")
+        last = result[-1] if result else None
+        if last is not None and parent and parent == open_parent and (last.dtype, last.device) == (line.dtype, line.device):
+            leaves.append(leaf)
+            last.name = f"{parent}.{{{', '.join(leaves)}}}"
+            last.shapes += line.shapes
+            last.bytes, last.count = last.bytes + line.bytes, last.count + 1
+        else:
+            result.append(line)
+            open_parent, leaves = parent, [leaf]
+    return result
+
+
+def _fold_blocks(lines: list[Line], place: int) -> list[Line]:
+    """Lines that repeat but for a counted number become one: `layers.{0-11}.attn.{weight, bias}`.
+
+    `place` says which number of a name.
+
+    In a state dict the shapes must agree too; outside one (optimizer state) they may differ.
+    """
+    groups: dict[tuple[str, tuple[str, ...], str, str, int], list[tuple[int, Line]]] = {}
+    for line in lines:
+        match = next(islice(_NUMBER.finditer(line.name), place, None), None)
+        pattern = line.name[: match.start()] + "\0" + line.name[match.end() :] if match else line.name
+        number = int(match.group()[:9]) if match else -1
+        shapes = tuple(line.shapes) if line.named or not match else ()
+        groups.setdefault((pattern, shapes, line.dtype, line.device, line.repeats), []).append((number, line))
+    return [_one_of(pattern, group) for (pattern, *_), group in groups.items()]
+
+
+def _one_of(pattern: str, group: list[tuple[int, Line]]) -> Line:
+    first = group[0][1]
+    if len(group) == 1:
+        return first
+    lines = [line for _, line in group]
+    name = pattern.replace("\0", f"{{{ranges([number for number, _ in group])}}}")
+    same = all(line.shapes == first.shapes for line in lines)
+    return Line(
+        name, first.shapes if same else [], first.dtype, first.device, sum(line.bytes for line in lines),
+        sum(line.count for line in lines), first.repeats * len(lines), first.named,
+    )  # fmt: skip
+
+
+_SHOWN_RANGES = 8
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers in their order, runs of them as `first-last`, the first eight of those.
+
+    >>> ranges([0, 1, 10, 11, 2])
+    '0-2,10-11'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN_RANGES]]
+    return ",".join([*texts, "..."] if len(runs) > _SHOWN_RANGES else texts)
