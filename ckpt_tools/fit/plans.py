@@ -16,7 +16,6 @@ from typing import Literal, TypeAlias, get_args
 from ckpt_tools.edit.renaming import rename_metadata
 from ckpt_tools.errors import MatchPlanError
 from ckpt_tools.fit.layout import Layout, cut, joined, rearranged, reshaped
-from ckpt_tools.fit.patterns.forms import Form, Task, solve
 from ckpt_tools.formats.open import tensors_by_name
 from ckpt_tools.matching import Match, Matching
 from ckpt_tools.matching.records import Shape
@@ -120,6 +119,8 @@ def plan_of(matching: Matching) -> Plan:
 
 
 def _permuted(row: Match) -> Layout:
+    from ckpt_tools.fit.patterns.forms import Form, Task, solve
+
     layout, _ = solve("permute", Task(Form(row.axes), (row.source_shape,), 1, {}, f"permute to {row.new!r}"))
     return layout
 

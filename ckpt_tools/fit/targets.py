@@ -27,8 +27,7 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.parsers import load_json
-from ckpt_tools.matching.frameworks.reading import Framework
-from ckpt_tools.matching.params import Param
+from ckpt_tools.matching.params import Framework, Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node

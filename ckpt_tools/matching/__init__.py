@@ -17,11 +17,8 @@ from ckpt_tools.matching.by_name import (
     match_wrappers,
 )
 from ckpt_tools.matching.by_position import match_position
-from ckpt_tools.matching.by_structure import match_structure
-from ckpt_tools.matching.frameworks.back import as_in_file
-from ckpt_tools.matching.frameworks.reading import Framework, as_in_torch
 from ckpt_tools.matching.pairing import Pairing
-from ckpt_tools.matching.params import Param
+from ckpt_tools.matching.params import Framework, Param
 from ckpt_tools.matching.records import (
     Ambiguous,
     Match,
@@ -66,6 +63,9 @@ def match(
     apply_rules(pairing, rename)
     if framework is None:
         return _staged(pairing, stages).result()
+    from ckpt_tools.matching.frameworks.back import as_in_file
+    from ckpt_tools.matching.frameworks.reading import as_in_torch
+
     reading = as_in_torch(source, pairing.known, framework)
     turned = Pairing(reading.params, target, allow_reshape=allow_reshape)
     turned.known, turned.ruled, turned.oriented = reading.known, pairing.ruled, (NOT_TRANSPOSED, turned.oriented[1])
@@ -82,6 +82,8 @@ def _staged(pairing: Pairing, stages: Stages) -> Pairing:
     elif stages != "exact+wrappers":
         match_affixes(pairing)
     if stages == "structure" and pairing.sources_left() and pairing.targets_left():
+        from ckpt_tools.matching.by_structure import match_structure
+
         alone = pairing.anew()
         by_name = bool(pairing.used or pairing.doubts or pairing.offers)  # else both would find the same
         if by_name:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Framework: TypeAlias = Literal["flax", "keras"]  # whose layers the tensors may be of, beside torch's
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from ckpt_tools.matching.frameworks import flax, keras
 from ckpt_tools.matching.frameworks.turns import ReadLayer, Turn
-from ckpt_tools.matching.params import Param
+from ckpt_tools.matching.params import Framework, Param
 
-Framework: TypeAlias = Literal["flax", "keras"]
 Path: TypeAlias = tuple[str, ...]
 _READ: dict[Framework, ReadLayer] = {"flax": flax.read_layer, "keras": keras.read_layer}
 _COLLECTIONS = ("params", "batch_stats")
