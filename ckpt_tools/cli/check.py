@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from ckpt_tools.cli.checks.forms import AT_ONCE, PAGES, WHOLE, form_options, print_at_once, print_whole
 from ckpt_tools.cli.options import (
     LOCATION,
     Expanded,
@@ -19,6 +22,11 @@ from ckpt_tools.cli.options import (
     show_progress,
 )
 from ckpt_tools.io.output import is_address
+
+if TYPE_CHECKING:
+    from ckpt_tools.operations.check.report import Checked
+    from ckpt_tools.operations.check.run import Wanted
+    from ckpt_tools.render.logs.rows import Logged
 
 _JOBS = 4
 
@@ -41,10 +49,10 @@ _JOBS = 4
 @click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4.")
 @click.option("--overwrite", is_flag=True, help="Replace the FILE of --output if it exists.")
 @quiet_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON document a line; see docs/json.md.")
+@form_options
 def check(
     paths: tuple[Path, ...], values: bool, digest: bool, output: Path | None, against: str | None, ignore: tuple[str, ...],
-    device: str | None, latest_good: bool, jobs: int | None, overwrite: bool, quiet: bool, as_json: bool,
+    device: str | None, latest_good: bool, jobs: int | None, overwrite: bool, quiet: bool, form: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Read every byte once: is it whole, and what keeps it from loading? A folder stands for the checkpoints in it.
 
@@ -53,49 +61,82 @@ def check(
     ckpt check --values --json runs/ | jq -r 'select(.verdict and .verdict != "healthy") | .path'
     ckpt check --digest -o model.digest model.pth
     ckpt check --against model.digest model.safetensors
+    ckpt check --format junit runs/ > checkpoints.xml
     python train.py --resume "$(ckpt check --latest-good runs/)"
 
     Exit code: 0 healthy, 1 findings (warnings or problems), 3 when one cannot be read. With --latest-good 1 when none is good.
     """
-    from ckpt_tools.operations.check.run import Wanted, check_many, load_digests
-    from ckpt_tools.render.json import print_document
+    from ckpt_tools.operations.check.run import Wanted, load_digests
 
+    form = "json" if as_json else form
     if latest_good:
         from ckpt_tools.cli.checks.latest import refuse_beside, show_latest_good
 
-        refuse_beside("--latest-good", {"--digest": digest, "--output": output, "--against": against})
+        others = {"--digest": digest, "--output": output, "--against": against, f"--format {form}": form not in PAGES}
+        refuse_beside("--latest-good", others)
         wanted = Wanted(values=True, ignore=frozenset(ignore), device=device)
-        show_latest_good(paths, wanted, quiet=quiet, as_json=as_json)
+        show_latest_good(paths, wanted, quiet=quiet, as_json=form == "json")
         return
     if output is not None and not digest:
         raise click.UsageError("--output holds digests: give --digest too.")
     expanded = expand(paths) if output is None else _only(paths, output)
-    files = expanded.checkpoints
     wanted = Wanted(values, digest, None if against is None else load_digests(against), frozenset(ignore), device)
-    code, reports = 0, []
-    with show_progress(quiet=quiet or (as_json and sys.stdout.isatty())) as progress:
-        for report in check_many(files, wanted, jobs=jobs or min(_JOBS, os.cpu_count() or 1), progress=progress):
-            code = max(code, report.exit_code)
-            if as_json:  # as it comes: of thousands of files nothing is kept
-                print_document(report.to_json())
-            if output is not None or not as_json:
-                reports.append(report)
+    checking = _Checking(form, quiet, keep=output is not None)
+    checking.run(expanded.checkpoints, wanted, jobs or min(_JOBS, os.cpu_count() or 1))
     if output is not None:
         from ckpt_tools.operations.check.run import save_digests
 
-        save_digests(reports[0], output, overwrite=overwrite)
-    if quiet and not as_json:
-        from ckpt_tools.render.checked import print_unreadable
+        save_digests(checking.reports[0], output, overwrite=overwrite)
+    checking.print_rest(digests=digest and output is None)
+    if form == "json" or (form == "text" and not quiet):
+        print_others(expanded.others, as_json=form == "json")
+    sys.exit(checking.code)
 
-        print_unreadable(reports)
-    elif not as_json:
-        from ckpt_tools.render.checked import print_checked
-        from ckpt_tools.render.text import show
 
-        show(partial(print_checked, reports, digests=digest and output is None))
-    if as_json or not quiet:
-        print_others(expanded.others, as_json=as_json)
-    sys.exit(code)
+class _Checking:
+    """Checks, and prints what was found in one form: as it comes where the form allows, so that nothing has to be kept."""
+
+    def __init__(self, form: str, quiet: bool, *, keep: bool) -> None:
+        self.form, self.quiet, self.keep = form, quiet, keep or form == "text"
+        self.code = 0
+        self.reports: list[Checked] = []
+        self.logged: list[Logged] = []
+
+    def run(self, files: Sequence[Path], wanted: Wanted, jobs: int) -> None:
+        """Check the files, in their order."""
+        from ckpt_tools.operations.check.run import check_many
+
+        quiet = self.quiet or (self.form != "text" and sys.stdout.isatty())
+        with show_progress(quiet=quiet) as progress:
+            for report in check_many(files, wanted, jobs=jobs, progress=progress):
+                self.code = max(self.code, report.exit_code)
+                self._take(report)
+
+    def _take(self, report: Checked) -> None:
+        if self.keep:
+            self.reports.append(report)
+        if self.form == "text":
+            return
+        from ckpt_tools.render.logs.rows import of_checked
+
+        if self.form in AT_ONCE:
+            print_at_once(self.form, report, of_checked)
+        else:
+            self.logged.append(of_checked(report))
+
+    def print_rest(self, *, digests: bool) -> None:
+        """What is printed when all is known."""
+        if self.form in WHOLE:
+            print_whole(self.form, self.logged, "ckpt check")
+        elif self.form == "text" and self.quiet:
+            from ckpt_tools.render.checked import print_unreadable
+
+            print_unreadable(self.reports)
+        elif self.form == "text":
+            from ckpt_tools.render.checked import print_checked
+            from ckpt_tools.render.text import show
+
+            show(partial(print_checked, self.reports, digests=digests))
 
 
 def _only(paths: tuple[Path, ...], output: Path) -> Expanded:

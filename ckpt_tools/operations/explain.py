@@ -18,6 +18,7 @@ from ckpt_tools.tree.arguments import natural
 MOST = 1 << 20  # characters of a message that are read; the last ones, where the error stands
 _WORD = re.compile(r"[a-z_]{2,}|'[^']'|'\\\\x[0-9a-f]{2}'")  # a quoted character is an invalid load key
 _PLACES = re.compile(r"^(?:Traceback \(.*|  File .*+(?:\n    .*+)*+)$", re.MULTILINE)  # of a traceback: where it was, not what
+_ASIDE, _LINK = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)"), re.compile(r"\[([^\]]*)\]\([^)]*\)")  # Markdown's
 # What the models of the pages happen to be called, and words of every sentence, say nothing about a message.
 _NAMES = frozenset(
     ("conv", "fc", "weight", "bias", "net", "the", "of", "in", "to", "and", "is", "for", "from", "with", "or", "py",
@@ -66,6 +67,11 @@ def explain(words: str) -> list[Explanation]:
     if not found:
         raise NothingMatchedError(f"No page is about {words.strip()[:80]!r}.", fix=_nearest(words.strip(), known))
     return found
+
+
+def meanings() -> dict[str, str]:
+    """What each code of a finding means, as plain text."""
+    return {code: _LINK.sub(r"\1", _ASIDE.sub("", row["text"])).replace("`", "") for code, row in _known()["findings"].items()}
 
 
 def topics() -> list[tuple[str, str]]:

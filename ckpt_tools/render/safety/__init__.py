@@ -1,1 +1,1 @@
-"""What `ckpt scan` found: as text, and as SARIF."""
+"""What `ckpt scan` found, as text."""
