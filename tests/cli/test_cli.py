@@ -39,7 +39,7 @@ def test_inspect_shows_the_page(training_file: Path) -> None:
     """The page names the container, the state dict with its wrapper, folded tensors, values, and the mending command."""
     result = ckpt("inspect", training_file)
     assert result.exit_code == 0
-    for part in ("torch-zip", "wrapped in module.", "model.module.0.{weight, bias}", "epoch = 3", "best_acc = 0.5"):
+    for part in ("torch-zip", "wrapped in module.", "model.module.\n", "  0.{weight, bias}", "epoch = 3", "best_acc = 0.5"):
         assert part in result.output
     assert f"ckpt convert {training_file} {training_file.with_suffix('')}.fixed.pth --strip-module" in result.output
 
