@@ -16,9 +16,11 @@ from pathlib import Path
 
 import click
 
-from benchmarks import inputs, jobs
+from benchmarks import arithmetic, inputs, jobs
 from benchmarks.rivals import Job
 from benchmarks.timing import HEADER, report, time_job
+
+_TITLES = inputs.TITLES | arithmetic.TITLES
 
 
 @click.command()
@@ -27,14 +29,14 @@ from benchmarks.timing import HEADER, report, time_job
 @click.option("--ranks", default=8, show_default=True, help="Ranks of the checkpoint in parts.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Where to work (else the system's temporary folder).")
 @click.option("--only", metavar="TEXT", default="", help="Only jobs whose title holds this text.")
-@click.option("--input", "chosen", type=click.Choice(list(inputs.TITLES)), multiple=True, help="Only these inputs. Repeatable.")
+@click.option("--input", "chosen", type=click.Choice(list(_TITLES)), multiple=True, help="Only these inputs. Repeatable.")
 def main(runs: int, gigabytes: float, ranks: int, folder: Path | None, only: str, chosen: tuple[str, ...]) -> None:
     """Time ckpt beside what a user would do instead."""
     random.seed(0)
     print(machine())
-    for name in chosen or inputs.TITLES:
+    for name in chosen or _TITLES:
         with tempfile.TemporaryDirectory(dir=folder) as work:
-            print(f"\n### {inputs.TITLES[name].format(gigabytes=gigabytes, ranks=ranks)}\n\n{HEADER}", flush=True)
+            print(f"\n### {_TITLES[name].format(gigabytes=gigabytes, ranks=ranks)}\n\n{HEADER}", flush=True)
             for job in _jobs(name, Path(work), gigabytes, ranks):
                 if only in job.title:
                     report(job, time_job(job, runs))
@@ -49,6 +51,8 @@ def _jobs(name: str, work: Path, gigabytes: float, ranks: int) -> Iterator[Job]:
         yield from jobs.on_ranks(inputs.ranks(work, ranks, gigabytes))
     elif name == "sparse-ranks":
         yield from jobs.on_sparse_ranks(inputs.ranks(work, 64, 100, holes=True))
+    elif name in arithmetic.TITLES:
+        yield from arithmetic.on(arithmetic.made(work, name, gigabytes), name)
     elif name == "files":
         yield from jobs.on_many_files(inputs.many_files(work))
     elif name == "cnn":

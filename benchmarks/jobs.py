@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 
 import ckpt_tools
-from benchmarks.rivals import CKPT, Job, Rival, ckpt, cp, script
+from benchmarks.rivals import CKPT, Job, Rival, ckpt, cp, installed, script
 
 INSPECT = """
 import sys, torch
@@ -146,7 +145,7 @@ def on_checkpoint(source: Path) -> list[Job]:
         cp(source, other),
         script("torch mmap + save", STRIP.replace("MMAP", "True"), source, other),
         script("torch + save", STRIP.replace("MMAP", "False"), source, other),
-        *_installed("timm", script("timm's clean_state_dict", CLEAN, source, other)),
+        *installed("timm", script("timm's clean_state_dict", CLEAN, source, other)),
     ]
     to_safetensors = [
         ckpt("convert", source, tensors, "--strip-module", "--select", "model", output=tensors),
@@ -168,7 +167,7 @@ def on_checkpoint(source: Path) -> list[Job]:
     ]
     twin = folder / "twin.safetensors"
     os.link(back, twin)
-    scan = _installed("picklescan", script("picklescan", SCAN, source))
+    scan = installed("picklescan", script("picklescan", SCAN, source))
     return [
         Job("inspect", [ckpt("inspect", source), script("torch mmap + print", INSPECT, source), *scan]),
         Job("convert --strip-module", strip, IS_STRIPPED),
@@ -178,7 +177,7 @@ def on_checkpoint(source: Path) -> list[Job]:
         Job("average of two", average),
         Job(
             "average of two safetensors",
-            [ckpt("average", back, twin, tensors, output=tensors), *_installed("mergekit", _mergekit(back, twin))],
+            [ckpt("average", back, twin, tensors, output=tensors), *installed("mergekit", _mergekit(back, twin))],
         ),
         Job("check", [ckpt("check", source), script("zlib.crc32 of the file", CRC, source)]),
         *_loading(source),
@@ -230,7 +229,7 @@ def on_shards(source: Path) -> list[Job]:
             [
                 ckpt("convert", source, ours, "--shard-size", "2.8GB", output=ours),
                 cp(source, copied),
-                *_installed("huggingface_hub", script("safetensors + huggingface_hub", SHARDS, source, others)),
+                *installed("huggingface_hub", script("safetensors + huggingface_hub", SHARDS, source, others)),
             ],
         ),
         Job("check", [ckpt("check", source)]),
@@ -248,7 +247,7 @@ def on_ranks(source: Path) -> list[Job]:
             [
                 ckpt("convert", source, tensors, output=tensors),
                 cp(source, copied),
-                *_installed("deepspeed", script("DeepSpeed's zero_to_fp32", ZERO_TO_FP32, source, others)),
+                *installed("deepspeed", script("DeepSpeed's zero_to_fp32", ZERO_TO_FP32, source, others)),
             ],
         ),
         Job(
@@ -286,8 +285,3 @@ def on_many_files(source: Path) -> list[Job]:
 def _converted(source: Path, target: Path, *options: str) -> Path:
     subprocess.run([*CKPT, "convert", str(source), str(target), *options], check=True, stdout=subprocess.DEVNULL)
     return target
-
-
-def _installed(package: str, rival: Rival) -> list[Rival]:
-    """A peer that installs from PyPI, where it is installed."""
-    return [rival] if find_spec(package) else []

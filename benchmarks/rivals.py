@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 CKPT = [sys.executable, "-m", "ckpt_tools"]
@@ -71,3 +72,8 @@ def script(name: str, code: str, *paths: Path, before: list[str] | None = None) 
 def python(code: str, *arguments: str) -> None:
     """Run code in a process of its own: this one stays small, since a child's peak memory counts its parent's."""
     subprocess.run([sys.executable, "-c", code, *arguments], check=True)
+
+
+def installed(package: str, rival: Rival) -> list[Rival]:
+    """A peer that installs from PyPI, where it is installed."""
+    return [rival] if find_spec(package) else []

@@ -450,3 +450,19 @@ def test_what_becomes_infinite_in_fp32_is_counted(tmp_path: Path, scale: float, 
     for word in ("bf16", "fp32"):
         report = plain(tmp_path, {"a.weight": weight, "a.weight_scale": torch.tensor([scale])}, dequantize=word)[1]
         assert report.overflowed == {"a.weight": infinite}
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_zero_point_of_zero_less_one(tmp_path: Path, bits: int) -> None:
+    """GPTQModel takes the 1 off whole words of its first format: a zero point of 0 borrows from the next, and comes back."""
+    per_word = 32 // bits
+    zeros = torch.arange(64).reshape(2, 32) * 7 % 2**bits
+    assert (zeros == 0).any()
+    shifts, ones = torch.arange(per_word) * bits, sum(1 << bits * place for place in range(per_word))
+    words = ((zeros.view(2, -1, per_word) << shifts).sum(-1) - ones) & 0xFFFFFFFF
+    stored = torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+    scales = torch.rand(2, 32).half()
+    weight = torch.zeros(2 * 32 // per_word, 32, dtype=torch.int32)
+    parts = {"a.qweight": weight, "a.qzeros": stored, "a.scales": scales}
+    found, _ = plain(tmp_path, parts, {"quant_method": "gptq", "bits": bits, "group_size": 32, "checkpoint_format": "gptq"})
+    expect(found, {"a.weight": (-zeros.float() * scales.float()).t().repeat_interleave(32, 1)})

@@ -5,7 +5,8 @@
     X.scales   [groups, out]
     X.g_idx    int32 [in]: GPTQ, the group of every column
 
-The plain weight is [out, in]: (code - zero point) · scale. Sources: auto_gptq/nn_modules/qlinear/qlinear_cuda.py, AutoAWQ's
+The plain weight is [out, in]: (code - zero point) · scale. Sources: auto_gptq/nn_modules/qlinear/qlinear_cuda.py, GPTQModel's
+nn_modules/qlinear/__init__.py (`pack_original`) and utils/model.py (`convert_gptq_v2_to_v1_format_module`), AutoAWQ's
 awq/utils/packing_utils.py (`dequantize_gemm`).
 """
 
@@ -54,13 +55,13 @@ def _gptq(parts: tuple[Part, ...], bits: int, config: Config) -> Plain:
     cells, out = _check_groups(zeros, scales)
     if order is None:
         run = _run(weight, scales, columns, cells, config)
-    shift = 0 if config.zeros_as_they_are else 1
 
     def make() -> Kernel:
         return Scaled(
             PackedColumns(row_major(weight.entry), bits, weight.shape[0], out),
             Columns(row_major(scales.entry), scales.entry.dtype, cells, out), columns, run,
-            ColumnsOfPacked(row_major(zeros.entry), bits, cells, zeros.shape[1], out, shift=shift),
+            ColumnsOfPacked(row_major(zeros.entry), bits, cells, zeros.shape[1], out,
+                            less_one=not config.zeros_as_they_are),
             None if order is None else order.numbers(), cells,
         )  # fmt: skip
 

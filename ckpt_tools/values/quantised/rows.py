@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 _TOGETHER = 32  # numbers of any size that begin and end with words
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # a word of so many bits to a number, each of which is 1
 
 
 class Rows(Protocol):
@@ -145,14 +146,16 @@ class ColumnsOfPacked:
 
     Args:
         order: in which column of its word each of the packed numbers is, where they are not in order; for 4 bits.
-        shift: added to each number, which stays one of so many bits.
+        less_one: whether the words hold each number less 1. That was taken off whole words (but of 3 bits, which go over their
+            ends): below a zero it borrows from the next number, and added to whole words it comes back.
     """
 
     def __init__(
-        self, content: Content, bits: int, rows: int, words: int, columns: int, order: tuple[int, ...] = (), shift: int = 0
-    ) -> None:
+        self, content: Content, bits: int, rows: int, words: int, columns: int, order: tuple[int, ...] = (),
+        *, less_one: bool = False,
+    ) -> None:  # fmt: skip
         self.slab, self.bits, self.words, self.columns = Slab(content, rows, words * 4), bits, words, columns
-        self.order, self.shift = order, shift
+        self.order, self.less_one = order, less_one
         self._first = -1
         self._held: torch.Tensor | None = None  # the columns that were unpacked last: words hold those of several
 
@@ -175,12 +178,18 @@ class ColumnsOfPacked:
         if self._held is None or first != self._first:
             start, end = first // 32 * self.bits, min(self.words, (first // 32 + 1) * self.bits)
             words = self.slab.columns(start * 4, (end - start) * 4).contiguous().view(torch.int32)
-            numbers = unpacked(words, self.bits)
+            numbers = self._numbers(words)
             if self.order:
                 numbers = numbers.view(len(numbers), -1, len(self.order))[:, :, list(self.order)].flatten(1)
-            numbers = numbers.t().contiguous().int() + self.shift & (1 << self.bits) - 1
-            self._first, self._held = first, numbers.to(torch.uint8)
+            self._first, self._held = first, numbers.t().contiguous().to(torch.uint8)
         return self._held
+
+    def _numbers(self, words: torch.Tensor) -> torch.Tensor:
+        if not self.less_one:
+            return unpacked(words, self.bits)
+        if self.bits in _ONES:
+            return unpacked(words + _ONES[self.bits], self.bits)
+        return unpacked(words, self.bits) + 1 & (1 << self.bits) - 1
 
 
 def unpacked(words: torch.Tensor, bits: int, *, loose: bool = False) -> torch.Tensor:
