@@ -10,6 +10,7 @@ from ckpt_tools.edit.renaming import parse_rename
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.matching.pairing import Pairing
 from ckpt_tools.matching.records import Reason
+from ckpt_tools.matching.sides.prefixes import exchanged, prefixes
 from ckpt_tools.tree.names import (
     LEADING_WRAPPERS,
     MODULE,
@@ -18,7 +19,6 @@ from ckpt_tools.tree.names import (
     unwrap,
 )
 
-MAX_PREFIX_PARTS = 4
 _AVERAGED = "n_averaged"  # beside the wrapped names of an AveragedModel
 _Affixed: TypeAlias = tuple[str, str]  # what was taken from a name, and the name
 _ROLES = {".weight", ".bias"}  # no suffix: a matrix that is a parameter of its own may be kept as [in, out]
@@ -128,29 +128,40 @@ def _said(pairing: Pairing, old: str, reason: Reason) -> Reason:
 
 
 def match_affixes(pairing: Pairing) -> None:
-    """Names that become equal when one prefix, or one suffix, is taken from or put before all that are left."""
-    for ends in (_prefixes, _suffixes):
+    """Names that become equal when one prefix, or one suffix, is taken from, put before or exchanged in all that are left."""
+    for ends in (prefixes, _suffixes):
         _match_affix(pairing, ends)
 
 
 def _match_affix(pairing: Pairing, ends: Callable[[str], Iterator[tuple[str, str]]]) -> None:
     """Take the pair of affixes under which most names meet; where another would give a name another partner: a doubt."""
-    sources = _by_rest(((param.name, unwrap(pairing.known[param.name])) for param in pairing.sources_left()), ends)
-    targets = _by_rest(((param.name, unwrap(param.name)) for param in pairing.targets_left()), ends)
+    olds = [(param.name, unwrap(pairing.known[param.name])) for param in pairing.sources_left()]
+    news = [(param.name, unwrap(param.name)) for param in pairing.targets_left()]
+    sources, targets = _by_rest(olds, ends), _by_rest(news, ends)
     found: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
     for rest in sources.keys() & targets.keys():
         for (before, old), (after, new) in _one_bare(sources[rest], targets[rest]):
-            if not {before, after} & _ROLES and pairing.source[old].shape == pairing.target[new].shape:
+            if not {before, after} & _ROLES and _same_shape(pairing, old, new):
                 found[before, after].append((old, new))
-    if not found:
-        return
-    most = max(map(len, found.values()))
-    best = [pairs for pairs in found.values() if len(pairs) == most]
-    olds, news = (Counter(pair[side] for pairs in best for pair in set(pairs)) for side in (0, 1))
+    if ends is prefixes:
+        for exchange, pairs in exchanged(olds, news).items():
+            found[exchange] = [pair for pair in pairs if _same_shape(pairing, *pair)]
+    most = max(map(len, found.values()), default=0)
+    _pair_best(pairing, [pairs for pairs in found.values() if pairs and len(pairs) == most])
+
+
+def _same_shape(pairing: Pairing, old: str, new: str) -> bool:
+    return pairing.source[old].shape == pairing.target[new].shape
+
+
+def _pair_best(pairing: Pairing, best: list[list[tuple[str, str]]]) -> None:
+    """Pair what the best affixes say; a doubt where they say different things."""
+    said = list(dict.fromkeys(pair for pairs in best for pair in pairs))
+    olds, news = (Counter(pair[side] for pair in said) for side in (0, 1))
     candidates: dict[str, list[str]] = defaultdict(list)
-    for old, new in (pair for pairs in best for pair in pairs):
+    for old, new in said:
         candidates[new].append(old)
-    for old, new in dict.fromkeys(pair for pairs in best for pair in pairs):
+    for old, new in said:
         if olds[old] == news[new] == 1:
             pairing.pair(old, new, _said(pairing, old, "prefix"))
         elif not pairing.is_settled(new):
@@ -172,21 +183,6 @@ def _by_rest(names: Iterable[tuple[str, str]], ends: Callable[[str], Iterator[tu
         for affix, rest in ends(name):
             found[rest].append((affix, own))
     return found
-
-
-def _prefixes(name: str) -> Iterator[tuple[str, str]]:
-    """The name whole, and without its first parts.
-
-    >>> list(_prefixes("model.fc.weight"))
-    [('', 'model.fc.weight'), ('model.', 'fc.weight'), ('model.fc.', 'weight')]
-    """
-    yield "", name
-    at = 0
-    for _ in range(MAX_PREFIX_PARTS):
-        at = name.find(".", at) + 1
-        if not at:
-            return
-        yield name[:at], name[at:]
 
 
 def _suffixes(name: str) -> Iterator[tuple[str, str]]:

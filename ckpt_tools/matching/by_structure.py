@@ -10,6 +10,7 @@ from ckpt_tools.matching.fused import split_fused
 from ckpt_tools.matching.pairing import Pairing
 from ckpt_tools.matching.records import Offer
 from ckpt_tools.matching.resolve import UnitPair, meaning
+from ckpt_tools.matching.sides.order import in_order_of_names
 from ckpt_tools.matching.structure import align
 from ckpt_tools.matching.units import Unit, units_of, untied
 
@@ -19,9 +20,11 @@ FUSED = 0.05  # that the parts of a fused layer lie in the usual order is not se
 
 def match_structure(pairing: Pairing) -> None:
     """Align what names have left."""
-    olds, news = untied(pairing.sources_left(), pairing.targets_left())
+    olds = in_order_of_names(pairing.sources_left(), pairing.known.__getitem__)
+    news = in_order_of_names(pairing.targets_left(), str)
+    olds, news = untied(olds, news)
     left = units_of(olds, pairing.known.__getitem__)
-    right = units_of(news, lambda name: name)
+    right = units_of(news, str)
     _turn(left, pairing.oriented[0].transposed)
     _turn(right, pairing.oriented[1].transposed)
     alignment = align(split_fused(left, right), split_fused(right, left))

@@ -132,8 +132,10 @@ class Pairing:
 
     def _match_ties(self) -> None:
         """A name of the target that is tied to a matched one is the same tensor, so it is matched too."""
-        found = {self.target[row.new].tie: row for row in self.matches.values() if row.step == "copy"}
-        twins = {param.tie: param for param in reversed(self.sources_left()) if param.tie is not None}
+        rows = sorted(self.matches.values(), key=lambda row: row.new)  # by name: the order of a file means nothing
+        found = {self.target[row.new].tie: row for row in rows if row.step == "copy"}
+        by_name = sorted(self.sources_left(), key=lambda param: param.name, reverse=True)
+        twins = {param.tie: param for param in by_name if param.tie is not None}
         for param in self.targets_left():
             row = found.get(param.tie) if param.tie is not None else None
             if row is not None and param.shape == row.target_shape:

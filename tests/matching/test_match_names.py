@@ -10,7 +10,7 @@ from ckpt_tools.errors import (
     NothingMatchedError,
     UsageError,
 )
-from ckpt_tools.matching import Matching, match
+from ckpt_tools.matching import Matching, Stages, match
 from ckpt_tools.matching.params import Param
 
 
@@ -112,6 +112,30 @@ def test_a_prefix_is_taken_or_added_only_when_asked() -> None:
     assert pairs(found) == {f"backbone.{x}.weight": (f"{x}.weight", "prefix") for x in "ab"}
     assert match(prefixed, plain, stages="names").unexpected == ("head.bias",)
     assert len(match(params("w_orig", "v_orig"), params("w", "v"), stages="names").matched) == 2
+
+
+LAYERS = [f"layer{n}.{kind}.{leaf}" for n in range(3) for kind in ("conv", "norm") for leaf in ("weight", "bias")]
+
+
+@pytest.mark.parametrize("stages", ["names", "structure"])
+@pytest.mark.parametrize(("before", "after"), [("model.", "net."), ("a.b.", "c.d.e."), ("model.net.", "net."), ("", "x.y.")])
+def test_the_same_names_under_another_prefix_are_never_ambiguous(before: str, after: str, stages: Stages) -> None:
+    """Layers of one shape, a head that the target lacks in front: names prove it, whatever stands before them."""
+    old = params(*(f"{before}{name}" for name in ["aux.conv.weight", "aux.conv.bias", *LAYERS]))
+    new = params(*(f"{after}{name}" for name in LAYERS))
+    found = match(old, new, stages=stages)
+    assert pairs(found) == {f"{after}{name}": (f"{before}{name}", "prefix") for name in LAYERS}
+    assert found.unexpected == (f"{before}aux.conv.weight", f"{before}aux.conv.bias")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("text.", "vision."), ("m.encoder.", "m.decoder."), ("blocks.0.", "blocks.1."), ("m.aux.", "m.head.")],
+)
+def test_prefixes_that_say_two_things_are_not_exchanged(before: str, after: str) -> None:
+    """One encoder's names are not another's, one block's not the next one's, an auxiliary head's not the head's."""
+    old, new = (params(*(f"{prefix}{name}" for name in LAYERS)) for prefix in (before, after))
+    assert not match(old, new, stages="names").matched
 
 
 def test_two_prefixes_that_fit_equally_are_ambiguous() -> None:

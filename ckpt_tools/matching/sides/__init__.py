@@ -1,0 +1,1 @@
+"""What is done with each of the two lists before they are compared."""
