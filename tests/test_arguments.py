@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import inspect
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ WILD: list[Any] = [
     None, 3, -1, 2.5, float("nan"), True, "", "nonsense", "a=b", "\0", "\udc80", b"bytes", object(), Rude(), [], [3], ["x"],
     [None], (1, 2), {}, {"a": "b"}, {1: 2}, {"a": 3}, {3}, range(2), datetime.date(2024, 1, 1), np.arange(2), np.float32(1),
     np.array(None), torch.ones(2), torch.bfloat16, torch.device("cpu"), nn.Linear(1, 1), lambda *_: None,
+    io.BytesIO(b"x"), io.StringIO("x"),
 ]  # fmt: skip
 ARGUMENTS = [(name, argument) for name, function in PUBLIC.items() for argument in inspect.signature(function).parameters]
 

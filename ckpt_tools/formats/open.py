@@ -33,9 +33,9 @@ from ckpt_tools.formats.contents import names_quantised as names_quantised
 from ckpt_tools.formats.contents import tensors_by_name as tensors_by_name
 from ckpt_tools.formats.contents import tensors_outside as tensors_outside
 from ckpt_tools.formats.polyglots import refuse_polyglot
-from ckpt_tools.io.member_paths import archive_and_member
+from ckpt_tools.io.member_paths import File, Handed, archive_and_member, as_path
 from ckpt_tools.io.output import Source, is_address
-from ckpt_tools.io.sources import Files
+from ckpt_tools.io.sources import Files, source_of
 from ckpt_tools.pickling.weights_only import refused
 from ckpt_tools.text import printable
 from ckpt_tools.tree.arguments import natural
@@ -171,12 +171,13 @@ class Checkpoint:
 
 
 @natural
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: File) -> Checkpoint:
     """Open a checkpoint and decode its structure. Runs nothing, imports nothing, reads no tensor bytes.
 
     Args:
-        path: a file, whose container is found by content, not by extension; the index of a sharded checkpoint; a folder
-            that is one checkpoint; a tar or a compressed file with one in it, `model.tar!member` where there are several.
+        path: a file, open or not, whose container is found by content, not by extension; the index of a sharded checkpoint;
+            a folder that is one checkpoint; a tar or a compressed file with one in it, `model.tar!member` where there are
+            several.
 
     Returns:
         The open checkpoint.
@@ -185,7 +186,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         NotACheckpointError: the file is missing, or something else. UnsupportedContainerError: a container that this
         version does not read. DamagedFileError, LimitError: the file breaks a promise of its format.
     """
-    place, member = archive_and_member(path)
+    place, member = archive_and_member(as_path(path))
     source = open_source(place)
     try:
         with collector_paused(), naming(source):
@@ -213,6 +214,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     Raises:
         NotACheckpointError, RemoteError: it cannot be read.
     """
+    if isinstance(path, Handed):
+        return source_of(path)
     if is_address(path):
         from ckpt_tools.io.remote.source import open_remote
 

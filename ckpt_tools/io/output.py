@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ckpt_tools.errors import (
     ChangedFileError,
@@ -28,6 +28,7 @@ from ckpt_tools.errors import (
     OutputIsFolderError,
 )
 from ckpt_tools.io.in_place.marks import has_traces, is_marked, journal_path, read_at
+from ckpt_tools.io.member_paths import Handed
 
 if TYPE_CHECKING:  # what writes is imported by whoever writes: reading a file needs none of it
     from ckpt_tools.io.attributes import Inputs
@@ -39,6 +40,7 @@ _BINARY: int = getattr(os, "O_BINARY", 0)
 _RESERVE = 0x40305828  # FS_IOC_RESVSP of linux/falloc.h; where it is another number the call fails
 _SPACE = struct.Struct("hhqqiI4i")  # struct space_resv: type, whence, start, length, four fields that are not read
 _RESERVE_FROM = 4 << 20  # bytes
+_BLOCK = 4 << 20
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
@@ -253,13 +255,18 @@ def replacing(
 
     A file that is replaced hands on its mode, owner, group and extended attributes; a new one gets the mode that a plain `open`
     gives, without what one of `inputs` (the files that it is made of) keeps to itself. A symlink keeps pointing where it
-    points. A file that is replaced is made durable first (fsync of file and folder); a new one only with `durable`.
+    points. A file that is replaced is made durable first (fsync of file and folder); a new one only with `durable`. To an open
+    file (`Handed`) all is written when the block ends well, from where it stands.
     Temporaries that killed processes left for this very target are removed (see `temporaries`).
 
     Raises:
         OutputExistsError: `path` exists and `overwrite` is false, also when it appears while the block runs.
         OutputError: a directory, a device, a missing or read-only folder, a full disk.
     """
+    if isinstance(path, Handed):
+        with _handing_back(path) as output:
+            yield output
+        return
     from ckpt_tools.io import temporaries
 
     with output_errors(Path(path)):
@@ -280,6 +287,43 @@ def replacing(
         with contextlib.suppress(OSError):
             if lock >= 0:
                 os.close(lock)
+
+
+@contextlib.contextmanager
+def _handing_back(path: Handed) -> Iterator[Output]:
+    """An output that is written to an open file once all of it is there."""
+    import tempfile  # few commands need it
+
+    target = _checked_open(path)
+    with tempfile.TemporaryFile() as spool:
+        yield Output(spool.fileno(), target)
+        spool.seek(0)
+        with output_errors(target):
+            while block := spool.read(_BLOCK):
+                _write_all(path, memoryview(block))
+            getattr(path.file, "flush", lambda: None)()
+
+
+def _checked_open(path: Handed) -> Path:
+    """An open file as a target.
+
+    Raises:
+        OutputError: it is closed, not open for writing, or open as text.
+    """
+    if getattr(path.file, "closed", False) is True:
+        raise OutputError(f"{path} cannot be written.", why="It is closed.")
+    if not hasattr(path.file, "write") or not getattr(path.file, "writable", lambda: True)():
+        raise OutputError(f"{path} is not open for writing.", fix='Open it with mode "wb".')
+    if hasattr(path.file, "encoding"):
+        raise OutputError(f"{path} is open as text.", fix='Open it with mode "wb".')
+    return cast("Path", path)
+
+
+def _write_all(path: Handed, left: memoryview) -> None:
+    """A raw file may take a part of what it is given."""
+    while len(left):
+        taken = path.file.write(left)
+        left = left[len(left) if taken is None else taken :]
 
 
 def _synced(output: Output, *, durable: bool) -> int:
@@ -317,6 +361,8 @@ def _temporary(temporary: Path, target: Path, inputs: Inputs) -> Iterator[Output
 
 def output_target(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     """Where an output really goes (links followed), after every check that can be made before work starts."""
+    if isinstance(path, Handed):
+        return _checked_open(path)
     if is_address(path):
         raise OutputError(
             f"{path} cannot be written.", why="Only what ckpt convert and average write goes to addresses.",

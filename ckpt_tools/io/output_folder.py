@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ckpt_tools.errors import OutputError, OutputExistsError, OutputIsFolderError
+from ckpt_tools.errors import OutputError, OutputExistsError, OutputIsFolderError, UsageError
 from ckpt_tools.io import attributes, temporaries
 from ckpt_tools.io.in_place.journal import recover
+from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import (
     Output,
     check_space,
@@ -81,6 +82,8 @@ def check_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     Raises:
         OutputExistsError: it holds something, and `overwrite` is false. OutputError: a file, or no place for a folder.
     """
+    if isinstance(path, Handed):
+        raise UsageError(f"{path} is an open file, and a folder is to be written.", fix="Name the folder.")
     with output_errors(Path(path)):
         return _checked_folder(path, overwrite=overwrite)
 

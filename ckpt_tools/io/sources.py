@@ -1,16 +1,19 @@
-"""Sources beyond one local file: the many files of one checkpoint, of which few are open at a time, and a part of a file."""
+"""Sources beyond one local file: many files of which few are open at a time, a part of one, what the caller has opened."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from io import RawIOBase
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
-from ckpt_tools.errors import DamagedFileError, NotACheckpointError
+from ckpt_tools.errors import DamagedFileError, NotACheckpointError, UsageError
+from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Source, identity_of, open_regular
 
 OPEN_FILES = 64  # of one checkpoint at a time; systems allow 256 (macOS) to 1024 in a process
@@ -210,3 +213,80 @@ class Reader(RawIOBase):
 
     def tell(self) -> int:
         return self.at
+
+
+class HandedSource(Source):
+    """An open file as a source, from where it stands, which is where it stands again at the end.
+
+    Raises:
+        UsageError: it has no positions, or is open as text. NotACheckpointError: it stands at its end, or is closed.
+    """
+
+    def __init__(self, path: Handed) -> None:
+        self.path, self._file, self._fd = cast("Path", path), path.file, -1
+        self._lock = threading.Lock()  # a position is all that a file has
+        try:
+            self._start = self._file.tell()
+            self.size = self._end() - self._start
+            first = self._file.read(0)
+            self._file.seek(self._start)
+        except (OSError, ValueError, AttributeError) as error:
+            raise self._refused(error) from None
+        if not isinstance(first, bytes):
+            raise UsageError(f"{path} is open as text.", fix='Open it with mode "rb".')
+        if self.size <= 0 < self._start:
+            raise NotACheckpointError(f"{path} stands at its end.", fix="Call its seek(0) first.")
+        self._identity = (id(self._file), self._start, self.size)
+
+    def _refused(self, error: Exception) -> Exception:
+        if getattr(self._file, "closed", False) is True:
+            return NotACheckpointError(f"{self.path} cannot be read.", why="It is closed.")
+        why = f"It has no positions: {error}."
+        return UsageError(f"{self.path} cannot be read.", why=why, fix="Read it first: io.BytesIO(file.read()).")
+
+    def _end(self) -> int:
+        return int(self._file.seek(0, os.SEEK_END))
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        buffer[:] = self.read(offset, len(buffer))
+
+    def check_unchanged(self) -> None:
+        """Raise ChangedFileError when the file has another length than when it was opened."""
+        with self._lock:
+            size = self._end() - self._start
+        if size != self.size:
+            raise self.changed()
+
+    def close(self) -> None:
+        """Back to where it stood; whoever opened it closes it."""
+        with contextlib.suppress(OSError, ValueError):
+            self._file.seek(self._start)
+
+    def _pread(self, length: int, offset: int) -> bytes:
+        try:
+            with self._lock:
+                self._file.seek(self._start + offset)
+                return cast("bytes", self._file.read(length))
+        except OSError as error:
+            raise self._unreadable(error) from None
+        except ValueError as error:  # closed meanwhile
+            raise NotACheckpointError(f"{self.path} cannot be read.", why=f"{error}.") from None
+
+
+def source_of(path: Handed) -> Source:
+    """The source of an open file: the file on disk that it is, where it is one and stands at its start."""
+    named = _on_disk(path)
+    return HandedSource(path) if named is None else Source(named)
+
+
+def _on_disk(path: Handed) -> str | None:
+    """The path of the regular file that an open one is, where all of it is meant."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        file = path.file
+        if path.called and isinstance(file.read(0), bytes) and file.tell() == 0:
+            if file.writable():
+                file.flush()
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path.called)):
+                return path.called
+    return None

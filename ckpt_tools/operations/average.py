@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Content
+from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.operations.compare.sides import check_effort
 from ckpt_tools.operations.convert.conversion import CONTAINERS, execute, plan
 from ckpt_tools.operations.convert.edits import Edits
@@ -97,7 +97,7 @@ class Averaged:
 
 @as_keywords(AverageOptions)
 @natural
-def average(sources: Sequence[str | os.PathLike[str]], target: str | os.PathLike[str], options: AverageOptions) -> Averaged:
+def average(sources: Sequence[File], target: File, options: AverageOptions) -> Averaged:
     """Write the mean of several checkpoints of one model: the whole new file, or nothing.
 
     The tensors of state dicts are averaged in float64 (complex128), a chunk at a time, and rounded once, to the dtype that
@@ -112,23 +112,24 @@ def average(sources: Sequence[str | os.PathLike[str]], target: str | os.PathLike
         UsageError: weights that do not fit. ConvertError: names, shapes or integers that disagree. CkptError: see `convert`.
     """
     parts = _weights(options.weights, len(sources))
+    paths, target = [as_path(source) for source in sources], as_path(target)
     kind = output_format(target, options.format)
     to_folder = kind == "dcp"
-    for source in sources:
+    for source in paths:
         check_one_file(source, target, options.format)
     shared = {name: option for name, option in options.asked().items() if name in ConvertOptions.options}
     edits = Edits(ConvertOptions(**shared), kind)
     report = Averaged(list(map(str, sources)), parts)
-    report.output = Converted(str(sources[0]), str(target), CONTAINERS[kind], options.dry_run)
-    folder = FolderTarget(target, kind, edits.options, inputs=sources)
+    report.output = Converted(str(paths[0]), str(target), CONTAINERS[kind], options.dry_run)
+    folder = FolderTarget(target, kind, edits.options, inputs=paths)
     with ExitStack() as stack:
         output = None
         if to_folder:
             folder.check()
         else:
-            output = open_output(stack, target, sources, edits.options)
+            output = open_output(stack, target, paths, edits.options)
         stack.enter_context(collector_paused())
-        checkpoints = [stack.enter_context(open_whole(path)) for path in sources]
+        checkpoints = [stack.enter_context(open_whole(path)) for path in paths]
         if options.objects == "plain":
             _take_state_dicts(checkpoints, report.output)
         _Mean(checkpoints, parts, options, report).apply()

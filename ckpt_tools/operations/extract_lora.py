@@ -22,6 +22,7 @@ from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.open import Checkpoint, collector_paused, tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Content, Literal, Piece, total
+from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output_folder import check_folder, replacing_folder
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.options import ExtractOptions
@@ -91,9 +92,7 @@ class Extracted:
 
 @as_keywords(ExtractOptions)
 @natural
-def extract_lora(
-    sources: Sequence[str | os.PathLike[str]], target: str | os.PathLike[str], options: ExtractOptions
-) -> Extracted:
+def extract_lora(sources: Sequence[File], target: File, options: ExtractOptions) -> Extracted:
     """Write what changed from a base to a tuned model as a LoRA adapter, a folder that PEFT reads.
 
     Of every weight of a linear layer, an embedding or a convolution that differs the adapter has the best factors of the rank
@@ -112,10 +111,11 @@ def extract_lora(
     """
     if len(sources) != 2:
         raise UsageError("An adapter is extracted from two checkpoints: the base, and the tuned model.")
-    report = Extracted(str(sources[0]), str(sources[1]), str(target), int(options.rank or 0), options.dry_run)
+    paths, target = [as_path(source) for source in sources], as_path(target)
+    report = Extracted(str(paths[0]), str(paths[1]), str(target), int(options.rank or 0), options.dry_run)
     check_folder(target, overwrite=options.overwrite or options.dry_run)
     with ExitStack() as stack, collector_paused():
-        checkpoints = [stack.enter_context(open_whole(path)) for path in sources]
+        checkpoints = [stack.enter_context(open_whole(path)) for path in paths]
         base, tuned = (_tensors(checkpoint, options.select) for checkpoint in checkpoints)
         _check_names(base, tuned, report)
         adapter = _Adapter(base, _sorted(base, tuned, options, report), options, report)
@@ -123,7 +123,7 @@ def extract_lora(
         for checkpoint in checkpoints:
             checkpoint.decoded.source.check_unchanged()
         if not options.dry_run:
-            _write(adapter, target, sources, options)
+            _write(adapter, target, paths, options)
     return report
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
 )
 from ckpt_tools.formats.parts.named import Partition, names_parts, partition
+from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.findings import Facts, findings
 from ckpt_tools.operations.loaders import how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
@@ -106,7 +106,7 @@ class Description:
 
 
 @natural
-def inspect(path: str | os.PathLike[str]) -> Description:
+def inspect(path: File) -> Description:
     """Describe the checkpoint at a path. Reads its structure, no tensor bytes; runs and imports nothing.
 
     Raises:

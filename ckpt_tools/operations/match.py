@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.fit.targets import choose_state_dict, framework_of, params_of, read_target
 from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
 from ckpt_tools.operations.options import MatchOptions
@@ -37,7 +37,7 @@ class Matched:
 
 @as_keywords(MatchOptions)
 @natural
-def match(path: str | os.PathLike[str], options: MatchOptions) -> Matched:
+def match(path: File, options: MatchOptions) -> Matched:
     """Find for every tensor of a checkpoint its partner in a target. Reads no tensor bytes, and runs nothing in a file.
 
     Args:

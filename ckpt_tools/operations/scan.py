@@ -13,6 +13,7 @@ from typing import Any
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.open import HEAD, collector_paused, open_source
+from ckpt_tools.io.member_paths import File, Handed, as_path
 from ckpt_tools.io.output import is_address, missing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.operations.safety import Safety, Verdict, examine
@@ -55,7 +56,7 @@ class Scanned:
 
 
 @natural
-def scan(path: str | os.PathLike[str], *, jobs: int = 1) -> list[Scanned]:
+def scan(path: File, *, jobs: int = 1) -> list[Scanned]:
     """Examine a file, a folder with everything below it, or an address. Runs and imports nothing, reads no tensor.
 
     Args:
@@ -67,7 +68,7 @@ def scan(path: str | os.PathLike[str], *, jobs: int = 1) -> list[Scanned]:
     Raises:
         NotACheckpointError: there is no such file or folder, or nothing in it.
     """
-    return list(scan_files(list(files_of([path])), jobs=jobs))
+    return list(scan_files(list(files_of([as_path(path)])), jobs=jobs))
 
 
 def scan_files(paths: Sequence[str | os.PathLike[str]], *, jobs: int = 1) -> Iterator[Scanned]:
@@ -100,8 +101,9 @@ def files_of(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str | os.PathL
         NotACheckpointError: there is no such file or folder, or nothing in it.
     """
     for path in paths:
-        if is_address(path) or not os.path.isdir(path):
-            if not is_address(path) and not os.path.lexists(path):
+        given = isinstance(path, Handed) or is_address(path)
+        if given or not os.path.isdir(path):
+            if not given and not os.path.lexists(path):
                 raise missing(Path(path))
             yield path
             continue

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.errors import NothingMatchedError, UsageError, ValuesError
 from ckpt_tools.formats.open import Tensor
 from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.compare.sides import Side, check_effort, open_side
 from ckpt_tools.text import brief, did_you_mean, dotted, listed, some
 from ckpt_tools.tree.arguments import natural
@@ -75,7 +76,7 @@ def _plain(value: Any) -> Any:
 
 @natural
 def show(
-    path: str | os.PathLike[str],
+    path: File,
     name: str,
     *,
     index: str | None = None,

@@ -20,6 +20,7 @@ from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.content import Literal, Piece
+from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import output_target, replacing
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.inspect import inspect
@@ -70,8 +71,8 @@ class Reported:
 
 @natural
 def report(
-    path: str | os.PathLike[str],
-    other: str | os.PathLike[str] | None = None,
+    path: File,
+    other: File | None = None,
     *,
     output: str | os.PathLike[str],
     histograms: bool = False,
@@ -104,7 +105,7 @@ def report(
         from ckpt_tools.operations.compare.differences import diff
 
         difference = diff(path, other, values=True, select=select, progress=progress)
-    inputs = [one for one in (path, other) if one is not None]
+    inputs = [as_path(one) for one in (path, other) if one is not None]
     size = save(page(description, measured, difference), output, overwrite=overwrite, inputs=inputs)
     return Reported(str(path), None if other is None else str(other), str(output), size)
 

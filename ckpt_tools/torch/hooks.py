@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt_tools.errors import MatchError, TargetError, UsageError
+from ckpt_tools.io.member_paths import File
 from ckpt_tools.text import listed
 from ckpt_tools.torch.gathering import is_dtensor
 from ckpt_tools.torch.live_names import renamed_state_dict
@@ -62,7 +62,7 @@ def inside_wrappers(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def load_with_hooks(
-    model: torch.nn.Module, path: str | os.PathLike[str], *, select: str | None, assign: bool, allow_missing: Sequence[str],
+    model: torch.nn.Module, path: File, *, select: str | None, assign: bool, allow_missing: Sequence[str],
     allow_unexpected: Sequence[str],
 ) -> LoadReport:  # fmt: skip
     """Have the model's own `load_state_dict` load a file's tensors, under the model's names.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -19,6 +18,7 @@ from ckpt_tools.formats.open import (
     collector_paused,
 )
 from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Stages
 from ckpt_tools.text import listed
 from ckpt_tools.torch.copying import copy_all
@@ -35,7 +35,7 @@ from ckpt_tools.values.numeric import torch_dtype
 
 @natural
 def load_into(
-    model: torch.nn.Module, path: str | os.PathLike[str], *, match: Stages = "exact+wrappers", rename: Renames = (),
+    model: torch.nn.Module, path: File, *, match: Stages = "exact+wrappers", rename: Renames = (),
     reinit: str | Sequence[str] | Mapping[str, str] | None = None, on_mismatch: OnMismatch = "error", rows: RowChoice = None,
     adapt: bool = False, allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = (), assign: bool = False,
     select: str | None = None, seed: int = 0, hooks: bool = False,

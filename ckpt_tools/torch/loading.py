@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ckpt_tools.errors import ObjectsError, UsageError
 from ckpt_tools.fit.targets import choose_state_dict
 from ckpt_tools.formats.open import Checkpoint, StateDict, is_tensor, tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.io.member_paths import AnyPath, File, as_path
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder, MapLocation
 from ckpt_tools.tree import names
@@ -23,7 +23,7 @@ from ckpt_tools.tree.nodes import Dict, Pair, Where, as_dict
 
 
 @natural
-def load(path: str | os.PathLike[str], *, map_location: MapLocation = "cpu") -> Any:
+def load(path: File, *, map_location: MapLocation = "cpu") -> Any:
     """The whole checkpoint as Python data with live tensors. Executes nothing in the file.
 
     Known plain objects come as plain data (a Namespace as a dict, a NumPy number as a number). Ties, strides and offsets
@@ -39,15 +39,15 @@ def load(path: str | os.PathLike[str], *, map_location: MapLocation = "cpu") -> 
     with open_whole(path) as checkpoint:
         unknown = plain.find_unknown(checkpoint.root)
         if unknown:
-            raise _objects_error(path, unknown)
+            raise _objects_error(as_path(path), unknown)
         root, fates = plain.make_plain(checkpoint.root)
         dropped = [(fate.where, fate.name) for fate in fates if fate.became == "dropped"]
         if dropped:
-            raise _objects_error(path, dropped)
+            raise _objects_error(as_path(path), dropped)
         return Builder(checkpoint, map_location).build(casts.to_little_endian(root, checkpoint.decoded.byteorder))
 
 
-def _objects_error(path: str | os.PathLike[str], found: list[tuple[Where, str]]) -> ObjectsError:
+def _objects_error(path: AnyPath, found: list[tuple[Where, str]]) -> ObjectsError:
     return ObjectsError(
         f"{path} holds objects that are not plain data.",
         why="; ".join(f"{dotted(where) or 'the root'}: {name}" for where, name in found[:8]),
@@ -57,7 +57,7 @@ def _objects_error(path: str | os.PathLike[str], found: list[tuple[Where, str]])
 
 @natural
 def load_state_dict(
-    path: str | os.PathLike[str], *, map_location: MapLocation = "cpu", select: str | None = None, unwrap: bool = True,
+    path: File, *, map_location: MapLocation = "cpu", select: str | None = None, unwrap: bool = True,
     dtype: torch.dtype | str | None = None, mmap: bool = True,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """One state dict of a checkpoint as live tensors, ready for `model.load_state_dict`. Executes nothing in the file.
@@ -85,7 +85,7 @@ def load_state_dict(
         state_dict = choose(checkpoint, select)
         if unwrap:
             renaming.rename_state_dict(state_dict, names.unwrap)
-        root = casts.to_little_endian(loadable(state_dict.node, path), checkpoint.decoded.byteorder)
+        root = casts.to_little_endian(loadable(state_dict.node, as_path(path)), checkpoint.decoded.byteorder)
         if target is not None:
             root, _ = casts.cast_floats(root, target)
         loaded: dict[str, torch.Tensor] = Builder(checkpoint, map_location, mapped=mmap).build(root)
@@ -101,7 +101,7 @@ def _cast_target(dtype: torch.dtype | str) -> DType:
     return row
 
 
-def loadable(node: Dict, path: str | os.PathLike[str]) -> Dict:
+def loadable(node: Dict, path: AnyPath) -> Dict:
     """A state dict with what `load_state_dict` takes: tensors, and what modules keep as `_extra_state`.
 
     Raises:

@@ -16,6 +16,7 @@ from ckpt_tools.edit.flatten import flatten
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.io.content import CHUNK, Computed
+from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, output_error, replacing
 from ckpt_tools.io.writer import write
 from ckpt_tools.torch.gathering import has_parts, write_gathered
@@ -36,7 +37,7 @@ from ckpt_tools.tree.output_names import Format, output_format
 
 @natural
 def save(
-    model_or_mapping: torch.nn.Module | Mapping[str, Any], path: str | os.PathLike[str], *, format: Format | None = None,
+    model_or_mapping: torch.nn.Module | Mapping[str, Any], path: File, *, format: Format | None = None,
     wrapped: bool = False,
 ) -> None:  # fmt: skip
     """Save a model's state dict, or any mapping, so that the file is the old one or the whole new one, and durable.
@@ -58,6 +59,7 @@ def save(
         PartError: ShardedTensors of FSDP1, each one process's part; the message says how to take them whole.
         UsageError: processes that hold different tensors give one path.
     """
+    path = as_path(path)
     kind = output_format(path, format)
     data = _without_modules(model_or_mapping, wrapped, set())
     if has_parts(data):

@@ -5,12 +5,12 @@ It imports torch for `state_dict` alone.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
+from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.operations.convert.options import ConvertOptions, ObjectsPolicy, SaveOptions
 from ckpt_tools.operations.convert.run import convert_with
 from ckpt_tools.tree.arguments import Location, Renames, natural
@@ -34,7 +34,7 @@ _SEVERAL = ("keep", "drop", "rename")
 
 
 @natural
-def open(path: str | os.PathLike[str]) -> Steps:
+def open(path: File) -> Steps:
     """Begin a conversion of the checkpoint at `path`, step by step; nothing is read before it is saved or loaded.
 
     >>> with open("in.pth") as c:
@@ -55,7 +55,7 @@ class Steps:
         path: the checkpoint. options: what `convert` is asked for. said: the steps so far.
     """
 
-    path: str | os.PathLike[str]
+    path: File
     options: ConvertOptions = field(default_factory=ConvertOptions)
     said: tuple[str, ...] = ()
 
@@ -149,7 +149,7 @@ class Steps:
         return self._step("cast", dtype=dtype, dtype_only=only)
 
     @as_keywords_of_method(SaveOptions)
-    def save(self, target: str | os.PathLike[str], options: SaveOptions) -> Converted:
+    def save(self, target: File, options: SaveOptions) -> Converted:
         """Carry the steps out and write `target`: the whole new file, or nothing. The same as `convert`.
 
         Args:
@@ -159,7 +159,7 @@ class Steps:
         Raises:
             CkptError: see `convert`.
         """
-        return convert_with(self.path, target, self.options.replace(**options.asked()))
+        return convert_with(as_path(self.path), as_path(target), self.options.replace(**options.asked()))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Carry the steps out; the only state dict that is left, as live tensors on the CPU, unless `map_location` was said.
@@ -169,4 +169,4 @@ class Steps:
         """
         from ckpt_tools.torch.edited import load_edited
 
-        return load_edited(self.path, self.options)
+        return load_edited(as_path(self.path), self.options)

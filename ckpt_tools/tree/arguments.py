@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, Union
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.io.member_paths import as_path, is_open_file
 
 if TYPE_CHECKING:
     import torch
@@ -83,10 +84,29 @@ def read_path(name: str, value: Any) -> Any:
     return value
 
 
+def read_file(name: str, value: Any) -> Any:
+    """A path, or an open file."""
+    if is_open_file(value):
+        return as_path(value)
+    try:
+        return read_path(name, value)
+    except UsageError:
+        raise _refused(name, value, "a path (a str or a pathlib.Path), or an open file") from None
+
+
+def read_inputs(name: str, value: Any) -> list[Any]:
+    """A list of paths and open files."""
+    return [read_file(name, one) for one in _listed_paths(name, value)]
+
+
 def read_paths(name: str, value: Any) -> list[Any]:
-    if isinstance(value, str | bytes | os.PathLike | Mapping) or not isinstance(value, Iterable):
+    return [read_path(name, one) for one in _listed_paths(name, value)]
+
+
+def _listed_paths(name: str, value: Any) -> list[Any]:
+    if isinstance(value, str | bytes | os.PathLike | Mapping) or is_open_file(value) or not isinstance(value, Iterable):
         raise _refused(name, value, "a list of paths")
-    return [read_path(name, one) for one in read_items(name, value)]
+    return read_items(name, value)
 
 
 def read_files(name: str, value: Any) -> list[Any]:
@@ -345,9 +365,11 @@ def read_ranks(name: str, value: Any) -> Any:
 
 # Of functions that take no record of options (`ckpt_tools.tree.options`).
 _READERS: dict[str, Reader] = {
-    **dict.fromkeys(("path", "source", "target", "left", "right", "output", "old", "new", "key"), read_path),
-    **dict.fromkeys(("against", "other", "certificate", "signature"), read_optional(read_path)),
-    "sources": read_paths,
+    **dict.fromkeys(("path", "source", "target", "left", "right"), read_file),
+    **dict.fromkeys(("output", "old", "new", "key"), read_path),
+    **dict.fromkeys(("certificate", "signature"), read_optional(read_path)),
+    **dict.fromkeys(("against", "other"), read_optional(read_file)),
+    "sources": read_inputs,
     "files": read_files,
     "tolerance": read_optional(read_weight),
     "model_args": read_some_keywords,

@@ -31,6 +31,8 @@ from ckpt_tools.tree.arguments import Reader
 if TYPE_CHECKING:
     from os import PathLike
 
+    from ckpt_tools.io.member_paths import File
+
 P = ParamSpec("P")
 Record = TypeVar("Record", bound="Options")
 Record_co = TypeVar("Record_co", bound="Options", covariant=True)
@@ -197,11 +199,15 @@ class _OnePath(Protocol[P, R_co]):
 
 
 class _PathsIntoOne(Protocol[P, R_co]):
-    def __call__(self, sources: Sequence[StrPath], target: StrPath, *args: P.args, **options: P.kwargs) -> R_co: ...
+    def __call__(self, sources: Sequence[File], target: File, *args: P.args, **options: P.kwargs) -> R_co: ...
+
+
+class _OneFile(Protocol[P, R_co]):
+    def __call__(self, path: File, *args: P.args, **options: P.kwargs) -> R_co: ...
 
 
 class _TwoPaths(Protocol[P, R_co]):
-    def __call__(self, source: StrPath, target: StrPath, *args: P.args, **options: P.kwargs) -> R_co: ...
+    def __call__(self, source: File, target: File, *args: P.args, **options: P.kwargs) -> R_co: ...
 
 
 class _MethodKeywords(Protocol[P, Record_co]):
@@ -210,16 +216,18 @@ class _MethodKeywords(Protocol[P, Record_co]):
     @overload
     def __call__(self, method: Callable[[S, Record_co], R]) -> Callable[Concatenate[S, P], R]: ...
     @overload
-    def __call__(self, method: Callable[[S, StrPath, Record_co], R]) -> Callable[Concatenate[S, StrPath, P], R]: ...
+    def __call__(self, method: Callable[[S, File, Record_co], R]) -> Callable[Concatenate[S, File, P], R]: ...
 
 
 class _Keywords(Protocol[P, Record_co]):
     """What makes of a function that takes a record one that takes keywords."""
 
     @overload  # a path may be text, which is a sequence too; no function takes one for the other
-    def __call__(self, function: Callable[[StrPath, StrPath, Record_co], R]) -> _TwoPaths[P, R]: ...  # type: ignore[overload-overlap]
+    def __call__(self, function: Callable[[File, File, Record_co], R]) -> _TwoPaths[P, R]: ...  # type: ignore[overload-overlap]
     @overload
-    def __call__(self, function: Callable[[Sequence[StrPath], StrPath, Record_co], R]) -> _PathsIntoOne[P, R]: ...
+    def __call__(self, function: Callable[[Sequence[File], File, Record_co], R]) -> _PathsIntoOne[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[[File, Record_co], R]) -> _OneFile[P, R]: ...
     @overload
     def __call__(self, function: Callable[[StrPath, Record_co], R]) -> _OnePath[P, R]: ...
 

@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.io.member_paths import Handed
 
 Format: TypeAlias = Literal["pth", "pth-legacy", "safetensors", "dcp", "gguf"]
 FORMATS: tuple[Format, ...] = ("pth", "pth-legacy", "safetensors", "dcp", "gguf")
@@ -38,7 +39,7 @@ def extension(path: str | os.PathLike[str]) -> str:
     >>> extension("best.pth.TAR"), extension("s3://bucket/model"), extension("m.safetensors.bak"), extension(".safetensors")
     ('.tar', '', '.safetensors', '.safetensors')
     """
-    name = PurePath(os.fspath(path)).name.lower()
+    name = PurePath(path.called if isinstance(path, Handed) else os.fspath(path)).name.lower()
     for suffix in _OF_COPIES:
         name = name.removesuffix(suffix)
     return PurePath(f"_{name}").suffix

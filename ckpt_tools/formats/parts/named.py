@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.base import PART_CONTAINERS, Warned
 from ckpt_tools.formats.open import Checkpoint, find_tensors, open_checkpoint
+from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.tree import visit
 from ckpt_tools.tree.modules import attributes
 from ckpt_tools.tree.nodes import (
@@ -104,7 +105,7 @@ def _others(checkpoint: Checkpoint) -> Siblings | None:
 
 
 def open_whole(
-    path: str | os.PathLike[str], *, partial: bool = False, names: Callable[[], Names] | None = None
+    path: File, *, partial: bool = False, names: Callable[[], Names] | None = None
 ) -> Checkpoint:  # fmt: skip
     """Open a checkpoint whose tensors are wanted: a model to write, to load, to measure or to compare.
 
@@ -115,6 +116,7 @@ def open_whole(
     Raises:
         PartError: it is one process's part, and the others are not there, or do not fit. CkptError: see `open_checkpoint`.
     """
+    path = as_path(path)
     try:
         return _whole((_open_partial(path) if partial else None) or open_checkpoint(path))
     except PartError as error:

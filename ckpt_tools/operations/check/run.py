@@ -32,6 +32,7 @@ from ckpt_tools.formats.parts.named import partition, without_advice
 from ckpt_tools.formats.zip.directory import has_end
 from ckpt_tools.formats.zip.truncated import said_of_cut
 from ckpt_tools.io.content import Literal, Piece
+from ckpt_tools.io.member_paths import AnyPath, File, as_path
 from ckpt_tools.io.output import Source, is_address, replacing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.io.sources import Files
@@ -90,8 +91,8 @@ class Wanted:
 
 @natural
 def check(
-    path: str | os.PathLike[str], *, values: bool = False, digest: bool = False,
-    against: str | os.PathLike[str] | None = None, ignore: Collection[str] = (), device: str | None = None,
+    path: File, *, values: bool = False, digest: bool = False,
+    against: File | None = None, ignore: Collection[str] = (), device: str | None = None,
     progress: Progress | None = None,
 ) -> Checked:  # fmt: skip
     """Check one checkpoint. Runs and imports nothing that the file names; memory does not grow with the tensors.
@@ -113,11 +114,12 @@ def check(
         CkptError: what `against` names cannot be read. UsageError: no finding has a code that is to be ignored.
     """
     ignore = (ignore,) if isinstance(ignore, str) else ignore
-    wanted = Wanted(values, digest, None if against is None else load_digests(against), ignore, device)
-    return check_one(path, wanted, None if progress is None else _Steps(progress, _size(path)).advance)
+    wanted = Wanted(values, digest, None if against is None else load_digests(as_path(against)), ignore, device)
+    place = as_path(path)
+    return check_one(place, wanted, None if progress is None else _Steps(progress, _size(place)).advance)
 
 
-def load_digests(path: str | os.PathLike[str]) -> tuple[str, list[digests.Digest]]:
+def load_digests(path: AnyPath) -> tuple[str, list[digests.Digest]]:
     """The digests in a digest file, or of the tensors of a checkpoint; with the path as text.
 
     Raises:
@@ -142,7 +144,7 @@ def save_digests(report: Checked, path: str | os.PathLike[str], *, overwrite: bo
         write([Piece(Literal(digests.text(report.digests, report.path).encode()))], output)
 
 
-def check_one(path: str | os.PathLike[str], wanted: Wanted, advance: Advance | None = None) -> Checked:
+def check_one(path: AnyPath, wanted: Wanted, advance: Advance | None = None) -> Checked:
     """Check one checkpoint; see `check`."""
     started = time.perf_counter()
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ckpt_tools.formats.open import (
     collector_paused,
 )
 from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.compare.renames import (
     MOST_FOR_STRUCTURE,
     NamePair,
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 
 @natural
 def diff(
-    left: str | os.PathLike[str],
-    right: str | os.PathLike[str],
+    left: File,
+    right: File,
     *,
     values: bool = False,
     contents: bool = True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.open import Checkpoint, Tensor, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.compare.sides import check_effort, place_in, tensors_in
 from ckpt_tools.text import brief, did_you_mean, dotted
 from ckpt_tools.tree.arguments import natural
@@ -82,7 +82,7 @@ class Stats:
 
 @natural
 def stats(
-    path: str | os.PathLike[str],
+    path: File,
     *,
     select: str | None = None,
     filter: str | None = None,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.errors import UsageError
 from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.cloning import Clone
+from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import (
     Output,
     is_address,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @as_keywords(ConvertOptions)
 @natural
-def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions) -> Converted:
+def convert(source: File, target: File, options: ConvertOptions) -> Converted:
     """Read `source`, edit it, write `target`: the whole new file, or nothing.
 
     The steps come in this order: select, objects, ema, slim, keep and drop (by the names in `source`), dequantize, lora, names
@@ -49,7 +50,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str], opti
     Raises:
         CkptError: see `ckpt_tools.errors`; nothing has been written then.
     """
-    return convert_with(source, target, options)
+    return convert_with(as_path(source), as_path(target), options)
 
 
 def convert_with(source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions) -> Converted:

@@ -27,6 +27,7 @@ from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.in_place.journal import recover
 from ckpt_tools.io.output import Source, check_space, output_target, replacing
+from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.check.reading import read_checkpoint
 from ckpt_tools.operations.repair.damaged_names import (
@@ -64,8 +65,8 @@ class _Choices:
 
 @natural
 def repair(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: File,
+    target: File,
     *,
     keep_damaged: bool = False,
     tie_equal: bool = False,
@@ -96,6 +97,7 @@ def repair(
     """
     started = time.perf_counter()
     to_fill = _to_fill(like, reinit, seed)
+    source, target = as_path(source), as_path(target)
     kind = output_format(target, None)
     if kind == "gguf":
         raise UsageError(f"{target} would be a GGUF; repair writes .pth and .safetensors.", fix="Convert what it writes.")
