@@ -26,8 +26,8 @@ from ckpt_tools.formats.parts.named import part_error, partition
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.in_place.journal import recover
-from ckpt_tools.io.output import Source, check_space, output_target, replacing
 from ckpt_tools.io.member_paths import File, as_path
+from ckpt_tools.io.output import Output, check_space, output_target, replacing
 from ckpt_tools.io.writer import Progress, write
 from ckpt_tools.operations.check.reading import read_checkpoint
 from ckpt_tools.operations.repair.damaged_names import (
@@ -112,20 +112,18 @@ def repair(
         report.bytes = total(pieces)
         salvaged.decoded.root = None  # the pieces have what is written of it; reading back what was written makes another tree
         if not dry_run:
-            _write(pieces, expected, report, salvaged.decoded.source, overwrite=overwrite, progress=progress)
+            with replacing(target, overwrite=overwrite, inputs=(source,)) as output:
+                _write(pieces, expected, output, report, progress)
+                salvaged.decoded.source.check_unchanged()
     report.seconds = time.perf_counter() - started
     return report
 
 
-def _write(
-    pieces: list[Piece], expected: Expected, report: Repaired, source: Source, *, overwrite: bool, progress: Progress | None
-) -> None:
-    with replacing(report.target, overwrite=overwrite, inputs=(report.source,)) as output:
-        check_space(output.target.parent, output.target, report.bytes)
-        write(pieces, output, progress)
-        if output.path is not None:
-            verify(output.path, expected, report.target)
-        source.check_unchanged()
+def _write(pieces: list[Piece], expected: Expected, output: Output, report: Repaired, progress: Progress | None) -> None:
+    check_space(output.target.parent, output.target, report.bytes)
+    write(pieces, output, progress)
+    if output.path is not None:
+        verify(output.path, expected, report.target)
 
 
 def _to_fill(like: str | os.PathLike[str] | None, reinit: str | Sequence[str], seed: int) -> MissingTensors | None:
