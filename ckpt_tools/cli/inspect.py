@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from ckpt_tools.errors import CkptError
 if TYPE_CHECKING:
     from ckpt_tools.operations.inspect import Description
     from ckpt_tools.operations.safety import Safety
+    from ckpt_tools.render.inspected.overview import OverviewRow
 
 
 @click.command()
@@ -39,7 +40,7 @@ def inspect(
     paths: tuple[Path, ...], show_all: bool, tree: bool | None, depth: int | None, pattern: str | None, sort: str,
     jobs: int | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Show what checkpoints hold. A folder stands for the checkpoints in it.
+    """Show what checkpoints hold. Of a folder with several checkpoints, a line each (with --all, a page each).
 
     \b
     ckpt inspect model.pth
@@ -48,15 +49,24 @@ def inspect(
 
     Exit code: 0 all shown, 3 when one cannot be read (the others are shown).
     """
-    expanded, code = expand(paths), 0
-    files = expanded.checkpoints
-    options = (show_all, bool(tree), tree is False, depth, pattern, sort)
-    jobs = min(jobs or (min(4, os.cpu_count() or 1) if len(files) >= _MANY else 1), len(files))
-    described: Iterable[Any] = map(_json_line if as_json else _described, files)
-    if jobs > 1:
-        from ckpt_tools.io.processes import in_processes
+    expanded = expand(paths)
+    asked_for_tensors = show_all or tree is not None or depth or pattern is not None or sort != "file"
+    separate = not set(expanded.checkpoints).issuperset(paths)  # a folder that is one checkpoint, or a file, stands for itself
+    if as_json or asked_for_tensors or not separate or len(expanded.checkpoints) == len(paths):
+        code = _pages(expanded.checkpoints, jobs, (show_all, bool(tree), tree is False, depth, pattern, sort), as_json=as_json)
+    else:
+        code = _overview(paths, expanded.checkpoints, jobs)
+    print_others(expanded.others, as_json=as_json)
+    sys.exit(code)
 
-        described = in_processes(_json_line if as_json else _described, files, jobs, batch=min(16, len(files) // jobs or 1))
+
+_MANY = 200  # files from which on several processes are faster than one
+
+
+def _pages(files: list[Path], jobs: int | None, options: tuple[Any, ...], *, as_json: bool) -> int:
+    """A page or a JSON line for each file; the exit code."""
+    code = 0
+    described = _each(_json_line if as_json else _described, files, jobs)
     for number, (path, result) in enumerate(zip(files, described, strict=True)):
         if isinstance(result, CkptError):
             code = result.exit_code
@@ -65,11 +75,39 @@ def inspect(
             click.echo(result)
         else:
             _show(result, number, options)
-    print_others(expanded.others, as_json=as_json)
-    sys.exit(code)
+    return code
 
 
-_MANY = 200  # files from which on several processes are faster than one
+def _overview(paths: tuple[Path, ...], files: list[Path], jobs: int | None) -> int:
+    """One table of all that folders hold, and why some cannot be read; the exit code."""
+    from ckpt_tools.render.inspected.overview import print_overview
+    from ckpt_tools.render.text import show
+
+    rows = list(_each(_row, files, jobs))
+    show(partial(print_overview, files, rows, paths[0] if len(paths) == 1 else None))
+    code = 0
+    for path, row in zip(files, rows, strict=True):
+        if isinstance(row, CkptError):
+            code = row.exit_code
+            print_failure(path, row, as_json=False, safety=_safety(path, row))
+    return code
+
+
+def _each(work: Callable[[Path], Any], files: list[Path], jobs: int | None) -> Iterable[Any]:
+    """What is to be said about each file, in order; of many files by several processes."""
+    jobs = min(jobs or (min(4, os.cpu_count() or 1) if len(files) >= _MANY else 1), len(files))
+    if jobs <= 1:
+        return map(work, files)
+    from ckpt_tools.io.processes import in_processes
+
+    return in_processes(work, files, jobs, batch=min(16, len(files) // jobs or 1))
+
+
+def _row(path: Path) -> OverviewRow | CkptError:
+    from ckpt_tools.render.inspected.overview import row_of
+
+    result = _described(path)
+    return result if isinstance(result, CkptError) else row_of(result)
 
 
 def _described(path: Path) -> Description | CkptError:
