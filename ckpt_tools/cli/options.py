@@ -16,6 +16,7 @@ import click
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.io.output import is_address
+from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.options import Option, Options
 
 if TYPE_CHECKING:
@@ -130,8 +131,14 @@ def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[
     return decorate
 
 
+_TYPES = DTYPES.keys() | CAST_TARGETS.keys()
+
+
 class BareOptions(click.Command):
-    """A command with options whose value may be left out: what comes next is theirs only if it is one of their values."""
+    """A command with options whose value may be left out: what comes next is theirs if it is one of their values.
+
+    So is another dtype, which is then refused with those that are possible.
+    """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Give such an option the value that it has without one."""
@@ -139,7 +146,8 @@ class BareOptions(click.Command):
         end = args.index("--") if "--" in args else len(args)
         for place in range(end):
             option = bare.get(args[place])
-            if option is not None and args[place + 1 : place + 2] not in [[choice] for choice in option.choices]:
+            following = args[place + 1] if place + 1 < len(args) else ""
+            if option is not None and following not in option.choices and following not in _TYPES:
                 args[place] = f"{args[place]}={option.bare}"
         return super().parse_args(ctx, args)
 

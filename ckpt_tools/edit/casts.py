@@ -51,11 +51,12 @@ class Casting:
             _sums((name, count.overflowed) for name, count in self.counts),
             _sums((name, count.underflowed) for name, count in self.counts),
             _sums((name, count.saturated) for name, count in self.counts),
+            _sums((name, count.nan) for name, count in self.counts),
         )
 
 
-# Finite values that became infinite, values that became zero, values that became the largest of their dtype.
-Lost: TypeAlias = tuple[dict[str, int], dict[str, int], dict[str, int]]
+# Finite values that became infinite, values that became zero, that became the largest of their dtype, that are NaN.
+Lost: TypeAlias = tuple[dict[str, int], dict[str, int], dict[str, int], dict[str, int]]
 
 
 def _sums(counts: Iterable[tuple[str, int]]) -> dict[str, int]:

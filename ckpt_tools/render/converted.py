@@ -49,6 +49,7 @@ def _rows(report: Converted) -> list[Row]:
     rows += _counts("overflow", report.overflowed, "value", " became infinite")
     rows += _counts("underflow", report.underflowed, "value", " became zero")
     rows += _counts("saturated", report.saturated, "value", " became the largest of the dtype")
+    rows += _counts("nan", report.nan, "value", " NaN by its code or scale")
     rows += rows_of("tied", [f"{name} = {other}" for name, other in report.aliases.items()])
     rows += rows_of("dropped", [f"{path} ({as_options(why)})" for path, why in report.dropped])
     rows += object_rows(report)

@@ -38,11 +38,13 @@ class CastCount:
     Attributes:
         overflowed: finite values that became infinite. underflowed: others than zero that became zero.
         saturated: values that became the largest of their dtype: of fp8 these are not infinite.
+        nan: numbers of quantised weights that are NaN.
     """
 
     overflowed: int = 0
     underflowed: int = 0
     saturated: int = 0
+    nan: int = 0
 
 
 def cast(content: Content, source: DType, target: DType, count: CastCount) -> Computed:

@@ -107,7 +107,8 @@ def test_convert() -> None:
     torch.save(nn.Linear(3, 2).state_dict() | {"old": torch.ones(2)}, "linear.pth")
     torch.save(nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 5)).state_dict(), "target.pth")
     torch.save({"0.weight": torch.ones(2, 3), "0.bias": torch.ones(2), "1.weight": torch.ones(5, 3)}, "source.pth")
-    torch.save({"a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(1)}, "fp8.pth")
+    codes = torch.tensor([[1.0, float("nan")]]).to(torch.float8_e4m3fn)
+    torch.save({"a.weight": codes, "a.weight_scale": torch.ones(1)}, "fp8.pth")
     fit = ("--like", "target.pth", "--reinit", "default", "--on-mismatch")
     found = [
         *documents("convert", odd, "a.pth", "--strip-module", "--dtype", "fp16", "--objects", "plain"),

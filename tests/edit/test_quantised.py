@@ -466,3 +466,24 @@ def test_a_zero_point_of_zero_less_one(tmp_path: Path, bits: int) -> None:
     parts = {"a.qweight": weight, "a.qzeros": stored, "a.scales": scales}
     found, _ = plain(tmp_path, parts, {"quant_method": "gptq", "bits": bits, "group_size": 32, "checkpoint_format": "gptq"})
     expect(found, {"a.weight": (-zeros.float() * scales.float()).t().repeat_interleave(32, 1)})
+
+
+def test_nan_is_counted(tmp_path: Path) -> None:
+    """What a scale that is NaN makes of a block, what an infinite one makes of 0, and codes of FP8 that are NaN."""
+    weight = torch.tensor([[1.0, 2.0], [0.0, 3.0], [float("nan"), 4.0]]).to(FP8)
+    for scale, infinite, nan in (([1.0, 1.0, 1.0], 0, 1), ([float("nan"), float("inf"), 1.0], 1, 4)):
+        tensors = {"a.weight": weight, "a.weight_scale": torch.tensor(scale)[:, None]}
+        for word in ("bf16", "fp16", "fp32"):
+            report = plain(tmp_path, tensors, dequantize=word)[1]
+            assert report.nan == {"a.weight": nan}
+            assert report.overflowed == ({"a.weight": infinite} if infinite else {})
+
+
+def test_the_format_under_its_other_name(tmp_path: Path) -> None:
+    """GPTQModel calls `checkpoint_format` `format`, too; compressed-tensors' `format` is another thing."""
+    tensors = {key: value for key, value in load_file(QUANTISED / "gptq.safetensors").items() if key.startswith("layers.6.")}
+    said = {"quant_method": "gptq", "bits": 4}
+    wanted, _ = plain(tmp_path, tensors, said | {"checkpoint_format": "gptq_v2"})
+    expect(plain(tmp_path, tensors, said | {"format": "gptq_v2"})[0], wanted)
+    (tmp_path / "out.safetensors").unlink()
+    refused(tmp_path, tensors, "layout 'gptq_p'", said | {"format": "gptq_p"})

@@ -110,7 +110,11 @@ def config_of(content: Any) -> Config:
     if found is None:
         return Config()
     weights = list(_weights(found))
-    method, checkpoint_format = str(found.get("quant_method") or ""), str(found.get("checkpoint_format") or "")
+    method = str(found.get("quant_method") or "")
+    layout = found.get("checkpoint_format") or (
+        found.get("format") if method in ("gptq", "awq") else None
+    )  # GPTQModel's two words
+    checkpoint_format = str(layout or "")
     version = str(found.get("version") or "") if method == "awq" else ""  # elsewhere it is that of the library
     return Config(
         method,

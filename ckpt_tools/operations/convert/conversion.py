@@ -79,7 +79,7 @@ def execute(planned: Planned, output: Output, progress: Progress | None = None, 
     write(planned.pieces, output, progress, clone)
     if planned.casting is not None:
         report = planned.report
-        report.overflowed, report.underflowed, report.saturated = planned.casting.lost()
+        report.overflowed, report.underflowed, report.saturated, report.nan = planned.casting.lost()
 
 
 def open_input(source: str | os.PathLike[str], options: ConvertOptions) -> Checkpoint:

@@ -212,7 +212,8 @@ def _merge_counts(casting: Casting | None, report: Converted, ranks: Ranks) -> N
     if casting is None:
         return
     for lost in ranks.agree(casting.lost):
-        for counts, found in zip((report.overflowed, report.underflowed, report.saturated), lost, strict=True):
+        of_all = report.overflowed, report.underflowed, report.saturated, report.nan
+        for counts, found in zip(of_all, lost, strict=True):
             for name, count in found.items():
                 counts[name] = counts.get(name, 0) + count
 

@@ -55,6 +55,7 @@ class Converted:
         dequantised: number of plain tensors made of quantised ones, by "scheme -> dtype".
         casts: number of tensors cast, by "from -> to". overflowed, underflowed, saturated: path -> finite values that
             became infinite, values that became zero, values that became the largest number of an fp8 type.
+        nan: path -> numbers of a weight made plain that are NaN.
         optimizer_names: how many `param_names` changed.
         aliases: tied names that the output keeps as aliases, name -> the name that holds the bytes.
         compacted: storages that were cut down to what their tensors use; saved: the bytes that this saves.
@@ -79,6 +80,7 @@ class Converted:
     overflowed: dict[str, int] = field(default_factory=dict)
     underflowed: dict[str, int] = field(default_factory=dict)
     saturated: dict[str, int] = field(default_factory=dict)
+    nan: dict[str, int] = field(default_factory=dict)
     optimizer_names: int = 0
     aliases: dict[str, str] = field(default_factory=dict)
     compacted: int = 0

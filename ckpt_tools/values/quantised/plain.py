@@ -38,7 +38,7 @@ def plain_content(
         for first in range(start // row if size else 0, last, step):
             with one_thread():  # packed columns are worked out many at a time
                 values = kernel.rows(first, min(step, last - first)).reshape(-1)
-                count.overflowed += int(values.isinf().sum())  # of the product, or of a scale
+                _count(values, count)
                 out = bytearray(values.numel() * target.itemsize)
                 narrow(values, torch.frombuffer(out, dtype=dtype), count)
             yield memoryview(out)[max(0, start - first * row) : max(0, end - first * row)]
@@ -47,6 +47,15 @@ def plain_content(
         return Computed(size, lambda: work(start, size), of, lambda at, part: cut(start + at, part))
 
     return cut(0, length)
+
+
+def _count(values: torch.Tensor, count: CastCount) -> None:
+    """Count what the product or a scale makes infinite or NaN. The extremes are looked at first: masks take longer."""
+    import torch
+
+    if values.numel() and not all(extreme.isfinite() for extreme in torch.aminmax(values)):
+        count.overflowed += int(values.isinf().sum())
+        count.nan += int(values.isnan().sum())
 
 
 def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
