@@ -32,6 +32,8 @@ COMMANDS = (
     "inspect", "show", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "extract-lora", "report",
     "prove", "sign", "verify", "explain", "help",
 )  # fmt: skip
+_VERBOSE = "ckpt.verbose"  # in the meta of the group's context
+_READ_NO_FILE = ("explain", "help")
 # Commands whose module is in a room of its own, or another one's.
 _ROOMS = {
     "extract_lora": "adapters.extract_lora", "prove": "proofs.prove", "sign": "proofs.sign", "verify": "proofs.sign",
@@ -51,6 +53,15 @@ _LIMIT = click.Option(
     callback=_raise_limits,
     help="Raise a limit, for a file that you trust: --limit records=2000000 (docs/limits.md).",
 )  # fmt: skip
+
+
+def _take_settings(ctx: click.Context) -> None:
+    """The defaults that a pyproject.toml sets."""
+    from ckpt_tools.cli.shell.settings import load
+
+    settings = load()
+    limits.set_limits(settings.limits.items())
+    ctx.default_map = settings.default_map()
 
 
 def _wants_json(args: Sequence[str]) -> bool:
@@ -73,7 +84,7 @@ class _Group(click.Group):
         name = cmd_name.replace("-", "_")
         command = getattr(import_module(f"ckpt_tools.cli.{_ROOMS.get(name, name)}"), name)
         assert isinstance(command, click.Command)
-        if _LIMIT not in command.params and cmd_name not in ("explain", "help"):  # every other command reads files
+        if _LIMIT not in command.params and cmd_name not in _READ_NO_FILE:
             command.params.append(_LIMIT)
         return command
 
@@ -99,7 +110,10 @@ class _Group(click.Group):
                 args = ["inspect", *args]
             elif not ctx.resilient_parsing:
                 ctx.fail(f"No command and no file is called {args[0]!r}. {did_you_mean(args[0], COMMANDS)}".rstrip())
-        return super().resolve_command(ctx, args)
+        found = super().resolve_command(ctx, args)
+        if found[0] not in _READ_NO_FILE and not ctx.resilient_parsing:
+            _take_settings(ctx)
+        return found
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem  # click itself imports it only where a shell asks
@@ -245,8 +259,29 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _note_verbose(ctx: click.Context, _option: click.Parameter, asked: bool) -> None:
+    ctx.meta[_VERBOSE] = asked
+
+
+def _show_version(ctx: click.Context, _option: click.Parameter, asked: bool) -> None:
+    verbose = ctx.meta[_VERBOSE]
+    if verbose and not asked:
+        raise click.UsageError("--verbose here is for --version.")
+    if asked:
+        click.echo(f"ckpt, version {ckpt_tools.__version__}")
+        if verbose:
+            from ckpt_tools.cli.shell.version import print_surroundings
+
+            print_surroundings()
+        ctx.exit()
+
+
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(ckpt_tools.__version__, prog_name="ckpt")
+@click.option(
+    "--verbose", is_flag=True, is_eager=True, expose_value=False, callback=_note_verbose,
+    help="With --version: what it runs on, and the settings.",
+)  # fmt: skip
+@click.option("--version", is_flag=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
 def main() -> None:
     """Inspect, convert, fit, check, repair and compare PyTorch checkpoints. Nothing in a file is ever executed.
 

@@ -21,6 +21,7 @@ from ckpt_tools.cli.options import (
     quiet_option,
     show_progress,
 )
+from ckpt_tools.cli.shell.settings import from_settings
 from ckpt_tools.io.output import is_address
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ _JOBS = 4
 @click.option("--digest", is_flag=True, help="Take a SHA-256 of every tensor, the same in .pth and .safetensors.")
 @click.option("--output", "-o", cls=Once, type=LOCATION, metavar="FILE", help="Write the digests to FILE.")
 @click.option("--against", cls=Once, metavar="FILE", help="Compare with a digest file or another checkpoint.")
-@click.option("--ignore", multiple=True, metavar="CODE", help="Leave out findings with this code. Repeatable.")
+@click.option(
+    "--ignore", multiple=True, metavar="CODE", help="Leave out findings with this code. Repeatable.", **from_settings("ignore")
+)
 @click.option(
     "--device", cls=Once, metavar="DEVICE",
     help="A device that the loading machine has (cpu, cuda:1): tags of others are a problem; else a note.",

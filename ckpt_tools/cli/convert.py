@@ -19,6 +19,7 @@ from ckpt_tools.cli.options import (
     show_progress,
     work_shared,
 )
+from ckpt_tools.cli.shell.settings import from_settings, give_way
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.run import convert as convert_checkpoint
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 @click.command(cls=LongHelp, record=ConvertOptions, short_help="Write IN as OUT with other names, devices, dtypes.")
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
-@options_of(ConvertOptions)
+@options_of(ConvertOptions, objects=from_settings("objects"))
 @click.option(
     "--prove", multiple=True, metavar="[NAME=]SHAPE[:N]",
     help="At the end run IN and OUT in the model of --like on such inputs, as ckpt prove does. Repeatable.",
@@ -76,6 +77,8 @@ def convert(
     Exit code: 0 done, 1 --prove found a difference, 2 usage, 3 refused, 130 interrupted.
     """
     asked = given(options)
+    if "objects" in asked and (in_place or asked.get("slim")) and give_way("objects"):
+        del asked["objects"]
     _check_provable(asked, prove, prove_model, in_place=in_place)
     if in_place:
         _report(_edit_in_place(source, target, asked), quiet=quiet, as_json=as_json)
