@@ -1,0 +1,112 @@
+"""Files as they are met on other people's disks (fixtures/found), with the first command that a user would try."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from ckpt_tools.cli import main
+from ckpt_tools.torch import load_state_dict
+from train.cli import command as train
+
+FOUND = Path(__file__).parents[1] / "fixtures" / "found"
+
+
+def ckpt(*arguments: object) -> Result:
+    """The command line."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, torch.Tensor]:
+    """The weights that are in each of them."""
+    weights: dict[str, torch.Tensor] = torch.load(FOUND / "reference.pth", weights_only=True)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("whole-dp.pth", ["--objects", "plain", "--strip-module"]),
+        ("whole-ddp.pth", ["--objects", "plain", "--strip-module"]),
+        ("partial-dp.pth", ["--rename", r"^features\.module\.=features."]),
+        ("mixed.pth", ["--strip-module"]),
+        ("lightning.ckpt", ["--select", "state_dict", "--strip-prefix", "net."]),
+        ("legacy.pth", []),
+        ("dcp", []),
+        ("shards", []),
+        ("torchscript.pt", ["--objects", "plain"]),
+    ],
+)
+def test_one_command_gives_the_weights(
+    name: str, options: list[str], reference: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """And torch loads them, strictly, without the author's class."""
+    out = tmp_path / "out.pth"
+    done = ckpt("convert", FOUND / name, out, *options)
+    assert done.exit_code in (0, None), done.output
+    weights = torch.load(out, weights_only=True)
+    assert weights.keys() == reference.keys()
+    trained = name == "lightning.ckpt"  # a step further than the others
+    assert trained or all(torch.equal(weights[key], reference[key]) for key in reference)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("whole-dp.pth", ["--strip-module"], "--objects plain"),
+        ("partial-dp.pth", ["--strip-module"], r"--rename '^features\.module\.=features.'"),
+        ("cut.pth", [], "ckpt repair"),
+        ("run.pth", ["--strip-module", "--format", "safetensors"], "--select model"),
+        ("lightning.ckpt", ["--format", "safetensors"], "--select state_dict"),
+        ("objects.pth", ["--strip-module"], "--objects: 'plain'"),
+    ],
+)
+def test_what_does_not_suffice_names_the_command_that_does(
+    name: str, options: list[str], sentence: str, tmp_path: Path
+) -> None:
+    out = tmp_path / ("out.safetensors" if "safetensors" in options else "out.pth")
+    assert sentence in " ".join(ckpt("convert", FOUND / name, out, *options).output.split())
+
+
+def test_objects_become_state(reference: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """`{"model": model, "optimizer": optimizer}`: the weights of the one, the state of the other, for a plain load."""
+    out = tmp_path / "out.pth"
+    assert ckpt("convert", FOUND / "objects.pth", out, "--objects", "plain").exit_code == 0
+    state = torch.load(out, weights_only=True)
+    assert state["model"].keys() == reference.keys()
+    assert state["epoch"] == 3
+    assert torch.optim.AdamW([torch.nn.Parameter(state["model"][name]) for name in reference if "running" not in name and
+                              "tracked" not in name]).load_state_dict(state["optimizer"]) is None  # fmt: skip
+
+
+def test_damage_is_found_and_what_is_whole_saved(reference: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """A cut file gives up its last tensors; a flipped bit is found by the checksum, and mended where it is the only one."""
+    assert ckpt("check", FOUND / "flipped.pth").exit_code == 1
+    mended = tmp_path / "mended.pth"
+    assert ckpt("repair", FOUND / "flipped.pth", mended).exit_code == 0
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in load_state_dict(mended).items())
+    saved = tmp_path / "saved.pth"
+    assert ckpt("repair", FOUND / "cut.pth", saved).exit_code == 1
+    left = load_state_dict(saved)
+    assert 0 < len(left) < len(reference)
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in left.items())
+
+
+def test_packed_weights_are_said_and_not_made_up(tmp_path: Path) -> None:
+    done = ckpt("convert", FOUND / "quantized.pth", tmp_path / "out.safetensors")
+    assert done.exit_code == 3
+    assert "_packed_params" in done.output
+
+
+def test_a_trained_network_is_as_accurate_after_the_conversion(tmp_path: Path) -> None:
+    """A run under DataParallel on digits, in the bare network: the accuracy that the run printed."""
+    out = tmp_path / "lenet.safetensors"
+    assert ckpt("convert", FOUND / "run.pth", out, "--select", "model", "--strip-module").exit_code == 0
+    accuracy = json.loads((FOUND / "run.json").read_text())["accuracy"]
+    said = CliRunner().invoke(train, ["--evaluate", str(out), "--model", "lenet"])
+    assert f"test accuracy {accuracy:.2%}" in said.output
