@@ -159,22 +159,24 @@ _BYTES_PER_CONTAINER = 32  # in a small file; a tensor makes 7, and takes 300 by
 BYTES_PER_NODE = 6  # beyond: tensors that share a storage take 66 bytes in a pickle
 LONG_TEXT = 1024  # characters; using a longer one again costs a container for every BYTES_OF_SHARED_TEXT of them
 BYTES_OF_SHARED_TEXT = 16
+FREE_LIGHT = 1_000_000  # texts, and uses of a memo, that cost nothing; each further one takes the memory of a container
 
 
 class Budget:
     """What all parts of a file together may still cost, however they are nested, deflated or repeated in it.
 
     Attributes:
-        containers: how many dicts, lists, tuples and objects may still be made.
+        containers: how many dicts, lists, tuples and objects may still be made. light: texts and uses of a memo so far.
     """
 
-    __slots__ = ("containers", "file_bytes", "spent")
+    __slots__ = ("containers", "file_bytes", "light", "spent")
 
     def __init__(self, file_bytes: int) -> None:
         small = min(file_bytes, SMALL_FILE)
         self.containers = CONTAINERS.value + small // _BYTES_PER_CONTAINER + (file_bytes - small) // BYTES_PER_NODE
         self.file_bytes = file_bytes
         self.spent: dict[str, int] = {}
+        self.light = 0
 
     def make(self, count: int, what: str) -> None:
         """Count containers, before they are made; the error of `what` where they are too many.
@@ -212,7 +214,7 @@ class Budget:
 
     def restore(self, before: Budget) -> None:
         """Take back what was spent since."""
-        self.containers, self.spent = before.containers, dict(before.spent)
+        self.containers, self.spent, self.light = before.containers, dict(before.spent), before.light
 
 
 _budget: ContextVar[Budget | None] = ContextVar("budget", default=None)

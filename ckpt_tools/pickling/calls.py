@@ -39,7 +39,7 @@ _MOST_TOLD = 10_000  # the same ones counted each time
 _COST_OF_RATING = 8  # in containers: arguments are examined
 _LONG = 64  # parts of a tuple that are looked at for nothing
 _COST_OF_LOOKING = 64  # where one of them had a state set, which is examined too
-_WINDOW = 4 << 20  # most pickles are read at once
+_WINDOW = 10 << 20  # most pickles are read at once
 _MAKERS = {
     name: MAKERS[name]
     for name in (Global("collections", "OrderedDict"), Global("_codecs", "encode"), Global("builtins", "bytes"))

@@ -97,6 +97,7 @@ def _tensor(machine: State, found: re.Match[bytes], name: str) -> bool:
     no_hooks = Dict(ordered=True)
     args = (storage, int.from_bytes(offset[1:], "little"), shape, strides, grad == b"\x88", no_hooks)
     machine.spend(5 + bool(shape) + bool(strides))  # as the opcodes would, one by one
+    machine.spend_lightly(5 + bool(put_name))
     made = Entry(storage, storage.dtype or UINT8, shape, strides, args[1], args[4])
     check(made)
     if put_name:

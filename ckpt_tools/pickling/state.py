@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError
-from ckpt_tools.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, LONG_TEXT
+from ckpt_tools.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, FREE_LIGHT, LONG_TEXT
 from ckpt_tools.tree.nodes import ByteString, Dict, Entry, Global, List, Node, Object
 
 Maker: TypeAlias = Callable[[tuple[Node, ...]], Node]
@@ -89,6 +89,12 @@ class State:
         if self.budget < 0:
             raise limits.CONTAINERS.error("The pickle makes more objects than a checkpoint of its size can hold.")
 
+    def spend_lightly(self, count: int = 1) -> None:
+        """Count texts, and what is taken from the memo by an opcode of its own: a million of a file are free."""
+        light = self.shared.light = self.shared.light + count
+        if light > FREE_LIGHT:
+            self.spend(min(count, light - FREE_LIGHT))
+
     def take(self, length: int) -> bytes:
         """The next `length` bytes of the stream."""
         start = self.position
@@ -118,6 +124,7 @@ class State:
 
     def text(self, data: bytes) -> str:
         """UTF-8 with lone surrogates, as pickle writes it."""
+        self.spend_lightly()
         try:
             return data.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
@@ -145,17 +152,29 @@ class State:
 
     def recall(self, index: int) -> None:
         """Push a memoized value."""
-        if 0 <= index < len(self.memo):
-            value = self.memo[index]
-        elif index in self.far_memo:
-            value = self.far_memo[index]
-        else:
-            raise self.error(f"reads memo {index}, which was never written")
+        value = self.memoized(index)
+        self.spend_lightly()
         if type(value) not in _SHORT:
             self.spend_on_sharing(value)
         self.stack.append(value)
 
-    def spend_on_sharing(self, value: Node) -> None:
+    def recall_row(self, indices: bytes) -> None:
+        """Push memoized values, one for each index: a row of them takes little time, and costs only what sharing them does."""
+        values = {index: self.memoized(index) for index in set(indices)}
+        for index, value in values.items():
+            if type(value) not in _SHORT:
+                self.spend_on_sharing(value, indices.count(index))
+        self.stack.extend(map(values.__getitem__, indices))
+
+    def memoized(self, index: int) -> Node:
+        """What is in the memo."""
+        if 0 <= index < len(self.memo):
+            return self.memo[index]
+        if index in self.far_memo:
+            return self.far_memo[index]
+        raise self.error(f"reads memo {index}, which was never written")
+
+    def spend_on_sharing(self, value: Node, times: int = 1) -> None:
         """Count what is used again: whoever looks for tensors and objects looks at every place, and writes it down."""
         length = 0
         if type(value) is str:
@@ -163,11 +182,11 @@ class State:
         elif type(value) is Global:
             length = len(value.name) + len(value.module)
             if value not in self.makers and not value.name.endswith("Storage"):  # not for a tensor
-                self.spend(2)
+                self.spend(2 * times)
         else:
-            self.spend(_COST_OF_PLACES.get(type(value), 1))
+            self.spend(_COST_OF_PLACES.get(type(value), 1) * times)
         if length > LONG_TEXT:
-            self.spend(length // BYTES_OF_SHARED_TEXT)
+            self.spend(length // BYTES_OF_SHARED_TEXT * times)
 
     def _cost_of_bytes(self, made: bytes) -> int:
         """What bytes that were pickled as text cost beyond their tuple and their call, which is COST_OF_BYTES.

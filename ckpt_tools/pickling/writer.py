@@ -33,6 +33,7 @@ from ckpt_tools.tree.nodes import (
 )
 
 _ROW = 256
+_MOST_TEXTS = 65_536  # that may come again, remembered at a time
 _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
 _BYTE_STORAGE = Global("torch", "ByteStorage")
@@ -104,6 +105,7 @@ class _Writer:
         self.out = bytearray()
         self.templates: dict[Any, tuple[bytes, bytes]] = {}
         self.memo: dict[Any, int] = {}
+        self.texts: set[str] = set()  # that have been written once
         self.shared, self.protocol, self.rounds = shared, protocol, rounds
         self.opened: dict[int, int] = {}
 
@@ -129,7 +131,7 @@ class _Writer:
 
     def remember(self, key: Any) -> None:
         index = self.memo[key] = len(self.memo)
-        self.out += b"q" + bytes((index,)) if index < 256 else b"r" + struct.pack("<I", index)
+        self.out += _put(index)
 
     def recall(self, key: Any) -> bool:
         index = self.memo.get(key)
@@ -326,7 +328,9 @@ class _Writer:
         for start in range(0, len(items), _ROW):
             row = items[start : start + _ROW]
             if are_short(row):
-                self.out += b"".join([ENCODERS[type(item)](item) for item in row])
+                self.out += b"".join(
+                    [self.short_text(item) if type(item) is str else ENCODERS[type(item)](item) for item in row]
+                )
             elif are_short_bytes(row):
                 self.many_bytes(row)
             else:
@@ -334,7 +338,9 @@ class _Writer:
                     self.leaf(item)
 
     def value(self, node: Node) -> None:
-        if type(node) in ENCODERS:
+        if type(node) is str:
+            self.out += self.short_text(node)
+        elif type(node) in ENCODERS:
             self.out += ENCODERS[type(node)](node)
         elif type(node) is Global:
             self.global_(node)
@@ -349,6 +355,19 @@ class _Writer:
 
     def text(self, text: str) -> None:
         self.out += text_of(text)
+
+    def short_text(self, text: str) -> bytes:
+        """A text as it is, from the third time on from the memo: what refers to one text a million times stays small."""
+        if text in self.memo:
+            return self.again(self.memo[text])
+        written = text_of(text)
+        if text in self.texts:
+            index = self.memo[text] = len(self.memo)
+            return written + _put(index)
+        if len(self.texts) > _MOST_TEXTS:
+            self.texts.clear()
+        self.texts.add(text)
+        return written
 
     def constant(self, text: str) -> None:
         """A text that is written many times: once in full, then from the memo."""
@@ -422,6 +441,11 @@ def _in_rows(items: Sequence[Node]) -> list[_Todo]:
         members = list(run)
         rows += [_Values(members)] if plain else members
     return rows
+
+
+def _put(index: int) -> bytes:
+    """The opcode that memoizes."""
+    return b"q" + bytes((index,)) if index < 256 else b"r" + struct.pack("<I", index)
 
 
 def _one_list(args: Node) -> List | None:

@@ -169,7 +169,7 @@ class _Visits:
             items = _items(node)
             width = len(items)
             if width <= _NARROW:
-                return not self.hollow.issuperset(map(type, items))
+                return not _is_barren(node, self.hollow)
         else:
             return True
         if width <= _NARROW:
@@ -182,15 +182,24 @@ class _Visits:
         return not hollow
 
 
-_NARROW = 8
+_NARROW, _FEW, _LEVELS = 8, 2, 4
 
 
 def is_short_row(node: Node) -> bool:
-    """Whether a node is a short list or tuple of plain values: to see that is quicker than to remember it."""
-    if type(node) is not List and type(node) is not tuple:
-        return False
+    """Whether a node is a short list or tuple of plain values, or of such: to see that is quicker than to remember it."""
+    return (type(node) is List or type(node) is tuple) and _is_barren(node, PLAIN)
+
+
+def _is_barren(node: Node, values: frozenset[type], width: int = _NARROW, levels: int = _LEVELS) -> bool:
+    """Whether a small list or tuple has values of these types only, or empty containers, or such in turn some levels down."""
     items = _items(node)
-    return len(items) <= _NARROW and PLAIN.issuperset(map(type, items))
+    if values.issuperset(map(type, items)):
+        if type(node) is Dict:
+            return not node.items and node.attributes is None
+        return len(items) <= width and (type(node) is List or type(node) is tuple)
+    return len(items) <= width and levels > 0 and all(
+        type(item) in values or _is_barren(item, values, _FEW, levels - 1) for item in items
+    )  # fmt: skip
 
 
 def is_hollow(node: Node, values: frozenset[type] = PLAIN) -> bool:

@@ -74,6 +74,12 @@ def row_62_most_tuples_in_lists() -> bytes:
 
 
 @bomb
+def row_62_most_tuples_in_tuples_in_lists() -> bytes:
+    """Lists of an empty list, one level further down."""
+    return crowd(p.EMPTY_LIST + p.TUPLE1 + p.TUPLE1, 3)
+
+
+@bomb
 def row_62_most_state_dicts() -> bytes:
     """Dicts with one tensor."""
     return crowd(p.EMPTY_DICT + p.get(4) + p.get(0) + p.SETITEM, 2)
@@ -197,6 +203,30 @@ def row_62_most_small_numbers() -> bytes:
 def row_62_most_references() -> bytes:
     """The same text again and again."""
     return crowd(p.get(4), 0)
+
+
+@bomb
+def row_62_most_references_to_a_long_text() -> bytes:
+    """A text just short enough to be written each time, again and again: thirty times as long where it is."""
+    return crowd(p.get(5), 0, p.text("k" * 64) + p.put(5) + b"0" + p.EMPTY_LIST + p.MARK)
+
+
+@bomb
+def row_62_most_references_between_constants() -> bytes:
+    """The same text again and again, never twice in a row."""
+    return crowd(p.get(4) + p.NONE, 0)
+
+
+@bomb
+def row_62_most_texts_of_python_2() -> bytes:
+    """Short texts as Python 2 writes them."""
+    return crowd(b"U\x02ab", 0)
+
+
+@bomb
+def row_62_most_decimal_fractions() -> bytes:
+    """Numbers as lines of text, each three bytes and an object of Python's."""
+    return crowd(b"F1\n", 0)
 
 
 @bomb

@@ -21,12 +21,16 @@ import torch
 
 import ckpt_tools
 from ckpt_tools import limits
-from ckpt_tools.errors import LimitError
+from ckpt_tools.errors import LimitError, PickleError
 from ckpt_tools.formats.pickles import find_pickles
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.compare import stats as stats_of
 from ckpt_tools.operations.repair import verification
-from ckpt_tools.tree.nodes import List
+from ckpt_tools.pickling import state
+from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.torch_objects import MAKERS
+from ckpt_tools.tree.nodes import Dict, Global, List, Object
+from ckpt_tools.tree.visit import walk
 from ckpt_tools.values import counting
 from tests.hostile import (
     bombs,
@@ -312,6 +316,48 @@ def test_a_crowd_of_bytes_is_refused(unit: bytes, tmp_path: Path) -> None:
     body = p.pickle(p.dict_of(**{"a.w": p.tensor()}), before, b"0", p.EMPTY_LIST, p.MARK, unit * 300_000, p.APPENDS)
     with pytest.raises(LimitError, match="more objects"):
         ckpt_tools.inspect(write(tmp_path, torch_zip(body, {"0": bytes(24)})))
+
+
+def test_texts_count_and_a_vocabulary_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Millions of short texts took 410 MB: beyond a million, more than the largest vocabularies, each counts as a container."""
+    words = {f"word{number}": f"token{number}" for number in range(1000)}
+    torch.save({"a.w": torch.ones(2), "merges": words}, tmp_path / "in.pth")
+    with limits.raised(containers=500):
+        assert ckpt_tools.inspect(tmp_path / "in.pth").totals["tensors"] == 1
+        monkeypatch.setattr(state, "FREE_LIGHT", 0)
+        with pytest.raises(LimitError, match="more objects"):
+            ckpt_tools.inspect(tmp_path / "in.pth")
+
+
+def test_a_text_that_is_used_again_and_again_is_written_twice(tmp_path: Path) -> None:
+    """Ten megabytes of references to one short text became a pickle of 340 MB, and took 1.4 GB of memory."""
+    text, other = "k" * 60, "l" * 60
+    value = [text, other, 1, None] * 500 + [text] * 1000 + [(text, other), {text: other}]
+    torch.save({"a.w": torch.ones(2), "x": value}, tmp_path / "in.pth")
+    ckpt_tools.convert(tmp_path / "in.pth", tmp_path / "out.pth", rename=[("a.", "b.")])
+    assert torch.load(tmp_path / "out.pth", weights_only=True)["x"] == value
+    assert (tmp_path / "out.pth").stat().st_size < 2 * (tmp_path / "in.pth").stat().st_size
+
+
+def test_references_in_a_row_are_those_one_by_one() -> None:
+    """A row of references is read at once: the same values and errors as by one opcode after another."""
+    before = p.text("a") + p.put(0) + p.EMPTY_LIST + p.put(1) + p.ORDERED_DICT + p.put(200) + p.EMPTY_LIST + p.MARK
+    row = [p.get(index % 2 * 200) for index in range(50)] + [p.get(1)] * 3
+    at_once, apart = (Machine(p.pickle(before, part.join(row), p.APPENDS), MAKERS, str).load() for part in (b"", p.NONE))
+    assert type(at_once) is type(apart) is List
+    assert [type(item) for item in at_once.items] == [type(item) for item in apart.items if item is not None]
+    assert at_once.items[-1] is at_once.items[-2]
+    assert at_once.items[1] is at_once.items[3]
+    with pytest.raises(PickleError, match="reads memo 7, which was never written"):
+        Machine(p.pickle(before, *row, p.get(7), p.APPENDS), MAKERS, str).load()
+
+
+def test_what_holds_nothing_is_not_walked() -> None:
+    """Lists of tuples of empty lists are passed over by whoever looks for tensors, and those that hold a tensor are not."""
+    empty, held = ((List(),), (Dict(),)), Object("none", Global("m", "C"), ())
+    root = List([List([empty]), List([(empty, held)]), List([Dict([("a", 1)])]), *[List([(List(),)]) for _ in range(20)]])
+    found = [where for where, _ in walk(root, plain=False)]
+    assert found == [(), (1,), (1, 0), (1, 0, 1), (2,)]
 
 
 def test_every_record_and_archive_counts(tmp_path: Path) -> None:

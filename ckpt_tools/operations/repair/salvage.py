@@ -226,6 +226,8 @@ def find_lost(root: Node, lost: dict[int, str]) -> list[Lost]:
 
 def leave_out(root: Node, lost: dict[int, str]) -> Node:
     """The tree without tensors on lost storages, and without those storages; None when nothing is left."""
+    if not lost:
+        return root
     gone = {id(tensor.node) for tensor in find_tensors(root) if type(tensor.node) is Object and _on(tensor.node, lost)}
 
     def swap(node: Node) -> Node | Drop:
@@ -235,7 +237,7 @@ def leave_out(root: Node, lost: dict[int, str]) -> Node:
             return DROP
         return node
 
-    return replace(root, swap) if lost else root
+    return replace(root, swap)
 
 
 def _on(node: Node, lost: dict[int, str]) -> bool:

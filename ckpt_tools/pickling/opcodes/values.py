@@ -82,6 +82,7 @@ def _long(machine: State) -> None:
 
 @opcode(b"F", unusual="FLOAT")
 def _float(machine: State) -> None:
+    machine.spend_lightly()
     try:
         machine.stack.append(float(machine.line()))
     except ValueError:
@@ -105,6 +106,7 @@ def _binunicode8(machine: State) -> None:
 
 @opcode(b"V", unusual="UNICODE")
 def _unicode(machine: State) -> None:
+    machine.spend_lightly()
     try:
         machine.stack.append(codecs.raw_unicode_escape_decode(machine.line())[0])  # the codec by name would be imported
     except UnicodeDecodeError:
@@ -113,6 +115,7 @@ def _unicode(machine: State) -> None:
 
 def _push_byte_string(machine: State, data: bytes) -> None:
     """Push a Python 2 str: text when it is UTF-8 (torch.load's default encoding), else its bytes."""
+    machine.spend_lightly()
     try:
         machine.stack.append(data.decode("utf-8"))
     except UnicodeDecodeError:
@@ -171,9 +174,15 @@ def _unescape_new(found: re.Match[bytes]) -> bytes:
     return _ESCAPED.get(other, other if other in b"\\'\"" else b"\\" + other)
 
 
+def _spend_on_bytes(machine: State) -> None:
+    """Count bytes as the call by which protocol 2 has them: a tuple and a call, a text, and two values out of the memo."""
+    machine.spend(COST_OF_BYTES)
+    machine.spend_lightly(3)
+
+
 @opcode(b"C", unusual="SHORT_BINBYTES")
 def _short_binbytes(machine: State) -> None:
-    machine.spend(COST_OF_BYTES)
+    _spend_on_bytes(machine)
     start = machine.position + 1
     end = start + machine.data[start - 1] if start <= machine.limit else start
     if end > machine.limit or start > machine.limit:
@@ -193,7 +202,7 @@ def _binbytes8(machine: State) -> None:
 
 
 def _long_bytes(machine: State, length: int) -> None:
-    machine.spend(COST_OF_BYTES)
+    _spend_on_bytes(machine)
     start, data = machine.position, machine.take(length)
     machine.places[id(data)] = (start, data)
     machine.stack.append(data)
