@@ -1,7 +1,7 @@
 """Every error of ckpt_tools, one base class, one class per promise that a file or a user breaks.
 
 CkptError                      exit code 3 unless noted
-├── UsageError                 an option that cannot be read or does not fit the others (exit code 2)
+├── UsageError                 an option that cannot be read or does not fit the others (exit code 2); a ValueError too
 ├── NotACheckpointError        the bytes are something else: empty, HTML, a git-LFS pointer, gzip ...
 │   ├── MissingFileError           there is no such file; a FileNotFoundError too
 │   ├── FolderError                a folder that is not a checkpoint; an IsADirectoryError too
@@ -27,11 +27,11 @@ CkptError                      exit code 3 unless noted
 ├── RepairError                nothing in the file can be saved
 ├── ConvertError               the conversion that was asked for cannot be done without loss or guessing
 │   ├── CollisionError             two tensors would get one name
-│   ├── NothingMatchedError        an option that matches nothing, or a result without tensors
+│   ├── NothingMatchedError        an option that matches nothing, or a result without tensors; a LookupError too
 │   ├── PartError              one process's part of a model, where the model is wanted
 │   ├── ObjectsError               objects that are not plain data, and no word on what to do with them
 │   ├── TargetError                a target model that cannot be imported, built or read
-│   ├── MatchError                 a checkpoint that does not fit the target, and no word on what to do about it
+│   ├── MatchError                 a checkpoint that does not fit the target; a RuntimeError too, as torch's is
 │   ├── MatchPlanError             a plan file that cannot be read, or that the input does not fit
 │   └── ContainerLimitError        something that the output container cannot hold
 └── OutputError                the output cannot be written
@@ -40,8 +40,9 @@ CkptError                      exit code 3 unless noted
     ├── OutputIsFolderError        it is a folder; an IsADirectoryError too
     └── OutputForbiddenError       its folder takes no file of this user; a PermissionError too
 
-A missing file is caught as in all of Python: `except FileNotFoundError`. The messages call an argument as Python does, between
-backticks: `dtype_only`; the command line says --dtype-only in its place (`ckpt_tools.render.wording`).
+A missing file is caught as in all of Python: `except FileNotFoundError`; a bad argument by `except ValueError`. The messages
+call an argument as Python does, between backticks:
+`dtype_only`; the command line says --dtype-only in its place (`ckpt_tools.render.wording`).
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _cut(text: str) -> str:
 _ARGUMENT = re.compile(r"`(\w+)(?:=[^`]*)?`")
 
 
-class UsageError(CkptError):
+class UsageError(CkptError, ValueError):
     """An option that cannot be read, or does not fit the others."""
 
     exit_code = 2
@@ -228,7 +229,7 @@ class CollisionError(ConvertError):
     """Two tensors would get one name."""
 
 
-class NothingMatchedError(ConvertError):
+class NothingMatchedError(ConvertError, LookupError):
     """An option matches nothing, or nothing would be left."""
 
 
@@ -253,7 +254,7 @@ class TargetError(ConvertError):
     """The target model cannot be imported, built or read."""
 
 
-class MatchError(ConvertError):
+class MatchError(ConvertError, RuntimeError):
     """The checkpoint does not fit the target, and no option says what to do about it."""
 
 

@@ -119,3 +119,41 @@ def _brief(value: object) -> str:
     if isinstance(value, list | tuple | dict | set):
         return f"<{len(value)}>"
     return shortened(repr(value), 100)
+
+
+_NOTEBOOK_ROWS = 200
+
+
+def notebook(report: object) -> str:
+    """A report as a notebook shows it: a row a field, longer ones folded. What comes from a file is escaped."""
+    cells = []
+    for name in _fields(report):
+        if (value := getattr(report, name)) not in (None, "", [], {}, (), False):
+            cells.append(f"<tr><th>{name}</th><td>{_cell(value)}</td></tr>")
+    return f"<table><caption>{type(report).__name__}</caption>{''.join(cells)}</table>"
+
+
+def _cell(value: object) -> str:
+    """One value, or a table of several behind a triangle."""
+    if not isinstance(value, list | tuple | dict | set) or len(value) < 2:
+        return _escaped(value)
+    rows: Iterable[object] = value.items() if isinstance(value, dict) else value
+    lines = "".join(f"<tr>{''.join(map(_data, _columns(row)))}</tr>" for row in islice(rows, _NOTEBOOK_ROWS))
+    more = f"<tr><td>... {len(value) - _NOTEBOOK_ROWS} more</td></tr>" if len(value) > _NOTEBOOK_ROWS else ""
+    return f"<details><summary>{len(value)}</summary><table>{lines}{more}</table></details>"
+
+
+def _columns(row: object) -> Iterable[object]:
+    if isinstance(row, dict):
+        return row.values()
+    return row if isinstance(row, tuple) else [getattr(row, name) for name in _fields(row)] or [row]
+
+
+def _data(value: object) -> str:
+    return f"<td>{_escaped(value)}</td>"
+
+
+def _escaped(value: object) -> str:
+    from html import escape  # notebooks alone need it
+
+    return escape(printable(shortened(value if isinstance(value, str) else repr(value), 300)))

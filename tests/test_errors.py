@@ -150,3 +150,16 @@ def test_reports_are_short_to_look_at(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert repr(report).startswith(f"{type(report).__name__}(")
         assert len(repr(report)) < 1000
+
+
+def test_errors_are_pythons_own_kinds_too(tmp_path: Path) -> None:
+    """Code that catches Python's own errors, or torch's RuntimeError, catches ours."""
+    torch.save({"weight": torch.ones(1)}, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match="dtype"):
+        ckpt_tools.convert(tmp_path / "a.pth", tmp_path / "b.pth", dtype="nonsense")
+    with pytest.raises(LookupError, match="nowhere"):
+        ckpt_tools.show(tmp_path / "a.pth", "nowhere")
+    with pytest.raises(RuntimeError, match="does not fit the model"):
+        ckpt_tools.torch.load_into(torch.nn.Linear(1, 1), tmp_path / "a.pth")
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        ckpt_tools.inspect(tmp_path / "none.pth")

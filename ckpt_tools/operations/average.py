@@ -37,7 +37,7 @@ from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.run import open_output
 from ckpt_tools.operations.options import AverageOptions
-from ckpt_tools.text import brief, dotted, listed
+from ckpt_tools.text import brief, dotted, listed, notebook
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.findings import mending
@@ -89,6 +89,7 @@ class Averaged:
     output: Converted = field(default_factory=lambda: Converted("", ""))
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -26,7 +26,7 @@ from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output_folder import check_folder, replacing_folder
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.options import ExtractOptions
-from ckpt_tools.text import brief, listed
+from ckpt_tools.text import brief, listed, notebook
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
 from ckpt_tools.tree.globs import Globs
@@ -84,6 +84,7 @@ class Extracted:
     bytes: int = 0
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

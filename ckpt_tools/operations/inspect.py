@@ -29,7 +29,7 @@ from ckpt_tools.operations.loaders import how_it_loads
 from ckpt_tools.operations.safety import Safety, of_checkpoint
 from ckpt_tools.operations.sharing import find_sharing
 from ckpt_tools.pickling.weights_only import ALLOWED
-from ckpt_tools.text import brief, dotted
+from ckpt_tools.text import brief, dotted, notebook
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import Finding
 from ckpt_tools.tree.modules import is_module, settings
@@ -97,6 +97,7 @@ class Description:
     adapter: dict[str, Any] | None = None
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The description as plain data."""

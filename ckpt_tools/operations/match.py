@@ -11,7 +11,7 @@ from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
 from ckpt_tools.operations.options import MatchOptions
-from ckpt_tools.text import brief
+from ckpt_tools.text import brief, notebook
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.options import as_keywords
 
@@ -29,6 +29,7 @@ class Matched:
     matching: Matching
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; `complete` is true when nothing is left over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ckpt_tools.text import brief
+from ckpt_tools.text import brief, notebook
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ class Proved:
         return self.equal
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data. `largest` and `relative` are null where an output is infinite or has another shape."""

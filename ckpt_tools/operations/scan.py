@@ -17,7 +17,7 @@ from ckpt_tools.io.member_paths import File, Handed, as_path
 from ckpt_tools.io.output import is_address, missing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.operations.safety import Safety, Verdict, examine
-from ckpt_tools.text import brief
+from ckpt_tools.text import brief, notebook
 from ckpt_tools.tree.arguments import natural
 
 # Worst first. The first two make the exit code 1.
@@ -49,6 +49,7 @@ class Scanned:
         return self.verdict in _FAILING
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -14,7 +14,7 @@ from ckpt_tools.formats.open import Tensor
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.compare.sides import Side, check_effort, open_side
-from ckpt_tools.text import brief, did_you_mean, dotted, listed, some
+from ckpt_tools.text import brief, did_you_mean, dotted, listed, notebook, some
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values import windows
@@ -60,6 +60,7 @@ class Shown:
     written: str | None = None
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; a complex number is a pair, what is not finite is text."""

@@ -35,7 +35,7 @@ from ckpt_tools.render.text import (
     state_dict_text,
 )
 from ckpt_tools.render.wording import as_options, found_in
-from ckpt_tools.text import brief, listed, printable, shape_text
+from ckpt_tools.text import brief, listed, notebook, printable, shape_text
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.output_names import check_document_name
 
@@ -63,6 +63,7 @@ class Reported:
     bytes: int
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt_tools.errors import MatchError
-from ckpt_tools.text import brief, printable
+from ckpt_tools.text import brief, notebook, printable
 
 _SHOWN = 6
 
@@ -66,6 +66,7 @@ class LoadReport:
             raise MatchError("The checkpoint was not loaded whole.", why="; ".join(str(self).splitlines()[1:]))
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

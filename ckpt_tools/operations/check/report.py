@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ckpt_tools.operations.check.digests import Compared, Digest
 from ckpt_tools.operations.safety import Safety
-from ckpt_tools.text import brief
+from ckpt_tools.text import brief, notebook
 from ckpt_tools.tree.findings import Finding
 
 Verdict = Literal["healthy", "findings", "unreadable"]
@@ -46,6 +46,7 @@ class Checked:
     safety: Safety | None = None
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

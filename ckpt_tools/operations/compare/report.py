@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tools.operations.compare.renames import NamePair, removed_prefix
 from ckpt_tools.operations.compare.sides import Side
-from ckpt_tools.text import brief, dotted
+from ckpt_tools.text import brief, dotted, notebook
 from ckpt_tools.tree.names import wrappers_in
 
 
@@ -98,6 +98,7 @@ class Difference:
     notes: list[str] = field(default_factory=list)
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

@@ -12,7 +12,7 @@ from ckpt_tools.formats.open import Checkpoint, Tensor, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.compare.sides import check_effort, place_in, tensors_in
-from ckpt_tools.text import brief, did_you_mean, dotted
+from ckpt_tools.text import brief, did_you_mean, dotted, notebook
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.nodes import Entry
@@ -74,6 +74,7 @@ class Stats:
     notes: list[str] = field(default_factory=list)
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

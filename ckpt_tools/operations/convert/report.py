@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.text import brief
+from ckpt_tools.text import brief, notebook
 
 if TYPE_CHECKING:
     from ckpt_tools.edit.lora.planning import Merged
@@ -96,6 +96,7 @@ class Converted:
     seconds: float = 0.0
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

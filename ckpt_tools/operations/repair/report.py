@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt_tools.operations.repair.mends import Mended
-from ckpt_tools.text import brief
+from ckpt_tools.text import brief, notebook
 
 _UNSAVED = ("cut-archives", "damaged-names", "damaged-values")  # notes about what could not be saved
 
@@ -53,6 +53,7 @@ class Repaired:
     seconds: float = 0.0
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""

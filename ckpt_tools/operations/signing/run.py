@@ -16,7 +16,7 @@ from ckpt_tools.operations.check.digests import Compared, Digest
 from ckpt_tools.operations.check.reading import read_checkpoint
 from ckpt_tools.operations.signing.envelope import open_sealed, seal
 from ckpt_tools.operations.signing.statement import digests_in, payload_of
-from ckpt_tools.text import brief, dotted, listed
+from ckpt_tools.text import brief, dotted, listed, notebook
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.output_names import check_document_name
 
@@ -38,6 +38,7 @@ class Signed:
     tensors: int
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -64,6 +65,7 @@ class Verified:
         return not (self.compared.different or self.compared.missing or self.compared.unexpected)
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; `verified` is the verdict."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import NotLoadedError, UsageError
-from ckpt_tools.text import brief, did_you_mean, listed, printable
+from ckpt_tools.text import brief, did_you_mean, listed, notebook, printable
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
 
@@ -129,6 +129,7 @@ class Fates:
         return listed([_named(fate) for fate in fates], _SHOWN)
 
     __repr__ = brief
+    _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
