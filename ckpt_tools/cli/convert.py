@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     "--prove", multiple=True, metavar="[NAME=]SHAPE[:N]",
     help="At the end run IN and OUT in the model of --like on such inputs, as ckpt prove does. Repeatable.",
 )  # fmt: skip
-@click.option("--prove-model", metavar="PACKAGE.MODULE:CALLABLE", help="The model for IN, where it is not that of --like.")
+@click.option(
+    "--prove-model", metavar="PACKAGE.MODULE:CALLABLE", help="The model for IN, where it is that of neither --from nor --like."
+)
 @click.option("--in-place", is_flag=True, help="Edit names and device tags in IN itself; no OUT. A kill leaves old or new.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
@@ -115,8 +117,9 @@ def _prove(
     from ckpt_tools.torch.proving.prove import prove
 
     arguments = asked.get("like_args")
+    own = asked.get("from_args") if model is None and "from_" in asked else None if model else arguments
     report = prove(
-        source, target, model=(model or asked["like"], asked["like"]), model_args=(None if model else arguments, arguments),
+        source, target, model=(model or asked.get("from_") or asked["like"], asked["like"]), model_args=(own, arguments),
         inputs=inputs, select=asked.get("select"),
     )  # fmt: skip
     show_proved(report, quiet=quiet, as_json=as_json)

@@ -124,7 +124,7 @@ def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for name, option in reversed(record.options.items()):
             if option.kind != "code":
-                names = [f"--{name.replace('_', '-')}", *([option.alias] if option.alias else []), name]
+                names = [f"--{name.rstrip('_').replace('_', '-')}", *([option.alias] if option.alias else []), name]
                 command = click.option(*names, **{**_as_click(option), **changed.get(name, {})})(command)
         return command
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ckpt_tools.matching import Stages
 
 OnMismatch: TypeAlias = Literal["error", "reinit", "overlap", "skip"]
+COMPARING = ("structure",)  # the stages that look at what models compute
 RowChoice: TypeAlias = Sequence[int] | Mapping[str, Sequence[int]] | None
 
 
@@ -35,7 +36,33 @@ class TargetOptions(Options):
         "order and names of layers; or zipped in order.",
         ["exact+wrappers", "names", "structure", "position"],
     )
+    from_: Any = anything(
+        "The model that IN was made by, as TARGET is named: both run once, and which layer feeds which decides what names and "
+        "shapes leave open.", metavar="CALLABLE", in_code="An `nn.Module` too.",
+    )  # fmt: skip
+    from_args: str | Mapping[str, Any] | None = value(
+        "The arguments of --from.", arguments.read_keywords, metavar="JSON", in_code="Or a mapping."
+    )
+    input: str | Sequence[str] = texts(
+        "With --from: what both models take, as in ckpt prove (1x3x224x224, input_ids=1x16:30522); else usual ones are tried.",
+        metavar="[NAME=]SHAPE[:N]",
+    )  # fmt: skip
     allow_reshape: bool = flag("Take partners whose shapes differ by sizes of 1.")
+
+    def check(self) -> None:
+        """Raise UsageError for options about the model of IN where none is named, or where nothing would ask it."""
+        super().check()
+        if self.from_ is None and (self.from_args is not None or self.input):
+            raise UsageError(f"`{'input' if self.input else 'from_args'}` is about the model of IN; `from_` is missing.")
+        if self.from_ is not None and self.match not in (None, *COMPARING):
+            raise UsageError(
+                f"`from_` decides what `match='structure'` leaves open; `match={self.match!r}` leaves nothing to it."
+            )
+
+    @property
+    def stages(self) -> Stages | None:
+        """How partners are found; a model of IN is asked by structure."""
+        return self.match or ("structure" if self.from_ is not None else None)
 
 
 class FitOptions(TargetOptions):
@@ -79,10 +106,9 @@ class FitOptions(TargetOptions):
         alone = about if self.plan is None else [name for name in about if name in ("like_args", "like_select")]
         if alone and self.like is None:
             raise UsageError(f"`{alone[0]}` is about a target; `like=TARGET` is missing.")
-        if self.plan is not None and (self.match or self.allow_reshape):
-            raise UsageError(
-                f"`{'match' if self.match else 'allow_reshape'}` does not go with `plan`, which names the partners."
-            )
+        if self.plan is not None and (self.match or self.allow_reshape or self.from_ is not None):
+            option = "match" if self.match else "allow_reshape" if self.allow_reshape else "from_"
+            raise UsageError(f"`{option}` does not go with `plan`, which names the partners.")
 
     @property
     def targeted(self) -> bool:

@@ -26,6 +26,7 @@ from ckpt_tools.fit.fit import (
     Wanted,
     fit,
 )
+from ckpt_tools.fit.graphs import compare_graphs
 from ckpt_tools.fit.initialisers import (
     Blank,
     Rules,
@@ -87,7 +88,8 @@ class Retargeting:
         self.like, self.like_args, self.like_select = options.like, options.like_args, options.like_select
         self.plan, self.allow_reshape = options.plan, options.allow_reshape
         self.values, self.reverse = cast("Mapping[str, int]", options.plan_value or {}), options.reverse
-        self.stages: Stages = options.match or "exact+wrappers"
+        self.stages: Stages = options.stages or "exact+wrappers"
+        self.model, self.model_args, self.inputs = options.from_, options.from_args, options.input
         self.choices = Choices(Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed)
 
     def apply(self, root: Node, path: str, stack: ExitStack, whole: Checkpoint | None = None) -> tuple[FittedTo, int]:
@@ -121,7 +123,12 @@ class Retargeting:
             return expanded if target is None else replace(expanded, plan=_for_target(expanded.plan, target))
         assert target is not None
         params, reshape = params_of(node), self.allow_reshape
-        matching = match(params, target.params, stages=self.stages, allow_reshape=reshape, framework=framework)
+        graphs = None
+        if self.model is not None:
+            graphs = compare_graphs(params, self.model, self.model_args, target, list(self.inputs)).graphs
+        matching = match(
+            params, target.params, stages=self.stages, allow_reshape=reshape, framework=framework, graphs=graphs
+        )  # fmt: skip
         return Expanded(plan_of(replace(matching, offers=())), {}, {})  # fused and split tensors: only a plan does those
 
     def _read(self, node: Dict, config: Config) -> Expanded:

@@ -85,7 +85,9 @@ def _is_callable(text: str) -> bool:
     return bool(_DOTTED.fullmatch(attribute)) and (module.endswith(".py") or bool(_DOTTED.fullmatch(module)))
 
 
-def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, select: str | None = None) -> Target:
+def read_target(
+    spec: Any, *, args: str | Mapping[str, Any] | None = None, select: str | None = None, option: str = "like"
+) -> Target:
     """The target that a path, `package.module:callable`, module or state dict stands for.
 
     Args:
@@ -93,6 +95,7 @@ def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, selec
             names to tensors.
         args: keyword arguments of the callable, as a mapping or as JSON text.
         select: the dotted path of the state dict in a checkpoint that holds several.
+        option: what the user gave it by, for messages.
 
     Raises:
         TargetError: it cannot be imported or called, or is not a model. UsageError: `args` are not a JSON object, or not for
@@ -105,9 +108,9 @@ def read_target(spec: Any, *, args: str | Mapping[str, Any] | None = None, selec
         return _from_live(spec, f"a {type(spec).__name__}")
     text = os.fspath(spec)
     if isinstance(spec, str) and _is_callable(text) and not Path(text).exists():
-        return _from_callable(text, _keywords(args))
+        return _from_callable(text, _keywords(args, option), option)
     if args is not None:
-        raise UsageError("`like_args` are for package.module:callable.", why=f"{text!r} is taken for a file.")
+        raise UsageError(f"`{option}_args` are for package.module:callable.", why=f"{text!r} is taken for a file.")
     return _from_checkpoint(spec, select)
 
 
@@ -187,21 +190,19 @@ def _param(name: str, node: Node) -> Param:
 # --- callables
 
 
-_EXAMPLE = """For example: `like_args={"num_classes": 200}`"""
-
-
-def _keywords(args: str | Mapping[str, Any] | None) -> dict[str, Any]:
+def _keywords(args: str | Mapping[str, Any] | None, option: str) -> dict[str, Any]:
+    example = f"""For example: `{option}_args={{"num_classes": 200}}`"""
     if isinstance(args, str):
         try:
             args = load_json(args)
         except ValueError as error:
-            raise UsageError("`like_args` is not JSON.", why=f"{error}.", fix=_EXAMPLE) from None
+            raise UsageError(f"`{option}_args` is not JSON.", why=f"{error}.", fix=example) from None
         if not isinstance(args, dict):
-            raise UsageError("`like_args` is not a JSON object.", fix=_EXAMPLE)
+            raise UsageError(f"`{option}_args` is not a JSON object.", fix=example)
     return dict(args or {})
 
 
-def _from_callable(spec: str, keywords: dict[str, Any]) -> Target:
+def _from_callable(spec: str, keywords: dict[str, Any], option: str) -> Target:
     import torch
 
     factory = _imported(spec)
@@ -214,18 +215,18 @@ def _from_callable(spec: str, keywords: dict[str, Any]) -> Target:
         with torch.device("meta"):
             made = build()
     except (Exception, SystemExit):  # a constructor that computes with values cannot run on the meta device
-        made = _called(spec, build)
+        made = _called(spec, build, option)
     target = _from_live(made, spec)
     return Target(spec, target.params, target.module, target.on_meta, build, target.tensors)
 
 
-def _called(spec: str, build: Callable[[], Any]) -> Any:
+def _called(spec: str, build: Callable[[], Any], option: str) -> Any:
     try:
         return build()
     except (Exception, SystemExit) as error:
         raise TargetError(
             f"The target {spec} raised {type(error).__name__} when it was called.", why=f"{error}",
-            fix="Its arguments go into `like_args` as a JSON object.",
+            fix=f"Its arguments go into `{option}_args` as a JSON object.",
         ) from error  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from ckpt_tools.matching.records import (
     Offer,
 )
 from ckpt_tools.matching.transposed import NOT_TRANSPOSED
+from ckpt_tools.tree.graphs import Graph
 
 __all__ = ["Ambiguous", "Framework", "Match", "Matching", "Mismatch", "Offer", "Stages", "match"]
 
@@ -42,6 +43,7 @@ def match(
     rename: Sequence[str | tuple[str, str]] = (),
     allow_reshape: bool = False,
     framework: Framework | None = None,
+    graphs: tuple[Graph, Graph] | None = None,
 ) -> Matching:
     """Find the partner of every tensor.
 
@@ -52,6 +54,7 @@ def match(
         rename: the user's `REGEX=REPLACEMENT` rules, applied to the checkpoint's names first.
         allow_reshape: take partners whose shapes differ by sizes of 1 only.
         framework: whose layers the checkpoint has, where its container says so: "flax" or "keras".
+        graphs: what both models compute, with the names of `source` and `target`; it decides what "structure" leaves open.
 
     Raises:
         UsageError: unknown stages, or a rule that cannot be read. NothingMatchedError: a rule that changes no name.
@@ -60,6 +63,7 @@ def match(
     if stages not in STAGES:
         raise UsageError(f"{stages!r} is not one of {', '.join(STAGES)}.")
     pairing = Pairing(source, target, allow_reshape=allow_reshape)
+    pairing.graphs = graphs if framework is None else None
     apply_rules(pairing, rename)
     if framework is None:
         return _staged(pairing, stages).result()
@@ -81,6 +85,10 @@ def _staged(pairing: Pairing, stages: Stages) -> Pairing:
         match_position(pairing)
     elif stages != "exact+wrappers":
         match_affixes(pairing)
+    if pairing.graphs is not None:
+        from ckpt_tools.matching.evidence.stage import doubt_contradicted
+
+        doubt_contradicted(pairing)
     if stages == "structure" and pairing.sources_left() and pairing.targets_left():
         from ckpt_tools.matching.by_structure import match_structure
 

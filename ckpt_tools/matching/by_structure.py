@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from ckpt_tools.matching.fused import split_fused
+from ckpt_tools.matching.fused import Cuts, split_fused
 from ckpt_tools.matching.pairing import Pairing
-from ckpt_tools.matching.records import Offer
+from ckpt_tools.matching.records import Offer, Reason
 from ckpt_tools.matching.resolve import UnitPair, meaning
 from ckpt_tools.matching.sides.order import in_order_of_names
 from ckpt_tools.matching.structure import align
 from ckpt_tools.matching.units import Unit, units_of, untied
 
-CONFIDENCE = {"unique": 0.98, "names": 0.95, "order": 0.9}
+CONFIDENCE = {"unique": 0.98, "names": 0.95, "order": 0.9, "graph": 0.93}
 FUSED = 0.05  # that the parts of a fused layer lie in the usual order is not seen, but known
 
 
@@ -27,7 +27,16 @@ def match_structure(pairing: Pairing) -> None:
     right = units_of(news, str)
     _turn(left, pairing.oriented[0].transposed)
     _turn(right, pairing.oriented[1].transposed)
-    alignment = align(split_fused(left, right), split_fused(right, left))
+    cuts: tuple[Cuts | None, Cuts | None] = (None, None)
+    if pairing.graphs is not None:
+        from ckpt_tools.matching.evidence.network import cuts_of
+
+        cuts = cuts_of(left, pairing.graphs[0]), cuts_of(right, pairing.graphs[1])
+    alignment = align(split_fused(left, right, cuts[0]), split_fused(right, left, cuts[1]))
+    if pairing.graphs is not None:
+        from ckpt_tools.matching.evidence.stage import settle
+
+        settle(pairing, alignment)
     fused: dict[int, list[UnitPair]] = defaultdict(list)
     for pair in alignment.pairs:
         whole = pair.old.fused or pair.new.fused
@@ -72,9 +81,13 @@ def _turn(units: list[Unit], transposed: frozenset[str]) -> None:
 def _write_down(pairing: Pairing, pair: UnitPair) -> None:
     for role in pair.old.roles:
         if (partner := pair.new.partner_of(role, pair.old)) is not None:
-            pairing.pair(pair.old.roles[role], partner, "structure", CONFIDENCE[pair.how])
+            pairing.pair(pair.old.roles[role], partner, _reason([pair]), CONFIDENCE[pair.how])
     if pair.old.counter is not None and pair.new.counter is not None:
-        pairing.pair(pair.old.counter, pair.new.counter, "structure", CONFIDENCE[pair.how])
+        pairing.pair(pair.old.counter, pair.new.counter, _reason([pair]), CONFIDENCE[pair.how])
+
+
+def _reason(pairs: Iterable[UnitPair]) -> Reason:
+    return "graph" if any(pair.how == "graph" for pair in pairs) else "structure"
 
 
 def _hidden_difference(pair: UnitPair) -> str:
@@ -135,7 +148,7 @@ def _offer(pairing: Pairing, parts: list[UnitPair]) -> None:
         confidence = min(CONFIDENCE[pair.how] for pair in parts) - FUSED
         labels = tuple(unit.path[-1] for unit in sizes)
         step: Literal["split", "concat"] = "split" if is_split else "concat"
-        pairing.offer(Offer(step, "structure", old, new, old_shapes, new_shapes, round(confidence, 2), labels))
+        pairing.offer(Offer(step, _reason(parts), old, new, old_shapes, new_shapes, round(confidence, 2), labels))
 
 
 def _part(unit: Unit) -> tuple[Unit, int]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import TypeAlias
 
 from ckpt_tools.matching.lexicon import concepts
 from ckpt_tools.matching.records import Shape
-from ckpt_tools.matching.units import Unit
+from ckpt_tools.matching.units import Path, Signature, Unit
 
 # What a fused layer's name says about its parts, in the order in which they lie along the first dimension: torch's
 # MultiheadAttention, timm and transformers put q, k, v (and k, v) in this order, and the gate before what it gates. A
@@ -28,13 +29,22 @@ _PARTS = {**_QKV, **_KV, **_GATED}
 _GROUP = {"query": "attention part", "key": "attention part", "value": "attention part", "gate": "gated", "up": "gated"}
 
 
-def split_fused(units: Sequence[Unit], others: Sequence[Unit]) -> list[Unit]:
-    """The units with each fused one that the other side has split exchanged for its parts; numbered again in order."""
+Cuts: TypeAlias = Mapping[Path, Sequence[tuple[str, int]]]  # what a layer is seen to be divided into: names and rows
+
+
+def split_fused(units: Sequence[Unit], others: Sequence[Unit], cuts: Cuts | None = None) -> list[Unit]:
+    """The units with each fused one that the other side has split exchanged for its parts; numbered again in order.
+
+    Names say what is fused; else `cuts` do, by what the model does with its rows.
+    """
     counts, theirs = (Counter(unit.signature for unit in side) for side in (units, others))
     sizes = _part_shapes(others)
     found: list[Unit] = []
     for unit in units:
-        parts = list(_parts(unit, sizes)) if counts[unit.signature] > theirs[unit.signature] else []
+        more = counts[unit.signature] > theirs[unit.signature]
+        parts = list(_parts(unit, sizes)) if more else []
+        if more and not parts and cuts:
+            parts = _cut(unit, cuts.get(unit.path, ()), theirs - counts)
         found += parts or [unit]
     return [replace(unit, index=index) for index, unit in enumerate(found)]
 
@@ -69,8 +79,21 @@ def _parts(unit: Unit, sizes: dict[str, set[Shape]]) -> Iterator[Unit]:
     if len(ways) != 1 or (len(set(ways[0])) > 1 and fused != _UNEQUAL):
         return
     for number, (name, rows) in enumerate(zip(names, ways[0], strict=True)):
-        shapes = {role: (rows, *shape[1:]) for role, shape in unit.shapes.items()}
-        yield replace(unit, path=(*unit.path[:-1], name), shapes=shapes, counter=None, fused=(unit, number))
+        yield _part(unit, number, name, rows)
+
+
+def _part(unit: Unit, number: int, name: str, rows: int) -> Unit:
+    shapes = {role: (rows, *shape[1:]) for role, shape in unit.shapes.items()}
+    return replace(unit, path=(*unit.path[:-1], name), shapes=shapes, counter=None, fused=(unit, number))
+
+
+def _cut(unit: Unit, rows: Sequence[tuple[str, int]], more: Counter[Signature]) -> list[Unit]:
+    """The parts that a layer is seen to be divided into, where the other side has more layers like each of them."""
+    if set(unit.roles) - {"weight", "bias"} or "weight" not in unit.shapes:
+        return []
+    parts = [_part(unit, number, name, count) for number, (name, count) in enumerate(rows)]
+    wanted = Counter(part.signature for part in parts)
+    return parts if all(more[signature] >= count for signature, count in wanted.items()) else []
 
 
 def _rows(shapes: set[Shape], weight: Shape) -> list[int]:

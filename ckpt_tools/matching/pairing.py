@@ -18,6 +18,7 @@ from ckpt_tools.matching.records import (
     Step,
 )
 from ckpt_tools.matching.transposed import orientation
+from ckpt_tools.tree.graphs import Graph
 
 TRANSPOSED = 0.95
 MOST_CANDIDATES = 100  # of one name: thousands of layers of one shape would each have thousands
@@ -32,7 +33,7 @@ class Pairing:
     """Two lists of tensors and what has been found so far. A stage calls `pair` for what it is sure of.
 
     `known` is the name of a source tensor as the user's rules made it, or as torch would have it; stages compare those.
-    `ruled` are the names that a rule has changed.
+    `ruled` are the names that a rule has changed, `graphs` what both models compute, where that is known.
     """
 
     def __init__(self, source: Sequence[Param], target: Sequence[Param], *, allow_reshape: bool) -> None:
@@ -48,11 +49,13 @@ class Pairing:
         self.offered: set[str] = set()
         self.used: dict[str, str] = {}
         self.oriented = orientation(source), orientation(target)
+        self.graphs: tuple[Graph, Graph] | None = None
 
     def anew(self) -> Pairing:
         """The same two sides, with nothing found."""
         made = Pairing([*self.source.values()], [*self.target.values()], allow_reshape=self.allow_reshape)
         made.known, made.ruled, made.oriented = self.known, self.ruled, self.oriented
+        made.graphs = self.graphs
         return made
 
     def sources_left(self) -> list[Param]:

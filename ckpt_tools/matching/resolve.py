@@ -20,7 +20,7 @@ from ckpt_tools.matching.lexicon import (
 from ckpt_tools.matching.units import Path, Unit
 
 Item: TypeAlias = Unit | Block
-How: TypeAlias = Literal["unique", "names", "order"]
+How: TypeAlias = Literal["unique", "names", "order", "graph"]
 Feature: TypeAlias = frozenset[tuple[str, str]]
 
 _EXCLUSIVE = ("attention part", "token", "gated", "embedding", "sublayer", "end")

@@ -71,7 +71,7 @@ def align(olds: Sequence[Unit], news: Sequence[Unit]) -> Alignment:
             pending.append((list(pair.old.units), list(pair.new.units), context.below(pair)))
         _pair_units(left, right, replace(context, open=left_open), alignment)
     _follow(alignment, Anchors(olds, news))
-    _take_back(alignment, doubtful(alignment.pairs, olds, news))
+    take_back(alignment, doubtful(alignment.pairs, olds, news))
     return alignment
 
 
@@ -86,7 +86,7 @@ def _follow(alignment: Alignment, anchors: Anchors) -> None:
     for pair in alignment.pairs:
         anchors.add(pair)
     undecided, alignment.undecided = alignment.undecided, []
-    _take_back(alignment, [pair for pair in alignment.pairs if anchors.agree(pair.old, pair.new) is False])
+    take_back(alignment, [pair for pair in alignment.pairs if anchors.agree(pair.old, pair.new) is False])
     for olds, news in undecided:
         found = list(anchors.agreeing(olds, news))
         alignment.pairs += [UnitPair(old, new, "names", 1, anchors.rests_on(old)) for old, new in found]
@@ -96,7 +96,7 @@ def _follow(alignment: Alignment, anchors: Anchors) -> None:
             alignment.undecided.append((rest[0], rest[1]))
 
 
-def _take_back(alignment: Alignment, pairs: list[UnitPair]) -> None:
+def take_back(alignment: Alignment, pairs: list[UnitPair]) -> None:
     """Pairs that do not stand become undecided."""
     gone = set(map(id, pairs))
     alignment.pairs = [pair for pair in alignment.pairs if id(pair) not in gone]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckpt_tools.fit.graphs import compare_graphs
 from ckpt_tools.fit.targets import choose_state_dict, framework_of, params_of, read_target
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
@@ -17,23 +18,38 @@ from ckpt_tools.tree.options import as_keywords
 
 
 @dataclass(frozen=True, slots=True)
+class Ran:
+    """That both models ran, so that what they compute was compared.
+
+    Attributes:
+        inputs: what they were given, as text. problem: why they were not compared; else the empty text.
+    """
+
+    inputs: tuple[str, ...]
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Matched:
     """A matching, with what was matched.
 
     Attributes:
         source: the checkpoint's path. target: what the user called the target. matching: the fate of every name.
+        ran: what the models were run on, where `from_` names the checkpoint's own.
     """
 
     source: str
     target: str
     matching: Matching
+    ran: Ran | None = None
 
     __repr__ = brief
     _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; `complete` is true when nothing is left over."""
-        return {"source": self.source, "target": self.target, **self.matching.to_json()}
+        ran = None if self.ran is None else asdict(self.ran)
+        return {"source": self.source, "target": self.target, "ran": ran, **self.matching.to_json()}
 
 
 @as_keywords(MatchOptions)
@@ -54,13 +70,17 @@ def match(path: File, options: MatchOptions) -> Matched:
     target = read_target(options.like, args=options.like_args, select=options.like_select)
     with open_whole(path) as checkpoint:
         params, framework = params_of(choose_state_dict(checkpoint, options.select).node), framework_of(checkpoint)
+    compared = None
+    if options.from_ is not None:
+        compared = compare_graphs(params, options.from_, options.from_args, target, list(options.input))
     matching = find_partners(
-        params, target.params, stages=options.match or "names", rename=list(options.rename),
-        allow_reshape=options.allow_reshape, framework=framework,
+        params, target.params, stages=options.stages or "names", rename=list(options.rename), framework=framework,
+        allow_reshape=options.allow_reshape, graphs=None if compared is None else compared.graphs,
     )  # fmt: skip
     if options.output is not None:
         from ckpt_tools.fit.plan_files import write_plan
         from ckpt_tools.fit.plans import plan_of
 
         write_plan(plan_of(matching), options.output, overwrite=options.overwrite)
-    return Matched(str(path), target.label, matching)
+    ran = None if compared is None else Ran(compared.inputs, compared.problem)
+    return Matched(str(path), target.label, matching, ran)

@@ -30,6 +30,8 @@ def print_matched(report: Matched, out: Console, *, show_all: bool, plan: Path |
         ("checkpoint", counted(matching.source_names, "tensor")), ("target", counted(matching.target_names, "tensor")),
         ("matched", _reasons(matching)),
     ]  # fmt: skip
+    if report.ran is not None:
+        rows.append(("ran", printable(report.ran.problem or f"both models, on {', '.join(report.ran.inputs)}")))
     print_rows(rows + [(label, str(count)) for label, count in _left_over(matching) if count], out)
     _print_pairs(matching, out, show_all=show_all)
     _print_left_over(matching, out, show_all=show_all)

@@ -1,44 +1,15 @@
-"""Seeded inputs: `1x3x224x224` are normal numbers, `1x16:30522` integers below 30522, `NAME=...` goes in by name."""
+"""Seeded inputs of the shapes that the user gave."""
 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ckpt_tools.errors import UsageError
 from ckpt_tools.torch.copying import memory_of
-
-_SPEC = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<shape>\d++(?:x\d++)*+)(?::(?P<below>\d+))?")
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """One input: its keyword (None for one by position), its shape, and below what its integers are (None for floats)."""
-
-    name: str | None
-    shape: tuple[int, ...]
-    below: int | None
-
-
-def parse(spec: str) -> Input:
-    """An input as text.
-
-    >>> parse("input_ids=1x16:30522")
-    Input(name='input_ids', shape=(1, 16), below=30522)
-
-    Raises:
-        UsageError: it cannot be read.
-    """
-    found = _SPEC.fullmatch(spec)
-    if found is None or found["below"] == "0":
-        fix = "1x3x224x224 for normal numbers, 1x16:30522 for integers below 30522, input_ids=1x16:30522 by name."
-        raise UsageError(f"`input={spec!r}` is not an input.", fix=fix)
-    shape = tuple(map(int, found["shape"].split("x")))
-    return Input(found["name"], shape, None if found["below"] is None else int(found["below"]))
+from ckpt_tools.tree.inputs import Input
 
 
 @dataclass(frozen=True, slots=True)

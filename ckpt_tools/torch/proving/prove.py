@@ -31,6 +31,7 @@ from ckpt_tools.torch.proving.pairing import in_both, pair_modules
 from ckpt_tools.torch.proving.reasons import Reasons, different_settings
 from ckpt_tools.torch.proving.recording import ModuleCall, Recorder, tensors_in
 from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.inputs import parse
 from ckpt_tools.tree.output_names import check_document_name
 
 # How far two implementations of one computation are apart, by the largest output: sums in another order, with room.
@@ -97,7 +98,7 @@ class Prover:
         if tolerance is not None and not tolerance >= 0:
             raise UsageError(f"`tolerance={tolerance}` is not a number from 0 up.")
         self.specs, self.seed, self.tolerance = list(specs), seed, tolerance
-        self.sets = inputs.make([inputs.parse(spec) for spec in specs], seed, runs)
+        self.sets = inputs.make([parse(spec) for spec in specs], seed, runs)
 
     def prove(
         self, paths: tuple[str, str], models: tuple[Any, Any], arguments: tuple[Any, Any], select: str | None,

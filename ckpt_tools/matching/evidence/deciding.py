@@ -1,0 +1,176 @@
+"""What the computations of both models decide: pairs that names and shapes left open, and pairs that cannot be.
+
+A layer is told by what feeds it and by what it feeds, near and far. It is paired only where one layer of each side is alike in
+that, where no name says otherwise, and where all of its neighbours that have partners are its partner's neighbours too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from typing import TypeAlias
+
+from ckpt_tools.matching.evidence.network import LEVELS, Layers
+from ckpt_tools.matching.evidence.refinement import Network, Node, alike, only_ones, rounds
+from ckpt_tools.matching.resolve import UnitPair, conflicts, meaning
+from ckpt_tools.matching.units import Unit
+
+Groups: TypeAlias = list[tuple[list[Unit], list[Unit]]]
+Numbers: TypeAlias = tuple[int, int]  # of two partners
+
+
+class Evidence:
+    """Two networks, compared."""
+
+    def __init__(self, sides: tuple[Layers, Layers]) -> None:
+        self.sides = sides
+        self.networks = {level: (sides[0].network(level), sides[1].network(level)) for level in LEVELS}
+
+    def numbers(self, old: Unit, new: Unit) -> Numbers | None:
+        """Two units as nodes; None where one is in no network."""
+        found = self.sides[0].number(old), self.sides[1].number(new)
+        return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+    # --- pairs that cannot be
+
+    def contradicted(self, pairs: Iterable[Numbers]) -> set[Numbers]:
+        """The pairs that no way of laying one network on the other has.
+
+        Where the networks are alike as wholes, partners must be alike; else no two pairs of one kind may be crossed.
+        """
+        known = set(pairs)
+        starts = self.sides[0].starts(), self.sides[1].starts()
+        found: set[Numbers] = set()
+        for level in LEVELS:
+            *_, colours = rounds(self.networks[level], starts)
+            if alike(colours):
+                found |= {(one, other) for one, other in known if colours[0].get(one) != colours[1].get(other)}
+            elif level == LEVELS[0]:
+                found |= self._crossed(known)
+        return found
+
+    def _crossed(self, pairs: set[Numbers]) -> set[Numbers]:
+        """Pairs of one kind that come one after the other here, and the other way round there."""
+        ordered = sorted(pairs)
+        behind = [
+            _reached(network, {pair[side]: 1 << number for number, pair in enumerate(ordered)}, side)
+            for side, network in enumerate(self.networks[LEVELS[0]])
+        ]
+        kinds: dict[object, int] = {}
+        for number, (one, _) in enumerate(ordered):
+            kind = self.sides[0].units[one].loose
+            kinds[kind] = kinds.get(kind, 0) | 1 << number
+        found = set()
+        for one, other in ordered:
+            same = kinds[self.sides[0].units[one].loose]
+            if behind[0].get(one, 0) & behind[1].get(other, 0) & same:
+                found.add((one, other))
+        return found | self._partners_of_crossed(found, ordered, behind)
+
+    @staticmethod
+    def _partners_of_crossed(found: set[Numbers], ordered: list[Numbers], behind: list[dict[Node, int]]) -> set[Numbers]:
+        """The other pair of each crossing."""
+        both = 0
+        for one, other in found:
+            both |= behind[0][one] & behind[1][other]
+        return {pair for number, pair in enumerate(ordered) if both >> number & 1}
+
+    # --- pairs that are decided
+
+    def decide(self, groups: Groups, anchors: Iterable[Numbers]) -> list[tuple[Unit, Unit]]:
+        """Pairs among the units that are open, given the partners that are known."""
+        open_pairs = _Open(groups, self)
+        known = dict(anchors)
+        decided: list[tuple[Unit, Unit]] = []
+        while found := self._next(known, open_pairs):
+            known.update(found)
+            decided += [open_pairs.take(pair) for pair in sorted(found)]
+        return decided
+
+    def _next(self, known: Mapping[int, int], open_pairs: _Open) -> set[Numbers]:
+        """The pairs that can be decided now: those that all levels agree about."""
+        said: dict[int, set[int]] = {}
+        for level in LEVELS:
+            for colours in rounds(self.networks[level], self._starts(known)):
+                for one, other in only_ones(colours):
+                    if isinstance(one, int) and isinstance(other, int) and one not in known:
+                        said.setdefault(one, set()).add(other)
+        pairs = {(one, next(iter(others))) for one, others in said.items() if len(others) == 1}
+        news = [other for _, other in pairs]
+        pairs = {pair for pair in pairs if news.count(pair[1]) == 1 and open_pairs.may_be(pair)}
+        while bad := {pair for pair in pairs if not self._fits(pair, {**known, **dict(pairs)})}:
+            pairs -= bad
+        return pairs
+
+    def _starts(self, known: Mapping[int, int]) -> tuple[dict[Node, object], dict[Node, object]]:
+        olds, news = self.sides[0].starts(), self.sides[1].starts()
+        for one, other in known.items():
+            olds[one] = news[other] = ("partners", one)
+        return olds, news
+
+    def _fits(self, pair: Numbers, known: Mapping[int, int]) -> bool:
+        """Whether the neighbours with partners are the partner's neighbours."""
+        olds, news = self.networks[LEVELS[0]]
+        there = set(known.values())
+        for before, after in ((olds.before, news.before), (olds.behind, news.behind)):
+            mine = {known[node] for _, node in before.get(pair[0], ()) if isinstance(node, int) and node in known}
+            theirs = {node for _, node in after.get(pair[1], ()) if node in there}
+            if mine != theirs:
+                return False
+        return True
+
+
+class _Open:
+    """The units without partners, and which of them may be partners."""
+
+    def __init__(self, groups: Groups, evidence: Evidence) -> None:
+        self.units: tuple[dict[int, Unit], dict[int, Unit]] = ({}, {})
+        self.pools: tuple[dict[int, set[object]], dict[int, set[object]]] = ({}, {})
+        for number, group in enumerate(groups):
+            for side in (0, 1):
+                for unit in group[side]:
+                    node = evidence.sides[side].number(unit)
+                    if node is not None:
+                        self.units[side][node] = unit
+                        self.pools[side].setdefault(node, set()).update(self._pools(number, group, unit))
+
+    @staticmethod
+    def _pools(number: int, group: tuple[list[Unit], list[Unit]], unit: Unit) -> Iterator[object]:
+        yield number
+        if len(group[0]) == len(group[1]) == 1:  # a pair that was taken back: the partner is elsewhere
+            yield "taken back", unit.kind
+
+    def may_be(self, pair: Numbers) -> bool:
+        """Whether both are open, for one another, and no name says otherwise."""
+        if pair[0] not in self.units[0] or pair[1] not in self.units[1]:
+            return False
+        if self.pools[0][pair[0]].isdisjoint(self.pools[1][pair[1]]):
+            return False
+        old, new = self.units[0][pair[0]], self.units[1][pair[1]]
+        return old.kind == new.kind and not conflicts(meaning(old.path), meaning(new.path))
+
+    def take(self, pair: Numbers) -> tuple[Unit, Unit]:
+        """Two units that are partners now."""
+        return self.units[0].pop(pair[0]), self.units[1].pop(pair[1])
+
+
+def _reached(network: Network, bits: Mapping[Node, int], side: int) -> dict[Node, int]:
+    """Of each node those that it reaches (side 0) or that reach it (side 1), as bits; nothing where there is a circle."""
+    edges = network.behind if side == 0 else network.before
+    found: dict[Node, int] = {}
+    try:
+        order = [
+            *TopologicalSorter({node: {other for _, other in edges.get(node, ())} for node in network.nodes}).static_order()
+        ]
+    except CycleError:  # a layer that is used twice
+        return {}
+    for node in order:
+        found[node] = 0
+        for _, other in edges.get(node, ()):
+            found[node] |= found[other] | bits.get(other, 0)
+    return found
+
+
+def pairs_of(decided: Iterable[tuple[Unit, Unit]]) -> list[UnitPair]:
+    """What was decided, as the structural stage has it."""
+    return [UnitPair(old, new, "graph", 1, frozenset()) for old, new in decided]

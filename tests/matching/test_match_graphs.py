@@ -1,0 +1,154 @@
+"""Matching by what models compute: pairs that names and shapes leave open are decided, and none is wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ckpt_tools.fit.plans import plan_of
+from ckpt_tools.fit.targets import read_target
+from ckpt_tools.matching import Matching, match
+from ckpt_tools.tree.graphs import Graph
+from ckpt_tools.tree.inputs import parse
+from ckpt_tools.values.running import graph_of
+from tests.matching.test_match_structure import moved, randomise
+from tests.support import opaque
+
+
+def graphs_of(old: nn.Module, new: nn.Module, inputs: Sequence[str]) -> tuple[Graph, Graph]:
+    """What both compute."""
+    rows = [parse(spec) for spec in inputs]
+    return graph_of(old, rows, None), graph_of(new, rows, None)
+
+
+def compared(old: nn.Module, new: nn.Module, inputs: Sequence[str]) -> Matching:
+    """Match two models by structure and by what they compute."""
+    graphs = graphs_of(old, new, inputs)
+    return match(read_target(old).params, read_target(new).params, stages="structure", graphs=graphs)
+
+
+def samples(inputs: Sequence[str]) -> list[Tensor]:
+    """Numbers of the shapes of inputs."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(parse(spec).shape, generator=generator) for spec in inputs]
+
+
+def outputs(model: nn.Module, inputs: Sequence[str]) -> Tensor:
+    """What a model makes of the samples."""
+    with torch.no_grad():
+        made: Tensor = model(*samples(inputs))
+    return made
+
+
+PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], list[str]]] = {
+    "called in another order": (opaque.chain_a, opaque.chain_b, ["2x8"]),
+    "attention as one operation and written out": (opaque.attention_a, opaque.attention_b, ["2x5x8"]),
+    "separate to fused": (opaque.attention_b, opaque.attention_c, ["2x5x8"]),
+    "fused to separate": (opaque.attention_d, opaque.attention_a, ["2x5x8"]),
+    "a gate and what it gates": (opaque.branches_a, opaque.branches_b, ["2x8"]),
+    "a shortcut like the other convolutions": (opaque.residual_a, opaque.residual_b, ["2x4x6x6"]),
+    "a tower for each input": (opaque.towers_a, opaque.towers_b, ["2x8", "2x8"]),
+    "attention to itself and to a memory": (opaque.block_a, opaque.block_b, ["2x5x8", "2x5x8"]),
+    "recurrent layers": (opaque.recurrent_a, opaque.recurrent_b, ["2x5x8"]),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_names_leave_open_is_decided(name: str) -> None:
+    """Two ways of writing one network, of layers that names and shapes do not tell apart: equal outputs after the move."""
+    make_old, make_new, inputs = PAIRS[name]
+    old, new = randomise(make_old(), 1), randomise(make_new(), 2)
+    alone = match(read_target(old).params, read_target(new).params, stages="structure")
+    assert not alone.complete_with_offers
+    found = compared(old, new, inputs)
+    assert found.complete_with_offers, (found.left_over, found.ambiguous)
+    assert "graph" in {row.reason for row in found.matched} | {row.reason for row in found.offers}
+    new.load_state_dict(moved(plan_of(found), old.state_dict()))
+    torch.testing.assert_close(outputs(new, inputs), outputs(old, inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_order_of_entries_does_not_matter(name: str) -> None:
+    """The tensors of both sides in any order: the same pairs."""
+    make_old, make_new, inputs = PAIRS[name]
+    old, new = make_old(), make_new()
+    graphs = graphs_of(old, new, inputs)
+    sides = [opaque.linear("first second") | {"more": nn.Linear(8, size)} for size in (4, 5)]
+    old = opaque.Layers(sides[0], lambda net, x: net.more(net.second(net.first(x))))
+    new = opaque.Layers(sides[1], lambda net, x: net.more(net.first(net.second(x))))
+    assert {row.new for row in compared(old, new, ["2x8"]).ambiguous} == {
+        f"{name}.{role}" for name in ("first", "second") for role in ("weight", "bias")
+    }
+
+
+def test_names_that_speak_against_it_are_not_overruled() -> None:
+    """What one calls `key` is used as the query by the other: left to the user."""
+
+    def attention(names: Sequence[str]) -> nn.Module:
+        def computed(net: Any, x: Tensor) -> Tensor:
+            q, k, v, out = (getattr(net, name) for name in names)
+            return out(F.scaled_dot_product_attention(q(x), k(x), v(x)))
+
+        return opaque.Layers(opaque.linear(" ".join(sorted(names))), computed)
+
+    found = compared(
+        attention(["l_key", "l_query", "l_value", "l_out"]), attention(["to_q", "to_k", "to_v", "to_out"]), ["2x5x8"]
+    )
+    assert not {row.new.partition(".")[0] for row in found.matched} & {"to_q", "to_k"}
+
+
+def test_a_layer_that_is_not_called_is_not_decided() -> None:
+    """Layers that do not run here, as of a head for training, have no place among those that do."""
+    old = opaque.Layers(opaque.linear("a b unused"), lambda net, x: net.a(net.b(x)))
+    new = opaque.Layers(opaque.linear("spare p q"), lambda net, x: net.p(net.q(x)))
+    found = compared(old, new, ["2x8"])
+    assert {(row.old, row.new) for row in found.matched if row.old.endswith("weight")} == {
+        ("a.weight", "p.weight"), ("b.weight", "q.weight"),
+    }  # fmt: skip
+
+
+# --- random networks
+
+
+def network(seed: int, names: Sequence[str], *, other: bool) -> nn.Module:
+    """A random computation on eight layers; `other` writes the same with other operations."""
+
+    def computed(net: Any, x: Tensor) -> Tensor:
+        draw = random.Random(seed)
+        values = [x]
+        for name in names:
+            value, more = draw.choice(values[-3:]), draw.choice(values)
+            kind = draw.randrange(5)
+            made = getattr(net, name)(value)
+            if kind == 0:
+                made = made.relu() if other else F.relu(made)
+            elif kind == 1:
+                made = more + made if other else made + more
+            elif kind == 2:
+                made = more * torch.sigmoid(made) if other else made.sigmoid() * more
+            elif kind == 3:
+                made = F.layer_norm(made, (6,))
+            values.append(made.clone() if other else made)
+        return torch.stack(values).sum(0) if seed % 2 else values[-1]
+
+    order = sorted(names) if other else sorted(names, reverse=True)
+    return opaque.Layers(opaque.linear(" ".join(order), 6), computed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_networks_are_never_paired_wrongly(seed: int) -> None:
+    """Layers of one shape in a random computation, under shuffled names: each pair is the true one."""
+    olds, news = list("abcdefgh"), list("stuvwxyz")
+    random.Random(seed).shuffle(olds)
+    random.Random(seed + 100).shuffle(news)
+    truth = dict(zip(olds, news, strict=True))
+    found = compared(network(seed, olds, other=False), network(seed, news, other=True), ["3x6"])
+    pairs = {row.old.partition(".")[0]: row.new.partition(".")[0] for row in found.matched}
+    assert pairs == {old: truth[old] for old in pairs}
+    assert len(pairs) >= 6
