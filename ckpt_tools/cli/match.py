@@ -38,9 +38,11 @@ def match(source: Path, show_all: bool, quiet: bool, as_json: bool, **options: A
     \b
     ckpt match ddp.pth --like torchvision.models:resnet18
     ckpt match hf.safetensors --like timm:create_model --like-args '{"model_name": "resnet50"}' --match structure
+    ckpt match theirs.pth --like ours:Net --from theirs:Net --input 1x3x64x64
     ckpt match theirs.pth --like ours.pth --match structure -o plan.toml && ckpt convert theirs.pth out.pth --plan plan.toml
 
     Names come first: exact, without wrappers, by --rename, by a common prefix or suffix. Nothing is chosen among equals.
+    With --from both models run once, without numbers where they can, and which layer feeds which is evidence too.
 
     Exit code: 0 every tensor has its partner, 1 something is left over, 2 usage, 3 refused.
     """

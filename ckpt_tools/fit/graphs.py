@@ -49,7 +49,7 @@ def compare_graphs(
 
     Raises:
         TargetError: a model cannot be made, is not that of IN, or raises on the inputs that were given.
-        UsageError: the target is no model; an input that cannot be read.
+        UsageError: the target is not a model; an input that cannot be read.
     """
     own = read_target(model, args=arguments, option="from")
     for side, option in ((own, "from_"), (target, "like")):

@@ -59,7 +59,7 @@ def found_in(finding: Finding) -> str:
 
 def _option(found: re.Match[str]) -> str:
     name, written = found.groups()
-    option = f"--{name.replace('_', '-')}"
+    option = f"--{name.rstrip('_').replace('_', '-')}"
     if written is None:
         return option
     try:

@@ -18,7 +18,7 @@ from torch import nn
 from ckpt_tools import convert
 from ckpt_tools.cli import main
 from tests.cli.test_cli import ROOT, ckpt
-from tests.support import proving
+from tests.support import attention, proving
 from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES, PTH, SAFETENSORS
 
@@ -227,11 +227,13 @@ def test_match() -> None:
     torch.save(split | {"absent": torch.ones(8, 2)}, "split.pth")
     torch.save({"module.a": torch.ones(2), "a": torch.ones(2)}, "twins.pth")
     torch.save({"_orig_mod.a": torch.ones(2)}, "one.pth")
+    torch.save(attention.Old().state_dict(), "alpha.pth")
     found = [
         *documents("match", "fused.pth", "--like", "split.pth", "--match", "structure"),
         *documents("match", "split.pth", "--like", "fused.pth"),
         *documents("match", "twins.pth", "--like", "one.pth"),
         *documents("match", FIXTURES / "ddp.pth", "--like", FIXTURES / "single.pth"),
+        *documents("match", "alpha.pth", "--like", f"{attention.__name__}:New", "--from", f"{attention.__name__}:Old"),
     ]
     assert filled(found) == fields("match")
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import ckpt_tools.torch
 from docs import pictures
 from tests.docs.test_howto import run_command, run_python
+from tests.support.attention import Old
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ckpt_tools"
@@ -35,6 +36,8 @@ def folder(tmp_path: Path) -> Path:
     """A folder with the checkpoints that the pages talk about."""
     for name in ("ddp.pth", "single.pth", "training.pth"):
         shutil.copy(ROOT / "fixtures" / name, tmp_path / name)
+    shutil.copy(ROOT / "tests" / "support" / "attention.py", tmp_path)
+    torch.save(Old().state_dict(), tmp_path / "alpha.pth")
     shutil.copytree(ROOT / "fixtures" / "lora" / "plain", tmp_path / "adapter")
     base = ROOT / "fixtures" / "lora" / "base.safetensors"
     shutil.copy(base, tmp_path)

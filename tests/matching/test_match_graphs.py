@@ -79,6 +79,47 @@ def test_the_order_of_entries_does_not_matter(name: str) -> None:
     make_old, make_new, inputs = PAIRS[name]
     old, new = make_old(), make_new()
     graphs = graphs_of(old, new, inputs)
+    sides = [list(read_target(model).params) for model in (old, new)]
+    first = match(*sides, stages="structure", graphs=graphs)
+    for seed in range(3):
+        for side in sides:
+            random.Random(seed).shuffle(side)
+        found = match(*sides, stages="structure", graphs=graphs)
+        assert {(row.old, row.new) for row in found.matched} == {(row.old, row.new) for row in first.matched}
+        assert {(row.old, row.new) for row in found.offers} == {(row.old, row.new) for row in first.offers}
+
+
+# --- refused
+
+
+def test_layers_that_are_alike_stay_open() -> None:
+    """Two layers whose sum is the output: nothing tells them apart, and nothing is chosen."""
+    old = opaque.Layers(opaque.linear("a b"), lambda net, x: net.a(x) + net.b(x))
+    new = opaque.Layers(opaque.linear("p q"), lambda net, x: net.q(x) + net.p(x))
+    found = compared(old, new, ["2x8"])
+    assert not found.matched
+    assert len(found.ambiguous) == 4
+
+
+def test_another_network_is_not_laid_on_this_one() -> None:
+    """Three layers in a row against two in a row beside one: what has no partner for certain stays open."""
+    old = opaque.Layers(opaque.linear("a b c"), lambda net, x: net.c(net.b(net.a(x))))
+    new = opaque.Layers(opaque.linear("p q r"), lambda net, x: net.r(x) + net.q(net.p(x)))
+    assert not compared(old, new, ["2x8"]).matched
+
+
+def test_equal_names_that_are_called_the_other_way_round_are_doubted() -> None:
+    """Two layers with the same names, called in the other order: refused, not swapped and not loaded."""
+    old = opaque.Layers(opaque.linear("first second"), lambda net, x: net.second(net.first(x).relu()))
+    new = opaque.Layers(opaque.linear("first second"), lambda net, x: net.first(net.second(x).relu()))
+    assert match(read_target(old).params, read_target(new).params).complete
+    found = compared(old, new, ["2x8"])
+    assert not found.matched
+    assert {row.why for row in found.ambiguous} == {"its name, and what feeds it when the models run, say different things"}
+
+
+def test_crossed_layers_of_different_networks_are_doubted() -> None:
+    """The networks differ elsewhere; two layers of one kind that come the other way round are doubted all the same."""
     sides = [opaque.linear("first second") | {"more": nn.Linear(8, size)} for size in (4, 5)]
     old = opaque.Layers(sides[0], lambda net, x: net.more(net.second(net.first(x))))
     new = opaque.Layers(sides[1], lambda net, x: net.more(net.first(net.second(x))))
