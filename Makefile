@@ -1,4 +1,4 @@
-# make demo | test | coverage | check | matrix | fuzz | faults | bench | docs | clean; everything installs itself into .venv first.
+# make demo | test | coverage | check | matrix | fuzz | faults | bench | docs | man | wheel | clean; everything installs itself into .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ export OMP_NUM_THREADS := 1
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: install demo test coverage check matrix fuzz faults format bench fixtures pictures docs clean
+.PHONY: install demo test coverage check matrix fuzz faults format bench fixtures pictures docs man wheel clean
 
 install: $(STAMP)
 
@@ -74,5 +74,12 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $(DOCS_STAMP)
 
+# ckpt.1, ckpt-inspect.1 ... from --help, into man/; `make wheel` puts them into the wheel, so that `man ckpt` finds them.
+man: install
+	$(BIN)/python -m docs.man
+
+wheel: man
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --disable-pip-version-check -w dist .
+
 clean:
-	rm -rf $(VENV) build dist site htmlcov .coverage* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site man htmlcov .coverage* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 # In the order of --help.
 COMMANDS = (
     "inspect", "show", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "extract-lora", "report",
-    "prove", "sign", "verify", "explain", "help",
+    "prove", "sign", "verify", "explain", "completion", "help",
 )  # fmt: skip
 _VERBOSE = "ckpt.verbose"  # in the meta of the group's context
-_READ_NO_FILE = ("explain", "help")
+_READ_NO_FILE = ("explain", "completion", "help")
 # Commands whose module is in a room of its own, or another one's.
 _ROOMS = {
     "extract_lora": "adapters.extract_lora", "prove": "proofs.prove", "sign": "proofs.sign", "verify": "proofs.sign",
+    "completion": "shell.completion",
 }  # fmt: skip
 
 # A command makes little that refers to itself, and ends soon: looking for cycles among all that it made would only take time.

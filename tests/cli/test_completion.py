@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -76,17 +77,36 @@ def test_names_that_a_shell_would_run_are_not_offered(tmp_path: Path) -> None:
     assert offered("ckpt inspect a.pth --filter ", tmp_path) == ["a.fine.w"]
 
 
-@pytest.mark.skipif(not shutil.which("bash"), reason="bash is needed")
-def test_the_line_for_bash_works(tmp_path: Path) -> None:
-    """The line of the README, in a bash: completing `--select mo` gives `model`."""
+SHELLS = {
+    "bash": "COMP_WORDS=(ckpt stats training.pth --select mo) COMP_CWORD=4; _ckpt_completion ckpt; echo ${COMPREPLY[@]}",
+    "zsh": "echo $_comps[ckpt]; whence -w _ckpt_completion",
+    "fish": "complete -C 'ckpt stats training.pth --select mo'",
+}
+EXPECTED = {"bash": ["model"], "zsh": ["_ckpt_completion", "_ckpt_completion:", "function"], "fish": ["model"]}
+
+
+def line_of(shell: str) -> str:
+    """The line of docs/shell.md for this shell."""
+    page = (FIXTURES.parent / "docs" / "shell.md").read_text()
+    (line,) = re.findall(rf"^(.*ckpt completion {shell}.*?)  +# ~/", page, re.MULTILINE)
+    return str(line)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_line_for_a_start_up_file_works(shell: str, tmp_path: Path) -> None:
+    """In the shell itself, where it is installed: bash and fish complete `--select mo` from the file, zsh knows whom to ask."""
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
     tool = tmp_path / "ckpt"
     tool.write_text(f'#!/bin/sh\nPYTHONPATH={FIXTURES.parent} exec {sys.executable} -m ckpt_tools "$@"\n')
     tool.chmod(0o755)
-    line = 'eval "$(_CKPT_COMPLETE=bash_source ckpt)"'
-    assert line in (FIXTURES.parent / "README.md").read_text()
-    script = (
-        f"{line}; COMP_WORDS=(ckpt stats training.pth --select mo) COMP_CWORD=4; _ckpt_completion ckpt; echo ${{COMPREPLY[@]}}"
-    )
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=FIXTURES, env=environment)
-    assert done.stdout.split() == ["model"], done.stderr
+    before = "autoload -Uz compinit; compinit -D -u; " if shell == "zsh" else ""
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path)}
+    script = f"{before}{line_of(shell)}\n{SHELLS[shell]}"
+    done = subprocess.run([shell, "-c", script], capture_output=True, text=True, cwd=FIXTURES, env=environment, check=False)
+    assert done.stdout.split() == EXPECTED[shell], done.stderr
+
+
+def test_the_readme_has_the_line() -> None:
+    """As docs/shell.md has it for bash."""
+    assert line_of("bash") in (FIXTURES.parent / "README.md").read_text()

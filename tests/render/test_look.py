@@ -121,7 +121,15 @@ def test_plain_environments() -> None:
     assert "\x1b" not in done.stdout + done.stderr
 
 
-UNSHOWN = ("report", "prove", "explain", "sign", "verify", "help")  # these print no name of a tensor from a file alone
+UNSHOWN = (
+    "report",
+    "prove",
+    "explain",
+    "sign",
+    "verify",
+    "completion",
+    "help",
+)  # these print no name of a tensor from a file alone
 
 
 @pytest.mark.parametrize("terminal", [{}, {"FORCE_COLOR": "1", "COLUMNS": "80"}], ids=["pipe", "terminal"])
