@@ -41,9 +41,9 @@ def _kinds(head: bytes) -> Iterator[str]:
         yield "a zip archive"
     if is_tar(head):
         yield _TAR
-    if head.startswith(b"GGUF"):  # of 123 tensors, it has a brace where a safetensors file has its first
+    if head.startswith(b"GGUF"):
         yield _GGUF
-    elif head[8:9] == b"{" and not (head[:8].isascii() and head[:8].decode().isprintable()):
+    elif head[8:9] == b"{" and _is_safetensors(head):
         yield _SAFETENSORS
     elif head.lstrip().startswith(b"{"):
         yield "JSON"
@@ -54,6 +54,12 @@ def _kinds(head: bytes) -> Iterator[str]:
 
         if flax.sniff(head):
             yield _MSGPACK
+
+
+def _is_safetensors(head: bytes) -> bool:
+    from ckpt_tools.formats import safetensors  # few other files have a brace there
+
+    return safetensors.sniff(head)
 
 
 # --- pickles that something else begins with

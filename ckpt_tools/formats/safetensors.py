@@ -54,11 +54,18 @@ def sniff(head: bytes) -> bool:
     """Whether a file that starts with these bytes may be a safetensors file.
 
     Eight printable characters are not a length but text: a JSON error body can have its second brace there.
-    A GGUF of 123 tensors has one there, too; as a length its first bytes are gigabytes.
+    A GGUF of 123 tensors has one there, too, and a msgpack map with such a number behind its first key; as a length their
+    first bytes are gigabytes.
     """
-    if head.startswith(b"GGUF"):
+    if head[8:9] != b"{" or head.startswith(b"GGUF") or (head[:8].isascii() and head[:8].decode().isprintable()):
         return False
-    return len(head) >= 9 and head[8:9] == b"{" and not (head[:8].isascii() and head[:8].decode().isprintable())
+    return not any(head[4:8]) or not _is_msgpack(head)
+
+
+def _is_msgpack(head: bytes) -> bool:
+    from ckpt_tools.formats.frameworks import flax
+
+    return flax.sniff(head)
 
 
 # --- reading

@@ -58,6 +58,17 @@ def test_flax(tmp_path: Path) -> None:
     assert (values["step"], values["name"]) == ("1200", "tiny")
 
 
+@pytest.mark.parametrize("key", ["epochs", "epoch_"])
+def test_flax_with_a_brace_where_safetensors_has_one(key: str, tmp_path: Path) -> None:
+    """The number 123 is a brace, and behind a key of six letters it stands where a safetensors header begins."""
+    (tmp_path / "in.msgpack").write_bytes(b"\x82\xa6" + key.encode() + b"\x7b" + b"\xa4step\x07")
+    found = ckpt_tools.inspect(tmp_path / "in.msgpack")
+    assert (found.container, found.values) == ("flax", {key: 123, "step": 7})
+    header = b'{"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'.ljust(0xA181)  # a length that begins as a map of msgpack
+    (tmp_path / "in.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert ckpt_tools.inspect(tmp_path / "in.safetensors").container == "safetensors"
+
+
 def test_flax_chunks(tmp_path: Path) -> None:
     """An array that Flax cut into chunks is one again."""
     made, wanted = converted(HERE / "flax-chunks.msgpack", tmp_path), load_file(HERE / "flax.safetensors")
