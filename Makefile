@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: install
-	$(BIN)/python -m train.demo
+	$(BIN)/python -m docs.demo
 
 test: install
 	$(PYTEST) -m "not matrix"

@@ -1,6 +1,6 @@
 """The main job, on real input: train in three modes, look at each file, mend it, load it, and get the same answers.
 
-    make demo            or   python -m train.demo
+    make demo            or   python -m docs.demo
 
 Trains LeNet on scikit-learn's digits as one process, under nn.DataParallel and under DistributedDataParallel (two
 processes on gloo), each saved as its wrapper names it. Exits non-zero as soon as anything differs.
