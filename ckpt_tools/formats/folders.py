@@ -28,6 +28,11 @@ _CHECKPOINTS = (".pth", ".pt", ".bin", ".ckpt", ".safetensors", ".th", ".tar")
 _DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
 
 
+# What transformers and diffusers call the weights of a model that is in one file, beside its config.json
+_CONFIG = "config.json"
+_ONE_FILE = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A folder that is one checkpoint: its container, and the files that say what is in it."""
@@ -59,6 +64,12 @@ def folder_of_files(folder: Path) -> Path:
         FolderError, NotACheckpointError: that one is not there.
     """
     return checkpoint_folder(iteration_folder(folder))
+
+
+def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
+    """The one file of weights in the folder of a model as transformers and diffusers save it; None for any other folder."""
+    found = [name for name in names if name in _ONE_FILE]
+    return found[0] if _CONFIG in names and len(found) == 1 and layout_of(folder, sorted(names)) is None else None
 
 
 def layout_of(folder: str | os.PathLike[str], names: list[str]) -> Layout | None:

@@ -219,12 +219,22 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if is_address(path):
         from ckpt_tools.io.remote.source import open_remote
 
-        return open_remote(os.fspath(path))
+        return _in_folder(open_remote(os.fspath(path)))
     if not os.path.isdir(path):
         return Source(path)
     from ckpt_tools.formats.folders import folder_of_files
 
-    return Files(Path(path), folder_of_files(Path(path)))
+    return _in_folder(Files(Path(path), folder_of_files(Path(path))))
+
+
+def _in_folder(source: Source) -> Source:
+    """Of the files of a folder the one with the weights, where that is how the folder of a model is laid out."""
+    if not isinstance(source, Files):
+        return source
+    from ckpt_tools.formats.folders import weights_of
+
+    name = weights_of(source.folder, source.names())
+    return source if name is None else open_source(f"{source.folder}/{name}")
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from ckpt_tools.errors import ConvertError, NothingMatchedError
 from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.values.quantised.kernels import Scaled
 from tests.support.samples import FIXTURES
+from tests.support.servers import Server
 from tests.support.zips import big_endian
 
 Tensors = dict[str, torch.Tensor]
@@ -487,3 +488,18 @@ def test_the_format_under_its_other_name(tmp_path: Path) -> None:
     expect(plain(tmp_path, tensors, said | {"format": "gptq_v2"})[0], wanted)
     (tmp_path / "out.safetensors").unlink()
     refused(tmp_path, tensors, "layout 'gptq_p'", said | {"format": "gptq_p"})
+
+
+def test_the_config_of_a_folder_and_of_an_address(server: Server, tmp_path: Path) -> None:
+    """config.json is read beside the one file of a folder, and over HTTP; without it GPTQ's zero points would be another."""
+    tensors = {key: value for key, value in load_file(QUANTISED / "gptq.safetensors").items() if key.startswith("layers.6.")}
+    wanted, _ = plain(tmp_path, tensors, {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "in.safetensors").rename(folder / "model.safetensors")
+    (tmp_path / "config.json").rename(folder / "config.json")
+    for number, source in enumerate((str(folder), server.url("model/model.safetensors"))):
+        ckpt_tools.convert(source, tmp_path / f"{number}.safetensors", dequantize="fp32")
+        expect(load_file(tmp_path / f"{number}.safetensors"), wanted)
+    ckpt_tools.convert(folder, tmp_path / "out", shard_size="1GB", dequantize="fp32")
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())

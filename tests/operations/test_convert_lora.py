@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import ckpt_tools
 from ckpt_tools.errors import ConvertError, FolderError, NothingMatchedError, UsageError
 from tests.support.samples import FIXTURES
+from tests.support.servers import Server
 
 LORA = FIXTURES / "lora"
 KINDS = sorted(path.name for path in LORA.iterdir() if path.is_dir())
@@ -501,3 +503,56 @@ def test_underscores_that_could_be_two_modules(tmp_path: Path) -> None:
     save_file({"lora_unet_a_b.lora_down.weight": one, "lora_unet_a_b.lora_up.weight": two}, tmp_path / "lora.safetensors")
     with pytest.raises(ConvertError, match="several partners"):
         ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path / "lora.safetensors")
+
+
+def test_an_adapter_at_an_address(server: Server, tmp_path: Path) -> None:
+    """A file or a folder over HTTP: adapter_config.json is fetched from beside it; where it is not there, that is said."""
+    shutil.copytree(LORA / "plain", tmp_path / "adapter")
+    for number, name in enumerate(("adapter/adapter_model.safetensors", "adapter")):
+        out = tmp_path / f"{number}.safetensors"
+        report = ckpt_tools.convert(LORA / "base.safetensors", out, lora=f"{server.url(name)}=1")
+        same(load_file(out), expected("plain"), 1e-6)
+        assert report.merged[0].adapter == server.url(name)
+    said = ckpt_tools.inspect(server.url("adapter/adapter_model.safetensors")).adapter
+    assert said is not None
+    assert said["alpha"] == 4
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    with pytest.raises(ConvertError, match=r"no adapter_config\.json beside it"):
+        ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=server.url("adapter"))
+    with pytest.raises(FolderError, match="without an adapter"):
+        ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "out.safetensors", lora=server.url("elsewhere"))
+
+
+def test_a_distributed_checkpoint_into_another(tmp_path: Path) -> None:
+    """A base in many chunks, and a merged model as torch's own writer has it."""
+    ckpt_tools.convert(LORA / "base.safetensors", tmp_path / "base", format="dcp")
+    ckpt_tools.convert(tmp_path / "base", tmp_path / "merged", format="dcp", lora=LORA / "dora")
+    ckpt_tools.convert(tmp_path / "merged", tmp_path / "out.safetensors")
+    same(load_file(tmp_path / "out.safetensors"), expected("dora"), 1e-6)
+
+
+def test_a_dry_run_says_what_the_run_does(tmp_path: Path) -> None:
+    """The report is the run's own, but for the time; and nothing is written."""
+    reports = [
+        ckpt_tools.convert(
+            LORA / "base.safetensors", tmp_path / "out.safetensors", lora=[LORA / "saved", (LORA / "dora", 0.5)], dry_run=dry
+        )
+        for dry in (True, False)
+    ]
+    first, second = (replace(report, dry_run=False, seconds=0.0) for report in reports)
+    assert first == second
+
+
+def test_the_folder_of_a_model(tmp_path: Path) -> None:
+    """`model.safetensors` beside `config.json` is the folder's checkpoint, and the configuration comes along."""
+    (tmp_path / "model").mkdir()
+    shutil.copy(LORA / "base.safetensors", tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    ckpt_tools.convert(tmp_path / "model", tmp_path / "out.safetensors", lora=LORA / "plain")
+    same(load_file(tmp_path / "out.safetensors"), expected("plain"), 1e-6)
+    report = ckpt_tools.convert(tmp_path / "model", tmp_path / "out", shard_size="1GB", lora=LORA / "plain")
+    assert report.companions == ["config.json"]
+    assert not report.stayed
+    shutil.copy(LORA / "base.safetensors", tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(FolderError, match="not a checkpoint"):
+        ckpt_tools.convert(tmp_path / "model", tmp_path / "again.safetensors")

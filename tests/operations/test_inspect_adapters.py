@@ -49,8 +49,9 @@ def test_what_an_adapter_is(kind: str, expected: dict[str, object], tmp_path: Pa
 
 def test_the_page_and_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A folder is inspected as its adapter; the page says what it is, and the command that it shows merges it."""
+    shutil.copytree(LORA / "plain", tmp_path / "adapter", ignore=shutil.ignore_patterns("merged*"))
     with pytest.raises(SystemExit) as ended:
-        main(["inspect", str(LORA / "plain")])
+        main(["inspect", str(tmp_path / "adapter")])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     assert "adapter     LoRA, PEFT's names, 4 modules: q x 2, v x 2\n            rank 2, alpha 4" in shown

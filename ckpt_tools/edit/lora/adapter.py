@@ -13,8 +13,8 @@ from typing import Any
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_config
 from ckpt_tools.edit.lora.names import Part, Role, is_factor, read_name
-from ckpt_tools.errors import ConvertError, FolderError
-from ckpt_tools.formats.open import Checkpoint, find_state_dicts, open_checkpoint, tensors_by_name
+from ckpt_tools.errors import ConvertError, FolderError, RemoteMissingError
+from ckpt_tools.formats.open import Checkpoint, find_state_dicts, open_checkpoint, open_source, tensors_by_name
 from ckpt_tools.io.content import read
 from ckpt_tools.io.output import is_address
 from ckpt_tools.io.parsers import load_json
@@ -95,12 +95,28 @@ def file_of(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     Raises:
         FolderError: there is none in the folder.
     """
-    if is_address(path) or not os.path.isdir(path):
+    if is_address(path):
+        return path if Path(path).suffix else _remote_file(os.fspath(path).rstrip("/"))
+    if not os.path.isdir(path):
         return path
     for name in FILES:
         if os.path.isfile(found := Path(path) / name):
             return found
-    raise FolderError(f"{path} is a folder without an adapter.", why=f"None of {', '.join(FILES)} is in it.")
+    raise _no_adapter(path)
+
+
+def _remote_file(folder: str) -> str:
+    for name in FILES:
+        try:
+            open_source(f"{folder}/{name}").close()
+        except RemoteMissingError:
+            continue
+        return f"{folder}/{name}"
+    raise _no_adapter(folder)
+
+
+def _no_adapter(path: str | os.PathLike[str]) -> FolderError:
+    return FolderError(f"{path} is a folder without an adapter.", why=f"None of {', '.join(FILES)} is in it.")
 
 
 def read_adapter(checkpoint: Checkpoint) -> Adapter:
@@ -174,7 +190,7 @@ def _check_plain(name: str, path: str) -> None:
 def _configs(checkpoint: Checkpoint, modules: list[str]) -> dict[str, Config]:
     """The configurations by component: PEFT's beside the file for all, or those in the header."""
     path = checkpoint.path
-    said = None if checkpoint.packed is not None or is_address(str(path)) else read_config(path.parent)
+    said = read_config(path) if checkpoint.packed is None else None
     if said is not None:
         return {"": check_kind(said, str(path), modules)}
     header = checkpoint.decoded.metadata.get(_HEADER)

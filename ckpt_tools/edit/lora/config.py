@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError
-from ckpt_tools.io.output import Source
+from ckpt_tools.errors import ConvertError, MissingFileError, NotACheckpointError, RemoteMissingError
+from ckpt_tools.formats.open import open_source
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.remote.address import Address
 
 CONFIG = "adapter_config.json"
 # Initialisations that take something out of the base, which the file of the base does not tell
@@ -69,16 +70,16 @@ class Config:
         return any(f".{module}." in f".{name}" for module in self.modules_to_save)
 
 
-def read_config(folder: Path | str) -> dict[str, Any] | None:
-    """The adapter_config.json in a folder; None where there is none.
+def read_config(beside: Path) -> dict[str, Any] | None:
+    """The adapter_config.json beside a file, which may be an address; None where there is none.
 
     Raises:
-        NotACheckpointError: it cannot be read, or is no JSON object.
+        NotACheckpointError, RemoteError: it cannot be read, or is no JSON object.
     """
-    path = f"{folder}/{CONFIG}" if isinstance(folder, str) else folder / CONFIG
+    path = beside.beside(CONFIG) if isinstance(beside, Address) else beside.parent / CONFIG
     try:
-        source = Source(path)
-    except MissingFileError:
+        source = open_source(path)
+    except (MissingFileError, RemoteMissingError):
         return None
     try:
         said = load_json(source.read(0, source.size))

@@ -11,7 +11,6 @@ from ckpt_tools.edit.lora.config import CONFIG, Config, check_kind, parse, read_
 from ckpt_tools.edit.lora.names import PEFT_PREFIX, Part, Role, is_factor, read_name
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.open import Checkpoint, tensors_by_name
-from ckpt_tools.io.output import is_address
 from ckpt_tools.tree.nodes import Entry
 
 _NUMBERED = re.compile(r".*_\d+_(?=.)")  # of a name with underscores for dots: what comes before the last words
@@ -62,10 +61,10 @@ def _pair(roles: dict[Role, Entry]) -> tuple[Entry, Entry] | None:
 def _said(checkpoint: Checkpoint, parts: list[Part]) -> tuple[str, Config, str | None]:
     """The kind of adapter, what its configuration says, and why it cannot be merged, if that is so."""
     path = checkpoint.path
-    if checkpoint.packed is not None or is_address(str(path)):
+    if checkpoint.packed is not None:
         return "LoRA", Config(), None
     try:
-        said = read_config(path.parent)
+        said = read_config(path)
     except CkptError as error:
         return "LoRA", Config(), error.what
     if said is None:

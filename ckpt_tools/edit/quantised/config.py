@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import ConvertError, NotACheckpointError
-from ckpt_tools.formats.open import Checkpoint
-from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.errors import ConvertError, NotACheckpointError, RemoteMissingError
+from ckpt_tools.formats.open import Checkpoint, open_source
+from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.remote.address import Address
 from ckpt_tools.io.sources import Files
 
 CONFIG = "config.json"
@@ -96,12 +97,22 @@ def _read(source: Source) -> Any:
 def _beside(checkpoint: Checkpoint) -> Source | None:
     """config.json in the checkpoint's folder, or beside its file."""
     source = checkpoint.decoded.source if checkpoint.packed is None else checkpoint.packed.folder
+    if isinstance(checkpoint.path, Address):
+        return _fetched(checkpoint.path.beside(CONFIG))
     if isinstance(source, Files):
         return source.open(CONFIG) if CONFIG in source.names() else None
-    if checkpoint.packed is not None or is_address(checkpoint.path):
+    if checkpoint.packed is not None:
         return None
     path = checkpoint.path.parent / CONFIG
     return Source(path) if path.is_file() else None
+
+
+def _fetched(url: str) -> Source | None:
+    """Something remote, where it is there."""
+    try:
+        return open_source(url)
+    except RemoteMissingError:
+        return None
 
 
 def config_of(content: Any) -> Config:

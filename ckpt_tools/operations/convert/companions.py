@@ -67,13 +67,18 @@ class Companions:
         self.stayed.append((name, why))
 
 
-def find(checkpoint: Checkpoint, target: str | os.PathLike[str], *, only_weights: bool) -> Companions:
+def find(
+    checkpoint: Checkpoint, named: str | os.PathLike[str], target: str | os.PathLike[str], *, only_weights: bool
+) -> Companions:
     """The files beside the weights of a checkpoint that is a folder; none where the output is that very folder.
+
+    Args:
+        checkpoint: what was opened. named: what it was opened by. target, only_weights: of the output.
 
     Raises:
         NotACheckpointError: one that should come along cannot be read.
     """
-    found, files = Companions(), _folder_of(checkpoint)
+    found, files = Companions(), _folder_of(checkpoint, named)
     if files is None or _same_folder(files, target):
         return found
     told = {f"{name}.pt" for name in checkpoint.decoded.beside} | {"config.json"}  # read, and no part of the tree
@@ -89,11 +94,15 @@ def find(checkpoint: Checkpoint, target: str | os.PathLike[str], *, only_weights
     return found
 
 
-def _folder_of(checkpoint: Checkpoint) -> Files | None:
-    """The folder that a checkpoint is, or that it is in within an archive."""
+def _folder_of(checkpoint: Checkpoint, named: str | os.PathLike[str]) -> Files | None:
+    """The folder that a checkpoint is, that its one file was found in, or that it is in within an archive."""
     if checkpoint.packed is not None:
         return checkpoint.packed.folder
     source = checkpoint.decoded.source
+    if not isinstance(source, Files) and not is_address(named) and os.path.isdir(named):
+        folder = Files(Path(named), Path(named))
+        folder.adopt(source)
+        return folder
     return source if isinstance(source, Files) else None
 
 

@@ -72,7 +72,7 @@ class FolderTarget:
 
     def companions(self, checkpoint: Checkpoint, report: Converted) -> Companions:
         """The files beside the weights that come along, told in the report."""
-        found = companions.find(checkpoint, self.path, only_weights=self.options.only_weights)
+        found = companions.find(checkpoint, report.source, self.path, only_weights=self.options.only_weights)
         if report.dequantised:
             _say_plain(found, report)
         report.companions, report.stayed = list(found.names), list(found.stayed)
