@@ -106,8 +106,8 @@ class _Group(click.Group):
             raise
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            if _is_there(args[0]):
+        if args and (args[0] == "-" or not args[0].startswith("-")) and args[0] not in COMMANDS:
+            if args[0] == "-" or _is_there(args[0]):
                 args = ["inspect", *args]
             elif not ctx.resilient_parsing:
                 ctx.fail(f"No command and no file is called {args[0]!r}. {did_you_mean(args[0], COMMANDS)}".rstrip())

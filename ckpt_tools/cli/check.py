@@ -22,6 +22,8 @@ from ckpt_tools.cli.options import (
     show_progress,
 )
 from ckpt_tools.cli.shell.settings import from_settings
+from ckpt_tools.cli.streams.stdin import PIPED, with_pipes_read
+from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ _JOBS = 4
 
 
 @click.command(short_help="Read every byte once: is it whole, and does it load?")
-@click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="PATH...")
+@click.argument("paths", nargs=-1, required=True, type=PIPED, metavar="PATH...")
 @click.option("--values", is_flag=True, help="Count NaN and infinite values; find zeros, garbage, heads never trained.")
 @click.option("--digest", is_flag=True, help="Take a SHA-256 of every tensor, the same in .pth and .safetensors.")
 @click.option("--output", "-o", cls=Once, type=LOCATION, metavar="FILE", help="Write the digests to FILE.")
@@ -62,6 +64,7 @@ def check(
     \b
     ckpt check model.pth
     ckpt check --values --json runs/ | jq -r 'select(.verdict and .verdict != "healthy") | .path'
+    aws s3 cp s3://bucket/model.pth - | ckpt check -
     ckpt check --digest -o model.digest model.pth
     ckpt check --against model.digest model.safetensors
     ckpt check --format junit runs/ > checkpoints.xml
@@ -71,7 +74,8 @@ def check(
     """
     from ckpt_tools.operations.check.run import Wanted, load_digests
 
-    form = "json" if as_json else form
+    form, paths = "json" if as_json else form, with_pipes_read(paths)
+    jobs = 1 if any(isinstance(path, Handed) for path in paths) else jobs  # a pipe is read here
     if latest_good:
         from ckpt_tools.cli.checks.latest import refuse_beside, show_latest_good
 
@@ -152,7 +156,8 @@ def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
     from ckpt_tools.tree.output_names import check_document_name
 
     check_document_name(output, "digests", ".digest")
-    if len(paths) == 1 and not is_address(paths[0]) and paths[0].is_dir() and find_layout(paths[0]) is not None:
+    local = [path for path in paths if not isinstance(path, Handed) and not is_address(path)]
+    if len(paths) == len(local) == 1 and paths[0].is_dir() and find_layout(paths[0]) is not None:
         return Expanded(list(paths), {})
     expanded = expand(paths)
     if len(expanded.checkpoints) != 1:

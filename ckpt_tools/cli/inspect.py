@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli.completion import complete_names
-from ckpt_tools.cli.options import LOCATION, expand, print_failure, print_others
+from ckpt_tools.cli.options import expand, print_failure, print_others
+from ckpt_tools.cli.streams.stdin import PIPED, with_pipes_read
 from ckpt_tools.errors import CkptError
+from ckpt_tools.io.member_paths import Handed
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.inspect import Description
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="PATH...")
+@click.argument("paths", nargs=-1, required=True, type=PIPED, metavar="PATH...")
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor, value and object; nothing folded or cut.")
 @click.option("--tree/--flat", "tree", default=None, help="Show the tensors as a tree, or one a line.")
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up below the first N parts of the names.")
@@ -35,27 +37,31 @@ if TYPE_CHECKING:
 @click.option(
     "--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4, from 200 files on."
 )
+@click.option("--no-pager", is_flag=True, help="Print what is longer than the screen as it is, not through $PAGER.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document a line; see docs/json.md.")
 def inspect(
     paths: tuple[Path, ...], show_all: bool, tree: bool | None, depth: int | None, pattern: str | None, sort: str,
-    jobs: int | None, as_json: bool,
+    jobs: int | None, no_pager: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Show what checkpoints hold. Of a folder with several checkpoints, a line each (with --all, a page each).
 
     \b
     ckpt inspect model.pth
     ckpt inspect --filter '*.weight' --sort size model.pth
+    cat model.pth | ckpt inspect -
     ckpt inspect --json runs/ | jq 'select(.totals) | .totals.parameters'
 
     Exit code: 0 all shown, 3 when one cannot be read (the others are shown).
     """
+    paths = with_pipes_read(paths)
     expanded = expand(paths)
     asked_for_tensors = show_all or tree is not None or depth or pattern is not None or sort != "file"
     separate = not set(expanded.checkpoints).issuperset(paths)  # a folder that is one checkpoint, or a file, stands for itself
     if as_json or asked_for_tensors or not separate or len(expanded.checkpoints) == len(paths):
-        code = _pages(expanded.checkpoints, jobs, (show_all, bool(tree), tree is False, depth, pattern, sort), as_json=as_json)
+        view = (show_all, bool(tree), tree is False, depth, pattern, sort)
+        code = _pages(expanded.checkpoints, jobs, view, as_json=as_json, paged=not no_pager)
     else:
-        code = _overview(paths, expanded.checkpoints, jobs)
+        code = _overview(paths, expanded.checkpoints, jobs, paged=not no_pager)
     print_others(expanded.others, as_json=as_json)
     sys.exit(code)
 
@@ -63,8 +69,8 @@ def inspect(
 _MANY = 200  # files from which on several processes are faster than one
 
 
-def _pages(files: list[Path], jobs: int | None, options: tuple[Any, ...], *, as_json: bool) -> int:
-    """A page or a JSON line for each file; the exit code."""
+def _pages(files: list[Path], jobs: int | None, view: tuple[Any, ...], *, as_json: bool, paged: bool) -> int:
+    """A page or a JSON line for each file, a single page through the pager; the exit code."""
     code = 0
     described = _each(_json_line if as_json else _described, files, jobs)
     for number, (path, result) in enumerate(zip(files, described, strict=True)):
@@ -74,17 +80,17 @@ def _pages(files: list[Path], jobs: int | None, options: tuple[Any, ...], *, as_
         elif as_json:
             click.echo(result)
         else:
-            _show(result, number, options)
+            _show(result, number, view, paged=paged and len(files) == 1)
     return code
 
 
-def _overview(paths: tuple[Path, ...], files: list[Path], jobs: int | None) -> int:
+def _overview(paths: tuple[Path, ...], files: list[Path], jobs: int | None, *, paged: bool) -> int:
     """One table of all that folders hold, and why some cannot be read; the exit code."""
+    from ckpt_tools.cli.streams.pager import show_paged
     from ckpt_tools.render.inspected.overview import print_overview
-    from ckpt_tools.render.text import show
 
     rows = list(_each(_row, files, jobs))
-    show(partial(print_overview, files, rows, paths[0] if len(paths) == 1 else None))
+    show_paged(partial(print_overview, files, rows, paths[0] if len(paths) == 1 else None), allowed=paged)
     code = 0
     for path, row in zip(files, rows, strict=True):
         if isinstance(row, CkptError):
@@ -96,7 +102,7 @@ def _overview(paths: tuple[Path, ...], files: list[Path], jobs: int | None) -> i
 def _each(work: Callable[[Path], Any], files: list[Path], jobs: int | None) -> Iterable[Any]:
     """What is to be said about each file, in order; of many files by several processes."""
     jobs = min(jobs or (min(4, os.cpu_count() or 1) if len(files) >= _MANY else 1), len(files))
-    if jobs <= 1:
+    if jobs <= 1 or any(isinstance(path, Handed) for path in files):  # a pipe is read here
         return map(work, files)
     from ckpt_tools.io.processes import in_processes
 
@@ -132,10 +138,10 @@ def _json_line(path: Path) -> str | CkptError:
     return result if isinstance(result, CkptError) else line(result.to_json())
 
 
-def _show(description: Description, number: int, options: tuple[Any, ...]) -> None:
+def _show(description: Description, number: int, view: tuple[Any, ...], *, paged: bool) -> None:
+    from ckpt_tools.cli.streams.pager import show_paged
     from ckpt_tools.render.description import View, print_description
-    from ckpt_tools.render.text import show
 
     if number:
         click.echo()
-    show(partial(print_description, description, View(*options)))
+    show_paged(partial(print_description, description, View(*view)), allowed=paged)

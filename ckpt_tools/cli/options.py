@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ckpt_tools.errors import CkptError, NotACheckpointError
+from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
 from ckpt_tools.tree.options import Option, Options
@@ -39,7 +40,7 @@ def expand(paths: tuple[Path, ...]) -> Expanded:
     """Folders as the checkpoints in them and the other files; files and addresses as they are."""
     expanded = Expanded([], {})
     for path in paths:
-        if is_address(path) or not path.is_dir():
+        if isinstance(path, Handed) or is_address(path) or not path.is_dir():
             expanded.checkpoints.append(path)
             continue
         from ckpt_tools.operations.in_folders import find_checkpoints

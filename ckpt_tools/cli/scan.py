@@ -10,11 +10,12 @@ from pathlib import Path
 import click
 
 from ckpt_tools.cli.checks.forms import AT_ONCE, WHOLE, form_options, print_at_once, print_whole
-from ckpt_tools.cli.options import LOCATION
+from ckpt_tools.cli.streams.stdin import PIPED, with_pipes_read
+from ckpt_tools.io.member_paths import Handed
 
 
 @click.command(short_help="Show for every file below PATH whether it is safe to load.")
-@click.argument("paths", nargs=-1, required=True, type=LOCATION, metavar="PATH...")
+@click.argument("paths", nargs=-1, required=True, type=PIPED, metavar="PATH...")
 @click.option("--all", "show_all", is_flag=True, help="List files that hold nothing to run, too.")
 @form_options
 @click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes; by default up to 4.")
@@ -23,6 +24,7 @@ def scan(paths: tuple[Path, ...], show_all: bool, form: str, as_json: bool, jobs
 
     \b
     ckpt scan downloads/
+    curl -L https://example.org/model.pth | ckpt scan -
     ckpt scan --json downloads/ | jq -r 'select(.verdict == "dangerous") | .path'
     ckpt scan --format sarif models/ > scan.sarif
     ckpt scan --format github models/
@@ -34,7 +36,8 @@ def scan(paths: tuple[Path, ...], show_all: bool, form: str, as_json: bool, jobs
     from ckpt_tools.operations.scan import files_of, scan_files
     from ckpt_tools.render.logs.rows import of_scanned
 
-    files = list(files_of(paths))
+    files = list(files_of(with_pipes_read(paths)))
+    jobs = 1 if any(isinstance(path, Handed) for path in files) else jobs  # a pipe is read here
     form = "json" if as_json else form
     reports = []
     for report in scan_files(files, jobs=jobs or min(4, os.cpu_count() or 1)):

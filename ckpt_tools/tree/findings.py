@@ -62,6 +62,8 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     Args:
         suffix: the extension of the output where it is not the input's; never one of a format that is not written here.
     """
+    if path.startswith("<"):  # an open file, standard input: whatever it is called where it is saved
+        path = "FILE.pth"
     stem, own = (path.rstrip("/"), ".pth") if os.path.isdir(path) else _parts_of(path)
     stem = stem.rpartition("/")[2] if "://" in path else stem  # the output of what has an address is written here
     own = ".pth" if own.lower() in _NOT_WRITTEN or not writes(own) else own

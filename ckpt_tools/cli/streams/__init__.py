@@ -1,0 +1,1 @@
+"""Where commands read from and print to beside files: standard input, a pager."""

@@ -1,0 +1,144 @@
+"""Standard input as a checkpoint, and a pager for what is longer than the screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ckpt_tools.cli import main
+from ckpt_tools.cli.streams.stdin import PIPED
+from tests.support.samples import FIXTURES
+
+DDP = FIXTURES / "ddp.pth"
+
+
+def ckpt(*arguments: object, data: bytes = b"") -> Result:
+    """The command line in this process, with something on standard input."""
+    return CliRunner().invoke(main, list(map(str, arguments)), input=data)
+
+
+def test_standard_input_is_inspected_as_a_file() -> None:
+    """`ckpt inspect -` shows the page of the file, and commands that say FILE for what has no name; `ckpt -` does the same."""
+    shown = ckpt("inspect", "-", data=DDP.read_bytes())
+    assert shown.exit_code == 0
+    page = ckpt("inspect", DDP).output.replace(str(DDP.with_suffix("")), "FILE").replace("FILE.pth\n", "<stdin>\n", 1)
+    assert shown.output == page
+    assert "ckpt convert FILE.pth FILE.fixed.pth --strip-module" in shown.output
+    assert ckpt("-", data=DDP.read_bytes()).output == shown.output
+
+
+def test_standard_input_beside_files() -> None:
+    """It is one of several inputs, in its place, of `--json` too, however many processes were asked for."""
+    result = ckpt("inspect", "--json", "-j", 2, FIXTURES / "single.pth", "-", data=DDP.read_bytes())
+    documents = list(map(json.loads, result.stdout.splitlines()))
+    assert [document["path"] for document in documents] == [str(FIXTURES / "single.pth"), "<stdin>"]
+    assert documents[1]["tensors"] == json.loads(ckpt("inspect", "--json", DDP).stdout)["tensors"]
+
+
+def test_standard_input_is_checked_and_scanned() -> None:
+    """`ckpt check -` reads every byte of it, `ckpt scan -` says what it would run."""
+    checked = json.loads(ckpt("check", "--json", "-", data=DDP.read_bytes()).stdout)
+    assert (checked["path"], checked["records"]) == ("<stdin>", 17)
+    evil = b"\x80\x02cposix\nsystem\nX\x02\x00\x00\x00id\x85R."
+    result = ckpt("scan", "-", data=evil)
+    assert result.exit_code == 1
+    assert result.output.startswith("<stdin>: dangerous")
+
+
+def test_digests_of_standard_input(tmp_path: Path) -> None:
+    """`ckpt check --digest -o FILE -` writes what it writes for the file."""
+    assert ckpt("check", "--digest", "-o", tmp_path / "a.digest", "-", data=DDP.read_bytes()).exit_code == 1
+    ckpt("check", "--digest", "-o", tmp_path / "b.digest", DDP)
+    tensors = [[line for line in path.read_text().splitlines() if line[:1] != "#"] for path in sorted(tmp_path.iterdir())]
+    assert len(tensors[0]) == 11
+    assert tensors[0] == tensors[1]
+
+
+@pytest.mark.parametrize("command", ["inspect", "check", "scan"])
+def test_what_is_cut_off_is_refused(command: str) -> None:
+    """A download that broke off in the pipe is told as a cut file is; nothing at all as an empty file."""
+    for data in (DDP.read_bytes()[:3000], b""):
+        result = ckpt(command, "-", data=data)
+        assert "<stdin>" in result.output
+        assert "Traceback" not in result.output
+        assert result.exit_code == (3 if command != "scan" else 0 if not data else 1)
+
+
+def test_standard_input_can_be_read_once() -> None:
+    """Two of it are refused before anything is read."""
+    result = ckpt("inspect", "-", "-", data=DDP.read_bytes())
+    assert result.exit_code == 2
+    assert "Standard input is given twice" in result.output
+
+
+def test_a_file_called_minus_has_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`./-` is a file."""
+    (tmp_path / "-").write_bytes(DDP.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert PIPED.convert("./-", None, None) == Path("-")
+    assert ckpt("inspect", "./-").exit_code == 0
+
+
+def test_pipes_of_the_shell() -> None:
+    """`<(...)` and `/dev/stdin` are read where they are pipes, and a redirected file where it lies."""
+    run = [sys.executable, "-m", "ckpt_tools", "inspect"]
+    read, write = os.pipe()
+    os.write(write, DDP.read_bytes())
+    os.close(write)
+    done = subprocess.run([*run, f"/dev/fd/{read}"], capture_output=True, text=True, pass_fds=[read])
+    os.close(read)
+    assert done.stdout.startswith(f"</dev/fd/{read}>\ncontainer     torch-zip")
+    with DDP.open("rb") as file:
+        done = subprocess.run([*run, "-"], capture_output=True, text=True, stdin=file)
+    assert "wrapped in module." in done.stdout
+
+
+def on_terminal(*arguments: object, rows: int = 5, **environment: str) -> str:
+    """What a command prints on a terminal with so many lines."""
+    ours, theirs = pty.openpty()
+    settings = {**os.environ, "TERM": "dumb", "LINES": str(rows), "COLUMNS": "100", **environment}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt_tools", *map(str, arguments)], stdout=theirs, stderr=theirs, stdin=theirs, env=settings
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            block = os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not block:
+            break
+        shown += block
+    os.close(ours)
+    assert process.wait() == 0
+    return shown.decode()
+
+
+def test_a_long_page_goes_through_the_pager(tmp_path: Path) -> None:
+    """On a terminal with fewer lines $PAGER gets the page; not where it fits, is not wanted, or cannot be started."""
+    kept = tmp_path / "kept.txt"
+    pager = f"{sys.executable} -c \"import sys; open({str(kept)!r}, 'w').write(sys.stdin.read())\""
+    assert "container" not in on_terminal("inspect", DDP, PAGER=pager)
+    assert "features.0.{weight, bias}" in kept.read_text()
+    kept.unlink()
+    for options, rows, environment in (
+        ([], 100, {"PAGER": pager}), (["--no-pager"], 5, {"PAGER": pager}), ([], 5, {"PAGER": pager, "NO_PAGER": "1"}),
+        ([], 5, {"PAGER": "cat"}), ([], 5, {"PAGER": ""}), ([], 5, {"PAGER": str(tmp_path / "none")}),
+    ):  # fmt: skip
+        assert "features.0.{weight, bias}" in on_terminal("inspect", *options, DDP, rows=rows, **environment)
+    assert not kept.exists()
+
+
+def test_a_pipe_has_no_pager(tmp_path: Path) -> None:
+    """Where standard output is no terminal PAGER is not looked at, colours asked for or not."""
+    environment = {**os.environ, "PAGER": str(tmp_path / "none"), "LINES": "3", "FORCE_COLOR": "1"}
+    run = [sys.executable, "-m", "ckpt_tools", "inspect", str(DDP)]
+    assert "num_batches_tracked" in subprocess.run(run, capture_output=True, text=True, env=environment, check=True).stdout
