@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +17,10 @@ from ckpt_tools.cli.options import (
     quiet_option,
 )
 from ckpt_tools.operations.options import MatchOptions
+from ckpt_tools.text import printable
+
+if TYPE_CHECKING:
+    from ckpt_tools.matching.left_over.questions import Question
 
 
 @click.command(short_help="Show which tensor of IN is which tensor of TARGET.")
@@ -29,10 +34,11 @@ from ckpt_tools.operations.options import MatchOptions
     },
     output={"type": LOCATION},
 )
+@click.option("--ask", is_flag=True, help="Ask about what is ambiguous, on a terminal; prints the answers as --pair.")
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor; nothing folded or cut.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def match(source: Path, show_all: bool, quiet: bool, as_json: bool, **options: Any) -> None:
+def match(source: Path, ask: bool, show_all: bool, quiet: bool, as_json: bool, **options: Any) -> None:
     """Show which tensor of IN is which tensor of TARGET, and why; what is left over, and what is ambiguous.
 
     \b
@@ -41,14 +47,15 @@ def match(source: Path, show_all: bool, quiet: bool, as_json: bool, **options: A
     ckpt match theirs.pth --like ours:Net --from theirs:Net --input 1x3x64x64
     ckpt match theirs.pth --like ours.pth --match structure -o plan.toml && ckpt convert theirs.pth out.pth --plan plan.toml
 
-    Names come first: exact, without wrappers, by --rename, by a common prefix or suffix. Nothing is chosen among equals.
+    --pair comes first, then names: exact, without wrappers, by --rename, by a common prefix or suffix. Nothing is guessed.
     With --from both models run once, without numbers where they can, and which layer feeds which is evidence too.
+    What is left over is listed with the options that go further and the questions that --pair answers.
 
     Exit code: 0 every tensor has its partner, 1 something is left over, 2 usage, 3 refused.
     """
     from ckpt_tools.operations.match import match as match_checkpoint
 
-    report = match_checkpoint(source, **given(options))
+    report = match_checkpoint(source, **_asked(source, options) if ask else given(options))
     if as_json:
         from ckpt_tools.render.json import print_document
 
@@ -59,3 +66,37 @@ def match(source: Path, show_all: bool, quiet: bool, as_json: bool, **options: A
 
         show(partial(print_matched, report, show_all=show_all, plan=options["output"]))
     sys.exit(0 if report.matching.complete_with_offers else 1)
+
+
+def _asked(source: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with the user's answers to one question after another: each may settle others."""
+    from ckpt_tools.operations.match import match as match_checkpoint
+
+    if not _on_terminal():
+        raise click.UsageError("--ask is for a terminal; elsewhere answer with --pair OLD=NEW.")
+    pairs, passed = [*options["pair"]], set[str]()
+    while True:
+        options = {**options, "pair": tuple(pairs)}
+        report = match_checkpoint(source, **{**given(options), "output": None, "overwrite": False})
+        question = next((each for each in report.advice.questions if each.new not in passed), None)
+        if question is None:
+            for pair in pairs:
+                click.echo(f"--pair {shlex.quote(pair)}", err=True)
+            return given(options)
+        answer = _answer(question)
+        passed.add(question.new)
+        pairs += [question.answer(answer)] if answer else []
+
+
+def _on_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _answer(question: Question) -> str:
+    """One of the candidates, or the empty text."""
+    click.echo(f"Which is {printable(question.new)} ({question.tensors} tensors)?", err=True)
+    for number, candidate in enumerate(question.candidates, 1):
+        click.echo(f"  {number}  {printable(candidate)}", err=True)
+    most = len(question.candidates)
+    number = click.prompt(f"1 to {most}, or 0 for none", type=click.IntRange(0, most), default=0, show_default=False, err=True)
+    return question.candidates[number - 1] if number else ""

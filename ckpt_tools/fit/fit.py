@@ -25,6 +25,7 @@ from ckpt_tools.fit.initialisers import (
 from ckpt_tools.fit.plans import Plan
 from ckpt_tools.formats.open import is_tensor, tensors_by_name
 from ckpt_tools.io.content import Content
+from ckpt_tools.matching.left_over.extras import Extra, extras
 from ckpt_tools.text import listed, shape_text
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import module_paths
@@ -152,8 +153,17 @@ class _Fitting:
             [row for row in plan.mismatched if choices.on_mismatch == "error" and self.adapted(row[0], row[1], row[3]) is None],
             [f"{new} ({why}: {', '.join(candidates[:3])})" for new, candidates, why in plan.ambiguous],
         )
+        problems.extras = self.extras(plan, problems.unexpected)
         if problems:
             raise problems.error(self.wanted.label, in_code=choices.in_code)
+
+    def extras(self, plan: Plan, unexpected: Sequence[str]) -> list[Extra]:
+        """What the target has nothing like, where it is known what that wants."""
+        if not unexpected or not self.wanted.names:
+            return []
+        shapes = {name: node.shape if type(node) is Entry else () for name, node in self.source.items()}
+        open_ = [*plan.missing, *(new for new, _, _ in plan.ambiguous)]
+        return extras(unexpected, shapes, {name: self.wanted.blank_of(name).shape for name in open_})
 
     def describe(self, plan: Plan) -> None:
         """Steps of the plan that change more than a name."""
@@ -285,12 +295,16 @@ class _NewStorages:
 # --- what is left over
 
 
-@dataclass(frozen=True, slots=True)
+_MOST_GLOBS = 6  # in one message
+
+
+@dataclass(slots=True)
 class _Problems:
     missing: list[str]
     unexpected: list[str]
     mismatched: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]]
     ambiguous: list[str]
+    extras: list[Extra] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched or self.ambiguous)
@@ -300,8 +314,10 @@ class _Problems:
         if found := self._prefixed(label, in_code=in_code):
             return found
         shapes = [f"{new} ({shape_text(before)}, wanted {shape_text(after)})" for _, new, before, after in self.mismatched]
+        unknown = self.others
         groups = {"missing": self.missing, "unexpected": self.unexpected, "mismatched": shapes, "ambiguous": self.ambiguous}
-        why = " ".join(f"{len(rows)} {word}: {listed(rows, 6)}." for word, rows in groups.items() if rows)
+        said = [f"{len(rows)} {word}: {listed(rows, 6)}." for word, rows in groups.items() if rows]
+        why = " ".join([*said, *(f"{extra.text}." for extra in self.extras[:_MOST_GLOBS])])
         advice = []
         if self.missing:
             advice.append(_advice(in_code, "initialise missing ones with `reinit=SCHEME`", "reinit=... or allow_missing=[...]"))
@@ -310,13 +326,22 @@ class _Problems:
             text = f"`on_mismatch={choices}`; `adapt` for a first convolution or position embeddings"
             advice.append(_advice(in_code, text, f"on_mismatch={choices}; adapt=True"))
         if self.unexpected:
-            text = f"leave unexpected ones out with `drop={_glob(self.unexpected)!r}`"
-            advice.append(_advice(in_code, text, "allow_unexpected=[...]"))
-        if self.ambiguous or (self.missing and self.unexpected):
-            advice.append(_advice(in_code, "or name the partners with `rename` or `plan`; `match='structure'` looks further",
-                                  'rename=[...], or match="structure"'))  # fmt: skip
+            globs = [extra.glob for extra in self.extras[:_MOST_GLOBS]] or [_glob(unknown)]
+            dropped = " ".join(f"`drop={glob!r}`" for glob in globs)
+            what = "what is not in the target" if self.extras else "unexpected ones"
+            text = f"leave {what} out with {dropped}"
+            advice.append(_advice(in_code, text, f"allow_unexpected={globs!r}" if self.extras else "allow_unexpected=[...]"))
+        if self.ambiguous or (self.missing and unknown):
+            text = "or name the partners with `pair='OLD=NEW'` or `plan`; `match='structure'` looks further"
+            advice.append(_advice(in_code, text, 'rename=[...], or match="structure"'))
         text = "; ".join(advice)
         return MatchError(f"{label}.", why=why, fix=f"{text[:1].upper() if not in_code else text[:1]}{text[1:]}.")
+
+    @property
+    def others(self) -> list[str]:
+        """What is unexpected, and may yet be something of the target."""
+        spare = {name for extra in self.extras for name in extra.names}
+        return [name for name in self.unexpected if name not in spare]
 
     def _prefixed(self, label: str, *, in_code: bool) -> MatchError | None:
         """The error where names of one side are those of the other behind a plain prefix: that is what to mend first."""

@@ -48,6 +48,10 @@ class TargetOptions(Options):
         metavar="[NAME=]SHAPE[:N]",
     )  # fmt: skip
     allow_reshape: bool = flag("Take partners whose shapes differ by sizes of 1.")
+    pair: str | Sequence[str | tuple[str, str]] = texts(
+        "OLD of IN is NEW of TARGET: tensors or modules, by name, glob (*) or numbers ({i} on both sides). Comes first.",
+        read=arguments.read_rules, metavar="OLD=NEW", in_code="`OLD=NEW` texts, pairs, or a mapping.",
+    )  # fmt: skip
 
     def check(self) -> None:
         """Raise UsageError for options about the model of IN where none is named, or where nothing would ask it."""
@@ -106,9 +110,9 @@ class FitOptions(TargetOptions):
         alone = about if self.plan is None else [name for name in about if name in ("like_args", "like_select")]
         if alone and self.like is None:
             raise UsageError(f"`{alone[0]}` is about a target; `like=TARGET` is missing.")
-        if self.plan is not None and (self.match or self.allow_reshape or self.from_ is not None):
-            option = "match" if self.match else "allow_reshape" if self.allow_reshape else "from_"
-            raise UsageError(f"`{option}` does not go with `plan`, which names the partners.")
+        partners = [name for name in ("match", "allow_reshape", "from_", "pair") if name in self.given()]
+        if self.plan is not None and partners:
+            raise UsageError(f"`{partners[0]}` does not go with `plan`, which names the partners.")
 
     @property
     def targeted(self) -> bool:

@@ -86,7 +86,7 @@ class Retargeting:
 
     def __init__(self, options: FitOptions) -> None:
         self.like, self.like_args, self.like_select = options.like, options.like_args, options.like_select
-        self.plan, self.allow_reshape = options.plan, options.allow_reshape
+        self.plan, self.allow_reshape, self.pairs = options.plan, options.allow_reshape, list(options.pair)
         self.values, self.reverse = cast("Mapping[str, int]", options.plan_value or {}), options.reverse
         self.stages: Stages = options.stages or "exact+wrappers"
         self.model, self.model_args, self.inputs = options.from_, options.from_args, options.input
@@ -127,7 +127,8 @@ class Retargeting:
         if self.model is not None:
             graphs = compare_graphs(params, self.model, self.model_args, target, list(self.inputs)).graphs
         matching = match(
-            params, target.params, stages=self.stages, allow_reshape=reshape, framework=framework, graphs=graphs
+            params, target.params, stages=self.stages, allow_reshape=reshape, framework=framework, graphs=graphs,
+            pairs=self.pairs,
         )  # fmt: skip
         return Expanded(plan_of(replace(matching, offers=())), {}, {})  # fused and split tensors: only a plan does those
 

@@ -44,6 +44,7 @@ def match(
     allow_reshape: bool = False,
     framework: Framework | None = None,
     graphs: tuple[Graph, Graph] | None = None,
+    pairs: Sequence[str | tuple[str, str]] = (),
 ) -> Matching:
     """Find the partner of every tensor.
 
@@ -55,9 +56,10 @@ def match(
         allow_reshape: take partners whose shapes differ by sizes of 1 only.
         framework: whose layers the checkpoint has, where its container says so: "flax" or "keras".
         graphs: what both models compute, with the names of `source` and `target`; it decides what "structure" leaves open.
+        pairs: the user's `OLD=NEW` partners, in the checkpoint's own names; they come before everything else.
 
     Raises:
-        UsageError: unknown stages, or a rule that cannot be read. NothingMatchedError: a rule that changes no name.
+        UsageError: unknown stages, a rule or a pair that cannot be read. NothingMatchedError: one that does nothing.
         CollisionError: a rule gives two tensors one name. MatchError: "position", and two tensors disagree.
     """
     if stages not in STAGES:
@@ -66,18 +68,22 @@ def match(
     pairing.graphs = graphs if framework is None else None
     apply_rules(pairing, rename)
     if framework is None:
-        return _staged(pairing, stages).result()
+        return _staged(pairing, stages, pairs).result()
     from ckpt_tools.matching.frameworks.back import as_in_file
     from ckpt_tools.matching.frameworks.reading import as_in_torch
 
     reading = as_in_torch(source, pairing.known, framework)
     turned = Pairing(reading.params, target, allow_reshape=allow_reshape)
     turned.known, turned.ruled, turned.oriented = reading.known, pairing.ruled, (NOT_TRANSPOSED, turned.oriented[1])
-    return as_in_file(_staged(turned, stages).result(), reading, target)
+    return as_in_file(_staged(turned, stages, pairs).result(), reading, target)
 
 
-def _staged(pairing: Pairing, stages: Stages) -> Pairing:
-    """The pairing, with what every stage found."""
+def _staged(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, str]]) -> Pairing:
+    """The pairing, with what the user said and every stage found."""
+    if pairs:
+        from ckpt_tools.matching.left_over.answers import apply_answers
+
+        apply_answers(pairing, pairs)
     match_whole_wrapper(pairing)
     match_exact(pairing)
     match_wrappers(pairing)
@@ -95,6 +101,8 @@ def _staged(pairing: Pairing, stages: Stages) -> Pairing:
         alone = pairing.anew()
         by_name = bool(pairing.used or pairing.doubts or pairing.offers)  # else both would find the same
         if by_name:
+            if pairs:
+                apply_answers(alone, pairs)
             match_structure(alone)
         match_structure(pairing)
         if by_name:

@@ -53,8 +53,8 @@ def match_whole_wrapper(pairing: Pairing) -> None:
     A model with a `module` of its own under DataParallel has `module.weight` (its `weight`) and `module.module.weight` (its
     `module.weight`): equal names would be other tensors' there.
     """
-    sources = {old: strip_inner(name) for old, name in pairing.known.items()}
-    targets = {new: strip_inner(new) for new in pairing.target}
+    sources = {old: strip_inner(name) for old, name in pairing.known.items() if old not in pairing.used}
+    targets = {new: strip_inner(new) for new in pairing.target if not pairing.is_settled(new) and new not in pairing.offered}
     best = as_they_are = _meet(sources, targets)
     for side in ("source", "target"):
         names = sources if side == "source" else targets

@@ -29,6 +29,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "cross": "cross crossattention crossattn encdec xattn",
         "feed-forward": "mlp ffn ff feedforward intermediate pwff",
     },
+    "partition": {"window": "window windowed", "grid": "grid"},
     "gated": {"gate": "gate wg", "up": "up wu", "down": "down wd"},
     "squeeze": {"se": "se squeeze excite excitation scse"},
     "token": {

@@ -111,6 +111,8 @@ class Pairing:
         Names that agree by chance (`features.24` in networks that count differently) are seen so.
         """
         for new, match in list(self.matches.items()):
+            if match.reason == "pair":
+                continue
             found = other.matches.get(new)
             elsewhere = other.used.get(match.old, new)
             if (found is not None and found.old != match.old) or elsewhere != new:

@@ -9,8 +9,9 @@ from ckpt_tools.fit.graphs import compare_graphs
 from ckpt_tools.fit.targets import choose_state_dict, framework_of, params_of, read_target
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
-from ckpt_tools.matching import Matching
+from ckpt_tools.matching import Matching, Stages
 from ckpt_tools.matching import match as find_partners
+from ckpt_tools.matching.left_over.advice import Advice, advise
 from ckpt_tools.operations.options import MatchOptions
 from ckpt_tools.text import brief, notebook
 from ckpt_tools.tree.arguments import natural
@@ -35,12 +36,14 @@ class Matched:
 
     Attributes:
         source: the checkpoint's path. target: what the user called the target. matching: the fate of every name.
+        advice: what to do about what is left over.
         ran: what the models were run on, where `from_` names the checkpoint's own.
     """
 
     source: str
     target: str
     matching: Matching
+    advice: Advice
     ran: Ran | None = None
 
     __repr__ = brief
@@ -49,7 +52,7 @@ class Matched:
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; `complete` is true when nothing is left over."""
         ran = None if self.ran is None else asdict(self.ran)
-        return {"source": self.source, "target": self.target, "ran": ran, **self.matching.to_json()}
+        return {"source": self.source, "target": self.target, "ran": ran, **self.matching.to_json(), "advice": self.advice.to_json()}
 
 
 @as_keywords(MatchOptions)
@@ -73,14 +76,20 @@ def match(path: File, options: MatchOptions) -> Matched:
     compared = None
     if options.from_ is not None:
         compared = compare_graphs(params, options.from_, options.from_args, target, list(options.input))
-    matching = find_partners(
-        params, target.params, stages=options.stages or "names", rename=list(options.rename), framework=framework,
-        allow_reshape=options.allow_reshape, graphs=None if compared is None else compared.graphs,
-    )  # fmt: skip
+
+    def matched(stages: Stages, allow_reshape: bool) -> Matching:
+        return find_partners(
+            params, target.params, stages=stages, rename=list(options.rename), framework=framework, allow_reshape=allow_reshape,
+            graphs=None if compared is None else compared.graphs, pairs=list(options.pair),
+        )  # fmt: skip
+
+    stages: Stages = options.stages or "names"
+    matching = matched(stages, options.allow_reshape)
+    advice = advise(params, target.params, matching, matched, stages, options.allow_reshape)
     if options.output is not None:
         from ckpt_tools.fit.plan_files import write_plan
         from ckpt_tools.fit.plans import plan_of
 
         write_plan(plan_of(matching), options.output, overwrite=options.overwrite)
     ran = None if compared is None else Ran(compared.inputs, compared.problem)
-    return Matched(str(path), target.label, matching, ran)
+    return Matched(str(path), target.label, matching, advice, ran)

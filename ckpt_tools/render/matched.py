@@ -7,11 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckpt_tools.matching.left_over.advice import Advice
 from ckpt_tools.matching.records import Ambiguous, Matching
 from ckpt_tools.operations.match import Matched
 from ckpt_tools.render.rows import plain_table, print_rows, print_title, wrapped
@@ -35,6 +37,7 @@ def print_matched(report: Matched, out: Console, *, show_all: bool, plan: Path |
     print_rows(rows + [(label, str(count)) for label, count in _left_over(matching) if count], out)
     _print_pairs(matching, out, show_all=show_all)
     _print_left_over(matching, out, show_all=show_all)
+    _print_advice(report.advice, out)
     _print_end(matching, out, plan)
 
 
@@ -185,6 +188,21 @@ def _folded(names: Iterable[str]) -> str:
     rows = [row.names()[0] for row in _rows(((name,), "") for name in names)]
     more = len(rows) - _SHOWN_CANDIDATES
     return ", ".join([*rows[:_SHOWN_CANDIDATES], *([f"{more} more"] if more > 0 else [])])
+
+
+def _print_advice(advice: Advice, out: Console) -> None:
+    """What goes further: options that were tried, what may be left out, and the questions with all their answers."""
+    lines = [f"{extra.text}; ckpt convert --drop {quote(extra.glob)}" for extra in advice.extras]
+    if advice.further is not None:
+        lines.append(f"{' '.join(advice.further.options)} finds {counted(advice.further.pairs, 'partner')} more")
+    for question in advice.questions:
+        lines.append(f"which is {question.new} ({counted(question.tensors, 'tensor')})?")
+        lines += [f"    --pair {quote(question.answer(old))}" for old in question.candidates[:_SHOWN_CANDIDATES]]
+    if lines:
+        out.print()
+    shown = lines if len(lines) <= _SHOWN_ROWS else [*lines[:_SHOWN_ROWS], f"... {len(lines) - _SHOWN_ROWS} more (--json)"]
+    for line in shown:
+        out.print(Text(printable(line)), soft_wrap=True)
 
 
 def _print_end(matching: Matching, out: Console, plan: Path | None) -> None:

@@ -1,0 +1,71 @@
+"""Whole parts of a checkpoint that the target lacks: an auxiliary head, tables of positions; each as one glob."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from glob import escape
+
+from ckpt_tools.matching.records import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Tensors that the target lacks.
+
+    Attributes:
+        glob: matches them, and nothing else in the checkpoint. names: they, in order.
+    """
+
+    glob: str
+    names: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """As it is said: 'AuxLogits.*', 14 tensors: not in the target."""
+        count = len(self.names)
+        return f"{self.glob!r}, {count} tensor{'s' * (count != 1)}: not in the target"
+
+
+def extras(unexpected: Sequence[str], source: Mapping[str, Shape], wanted: Mapping[str, Shape] | None = None) -> list[Extra]:
+    """What is left over of a checkpoint, in as few globs as say it: the highest module of which nothing else is used, else a
+    last name that nothing else has (`*.relative_position_index`), else the name.
+
+    Args:
+        unexpected: names of the checkpoint without a partner. source: the shapes of all its tensors.
+        wanted: what the target misses, with its shapes: what has such a shape, or such a last name, may be that.
+    """
+    names = list(source)
+    lone = set(unexpected)
+    counts = Counter(path for name in names for path in _paths(name))
+    free = Counter(path for name in lone for path in _paths(name))
+    tails, free_tails = (Counter(name.rpartition(".")[2] for name in side) for side in (names, lone))
+    found: dict[str, list[str]] = {}
+    for name in unexpected:
+        path = next((path for path in _paths(name) if counts[path] == free[path] < len(names)), None)
+        tail = name.rpartition(".")[2]
+        if path is not None:
+            pattern = f"{escape(path)}.*"
+        else:
+            everywhere = free_tails[tail] == tails[tail] > 1 and tail != name
+            pattern = f"*.{escape(tail)}" if everywhere else escape(name)
+        found.setdefault(pattern, []).append(name)
+    shapes, lasts = set((wanted or {}).values()), {f"*.{name.rpartition('.')[2]}" for name in wanted or ()}
+    return [
+        Extra(glob, tuple(rows))
+        for glob, rows in found.items()
+        if glob not in lasts and shapes.isdisjoint(source[name] for name in rows)
+    ]
+
+
+def _paths(name: str) -> Iterator[str]:
+    """The modules that a name is in, the highest first.
+
+    >>> list(_paths("a.b.weight"))
+    ['a', 'a.b']
+    """
+    at = name.find(".")
+    while at > 0:
+        yield name[:at]
+        at = name.find(".", at + 1)
