@@ -22,7 +22,7 @@ class Question:
     """Which module, or tensor, of the checkpoint is this one of the target?
 
     Attributes:
-        new: its name, with `{i}` for numbers. candidates: names of the checkpoint that it may be, with the same numbers.
+        new: the target's name, with `{i}` for numbers. candidates: names of the checkpoint that it may be, with the same numbers.
         tensors: how many names of the target the answer settles.
     """
 
@@ -31,7 +31,7 @@ class Question:
     tensors: int
 
     def answer(self, old: str) -> str:
-        """What `--pair` takes for one of the candidates."""
+        """What `--pair` takes when `old`, one of the candidates, is the answer."""
         return f"{old}={self.new}"
 
 
