@@ -51,8 +51,8 @@ class Matched:
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; `complete` is true when nothing is left over."""
-        ran = None if self.ran is None else asdict(self.ran)
-        return {"source": self.source, "target": self.target, "ran": ran, **self.matching.to_json(), "advice": self.advice.to_json()}
+        ran, advice = None if self.ran is None else asdict(self.ran), self.advice.to_json()
+        return {"source": self.source, "target": self.target, "ran": ran, **self.matching.to_json(), "advice": advice}
 
 
 @as_keywords(MatchOptions)

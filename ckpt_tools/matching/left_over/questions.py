@@ -22,7 +22,7 @@ class Question:
     """Which module, or tensor, of the checkpoint is this one of the target?
 
     Attributes:
-        new: the target's name, with `{i}` for numbers. candidates: names of the checkpoint that it may be, with the same numbers.
+        new: the target's name, with `{i}` for numbers. candidates: names of the checkpoint that it may be, so too.
         tensors: how many names of the target the answer settles.
     """
 
