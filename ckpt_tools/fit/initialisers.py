@@ -306,8 +306,10 @@ def _simple(scheme: Scheme, shape: tuple[int, ...]) -> Scheme:
 def _bound(scheme: Scheme, shape: tuple[int, ...]) -> float:
     """No value can be larger than this."""
     simple = _simple(scheme, shape)
-    by_kind = {"normal": random_bits.LARGEST_NORMAL * simple.number, "uniform": simple.number, "constant": simple.number}
-    return by_kind.get(simple.kind, _CUT)
+    return {
+        "normal": random_bits.LARGEST_NORMAL * simple.number, "uniform": simple.number, "trunc_normal": _CUT,
+        "orthogonal": 1.0, "zeros": 0.0, "ones": 1.0, "constant": simple.number,
+    }[simple.kind]  # fmt: skip
 
 
 def numbers(scheme: Scheme, blank: Blank, seed: int, start: int, count: int) -> torch.Tensor:
@@ -333,7 +335,7 @@ def _values(scheme: Scheme, blank: Blank, seed: int, start: int, count: int) -> 
     if simple.kind == "orthogonal":
         matrix = random_bits.orthogonal(seed, blank.name, blank.shape[0], math.prod(blank.shape[1:]))
         return matrix.reshape(-1)[start : start + count]
-    value = {"zeros": 0.0, "ones": 1.0}.get(simple.kind, simple.number)
+    value = {"zeros": 0.0, "ones": 1.0, "constant": simple.number}[simple.kind]
     return torch.full((count,), value, dtype=torch.float64, device="cpu")
 
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 from ckpt_tools.errors import ConvertError, NothingMatchedError, UsageError
 from ckpt_tools.fit.initialisers import (
+    SCHEMES,
     Blank,
     Rules,
     blank_in,
@@ -24,10 +26,12 @@ from ckpt_tools.fit.initialisers import (
     parse_scheme,
     resolve,
 )
+from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.io.content import read
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.values import random_bits
 
+ROOT = Path(__file__).parents[2]
 FLOAT32 = DTYPES["float32"]
 SHAPE = (200, 1024)
 
@@ -60,6 +64,18 @@ def test_one_seed_gives_the_same_bytes_everywhere(scheme: str) -> None:
     assert hashlib.sha256(data).hexdigest()[:16] == DIGESTS[scheme]
     assert read(content(parse_scheme(scheme), blank, 8)) != data
     assert read(content(parse_scheme(scheme), Blank("fc2.weight", blank.shape, FLOAT32), 7)) != data
+
+
+def test_every_scheme_is_told_and_compared() -> None:
+    """In the help of --reinit and in the page's table; its numbers with torch's, its bytes with those of the day before."""
+    page = (ROOT / "docs" / "loading.md").read_text()
+    for scheme in SCHEMES:
+        kind = scheme.partition(":")[0]
+        assert scheme in FitOptions.options["reinit"].help
+        assert f"`{scheme}`" in page
+        if kind not in ("target", "default"):  # those are the constructor's and the layer's own
+            assert kind in {name.partition(":")[0] for name in TORCH}
+            assert kind in {name.partition(":")[0] for name in DIGESTS} or kind in ("zeros", "ones")
 
 
 def test_threads_change_nothing() -> None:
