@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.arrays_behind import array_bytes, is_pickled_behind
@@ -39,7 +40,7 @@ _MOST_TOLD = 10_000  # the same ones counted each time
 _COST_OF_RATING = 8  # in containers: arguments are examined
 _LONG = 64  # parts of a tuple that are looked at for nothing
 _COST_OF_LOOKING = 64  # where one of them had a state set, which is examined too
-_WINDOW = 10 << 20  # most pickles are read at once
+_WINDOW = limits.SMALL_FILE  # of a part that is no longer: a pickle of it is read once
 _MAKERS = {
     name: MAKERS[name]
     for name in (Global("collections", "OrderedDict"), Global("_codecs", "encode"), Global("builtins", "bytes"))
@@ -361,7 +362,8 @@ def list_pickles(part: Part, between: Between | None = None) -> Iterator[Pickle]
     Args:
         part: where they are. between: what raw bytes there are; storages, where it is torch-legacy, unless told otherwise.
     """
-    pickles, between = Pickles(part, _WINDOW), between or LegacyStorages()
+    between = between or LegacyStorages()
+    pickles = Pickles(part, between.window if part.end - part.start > _WINDOW else _WINDOW)
     first = True
     while pickles.left:
         found, value, pids = _list_one(pickles)

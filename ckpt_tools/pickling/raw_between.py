@@ -10,19 +10,26 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ckpt_tools.errors import PickleError
-from ckpt_tools.pickling.stream import Pickles
+from ckpt_tools.pickling.stream import WINDOW, Pickles
 from ckpt_tools.pickling.torch_objects import storage_dtype
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import List, Node, Object
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _OBJECT, _KEYS = 3, 4  # which pickles of a torch-legacy stream those are, behind magic number, protocol, sys_info
+_SMALL_WINDOW = 4096
 _COMPUTED = "a storage or tensor is described by something that is computed"
 Pid = tuple[Node, ...]
 
 
 class Between(Protocol):
-    """Passes over what is not a pickle."""
+    """Passes over what is not a pickle.
+
+    Attributes:
+        window: how many bytes are read at once of a long part: what is passed over need not be.
+    """
+
+    window: int
 
     def pass_over(self, pickles: Pickles, value: Node, pids: Mapping[Node, Pid]) -> str | None:
         """Go on to the next pickle, behind one that held `value` and named storages by their keys; else why that cannot be.
@@ -34,6 +41,8 @@ class Between(Protocol):
 
 class LegacyStorages:
     """Those behind the list of keys in torch-legacy: a magic number starts a stream, or a call that may give it."""
+
+    window = WINDOW
 
     def __init__(self) -> None:
         self.number, self.computed, self.pids = -1, False, dict[Node, Pid]()
@@ -62,6 +71,8 @@ class LegacyStorages:
 class TarStorages:
     """The member `storages` of a torch-tar: a count, a pickle and a storage for each, a list of views."""
 
+    window = _SMALL_WINDOW
+
     def __init__(self) -> None:
         self.begun = False
 
@@ -79,6 +90,8 @@ class TarStorages:
 
 class TarTensors:
     """The member `tensors` of a torch-tar: a count, a pickle, sizes, strides and an offset for each."""
+
+    window = WINDOW
 
     def __init__(self) -> None:
         self.begun = False

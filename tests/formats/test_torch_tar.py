@@ -238,3 +238,18 @@ def test_many_storages_are_read_in_few_windows(tmp_path: Path, monkeypatch: pyte
         assert len(checkpoint.tensors) == count
     assert sum(read) < 2 * path.stat().st_size
     assert len(read) < 200
+
+
+def test_numbers_are_not_read_for_the_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describing a tar of large storages reads a small part of it, and still every pickle between them."""
+    numbers = struct.pack("<q", 50_000) + bytes(200_000)
+    stored = storages(*((index, "FloatStorage", numbers) for index in range(20)))
+    made = tensors(*((100 + index, index, (50_000,), (1,), 0) for index in range(20)))
+    path = write(tmp_path, torch_tar(dict_of(**{f"w{index}": persistent(100 + index) for index in range(20)}), stored, made))
+    monkeypatch.setattr("ckpt_tools.pickling.calls._WINDOW", 100_000)
+    read: list[int] = []
+    pread = Source._pread
+    monkeypatch.setattr(Source, "_pread", lambda self, length, offset: read.append(length) or pread(self, length, offset))  # type: ignore[func-returns-value]
+    found = ckpt_tools.inspect(path)
+    assert (found.totals["tensors"], found.safety.verdict, found.safety.pickles) == (20, "plain", 45)
+    assert sum(read) < path.stat().st_size / 4
