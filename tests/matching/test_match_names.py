@@ -164,6 +164,35 @@ def test_position_zips_or_names_the_first_disagreement() -> None:
         match(source, params("x.weight", weight=(3, 2)), stages="position")
 
 
+BODY = {"a.weight": (4, 3), "a.bias": (4,), "head.weight": (10, 4), "head.bias": (10,)}
+OTHER = {"x.weight": (4, 3), "x.bias": (4,), "fc.weight": (3, 4), "fc.bias": (3,)}
+
+
+def test_position_with_another_head() -> None:
+    """The last module may have another number of outputs: its tensors are mismatched, and the rest is matched."""
+    found = match([Param(*row) for row in BODY.items()], [Param(*row) for row in OTHER.items()], stages="position")
+    assert pairs(found) == {"x.weight": ("a.weight", "position"), "x.bias": ("a.bias", "position")}
+    assert [(row.old, row.new) for row in found.mismatched] == [("head.weight", "fc.weight"), ("head.bias", "fc.bias")]
+    assert (found.missing, found.unexpected, found.ambiguous) == ((), (), ())
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"fc.weight": (3, 5)},
+        {"fc.bias": (10,)},
+        {"fc.weight": (10, 4)},
+        {"x.weight": (5, 3)},
+        {"x.weight": (5, 3), "x.bias": (5,)},
+    ],
+    ids=["other inputs", "the weight alone", "the bias alone", "the body", "all of an earlier module"],
+)
+def test_position_is_no_guess(shapes: dict[str, tuple[int, ...]]) -> None:
+    """Anything else that disagrees is refused as before."""
+    with pytest.raises(MatchError, match="By position, tensor"):
+        match([Param(*row) for row in BODY.items()], [Param(*row) for row in (OTHER | shapes).items()], stages="position")
+
+
 PARTS = st.lists(st.sampled_from(["module", "a", "b", "_orig_mod", "fc"]), min_size=1, max_size=4)
 NAMES = st.lists(PARTS.map(".".join), unique=True, max_size=8)
 

@@ -698,3 +698,17 @@ def test_a_plan_changes_nothing(tmp_path: Path) -> None:
     assert [copy.slot.name for copy in plan.copies] == ["weight", "bias"]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert str(ckpt.load_into(model, tmp_path / "in.pth")) == str(plan.report)
+
+
+def test_by_position_with_a_new_head(tmp_path: Path) -> None:
+    """Another author's network for other classes: all but the head by position, the head as PyTorch makes it, and said."""
+    old = nn.ModuleDict({"conv": nn.Conv2d(1, 4, 3), "norm": nn.BatchNorm2d(4), "out": nn.Linear(8, 10)})
+    torch.save(nn.DataParallel(old).state_dict(), tmp_path / "old.pth")
+    model = nn.ModuleDict({"c1": nn.Conv2d(1, 4, 3), "bn": nn.BatchNorm2d(4), "head": nn.Linear(8, 3)})
+    with pytest.raises(MatchError, match="2 mismatched: head"):
+        ckpt.load_into(model, tmp_path / "old.pth", match="position")
+    report = ckpt.load_into(model, tmp_path / "old.pth", match="position", on_mismatch="reinit", reinit="default")
+    assert list(report.reinitialised) == ["head.weight", "head.bias"]
+    assert [element_bytes(value) for value in model.state_dict().values()][:-2] == [
+        element_bytes(value) for value in old.state_dict().values()
+    ][:-2]
