@@ -58,6 +58,12 @@ def pointed(folder: Path) -> str:
     return pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
 
 
+def meant(path: Path) -> Path:
+    """The checkpoint that `OUT/latest` names; any other path as it is."""
+    named = path.parent / pointed(path.parent)
+    return named if path.name == "latest" and NAME.fullmatch(named.name) else path
+
+
 def prune(written: Path, keep: int | None) -> None:
     """Removes all but the newest `keep` of `written`, which always stays, and the checkpoints before it; with their JSON."""
     older = [path for path in checkpoints(written.parent) if order(path) < order(written)]

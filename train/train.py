@@ -83,6 +83,7 @@ def measure(world: World, config: Config, path: Path) -> int:
     Raises UsageError where it does not fit the network.
     """
     run = prepare(config, parallel.placed(world, config))
+    path = folder.meant(path)
     state = checkpoint.state_dict_in(path)
     try:
         load_into(run.raw, path, select=state)

@@ -45,6 +45,18 @@ def test_log_every_stops_in_the_epoch_where_the_loss_is_lost(tmp_path: Path, mon
     assert done == [0, 1]
 
 
+def test_evaluate_of_the_latest_of_a_wide_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """OUT/latest is the checkpoint that it names; the network has the width that it was trained with."""
+    wide: dict[str, Any] = {"width": 2, **SMALL}
+    run(tmp_path, epochs=2, **wide)
+    capsys.readouterr()
+    assert loop.train(Config(evaluate=tmp_path / "latest", **wide)) == 0
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'epoch_002.pth'}: test loss {row['test_loss']:.4f}")
+    with pytest.raises(click.UsageError, match="does not fit the model"):
+        loop.train(Config(evaluate=tmp_path / "latest", **SMALL))
+
+
 @pytest.mark.parametrize("kind", ["unwrapped", "wrapped", "module", "safetensors", "ranks", "dcp"])
 def test_evaluate_measures_a_file_of_any_mode(
     kind: str,
