@@ -117,7 +117,7 @@ def found(framework: Framework, source: Mapping[str, tuple[int, ...]], target: M
         ("flax", {"params.fc.kernel": (5, 4, 7)}, (7, 4, 5), "permute", "width inputs outputs -> outputs inputs width"),
         ("flax", {"params.fc.kernel": (3, 3, 1, 8)}, (8, 1, 3, 3), "permute",
          "height width inputs outputs -> outputs inputs height width"),
-        ("flax", {"params.fc.kernel": (3, 3, 3, 3)}, (3, 3, 3, 3), "permute",
+        ("flax", {"params.fc.Conv_0.kernel": (3, 3, 3, 3)}, (3, 3, 3, 3), "permute",
          "height width inputs outputs -> outputs inputs height width"),
         ("flax", {"params.fc.kernel": (2, 3, 5, 4, 7)}, (7, 4, 2, 3, 5), "permute",
          "depth height width inputs outputs -> outputs inputs depth height width"),
@@ -145,6 +145,10 @@ def test_kernels(
     ("framework", "source", "target"),
     [
         ("flax", {"params.ConvTranspose_0.kernel": (3, 3, 4, 4)}, (4, 4, 3, 3)),
+        ("flax", {"params.fc.kernel": (3, 3, 4, 4)}, (4, 4, 3, 3)),
+        ("flax", {"params.upconv.kernel": (3, 3, 4, 4)}, (4, 4, 3, 3)),
+        ("flax", {"params.fc.kernel": (4, 2, 8)}, (8, 8)),  # heads
+        ("flax", {"params.fc.hi.kernel": (4, 4), "params.fc.ii.kernel": (4, 4)}, (16, 4)),  # an LSTM's
         ("keras", {"fc.layer.vars.0": (4, 4)}, (4, 4)),
         ("keras", {"fc.layer.vars.0": (3, 3, 4, 4)}, (4, 4, 3, 3)),
         ("flax", {"params.fc.kernel": (4, 7)}, (7, 5)),
@@ -183,3 +187,13 @@ def test_convert_refuses_a_flatten(tmp_path: Path) -> None:
     options: dict[str, Any] = {"like": Tiny(5, 20, 7), "match": "structure", "drop": ["lr", "phase"], "reinit": COUNTER}
     with pytest.raises(MatchError, match="flattened image"):
         ckpt_tools.convert(HERE / "flax.msgpack", tmp_path / "out.safetensors", **options)
+
+
+def test_a_transposed_convolution_of_a_module() -> None:
+    """A live target says what its layers are: Flax's transposed kernel is turned around by any name, Keras's is not."""
+    for framework, name, fits in (("flax", "params.layer1.kernel", "Conv2d"), ("keras", "a.conv2d_transpose.vars.0", "Conv")):
+        for module in ("Conv2d", "ConvTranspose2d"):
+            target = Param("a.weight", (4, 4, 3, 3), module=module)
+            result = match([Param(name, (3, 3, 4, 4))], [target], stages="structure", framework=framework)
+            assert bool(result.matched) is module.startswith(fits)
+            assert all("turned around" in row.why for row in result.ambiguous)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ckpt_tools.matching.frameworks import flax
 from ckpt_tools.matching.frameworks.flattened import Flattened
 from ckpt_tools.matching.frameworks.reading import Reading
 from ckpt_tools.matching.frameworks.turns import LINEAR
@@ -18,8 +19,8 @@ _SIZES = "its sizes are others, once its dimensions are exchanged"
 def as_in_file(matching: Matching, reading: Reading, target: Sequence[Param]) -> Matching:
     """Matches of what was turned get the step that turns it; what needs more than one step becomes ambiguous."""
     turned = {name for name, turn in reading.turns.items() if turn.axes}
-    flattened = Flattened(target)
-    fates: list[Match | Ambiguous] = [_fate(row, reading, flattened) for row in matching.matched]
+    flattened, wanted = Flattened(target), {param.name: param for param in target}
+    fates: list[Match | Ambiguous] = [_fate(row, reading, flattened, wanted[row.new]) for row in matching.matched]
     fates += [_as_it_is(offer, reading) for offer in matching.offers if _is_back(offer, reading)]
     for offer in matching.offers:
         if not _is_back(offer, reading) and not turned.isdisjoint(offer.old):
@@ -54,7 +55,7 @@ def _result(
     )
 
 
-def _fate(row: Match, reading: Reading, flattened: Flattened) -> Match | Ambiguous:
+def _fate(row: Match, reading: Reading, flattened: Flattened, target: Param) -> Match | Ambiguous:
     """A match with the step that makes it true of the file."""
     turn = reading.turns.get(row.old)
     if turn is None or not turn.axes:
@@ -62,6 +63,8 @@ def _fate(row: Match, reading: Reading, flattened: Flattened) -> Match | Ambiguo
     if row.step != "copy":
         return Ambiguous(row.new, (row.old,), _TWO_STEPS)
     shape = reading.own[row.old].shape
+    if turn.axes != LINEAR and reading.framework == "flax" and (why := flax.why_not(row.old, target)):
+        return Ambiguous(row.new, (row.old,), why)
     if turn.axes != LINEAR:
         return replace(row, step="permute", source_shape=shape, axes=turn.axes)
     if why := flattened.why(row.new):

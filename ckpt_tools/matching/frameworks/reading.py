@@ -28,12 +28,14 @@ class Reading:
     Attributes:
         params: the tensors in order, under their own names, in torch's shapes. known: own name -> the name in torch.
         turns: own name -> what was done, for the tensors of layers that are known. own: own name -> as the file has it.
+        framework: whose layers they are.
     """
 
     params: tuple[Param, ...]
     known: dict[str, str]
     turns: Mapping[str, Turn]
     own: Mapping[str, Param]
+    framework: Framework
 
 
 @dataclass(slots=True)
@@ -65,7 +67,7 @@ def as_in_torch(params: Iterable[Param], known: Mapping[str, str], framework: Fr
         turns, names = {}, dict(known)
     ordered = [*(name for layer in layers for name in layer.leaves.values() if name in names)]
     ordered += [name for name in own if name not in set(ordered)]
-    return Reading(tuple(_param(own[name], turns.get(name), known[name]) for name in ordered), names, turns, own)
+    return Reading(tuple(_param(own[name], turns.get(name), known[name]) for name in ordered), names, turns, own, framework)
 
 
 def _layers(own: Mapping[str, Param], known: Mapping[str, str]) -> list[_Layer]:
