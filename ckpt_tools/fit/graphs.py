@@ -1,4 +1,5 @@
-"""The computation graphs of both sides of a matching: of models that the user named, seen while they run once.
+"""The computation graphs of both sides of a matching: those of models that the user named are seen while they run
+once, those of programs are read in their files.
 
 Nothing runs that the user did not name: the model of IN is run where `from_` names it, the target's where its graph can be
 compared with one.
@@ -6,67 +7,125 @@ compared with one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.errors import TargetError, UsageError
 from ckpt_tools.fit.targets import Target, read_target
+from ckpt_tools.formats.open import Checkpoint
+from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.formats.programs import graph_in
 from ckpt_tools.matching import match
 from ckpt_tools.matching.params import Param
 from ckpt_tools.tree.graphs import Graph
 from ckpt_tools.tree.inputs import Input, parse
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _IMAGE_DIMENSIONS = 4
 _MOST_WIDTHS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """Both graphs, or why there are none.
+class Seen:
+    """What was seen of the computations of both sides.
 
     Attributes:
-        graphs: of IN and of the target, with the names that both are matched by; None where a model does not run.
-        inputs: what they were given, as text. problem: why they were not compared; else the empty text.
+        ran: the models that ran. read: the programs whose graph was read in their file. inputs: what the models were given,
+            as text. problem: why nothing was compared; else the empty text.
     """
 
-    graphs: tuple[Graph, Graph] | None
+    ran: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     problem: str = ""
 
 
-def compare_graphs(
-    params: Sequence[Param], model: Any, arguments: str | Mapping[str, Any] | None, target: Target, inputs: Sequence[str]
-) -> Compared:
-    """Run the model of IN and the target on the same inputs: those given, else the first of the usual ones that both take.
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The graphs of both sides, with the names that they are matched by; None where there are not two."""
 
-    Args:
-        params: the tensors of IN. model, arguments: what makes its model, and with what. target: the target, a model.
-        inputs: as `ckpt prove` takes them.
+    graphs: tuple[Graph, Graph] | None = None
+    seen: Seen | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the user asked for: the model of IN, with its arguments, and what both models are given."""
+
+    model: Any = None
+    arguments: str | Mapping[str, Any] | None = None
+    inputs: str | Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One side: a graph that was read, or a model that can run."""
+
+    label: str
+    graph: Graph | None = None
+    target: Target | None = None
+
+
+def compare_graphs(
+    params: Sequence[Param], checkpoint: Checkpoint | None, question: Question, target: Target
+) -> Compared:  # fmt: skip
+    """The graphs of IN and of the target, if IN has one: a program's in its file, or that of the model that the user named.
+
+    A model is run on the inputs that were given; else on a program's own; else on the first of the usual ones that both take.
 
     Raises:
         TargetError: a model cannot be made, is not that of IN, or raises on the inputs that were given.
-        UsageError: the target is not a model; an input that cannot be read.
+        UsageError: a side does not make a model; an input that cannot be read. CkptError: a program's graph cannot be read.
     """
-    own = read_target(model, args=arguments, option="from")
-    for side, option in ((own, "from_"), (target, "like")):
-        if side.module is None:
-            raise UsageError(f"`{option}` does not make a model.", why=f"{side.label} holds tensors only.",
+    own = _own_side(params, checkpoint, question)
+    if own is None:
+        return Compared()
+    other = _Side(target.label, target=target) if target.module is not None else _read_side(target)
+    if other is None and question.model is None:
+        return Compared()
+    for side, option in ((own, "from_"), (other, "like")):
+        if side is None or (side.graph is None and (side.target is None or side.target.module is None)):
+            label = target.label if side is None else side.label
+            raise UsageError(f"`{option}` does not make a model.", why=f"{label} holds tensors only.",
                              fix="Both `like` and `from_` are package.module:callable, to be compared.")  # fmt: skip
-    names = _names_in_checkpoint(params, own)
-    asked = [parse(spec) for spec in inputs]
+    assert other is not None
+    return _compare(params, own, other, question)
+
+
+def _compare(params: Sequence[Param], own: _Side, other: _Side, question: Question) -> Compared:
+    asked = [parse(spec) for spec in ([question.inputs] if isinstance(question.inputs, str) else question.inputs)]
+    names = {param.name: param.name for param in params} if own.target is None else _names_in_checkpoint(params, own.target)
     problem = ""
-    for tried in [asked] if asked else _usual(own, target):
-        graphs, problem = _run_both(own, target, tried)
+    for tried in [asked] if asked else _tries(own, other):
+        graphs, problem = _both(own, other, tried)
         if graphs is not None:
-            return Compared((graphs[0].renamed(names), graphs[1]), tuple(map(str, tried)))
+            ran = tuple(side.label for side in (own, other) if side.graph is None)
+            read = tuple(side.label for side in (own, other) if side.graph is not None)
+            seen = Seen(ran, read, tuple(map(str, tried)) if ran else ())
+            return Compared((graphs[0].renamed(names), graphs[1]), seen)
     if asked:
         raise TargetError("A model raised when it ran.", why=problem,
                           fix="Give the inputs that both take: NAME=SHAPE by name, SHAPE:N for integers below N.")  # fmt: skip
-    return Compared(None, problem=problem)
+    return Compared(seen=Seen(problem=problem))
+
+
+def _own_side(params: Sequence[Param], checkpoint: Checkpoint | None, question: Question) -> _Side | None:
+    if question.model is not None:
+        own = read_target(question.model, args=question.arguments, option="from")
+        return _Side(own.label, target=own)
+    if checkpoint is None or (graph := graph_in(checkpoint.decoded)) is None:
+        return None
+    known = {param.name for param in params}
+    return _Side(str(checkpoint.path), graph) if known & graph.weights.keys() else None
+
+
+def _read_side(target: Target) -> _Side | None:
+    """The graph of a program that is the target."""
+    if target.tensors is not None:
+        return None
+    with open_whole(target.label) as checkpoint:
+        graph = graph_in(checkpoint.decoded)
+    return None if graph is None else _Side(target.label, graph)
 
 
 def _names_in_checkpoint(params: Sequence[Param], own: Target) -> dict[str, str]:
@@ -79,19 +138,38 @@ def _names_in_checkpoint(params: Sequence[Param], own: Target) -> dict[str, str]
     return {row.new: row.old for row in matching.matched}
 
 
-def _run_both(own: Target, target: Target, inputs: Sequence[Input]) -> tuple[tuple[Graph, Graph] | None, str]:
-    from ckpt_tools.values.running import graph_of
-
+def _both(own: _Side, other: _Side, inputs: Sequence[Input]) -> tuple[tuple[Graph, Graph] | None, str]:
     graphs = []
-    for side in (own, target):
+    for side in (own, other):
         try:
-            graphs.append(graph_of(side.module, inputs, side.build))
+            graphs.append(_graph(side, inputs))
         except Exception as error:  # whatever the user's model raises
             return None, f"{side.label} raised {type(error).__name__}: {error}".splitlines()[0]
     return (graphs[0], graphs[1]), ""
 
 
+def _graph(side: _Side, inputs: Sequence[Input]) -> Graph:
+    if side.graph is not None:
+        return side.graph
+    from ckpt_tools.values.running import graph_of
+
+    assert side.target is not None
+    return graph_of(side.target.module, inputs, side.target.build)
+
+
 # --- the usual inputs
+
+
+def _tries(own: _Side, other: _Side) -> Iterator[list[Input]]:
+    """A program's own inputs, where their sizes are known; else those that models of such weights often take."""
+    graphs = [side.graph for side in (own, other) if side.graph is not None]
+    if len(graphs) == 2:
+        yield []
+        return
+    for graph in graphs:
+        if graph.inputs and all(value.shape is not None for value in graph.inputs):
+            yield [Input(None, value.shape or (), 2 if value.integers else None) for value in graph.inputs]
+    yield from _usual(*(side.target for side in (own, other) if side.target is not None))
 
 
 def _usual(*sides: Target) -> Iterator[list[Input]]:

@@ -44,7 +44,7 @@ class TargetOptions(Options):
         "The arguments of --from.", arguments.read_keywords, metavar="JSON", in_code="Or a mapping."
     )
     input: str | Sequence[str] = texts(
-        "With --from: what both models take, as in ckpt prove (1x3x224x224, input_ids=1x16:30522); else usual ones are tried.",
+        "What both models take, as in ckpt prove (1x3x224x224, input_ids=1x16:30522); else usual ones are tried.",
         metavar="[NAME=]SHAPE[:N]",
     )  # fmt: skip
     allow_reshape: bool = flag("Take partners whose shapes differ by sizes of 1.")
@@ -56,8 +56,10 @@ class TargetOptions(Options):
     def check(self) -> None:
         """Raise UsageError for options about the model of IN where none is named, or where nothing would ask it."""
         super().check()
-        if self.from_ is None and (self.from_args is not None or self.input):
-            raise UsageError(f"`{'input' if self.input else 'from_args'}` is about the model of IN; `from_` is missing.")
+        if self.from_ is None and self.from_args is not None:
+            raise UsageError("`from_args` is about the model of IN; `from_` is missing.")
+        if self.input and self.stages not in COMPARING:
+            raise UsageError("`input` is for models that run; `from_` names that of IN.")
         if self.from_ is not None and self.match not in (None, *COMPARING):
             raise UsageError(
                 f"`from_` decides what `match='structure'` leaves open; `match={self.match!r}` leaves nothing to it."

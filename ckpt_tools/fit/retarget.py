@@ -26,14 +26,14 @@ from ckpt_tools.fit.fit import (
     Wanted,
     fit,
 )
-from ckpt_tools.fit.graphs import compare_graphs
+from ckpt_tools.fit.graphs import Question, compare_graphs
 from ckpt_tools.fit.initialisers import (
     Blank,
     Rules,
     blank_for,
     check_finite,
 )
-from ckpt_tools.fit.options import FitOptions
+from ckpt_tools.fit.options import COMPARING, FitOptions
 from ckpt_tools.fit.patterns.expand import Expanded, expand
 from ckpt_tools.fit.patterns.rows import PatternPlan
 from ckpt_tools.fit.patterns.values import Config, Values
@@ -49,7 +49,7 @@ from ckpt_tools.fit.targets import (
 from ckpt_tools.formats.open import Checkpoint, find_optimizers, find_state_dicts, is_tensor, tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Content
-from ckpt_tools.matching import Framework, Stages, match
+from ckpt_tools.matching import Stages, match
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 from ckpt_tools.values.numeric import live_content, row_major
@@ -89,7 +89,7 @@ class Retargeting:
         self.plan, self.allow_reshape, self.pairs = options.plan, options.allow_reshape, list(options.pair)
         self.values, self.reverse = cast("Mapping[str, int]", options.plan_value or {}), options.reverse
         self.stages: Stages = options.stages or "exact+wrappers"
-        self.model, self.model_args, self.inputs = options.from_, options.from_args, options.input
+        self.question = Question(options.from_, options.from_args, options.input)
         self.choices = Choices(Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed)
 
     def apply(self, root: Node, path: str, stack: ExitStack, whole: Checkpoint | None = None) -> tuple[FittedTo, int]:
@@ -107,7 +107,7 @@ class Retargeting:
         node = _only_state_dict(root, path)
         target = None if self.like is None else read_target(self.like, args=self.like_args, select=self.like_select)
         config = Config.beside(path, None if whole is None else whole.root)
-        expanded = self._plan(node, target, config, None if whole is None else framework_of(whole))
+        expanded = self._plan(node, target, config, whole)
         plan = expanded.plan
         label = f"{path} does not fit {target.label}" if target is not None else f"{self.plan} leaves tensors over"
         fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack, self.like_select), self.choices)
@@ -117,15 +117,14 @@ class Retargeting:
         report.dropped, report.values = expanded.dropped, expanded.values
         return report, renamed
 
-    def _plan(self, node: Dict, target: Target | None, config: Config, framework: Framework | None) -> Expanded:
+    def _plan(self, node: Dict, target: Target | None, config: Config, whole: Checkpoint | None) -> Expanded:
         if self.plan is not None:
             expanded = self._read(node, config)
             return expanded if target is None else replace(expanded, plan=_for_target(expanded.plan, target))
         assert target is not None
         params, reshape = params_of(node), self.allow_reshape
-        graphs = None
-        if self.model is not None:
-            graphs = compare_graphs(params, self.model, self.model_args, target, list(self.inputs)).graphs
+        framework = None if whole is None else framework_of(whole)
+        graphs = compare_graphs(params, whole, self.question, target).graphs if self.stages in COMPARING else None
         matching = match(
             params, target.params, stages=self.stages, allow_reshape=reshape, framework=framework, graphs=graphs,
             pairs=self.pairs,

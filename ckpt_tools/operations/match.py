@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt_tools.fit.graphs import compare_graphs
+from ckpt_tools.fit.graphs import Compared, Question, Seen, compare_graphs
+from ckpt_tools.fit.options import COMPARING
 from ckpt_tools.fit.targets import choose_state_dict, framework_of, params_of, read_target
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
@@ -19,40 +20,28 @@ from ckpt_tools.tree.options import as_keywords
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """That both models ran, so that what they compute was compared.
-
-    Attributes:
-        inputs: what they were given, as text. problem: why they were not compared; else the empty text.
-    """
-
-    inputs: tuple[str, ...]
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Matched:
     """A matching, with what was matched.
 
     Attributes:
         source: the checkpoint's path. target: what the user called the target. matching: the fate of every name.
         advice: what to do about what is left over.
-        ran: what the models were run on, where `from_` names the checkpoint's own.
+        graphs: what was seen of the computations of both sides, where both could be seen.
     """
 
     source: str
     target: str
     matching: Matching
     advice: Advice
-    ran: Ran | None = None
+    graphs: Seen | None = None
 
     __repr__ = brief
     _repr_html_ = notebook
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data; `complete` is true when nothing is left over."""
-        ran, advice = None if self.ran is None else asdict(self.ran), self.advice.to_json()
-        return {"source": self.source, "target": self.target, "ran": ran, **self.matching.to_json(), "advice": advice}
+        graphs, advice = None if self.graphs is None else asdict(self.graphs), self.advice.to_json()
+        return {"source": self.source, "target": self.target, "graphs": graphs, **self.matching.to_json(), "advice": advice}
 
 
 @as_keywords(MatchOptions)
@@ -73,14 +62,15 @@ def match(path: File, options: MatchOptions) -> Matched:
     target = read_target(options.like, args=options.like_args, select=options.like_select)
     with open_whole(path) as checkpoint:
         params, framework = params_of(choose_state_dict(checkpoint, options.select).node), framework_of(checkpoint)
-    compared = None
-    if options.from_ is not None:
-        compared = compare_graphs(params, options.from_, options.from_args, target, list(options.input))
+        compared = Compared()
+        if options.stages in COMPARING:
+            question = Question(options.from_, options.from_args, options.input)
+            compared = compare_graphs(params, checkpoint, question, target)
 
     def matched(stages: Stages, allow_reshape: bool) -> Matching:
         return find_partners(
             params, target.params, stages=stages, rename=list(options.rename), framework=framework, allow_reshape=allow_reshape,
-            graphs=None if compared is None else compared.graphs, pairs=list(options.pair),
+            graphs=compared.graphs, pairs=list(options.pair),
         )  # fmt: skip
 
     stages: Stages = options.stages or "names"
@@ -91,5 +81,4 @@ def match(path: File, options: MatchOptions) -> Matched:
         from ckpt_tools.fit.plans import plan_of
 
         write_plan(plan_of(matching), options.output, overwrite=options.overwrite)
-    ran = None if compared is None else Ran(compared.inputs, compared.problem)
-    return Matched(str(path), target.label, matching, advice, ran)
+    return Matched(str(path), target.label, matching, advice, compared.seen)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckpt_tools.fit.graphs import Seen
 from ckpt_tools.matching.left_over.advice import Advice
 from ckpt_tools.matching.records import Ambiguous, Matching
 from ckpt_tools.operations.match import Matched
@@ -32,13 +33,23 @@ def print_matched(report: Matched, out: Console, *, show_all: bool, plan: Path |
         ("checkpoint", counted(matching.source_names, "tensor")), ("target", counted(matching.target_names, "tensor")),
         ("matched", _reasons(matching)),
     ]  # fmt: skip
-    if report.ran is not None:
-        rows.append(("ran", printable(report.ran.problem or f"both models, on {', '.join(report.ran.inputs)}")))
+    if report.graphs is not None:
+        rows.append(("graphs", printable(_seen(report.graphs))))
     print_rows(rows + [(label, str(count)) for label, count in _left_over(matching) if count], out)
     _print_pairs(matching, out, show_all=show_all)
     _print_left_over(matching, out, show_all=show_all)
     _print_advice(report.advice, out)
     _print_end(matching, out, plan)
+
+
+def _seen(seen: Seen) -> str:
+    """What was seen of the computations."""
+    if seen.problem:
+        return f"not compared: {seen.problem}"
+    parts = [f"read in {' and '.join(seen.read)}"] if seen.read else []
+    if seen.ran:
+        parts.append(f"{' and '.join(seen.ran)} ran on {', '.join(seen.inputs)}")
+    return "; ".join(parts)
 
 
 def _reasons(matching: Matching) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """One tensor of a computation; `shape` is None where it is not known."""
+    """One tensor of a computation; `shape` is None where it is not known. Whether it has integers counts for inputs only."""
 
     shape: tuple[int, ...] | None = None
+    integers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,19 @@
+"""What programs compute, read in their files and never run."""
+
+from __future__ import annotations
+
+from ckpt_tools.formats.base import Decoded
+from ckpt_tools.tree.graphs import Graph
+
+
+def graph_in(decoded: Decoded) -> Graph | None:
+    """The graph of a program, None of anything else.
+
+    Raises:
+        ZipError: the graph is malformed. LimitError: it is longer than any model's.
+    """
+    if decoded.container == "torch-export":
+        from ckpt_tools.formats.programs import exported
+
+        return exported.graph_in(decoded)
+    return None
