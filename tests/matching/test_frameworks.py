@@ -191,7 +191,10 @@ def test_convert_refuses_a_flatten(tmp_path: Path) -> None:
 
 def test_a_transposed_convolution_of_a_module() -> None:
     """A live target says what its layers are: Flax's transposed kernel is turned around by any name, Keras's is not."""
-    for framework, name, fits in (("flax", "params.layer1.kernel", "Conv2d"), ("keras", "a.conv2d_transpose.vars.0", "Conv")):
+    rows: list[tuple[Framework, str, str]] = [
+        ("flax", "params.layer1.kernel", "Conv2d"), ("keras", "a.conv2d_transpose.vars.0", "Conv"),
+    ]  # fmt: skip
+    for framework, name, fits in rows:
         for module in ("Conv2d", "ConvTranspose2d"):
             target = Param("a.weight", (4, 4, 3, 3), module=module)
             result = match([Param(name, (3, 3, 4, 4))], [target], stages="structure", framework=framework)
