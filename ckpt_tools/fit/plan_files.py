@@ -10,6 +10,7 @@ from typing import Any, cast
 from ckpt_tools import limits
 from ckpt_tools.errors import MatchPlanError, NotACheckpointError
 from ckpt_tools.fit.fields import check_known, read_flag, read_name, read_names, read_several, read_shape, tables
+from ckpt_tools.fit.folding import Row, fold, unfold
 from ckpt_tools.fit.layout import Layout
 from ckpt_tools.fit.patterns.forms import FIELDS, SEVERAL_OLD, Task, solve
 from ckpt_tools.fit.patterns.rows import PatternPlan, read_form, read_pattern_plan
@@ -33,9 +34,11 @@ FORMAT = "ckpt-plan-1"
 _HEAD = f"""\
 # Matching plan, written by ckpt match: what becomes of every tensor. Edit it, then: ckpt convert IN OUT --plan THIS-FILE
 # Steps: copy, reshape, transpose (two dimensions), split and concat (along the first dimension, in the order of the names);
+# A table with i = "0-11" is one for each number, which stands for {{i}} in its names.
 # permute, flatten, stack, unstack, pad, crop, and plans for a family of models: docs/plans.md.
 format = "{FORMAT}"
 """
+_MOST_STEPS = 500_000
 _BY_SHAPES = ("copy", "reshape", "transpose", "split", "concat")  # of which the shapes alone can say all
 _LISTS = (
     ("drop", "Tensors of the checkpoint that are left out."),
@@ -70,9 +73,11 @@ def _lines(plan: Plan) -> Iterator[str]:
             yield "]"
         else:
             yield f"{key} = []"
-    for step in plan.steps:
+    for row in fold(plan.steps):
         yield "\n[[tensor]]"
-        yield from _step_lines(step)
+        if row.numbers:
+            yield f"i = {_toml(row.numbers)}"
+        yield from _step_lines(row.step)
     for old, new, before, after in plan.mismatched:
         yield "\n# Partners of different shapes: no step does this one."
         yield from ("[[mismatched]]", f"old = {_toml(old)}", f"new = {_toml(new)}")
@@ -172,7 +177,7 @@ def _plan(document: dict[str, Any]) -> Plan:
     )
     drop, unexpected, missing = (read_names(document.get(key, []), key) for key, _ in _LISTS)
     return Plan(
-        tuple(_step(row, f"tensor {number}") for number, row in tables(document, "tensor")),
+        tuple(_steps(document)),
         mismatched=tuple(_mismatched(row, f"mismatched {number}") for number, row in tables(document, "mismatched")),
         ambiguous=tuple(_ambiguous(row, f"ambiguous {number}") for number, row in tables(document, "ambiguous")),
         drop=drop,
@@ -181,11 +186,21 @@ def _plan(document: dict[str, Any]) -> Plan:
     )
 
 
+def _steps(document: dict[str, Any]) -> list[PlanStep]:
+    rows = []
+    for number, row in tables(document, "tensor"):
+        numbers = row.get("i")
+        if numbers is not None and not (isinstance(numbers, str) and numbers):
+            raise MatchPlanError(f'tensor {number}: i = {brief(numbers)} is not text such as "0-11".')
+        rows.append(Row(_step(row, f"tensor {number}"), numbers or ""))
+    return unfold(rows, _MOST_STEPS)
+
+
 def _step(row: dict[str, Any], label: str) -> PlanStep:
     step = row.get("step", "copy")
     if step not in STEPS:
         raise MatchPlanError(f"{label}: step = {brief(step)} is not one of {', '.join(STEPS)}.")
-    check_known(row, ("old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]), label)
+    check_known(row, ("i", "old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]), label)
     old, new = (read_several(row.get(key), read_name, f"{label}: {key}") for key in ("old", "new"))
     old_shapes = read_several(row.get("shape"), read_shape, f"{label}: shape")
     confidence, reason = row.get("confidence", 1.0), read_name(row.get("reason", "edited"), f"{label}: reason")

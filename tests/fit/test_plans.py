@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import CkptError, LimitError, MatchPlanError
+from ckpt_tools.fit.folding import fold, unfold
 from ckpt_tools.fit.plan_files import read_plan, write_plan
 from ckpt_tools.fit.plans import Plan, PlanStep, apply
 from ckpt_tools.formats.open import open_checkpoint
@@ -125,6 +126,53 @@ def test_any_name_survives_the_file(rows: list[tuple[str, tuple[int, ...]]], nam
     with tempfile.TemporaryDirectory() as folder:
         write_plan(plan, Path(folder) / "plan.toml")
         assert read_plan(Path(folder) / "plan.toml") == plan
+
+
+LAYERS = st.lists(
+    st.sampled_from(["a.{i}.w", "a.{i}.{j}.w", "b.{j}.c{i}", "x{i}.{i}", "n.{j}", "lone", "a.0.w", "{{i}}.q"]), max_size=6
+)
+
+
+@given(st.lists(st.tuples(LAYERS, st.lists(st.integers(0, 12), max_size=6), st.integers(0, 3)), max_size=5), st.booleans())
+def test_a_folded_plan_is_the_same_plan(parts: list[tuple[list[str], list[int], int]], shift: bool) -> None:
+    """Layers of any names and numbers, whole and with gaps, other numbers on the old side: the same steps in the same order."""
+    names = [
+        template.replace("{i}", str(i)).replace("{j}", str(j))
+        for templates, numbers, j in parts
+        for i in numbers
+        for template in templates
+    ]
+    steps = [
+        PlanStep("copy", (f"old.{number if shift else 7}.{name}",), (name,), ((2,),), ((2,),), "structure", 0.9)
+        for number, name in enumerate(dict.fromkeys(names))
+    ]
+    assert unfold(fold(steps), 10_000) == steps
+
+
+def test_layers_are_one_table_each(tmp_path: Path) -> None:
+    """48 layers of 8 tensors, a fused one among them, are 9 tables; what is read is what was written."""
+    fused = [
+        PlanStep("split", (f"h.{n}.qkv",), tuple(f"m.{n}.{part}" for part in "qkv"), ((6, 2),), ((2, 2),) * 3)
+        for n in range(48)
+    ]
+    plain = [[PlanStep("copy", (f"h.{n}.f.{k}",), (f"m.{n}.g.{k}",), ((2,),), ((2,),)) for k in range(7)] for n in range(48)]
+    head = PlanStep("copy", ("head",), ("last",), ((2,),), ((2,),))
+    plan = Plan((*(step for n in range(48) for step in (fused[n], *plain[n])), head))
+    write_plan(plan, tmp_path / "plan.toml")
+    text = (tmp_path / "plan.toml").read_text()
+    assert text.count("[[tensor]]") == 9
+    assert text.count('i = "0-47"') == 8
+    assert read_plan(tmp_path / "plan.toml") == plan
+
+
+@pytest.mark.parametrize("numbers", ["0-", "2-1", "a", "0,0", "00", "0-999999999", ""])
+def test_numbers_that_cannot_be_read_are_refused(numbers: str, tmp_path: Path) -> None:
+    """A range the wrong way round, one without an end, a number twice, more than any model has; or no place for them."""
+    path = tmp_path / "plan.toml"
+    for old in ("a.{i}", "a"):
+        path.write_text(f'format = "ckpt-plan-1"\n[[tensor]]\ni = "{numbers}"\nold = "{old}"\nnew = "b.{{i}}"\nshape = [2]\n')
+        with pytest.raises(MatchPlanError):
+            read_plan(path)
 
 
 def test_every_step_survives_the_file(tmp_path: Path) -> None:
