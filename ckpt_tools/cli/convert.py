@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ckpt_tools.cli.batches.convert import convert_many, inputs, refuse_beside_many
 from ckpt_tools.cli.help import LongHelp
 from ckpt_tools.cli.options import (
     LOCATION,
     OUTPUT,
+    Once,
     end_process,
     given,
     options_of,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 @click.command(cls=LongHelp, record=ConvertOptions, short_help="Write IN as OUT with other names, devices, dtypes.")
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
+@click.argument("more", metavar="| IN... --to-dir DIR", nargs=-1, type=OUTPUT)
 @options_of(ConvertOptions, objects=from_settings("objects"))
 @click.option(
     "--prove", multiple=True, metavar="[NAME=]SHAPE[:N]",
@@ -39,11 +42,16 @@ if TYPE_CHECKING:
     "--prove-model", metavar="PACKAGE.MODULE:CALLABLE", help="The model for IN, where it is that of neither --from nor --like."
 )
 @click.option("--in-place", is_flag=True, help="Edit names and device tags in IN itself; no OUT. A kill leaves old or new.")
+@click.option(
+    "--to-dir", cls=Once, type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+    help="Write each of many IN into DIR, under its own name with the extension of --format; one that fails stops no other.",
+)  # fmt: skip
+@click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Number of processes for --to-dir. 1 by default.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def convert(
-    source: Path, target: str | None, prove: tuple[str, ...], prove_model: str | None, in_place: bool, quiet: bool,
-    as_json: bool, **options: Any,
+    source: Path, target: str | None, more: tuple[str, ...], prove: tuple[str, ...], prove_model: str | None,
+    in_place: bool, to_dir: Path | None, jobs: int | None, quiet: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
 
@@ -58,6 +66,7 @@ def convert(
     ckpt convert big.pth folder --shard-size 5GB
     ckpt convert model-fp8 plain --shard-size 5GB --dequantize bf16
     ckpt convert folder merged.safetensors
+    ckpt convert runs/*.pth --to-dir out --format safetensors --jobs 4
 
     The steps come in this order: --select, --objects, --ema, --slim, --keep and --drop (by the names in IN), --dequantize,
     --strip-module, --unwrap, --strip-prefix, --rename (split at its last =), --add-prefix, --add-module, --like or --plan,
@@ -81,6 +90,13 @@ def convert(
     asked = given(options)
     if "objects" in asked and (in_place or asked.get("slim")) and give_way("objects"):
         del asked["objects"]
+    if to_dir is not None:
+        refuse_beside_many(in_place, prove)
+        sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, jobs=jobs or 1, quiet=quiet, as_json=as_json))
+    if more:
+        raise click.UsageError(f"{2 + len(more)} paths are IN and OUT and others; many IN need --to-dir DIR.")
+    if jobs is not None:
+        raise click.UsageError("--jobs is for --to-dir.")
     _check_provable(asked, prove, prove_model, in_place=in_place)
     if in_place:
         _report(_edit_in_place(source, target, asked), quiet=quiet, as_json=as_json)

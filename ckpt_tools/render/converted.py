@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.objects.known import WITH_OUTER
-from ckpt_tools.render.rows import Row, rows_of, show_rows
+from ckpt_tools.errors import CkptError
+from ckpt_tools.render.rows import Row, name_table, rows_of, show_rows
 from ckpt_tools.render.text import (
     by_reason,
     counted,
@@ -17,6 +18,8 @@ from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ckpt_tools.edit.lora.planning import Merged
     from ckpt_tools.fit.retarget import FittedTo
     from ckpt_tools.operations.convert.report import Converted, RenamedNames
@@ -28,6 +31,29 @@ def show_converted(report: Converted) -> None:
     """The page of `ckpt convert`."""
     verb = "would write" if report.dry_run else "wrote"
     show_rows(f"{verb} {report.target}", _rows(report))
+
+
+def print_several(
+    sources: Sequence[object], targets: Sequence[object], results: Sequence[Converted | CkptError], out: Console
+) -> None:
+    """A line for each of several conversions, and how many were done."""
+    done = [result for result in results if not isinstance(result, CkptError)]
+    verb = "would write" if any(report.dry_run for report in done) else "wrote"
+    size = size_text(sum(report.bytes for report in done))
+    refused = f"; {len(results) - len(done)} refused" if len(done) < len(results) else ""
+    reports = [None if isinstance(result, CkptError) else result for result in results]
+    columns = {
+        verb: [
+            "refused" if report is None else printable(str(target)) for target, report in zip(targets, reports, strict=True)
+        ],
+        "tensors": ["" if report is None else f"{report.tensors:,}" for report in reports],
+        "renamed": ["" if report is None else f"{sum(row.renamed for row in report.state_dicts):,}" for report in reports],
+        "notes": ["" if report is None else f"{len(report.notes):,}" for report in reports],
+        "bytes": ["" if report is None else size_text(report.bytes) for report in reports],
+    }
+    names = [printable(str(source)) for source in sources]
+    out.print(name_table("IN", names, columns, out, right=("tensors", "renamed", "notes", "bytes")))
+    out.print(f"\n{verb} {len(done)} of {counted(len(results), 'file')}, {size}{refused}", soft_wrap=True)
 
 
 def _rows(report: Converted) -> list[Row]:

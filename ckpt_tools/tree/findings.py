@@ -64,14 +64,14 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     """
     if path.startswith("<"):  # an open file, standard input: whatever it is called where it is saved
         path = "FILE.pth"
-    stem, own = (path.rstrip("/"), ".pth") if os.path.isdir(path) else _parts_of(path)
+    stem, own = (path.rstrip("/"), ".pth") if os.path.isdir(path) else stem_and_extension(path)
     stem = stem.rpartition("/")[2] if "://" in path else stem  # the output of what has an address is written here
     own = ".pth" if own.lower() in _NOT_WRITTEN or not writes(own) else own
     target = f"{stem}.fixed{own if suffix is None else suffix}"
     return printable(" ".join(["ckpt", command, shlex.quote(path), shlex.quote(target), *options.split()]))
 
 
-def _parts_of(path: str) -> tuple[str, str]:
+def stem_and_extension(path: str) -> tuple[str, str]:
     """The name of a file without its extension, and that; of a packed one what was packed."""
     archive, mark, member = path.partition("!")
     stem = _PACKED.sub("", archive)

@@ -1,0 +1,1 @@
+"""Commands on many inputs at once."""

@@ -1,0 +1,101 @@
+"""Several checkpoints converted alike into one folder: which becomes which file, then one after another, or several at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools import limits
+from ckpt_tools.errors import CkptError, OutputFolderError, UsageError
+from ckpt_tools.io.processes import in_processes
+from ckpt_tools.text import some
+from ckpt_tools.tree.findings import stem_and_extension
+from ckpt_tools.tree.output_names import writes
+
+if TYPE_CHECKING:
+    from ckpt_tools.operations.convert.report import Converted
+
+_EXTENSIONS = {"safetensors": ".safetensors", "pth": ".pth", "pth-legacy": ".pth", "gguf": ".gguf", "dcp": ""}
+
+
+def targets(sources: Sequence[str | os.PathLike[str]], folder: Path, asked: Mapping[str, Any]) -> list[Path]:
+    """The output of each input: of its name, with the extension of the format.
+
+    Raises:
+        UsageError: two inputs would have one output, or an output is an input.
+    """
+    made = [folder / _name(source, asked) for source in sources]
+    by_target: dict[Path, list[str]] = {}
+    for source, target in zip(sources, made, strict=True):
+        by_target.setdefault(target, []).append(str(source))
+    inputs = {os.path.realpath(source): str(source) for source in sources}
+    for target, named in by_target.items():
+        if len(named) > 1:
+            raise UsageError(
+                f"{len(named)} inputs would be written as {target}: {some(named)}.", why="Nothing has been written.",
+                fix="Convert those of one name into folders of their own.",
+            )  # fmt: skip
+        if (same := inputs.get(os.path.realpath(target))) is not None:
+            raise UsageError(f"{target} is the input {same}.", why="Nothing has been written.", fix="Name another folder.")
+    return made
+
+
+def _name(source: str | os.PathLike[str], asked: Mapping[str, Any]) -> str:
+    stem, own = stem_and_extension(os.fspath(source).rstrip("/"))
+    name = PurePath(stem).name
+    if not name:
+        raise UsageError(f"{source} has no name that its output could have.", fix="Name it otherwise than by dots.")
+    if "shard_size" in asked:
+        return name
+    if (format := asked.get("format")) is not None:
+        return name + _EXTENSIONS[format]
+    return name + (own if own and writes(own) and not os.path.isdir(source) else ".pth")
+
+
+def convert_several(
+    sources: Sequence[Path], made: Sequence[Path], asked: Mapping[str, Any], *, jobs: int
+) -> Iterator[Converted | CkptError]:
+    """The report of each conversion, or why there is none, in the order of the inputs; one that fails stops no other.
+
+    Args:
+        sources, made: inputs, and the output of each. asked: the options of `convert`. jobs: how many processes.
+
+    Raises:
+        OutputFolderError: the folder cannot be made.
+    """
+    if not asked.get("dry_run"):
+        for folder in dict.fromkeys(target.parent for target in made):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise OutputFolderError(f"{folder} cannot be made.", why=f"{error.strerror or error}.") from None
+    pairs = list(zip(sources, made, strict=True))
+    work = partial(_converted, dict(asked))
+    if jobs > 1 and len(pairs) > 1:
+        yield from in_processes(work, pairs, min(jobs, len(pairs)))
+    else:
+        yield from map(work, pairs)
+
+
+def _converted(asked: dict[str, Any], pair: tuple[Path, Path]) -> Converted | CkptError:
+    from ckpt_tools.operations.convert.run import convert
+
+    source, target = pair
+    try:
+        if not asked.get("dry_run"):
+            return convert(source, target, **asked)
+        report = convert(source, _existing(target.parent) / target.name, **asked)  # the folder itself may not be there yet
+        report.target = str(target)
+        return report
+    except CkptError as error:
+        return error
+    except (MemoryError, RecursionError) as error:
+        return limits.exhausted(error, f"{source} cannot be converted")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that is there."""
+    return next((place for place in (folder, *folder.parents) if place.is_dir()), folder)

@@ -1,0 +1,118 @@
+"""`ckpt convert IN... --to-dir DIR`: many inputs alike, one bad file stops no other."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from ckpt_tools.operations.convert.several import targets
+from tests.cli.test_cli import ckpt
+from tests.cli.test_json_schemas import validator
+from tests.support.samples import FIXTURES
+
+DDP, SINGLE = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Path:
+    """A file that was cut off."""
+    path = tmp_path / "cut.pth"
+    path.write_bytes(DDP.read_bytes()[:3000])
+    return path
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_one_bad_file_stops_no_other(tmp_path: Path, cut: Path, jobs: int) -> None:
+    """The others are written as each alone would be, the table has a line for each, the exit code is the worst."""
+    out = tmp_path / "deep" / "out"
+    options = ["--to-dir", out, "--format", "safetensors", "--unwrap", "--jobs", jobs]
+    command = [sys.executable, "-m", "ckpt_tools", "convert", DDP, cut, SINGLE, *options]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert done.returncode == 3
+    assert f"Error: {cut}: The zip directory" in done.stderr
+    assert re.search(rf"^{re.escape(str(cut))} +refused$", done.stdout, re.M)
+    assert re.search(rf"^{re.escape(str(DDP))} +{re.escape(str(out))}/ddp.safetensors +11 +11 ", done.stdout, re.M)
+    assert re.search(r"^wrote 2 of 3 files, .*; 1 refused$", done.stdout, re.M)
+    assert sorted(path.name for path in out.iterdir()) == ["ddp.safetensors", "single.safetensors"]
+    assert ckpt("convert", DDP, tmp_path / "alone.safetensors", "--unwrap").exit_code == 0
+    assert (out / "ddp.safetensors").read_bytes() == (tmp_path / "alone.safetensors").read_bytes()
+    assert set(load_file(out / "single.safetensors")) == set(load_file(out / "ddp.safetensors"))
+
+
+def test_json_is_a_document_for_each(tmp_path: Path, cut: Path) -> None:
+    """In the order of the inputs a report, or the error in its place, each as its schema has it."""
+    result = ckpt("convert", SINGLE, cut, DDP, "--to-dir", tmp_path / "out", "--json")
+    documents = list(map(json.loads, result.stdout.splitlines()))
+    for document, name in zip(documents, ("convert", "error", "convert"), strict=True):
+        validator(name).validate(document)
+    assert [document.get("source") or document["path"] for document in documents] == [str(SINGLE), str(cut), str(DDP)]
+    assert result.exit_code == 3
+
+
+def test_all_done_is_zero(tmp_path: Path) -> None:
+    """Where nothing failed the exit code says so, and --quiet prints nothing; a dry run writes nothing."""
+    dry = ckpt("convert", SINGLE, DDP, "--to-dir", tmp_path / "out", "--dry-run")
+    assert "would write 2 of 2 files" in dry.output
+    assert not (tmp_path / "out").exists()
+    done = ckpt("convert", SINGLE, DDP, "--to-dir", tmp_path / "out", "--quiet")
+    assert (done.exit_code, done.output) == (0, "")
+    again = ckpt("convert", SINGLE, "--to-dir", tmp_path / "out")
+    assert (again.exit_code, "--overwrite" in again.output) == (3, True)
+    assert ckpt("convert", SINGLE, "--to-dir", tmp_path / "out", "--overwrite").exit_code == 0
+
+
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_two_inputs_of_one_name_are_refused_first(tmp_path: Path, options: list[str]) -> None:
+    """Before anything is written, with both names; so is an output that is one of the inputs."""
+    (tmp_path / "a").mkdir()
+    for path in (tmp_path / "a" / "ddp.pth", tmp_path / "a" / "other.pth"):
+        path.write_bytes(DDP.read_bytes())
+    twice = ckpt("convert", SINGLE, DDP, tmp_path / "a" / "ddp.pth", "--to-dir", tmp_path / "out", *options)
+    assert twice.exit_code == 2
+    assert f"'{DDP}', '{tmp_path}/a/ddp.pth'" in twice.output
+    assert not (tmp_path / "out").exists()
+    same = ckpt("convert", SINGLE, tmp_path / "a" / "ddp.pth", "--to-dir", tmp_path / "a", *options)
+    assert same.exit_code == 2
+    assert "is the input" in same.output
+    assert not (tmp_path / "a" / "single.pth").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a.pth", "b.pth", "c.pth"], "many IN need --to-dir DIR"),
+        (["a.pth", "b.pth", "--jobs", "2"], "--jobs is for --to-dir"),
+        (["a.pth", "--to-dir", "out", "--in-place"], "--in-place edits IN itself"),
+        (["a.pth", "--to-dir", "out", "--like", "m:N", "--prove", "1x3"], "run ckpt prove for each"),
+    ],
+)
+def test_what_does_not_go_together(arguments: list[str], said: str) -> None:
+    """Options of one input, and of many, are told apart before a file is looked at."""
+    result = ckpt("convert", *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+def test_names_of_outputs() -> None:
+    """An output has its input's name, with the extension of the format; of what is not written here `.pth`."""
+    out = Path("out")
+    named = targets(["a.ckpt", "b.gguf", "c.tar.gz", "runs/d", "s3://bucket/e.bin"], out, {})
+    assert [path.name for path in named] == ["a.ckpt", "b.gguf", "c.pth", "d.pth", "e.bin"]
+    formats = {"safetensors": "a.safetensors", "pth-legacy": "a.pth", "dcp": "a", "gguf": "a.gguf"}
+    for format, name in formats.items():
+        assert targets(["x/a.ckpt"], out, {"format": format}) == [out / name]
+    assert targets(["a.pth"], out, {"shard_size": "5GB"}) == [out / "a"]
+
+
+def test_the_folder_cannot_be_made(tmp_path: Path) -> None:
+    """A file where the folder should be is one error, before the first input is read."""
+    (tmp_path / "out").write_text("")
+    result = ckpt("convert", SINGLE, "--to-dir", tmp_path / "out" / "below")
+    assert result.exit_code == 3
+    assert result.output.count("Error: ") == 1
