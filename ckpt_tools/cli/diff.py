@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import click
 
-from ckpt_tools.cli.completion import complete_places
+from ckpt_tools.cli.completion import complete_names, complete_places
 from ckpt_tools.cli.options import (
     LOCATION,
     Once,
@@ -29,18 +30,28 @@ from ckpt_tools.cli.options import (
     shell_complete=complete_places,
     help="Compare one state dict or subtree; A_PATH=B_PATH for two.",
 )
+@click.option(
+    "--filter", "pattern", cls=Once, metavar="GLOB", shell_complete=complete_names,
+    help="Compare only tensors whose name or path matches, on either side.",
+)  # fmt: skip
+@click.option(
+    "--sort", type=click.Choice(["file", "name", "size", "max-abs", "max-rel", "l2", "cosine", "changed"]), default="file",
+    show_default=True, help="Order of the tensors that differ; what is furthest apart first. Most need --values.",
+)  # fmt: skip
 @click.option("--all", "show_all", is_flag=True, help="Show every line; nothing cut.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def diff(
-    left: Path, right: Path, values: bool, contents: bool, select: str | None, show_all: bool, quiet: bool, as_json: bool
-) -> None:
+    left: Path, right: Path, values: bool, contents: bool, select: str | None, pattern: str | None, sort: str,
+    show_all: bool, quiet: bool, as_json: bool,
+) -> None:  # fmt: skip
     """Show what differs between two checkpoints, whatever their containers.
 
     \b
     ckpt diff ddp.pth single.pth
     ckpt diff --values epoch_1.pth epoch_2.safetensors
     ckpt diff --select model=. training.pth weights.safetensors
+    ckpt diff --values --sort l2 --filter '*.weight' epoch_1.pth epoch_2.pth
 
     Names that differ by a wrapper or a prefix are compared with each other. --select takes "." for the whole file.
 
@@ -51,15 +62,17 @@ def diff(
 
     if values and not contents:
         raise UsageError("--values and --no-contents contradict each other.")
+    if sort not in ("file", "name", "size") and not values:
+        raise UsageError(f"--sort {sort} needs --values.")
     with show_progress(quiet=quiet) as progress:
-        report = compare(left, right, values=values, contents=contents, select=select, progress=progress)
+        report = compare(left, right, values=values, contents=contents, select=select, filter=pattern, progress=progress)
     if as_json:
         from ckpt_tools.render.json import print_document
 
         print_document(report.to_json())
     elif not quiet:
-        from ckpt_tools.render.difference import print_difference
+        from ckpt_tools.render.difference import DiffSort, print_difference
         from ckpt_tools.render.text import show
 
-        show(partial(print_difference, report, show_all=show_all))
+        show(partial(print_difference, report, show_all=show_all, sort=cast("DiffSort", sort)))
     sys.exit(0 if report.same else 1)

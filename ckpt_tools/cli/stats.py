@@ -31,8 +31,9 @@ from ckpt_tools.cli.options import LOCATION, Once, show_progress
 )
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Sum up below the first N parts of the names.")
 @click.option(
-    "--sort", type=click.Choice(["file", "name", "size", "mean", "std", "max", "zeros"]), default="file", show_default=True,
-    help="Order of the rows; numbers from the largest magnitude down.",
+    "--sort", type=click.Choice(["file", "name", "size", "mean", "std", "min", "max", "zeros", "nan"]), default="file",
+    show_default=True,
+    help="Order of the rows; numbers from the largest magnitude down, nan by how many are NaN or infinite.",
 )  # fmt: skip
 @click.option("--all", "show_all", is_flag=True, help="Show every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")

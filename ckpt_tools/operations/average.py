@@ -54,6 +54,7 @@ from ckpt_tools.tree.nodes import (
 from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.tree.output_names import check_one_file, output_format
 from ckpt_tools.tree.visit import walk
+from ckpt_tools.values.measures import Spread
 from ckpt_tools.values.numeric import (
     has_numbers,
     largest,
@@ -77,6 +78,8 @@ class Averaged:
         sources: the files, in order. weights: what each counted for; they sum to 1.
         averaged: tensors that are a mean. kept: those that were equal everywhere and no floats.
         largest, first: integer tensors that differed, and what was taken of them.
+        spread: `name` of the tensor in which the files are furthest from their mean, and how far (`relative`): the root mean
+            square of their distances from the mean, by the mean's length. None where nothing was worked out.
         output: what was written, as `convert` reports it.
     """
 
@@ -86,6 +89,7 @@ class Averaged:
     kept: int = 0
     largest: list[str] = field(default_factory=list)
     first: list[str] = field(default_factory=list)
+    spread: dict[str, Any] | None = None
     output: Converted = field(default_factory=lambda: Converted("", ""))
 
     __repr__ = brief
@@ -133,7 +137,8 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
         checkpoints = [stack.enter_context(open_whole(path)) for path in paths]
         if options.objects == "plain":
             _take_state_dicts(checkpoints, report.output)
-        _Mean(checkpoints, parts, options, report).apply()
+        mean = _Mean(checkpoints, parts, options, report)
+        mean.apply()
         if to_folder:
             run_dcp(checkpoints[0], folder, edits, report.output, stack)
         else:
@@ -142,6 +147,7 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
                 execute(planned, output, options.progress)
         for checkpoint in checkpoints:
             checkpoint.decoded.source.check_unchanged()
+    report.spread = mean.largest_spread()
     return report
 
 
@@ -196,6 +202,7 @@ class _Mean:
             check_effort(tensor.node for tensor in find_tensors(checkpoint.root) if type(tensor.node) is Entry)
         self.paths = [str(checkpoint.path) for checkpoint in checkpoints]
         self.made: dict[Any, Entry] = {}
+        self.spreads: list[tuple[str, Spread]] = []
 
     def apply(self) -> None:
         """Exchange every tensor of every state dict of the first tree."""
@@ -248,7 +255,14 @@ class _Mean:
             return self.integer(name, entries, sides)
         self.report.averaged += 1
         parts = [(row_major(entry), entry.dtype, weight) for entry, weight in zip(entries, self.weights, strict=True)]
-        return self.entry(entries, weighted_sum(parts, entries[0].dtype))
+        spread = Spread(len(parts))
+        self.spreads.append((name, spread))
+        return self.entry(entries, weighted_sum(parts, entries[0].dtype, spread))
+
+    def largest_spread(self) -> dict[str, Any] | None:
+        """Where the sources are furthest from their mean."""
+        known = [(relative, name) for name, spread in self.spreads if (relative := spread.relative) is not None]
+        return {"name": max(known)[1], "relative": max(known)[0]} if known else None
 
     def integer(self, name: str, entries: Sequence[Entry], sides: Sequence[_NamedTensors]) -> Entry:
         """An integer, bool or quantised tensor: kept where it is equal everywhere."""

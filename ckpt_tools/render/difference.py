@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -13,7 +14,7 @@ from rich.text import Text
 from ckpt_tools.render.rows import Row, name_table, print_rows, rows_of
 from ckpt_tools.render.text import counted, path_text, size_text
 from ckpt_tools.render.wording import as_options
-from ckpt_tools.text import printable, shape_text, shortened
+from ckpt_tools.text import natural, printable, shape_text, shortened
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.compare.report import (
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
         ValueChange,
     )
 
+DiffSort = Literal["file", "name", "size", "max-abs", "max-rel", "l2", "cosine", "changed"]
 _SHOWN, _SHOWN_TENSORS = 10, 40
 _SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 
 
-def print_difference(report: Difference, out: Console, *, show_all: bool = False) -> None:
+def print_difference(report: Difference, out: Console, *, show_all: bool = False, sort: DiffSort = "file") -> None:
     """The two files, the sentence, then what differs, a block a kind."""
     sides = (("left", report.left), ("right", report.right))
     print_rows(
@@ -41,7 +43,35 @@ def print_difference(report: Difference, out: Console, *, show_all: bool = False
         print_rows(rows, out)
     if report.changed:
         out.print()
-        out.print(_changed_table(report.changed, None if show_all else _SHOWN_TENSORS, out, measured=_is_measured(report)))
+        out.print(
+            _changed_table(
+                _sorted(report.changed, sort), None if show_all else _SHOWN_TENSORS, out, measured=_is_measured(report)
+            )
+        )
+
+
+def _sorted(rows: Sequence[TensorChange], sort: DiffSort) -> list[TensorChange]:
+    """Those that are furthest apart first; those of which that is not known last."""
+    if sort == "name":
+        return sorted(rows, key=lambda row: natural(row.where))
+    if sort == "size":
+        return sorted(rows, key=lambda row: -math.prod(row.shape or ()))
+    return list(rows) if sort == "file" else sorted(rows, key=lambda row: _far(row.gap, sort), reverse=True)
+
+
+def _far(gap: dict[str, Any] | None, sort: DiffSort) -> tuple[bool, float]:
+    key = {"max-abs": "max_abs", "max-rel": "max_rel", "l2": "relative_l2", "changed": "changed_fraction"}.get(sort, sort)
+    value = None if gap is None else gap[key]
+    return value is not None, 0.0 if value is None else -value if sort == "cosine" else value
+
+
+def _distance(report: Difference) -> list[Row]:
+    found = report.distance
+    if found is None:
+        return []
+    odd = f", {counted(found['nonfinite'], 'place')} with NaN or inf left out" if found["nonfinite"] else ""
+    numbers = f"relative L2 {_number(found['relative_l2'])}, cosine {_number(found['cosine'], '{:.6f}')}"
+    return [("distance", f"{numbers}, over {counted(found['tensors'], 'tensor')}, {counted(found['elements'], 'value')}{odd}")]
 
 
 def _facts(report: Difference, limit: int | None) -> list[Row]:
@@ -50,7 +80,7 @@ def _facts(report: Difference, limit: int | None) -> list[Row]:
         rows += rows_of(label, lines, limit and 3 if label == "" else limit, "--all")
     if report.tensors.get("skipped"):
         rows.append(("skipped", f"{counted(report.tensors['skipped'], 'tensor')} of another shape or dtype{_hint(report)}"))
-    return rows + rows_of("note", [as_options(note) for note in report.notes])
+    return rows + _distance(report) + rows_of("note", [as_options(note) for note in report.notes])
 
 
 def _compared(report: Difference) -> list[Row]:
@@ -108,7 +138,7 @@ def _value(row: ValueChange) -> str:
 def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Console, *, measured: bool) -> Table:
     shown = rows[:limit]
     names = [printable(row.where) for row in shown]
-    headings = ("max abs", "max rel", "cosine", "changed") if measured else ("shape", "dtype")
+    headings = ("max abs", "max rel", "L2", "cosine", "changed") if measured else ("shape", "dtype")
     lines = [_gap(row) if measured else (shape_text(row.shape), row.dtype or "?") for row in shown]
     if len(shown) < len(rows):
         names.append(f"... {len(rows) - len(shown)} more (--all)")
@@ -118,11 +148,12 @@ def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Console
 
 def _gap(row: TensorChange) -> tuple[str, ...]:
     if row.gap is None:
-        return "-", "-", "-", printable(row.reason)
+        return "-", "-", "-", "-", printable(row.reason)
     gap = row.gap
     changed = f"{gap['changed']:,} ({100 * gap['changed_fraction']:.3g}%)" if gap["changed"] else "bits only"
     changed += f", {gap['nonfinite']} NaN/inf" if gap["nonfinite"] else ""
-    return _number(gap["max_abs"]), _number(gap["max_rel"]), _number(gap["cosine"], "{:.6f}"), changed
+    apart = map(_number, (gap["max_abs"], gap["max_rel"], gap["relative_l2"]))
+    return *apart, _number(gap["cosine"], "{:.6f}"), changed
 
 
 def _number(value: float | None, form: str = "{:.3g}") -> str:

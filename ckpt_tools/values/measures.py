@@ -125,6 +125,7 @@ class Gap:
     max_abs: float = 0.0
     max_rel: float = 0.0
     dot: float = field(default=0.0, repr=False)
+    apart_squares: float = field(default=0.0, repr=False)
     left_squares: float = field(default=0.0, repr=False)
     right_squares: float = field(default=0.0, repr=False)
 
@@ -148,8 +149,30 @@ class Gap:
         larger = left.abs().maximum(right.abs())
         self.max_rel = max(self.max_rel, float((apart / larger.where(larger > 0, 1.0)).max()))
         self.dot += float((left * right.conj()).real.sum()) if left.is_complex() else float(left.dot(right))
+        self.apart_squares += float(apart.square_().sum())
         self.left_squares += float(left.abs().square().sum())
         self.right_squares += float(right.abs().square().sum())
+
+    def add_equal(self, values: torch.Tensor) -> None:
+        """Take in a block that is the same on both sides."""
+        self.elements += values.numel()
+        squares = float(real(finite_part(values)).square().sum())
+        self.dot, self.left_squares, self.right_squares = (
+            self.dot + squares, self.left_squares + squares, self.right_squares + squares,
+        )  # fmt: skip
+
+    def merge(self, other: Gap) -> None:
+        """Take in what another one has seen."""
+        self.max_abs, self.max_rel = max(self.max_abs, other.max_abs), max(self.max_rel, other.max_rel)
+        for name in ("elements", "changed", "nonfinite", "dot", "apart_squares", "left_squares", "right_squares"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def relative_l2(self) -> float | None:
+        """The length of the difference by the length of the left one; None where that is all zeros."""
+        if not self.left_squares or not math.isfinite(self.left_squares) or not math.isfinite(self.apart_squares):
+            return None
+        return math.sqrt(self.apart_squares) / math.sqrt(self.left_squares)
 
     @property
     def cosine(self) -> float | None:
@@ -164,8 +187,39 @@ class Gap:
         return {
             "elements": self.elements, "changed": self.changed,
             "changed_fraction": self.changed / self.elements if self.elements else 0.0, "nonfinite": self.nonfinite,
-            "max_abs": _number(self.max_abs), "max_rel": _number(self.max_rel), "cosine": self.cosine,
+            "max_abs": _number(self.max_abs), "max_rel": _number(self.max_rel), "relative_l2": self.relative_l2,
+            "cosine": self.cosine,
         }  # fmt: skip
+
+
+@dataclass(slots=True)
+class Spread:
+    """How far several tensors of one shape are from their mean: the root mean square of their distances, by the mean's length.
+
+    Attributes:
+        sources: how many they are. apart: the sum of their squared distances. squares: of the mean.
+    """
+
+    sources: int
+    apart: float = 0.0
+    squares: float = 0.0
+
+    def start(self) -> None:
+        """Begin anew: the content is worked out once more."""
+        self.apart = self.squares = 0.0
+
+    def add(self, values: Iterable[torch.Tensor], mean: torch.Tensor) -> None:
+        """Take in a block of each, and of the mean."""
+        for block in values:
+            self.apart += float(real(block - mean).square_().sum())
+        self.squares += float(real(mean).square().sum())
+
+    @property
+    def relative(self) -> float | None:
+        """The spread; None where the mean is all zeros, or something is not finite."""
+        if not self.squares or not math.isfinite(self.squares) or not math.isfinite(self.apart):
+            return None
+        return math.sqrt(self.apart / self.sources) / math.sqrt(self.squares)
 
 
 def _number(value: float) -> float | None:

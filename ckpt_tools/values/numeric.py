@@ -25,6 +25,8 @@ from ckpt_tools.tree.nodes import Dict, Entry
 if TYPE_CHECKING:
     import torch
 
+    from ckpt_tools.values.measures import Spread
+
 # Elements that are worked on at once: fewer than torch shares among threads (at::internal::GRAIN_SIZE, 32768). They fit a
 # cache, and threads that wait for each other on a busy machine take a hundred times as long.
 ELEMENTS = 32_704
@@ -345,19 +347,24 @@ def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch.float64)
 
 
-def weighted_sum(parts: list[tuple[Content, DType, float]], target: DType) -> Computed:
+def weighted_sum(parts: list[tuple[Content, DType, float]], target: DType, spread: Spread | None = None) -> Computed:
     """The sum of contents times their weights, worked out in float64 (complex128) and rounded once, to `target`.
 
     Args:
         parts: contents of equally many elements, each with its dtype and weight.
+        spread: takes in how far they are from their sum, while that is worked out.
     """
 
     def work() -> Iterator[memoryview]:
+        if spread is not None:
+            spread.start()
         streams = [numbers(content, dtype) for content, dtype, _ in parts]
         for values in zip(*streams, strict=True):
             total = values[0] * parts[0][2]
             for value, (_, _, weight) in zip(values[1:], parts[1:], strict=True):
                 total += value * weight
+            if spread is not None:
+                spread.add(values, total)
             yield as_bytes(total, target)
 
     content, dtype, _ = parts[0]

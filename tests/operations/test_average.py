@@ -184,3 +184,24 @@ def test_the_mean_as_a_distributed_checkpoint(tmp_path: Path) -> None:
     report = average(paths, tmp_path / "out", format="dcp")
     assert (report.output.container, report.output.files) == ("dcp", 1)
     assert ckpt_tools.torch.load_state_dict(tmp_path / "out")["a.w"].tolist() == [2.0, 4.0]
+
+
+def test_where_the_largest_spread_is(tmp_path: Path) -> None:
+    """The tensor in which the files are furthest from their mean, by its length, over several blocks; none for equal files."""
+    torch.manual_seed(0)
+    base = torch.randn(100_001)
+    states = [{"a.w": base + 0.01 * number, "b.w": base * (1 + 0.1 * number), "n.n": torch.tensor(3)} for number in range(3)]
+    paths = files(tmp_path, *states)
+    for name in ("out.pth", "out.safetensors"):
+        report = average(paths, tmp_path / name)
+        stack = torch.stack([state["b.w"].double() for state in states])
+        mean = stack.mean(0)
+        expected = float((stack - mean).square().sum(1).mean().sqrt() / mean.norm())
+        assert report.spread == {"name": "b.w", "relative": pytest.approx(expected)}
+    shown = CliRunner().invoke(main, ["average", *map(str, paths), str(tmp_path / "shown.pth")]).stdout
+    assert "spread     largest in b.w: 7.42% of the mean's length" in shown
+    assert average(paths, tmp_path / "none.pth", dry_run=True).spread is None
+    same = CliRunner().invoke(main, ["average", str(paths[0]), str(paths[0]), str(tmp_path / "same.pth")]).stdout
+    assert "\nspread" not in same
+    odd = files(tmp_path, {"a.w": torch.zeros(2)}, {"a.w": torch.tensor([float("nan"), 1.0])})
+    assert average(odd, tmp_path / "odd.pth").spread is None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
@@ -39,9 +40,10 @@ from ckpt_tools.operations.compare.sides import (
     open_side,
 )
 from ckpt_tools.operations.inspect import value_text
-from ckpt_tools.text import dotted
+from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.arguments import natural
-from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.tree.globs import Globs
+from ckpt_tools.tree.nodes import Entry, Node
 from ckpt_tools.values.numeric import (
     has_numbers,
     numbers,
@@ -64,6 +66,7 @@ def diff(
     values: bool = False,
     contents: bool = True,
     select: str | None = None,
+    filter: str | None = None,
     progress: Progress | None = None,
 ) -> Difference:
     """Compare two checkpoints, whatever their containers.
@@ -74,13 +77,14 @@ def diff(
         left, right: the two files.
         values: measure how far tensors are apart, also where their dtypes differ. contents: False compares no tensor bytes.
         select: the dotted path of what is compared; `LEFT=RIGHT` where it differs, "." for the whole file.
+        filter: a glob: tensors are compared whose name or path matches, on either side; values and objects are not.
         progress: called with (bytes compared, bytes in total).
 
     Returns:
         The report. Not compared are strides, ties, `requires_grad` and `_metadata`.
 
     Raises:
-        CkptError: one of the two cannot be read.
+        CkptError: one of the two cannot be read. NothingMatchedError: select or filter matches nothing.
     """
     where_left, where_right = _places(select)
     with collector_paused(), open_whole(left) as one, open_whole(right) as other:
@@ -89,15 +93,18 @@ def diff(
         report = Difference(_file(one), _file(other))
         report.notes += [note for side in sides for note in side.notes]
         pairs = _pair_tensors(*sides, report)
+        if filter is not None:
+            pairs = _filtered(pairs, sides, report, filter)
         _compare_facts(pairs, report)
-        _join_modules(*sides)
-        report.values = list(_compare_values(*_values(*sides)))
-        report.objects = list(_compare_values(sides[0].objects, sides[1].objects))
+        if filter is None:
+            _join_modules(*sides)
+            report.values = list(_compare_values(*_values(*sides)))
+            report.objects = list(_compare_values(sides[0].objects, sides[1].objects))
         if contents:
             _compare_contents(pairs, report, progress, measure=values)
         for checkpoint in (one, other):
             checkpoint.decoded.source.check_unchanged()
-    conclude(report, [pair.names for pair in pairs if pair.names is not None], sides, contents=contents)
+    conclude(report, [pair.names for pair in pairs if pair.names is not None], sides, contents=contents, pattern=filter)
     return report
 
 
@@ -194,6 +201,35 @@ def _shape(tensor: Tensor) -> list[int] | None:
     return list(found) if found is not None else None
 
 
+def _filtered(pairs: list[_Paired], sides: tuple[Side, Side], report: Difference, pattern: str) -> list[_Paired]:
+    """The pairs of which either side matches; what the report says of names is of them alone too.
+
+    Raises:
+        NothingMatchedError: no tensor of either side does.
+    """
+    globs = Globs([pattern])
+    left, right = ({_path(tensor) for tensor in side.tensors.values() if globs.matching(*_called(tensor))} for side in sides)
+    if not left and not right:
+        why = did_you_mean(pattern, map(_path, sides[0].tensors.values()))
+        raise NothingMatchedError(f"`filter={pattern!r}` matches no tensor of either.", why=why)
+    kept = [pair for pair in pairs if _path(pair.left) in left or _path(pair.right) in right]
+    names = {(_path(pair.left), _path(pair.right)) for pair in kept}
+    report.renamed = [row for row in report.renamed if (row.left, row.right) in names]
+    report.removed = [row for row in report.removed if row.where in left]
+    report.added = [row for row in report.added if row.where in right]
+    report.notes.append("Values and objects were not compared.")
+    return kept
+
+
+def _path(tensor: Tensor) -> str:
+    return dotted(tensor.where) or "(root)"
+
+
+def _called(tensor: Tensor) -> tuple[str, str]:
+    """The path of a tensor and its name, which a glob may match."""
+    return dotted(tensor.where), str(tensor.where[-1]) if tensor.where else ""
+
+
 # --- comparing
 
 
@@ -256,7 +292,8 @@ def _compare_contents(pairs: Sequence[_Paired], report: Difference, progress: Pr
     for side in ("left", "right"):
         check_effort(node for pair in pairs if type(node := getattr(pair, side).node) is Entry)
     counts = Counter(compared=0, equal=0, different=0, skipped=0)
-    known: dict[Any, TensorChange | None] = {}
+    known: dict[Any, _Compared] = {}
+    distance = _Distance()
     total = sum(pair.left.node.nbytes for pair in pairs if type(pair.left.node) is Entry)
     done = 0
     for pair in pairs:
@@ -267,46 +304,95 @@ def _compare_contents(pairs: Sequence[_Paired], report: Difference, progress: Pr
         key = (view_of(left), view_of(right)) if type(left) is Entry and type(right) is Entry else id(pair)
         if key not in known:
             known[key] = _compare_tensor(pair, measure=measure)
-        change = known[key]
+            if measure:
+                distance.take(known[key], left)
+        change = known[key].change
         counts["compared"] += 1
         counts["different" if change else "equal"] += 1
         if change:
-            there = dotted(pair.right.where) or "(root)"
-            report.changed.append(TensorChange(pair.where, there, change.dtype, change.shape, change.gap, change.reason))
+            report.changed.append(replace(change, where=pair.where, right=_path(pair.right)))
         done += left.nbytes if type(left) is Entry else 0
         if progress is not None:
             progress(done, total)
     report.tensors = dict(counts)
+    report.distance = distance.to_json()
 
 
-def _compare_tensor(pair: _Paired, *, measure: bool) -> TensorChange | None:
-    """None for equal bytes; how far the values are apart, where that is asked for."""
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """What differs in one tensor, None for equal bytes; how far the sides are apart, where that was measured."""
+
+    change: TensorChange | None
+    gap: Gap | None = None
+
+
+class _Distance:
+    """How far all tensors together are apart, as if they were one.
+
+    Equal tensors are measured too, for the length of the whole, but only once one differs: of equal files no number is read.
+    """
+
+    def __init__(self) -> None:
+        self.together: Gap | None = None
+        self.tensors = 0
+        self.waiting: list[Entry] = []
+
+    def take(self, compared: _Compared, left: Node) -> None:
+        """Take in one tensor."""
+        if compared.change is None and type(left) is Entry and has_numbers(left.dtype):
+            self.waiting.append(left)
+        elif compared.gap is not None:
+            self._add(compared.gap)
+        if self.together is not None:
+            for entry in self.waiting:
+                self._add(_gap(entry, None))
+            self.waiting.clear()
+
+    def _add(self, gap: Gap) -> None:
+        if self.together is None:
+            self.together = type(gap)()
+        self.together.merge(gap)
+        self.tensors += 1
+
+    def to_json(self) -> dict[str, Any] | None:
+        """As plain data; None where nothing was measured."""
+        if self.together is None:
+            return None
+        told = self.together.to_json()
+        return {"tensors": self.tensors} | {name: told[name] for name in ("elements", "nonfinite", "relative_l2", "cosine")}
+
+
+def _compare_tensor(pair: _Paired, *, measure: bool) -> _Compared:
+    """How far the values are apart, where that is asked for."""
     left, right = pair.left.node, pair.right.node
     change = TensorChange(pair.where, "", _dtype(pair.left), _shape(pair.left))
     if type(left) is not Entry or type(right) is not Entry:
         kinds = {tensor.unusual.kind for tensor in (pair.left, pair.right) if tensor.unusual}
         reason = f"{', '.join(sorted(kinds))}: bytes compared only"
-        return None if same_unusual(left, right) else _with(change, reason=reason)
+        return _Compared(None if same_unusual(left, right) else replace(change, reason=reason))
     if left.dtype is right.dtype and same_bytes(left, right):
-        return None
+        return _Compared(None)
     if not measure:
-        return change
+        return _Compared(change)
     if not (has_numbers(left.dtype) and has_numbers(right.dtype)):
-        return _with(change, reason=f"torch has no numbers for {left.dtype.name}")
+        return _Compared(replace(change, reason=f"torch has no numbers for {left.dtype.name}"))
     if left.nbytes // left.dtype.itemsize * left.dtype.packed != right.nbytes // right.dtype.itemsize * right.dtype.packed:
-        return _with(change, reason="another number of values")
-    return _with(change, gap=_gap(left, right).to_json())
+        return _Compared(replace(change, reason="another number of values"))
+    gap = _gap(left, right)
+    return _Compared(replace(change, gap=gap.to_json()), gap)
 
 
-def _with(change: TensorChange, gap: dict[str, Any] | None = None, reason: str = "") -> TensorChange:
-    return TensorChange(change.where, change.right, change.dtype, change.shape, gap, reason)
-
-
-def _gap(left: Entry, right: Entry) -> Gap:
+def _gap(left: Entry, right: Entry | None) -> Gap:
+    """How far two tensors are apart; without a right one, the same bytes, how long they are."""
     from ckpt_tools.values.measures import Gap
 
     gap = Gap()
     with one_thread():
-        for one, other in zip(numbers(row_major(left), left.dtype), numbers(row_major(right), right.dtype), strict=True):
-            gap.add(one, other)
+        ours = numbers(row_major(left), left.dtype)
+        if right is None:
+            for block in ours:
+                gap.add_equal(block)
+        else:
+            for one, other in zip(ours, numbers(row_major(right), right.dtype), strict=True):
+                gap.add(one, other)
     return gap

@@ -77,6 +77,9 @@ class Difference:
         shapes, dtypes, devices: of the tensors that both sides have.
         values, objects: plain values and Python objects by dotted path.
         tensors: how many are `compared`, `equal`, `different`, and `skipped` for want of one shape and dtype.
+        distance: (with values) of all tensors that were measured, as if they were one, tied ones once: how many `tensors` and
+            `elements`, places where one is `nonfinite`, `relative_l2` (the length of the difference by that of the left one),
+            `cosine`; null where none was measured.
         changed: those that are different. notes: what is not counted as a difference.
     """
 
@@ -94,6 +97,7 @@ class Difference:
     values: list[ValueChange] = field(default_factory=list)
     objects: list[ValueChange] = field(default_factory=list)
     tensors: dict[str, int] = field(default_factory=dict)
+    distance: dict[str, Any] | None = None
     changed: list[TensorChange] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -108,8 +112,11 @@ class Difference:
 # --- the sentence
 
 
-def conclude(report: Difference, names: Sequence[NamePair], sides: tuple[Side, Side], *, contents: bool) -> None:
-    """Fill in `same`, the summary and what it leaves to say: `names` are the pairs of all state dicts."""
+def conclude(
+    report: Difference, names: Sequence[NamePair], sides: tuple[Side, Side], *, contents: bool, pattern: str | None
+) -> None:
+    """Fill in `same`, the summary and what it leaves to say: `names` are the pairs of all state dicts,
+    `pattern` the glob of the tensors that were compared alone."""
     counts = {
         "moved": sum(row["moved"] for row in report.state_dicts),
         "added": len(report.added), "removed": len(report.removed), "renamed": len(report.renamed),
@@ -119,18 +126,21 @@ def conclude(report: Difference, names: Sequence[NamePair], sides: tuple[Side, S
     found = [kind for kind, count in counts.items() if count]
     report.same = not found
     if not found:
-        report.summary = _sameness(report, contents=contents)
+        report.summary = _sameness(contents=contents, values=pattern is None)
     elif len(found) == 1 and (only := _only_difference(found[0], report, names, sides)):
         report.summary = f"The only difference is {only}."
     else:
         report.summary = f"They differ: {', '.join(_counted(kind, counts[kind]) for kind in found)}."
+    if pattern is not None:
+        report.summary = f"Of the tensors that match {pattern!r}: {report.summary[:1].lower()}{report.summary[1:]}"
     _note_unpaired(report, sides)
 
 
-def _sameness(report: Difference, *, contents: bool) -> str:
+def _sameness(*, contents: bool, values: bool) -> str:
     if contents:
-        return "They are the same: names, shapes, dtypes, values, and every byte of the tensors."
-    return "They have the same names, shapes, dtypes and values; the tensors' bytes were not compared."
+        return f"They are the same: names, shapes, dtypes, {'values, ' if values else ''}and every byte of the tensors."
+    facts = "names, shapes, dtypes and values" if values else "names, shapes and dtypes"
+    return f"They have the same {facts}; the tensors' bytes were not compared."
 
 
 _WORDS = {

@@ -17,7 +17,7 @@ from ckpt_tools.text import listed, natural, printable
 if TYPE_CHECKING:
     from ckpt_tools.operations.compare.stats import Stats
 
-StatsSort = Literal["file", "name", "size", "mean", "std", "max", "zeros"]
+StatsSort = Literal["file", "name", "size", "mean", "std", "min", "max", "zeros", "nan"]
 _SHOWN = 40
 _NAME_WIDTH = 24  # what names should have of a line
 _NUMBERS = ("mean", "std", "min", "max", "zeros", "NaN", "inf")
@@ -74,7 +74,9 @@ def _sorted(rows: list[_Row], sort: StatsSort) -> list[_Row]:
         return sorted(rows, key=lambda row: natural(row.name))
     if sort == "zeros":
         return sorted(rows, key=lambda row: -_share(row.numbers))
-    key = {"size": "elements", "max": "max", "mean": "mean", "std": "std"}[sort]
+    if sort == "nan":
+        return sorted(rows, key=lambda row: -_not_finite(row))
+    key = "elements" if sort == "size" else sort
     return sorted(rows, key=lambda row: -abs((row.numbers or {}).get(key) or 0.0))
 
 
@@ -112,8 +114,12 @@ def _drawing(row: _Row, bars: str, every: int) -> str:
     return draw(counts, bars) if counts else printable(row.note)
 
 
+def _not_finite(row: _Row) -> int:
+    return row.numbers["nan"] + row.numbers["inf"] if row.numbers else 0
+
+
 def _is_odd(row: _Row) -> bool:
-    return bool(row.numbers and (row.numbers["nan"] or row.numbers["inf"]))
+    return _not_finite(row) > 0
 
 
 def _cell(numbers: dict[str, Any] | None, name: str) -> str:
