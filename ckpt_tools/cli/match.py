@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     MatchOptions,
     like={"required": True},
     match={
-        "type": click.Choice(["structure", "position"]),
-        "help": "How the rest is paired after names: by shape, names and order of the modules, or in order.",
+        "type": click.Choice(["structure", "values", "position"]),
+        "help": "How the rest is paired: by shape, names and order of the modules; by the numbers in them too; in order.",
     },
     output={"type": LOCATION},
 )

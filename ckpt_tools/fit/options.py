@@ -33,8 +33,8 @@ class TargetOptions(Options):
     like_select: str | None = text("Which state dict of a TARGET that holds several.", metavar="WHERE")
     match: Stages | None = choice(
         "How partners are found: by name without wrappers (the default); also by a common prefix or suffix; also by shape, "
-        "order and names of layers; or zipped in order.",
-        ["exact+wrappers", "names", "structure", "position"],
+        "order and names of layers; also by what numbers they hold, for two copies of one network; or zipped in order.",
+        ["exact+wrappers", "names", "structure", "values", "position"],
     )
     from_: Any = anything(
         "The model that IN was made by, as TARGET is named: both run once, and which layer feeds which decides what names and "

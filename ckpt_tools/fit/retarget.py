@@ -125,8 +125,13 @@ class Retargeting:
         params, reshape = params_of(node), self.allow_reshape
         framework = None if whole is None else framework_of(whole)
         graphs = compare_graphs(params, whole, self.question, target).graphs if self.stages in COMPARING else None
+        wanted = target.params
+        if self.stages == "values":
+            from ckpt_tools.fit.samples import sampled, sampled_target
+
+            params, wanted = sampled(params, node), sampled_target(target, self.like_select)
         matching = match(
-            params, target.params, stages=self.stages, allow_reshape=reshape, framework=framework, graphs=graphs,
+            params, wanted, stages=self.stages, allow_reshape=reshape, framework=framework, graphs=graphs,
             pairs=self.pairs,
         )  # fmt: skip
         return Expanded(plan_of(replace(matching, offers=())), {}, {})  # fused and split tensors: only a plan does those

@@ -31,8 +31,8 @@ from ckpt_tools.tree.graphs import Graph
 
 __all__ = ["Ambiguous", "Framework", "Match", "Matching", "Mismatch", "Offer", "Stages", "match"]
 
-Stages: TypeAlias = Literal["exact+wrappers", "names", "structure", "position"]
-STAGES: tuple[Stages, ...] = ("exact+wrappers", "names", "structure", "position")
+Stages: TypeAlias = Literal["exact+wrappers", "names", "structure", "values", "position"]
+STAGES: tuple[Stages, ...] = ("exact+wrappers", "names", "structure", "values", "position")
 
 
 def match(
@@ -50,7 +50,8 @@ def match(
 
     Args:
         source: the tensors of the checkpoint, in order. target: those of the target.
-        stages: "exact+wrappers"; "names" takes a common prefix or suffix too; "structure" also aligns leaf modules by their
+        stages: "exact+wrappers"; "names" takes a common prefix or suffix too; "values" compares samples of the numbers, ahead
+            of names, and goes on as "structure" does; "structure" also aligns leaf modules by their
             shapes, order and names; "position" zips what names have left, in order.
         rename: the user's `REGEX=REPLACEMENT` rules, applied to the checkpoint's names first.
         allow_reshape: take partners whose shapes differ by sizes of 1 only.
@@ -80,10 +81,7 @@ def match(
 
 def _staged(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, str]]) -> Pairing:
     """The pairing, with what the user said and every stage found."""
-    if pairs:
-        from ckpt_tools.matching.left_over.answers import apply_answers
-
-        apply_answers(pairing, pairs)
+    _start(pairing, stages, pairs)
     match_whole_wrapper(pairing)
     match_exact(pairing)
     match_wrappers(pairing)
@@ -95,16 +93,27 @@ def _staged(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, s
         from ckpt_tools.matching.evidence.stage import doubt_contradicted
 
         doubt_contradicted(pairing)
-    if stages == "structure" and pairing.sources_left() and pairing.targets_left():
+    if stages in ("structure", "values") and pairing.sources_left() and pairing.targets_left():
         from ckpt_tools.matching.by_structure import match_structure
 
         alone = pairing.anew()
         by_name = bool(pairing.used or pairing.doubts or pairing.offers)  # else both would find the same
         if by_name:
-            if pairs:
-                apply_answers(alone, pairs)
+            _start(alone, stages, pairs)
             match_structure(alone)
         match_structure(pairing)
         if by_name:
             pairing.doubt_where_not(alone)
     return pairing
+
+
+def _start(pairing: Pairing, stages: Stages, pairs: Sequence[str | tuple[str, str]]) -> None:
+    """What comes before any name: the user's word, and equal numbers."""
+    if pairs:
+        from ckpt_tools.matching.left_over.answers import apply_answers
+
+        apply_answers(pairing, pairs)
+    if stages == "values":
+        from ckpt_tools.matching.sides.values import match_values
+
+        match_values(pairing)

@@ -74,6 +74,10 @@ class Pairing:
     def pair(self, old: str, new: str, reason: Reason, confidence: float = 1.0) -> None:
         """Two partners: a match, a mismatch where their shapes say so, an offer where one is kept as [in, out]."""
         before, after = self.source[old].shape, self.target[new].shape
+        if reason == "values":  # the same numbers in the same places, whatever the biases beside say
+            self.matches[new] = Match(old, new, reason, confidence, before, after, "copy")
+            self.used[old] = new
+            return
         if (old in self.oriented[0].unknown) != (new in self.oriented[1].unknown):
             self.doubt(new, [old], "a square matrix beside transposed ones: whether it is transposed cannot be told")
             return
@@ -111,7 +115,7 @@ class Pairing:
         Names that agree by chance (`features.24` in networks that count differently) are seen so.
         """
         for new, match in list(self.matches.items()):
-            if match.reason == "pair":
+            if match.reason in ("pair", "values"):
                 continue
             found = other.matches.get(new)
             elsewhere = other.used.get(match.old, new)

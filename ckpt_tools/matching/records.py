@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
-Reason: TypeAlias = Literal["exact", "wrapper", "rule", "pair", "prefix", "structure", "graph", "position", "tied"]
+Reason: TypeAlias = Literal["exact", "wrapper", "rule", "pair", "values", "prefix", "structure", "graph", "position", "tied"]
 Step: TypeAlias = Literal["copy", "reshape", "transpose", "permute"]
 
 

@@ -61,7 +61,14 @@ def match(path: File, options: MatchOptions) -> Matched:
     """
     target = read_target(options.like, args=options.like_args, select=options.like_select)
     with open_whole(path) as checkpoint:
-        params, framework = params_of(choose_state_dict(checkpoint, options.select).node), framework_of(checkpoint)
+        if options.stages == "values":
+            checkpoint.locate()
+        node, framework = choose_state_dict(checkpoint, options.select).node, framework_of(checkpoint)
+        params, wanted = params_of(node), target.params
+        if options.stages == "values":
+            from ckpt_tools.fit.samples import sampled, sampled_target
+
+            params, wanted = sampled(params, node), sampled_target(target, options.like_select)
         compared = Compared()
         if options.stages in COMPARING:
             question = Question(options.from_, options.from_args, options.input)
@@ -69,7 +76,7 @@ def match(path: File, options: MatchOptions) -> Matched:
 
     def matched(stages: Stages, allow_reshape: bool) -> Matching:
         return find_partners(
-            params, target.params, stages=stages, rename=list(options.rename), framework=framework, allow_reshape=allow_reshape,
+            params, wanted, stages=stages, rename=list(options.rename), framework=framework, allow_reshape=allow_reshape,
             graphs=compared.graphs, pairs=list(options.pair),
         )  # fmt: skip
 

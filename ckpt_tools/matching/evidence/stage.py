@@ -19,7 +19,7 @@ def doubt_contradicted(pairing: Pairing) -> None:
         return
     wrong = evidence.contradicted(_by_name(pairing, evidence))
     for new, match in list(pairing.matches.items()):
-        if match.reason != "pair" and _numbers(evidence, match.old, new) in wrong:
+        if match.reason not in ("pair", "values") and _numbers(evidence, match.old, new) in wrong:
             del pairing.matches[new]
             pairing.used.pop(match.old, None)
             pairing.doubt(new, [match.old], _WHY)
