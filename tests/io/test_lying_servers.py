@@ -118,10 +118,34 @@ def test_patience_grows_with_what_is_asked_for() -> None:
 def test_redirects_to_other_schemes_are_refused(serve: Callable[..., Canned], place: str) -> None:
     """Only HTTP leads on, and encryption is not given up."""
     server = serve(f"HTTP/1.1 302 Found\r\nLocation: {place}\r\nContent-Length: 0\r\n\r\n".encode())
-    with pytest.raises(RemoteError):
+    with pytest.raises(RemoteError, match=r"another scheme|is not allowed"):
         ckpt_tools.inspect(server.url("model.pth"))
     with pytest.raises(RemoteError, match="another scheme"):
         http._Redirects("https://a.example/x").redirect_request(None, None, 302, "", {}, "http://a.example/x")
+
+
+def test_headers_without_end(serve: Callable[..., Canned]) -> None:
+    """Sixteen answers at once with five megabytes of headers each took 550 MB; honest ones have a few kilobytes."""
+    headers = b"".join(b"X%d: " % number + b"y" * 60_000 + b"\r\n" for number in range(9))
+    with pytest.raises(RemoteError, match="headers of its answer are longer than any"):
+        ckpt_tools.inspect(serve(partial(headers + b"Content-Range: bytes 0-0/1")).url("model.pth"))
+
+
+def test_a_redirect_to_itself_is_said_to_be_one(serve: Callable[..., Canned]) -> None:
+    """An answer that leads round and round was told of as `I/O operation on closed file`."""
+    server = serve(b"HTTP/1.1 302 Found\r\nLocation: /model.pth\r\nContent-Length: 0\r\n\r\n")
+    with pytest.raises(RemoteError, match="infinite loop"):
+        ckpt_tools.inspect(server.url("model.pth"))
+
+
+def test_a_server_that_falls_back_to_another_file(serve: Callable[..., Canned]) -> None:
+    """The whole of another file, where a range of this one was asked for, is refused; also when it is asked for again."""
+    bodies = [partial(b"ETag: 1\r\nContent-Range: bytes 0-65535/900000", bytes(65536))]
+    bodies += [b"HTTP/1.1 200 OK\r\nETag: 2\r\nContent-Length: 900000\r\n\r\n" + b"x" * 900_000] * 2
+    found = http.HttpObject(serve(lambda _: bodies.pop(0)).url("model.pth"))
+    for _ in range(2):
+        with pytest.raises(RemoteError, match="changed while it was read"):
+            found.fetch(500_000, 500_010)
 
 
 def test_redirects_into_a_private_network_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
