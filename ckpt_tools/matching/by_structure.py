@@ -31,7 +31,7 @@ def match_structure(pairing: Pairing) -> None:
     if pairing.graphs is not None:
         from ckpt_tools.matching.evidence.network import cuts_of
 
-        cuts = cuts_of(left, pairing.graphs[0]), cuts_of(right, pairing.graphs[1])
+        cuts = cuts_of(pairing, pairing.graphs)
     alignment = align(split_fused(left, right, cuts[0]), split_fused(right, left, cuts[1]))
     if pairing.graphs is not None:
         from ckpt_tools.matching.evidence.stage import settle

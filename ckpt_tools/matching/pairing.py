@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.records import (
@@ -33,7 +34,8 @@ class Pairing:
     """Two lists of tensors and what has been found so far. A stage calls `pair` for what it is sure of.
 
     `known` is the name of a source tensor as the user's rules made it, or as torch would have it; stages compare those.
-    `ruled` are the names that a rule has changed, `graphs` what both models compute, where that is known.
+    `ruled` are the names that a rule has changed, `graphs` what both models compute, where that is known,
+    `evidence` what was worked out of them.
     """
 
     def __init__(self, source: Sequence[Param], target: Sequence[Param], *, allow_reshape: bool) -> None:
@@ -50,12 +52,13 @@ class Pairing:
         self.used: dict[str, str] = {}
         self.oriented = orientation(source), orientation(target)
         self.graphs: tuple[Graph, Graph] | None = None
+        self.evidence: Any = None
 
     def anew(self) -> Pairing:
         """The same two sides, with nothing found."""
         made = Pairing([*self.source.values()], [*self.target.values()], allow_reshape=self.allow_reshape)
         made.known, made.ruled, made.oriented = self.known, self.ruled, self.oriented
-        made.graphs = self.graphs
+        made.graphs, made.evidence = self.graphs, self.evidence
         return made
 
     def sources_left(self) -> list[Param]:

@@ -38,8 +38,8 @@ class Graph:
     operations: list[Operation] = field(default_factory=list)
 
     def renamed(self, names: dict[str, str]) -> Graph:
-        """The same with other names of weights; those without one are left out."""
-        weights = {names[name]: value for name, value in self.weights.items() if name in names}
+        """The same with other names of weights; those without one are weights nevertheless, under names that nothing has."""
+        weights = {names.get(name, f"\0{name}"): value for name, value in self.weights.items()}
         return Graph(weights, self.inputs, self.outputs, self.operations)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from torch.nn import functional as F
 from ckpt_tools.fit.plans import plan_of
 from ckpt_tools.fit.targets import read_target
 from ckpt_tools.matching import Matching, match
+from ckpt_tools.matching.params import Param
 from ckpt_tools.tree.graphs import Graph
 from ckpt_tools.tree.inputs import parse
 from ckpt_tools.values.running import graph_of
+from tests.matching import test_match_structure
 from tests.matching.test_match_structure import moved, randomise
 from tests.support import opaque
 
@@ -193,3 +196,55 @@ def test_random_networks_are_never_paired_wrongly(seed: int) -> None:
     pairs = {row.old.partition(".")[0]: row.new.partition(".")[0] for row in found.matched}
     assert pairs == {old: truth[old] for old in pairs}
     assert len(pairs) >= 6
+
+
+# --- implementations whose names were taken away
+
+
+def without_names(model: nn.Module, inputs: Sequence[str], seed: int) -> tuple[Graph, list[Param], dict[str, str]]:
+    """A model's graph and tensors under names that say nothing, in another order; and what the names stand for."""
+    params = list(read_target(model).params)
+    modules = list(dict.fromkeys(param.name.rpartition(".")[0] for param in params))
+    random.Random(seed).shuffle(modules)
+    digits = str.maketrans("0123456789", "jkxyfghwqr" if seed else "bcdmnprstz")
+    code = {module: f"{'uv'[seed]}{number:03d}".translate(digits) for number, module in enumerate(modules)}
+    names = {param.name: f"{code[param.name.rpartition('.')[0]]}.{param.name.rpartition('.')[2]}" for param in params}
+    random.Random(seed + 2).shuffle(params)
+    graph = graph_of(model, [parse(spec) for spec in inputs], None).renamed(names)
+    return graph, [replace(param, name=names[param.name]) for param in params], {new: old for old, new in names.items()}
+
+
+IMPLEMENTATIONS = {
+    name: pair for name, pair in test_match_structure.PAIRS.items() if pair[2].is_floating_point() and pair[2].dim() in (3, 4)
+}
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_without_any_names_the_graph_is_enough_or_nothing_is_wrong(name: str) -> None:
+    """Two implementations, all names and the order taken away: what is complete computes the same, after the move."""
+    make_old, make_new, sample = IMPLEMENTATIONS[name]
+    old, new = randomise(make_old(), 1), randomise(make_new(), 2)
+    inputs = ["x".join(map(str, sample.shape))]
+    graph, params, names = without_names(old, inputs, 0)
+    other, others, known = without_names(new, inputs, 1)
+    found = match(params, others, stages="structure", graphs=(graph, other), allow_reshape=True)
+    if not found.complete_with_offers:
+        assert name in OPEN
+        return
+    state = {code: old.state_dict()[own] for code, own in names.items()}
+    new.load_state_dict({known[code]: value for code, value in moved(plan_of(found), state).items()})
+    torch.testing.assert_close(outputs(new, inputs), outputs(old, inputs), rtol=1e-4, atol=1e-4)
+
+
+OPEN = {"matrices kept as [in, out]"}  # whether a square one is transposed cannot be told
+
+
+def test_a_layer_that_the_checkpoint_lacks_is_a_layer_all_the_same() -> None:
+    """The model has one more layer than the checkpoint: what it computes is not mistaken for a network without it."""
+    old = opaque.Layers(opaque.linear("a b c"), lambda net, x: net.c(net.b(net.a(x))))
+    new = opaque.Layers(opaque.linear("p q"), lambda net, x: net.q(net.p(x)))
+    graphs = graphs_of(old, new, ["2x8"])
+    names = {name: name for name in old.state_dict() if not name.startswith("b")}
+    params = [param for param in read_target(old).params if param.name in names]
+    found = match(params, read_target(new).params, stages="structure", graphs=(graphs[0].renamed(names), graphs[1]))
+    assert {(row.old[0], row.new[0]) for row in found.matched} <= {("a", "p"), ("c", "q")}

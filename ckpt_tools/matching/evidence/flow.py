@@ -52,6 +52,12 @@ class End(NamedTuple):
     number: int
 
 
+class Hidden(NamedTuple):
+    """A layer of the model that neither the checkpoint nor the target knows by its name."""
+
+    name: str
+
+
 class FlowTooLargeError(Exception):
     """More numbers of more layers come together than in any model that could be compared."""
 
@@ -73,9 +79,10 @@ def flow_of(graph: Graph, owners: Mapping[str, Owner]) -> set[Edge]:
     """
     flow = _Flow()
     for name, value in graph.weights.items():
-        if name in owners:
-            rows: Axes = {-len(value.shape): Rows(owners[name], 0, value.shape[0], value.shape[0])} if value.shape else {}
-            flow.states[id(value)] = _State(frozenset([Feed(owners[name], None, _NONE)]), axes=rows)
+        if name in owners or id(value) not in flow.states:  # a tied weight has a name that is known, and others
+            owner = owners.get(name, Hidden(name.rpartition(".")[0]))
+            rows: Axes = {-len(value.shape): Rows(owner, 0, value.shape[0], value.shape[0])} if value.shape else {}
+            flow.states[id(value)] = _State(frozenset([Feed(owner, None, _NONE)]), axes=rows)
     for number, value in enumerate(graph.inputs):
         flow.states[id(value)] = _State(feeds=frozenset([Feed(End("input", number), None, _NONE)]))
     for operation in graph.operations:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import TypeAlias
 
-from ckpt_tools.matching.evidence.flow import Edge, End, flow_of
+from ckpt_tools.matching.evidence.flow import Edge, End, FlowTooLargeError, Hidden, flow_of
 from ckpt_tools.matching.evidence.operations import ROLES
 from ckpt_tools.matching.evidence.refinement import Network, Node
 from ckpt_tools.matching.fused import Cuts, split_fused
@@ -57,7 +57,7 @@ class Layers:
 
     def _nodes(self, owner: object, rows: tuple[int, int] | None) -> list[Node]:
         """The nodes of a layer that some of its rows are in."""
-        if isinstance(owner, End):
+        if isinstance(owner, End | Hidden):
             return [owner]
         assert isinstance(owner, tuple)
         if rows is None or len(owner) == 1:
@@ -75,8 +75,9 @@ class Layers:
 
     def starts(self) -> dict[Node, object]:
         """What is known of the nodes at first: the shapes of their tensors."""
-        ends: dict[Node, object] = {end: end for one, _, other in self.edges for end in (one, other) if isinstance(end, End)}
-        return {**ends, **{number: unit.loose for number, unit in enumerate(self.units)}}
+        nodes = {node for one, _, other in self.edges for node in (one, other)}
+        others: dict[Node, object] = {node: "hidden" if isinstance(node, Hidden) else node for node in nodes}
+        return {**others, **{number: unit.loose for number, unit in enumerate(self.units)}}
 
 
 def _label(words: frozenset[str], level: str) -> frozenset[str]:
@@ -88,16 +89,26 @@ def layers_of(pairing: Pairing, graphs: tuple[Graph, Graph]) -> tuple[Layers, La
     olds, news = untied([*pairing.source.values()], [*pairing.target.values()])
     known: Mapping[str, str] = pairing.known
     left, right = units_of(olds, known.__getitem__), units_of(news, lambda name: name)
-    cuts = cuts_of(left, graphs[0]), cuts_of(right, graphs[1])
+    cuts = cuts_of(pairing, graphs)
     return Layers(split_fused(left, right, cuts[0]), graphs[0]), Layers(split_fused(right, left, cuts[1]), graphs[1])
 
 
-def cuts_of(units: list[Unit], graph: Graph) -> Cuts:
+def cuts_of(pairing: Pairing, graphs: tuple[Graph, Graph]) -> tuple[Cuts, Cuts]:
+    """What the layers of both sides are seen to be divided into."""
+    left = units_of(pairing.source.values(), pairing.known.__getitem__)
+    right = units_of(pairing.target.values(), lambda name: name)
+    try:
+        return _cuts(left, graphs[0]), _cuts(right, graphs[1])
+    except FlowTooLargeError:
+        return {}, {}
+
+
+def _cuts(units: list[Unit], graph: Graph) -> Cuts:
     """Of layers whose rows go different ways: the parts, which follow one another and are all of it."""
     owners = {name: unit.path for unit in units for name in unit.roles.values()}
     rows: dict[Path, dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
     for edge in flow_of(graph, owners):
-        if edge.feed.rows is not None and isinstance(edge.feed.owner, tuple):
+        if edge.feed.rows is not None and isinstance(edge.feed.owner, tuple) and not isinstance(edge.feed.owner, Hidden):
             rows[edge.feed.owner][edge.feed.rows] |= edge.feed.words & {"query", "key"}
     found: dict[Path, list[tuple[str, int]]] = {}
     for unit in units:

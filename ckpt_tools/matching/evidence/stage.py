@@ -43,10 +43,13 @@ def settle(pairing: Pairing, alignment: Alignment) -> None:
 
 def _evidence(pairing: Pairing) -> Evidence | None:
     assert pairing.graphs is not None
-    try:
-        return Evidence(layers_of(pairing, pairing.graphs))
-    except FlowTooLargeError:
-        return None
+    if pairing.evidence is None:
+        try:
+            pairing.evidence = Evidence(layers_of(pairing, pairing.graphs))
+        except FlowTooLargeError:
+            return None
+    evidence: Evidence = pairing.evidence
+    return evidence
 
 
 def _by_name(pairing: Pairing, evidence: Evidence) -> Iterator[Numbers]:
