@@ -193,6 +193,25 @@ def test_what_an_encoder_has_no_place_for_is_told(tmp_path: Path) -> None:
     assert len(torch.load(tmp_path / "out.pth", weights_only=True)) == len(make.torch_encoder())
 
 
+def test_norms_of_tensorflows_time(tmp_path: Path) -> None:
+    """`gamma` and `beta`, as BERT's first files have them: renamed first for the plan, known to --like by structure."""
+    state = {
+        f"bert.{name}".replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in make.bert().items()
+    }
+    torch.save(state, tmp_path / "old.pth")
+    names = ["LayerNorm.gamma=LayerNorm.weight", "LayerNorm.beta=LayerNorm.bias"]
+    ckpt_tools.convert(tmp_path / "old.pth", tmp_path / "new.pth", rename=names)
+    ckpt_tools.convert(tmp_path / "new.pth", tmp_path / "out.pth", plan="bert-hf-to-torch")
+    assert torch.load(tmp_path / "out.pth").keys() == make.torch_encoder().keys()
+    torch.save(make.bert(), tmp_path / "target.pth")
+    found = ckpt_tools.match(tmp_path / "old.pth", like=tmp_path / "target.pth", match="structure").matching
+    assert found.complete
+    assert all(
+        row.old.removeprefix("bert.").replace("gamma", "weight").replace("beta", "bias") == row.new for row in found.matched
+    )
+
+
 # --- sizes
 
 

@@ -115,3 +115,37 @@ def test_a_single_row_of_words(tmp_path: Path) -> None:
     save_file(parts, tmp_path / "in.safetensors")
     ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dequantize="bf16")
     assert load_file(tmp_path / "out.safetensors")["l.weight"].shape == (8, 8)
+
+
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    2**70,
+    1e308,
+    float("nan"),
+    "4",
+    "\ud800",
+    [],
+    [None],
+    [[1]],
+    {},
+    {"": None},
+    [128, -1],
+    [2**40, 2**40],
+]
+
+
+@pytest.mark.parametrize("key", ["quant_method", "bits", "group_size", "weight_block_size", "config_groups", "version", None])
+def test_a_config_of_other_types(tmp_path: Path, key: str | None) -> None:
+    """config.json whose values are of other types says nothing, or is refused; the numbers are never others by it."""
+    save_file(of("gptq", "layers.6"), tmp_path / "in.safetensors")
+    outputs = set()
+    for value in [*ODD, *([{"config_groups": {"a": {"weights": odd}}} for odd in ODD] if key is None else [])]:
+        said = value if key is None else {"quant_method": "gptq", "bits": 4, key: value}
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+        with contextlib.suppress(CkptError):
+            ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dequantize="bf16", overwrite=True)
+            outputs.add((tmp_path / "out.safetensors").read_bytes())
+        ckpt_tools.inspect(tmp_path / "in.safetensors")
+    assert len(outputs) == 1

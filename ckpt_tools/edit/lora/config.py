@@ -142,16 +142,19 @@ def parse(said: Mapping[str, Any], path: str) -> Config:
         raise ConvertError(f"{path}: modules_to_save in {CONFIG} is not a list of names.")
     base = said.get("base_model_name_or_path")
     return Config(
-        rank, None if alpha is None else float(alpha), bool(said.get("use_rslora")), _flag(said, "use_dora"),
-        _flag(said, "lora_bias"),
+        rank, None if alpha is None else float(alpha), bool(_flag(said, "use_rslora", path)), _flag(said, "use_dora", path),
+        _flag(said, "lora_bias", path),
         {key: float(value) for key, value in patterns["alpha_pattern"].items()}, patterns["rank_pattern"],
-        bool(said.get("fan_in_fan_out")), tuple(saved), base if isinstance(base, str) else None,
+        bool(_flag(said, "fan_in_fan_out", path)), tuple(saved), base if isinstance(base, str) else None,
         _version(said.get("peft_version")), said.get("init_lora_weights") == "mica",
     )  # fmt: skip
 
 
-def _flag(said: Mapping[str, Any], key: str) -> bool | None:
-    return bool(said[key]) if said.get(key) is not None else None
+def _flag(said: Mapping[str, Any], key: str, path: str) -> bool | None:
+    value = said.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ConvertError(f"{path}: {key} in {CONFIG} is neither true nor false.")
+    return value
 
 
 def _version(text: object) -> tuple[int, int]:
