@@ -126,11 +126,3 @@ def _placement(place: Any) -> Placement:
     if name in ("Shard", "_StridedShard"):
         return Placement("shard" if name == "Shard" else "strided", place.dim, getattr(place, "split_factor", 1))
     return Placement("replicate" if name == "Replicate" else "partial")
-
-
-def fill(tensor: Any, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole tensor into a DTensor. Nothing is sent between processes."""
-    box = own_box(tensor)
-    if box is not None:
-        window = tuple(slice(at, at + size) for at, size in zip(*box, strict=True))
-        tensor._local_tensor.copy_(whole[window])

@@ -22,7 +22,7 @@ from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Stages
 from ckpt_tools.text import listed
 from ckpt_tools.torch.copying import copy_all
-from ckpt_tools.torch.gathering import fill, is_dtensor
+from ckpt_tools.torch.gathering import is_dtensor, own_box
 from ckpt_tools.torch.hooks import load_hooks, load_with_hooks
 from ckpt_tools.torch.load_plan import Copy, LoadPlan, Planner
 from ckpt_tools.torch.loading import choose
@@ -48,8 +48,8 @@ def load_into(
     rank of a DDP job may call this at once. Load hooks of modules are not called, except `set_extra_state`; the report's notes
     name those that the model has.
 
-    Where parameters are DTensors (FSDP2, HSDP, tensor parallelism) every rank calls it, and each takes its part of what it
-    reads; nothing is sent between them.
+    Where parameters are DTensors (FSDP2, HSDP, tensor parallelism) every rank calls it, and each reads its own part, of
+    rows nothing else; nothing is sent between them.
 
     When it raises, nothing in the model has changed, unless the disk fails or the file changes under the reading. Where a
     module's `set_extra_state` raises, it and those before it get back the state that they had, no more can be undone.
@@ -192,11 +192,14 @@ def _new_tensor(copy: Copy, assign: bool) -> torch.Tensor:
     return torch.empty(old.shape, dtype=dtype, device=device)
 
 
-def _fill_part(entry: Entry, tensor: torch.Tensor) -> None:
-    """This rank's part of a tensor; the whole is in memory meanwhile, on the CPU, one tensor at a time."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    copy_all([(entry, whole)])
-    fill(tensor, whole)
+def _fill_part(entry: Entry, tensor: Any) -> None:
+    """This rank's part of a tensor: of rows, and of any run of elements, nothing else is read."""
+    box = own_box(tensor)
+    if box is not None and tensor._local_tensor.numel():
+        at, sizes = box
+        start = entry.offset + sum(place * step for place, step in zip(at, entry.stride, strict=True))
+        copy_all([(Entry(entry.storage, entry.dtype, tuple(sizes), entry.stride, start), tensor._local_tensor)])
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _in_kind(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
