@@ -26,6 +26,32 @@ def did_you_mean(text: str, candidates: Iterable[str]) -> str:
     return f"Did you mean {', '.join(map(repr, found))}?" if found else ""
 
 
+def did_you_mean_file(name: str, others: Iterable[str]) -> str:
+    """`Did you mean 'model.pth'?` with up to three files whose names are near but for their extensions, or nothing.
+
+    >>> did_you_mean_file("modle.pth", ["model.safetensors", "optimizer.pt"]), did_you_mean_file("nothere.pth", ["outer.zip"])
+    ("Did you mean 'model.safetensors'?", '')
+    """
+    import difflib
+
+    stem = _stem(name)[:_NEAR_LENGTH]
+    judge = difflib.SequenceMatcher(None, "", stem)
+    near: list[tuple[float, str]] = []
+    for other in islice((other for other in others if len(other) <= _NEAR_LENGTH), _NEAR):
+        judge.set_seq1(_stem(other))
+        if judge.quick_ratio() >= _NEAR_FILE and (ratio := judge.ratio()) >= _NEAR_FILE:
+            near.append((-ratio, other))
+    found = [other for _, other in sorted(near)[:3]]
+    return f"Did you mean {', '.join(map(repr, found))}?" if found else ""
+
+
+_NEAR_FILE = 0.7  # of two stems: one slip in a word of four letters
+
+
+def _stem(name: str) -> str:
+    return name.rpartition(".")[0] or name
+
+
 def dotted(where: Sequence[str | int]) -> str:
     """A path in a tree as text: `model.ema`, `nets.0`; the root is the empty text."""
     return ".".join(map(str, where))

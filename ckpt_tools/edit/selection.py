@@ -16,7 +16,7 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree import nodes, visit
-from ckpt_tools.tree.globs import Globs
+from ckpt_tools.tree.globs import Globs, meant_by
 from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
@@ -210,7 +210,8 @@ class _Globs:
     def check_used(self, names: Iterable[str]) -> None:
         unused = [("keep", glob) for glob in self.keep.unused] + [("drop", glob) for glob in self.drop.unused]
         for option, glob in unused:
-            why, fix = did_you_mean(glob, names), "ckpt inspect --all FILE lists the names."
+            why = meant_by(glob, list(names), f"`{option}` uses the names in IN.")
+            fix = "ckpt inspect --all FILE lists the names."
             raise NothingMatchedError(f"`{option}={glob!r}` matches nothing.", why=why, fix=fix)
 
 

@@ -179,7 +179,7 @@ def read_record(source: Source, record: Record, *, check: bool) -> bytes:
     if check and crc32(data) != record.crc:
         raise ChecksumError(
             f"The bytes of {record.name} do not match their CRC-32: the file is damaged.",
-            fix="Get the file again; ckpt check and ckpt repair tell what is whole.",
+            fix=f"Get the file again, or save what is whole: {mending('repair', str(source.path))}",
         )
     return data
 

@@ -221,10 +221,10 @@ def missing(path: Path) -> MissingFileError:
 
 def _near(path: Path) -> str:
     """Files beside a path that is not there, whose names are like its own. A dangling link is listed, and does not count."""
-    from ckpt_tools.text import did_you_mean
+    from ckpt_tools.text import did_you_mean_file
 
     try:
-        return did_you_mean(path.name, sorted(name for name in os.listdir(path.parent) if name != path.name))
+        return did_you_mean_file(path.name, sorted(name for name in os.listdir(path.parent) if name != path.name))
     except OSError:
         return ""
 

@@ -25,13 +25,12 @@ from ckpt_tools.render.text import (
     state_dict_text,
 )
 from ckpt_tools.text import (
-    did_you_mean,
     listed,
     natural,
     printable,
     shortened,
 )
-from ckpt_tools.tree.globs import Globs
+from ckpt_tools.tree.globs import Globs, meant_by
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.inspect import Description
@@ -68,7 +67,7 @@ def print_description(description: Description, view: View, out: Console) -> Non
         out.print()
         out.print(_tensor_table(lines, view, out))
     elif description.tensors:
-        near = did_you_mean(str(view.filter), (".".join(map(str, row["where"])) for row in description.tensors))
+        near = meant_by(str(view.filter), [".".join(map(str, row["where"])) for row in description.tensors])
         out.print(f"\nno tensor matches {printable(f'{view.filter}. {near}').rstrip()}", soft_wrap=True)
     limit = None if view.all else _SHOWN_REST
     states = [optimizer_text(where, below) for where, below in closed.items()]
@@ -77,7 +76,7 @@ def print_description(description: Description, view: View, out: Console) -> Non
         print_rows(rest, out)
     for finding in description.findings:
         out.print()
-        print_finding(finding, out)
+        print_finding(finding, out, with_code=True)
 
 
 def _head(description: Description, limit: int | None) -> list[Row]:

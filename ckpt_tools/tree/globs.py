@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import translate
+from itertools import islice
+
+from ckpt_tools.text import did_you_mean
 
 
 class Globs:
@@ -30,3 +33,34 @@ class Globs:
         for glob in hits:
             self.unused.pop(glob, None)
         return hits
+
+
+_LOOKED_AT = 2000  # names; a hint is no reason to wait
+
+
+def behind_prefix(glob: str, names: Iterable[str]) -> list[str]:
+    """The glob as it would match, where names have a prefix that it leaves out: `module.fc.*` for `fc.*`; the first three.
+
+    >>> behind_prefix("fc.*", ["module.fc.weight", "module.fc.bias", "module.conv.weight"])
+    ['module.fc.*']
+    """
+    pattern = re.compile(translate(glob))
+    found: dict[str, None] = {}
+    for name in islice(names, _LOOKED_AT):
+        parts = name.split(".")
+        for place in range(1, len(parts)):
+            if pattern.match(".".join(parts[place:])):
+                found[".".join([*parts[:place], glob])] = None
+                break
+    return list(found)[:3]
+
+
+def meant_by(glob: str, names: Sequence[str], why: str = "") -> str:
+    """`Did you mean 'module.fc.*'?` for a glob that matches nothing, and `why` it does not; or names that are near; or nothing.
+
+    >>> meant_by("fc.*", ["module.fc.weight"], "`drop` uses the names in IN.")
+    "Did you mean 'module.fc.*'? `drop` uses the names in IN."
+    """
+    if found := behind_prefix(glob, names):
+        return f"Did you mean {', '.join(map(repr, found))}? {why}".rstrip()
+    return did_you_mean(glob, names)

@@ -390,7 +390,7 @@ def test_inspect_tells(tmp_path: Path) -> None:
     code, shown = run("inspect", str(path))
     assert code == 0
     assert f"safety        dangerous: it runs {RUNS}\n" in shown
-    assert f"problem: loading this without weights_only runs {RUNS} (archive/data.pkl)\n" in shown.replace(
+    assert f"problem [dangerous]: loading this without weights_only runs {RUNS} (archive/data.pkl)\n" in shown.replace(
         "a/data", "archive/data"
     )
     safety = json.loads(run("inspect", "--json", str(path))[1])["safety"]

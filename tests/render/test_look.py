@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -164,6 +165,17 @@ def test_names_that_the_terminal_cannot_show(name: str, terminal: dict[str, str]
         (["convert", "a", "b", "--strip-modul"], "--strip-module"),
         (["inspect", FIXTURES / "sngle.pth"], "single.pth"),
         (["convert", FIXTURES / "ddp.pth", "OUT", "--drop", "module.fc3.weight"], "module.fc2.weight"),
+        (
+            ["convert", FIXTURES / "ddp.pth", "OUT", "--strip-module", "--drop", "fc1.*"],
+            "'module.fc1.*'? --drop uses the names in IN.",
+        ),
+        (
+            ["convert", FIXTURES / "training.pth", "OUT", "--keep", "fc?.weight"],
+            "'module.fc?.weight'? --keep uses the names in IN.",
+        ),
+        (["inspect", FIXTURES / "training.pth", "--filter", "fc1.*"], "model.module.fc1.*"),
+        (["stats", FIXTURES / "ddp.pth", "--filter", "fc1.*"], "module.fc1.*"),
+        (["inspect", FIXTURES / "single.pt"], "single.pth"),
         (["convert", FIXTURES / "training.pth", "OUT", "--select", "modle"], "model"),
         (["convert", FIXTURES / "ddp.pth", "OUT", "--like", FIXTURES / "training.pth", "--like-select", "modle"], "model"),
         (["convert", FIXTURES / "ddp.pth", "OUT", "--plan", FIXTURES / "sngle.pth"], "single.pth"),
@@ -184,6 +196,27 @@ def test_did_you_mean(arguments: list[Any], near: str, tmp_path: Path) -> None:
     assert "Errno" not in output
     if "--like-select" in given:
         assert "--like-select modle matches nothing." in output
+
+
+@pytest.mark.parametrize(("name", "other"), [("nothere.pth", "outer.zip"), ("model.pth", "notes.pth"), ("a.pth", "b.pth")])
+def test_a_file_of_another_name_is_not_meant(name: str, other: str, tmp_path: Path) -> None:
+    """An extension that two names share, and a few letters, do not make them near."""
+    (tmp_path / other).touch()
+    told = CliRunner().invoke(main, ["inspect", str(tmp_path / name)]).output
+    assert "There is no such file." in told
+    assert "Did you mean" not in told
+
+
+def test_what_saves_a_file_is_named_with_it(tmp_path: Path) -> None:
+    """`ckpt repair FILE` of a file that needs an OUT gives the whole command; run, it saves what is whole."""
+    path = tmp_path / "my cut.pth"
+    path.write_bytes((FIXTURES / "single.pth").read_bytes()[:-2000])
+    told = CliRunner().invoke(main, ["repair", str(path)])
+    assert told.exit_code == 2
+    command = re.search(r"name an OUT: ckpt (.*)", told.output)
+    assert command is not None
+    assert CliRunner().invoke(main, shlex.split(command[1])).exit_code in (0, 1)
+    assert (tmp_path / "my cut.fixed.pth").exists()
 
 
 QUIET: dict[str, list[tuple[int, list[str]]]] = {

@@ -12,9 +12,9 @@ from ckpt_tools.formats.open import Checkpoint, Tensor, collector_paused
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.compare.sides import check_effort, place_in, tensors_in
-from ckpt_tools.text import brief, did_you_mean, dotted, notebook
+from ckpt_tools.text import brief, dotted, notebook
 from ckpt_tools.tree.arguments import natural
-from ckpt_tools.tree.globs import Globs
+from ckpt_tools.tree.globs import Globs, meant_by
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.measures import Moments, histogram
 from ckpt_tools.values.numeric import (
@@ -147,7 +147,7 @@ def _chosen(tensors: list[Tensor], pattern: str | None) -> list[Tensor]:
     globs = Globs([pattern])
     found = [tensor for tensor in tensors if globs.matching(dotted(tensor.where), _name(tensor))]
     if not found:
-        why = did_you_mean(pattern, (dotted(tensor.where) for tensor in tensors))
+        why = meant_by(pattern, [dotted(tensor.where) for tensor in tensors])
         fix = "ckpt inspect --all FILE lists the names."
         raise NothingMatchedError(f"`filter={pattern!r}` matches no tensor.", why=why, fix=fix)
     return found

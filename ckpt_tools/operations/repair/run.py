@@ -43,6 +43,7 @@ from ckpt_tools.operations.repair.report import Missing, Repaired
 from ckpt_tools.operations.repair.salvage import Salvaged, find_lost, leave_out
 from ckpt_tools.operations.repair.verification import entries, verify
 from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.nodes import (
     Entry,
     Node,
@@ -152,7 +153,8 @@ def roll_back(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repaire
     with contextlib.closing(open_source(path)) as source:
         if not source.half_edited:
             strays = "; ".join(f"{stray.place} is not its journal: {stray.why}" for stray in source.strays)
-            raise UsageError(f"No edit of {path} was interrupted.", why=strays, fix="To repair anything else, name an OUT.")
+            fix = f"To repair anything else, name an OUT: {mending('repair', str(path))}"
+            raise UsageError(f"No edit of {path} was interrupted.", why=strays, fix=fix)
     if not dry_run:
         recover(Path(os.path.realpath(path)))
     with collector_paused(), open_checkpoint(path) as checkpoint:
