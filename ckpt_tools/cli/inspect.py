@@ -13,6 +13,7 @@ import click
 
 from ckpt_tools.cli.completion import complete_names
 from ckpt_tools.cli.options import expand, print_failure, print_others
+from ckpt_tools.cli.shell.waiting import waiting
 from ckpt_tools.cli.streams.stdin import PIPED, with_pipes_read
 from ckpt_tools.errors import CkptError
 from ckpt_tools.io.member_paths import Handed
@@ -103,10 +104,15 @@ def _each(work: Callable[[Path], Any], files: list[Path], jobs: int | None) -> I
     """What is to be said about each file, in order; of many files by several processes."""
     jobs = min(jobs or (min(4, os.cpu_count() or 1) if len(files) >= _MANY else 1), len(files))
     if jobs <= 1 or any(isinstance(path, Handed) for path in files):  # a pipe is read here
-        return map(work, files)
+        return map(partial(_waited, work), files)
     from ckpt_tools.io.processes import in_processes
 
     return in_processes(work, files, jobs, batch=min(16, len(files) // jobs or 1))
+
+
+def _waited(work: Callable[[Path], Any], path: Path) -> Any:
+    with waiting():
+        return work(path)
 
 
 def _row(path: Path) -> OverviewRow | CkptError:

@@ -16,6 +16,7 @@ from ckpt_tools.cli.options import (
     options_of,
     quiet_option,
 )
+from ckpt_tools.cli.shell.waiting import waiting
 from ckpt_tools.operations.options import MatchOptions
 from ckpt_tools.text import printable
 
@@ -55,7 +56,9 @@ def match(source: Path, ask: bool, show_all: bool, quiet: bool, as_json: bool, *
     """
     from ckpt_tools.operations.match import match as match_checkpoint
 
-    report = match_checkpoint(source, **_asked(source, options) if ask else given(options))
+    asked = _asked(source, options) if ask else given(options)
+    with waiting(quiet=quiet):
+        report = match_checkpoint(source, **asked)
     if as_json:
         from ckpt_tools.render.json import print_document
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from ckpt_tools.cli.shell.waiting import waiting
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
@@ -210,18 +211,22 @@ def end_process() -> NoReturn:
 def show_progress(*, quiet: bool = False, preload: str | None = None) -> Iterator[Progress]:
     """A progress bar on a terminal, for work that takes over a second; nothing in a pipe, or where quiet was asked for.
 
+    Until the first bytes are counted a word stands there: torch alone may take a second to be imported.
+
     Args:
         quiet: show none.
         preload: a module that the report needs, imported at the first call, while the kernel copies: afterwards it would be
             waited for.
     """
-    with contextlib.ExitStack() as stack:
+    with waiting(quiet=quiet) as word, contextlib.ExitStack() as stack:
         update: Progress | None = None
         started: float | None = None
         before = 0
 
         def progress(done: int, size: int) -> None:
             nonlocal update, started, before
+            if word is not None:
+                word.stop()
             if done < before:  # the next work of several: a bar and a time of its own
                 stack.close()
                 update, started = None, None

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ckpt_tools.cli.checks.forms import AT_ONCE, WHOLE, form_options, print_at_once, print_whole
+from ckpt_tools.cli.options import show_progress
 from ckpt_tools.cli.streams.stdin import PIPED, with_pipes_read
 from ckpt_tools.io.member_paths import Handed
+
+if TYPE_CHECKING:
+    from ckpt_tools.io.writer import Progress
+    from ckpt_tools.operations.scan import Scanned
 
 
 @click.command(short_help="Show for every file below PATH whether it is safe to load.")
@@ -40,15 +47,17 @@ def scan(paths: tuple[Path, ...], show_all: bool, form: str, as_json: bool, jobs
     jobs = 1 if any(isinstance(path, Handed) for path in files) else jobs  # a pipe is read here
     form = "json" if as_json else form
     reports = []
-    for report in scan_files(files, jobs=jobs or min(4, os.cpu_count() or 1)):
-        reports.append(report)
-        if form in AT_ONCE:
-            print_at_once(form, report, of_scanned)
-        elif form == "text" and (show_all or len(files) == 1 or report.verdict != "nothing"):
-            from ckpt_tools.render.safety.scanned import print_scanned
-            from ckpt_tools.render.text import show
+    quiet = sys.stdout.isatty() and form not in WHOLE  # where the lines themselves show how far it is
+    with show_progress(quiet=quiet) as progress:
+        for report in _counted(scan_files(files, jobs=jobs or min(4, os.cpu_count() or 1)), files, progress):
+            reports.append(report)
+            if form in AT_ONCE:
+                print_at_once(form, report, of_scanned)
+            elif form == "text" and (show_all or len(files) == 1 or report.verdict != "nothing"):
+                from ckpt_tools.render.safety.scanned import print_scanned
+                from ckpt_tools.render.text import show
 
-            show(partial(print_scanned, report))
+                show(partial(print_scanned, report))
     if form in WHOLE:
         print_whole(form, [of_scanned(report) for report in reports], "ckpt scan")
     elif form == "text" and len(reports) > 1:
@@ -57,3 +66,20 @@ def scan(paths: tuple[Path, ...], show_all: bool, form: str, as_json: bool, jobs
 
         show(partial(print_counts, reports))
     sys.exit(int(any(report.failed for report in reports)))
+
+
+def _counted(reports: Iterator[Scanned], files: Sequence[str | os.PathLike[str]], progress: Progress) -> Iterator[Scanned]:
+    """The reports as they come, each file's bytes told when it is done."""
+    total, done = sum(map(_size, files)), 0
+    for report in reports:
+        done += report.file_bytes
+        progress(min(done, total), total)
+        yield report
+
+
+def _size(path: str | os.PathLike[str]) -> int:
+    """The bytes of a file; 0 of an address, and of what is not there, which is told when it is opened."""
+    try:
+        return os.stat(path).st_size
+    except (OSError, ValueError):
+        return 0

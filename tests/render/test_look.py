@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
 import shlex
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from safetensors.torch import save_file
 
 from ckpt_tools import diff, inspect, stats
 from ckpt_tools.cli import COMMANDS, main, options
+from ckpt_tools.cli.shell.waiting import waiting
 from ckpt_tools.render.description import View, print_description
 from ckpt_tools.render.difference import print_difference
 from ckpt_tools.render.inspected.lines import ranges
@@ -283,6 +286,46 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, quiet: bool, seconds: float, 
         time.sleep(0)
     assert ("4.0 MiB of 8.0 MiB" in terminal.getvalue()) == shown
     assert ("MiB/s" in terminal.getvalue()) == shown
+
+
+@pytest.mark.parametrize(("quiet", "seconds", "shown"), [(False, 0.0, True), (True, 0.0, False), (False, 60.0, False)])
+def test_a_word_until_something_is_counted(monkeypatch: pytest.MonkeyPatch, quiet: bool, seconds: float, shown: bool) -> None:
+    """A word stands on a terminal while torch is imported or a model runs, and is gone when there is something to show."""
+    terminal, written = _Terminal(), threading.Event()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("ckpt_tools.cli.shell.waiting.AFTER", seconds)
+    monkeypatch.setattr(terminal, "flush", written.set)
+    with options.show_progress(quiet=quiet) as progress:
+        assert written.wait(10 if shown else 0.01) == shown
+        assert terminal.getvalue() == ("working ..." if shown else "")
+        progress(1, 2)
+        assert terminal.getvalue() == ("working ...\r\x1b[K" if shown else "")
+    assert terminal.getvalue() == ("working ...\r\x1b[K" if shown else "")
+
+
+def test_no_word_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard error that is no terminal stays empty."""
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", pipe)
+    monkeypatch.setattr("ckpt_tools.cli.shell.waiting.AFTER", 0.0)
+    with waiting() as word:
+        time.sleep(0.01)
+    assert (word, pipe.getvalue()) == (None, "")
+
+
+def test_scan_counts_its_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The bar of `ckpt scan` goes by the bytes of the files that are done, up to all of them."""
+    told: list[tuple[int, int]] = []
+
+    @contextlib.contextmanager
+    def telling(**_: object) -> Iterator[Any]:
+        yield lambda done, size: told.append((done, size))
+
+    monkeypatch.setattr("ckpt_tools.cli.scan.show_progress", telling)
+    for size in (10, 20):
+        (tmp_path / f"{size}.bin").write_bytes(b"\0" * size)
+    assert CliRunner().invoke(main, ["scan", str(tmp_path)]).exit_code == 0
+    assert told == [(10, 30), (30, 30)]
 
 
 def test_layers_are_counted_in_their_order(tmp_path: Path) -> None:

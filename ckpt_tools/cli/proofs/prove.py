@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli.options import LOCATION, Once, quiet_option
+from ckpt_tools.cli.shell.waiting import waiting
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.proved import Proved
@@ -60,7 +61,8 @@ def prove(old: Path, new: Path, quiet: bool, as_json: bool, **options: Any) -> N
         if len(options[name]) > 2:
             raise click.UsageError(f"--{name.replace('_', '-')} is given once for both, or twice: for OLD and for NEW.")
     options["model_args"] = options["model_args"] or None
-    report = prove_models(old, new, **options)
+    with waiting(quiet=quiet):
+        report = prove_models(old, new, **options)
     show_proved(report, quiet=quiet, as_json=as_json)
     sys.exit(0 if report else 1)
 

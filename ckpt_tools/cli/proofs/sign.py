@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from ckpt_tools.cli.options import LOCATION, Once, quiet_option
+from ckpt_tools.cli.shell.waiting import waiting
 
 
 @click.command()
@@ -32,7 +33,8 @@ def sign(path: Path, key: Path, output: Path | None, overwrite: bool, quiet: boo
     """
     from ckpt_tools.operations.signing.run import sign as sign_checkpoint
 
-    report = sign_checkpoint(path, key=key, output=output, overwrite=overwrite)
+    with waiting(quiet=quiet):
+        report = sign_checkpoint(path, key=key, output=output, overwrite=overwrite)
     if as_json:
         from ckpt_tools.render.json import print_document
 
@@ -60,7 +62,8 @@ def verify(path: Path, key: Path, signature: Path | None, quiet: bool, as_json: 
     """
     from ckpt_tools.operations.signing.run import verify as verify_checkpoint
 
-    report = verify_checkpoint(path, key=key, signature=signature)
+    with waiting(quiet=quiet):
+        report = verify_checkpoint(path, key=key, signature=signature)
     if as_json:
         from ckpt_tools.render.json import print_document
 
