@@ -16,4 +16,8 @@ def graph_in(decoded: Decoded) -> Graph | None:
         from ckpt_tools.formats.programs import exported
 
         return exported.graph_in(decoded)
+    if decoded.container == "torchscript":
+        from ckpt_tools.formats.programs import scripted
+
+        return scripted.graph_in(decoded)
     return None
