@@ -11,6 +11,7 @@ from ckpt_tools.cli.options import (
     OUTPUT,
     given,
     options_of,
+    out_option,
     quiet_option,
     show_progress,
 )
@@ -20,10 +21,11 @@ from ckpt_tools.operations.options import AverageOptions
 
 @click.command(short_help="Write the mean of several checkpoints.")
 @click.argument("paths", nargs=-1, required=True, type=OUTPUT, metavar="IN IN... OUT")
+@out_option
 @options_of(AverageOptions)
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def average(paths: tuple[str, ...], quiet: bool, as_json: bool, **options: Any) -> None:
+def average(paths: tuple[str, ...], out: str | None, quiet: bool, as_json: bool, **options: Any) -> None:
     """Write the mean of several checkpoints of one model. OUT is the whole new file or is left alone.
 
     \b
@@ -37,7 +39,7 @@ def average(paths: tuple[str, ...], quiet: bool, as_json: bool, **options: Any) 
     """
     from ckpt_tools.operations.average import average as average_checkpoints
 
-    *sources, target = paths
+    *sources, target = paths if out is None else (*paths, out)
     asked = given(options)
     if "weights" in asked:
         asked["weights"] = _numbers(asked["weights"])

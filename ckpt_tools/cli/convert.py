@@ -16,7 +16,9 @@ from ckpt_tools.cli.options import (
     Once,
     end_process,
     given,
+    one_out,
     options_of,
+    out_option,
     quiet_option,
     show_progress,
     work_shared,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 @click.option(
     "--prove-model", metavar="PACKAGE.MODULE:CALLABLE", help="The model for IN, where it is that of neither --from nor --like."
 )
+@out_option
 @click.option("--in-place", is_flag=True, help="Edit names and device tags in IN itself; no OUT. A kill leaves old or new.")
 @click.option(
     "--to-dir", cls=Once, type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def convert(
-    source: Path, target: str | None, more: tuple[str, ...], prove: tuple[str, ...], prove_model: str | None,
+    source: Path, target: str | None, more: tuple[str, ...], out: str | None, prove: tuple[str, ...], prove_model: str | None,
     in_place: bool, to_dir: Path | None, jobs: int | None, quiet: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Write IN as OUT with other names, devices, dtypes, container. OUT is the whole new file or is left alone.
@@ -91,10 +94,11 @@ def convert(
     if "objects" in asked and (in_place or asked.get("slim")) and give_way("objects"):
         del asked["objects"]
     if to_dir is not None:
-        refuse_beside_many(in_place, prove)
+        refuse_beside_many(in_place, prove, out)
         sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, jobs=jobs or 1, quiet=quiet, as_json=as_json))
     if more:
         raise click.UsageError(f"{2 + len(more)} paths are IN and OUT and others; many IN need --to-dir DIR.")
+    target = one_out(target, out)
     if jobs is not None:
         raise click.UsageError("--jobs is for --to-dir.")
     _check_provable(asked, prove, prove_model, in_place=in_place)

@@ -114,7 +114,23 @@ class Once(click.Option):
         return given[0] if given else None
 
 
-quiet_option = click.option("--quiet", is_flag=True, help="Print nothing but errors: the exit code tells.")
+out_option = click.option(
+    "--output", "-o", "out", cls=Once, type=OUTPUT, metavar="OUT", help="Write to OUT, named as an option."
+)
+
+
+def one_out(target: str | None, out: str | None) -> str | None:
+    """OUT, which is named by its place or by -o.
+
+    Raises:
+        UsageError: it is named by both.
+    """
+    if target is not None and out is not None:
+        raise click.UsageError(f"OUT is given twice: {target}, and {out} with -o.")
+    return out if target is None else target
+
+
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors: the exit code tells.")
 
 
 def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[..., Any]:

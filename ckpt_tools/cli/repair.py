@@ -13,6 +13,8 @@ from ckpt_tools.cli.options import (
     LOCATION,
     OUTPUT,
     Once,
+    one_out,
+    out_option,
     quiet_option,
     show_progress,
 )
@@ -21,17 +23,18 @@ from ckpt_tools.cli.options import (
 @click.command(short_help="Save what is whole in a damaged checkpoint.")
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
+@out_option
 @click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors as they are, with zeros for what is missing of them.")
 @click.option("--like", cls=Once, metavar="TARGET", help="A checkpoint, or package.module:callable, whose tensors OUT gets.")
 @click.option("--reinit", multiple=True, metavar="[GLOB=]SCHEME", help="Initial values for what --like has and IN lost.")
 @click.option("--seed", cls=Once, type=click.IntRange(0), metavar="N", help="Seed of the initial values; 0 by default.")
 @click.option("--tie-equal", is_flag=True, help="Tie matrices that are equal byte for byte.")
 @click.option("--overwrite", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--dry-run", is_flag=True, help="Report what would be saved, write nothing.")
+@click.option("--dry-run", "-n", is_flag=True, help="Report what would be saved, write nothing.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def repair(
-    source: Path, target: str | None, keep_damaged: bool, like: str | None, reinit: tuple[str, ...], seed: int | None,
+    source: Path, target: str | None, out: str | None, keep_damaged: bool, like: str | None, reinit: tuple[str, ...], seed: int | None,
     tie_equal: bool, overwrite: bool, dry_run: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Save what is whole in a damaged checkpoint, and mend what stands in the way in a whole one. With OUT, IN is left alone.
@@ -52,6 +55,7 @@ def repair(
     from ckpt_tools.operations.repair.run import repair as repair_checkpoint
     from ckpt_tools.operations.repair.run import roll_back
 
+    target = one_out(target, out)
     if target is None:
         if keep_damaged or tie_equal or like or reinit or seed is not None or overwrite:
             raise click.UsageError(

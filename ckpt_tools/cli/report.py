@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import click
 
@@ -19,7 +20,14 @@ from ckpt_tools.cli.options import (
 @click.command(short_help="Write an HTML page about a checkpoint.")
 @click.argument("path", metavar="PATH", type=LOCATION)
 @click.argument("other", metavar="[OTHER]", required=False, type=LOCATION)
-@click.option("--output", "-o", cls=Once, required=True, type=LOCATION, metavar="FILE", help="The page to write.")
+@click.option(
+    "--output",
+    "-o",
+    cls=Once,
+    type=LOCATION,
+    metavar="FILE",
+    help="The page to write; PATH's name with .html, here, by default.",
+)
 @click.option("--histograms", is_flag=True, help="Read every tensor: mean, spread, extremes and a histogram of each.")
 @click.option(
     "--select", cls=Once, metavar="WHERE", shell_complete=complete_places, help="What is compared with OTHER, as in ckpt diff."
@@ -27,12 +35,12 @@ from ckpt_tools.cli.options import (
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @quiet_option
 def report(
-    path: Path, other: Path | None, output: Path, histograms: bool, select: str | None, overwrite: bool, quiet: bool
+    path: Path, other: Path | None, output: Path | None, histograms: bool, select: str | None, overwrite: bool, quiet: bool
 ) -> None:
     """Write one self-contained HTML page: overview, bytes by module, tensors to search and sort, findings.
 
     \b
-    ckpt report model.pth -o report.html
+    ckpt report model.pth
     ckpt report --histograms epoch_9.pth epoch_8.pth -o report.html
 
     With OTHER the page also tells what differs. It loads nothing from the network, and opens in any browser.
@@ -43,10 +51,24 @@ def report(
 
     with show_progress(quiet=quiet) as progress:
         written = write_report(
-            path, other, output=output, histograms=histograms, select=select, overwrite=overwrite, progress=progress
+            path,
+            other,
+            output=output or _page_for(path),
+            histograms=histograms,
+            select=select,
+            overwrite=overwrite,
+            progress=progress,
         )
     if not quiet:
         from ckpt_tools.render.text import size_text
         from ckpt_tools.text import printable
 
         sys.stdout.write(f"wrote {printable(written.output)}, {size_text(written.bytes)}\n")
+
+
+def _page_for(path: Path) -> Path:
+    """The page of a checkpoint, in the current folder: `epoch_9.html` for `runs/epoch_9.pth`."""
+    from ckpt_tools.tree.findings import stem_and_extension
+
+    stem = stem_and_extension(os.fspath(path).rstrip("/"))[0] if not os.path.isdir(path) else os.path.realpath(path)
+    return Path(f"{PurePath(stem).name or 'report'}.html")

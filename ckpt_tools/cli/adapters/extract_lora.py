@@ -7,18 +7,21 @@ from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import OUTPUT, given, options_of, quiet_option, show_progress
+from ckpt_tools.cli.options import OUTPUT, given, one_out, options_of, out_option, quiet_option, show_progress
 from ckpt_tools.operations.options import ExtractOptions
 
 
 @click.command("extract-lora", short_help="Write what a tuned model changed as a LoRA adapter.")
 @click.argument("base", type=OUTPUT, metavar="BASE")
 @click.argument("tuned", type=OUTPUT, metavar="TUNED")
-@click.argument("target", type=OUTPUT, metavar="OUT")
+@click.argument("target", type=OUTPUT, metavar="[OUT]", required=False)
+@out_option
 @options_of(ExtractOptions)
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
-def extract_lora(base: str, tuned: str, target: str, quiet: bool, as_json: bool, **options: Any) -> None:
+def extract_lora(
+    base: str, tuned: str, target: str | None, out: str | None, quiet: bool, as_json: bool, **options: Any
+) -> None:
     """Write the change from BASE to TUNED as a LoRA adapter, and say how much of it the adapter leaves.
 
     \b
@@ -32,6 +35,8 @@ def extract_lora(base: str, tuned: str, target: str, quiet: bool, as_json: bool,
     """
     from ckpt_tools.operations.extract_lora import extract_lora as extract
 
+    if (target := one_out(target, out)) is None:
+        raise click.UsageError("Missing argument 'OUT'.")
     with show_progress(quiet=quiet) as progress:
         report = extract([base, tuned], target, progress=progress, **given(options))
     if as_json:

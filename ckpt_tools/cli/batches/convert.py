@@ -45,7 +45,7 @@ def convert_many(
     return max((result.exit_code for result in results if isinstance(result, CkptError)), default=0)
 
 
-def refuse_beside_many(in_place: bool, prove: Sequence[str]) -> None:
+def refuse_beside_many(in_place: bool, prove: Sequence[str], out: str | None) -> None:
     """What is about one input does not go with many.
 
     Raises:
@@ -53,5 +53,7 @@ def refuse_beside_many(in_place: bool, prove: Sequence[str]) -> None:
     """
     if in_place:
         raise click.UsageError("--to-dir writes new files; --in-place edits IN itself.")
+    if out is not None:
+        raise click.UsageError("--to-dir names the folder of all outputs; -o OUT is for one IN.")
     if prove:
         raise click.UsageError("--prove compares one IN with its OUT: run ckpt prove for each.")

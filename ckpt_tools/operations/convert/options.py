@@ -198,7 +198,7 @@ class DryRunOption(Options):
     """Nothing at all."""
 
     heading = "Output"
-    dry_run: bool = flag("Report what would happen, write nothing.", common=True)
+    dry_run: bool = flag("Report what would happen, write nothing.", common=True, alias="-n")
 
 
 class WriteOptions(Options):

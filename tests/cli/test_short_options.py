@@ -1,0 +1,64 @@
+"""The short options that people type: -q, -n and -o mean one thing in every command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from ckpt_tools.cli import COMMANDS, main
+from tests.cli.test_cli import ckpt
+from tests.support.samples import FIXTURES
+
+DDP, SINGLE = FIXTURES / "ddp.pth", FIXTURES / "single.pth"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_short_and_long_go_together(name: str) -> None:
+    """Wherever a command has --quiet, --dry-run or --output, it has -q, -n or -o for it, and for nothing else."""
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    for param in command.params:
+        for long, short in (("--quiet", "-q"), ("--dry-run", "-n"), ("--output", "-o")):
+            assert (long in param.opts) == (short in param.opts), param.opts
+
+
+@pytest.mark.parametrize("command", ["convert", "repair"])
+def test_out_is_an_option_too(command: str, tmp_path: Path) -> None:
+    """`-o OUT` writes what OUT in its place writes; both together are refused, and -n writes nothing."""
+    assert ckpt(command, DDP, tmp_path / "a.pth").exit_code == 0
+    assert ckpt(command, "-n", DDP, "-o", tmp_path / "b.pth").exit_code == 0
+    assert not (tmp_path / "b.pth").exists()
+    done = ckpt(command, "-q", "-o", tmp_path / "b.pth", DDP)
+    assert (done.exit_code, done.output) == (0, "")
+    assert (tmp_path / "a.pth").read_bytes() == (tmp_path / "b.pth").read_bytes()
+    twice = ckpt(command, DDP, tmp_path / "c.pth", "-o", tmp_path / "d.pth")
+    assert twice.exit_code == 2
+    assert "OUT is given twice" in twice.output
+
+
+def test_out_of_several_inputs_is_an_option_too(tmp_path: Path) -> None:
+    """`average IN IN -o OUT` and `extract-lora BASE TUNED -o OUT`; without an OUT the latter is refused."""
+    assert ckpt("average", SINGLE, SINGLE, "-o", tmp_path / "mean.pth").exit_code == 0
+    assert ckpt("average", SINGLE, SINGLE, tmp_path / "again.pth").exit_code == 0
+    assert (tmp_path / "mean.pth").read_bytes() == (tmp_path / "again.pth").read_bytes()
+    base, tuned = FIXTURES / "lora" / "base.safetensors", FIXTURES / "lora" / "plain"
+    assert ckpt("convert", base, "-o", tmp_path / "tuned.safetensors", "--lora", tuned).exit_code == 0
+    asked = ["extract-lora", base, tmp_path / "tuned.safetensors", "--rank", 4]
+    assert ckpt(*asked).exit_code == 2
+    assert ckpt(*asked, "-o", tmp_path / "adapter").exit_code in (0, 1)
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+
+
+def test_many_inputs_have_no_single_out(tmp_path: Path) -> None:
+    """-o names one file, --to-dir a folder."""
+    assert ckpt("convert", SINGLE, DDP, "--to-dir", tmp_path, "-o", tmp_path / "x.pth").exit_code == 2
+
+
+def test_a_report_has_a_name_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without -o the page has the checkpoint's name and lies in the current folder; one that is there is not replaced."""
+    monkeypatch.chdir(tmp_path)
+    assert ckpt("report", DDP).output.startswith("wrote ddp.html, ")
+    assert (tmp_path / "ddp.html").exists()
+    assert ckpt("report", DDP).exit_code == 3
