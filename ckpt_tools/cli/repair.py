@@ -34,8 +34,8 @@ from ckpt_tools.cli.options import (
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def repair(
-    source: Path, target: str | None, out: str | None, keep_damaged: bool, like: str | None, reinit: tuple[str, ...], seed: int | None,
-    tie_equal: bool, overwrite: bool, dry_run: bool, quiet: bool, as_json: bool,
+    source: Path, target: str | None, out: str | None, keep_damaged: bool, like: str | None, reinit: tuple[str, ...],
+    seed: int | None, tie_equal: bool, overwrite: bool, dry_run: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Save what is whole in a damaged checkpoint, and mend what stands in the way in a whole one. With OUT, IN is left alone.
 
