@@ -1,7 +1,7 @@
 """The graph in a TorchScript program, followed through its code without running it.
 
 The code is Python's grammar, and made by torch: functions of assignments, calls and branches. Where a branch depends on numbers
-both ways are followed; a loop's body is followed a few times. Code that cannot be followed is no evidence, and no error.
+both ways are followed; a loop's body is followed a few times. Code that cannot be followed gives no evidence, and is not an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Module:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A dotted name that is no variable: a function of torch's, or of the program's code."""
+    """A dotted name that is not a variable: a function of torch's, or of the program's code."""
 
     text: str
 
