@@ -1,7 +1,8 @@
 """The graph in a TorchScript program, followed through its code without running it.
 
 The code is Python's grammar, and made by torch: functions of assignments, calls and branches. Where a branch depends on numbers
-both ways are followed; a loop's body is followed a few times. Code that cannot be followed gives no evidence, and is not an error.
+both ways are followed; a loop's body is followed a few times. Code that cannot be followed gives no evidence; it is not an
+error.
 """
 
 from __future__ import annotations
