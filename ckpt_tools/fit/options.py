@@ -47,7 +47,7 @@ class TargetOptions(Options):
         "What both models take, as in ckpt prove (1x3x224x224, input_ids=1x16:30522); else usual ones are tried.",
         metavar="[NAME=]SHAPE[:N]",
     )  # fmt: skip
-    allow_reshape: bool = flag("Take partners whose shapes differ by sizes of 1.")
+    allow_reshape: bool = flag("Take partners whose shapes differ by sizes of 1, or by a flatten before a linear layer.")
     pair: str | Sequence[str | tuple[str, str]] = texts(
         "OLD of IN is NEW of TARGET: tensors or modules, by name, glob (*) or numbers ({i} on both sides). Comes first.",
         read=arguments.read_rules, metavar="OLD=NEW", in_code="`OLD=NEW` texts, pairs, or a mapping.",

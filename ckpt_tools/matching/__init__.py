@@ -54,7 +54,7 @@ def match(
             of names, and goes on as "structure" does; "structure" also aligns leaf modules by their
             shapes, order and names; "position" zips what names have left, in order.
         rename: the user's `REGEX=REPLACEMENT` rules, applied to the checkpoint's names first.
-        allow_reshape: take partners whose shapes differ by sizes of 1 only.
+        allow_reshape: take partners whose shapes differ by sizes of 1 only, or by a flatten before a linear layer.
         framework: whose layers the checkpoint has, where its container says so: "flax" or "keras".
         graphs: what both models compute, with the names of `source` and `target`; it decides what "structure" leaves open.
         pairs: the user's `OLD=NEW` partners, in the checkpoint's own names; they come before everything else.

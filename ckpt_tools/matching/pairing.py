@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
+from math import prod
 from typing import Any
 
 from ckpt_tools.matching.params import Param
@@ -22,12 +23,22 @@ from ckpt_tools.matching.transposed import orientation
 from ckpt_tools.tree.graphs import Graph
 
 TRANSPOSED = 0.95
+_FEWEST_CHANNELS, _SMALLEST_MAP = 5, 4
 MOST_CANDIDATES = 100  # of one name: thousands of layers of one shape would each have thousands
 
 
 def squeezed(shape: Shape) -> Shape:
     """A shape without its sizes of 1."""
     return tuple(size for size in shape if size != 1)
+
+
+def flattened(shape: Shape) -> Shape:
+    """A shape without its sizes of 1; of a convolution over a whole map, [out, channels, height, width], that of the linear
+    layer behind a flatten: [out, channels * height * width]. Small kernels are left as they are, and so are few channels: a
+    patch embedding may have its numbers in another order.
+    """
+    is_map = len(shape) == 4 and shape[1] >= _FEWEST_CHANNELS and min(shape[2:]) >= _SMALLEST_MAP
+    return (shape[0], prod(shape[1:])) if is_map else squeezed(shape)
 
 
 class Pairing:
@@ -97,7 +108,7 @@ class Pairing:
     def fits(self, old: str, new: str) -> bool:
         """Whether two tensors have one shape, or one without sizes of 1 where that is allowed."""
         before, after = self.source[old].shape, self.target[new].shape
-        return before == after or (self.allow_reshape and squeezed(before) == squeezed(after))
+        return before == after or (self.allow_reshape and flattened(before) == flattened(after))
 
     def is_transposed(self, old: str, new: str) -> bool:
         """Whether one of two matrices is kept as [in, out] and the other as [out, in]."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ckpt_tools.matching.pairing import squeezed
+from ckpt_tools.matching.pairing import flattened
 from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.records import Shape
 from ckpt_tools.tree.names import unwrap
@@ -55,9 +55,9 @@ class Unit:
 
     @property
     def loose(self) -> Signature:
-        """The signature without sizes of 1; a parameter that stands alone and the weight of a module are one thing."""
+        """The signature in flattened shapes; a parameter that stands alone and the weight of a module are one thing."""
         names = {"weight": "tensor"} if len(self.roles) == 1 else {}
-        return tuple((names.get(role, role), squeezed(shape), integer) for role, shape, integer in self.signature)
+        return tuple((names.get(role, role), flattened(shape), integer) for role, shape, integer in self.signature)
 
     def partner_of(self, role: str, other: Unit) -> str | None:
         """The name of the tensor that plays this role of the other unit here."""

@@ -17,7 +17,7 @@ from torch import nn
 
 from ckpt_tools.fit.plans import Plan, plan_of
 from ckpt_tools.fit.targets import read_target
-from ckpt_tools.matching import Matching, Stages, match, structure
+from ckpt_tools.matching import Framework, Matching, Stages, match, structure
 from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.resolve import How, UnitPair
 from ckpt_tools.matching.units import Unit
@@ -73,6 +73,7 @@ def assert_same_function(old: nn.Module, new: nn.Module, sample: torch.Tensor) -
     return found
 
 
+EIGHT = torch.randn(2, 8, 8)
 IMAGE, TOKENS, TEXT = torch.randn(2, 3, 16, 16), torch.randn(2, 5, 8), torch.arange(10).reshape(2, 5)
 PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], torch.Tensor]] = {
     "residual network, shortcut last or first": (nets.ResNetA, nets.ResNetB, IMAGE),
@@ -85,6 +86,10 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], torch.T
     "gated layers with w1, w3 or gate_up": (nets.GatedA, nets.GatedB, TOKENS),
     "matrices kept as [in, out]": (nets.TransposedA, nets.TransposedB, TOKENS),
     "tied embeddings": (nets.LanguageA, nets.LanguageB, TEXT),
+    "a flatten or a convolution over the whole map": (nets.MapA, nets.MapB, IMAGE),
+    "downsampling at the end or the start of a stage": (nets.StagesA, nets.StagesB, EIGHT),
+    "window before grid attention, by name": (nets.WindowsA, nets.WindowsB, EIGHT),
+    "one network under two prefixes": (nets.PrefixedA, nets.PrefixedB, IMAGE),
 }
 
 
@@ -112,10 +117,34 @@ def test_reshapes_are_asked_for() -> None:
     assert {abs(len(row.source_shape) - len(row.target_shape)) for row in found.mismatched} == {1}
 
 
+@pytest.mark.parametrize("framework", ["keras", "flax"])
+def test_a_map_with_its_channels_last_is_no_map_of_torch(framework: Framework) -> None:
+    """A dense layer behind a flatten of Keras or Flax has its numbers as height, width, channels: never a convolution's."""
+    source = [
+        Param("conv2d.kernel", (4, 4, 3, 6)),
+        Param("conv2d.bias", (6,)),
+        Param("dense.kernel", (96, 10)),
+        Param("dense.bias", (10,)),
+    ]
+    target = [Param("a.weight", (6, 3, 4, 4)), Param("a.bias", (6,)), Param("b.weight", (10, 6, 4, 4)), Param("b.bias", (10,))]
+    found = match(source, target, stages="structure", allow_reshape=True, framework=framework)
+    assert "b.weight" not in {row.new for row in found.matched}
+    assert not found.complete_with_offers
+
+
+def test_a_map_is_flattened_only_when_asked() -> None:
+    """Without allow_reshape both shapes are told as a mismatch; kernels of 3x3 are no map."""
+    found = compared(nets.MapA(), nets.MapB(), allow_reshape=False)
+    assert [(row.source_shape, row.target_shape) for row in found.mismatched] == [((10, 96), (10, 6, 4, 4))]
+    small = match([Param("a.weight", (8, 72))], [Param("a.weight", (8, 8, 3, 3))], allow_reshape=True)
+    assert small.mismatched
+
+
 # --- pairs that are not one network, or cannot be told
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "patches through a matrix or a convolution": (nets.PatchesA, nets.PatchesB),
     "another width": (nets.ResNetA, lambda: nets.ResNetB(width=6)),
     "another depth": (nets.EncoderA, lambda: nets.EncoderB(depth=3)),
     "q, k, v without names": (nets.EncoderB, nets.EncoderD),

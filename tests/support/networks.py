@@ -451,3 +451,174 @@ class LanguageB(nn.Module):
 def named(*names: str) -> nn.ModuleDict:
     """Square linear layers under these names, in this order."""
     return nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+
+
+# --- the same numbers in other shapes, stages cut elsewhere, two kinds of attention
+
+
+class MapA(nn.Module):
+    """A linear layer behind a flatten, as VGG has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 6, 4, 4), nn.ReLU())
+        self.classifier = nn.Sequential(nn.Linear(6 * 4 * 4, 10), nn.ReLU(), nn.Linear(10, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.features(x).flatten(1))
+
+
+class MapB(nn.Module):
+    """The same as `MapA`, with a convolution over the whole map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 6, 4, 4), nn.ReLU())
+        self.pre_logits, self.head = nn.ModuleDict({"fc1": nn.Conv2d(6, 10, 4)}), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.pre_logits["fc1"](self.features(x))).flatten(1))
+
+
+class _MixB(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.fc2(F.gelu(self.fc1(self.norm(x))))
+
+
+class _HalveA(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.reduction, self.norm = nn.Linear(2 * width, 2 * width, bias=False), nn.LayerNorm(2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reduction(self.norm(x.reshape(x.shape[0], x.shape[1] // 2, -1)))
+
+
+class StagesA(nn.Module):
+    """Each stage but the last ends with the downsampling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for stage in range(3):
+            width = 8 * 2**stage
+            blocks = nn.ModuleList(_MixB(width) for _ in range(2))
+            self.layers.append(nn.ModuleDict({"blocks": blocks} | ({"downsample": _HalveA(width)} if stage < 2 else {})))
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            assert isinstance(layer, nn.ModuleDict)
+            for block in layer.get_submodule("blocks").children():
+                x = block(x)
+            x = layer["downsample"](x) if "downsample" in layer else x
+        return self.head(self.norm(x).mean(1))
+
+
+class StagesB(nn.Module):
+    """The same as `StagesA`; each stage but the first begins with the downsampling, under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList()
+        for stage in range(3):
+            width = 8 * 2**stage
+            first = {"downsample": _HalveA(width // 2)} if stage else {}
+            self.stages.append(nn.ModuleDict(first | {"blocks": nn.ModuleList(_MixB(width) for _ in range(2))}))
+        self.final_norm, self.classifier = nn.LayerNorm(32), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            assert isinstance(stage, nn.ModuleDict)
+            x = stage["downsample"](x) if "downsample" in stage else x
+            for block in stage.get_submodule("blocks").children():
+                x = block(x)
+        return self.classifier(self.final_norm(x).mean(1))
+
+
+class _PartB(nn.Module):
+    """Attention inside groups of tokens: those beside each other, or those at equal distances."""
+
+    def __init__(self, *, grid: bool) -> None:
+        super().__init__()
+        self.norm, self.attn, self.grid = nn.LayerNorm(8), _AttentionB(), grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x).reshape(x.shape[0], 2, -1, 8)
+        y = y.transpose(1, 2) if self.grid else y
+        y = torch.stack([self.attn(group) for group in y.unbind(1)], 1)
+        return x + (y.transpose(1, 2) if self.grid else y).reshape(x.shape)
+
+
+class WindowsA(nn.Module):
+    """Window before grid attention, named so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"window_attention": _PartB(grid=False), "grid_attention": _PartB(grid=True)}) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            for name in ("window_attention", "grid_attention"):
+                x = block.get_submodule(name)(x)
+        return x
+
+
+class WindowsB(nn.Module):
+    """The same as `WindowsA`, with grid attention registered first and words of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.ModuleDict({"attn_grid": _PartB(grid=True), "attn_block": _PartB(grid=False)}) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            for name in ("attn_block", "attn_grid"):
+                x = stage.get_submodule(name)(x)
+        return x
+
+
+class PrefixedA(nn.Module):
+    """A residual network under `model.`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = ResNetA()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+class PrefixedB(nn.Module):
+    """The same as `PrefixedA` under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.ModuleDict({"net": ResNetA()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.backbone["net"](x)
+
+
+class PatchesA(nn.Module):
+    """Patches through one matrix, whose columns may come in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_patch_embedding, self.head = nn.Linear(3 * 4 * 4, 8), nn.Linear(8, 4)
+
+
+class PatchesB(nn.Module):
+    """Patches through a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embed, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 4)
