@@ -107,6 +107,6 @@ def test_the_line_for_a_start_up_file_works(shell: str, tmp_path: Path) -> None:
     assert done.stdout.split() == EXPECTED[shell], done.stderr
 
 
-def test_the_readme_has_the_line() -> None:
-    """As docs/shell.md has it for bash."""
-    assert line_of("bash") in (FIXTURES.parent / "README.md").read_text()
+def test_the_list_of_commands_has_the_line() -> None:
+    """docs/commands.md has it for bash as docs/shell.md has it."""
+    assert line_of("bash") in (FIXTURES.parent / "docs" / "commands.md").read_text()
