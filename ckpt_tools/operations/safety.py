@@ -146,6 +146,7 @@ def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | No
     """The answer for a file that is not a checkpoint or breaks: what stands before the break would already have run."""
     if isinstance(error, RemoteError):
         return None
+    error.__traceback__ = error.__context__ = None  # whose frames hold what was read, and here it is read once more
     with contextlib.suppress(CkptError), contextlib.closing(open_source(archive_and_member(path)[0])) as source:
         return examine(source)
     return None

@@ -26,6 +26,7 @@ from ckpt_tools.formats.pickles import find_pickles
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.compare import stats as stats_of
 from ckpt_tools.operations.repair import verification
+from ckpt_tools.operations.safety import of_unreadable
 from ckpt_tools.pickling import state
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS
@@ -432,6 +433,18 @@ def test_what_could_not_be_read_leaves_nothing_behind(tmp_path: Path) -> None:
         errors = [pickle.error for pickle in find_pickles(source).pickles]
     assert [(error and error.__traceback__, error and error.__context__) for error in errors] == [(None, None)]
     assert errors[0] is not None
+
+
+def test_what_was_read_is_gone_when_the_verdict_reads_again(tmp_path: Path) -> None:
+    """The error of a file that is refused held what had been read of it, while its pickles were read once more."""
+    nodes = p.EMPTY_LIST + p.MARK + p.EMPTY_LIST * 3000 + p.APPENDS
+    path = write(tmp_path, torch_zip(p.pickle(p.dict_of(w=p.tensor(), x=nodes)), FLOATS))
+    with limits.raised(containers=1):
+        with pytest.raises(LimitError) as caught:
+            ckpt_tools.inspect(path)
+        error = caught.value
+        assert of_unreadable(path, error) is not None
+    assert (error.__traceback__, error.__context__) == (None, None)
 
 
 @pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
