@@ -41,7 +41,7 @@ class Evidence:
         known = set(pairs)
         starts = self.sides[0].starts(), self.sides[1].starts()
         found: set[Numbers] = set()
-        for level in LEVELS:
+        for level in LEVELS if known else ():
             *_, colours = rounds(self.networks[level], starts)
             if alike(colours):
                 found |= {(one, other) for one, other in known if colours[0].get(one) != colours[1].get(other)}
@@ -82,7 +82,7 @@ class Evidence:
         open_pairs = _Open(groups, self)
         known = dict(anchors)
         decided: list[tuple[Unit, Unit]] = []
-        while found := self._next(known, open_pairs):
+        while all(open_pairs.units) and (found := self._next(known, open_pairs)):
             known.update(found)
             decided += [open_pairs.take(pair) for pair in sorted(found)]
         return decided
