@@ -9,23 +9,29 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parent
 PLACE = DOCS.parent / "ckpt_tools" / "operations" / "explained.json"
 _SETUP = re.compile(r"<!--.*?-->\n*", re.DOTALL)
 _ROW = re.compile(r"^\| (`[^|]+`) \| ([^|]+) \| (.+) \|$", re.MULTILINE)
+_ALSO = re.compile(r"<!-- also\n(.*?)\n-->", re.DOTALL)
 _TEXT = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def pages() -> Iterator[dict[str, str]]:
-    """A page for each message, in the order of the index: its title, the words that a screen shows, the text."""
+def pages() -> Iterator[dict[str, Any]]:
+    """A page for each message, in the order of the index: its title, the words that a screen shows, the text.
+
+    `also`: other messages of the same cause, a line each in a comment of the page.
+    """
     index = (DOCS / "howto" / "index.md").read_text("utf-8")
     for name in re.findall(r"\]\(([\w-]+\.md)\)", index):
-        title, _, text = _SETUP.sub("", (DOCS / "howto" / name).read_text("utf-8")).partition("\n")
-        shown = _TEXT.search(text)
+        whole = (DOCS / "howto" / name).read_text("utf-8")
+        title, _, text = _SETUP.sub("", whole).partition("\n")
+        shown, also = _TEXT.search(text), _ALSO.search(whole)
         yield {
             "page": f"docs/howto/{name}", "title": title.removeprefix("# "), "shown": shown[1] if shown else "",
-            "text": text.strip(),
+            "also": also[1].splitlines() if also else [], "text": text.strip(),
         }  # fmt: skip
 
 

@@ -22,7 +22,9 @@ _ASIDE, _LINK = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)"), re.compile(r"\[([^\]]*)
 # What the models of the pages happen to be called, and words of every sentence, say nothing about a message.
 _NAMES = frozenset(
     ("conv", "fc", "weight", "bias", "net", "the", "of", "in", "to", "and", "is", "for", "from", "with", "or", "py",
-     "no", "not", "all", "at", "on", "such", "has", "my", "this", "can", "it", "do", "what")
+     "no", "not", "all", "at", "on", "such", "has", "my", "this", "can", "it", "do", "what",
+     "you", "are", "was", "were", "be", "been", "trying", "that", "when", "while", "does", "did", "have", "its", "how", "why",
+     "file", "load")
 )  # fmt: skip
 _ENOUGH = 0.45  # of a page's words, by how rare they are
 _NEAR = 0.8  # of the best page's share, for the others that are named
@@ -90,15 +92,15 @@ def _known() -> dict[str, Any]:
     return {"pages": read["pages"], "findings": {row["code"]: row for row in read["findings"]}}
 
 
-def _ranked(words: str, pages: Sequence[dict[str, str]]) -> list[Explanation]:
-    titles = [_words(page["title"]) for page in pages]
-    counts = Counter(word for title in titles for word in title)
+def _ranked(words: str, pages: Sequence[Mapping[str, Any]]) -> list[Explanation]:
+    messages = [[_words(text) for text in (page["title"], *page["also"])] for page in pages]
+    counts = Counter(word for texts in messages for word in frozenset().union(*texts))
     weights = {word: math.log(1 + len(pages) / count) for word, count in counts.items()}
     given = _words(words)
     rows = []
-    for page, title in zip(pages, titles, strict=True):
-        texts = [title, _words(page["shown"])] if "Error" in page["shown"] else [title]
-        rows.append((max(_fit(text, given, weights) for text in texts), page))
+    for page, texts in zip(pages, messages, strict=True):
+        shown = [_words(page["shown"])] if "Error" in page["shown"] else []
+        rows.append((max(_fit(text, given, weights) for text in (*texts, *shown)), page))
     rows.sort(key=lambda row: row[0], reverse=True)  # of equal ones the first stays first: the index begins with the commonest
     enough = max(_ENOUGH, rows[0][0][0] * _NEAR)
     found = [Explanation(page["title"], page["text"], page["page"], fit[0]) for fit, page in rows if fit[0] >= enough]

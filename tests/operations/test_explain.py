@@ -30,13 +30,22 @@ MESSAGES = {
     "model-optim-rng": ["ModuleNotFoundError: No module named 'megatron'"],
     "windows-path": ["NotImplementedError: cannot instantiate 'WindowsPath' on your system"],
     "lfs-pointer": ["_pickle.UnpicklingError: invalid load key, 'v'."],
-    "html-page": ["_pickle.UnpicklingError: invalid load key, '<'."],
     "newly-initialized": [
         "Some weights of Bert were not initialized from the model checkpoint at bert and are newly initialized: ['qa']",
     ],
     "out-of-memory": ["torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"],
-    "state-dict-is-no-model": ["AttributeError: 'dict' object has no attribute 'to'"],
     "cant-get-attribute": ["AttributeError: Can't get attribute 'MyModel' on <module '__main__' from 'x.py'>"],
+    "html-page": ["_pickle.UnpicklingError: invalid load key, '<'.", "UnpicklingError: unpickling stack underflow"],
+    "failed-save": [
+        "RuntimeError: [enforce fail at inline_container.cc:778] . unexpected pos 64 vs 0",
+        "No space left on device",
+    ],
+    "central-directory": ["OSError: Unable to load weights from pytorch checkpoint file for 'bert' at '/x/pytorch_model.bin'."],
+    "state-dict-is-no-model": ["AttributeError: 'dict' object has no attribute 'to'", "KeyError: 'state_dict'"],
+    "is-it-safe": ["is this file safe", "does it contain malicious code?"],
+    "latest-good": ["which checkpoint is the last good one"],
+    "what-changed": ["what changed between two checkpoints", "compare two checkpoints"],
+    "too-big": ["why is my checkpoint so large"],
     "safetensors-header": ["safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer"],
 }
 
@@ -97,7 +106,11 @@ def test_the_command() -> None:
 
 def test_words_of_every_sentence_find_no_page() -> None:
     """A sentence about nothing that is known is refused, and not answered with a page that has its small words."""
-    for words in ("no such thing at all", "why does my file not load", "permission denied"):
+    for words in (
+        "no such thing at all",
+        "why does my file not load",
+        "permission denied",
+    ):
         with pytest.raises(NothingMatchedError):
             ckpt_tools.explain(words)
 
