@@ -22,6 +22,7 @@ from ckpt_tools.torch import load_state_dict
 from tests.matching import test_match_graphs
 from tests.support import attention
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 OLD, NEW = "tests.support.attention:Old", "tests.support.attention:New"
 
 
