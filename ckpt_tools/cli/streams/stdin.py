@@ -12,7 +12,7 @@ from typing import IO, Any, cast
 import click
 
 from ckpt_tools.cli.options import Location
-from ckpt_tools.errors import LimitError, NotACheckpointError
+from ckpt_tools.errors import NotACheckpointError, OutputError
 from ckpt_tools.io.member_paths import Handed
 
 _BLOCK = 1 << 20
@@ -45,7 +45,7 @@ def with_pipes_read(paths: tuple[Path, ...]) -> tuple[Path, ...]:
     """The paths, each pipe read into a temporary file without a name, which goes with the command.
 
     Raises:
-        UsageError: standard input is given twice, or is a terminal. LimitError: there is no room for what comes.
+        UsageError: standard input is given twice, or is a terminal. OutputError: there is no room for what comes.
     """
     if sum(isinstance(path, Handed) and path.called in ("-", "/dev/stdin") for path in paths) > 1:
         raise click.UsageError("Standard input is given twice; it can be read once.")
@@ -87,7 +87,7 @@ def _spooled(stream: IO[bytes]) -> IO[bytes]:
         shutil.copyfileobj(stream, file, _BLOCK)
         file.flush()
     except OSError as error:
-        raise LimitError(
+        raise OutputError(
             "What comes from standard input cannot be kept in a temporary file.", why=f"{error.strerror or error}.",
             fix="Write it to a file first, or set TMPDIR to a folder with room.",
         ) from None  # fmt: skip
