@@ -67,7 +67,8 @@ def explain(words: str) -> list[Explanation]:
         return [Explanation(f"{code} ({row['severity']})", f"{row['text']}\n\n{_SHOWN_BY}", "docs/check.md")]
     found = _ranked(words[-MOST:], known["pages"])
     if not found:
-        raise NothingMatchedError(f"No page is about {words.strip()[:80]!r}.", fix=_nearest(words.strip(), known))
+        quoted = words.strip()[:80].replace("`", "'")  # what stands in `...` would be shown as an option
+        raise NothingMatchedError(f"No page is about {quoted!r}.", fix=_nearest(words.strip(), known))
     return found
 
 

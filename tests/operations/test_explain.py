@@ -24,7 +24,10 @@ MESSAGES = {
         "shape torch.Size([1000, 512]) from checkpoint, the shape in current model is torch.Size([7, 512]).",
     ],
     "orig-mod-prefix": ['Unexpected key(s) in state_dict: "_orig_mod.layer.weight"'],
-    "cuda-device": ["RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False."],
+    "cuda-device": [
+        "safetensors_rust.SafetensorError: device cuda:0 is invalid",
+        "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
+    ],
     "device-tag": ["don't know how to restore data location of torch.storage.UntypedStorage (tagged with hpu:0)"],
     "no-module-named-models": ["ModuleNotFoundError: No module named 'models.yolo'", "No module named 'utils'"],
     "model-optim-rng": ["ModuleNotFoundError: No module named 'megatron'"],
@@ -40,8 +43,30 @@ MESSAGES = {
         "RuntimeError: [enforce fail at inline_container.cc:778] . unexpected pos 64 vs 0",
         "No space left on device",
     ],
-    "central-directory": ["OSError: Unable to load weights from pytorch checkpoint file for 'bert' at '/x/pytorch_model.bin'."],
-    "state-dict-is-no-model": ["AttributeError: 'dict' object has no attribute 'to'", "KeyError: 'state_dict'"],
+    "central-directory": [
+        "_pickle.UnpicklingError: pickle data was truncated",
+        "RuntimeError: unexpected EOF, expected 12345 more bytes. The file might be corrupted.",
+        "RuntimeError: storage has wrong byte size: expected 9437184 got 2359296",
+        "RuntimeError: Invalid magic number; corrupt file?",
+        "OSError: Unable to load weights from pytorch checkpoint file for 'bert' at '/x/pytorch_model.bin'.",
+    ],
+    "adapter-keys": [
+        "ValueError: Can't find 'adapter_config.json' at './out'",
+        "ValueError: Target modules {'gate'} not found in the base model. Please check the target modules and try again.",
+    ],
+    "zero-to-fp32": [
+        "FileNotFoundError: can't find model_states files in directory './x'",
+        "Unable to find 'latest' file at x",
+    ],
+    "weights-only-class": [
+        "RuntimeError: Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``."
+    ],
+    "state-dict-is-no-model": [
+        "RuntimeError: PytorchStreamReader failed locating file constants.pkl: file not found",
+        "UnpicklingError: A load persistent id instruction was encountered, but no persistent_load function was specified.",
+        "AttributeError: 'dict' object has no attribute 'to'",
+        "KeyError: 'state_dict'",
+    ],
     "is-it-safe": ["is this file safe", "does it contain malicious code?"],
     "latest-good": ["which checkpoint is the last good one"],
     "what-changed": ["what changed between two checkpoints", "compare two checkpoints"],
@@ -118,3 +143,11 @@ def test_words_of_every_sentence_find_no_page() -> None:
 def test_a_code_leads_to_the_command() -> None:
     """The page of a finding says which command shows where it is, and what mends it."""
     assert "`ckpt inspect FILE`" in ckpt_tools.explain("wrapper-prefix")[0].text
+
+
+def test_words_of_a_message_are_quoted_as_they_were_given() -> None:
+    """A Python name in a message that no page is about is not shown as an option of the command."""
+    run = CliRunner().invoke(main, ["explain", "Should have a `model_type` key in its zorgblatt"])
+    assert run.exit_code == 3
+    assert "model_type" in run.output
+    assert "--model-type" not in run.output
