@@ -17,12 +17,14 @@ from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.formats.programs import graph_in
 from ckpt_tools.matching import match
+from ckpt_tools.matching.evidence.flow import FlowTooLargeError, flow_of
 from ckpt_tools.matching.params import Param
 from ckpt_tools.tree.graphs import Graph
 from ckpt_tools.tree.inputs import Input, parse
 
 _IMAGE_DIMENSIONS = 4
 _MOST_WIDTHS = 3
+_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ def _compare(params: Sequence[Param], own: _Side, other: _Side, question: Questi
     problem = ""
     for tried in [asked] if asked else _tries(own, other):
         graphs, problem = _both(own, other, tried)
+        if graphs is not None and not asked and (problem := _depends_on_input(own, other, tried, graphs)):
+            return Compared(seen=Seen(problem=problem))
         if graphs is not None:
             ran = tuple(side.label for side in (own, other) if side.graph is None)
             read = tuple(side.label for side in (own, other) if side.graph is not None)
@@ -148,6 +152,26 @@ def _both(own: _Side, other: _Side, inputs: Sequence[Input]) -> tuple[tuple[Grap
     return (graphs[0], graphs[1]), ""
 
 
+def _depends_on_input(own: _Side, other: _Side, tried: Sequence[Input], graphs: tuple[Graph, Graph]) -> str:
+    """Why one vector cannot stand for what the models are made for: they take several, too, and do something else with them."""
+    if len(tried) != 1 or tried[0].below is not None or len(tried[0].shape) != 2:
+        return ""
+    several = [Input(None, (1, _TOKENS, tried[0].shape[1]), None)]
+    others, _ = _both(own, other, several)
+    if others is None or all(map(_flow_alike, graphs, others)):
+        return ""
+    return f"both run on {tried[0]} and on {several[0]}, and compute different things: `--input` says which"
+
+
+def _flow_alike(one: Graph, other: Graph) -> bool:
+    """Whether the same layers feed the same ones in the same way."""
+    try:
+        flows = [flow_of(graph, {name: name for name in graph.weights}) for graph in (one, other)]
+    except FlowTooLargeError:  # then nothing is decided by it either
+        return True
+    return flows[0] == flows[1]
+
+
 def _graph(side: _Side, inputs: Sequence[Input]) -> Graph:
     if side.graph is not None:
         return side.graph
@@ -191,7 +215,7 @@ def _usual_shapes(shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]
     if not channels:
         for width in _first(shape[1] for shape in shapes if len(shape) == 2):
             yield 1, width
-            yield 1, 16, width
+            yield 1, _TOKENS, width
 
 
 def _first(sizes: Iterable[int]) -> list[int]:

@@ -23,7 +23,7 @@ from ckpt_tools.matching.transposed import orientation
 from ckpt_tools.tree.graphs import Graph
 
 TRANSPOSED = 0.95
-_FEWEST_CHANNELS, _SMALLEST_MAP = 5, 4
+_SMALLEST_MAP = 4
 MOST_CANDIDATES = 100  # of one name: thousands of layers of one shape would each have thousands
 
 
@@ -34,10 +34,10 @@ def squeezed(shape: Shape) -> Shape:
 
 def flattened(shape: Shape) -> Shape:
     """A shape without its sizes of 1; of a convolution over a whole map, [out, channels, height, width], that of the linear
-    layer behind a flatten: [out, channels * height * width]. Small kernels are left as they are, and so are few channels: a
-    patch embedding may have its numbers in another order.
+    layer behind a flatten: [out, channels * height * width]. Small kernels are left as they are, and so are few channels (as
+    many as rows of the kernel, or fewer): a patch embedding may have its numbers in another order.
     """
-    is_map = len(shape) == 4 and shape[1] >= _FEWEST_CHANNELS and min(shape[2:]) >= _SMALLEST_MAP
+    is_map = len(shape) == 4 and min(shape[2:]) >= _SMALLEST_MAP and shape[1] > max(shape[2:])
     return (shape[0], prod(shape[1:])) if is_map else squeezed(shape)
 
 
@@ -106,9 +106,15 @@ class Pairing:
         self.used[old] = new
 
     def fits(self, old: str, new: str) -> bool:
-        """Whether two tensors have one shape, or one without sizes of 1 where that is allowed."""
+        """Whether two tensors have one shape; where that is allowed, but for sizes of 1 and a flatten."""
         before, after = self.source[old].shape, self.target[new].shape
-        return before == after or (self.allow_reshape and flattened(before) == flattened(after))
+        return before == after or (self.allow_reshape and self._reshapes(old, new))
+
+    def _reshapes(self, old: str, new: str) -> bool:
+        before, after = self.source[old].shape, self.target[new].shape
+        if squeezed(before) == squeezed(after):
+            return True
+        return flattened(before) == flattened(after) and not any("patch" in name.lower() for name in (old, new))
 
     def is_transposed(self, old: str, new: str) -> bool:
         """Whether one of two matrices is kept as [in, out] and the other as [out, in]."""

@@ -140,6 +140,20 @@ def test_a_map_is_flattened_only_when_asked() -> None:
     assert small.mismatched
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "channels", "size"),
+    [("proj", "proj", 8, 16), ("to_patch_embedding.1", "patch_embed.proj", 32, 4), ("x.patchify", "x.patchify", 32, 4)],
+)
+def test_a_patch_embedding_is_no_flattened_map(old: str, new: str, channels: int, size: int) -> None:
+    """As a linear layer it may have its numbers as height, width, channels, however many channels an image has."""
+    linear = [Param(f"{old}.weight", (64, channels * size * size)), Param(f"{old}.bias", (64,))]
+    convolution = [Param(f"{new}.weight", (64, channels, size, size)), Param(f"{new}.bias", (64,))]
+    for sides in ((linear, convolution), (convolution, linear)):
+        found = match(*sides, stages="structure", allow_reshape=True)
+        assert not [row for row in found.matched if row.step != "copy"]
+        assert not found.complete_with_offers
+
+
 # --- pairs that are not one network, or cannot be told
 
 

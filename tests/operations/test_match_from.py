@@ -63,6 +63,42 @@ def test_prove_takes_the_model_of_from(alpha: Path, tmp_path: Path) -> None:
     assert "equal: the largest difference" in done.output
 
 
+class Single(nn.Module):
+    """An attention that takes one vector as well as a row of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.beta, self.gamma = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.alpha(x) @ self.beta(x).transpose(-1, -2)
+        return scores.softmax(-1) @ self.gamma(x)
+
+
+class Counted(nn.Module):
+    """The same, with the keys first: of one vector its softmax is along the other dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.x, self.y = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.w(x) @ self.x(x).transpose(-1, -2)
+        return scores.softmax(1).transpose(-1, -2) @ self.y(x)
+
+
+def test_an_input_that_would_decide_is_not_guessed(tmp_path: Path) -> None:
+    """Where both take a vector and a row of vectors, and compute different things, --input says which."""
+    path = tmp_path / "plain.pth"
+    torch.save(Single().state_dict(), path)
+    report = match(path, like=Counted(), from_=Single())
+    assert report.graphs is not None
+    assert report.graphs.problem.startswith("both run on 1x8 and on 1x16x8")
+    assert not report.matching.matched
+    told = match(path, like=Counted(), from_=Single(), input="1x16x8")
+    assert pairs(told) == {"alpha": "x", "beta": "w", "gamma": "y"}
+
+
 class Picky(nn.Module):
     """A model that takes no usual input, and one that depends on values."""
 
