@@ -15,7 +15,10 @@ from torch.nn import functional as F
 from ckpt_tools.fit.plans import plan_of
 from ckpt_tools.fit.targets import read_target
 from ckpt_tools.matching import Matching, match
+from ckpt_tools.matching.evidence.gathered import Gathered, united
+from ckpt_tools.matching.evidence.network import LEVELS, Layers
 from ckpt_tools.matching.params import Param
+from ckpt_tools.matching.units import units_of
 from ckpt_tools.tree.graphs import Graph
 from ckpt_tools.tree.inputs import parse
 from ckpt_tools.values.running import graph_of
@@ -196,6 +199,55 @@ def test_random_networks_are_never_paired_wrongly(seed: int) -> None:
     pairs = {row.old.partition(".")[0]: row.new.partition(".")[0] for row in found.matched}
     assert pairs == {old: truth[old] for old in pairs}
     assert len(pairs) >= 6
+
+
+# --- residual streams
+
+
+def test_every_layer_along_a_residual_stream_is_decided() -> None:
+    """What is added to a stream feeds everything behind it: each layer gets the partner at its depth, none another."""
+    depth = 12
+    old, new = opaque.stream_a(depth), opaque.stream_b(depth)
+    found = compared(old, new, ["2x5x8"])
+    assert found.complete, (found.left_over, found.ambiguous)
+    truth = dict(zip([name for name, _ in old.named_children()], [name for name, _ in new.named_children()][::-1], strict=True))
+    assert {row.old.partition(".")[0]: row.new.partition(".")[0] for row in found.matched} == truth
+
+
+@pytest.mark.parametrize("make", [opaque.stream_a, opaque.stream_b])
+def test_a_network_grows_with_the_depth_of_a_stream_and_not_with_its_square(make: Callable[[int], nn.Module]) -> None:
+    """Twice the depth: twice as much to look at, on every level."""
+    sizes = []
+    for depth in (8, 16, 24):
+        model = make(depth)
+        units = units_of(read_target(model).params, lambda name: name)
+        networks = Layers(units, graph_of(model, [parse("2x5x8")], None)).networks
+        sizes.append([networks[level].size for level in LEVELS])
+    assert [two - one for one, two in zip(*sizes[:2], strict=True)] == [two - one for one, two in zip(*sizes[1:], strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gathered_sets_are_the_sets_that_they_stand_for(seed: int) -> None:
+    """Unions and changes in any order: the items are those of plain sets, and each is in one place of a chain only."""
+    draw = random.Random(seed)
+    sets: list[tuple[Gathered[int], frozenset[int]]] = [(Gathered(), frozenset())]
+    for _ in range(60):
+        (one, plain), (other, beside) = draw.choice(sets), draw.choice(sets)
+        step = draw.randrange(3)
+        if step == 0:
+            items = frozenset(draw.sample(range(30), 3))
+            sets.append((one.with_more(items), plain | items))
+        elif step == 1:
+            sets.append((united([one, other]), plain | beside))
+        else:
+            halved = one.changed("halves", lambda item: [item // 2, item] if item % 3 else [])
+            sets.append((halved, frozenset(each for item in plain if item % 3 for each in (item // 2, item))))
+    for found, plain in sets:
+        chain = [found]
+        while chain[-1].base is not None:
+            chain.append(chain[-1].base)
+        assert found.items == plain
+        assert sum(len(each.more) for each in chain) == len(plain)
 
 
 # --- implementations whose names were taken away

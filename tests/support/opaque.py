@@ -205,3 +205,49 @@ def recurrent_b() -> nn.Module:
     return Layers(
         {"x": nn.GRU(8, 8, batch_first=True), "y": nn.GRU(8, 8, batch_first=True)}, lambda net, x: net.y(net.x(x)[0])[0]
     )
+
+
+# --- a residual stream
+
+
+class Scaled(nn.Module):
+    """A norm by the root of the mean square, written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Numbers of a stream go two ways here."""
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+def stream_a(depth: int) -> nn.Module:
+    """A norm and two layers add to the stream, `depth` times."""
+
+    def computed(net: Any, x: Tensor) -> Tensor:
+        layers = [*net.children()]
+        for norm, up, down in zip(layers[::3], layers[1::3], layers[2::3], strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return x
+
+    names = [code for block in range(depth) for code in ("n" + letters(block), "u" + letters(block), "d" + letters(block))]
+    return Layers({name: Scaled() if name[0] == "n" else nn.Linear(8, 8) for name in names}, computed)
+
+
+def stream_b(depth: int) -> nn.Module:
+    """The same, all layers in the opposite order, and the sum too."""
+
+    def computed(net: Any, x: Tensor) -> Tensor:
+        layers = [*net.children()][::-1]
+        for norm, up, down in zip(layers[::3], layers[1::3], layers[2::3], strict=True):
+            x = down(F.gelu(up(norm(x)))) + x
+        return x
+
+    kinds: list[Callable[[], nn.Module]] = [lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 8), Scaled]
+    return Layers({f"x{letters(number)}": kinds[number % 3]() for number in range(3 * depth)}, computed)
+
+
+def letters(number: int) -> str:
+    """A number in letters that no order can be read from."""
+    return "".join("qzjxkvbpyg"[int(digit)] for digit in f"{number:03d}")

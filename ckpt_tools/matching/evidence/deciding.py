@@ -6,12 +6,13 @@ that, where no name says otherwise, and where all of its neighbours that have pa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
 
 from ckpt_tools.matching.evidence.network import LEVELS, Layers
-from ckpt_tools.matching.evidence.refinement import Network, Node, alike, only_ones, rounds
+from ckpt_tools.matching.evidence.refinement import Marks, Network, Node, Sums, alike, only_ones, rounds
 from ckpt_tools.matching.resolve import UnitPair, conflicts, meaning
 from ckpt_tools.matching.units import Unit
 
@@ -24,7 +25,7 @@ class Evidence:
 
     def __init__(self, sides: tuple[Layers, Layers]) -> None:
         self.sides = sides
-        self.networks = {level: (sides[0].network(level), sides[1].network(level)) for level in LEVELS}
+        self.networks = {level: (sides[0].networks[level], sides[1].networks[level]) for level in LEVELS}
 
     def numbers(self, old: Unit, new: Unit) -> Numbers | None:
         """Two units as nodes; None where one is in no network."""
@@ -96,9 +97,9 @@ class Evidence:
                     if isinstance(one, int) and isinstance(other, int) and one not in known:
                         said.setdefault(one, set()).add(other)
         pairs = {(one, next(iter(others))) for one, others in said.items() if len(others) == 1}
-        news = [other for _, other in pairs]
-        pairs = {pair for pair in pairs if news.count(pair[1]) == 1 and open_pairs.may_be(pair)}
-        while bad := {pair for pair in pairs if not self._fits(pair, {**known, **dict(pairs)})}:
+        news = Counter(other for _, other in pairs)
+        pairs = {pair for pair in pairs if news[pair[1]] == 1 and open_pairs.may_be(pair)}
+        while bad := self._unfit(pairs, {**known, **dict(pairs)}):
             pairs -= bad
         return pairs
 
@@ -108,16 +109,16 @@ class Evidence:
             olds[one] = news[other] = ("partners", one)
         return olds, news
 
-    def _fits(self, pair: Numbers, known: Mapping[int, int]) -> bool:
-        """Whether the neighbours with partners are the partner's neighbours."""
+    def _unfit(self, pairs: set[Numbers], known: Mapping[int, int]) -> set[Numbers]:
+        """The pairs whose neighbours with partners are not the partner's neighbours."""
         olds, news = self.networks[LEVELS[0]]
-        there = set(known.values())
-        for before, after in ((olds.before, news.before), (olds.behind, news.behind)):
-            mine = {known[node] for _, node in before.get(pair[0], ()) if isinstance(node, int) and node in known}
-            theirs = {node for _, node in after.get(pair[1], ()) if node in there}
-            if mine != theirs:
-                return False
-        return True
+        marks, there = Marks(), {other: other for other in known.values()}
+        before = olds.before(marks, known), news.before(marks, there)
+        behind = olds.behind(marks, known), news.behind(marks, there)
+        return {
+            (one, other) for one, other in pairs
+            if before[0].get(one, 0) != before[1].get(other, 0) or _plain(behind[0].get(one)) != _plain(behind[1].get(other))
+        }  # fmt: skip
 
 
 class _Open:
@@ -154,20 +155,25 @@ class _Open:
         return self.units[0].pop(pair[0]), self.units[1].pop(pair[1])
 
 
+def _plain(sums: Sums | None) -> int:
+    """The one sum where nothing is said of edges; none is as good as one of nothing."""
+    return sum(number for _, number in sums or ())
+
+
 def _reached(network: Network, bits: Mapping[Node, int], side: int) -> dict[Node, int]:
     """Of each node those that it reaches (side 0) or that reach it (side 1), as bits; nothing where there is a circle."""
-    edges = network.behind if side == 0 else network.before
-    found: dict[Node, int] = {}
+    edges = network.ways_on()
     try:
-        order = [
-            *TopologicalSorter({node: {other for _, other in edges.get(node, ())} for node in network.nodes}).static_order()
-        ]
+        order = [*TopologicalSorter(edges).static_order()]  # what is reached comes first
     except CycleError:  # a layer that is used twice
         return {}
-    for node in order:
-        found[node] = 0
-        for _, other in edges.get(node, ()):
-            found[node] |= found[other] | bits.get(other, 0)
+    found: dict[Node, int] = dict.fromkeys(order, 0)
+    for node in order if side == 0 else reversed(order):
+        for other in edges[node]:
+            if side == 0:
+                found[node] |= found[other] | bits.get(other, 0)
+            else:
+                found[other] |= found[node] | bits.get(node, 0)
     return found
 
 

@@ -6,12 +6,25 @@ written out or called as one operation.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from ckpt_tools.matching.evidence import axes as places
 from ckpt_tools.matching.evidence.axes import Axes, Rows, Side
+from ckpt_tools.matching.evidence.feeds import (
+    NO_FEEDS,
+    NO_WORDS,
+    End,
+    Feed,
+    Feeds,
+    Hidden,
+    Owner,
+    feeds_of,
+    reaching,
+    together,
+)
+from ckpt_tools.matching.evidence.gathered import Gathered
 from ckpt_tools.matching.evidence.operations import (
     ADDING,
     ATTENTION,
@@ -23,39 +36,15 @@ from ckpt_tools.matching.evidence.operations import (
 )
 from ckpt_tools.tree.graphs import Graph, Operation, Value, values_in
 
-Owner: TypeAlias = Hashable
-Words: TypeAlias = frozenset[str]
-_NONE: Words = frozenset()
 _MOST_FEEDS = 5_000_000
 
 
-class Feed(NamedTuple):
-    """Numbers of a layer (of some of its rows, where that is known) that are in a value, and what has been done with them."""
+class Arrival(NamedTuple):
+    """Numbers that go into a layer (into some of its rows)."""
 
-    owner: Owner
-    rows: tuple[int, int] | None
-    words: Words
-
-
-class Edge(NamedTuple):
-    """Numbers of one layer that go into another (into some of its rows)."""
-
-    feed: Feed
+    feeds: Gathered[Feed]
     into: Owner
     rows: tuple[int, int] | None
-
-
-class End(NamedTuple):
-    """An input or an output of the model, by its number."""
-
-    side: str
-    number: int
-
-
-class Hidden(NamedTuple):
-    """A layer of the model that neither the checkpoint nor the target knows by its name."""
-
-    name: str
 
 
 class FlowTooLargeError(Exception):
@@ -67,12 +56,17 @@ class _State:
     """What is known of a value: the layers whose weights alone it was made of; else what feeds it. And along which axes."""
 
     weights: frozenset[Feed] = frozenset()
-    feeds: frozenset[Feed] = frozenset()
+    feeds: Feeds = NO_FEEDS
     axes: Axes = field(default_factory=dict)
 
+    @property
+    def is_fed(self) -> bool:
+        """Whether any numbers are in it that are no weights."""
+        return bool(self.feeds.start.items)
 
-def flow_of(graph: Graph, owners: Mapping[str, Owner]) -> set[Edge]:
-    """The edges between the owners of weights, and from the model's inputs and to its outputs.
+
+def flow_of(graph: Graph, owners: Mapping[str, Owner]) -> list[Arrival]:
+    """What goes into the owners of weights, of other owners and of the model's inputs, and what into its outputs.
 
     Raises:
         FlowTooLargeError: it would take for ever.
@@ -82,22 +76,23 @@ def flow_of(graph: Graph, owners: Mapping[str, Owner]) -> set[Edge]:
         if name in owners or id(value) not in flow.states:  # a tied weight has a name that is known, and others
             owner = owners.get(name, Hidden(name.rpartition(".")[0]))
             rows: Axes = {-len(value.shape): Rows(owner, 0, value.shape[0], value.shape[0])} if value.shape else {}
-            flow.states[id(value)] = _State(frozenset([Feed(owner, None, _NONE)]), axes=rows)
+            flow.states[id(value)] = _State(frozenset([Feed(owner, None, NO_WORDS)]), axes=rows)
     for number, value in enumerate(graph.inputs):
-        flow.states[id(value)] = _State(feeds=frozenset([Feed(End("input", number), None, _NONE)]))
+        flow.states[id(value)] = _State(feeds=feeds_of([Feed(End("input", number), None, NO_WORDS)]))
     for operation in graph.operations:
         flow.follow(operation)
     for number, value in enumerate(graph.outputs):
         flow.into(End("output", number), None, flow.state(value).feeds)
-    return flow.edges
+    return flow.arrivals
 
 
 class _Flow:
-    """The states of all values so far, and the edges that were found."""
+    """The states of all values so far, and what was seen to go into layers; `sending` are those whose numbers went on."""
 
     def __init__(self) -> None:
         self.states: dict[int, _State] = {}
-        self.edges: set[Edge] = set()
+        self.arrivals: list[Arrival] = []
+        self.sending: set[Owner] = set()
         self.products = 0
         self.room = _MOST_FEEDS
 
@@ -110,10 +105,10 @@ class _Flow:
         name = plain_name(operation.name)
         given = list(values_in(operation.given))
         states = [self.state(value) for value in given]
-        weights = [state for state in states if state.weights and not state.feeds]
+        weights = [state for state in states if state.weights and not state.is_fed]
         if name in CONSTANT:
             self._all(operation, _EMPTY)
-        elif not any(state.feeds for state in states):
+        elif not any(state.is_fed for state in states):
             self._make(name, operation, given, states)
         elif ATTENTION in name:
             self._attend(operation, states)
@@ -124,13 +119,15 @@ class _Flow:
         else:
             self._pass(name, operation, given, states)
 
-    def into(self, owner: Owner, rows: tuple[int, int] | None, feeds: frozenset[Feed]) -> None:
-        """Numbers reach a layer; the model's inputs count where nothing else does (a mask is made of them, too)."""
-        inner = {feed for feed in feeds if not isinstance(feed.owner, End)} or feeds
-        self.edges |= {Edge(_said(feed), owner, rows) for feed in inner if feed.owner != owner}
+    def into(self, owner: Owner, rows: tuple[int, int] | None, feeds: Feeds) -> None:
+        """Numbers reach a layer; its own are no news to it."""
+        found = reaching(feeds)
+        if owner in self.sending and any(feed.owner == owner for feed in found.items):
+            found = Gathered(frozenset(feed for feed in found.items if feed.owner != owner))
+        self.arrivals.append(Arrival(found, owner, rows))
 
     def _all(self, operation: Operation, state: _State) -> None:
-        self.room -= (1 + len(state.feeds)) * len(operation.made)
+        self.room -= (1 + len(state.feeds.start.items) * len(state.feeds.ways)) * len(operation.made)
         if self.room < 0:
             raise FlowTooLargeError
         for value in operation.made:
@@ -140,11 +137,12 @@ class _Flow:
 
     def _call(self, operation: Operation, states: Sequence[_State], weights: Sequence[_State]) -> None:
         """Numbers go through a layer."""
-        feeds = frozenset().union(*(state.feeds for state in states))
+        feeds = together(state.feeds for state in states)
         layers = _layers(weights)
         for owner, rows in layers.items():
             self.into(owner, rows, feeds)
-        self._all(operation, _State(feeds=frozenset(Feed(owner, rows, _NONE) for owner, rows in layers.items())))
+        self.sending.update(layers)
+        self._all(operation, _State(feeds=feeds_of(Feed(owner, rows, NO_WORDS) for owner, rows in layers.items())))
         shape = operation.made[0].shape if operation.made else None
         name = plain_name(operation.name)
         if len(layers) == 1 and shape and (name in FACTORS or name.startswith(CONVOLUTIONS)):
@@ -172,28 +170,28 @@ class _Flow:
         if one.weights or other.weights:
             factors = [one, other, *rest]
             self._call(operation, factors, [state for state in factors if state.weights])
-        elif not (one.feeds and other.feeds):
-            kept = frozenset().union(*(state.feeds for state in (one, other, *rest)))
-            self._all(operation, _State(feeds=kept))
+        elif not (one.is_fed and other.is_fed):
+            self._all(operation, _State(feeds=together(state.feeds for state in (one, other, *rest))))
         else:
             self.products += 1
-            feeds = [_with(state.feeds, "product", f"@{self.products}:{at}") for at, state in enumerate((one, other))]
+            feeds = [state.feeds.saying("product", f"@{self.products}:{at}") for at, state in enumerate((one, other))]
             sides = _sides(operation, self.products)
-            self._all(operation, _State(feeds=frozenset().union(*feeds, *(state.feeds for state in rest)), axes=sides))
+            self._all(operation, _State(feeds=together([*feeds, *(state.feeds for state in rest)]), axes=sides))
 
     def _attend(self, operation: Operation, states: Sequence[_State]) -> None:
         """An attention in one operation, as if it were written out."""
         words = (("query", "softmax", "product"), ("key", "softmax", "product"), ("product",), ("softmax", "product"))
-        feeds = [_with(state.feeds, *said) for state, said in zip(states, words, strict=False)]
-        self._all(operation, _State(feeds=frozenset().union(*feeds)))
+        feeds = [state.feeds.saying(*said) for state, said in zip(states, words, strict=False)]
+        self._all(operation, _State(feeds=together(feeds)))
 
     # --- all else
 
     def _pass(self, name: str, operation: Operation, given: Sequence[Value], states: Sequence[_State]) -> None:
-        words = _words(name, [state for state in states if state.feeds])
-        feeds = [_with(state.feeds, *_word(name, place, words)) for place, state in enumerate(states)]
-        feeds += [state.weights for state in states if not state.feeds]
-        merged = frozenset().union(*feeds)
+        words = _words(name, [state for state in states if state.is_fed])
+        feeds = [state.feeds.saying(*_word(name, place, words)) for place, state in enumerate(states)]
+        beside = [state.weights for state in states if not state.is_fed]
+        self.sending.update(feed.owner for weights in beside for feed in weights)
+        merged = together([*feeds, *map(feeds_of, beside)])
         if name == "softmax":
             merged = _scored(merged, self._softmax_axis(operation))
         self._move(name, operation, given, states, _State(feeds=merged))
@@ -235,15 +233,6 @@ _EMPTY = _State()
 _PARTS = {"slice", "select", "split", "chunk", "unbind", "narrow"}
 
 
-def _said(feed: Feed) -> Feed:
-    """Without what was only to be kept until a softmax."""
-    return feed._replace(words=frozenset(word for word in feed.words if not word.startswith("@")))
-
-
-def _with(feeds: frozenset[Feed], *words: str) -> frozenset[Feed]:
-    return frozenset(feed._replace(words=feed.words.union(words)) for feed in feeds) if words else feeds
-
-
 def _words(name: str, fed: Sequence[_State]) -> tuple[str, ...]:
     """What is said of each argument's numbers."""
     if name in PASSING or (name in ("mul", "div", "sub", "rsub") and len(fed) < 2):
@@ -274,24 +263,24 @@ def _sides(operation: Operation, number: int) -> Axes:
     }
 
 
-def _scored(feeds: frozenset[Feed], axis: Any) -> frozenset[Feed]:
+def _scored(feeds: Feeds, axis: Any) -> Feeds:
     """What a softmax says of the factors of a product: the one along whose dimension it sums up has the keys."""
     if not isinstance(axis, Side):
-        return _with(feeds, "softmax")
+        return feeds.saying("softmax")
     said = {f"@{axis.product}:{axis.factor}": "key", f"@{axis.product}:{1 - axis.factor}": "query"}
-    return frozenset(feed._replace(words=frozenset(said.get(word, word) for word in feed.words)) for feed in feeds)
+    return feeds_of(feed._replace(words=frozenset(said.get(word, word) for word in feed.words)) for feed in feeds.all.items)
 
 
 def _narrowed(state: _State, axis: Rows, part: Rows, dim: int) -> _State:
     """Fewer rows of the layer that the dimension belongs to."""
     before, after = (axis.first, axis.last), (part.first, part.last)
 
-    def fewer(feeds: frozenset[Feed]) -> frozenset[Feed]:
+    def fewer(feeds: Iterable[Feed]) -> frozenset[Feed]:
         return frozenset(
             feed._replace(rows=after) if feed.owner == axis.owner and feed.rows in (None, before) else feed for feed in feeds
         )
 
-    return _State(fewer(state.weights), fewer(state.feeds), {**state.axes, dim: part})
+    return _State(fewer(state.weights), feeds_of(fewer(state.feeds.all.items)), {**state.axes, dim: part})
 
 
 def _layers(weights: Sequence[_State]) -> dict[Owner, tuple[int, int] | None]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import product
 from typing import TypeAlias
 
-from ckpt_tools.matching.evidence.flow import Edge, End, FlowTooLargeError, Hidden, flow_of
+from ckpt_tools.matching.evidence.feeds import End, Feed, Hidden
+from ckpt_tools.matching.evidence.flow import FlowTooLargeError, flow_of
+from ckpt_tools.matching.evidence.gathered import Gathered, united
 from ckpt_tools.matching.evidence.operations import ROLES
-from ckpt_tools.matching.evidence.refinement import Network, Node
+from ckpt_tools.matching.evidence.refinement import Label, Network, Node
 from ckpt_tools.matching.fused import Cuts, split_fused
 from ckpt_tools.matching.pairing import Pairing
 from ckpt_tools.matching.units import Path, Unit, units_of, untied
@@ -21,10 +22,11 @@ LEVELS = ("plain", "roles", "all")
 
 
 class Layers:
-    """One side: its units by number, and the edges between them.
+    """One side: its units by number, and the networks of them.
 
     Attributes:
         units: all of the side, fused ones split where the other side has them apart. place: (tensor, part) -> number.
+        networks: by level.
     """
 
     def __init__(self, units: list[Unit], graph: Graph) -> None:
@@ -39,7 +41,11 @@ class Layers:
                 groups[name] = (*groups.get(name, ()), number) if part is not None else (number,)
         for group in set(groups.values()):
             self._measure(group)
-        self.edges = [*self._between_nodes(flow_of(graph, groups))]
+        arrivals: dict[Node, list[Gathered[Feed]]] = defaultdict(list)
+        for arrival in flow_of(graph, groups):
+            for node in self._nodes(arrival.into, arrival.rows):
+                arrivals[node].append(arrival.feeds)
+        self.networks = {level: self._network(arrivals, level) for level in LEVELS}
 
     def _measure(self, group: Group) -> None:
         """Which rows of a fused layer its parts are."""
@@ -48,12 +54,6 @@ class Layers:
             rows = self.units[number].shapes["weight"][0]
             self.rows[number] = at, at + rows
             at += rows
-
-    def _between_nodes(self, edges: set[Edge]) -> Iterator[tuple[Node, frozenset[str], Node]]:
-        for edge in edges:
-            owner, rows, words = edge.feed
-            for one, other in product(self._nodes(owner, rows), self._nodes(edge.into, edge.rows)):
-                yield one, words, other
 
     def _nodes(self, owner: object, rows: tuple[int, int] | None) -> list[Node]:
         """The nodes of a layer that some of its rows are in."""
@@ -64,9 +64,14 @@ class Layers:
             return [*owner]
         return [number for number in owner if self.rows[number][0] < rows[1] and rows[0] < self.rows[number][1]]
 
-    def network(self, level: str) -> Network:
-        """The edges with as much of what is said of them as the level has."""
-        return Network([(one, _label(words, level), other) for one, words, other in self.edges])
+    def _network(self, arrivals: Mapping[Node, list[Gathered[Feed]]], level: str) -> Network:
+        """What goes into nodes, with as much of what is said of it as the level has."""
+
+        def labelled(feed: Feed) -> Iterator[tuple[Label, Node]]:
+            label = _label(feed.words, level)
+            return ((label, node) for node in self._nodes(feed.owner, feed.rows))
+
+        return Network({node: united(feeds.changed(level, labelled) for feeds in found) for node, found in arrivals.items()})
 
     def number(self, unit: Unit) -> int | None:
         """The number of a unit, or of the same one as another list has it."""
@@ -75,7 +80,7 @@ class Layers:
 
     def starts(self) -> dict[Node, object]:
         """What is known of the nodes at first: the shapes of their tensors."""
-        nodes = {node for one, _, other in self.edges for node in (one, other)}
+        nodes = self.networks[LEVELS[0]].nodes
         others: dict[Node, object] = {node: "hidden" if isinstance(node, Hidden) else node for node in nodes}
         return {**others, **{number: unit.loose for number, unit in enumerate(self.units)}}
 
@@ -94,7 +99,14 @@ def layers_of(pairing: Pairing, graphs: tuple[Graph, Graph]) -> tuple[Layers, La
 
 
 def cuts_of(pairing: Pairing, graphs: tuple[Graph, Graph]) -> tuple[Cuts, Cuts]:
-    """What the layers of both sides are seen to be divided into."""
+    """What the layers of both sides are seen to be divided into; worked out once."""
+    if pairing.cuts is None:
+        pairing.cuts = _both_cuts(pairing, graphs)
+    cuts: tuple[Cuts, Cuts] = pairing.cuts
+    return cuts
+
+
+def _both_cuts(pairing: Pairing, graphs: tuple[Graph, Graph]) -> tuple[Cuts, Cuts]:
     left = units_of(pairing.source.values(), pairing.known.__getitem__)
     right = units_of(pairing.target.values(), lambda name: name)
     try:
@@ -107,9 +119,9 @@ def _cuts(units: list[Unit], graph: Graph) -> Cuts:
     """Of layers whose rows go different ways: the parts, which follow one another and are all of it."""
     owners = {name: unit.path for unit in units for name in unit.roles.values()}
     rows: dict[Path, dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
-    for edge in flow_of(graph, owners):
-        if edge.feed.rows is not None and isinstance(edge.feed.owner, tuple) and not isinstance(edge.feed.owner, Hidden):
-            rows[edge.feed.owner][edge.feed.rows] |= edge.feed.words & {"query", "key"}
+    for feed in {feed for arrival in flow_of(graph, owners) for feed in arrival.feeds.items}:
+        if feed.rows is not None and isinstance(feed.owner, tuple) and not isinstance(feed.owner, Hidden):
+            rows[feed.owner][feed.rows] |= feed.words & {"query", "key"}
     found: dict[Path, list[tuple[str, int]]] = {}
     for unit in units:
         parts = sorted(rows.get(unit.path, {}).items())
