@@ -6,7 +6,7 @@ import pickle
 import signal
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -627,12 +627,52 @@ def test_the_journal_of_another_user(pth: Path, monkeypatch: pytest.MonkeyPatch)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fstat", foreign)
-        with pytest.raises(DamagedFileError, match="another user's"):
+        with pytest.raises(DamagedFileError, match=r"another user's\n.*owner, or root, puts the old bytes back"):
             ckpt_tools.open_checkpoint(pth)
         with pytest.raises(DamagedFileError, match="another user's"):
             journal.recover(pth)
     assert pth.read_bytes() == torn
     assert as_read(pth) == old
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes")
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+def test_who_may_read_a_file_may_read_its_journal(pth: Path, mode: int) -> None:
+    """The journal has the file's owner and mode: else a file that root edited would be closed to its owner after a kill."""
+    pth.chmod(mode)
+    interrupted(pth)
+    assert marks.journal_path(pth).stat().st_mode == pth.stat().st_mode
+    assert marks.journal_path(pth).stat().st_uid == pth.stat().st_uid
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_device_that_has_another_number_after_a_crash(pth: Path) -> None:
+    """Some file systems number devices anew with every mount: the journal is this file's all the same."""
+    old, place = interrupted(pth), marks.journal_path(pth)
+    record = rollback.unpack(place.read_bytes())
+    assert record is not None
+    place.write_bytes(replace(record, device=record.device + 1).pack())
+    assert as_read(pth) == old
+    assert CliRunner().invoke(main, ["repair", str(pth)]).exit_code == 0
+    assert (pth.read_bytes(), place.exists()) == (old, False)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_journal_that_cannot_be_removed(pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that takes no changes: the old bytes are put back, and it is said that they are."""
+    old = interrupted(pth)
+
+    def refuse(place: Path) -> None:
+        raise PermissionError(13, "Permission denied", place)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refuse)
+        with pytest.raises(OutputError, match=r"is whole, but the journal .* cannot be removed"):
+            journal.recover(pth)
+    assert pth.read_bytes() == old
+    assert marks.journal_path(pth).exists()
+    assert journal.recover(pth) is False
+    assert not marks.journal_path(pth).exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="locks")

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from ckpt_tools.errors import ChangedFileError, OutputError
+from ckpt_tools.io import attributes
 from ckpt_tools.io.in_place.marks import BINARY, MARKED, is_marked, journal_path, read_at
 from ckpt_tools.io.in_place.rollback import Record, Region, beside, close, half_edited, new_mark
 from ckpt_tools.io.temporaries import sync_folder
@@ -90,6 +91,7 @@ def _journal(path: Path, fd: int, record: Record) -> Iterator[None]:
     """Write the journal, let the block change the file, remove the journal; when the block fails, roll back."""
     place, journal = _create(path)
     try:
+        attributes.keep(path, journal)  # whoever may read the file may read it through its journal, and its owner mends it
         _write(journal, 0, record.pack())
         os.fsync(journal)
         sync_folder(path.parent)
@@ -205,9 +207,20 @@ def _recover(path: Path, fd: int) -> bool:
             rolled_back = True
         if not journal.why:  # the file is whole: the old one, or the new one
             os.fsync(fd)
-            os.unlink(journal.place)
-            sync_folder(path.parent)
+            _put_away(path, journal.place)
     return rolled_back
+
+
+def _put_away(path: Path, place: Path) -> None:
+    """Remove the journal of a file that is whole."""
+    try:
+        os.unlink(place)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise OutputError(
+            f"{path} is whole, but the journal of an edit that was interrupted cannot be removed.",
+            why=f"{place}: {error.strerror or error}.", fix="Remove the journal.",
+        ) from None  # fmt: skip
 
 
 def _write(fd: int, offset: int, data: bytes) -> None:

@@ -3,6 +3,9 @@
     .NAME.ckpt-journal    magic, device and inode of the file, its size before and after, a mark, the number of regions,
                           (offset, old length, new length, old bytes, new bytes) of each, CRC-32
 
+The device is written and not compared: btrfs, NFS and overlays number devices anew with every mount, and the journal is for the
+time after a crash.
+
 While the edit is under way, the file's first eight bytes are the mark: 0xFF, "CKP" and a number drawn for this journal. No
 program takes such a file for a checkpoint, so that a half-edited one that lost its journal is refused, and one that begins
 otherwise is whole, whatever lies beside it. A file is half edited when it is the journal's by inode, begins with its mark, and
@@ -12,6 +15,7 @@ every byte of its regions is the old one or the new one. It is read through the 
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import struct
 import zlib
@@ -28,6 +32,7 @@ _HEAD = struct.Struct("<4Q8sQ")  # device, inode, size before, size after, mark,
 _REGION = struct.Struct("<3Q")  # offset, length of the old bytes, length of the new ones
 _BLOCK = 512  # bytes of a file that are compared at once
 MAX_JOURNAL = 1 << 30  # bytes; it holds a pickle, a directory or a header
+_FOREIGN = "it is another user's"
 State = Literal["before", "between", "after"]
 
 
@@ -96,7 +101,7 @@ class Record:
 
     def state(self, status: os.stat_result, read: Reader) -> State | None:
         """How far the edit of a file came; None when these are not the bytes that the journal was made for."""
-        if (status.st_dev, status.st_ino) != (self.device, self.inode):
+        if status.st_ino != self.inode:
             return None
         first, *others = self.regions
         start = read(0, MARKED)
@@ -161,13 +166,14 @@ class Journal:
     Attributes:
         place: where it is. state: how far its edit of the file came; None where it is not this file's, or says nothing.
         why: why it is not this file's; empty for one that is, and for one that was never finished.
-        record: what it says; None when it cannot be trusted or read.
+        record: what it says; None when it cannot be trusted or read. forbidden: it may be good, but not for this user.
     """
 
     place: Path
     state: State | None = None
     why: str = ""
     record: Record | None = None
+    forbidden: bool = False
 
 
 def beside(path: Path, status: os.stat_result, read: Reader, *, every: bool = False) -> Iterator[Journal]:
@@ -206,11 +212,12 @@ def _judged(path: Path, place: Path, status: os.stat_result, read: Reader) -> Jo
     except FileNotFoundError:
         return None
     except OSError as error:
-        return Journal(place, why=f"it cannot be opened: {error.strerror or error}")
+        why = f"it cannot be opened: {error.strerror or error}"
+        return Journal(place, why=why, forbidden=isinstance(error, PermissionError))
     try:
         own = os.fstat(fd)
         if why := _distrust(own, status):
-            return Journal(place, why=why)
+            return Journal(place, why=why, forbidden=why == _FOREIGN)
         data = read_at(fd, 0, own.st_size)
         locked = _is_locked(fd)
         if not os.fstat(fd).st_nlink:
@@ -227,7 +234,7 @@ def _distrust(journal: os.stat_result, file: os.stat_result) -> str:
     if not stat.S_ISREG(journal.st_mode):
         return "it is not a regular file"
     if hasattr(os, "geteuid") and journal.st_uid not in (os.geteuid(), file.st_uid, 0):
-        return "it is another user's"
+        return _FOREIGN
     return f"it has {journal.st_size} bytes, and none is so large" if journal.st_size > MAX_JOURNAL else ""
 
 
@@ -235,7 +242,7 @@ def _told(path: Path, place: Path, data: bytes, locked: bool, status: os.stat_re
     record = unpack(data)
     if record is None and not data.startswith(_MAGIC) and not _MAGIC.startswith(data):
         return Journal(place, why="this version writes no such journal")
-    mine = record is None or (record.device, record.inode) == (status.st_dev, status.st_ino)
+    mine = record is None or record.inode == status.st_ino
     if locked and mine:
         raise OutputError(f"{path} is being edited by another process.", why=f"Its journal {place} is locked.")
     if record is None:  # the kill came before the journal was whole, and so before the file changed
@@ -261,10 +268,10 @@ def _is_locked(fd: int) -> bool:
 def half_edited(path: str, journals: Sequence[Journal]) -> DamagedFileError:
     """The error for a file that begins with a mark, and that no journal makes whole."""
     why = "; ".join(f"{found.place}: {found.why or 'it is not whole'}" for found in journals) or "Its journal is not beside it."
-    return DamagedFileError(
-        f"{path} is half edited: an edit in place was interrupted.", why=why,
-        fix="Put its journal (.NAME.ckpt-journal) into its folder, and the file where it was edited; else get the file again.",
-    )  # fmt: skip
+    fix = "Put its journal (.NAME.ckpt-journal) into its folder, and the file where it was edited; else get the file again."
+    if any(found.forbidden for found in journals):
+        fix = f"The journal's owner, or root, puts the old bytes back: ckpt repair {shlex.quote(path)}"
+    return DamagedFileError(f"{path} is half edited: an edit in place was interrupted.", why=why, fix=fix)
 
 
 def close(fd: int) -> None:
