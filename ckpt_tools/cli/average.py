@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from ckpt_tools.cli.options import (
+    OUT,
     OUTPUT,
     given,
     options_of,
@@ -40,6 +41,7 @@ def average(paths: tuple[str, ...], out: str | None, quiet: bool, as_json: bool,
     from ckpt_tools.operations.average import average as average_checkpoints
 
     *sources, target = paths if out is None else (*paths, out)
+    target = OUT.convert(target, None, None)
     asked = given(options)
     if "weights" in asked:
         asked["weights"] = _numbers(asked["weights"])

@@ -13,7 +13,7 @@ import click
 
 from ckpt_tools.cli.checks.forms import AT_ONCE, PAGES, WHOLE, form_options, print_at_once, print_whole
 from ckpt_tools.cli.options import (
-    LOCATION,
+    OUT_PATH,
     Expanded,
     Once,
     expand,
@@ -38,7 +38,7 @@ _JOBS = 4
 @click.argument("paths", nargs=-1, required=True, type=PIPED, metavar="PATH...")
 @click.option("--values", is_flag=True, help="Count NaN and infinite values; find zeros, garbage, heads never trained.")
 @click.option("--digest", is_flag=True, help="Take a SHA-256 of every tensor, the same in .pth and .safetensors.")
-@click.option("--output", "-o", cls=Once, type=LOCATION, metavar="FILE", help="Write the digests to FILE.")
+@click.option("--output", "-o", cls=Once, type=OUT_PATH, metavar="FILE", help="Write the digests to FILE.")
 @click.option("--against", cls=Once, metavar="FILE", help="Compare with a digest file or another checkpoint.")
 @click.option(
     "--ignore", multiple=True, metavar="CODE", help="Leave out findings with this code. Repeatable.", **from_settings("ignore")

@@ -12,6 +12,7 @@ from ckpt_tools.cli.batches.convert import convert_many, inputs, refuse_beside_m
 from ckpt_tools.cli.help import LongHelp
 from ckpt_tools.cli.options import (
     LOCATION,
+    OUT,
     OUTPUT,
     Once,
     end_process,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=LongHelp, record=ConvertOptions, short_help="Write IN as OUT with other names, devices, dtypes.")
 @click.argument("source", metavar="IN", type=LOCATION)
-@click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
+@click.argument("target", metavar="[OUT]", type=OUT, required=False)
 @click.argument("more", metavar="| IN... --to-dir DIR", nargs=-1, type=OUTPUT)
 @options_of(ConvertOptions, objects=from_settings("objects"))
 @click.option(
@@ -97,7 +98,7 @@ def convert(
         refuse_beside_many(in_place, prove, out)
         sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, jobs=jobs or 1, quiet=quiet, as_json=as_json))
     if more:
-        raise click.UsageError(f"{2 + len(more)} paths are IN and OUT and others; many IN need --to-dir DIR.")
+        raise click.UsageError(f"{2 + len(more)} paths were given, and IN and OUT are two; many IN need --to-dir DIR.")
     target = one_out(target, out)
     if jobs is not None:
         raise click.UsageError("--jobs is for --to-dir.")

@@ -89,7 +89,13 @@ class Location(click.Path):
     """The type of an argument: a path, or an address (s3://..., https://...), which stays as it is given."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path, or the address in a path's place."""
+        """The path, or the address in a path's place.
+
+        Raises:
+            UsageError: it is `-`, which would be a file of that name.
+        """
+        if value == "-":
+            raise click.UsageError("Standard input is read by inspect, check and scan: save it as a file first.", ctx)
         if not is_address(value):
             return super().convert(value, param, ctx)
         from ckpt_tools.io.remote.address import Address
@@ -97,7 +103,23 @@ class Location(click.Path):
         return Address(os.fspath(value))
 
 
+class Output(Location):
+    """The type of OUT: a path or an address. `-` would be a file of that name, which nobody means."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path or the address.
+
+        Raises:
+            UsageError: it is `-`.
+        """
+        if value == "-":
+            raise click.UsageError("OUT is a file, written whole or not at all, and never standard output: name a file.", ctx)
+        return super().convert(value, param, ctx)
+
+
 LOCATION = Location(path_type=Path)
+OUT = Output(path_type=str)
+OUT_PATH = Output(path_type=Path)
 OUTPUT = Location(path_type=str)  # as it was typed: `out/` is a folder's name, which a Path forgets
 
 
@@ -114,9 +136,7 @@ class Once(click.Option):
         return given[0] if given else None
 
 
-out_option = click.option(
-    "--output", "-o", "out", cls=Once, type=OUTPUT, metavar="OUT", help="Write to OUT, named as an option."
-)
+out_option = click.option("--output", "-o", "out", cls=Once, type=OUT, metavar="OUT", help="Write to OUT, named as an option.")
 
 
 def one_out(target: str | None, out: str | None) -> str | None:

@@ -11,7 +11,7 @@ import click
 
 from ckpt_tools.cli.options import (
     LOCATION,
-    OUTPUT,
+    OUT,
     Once,
     one_out,
     out_option,
@@ -22,7 +22,7 @@ from ckpt_tools.cli.options import (
 
 @click.command(short_help="Save what is whole in a damaged checkpoint.")
 @click.argument("source", metavar="IN", type=LOCATION)
-@click.argument("target", metavar="[OUT]", type=OUTPUT, required=False)
+@click.argument("target", metavar="[OUT]", type=OUT, required=False)
 @out_option
 @click.option("--keep-damaged", is_flag=True, help="Keep damaged tensors as they are, with zeros for what is missing of them.")
 @click.option("--like", cls=Once, metavar="TARGET", help="A checkpoint, or package.module:callable, whose tensors OUT gets.")

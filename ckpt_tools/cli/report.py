@@ -11,6 +11,7 @@ import click
 from ckpt_tools.cli.completion import complete_places
 from ckpt_tools.cli.options import (
     LOCATION,
+    OUT_PATH,
     Once,
     quiet_option,
     show_progress,
@@ -24,7 +25,7 @@ from ckpt_tools.cli.options import (
     "--output",
     "-o",
     cls=Once,
-    type=LOCATION,
+    type=OUT_PATH,
     metavar="FILE",
     help="The page to write; PATH's name with .html, here, by default.",
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ckpt_tools.cli.completion import complete_names, complete_places
-from ckpt_tools.cli.options import LOCATION, Once, show_progress
+from ckpt_tools.cli.options import LOCATION, OUT_PATH, Once, show_progress
 
 
 @click.command(short_help="Show the values of one tensor.")
@@ -17,7 +17,7 @@ from ckpt_tools.cli.options import LOCATION, Once, show_progress
     "--select", cls=Once, metavar="WHERE", shell_complete=complete_places, help="Which subtree has it, where several do."
 )
 @click.option("--all", "whole", is_flag=True, help="Every value, up to a million; else the ends of a large tensor.")
-@click.option("--output", "-o", cls=Once, type=LOCATION, metavar="FILE", help="Write a .npy in the place of showing them.")
+@click.option("--output", "-o", cls=Once, type=OUT_PATH, metavar="FILE", help="Write a .npy in the place of showing them.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")
 def show(path: Path, name: str, select: str | None, whole: bool, output: Path | None, overwrite: bool, as_json: bool) -> None:

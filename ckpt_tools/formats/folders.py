@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -128,9 +129,18 @@ def layout(folder: Path, names: list[str]) -> Layout:
         raise FolderError(
             f"{folder} is a directory, and not a checkpoint.",
             why="It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata), no files of ranks.",
-            fix=": ".join(["Name a checkpoint in it", *([", ".join(files[:4])] if files else [])]) + ".",
+            fix=_named_in(folder, files),
         )
     return found
+
+
+def _named_in(folder: Path, files: list[str]) -> str:
+    """What to give in the place of a folder: a checkpoint in it, or all of its files."""
+    named = ": ".join(["Name a checkpoint in it", *([", ".join(files[:4])] if files else [])])
+    endings = {os.path.splitext(name)[1] for name in files}
+    if len(files) < 2 or len(endings) > 1 or not files[0].endswith(_CHECKPOINTS):
+        return f"{named}."
+    return f"{named}. ckpt convert {shlex.quote(str(folder))}/*{endings.pop()} --to-dir DIR takes all of them."
 
 
 def _checkpoint_folders(folder: Path, names: list[str]) -> list[str]:

@@ -116,3 +116,13 @@ def test_the_folder_cannot_be_made(tmp_path: Path) -> None:
     result = ckpt("convert", SINGLE, "--to-dir", tmp_path / "out" / "below")
     assert result.exit_code == 3
     assert result.output.count("Error: ") == 1
+
+
+def test_a_folder_of_files_is_told_how_all_are_taken(tmp_path: Path) -> None:
+    """The folder in the place of its files is refused, with the command that takes them."""
+    (tmp_path / "a b").mkdir()
+    for name in ("1.pth", "2.pth"):
+        (tmp_path / "a b" / name).write_bytes(DDP.read_bytes())
+    refused = ckpt("convert", tmp_path / "a b", "--to-dir", tmp_path / "out")
+    assert refused.exit_code == 3
+    assert f"ckpt convert '{tmp_path}/a b'/*.pth --to-dir DIR takes all of them." in " ".join(refused.output.split())

@@ -142,3 +142,19 @@ def test_a_pipe_has_no_pager(tmp_path: Path) -> None:
     environment = {**os.environ, "PAGER": str(tmp_path / "none"), "LINES": "3", "FORCE_COLOR": "1"}
     run = [sys.executable, "-m", "ckpt_tools", "inspect", str(DDP)]
     assert "num_batches_tracked" in subprocess.run(run, capture_output=True, text=True, env=environment, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("convert", DDP, "-"), ("convert", DDP, "-o", "-"), ("repair", DDP, "-"), ("average", DDP, DDP, "-"),
+        ("report", DDP, "-o", "-"), ("show", DDP, "fc1.bias", "-o", "-"), ("convert", "-", "o.pth"), ("diff", "-", DDP),
+    ],
+)  # fmt: skip
+def test_a_dash_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...]) -> None:
+    """Where a command neither reads standard input nor writes standard output, `-` is refused and no file is called so."""
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 2
+    assert "Standard input is read by" in result.output or "never standard output" in result.output
+    assert not list(tmp_path.iterdir())

@@ -209,6 +209,13 @@ def test_a_prefix_that_is_not_there_is_noted(tmp_path: Path, option: dict[str, A
     assert codes(report) == ["no-prefix"]
 
 
+def test_a_prefix_that_is_not_there_is_told_with_the_one_that_is(tmp_path: Path) -> None:
+    """Lightning's `model.` is another word in another project: what all names begin with stands in the note."""
+    named = {f"net.{name}": value for name, value in network().state_dict().items()}
+    _, report = run(tmp_path, named, strip_prefix="model.")
+    assert "no name has the prefix; all begin with 'net.'" in report.notes[0].text
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

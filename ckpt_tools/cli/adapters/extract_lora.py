@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from ckpt_tools.cli.options import OUTPUT, given, one_out, options_of, out_option, quiet_option, show_progress
+from ckpt_tools.cli.options import OUT, OUTPUT, given, one_out, options_of, out_option, quiet_option, show_progress
 from ckpt_tools.operations.options import ExtractOptions
 
 
 @click.command("extract-lora", short_help="Write what a tuned model changed as a LoRA adapter.")
 @click.argument("base", type=OUTPUT, metavar="BASE")
 @click.argument("tuned", type=OUTPUT, metavar="TUNED")
-@click.argument("target", type=OUTPUT, metavar="[OUT]", required=False)
+@click.argument("target", type=OUT, metavar="[OUT]", required=False)
 @out_option
 @options_of(ExtractOptions)
 @quiet_option

@@ -58,7 +58,8 @@ def _tell_newer(found: LatestGood) -> None:
     from ckpt_tools.render.wording import found_in
 
     for report in found.passed_over:
-        reasons = "; ".join(dict.fromkeys(found_in(finding).rstrip(".") for finding in failures(report)))
+        told = (found_in(finding).removeprefix(f"{report.path}: ").rstrip(".") for finding in failures(report))
+        reasons = "; ".join(dict.fromkeys(told))
         click.echo(printable(f"not good: {report.path}: {reasons}"), err=True)
     for path in found.unfinished:
         click.echo(printable(f"still being written: {path}"), err=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, Once, quiet_option
+from ckpt_tools.cli.options import LOCATION, OUT_PATH, Once, quiet_option
 from ckpt_tools.cli.shell.waiting import waiting
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     help="Largest difference that is equal, by the largest output [1e-9; 1e-4 where a model runs in float32 only].",
 )  # fmt: skip
 @click.option(
-    "--certificate", cls=Once, type=LOCATION, metavar="FILE.json", help="Write the report, with digests of both files."
+    "--certificate", cls=Once, type=OUT_PATH, metavar="FILE.json", help="Write the report, with digests of both files."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the FILE of --certificate if it exists.")
 @quiet_option

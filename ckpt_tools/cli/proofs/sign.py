@@ -7,14 +7,14 @@ from pathlib import Path
 
 import click
 
-from ckpt_tools.cli.options import LOCATION, Once, quiet_option
+from ckpt_tools.cli.options import LOCATION, OUT_PATH, Once, quiet_option
 from ckpt_tools.cli.shell.waiting import waiting
 
 
 @click.command()
 @click.argument("path", metavar="FILE", type=LOCATION)
 @click.option("--key", cls=Once, required=True, type=LOCATION, metavar="PRIVATE.pem", help="An Ed25519 private key.")
-@click.option("--output", "-o", cls=Once, type=LOCATION, metavar="SIGNATURE", help="Write the signature here [FILE.sig].")
+@click.option("--output", "-o", cls=Once, type=OUT_PATH, metavar="SIGNATURE", help="Write the signature here [FILE.sig].")
 @click.option("--overwrite", is_flag=True, help="Replace the signature if it exists.")
 @quiet_option
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON; see docs/json.md.")

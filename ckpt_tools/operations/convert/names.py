@@ -92,7 +92,13 @@ def _inside(option: str, current: list[str]) -> str:
     """What becomes of names of which none begins with the prefix: where one has it inside, the option that takes it out."""
     wrapped = next((name for name in current if ".module." in name), None) if option in ("strip_module", "unwrap") else None
     if wrapped is None:
-        return "the names stay as they are."
+        return f"{_beginning(current)}the names stay as they are."
     part = wrapped.partition(".module.")[0]
     rule = rf"rename='^{re.escape(part)}\.module\.={part}.'"
     return f"{wrapped!r} has it inside, as where DataParallel wrapped a part of the model: then `{rule}` takes it out."
+
+
+def _beginning(current: list[str]) -> str:
+    """What all names begin with, where it is one word: it may be the prefix that was meant."""
+    first = {name.partition(".")[0] for name in current if "." in name}
+    return f"all begin with '{first.pop()}.'; " if len(first) == 1 and all("." in name for name in current) else ""
