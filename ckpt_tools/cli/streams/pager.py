@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -31,6 +30,8 @@ def show_paged(render: Callable[[Console], None], *, allowed: bool) -> None:
 
 def _pager() -> list[str]:
     """The pager's command: $PAGER, or less; none where NO_PAGER is set, or PAGER is empty or `cat`."""
+    import shlex  # only a terminal needs it
+
     if os.environ.get("NO_PAGER"):
         return []
     told = shlex.split(os.environ.get("PAGER", "more" if os.name == "nt" else "less"))
@@ -39,7 +40,7 @@ def _pager() -> list[str]:
 
 def _paged(command: list[str], text: str) -> bool:
     """Whether the pager could be started, and has been read to its end. Of less: colours stay, and so does the page."""
-    import subprocess  # only a terminal needs it
+    import subprocess
 
     try:
         pager = subprocess.Popen(  # noqa: S603  what the user calls the pager
