@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import stat
@@ -320,9 +321,17 @@ def _checked_open(path: Handed) -> Path:
 
 
 def _write_all(path: Handed, left: memoryview) -> None:
-    """A raw file may take a part of what it is given."""
+    """A raw file may take a part of what it is given; one that would block takes nothing, and says None.
+
+    Raises:
+        OutputError: it would block.
+    """
     while len(left):
         taken = path.file.write(left)
+        if taken is None and isinstance(path.file, io.RawIOBase):
+            raise OutputError(
+                f"{path} takes no more.", why="It is open without blocking.", fix="Open it so that writing waits."
+            )
         left = left[len(left) if taken is None else taken :]
 
 

@@ -127,7 +127,7 @@ def _own(layout: Layout, names: Sequence[str]) -> set[str]:
 def indexed_files(path: Path) -> list[str] | None:
     """The files that an index of shards names; None for any other JSON."""
     with contextlib.suppress(OSError, ValueError, CkptError):
-        if path.stat().st_size <= limits.PICKLE_BYTES.value:
+        if path.is_file() and path.stat().st_size <= limits.PICKLE_BYTES.value:
             content = load_json(path.read_bytes())
             if isinstance(content, dict) and isinstance(weight_map := content.get("weight_map"), dict):
                 return list(dict.fromkeys(name for name in weight_map.values() if isinstance(name, str)))

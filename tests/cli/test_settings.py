@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -145,6 +146,26 @@ def test_never_beside_an_input(project: Path) -> None:
     assert (result.exit_code, result.stderr) == (1, "")
     write(project, 'ignore = ["wrapper-prefix"]')
     assert [finding.code for finding in ckpt_tools.check("ddp.pth").findings] == ["wrapper-prefix"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
+def test_a_pipe_has_no_settings(project: Path) -> None:
+    """A pipe that is called pyproject.toml would never end; one above it is read."""
+    write(project, 'objects = "drop"')
+    folder = project / "below"
+    folder.mkdir()
+    os.mkfifo(folder / "pyproject.toml")
+    assert load(folder).path == project / "pyproject.toml"
+
+
+def test_a_folder_that_is_gone_has_no_settings(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run where the current folder has been removed."""
+    source, gone = FIXTURES / "ddp.pth", project / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    done = ckpt("inspect", source)
+    assert done.exit_code == 0, done.stderr
 
 
 def test_the_version_shows_each_setting(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

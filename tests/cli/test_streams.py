@@ -132,6 +132,7 @@ def test_a_long_page_goes_through_the_pager(tmp_path: Path) -> None:
     for options, rows, environment in (
         ([], 100, {"PAGER": pager}), (["--no-pager"], 5, {"PAGER": pager}), ([], 5, {"PAGER": pager, "NO_PAGER": "1"}),
         ([], 5, {"PAGER": "cat"}), ([], 5, {"PAGER": ""}), ([], 5, {"PAGER": str(tmp_path / "none")}),
+        ([], 5, {"PAGER": "less \""}),
     ):  # fmt: skip
         assert "features.0.{weight, bias}" in on_terminal("inspect", *options, DDP, rows=rows, **environment)
     assert not kept.exists()

@@ -124,6 +124,24 @@ def test_what_is_being_written_is_not_taken(tmp_path: Path) -> None:
     assert "still being written" in ckpt("check", "--latest-good", tmp_path).stderr
 
 
+@pytest.mark.parametrize("folder", ["tmp-checkpoint-9", "checkpoint-9.tmp", "checkpoint-9_tmp", "9.orbax-checkpoint-tmp-1"])
+def test_the_folder_of_an_unfinished_one_is_not_taken(folder: str, tmp_path: Path) -> None:
+    """What lies in a folder that a trainer has not renamed yet is being written; a folder that the user names counts."""
+    good = saved(tmp_path / "run" / "checkpoint-5" / "a.pth", step=5)
+    other = saved(tmp_path / "run" / folder / "a.pth", step=9)
+    assert latest_good(tmp_path / "run") == good
+    assert latest_good(other.parent) == other
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no named pipes")
+def test_pipes_beside_a_checkpoint_are_not_read(tmp_path: Path) -> None:
+    """A pipe that is called as the Trainer's state, or as an index of shards, would never end."""
+    path = saved(tmp_path / "a.pth")
+    for name in ("trainer_state.json", "model.safetensors.index.json"):
+        os.mkfifo(tmp_path / name)
+    assert latest_good(tmp_path) == path
+
+
 def test_folders_of_parts(tmp_path: Path) -> None:
     """The parts of many ranks are one checkpoint; one rank's file alone is not taken, nor parts of which one is missing."""
     shutil.copytree(FIXTURES / "deepspeed" / "hop", tmp_path / "ds")

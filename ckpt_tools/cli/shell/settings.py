@@ -57,7 +57,7 @@ def load(start: Path | None = None) -> Settings:
     Raises:
         UsageError: a setting that does not exist, or has no such value, or is not for a file.
     """
-    found = _find(Path.cwd() if start is None else start)
+    found = _find(_here() if start is None else start)
     if found is None:
         return Settings()
     path, text = found
@@ -81,11 +81,21 @@ def load(start: Path | None = None) -> Settings:
         raise
 
 
-def _find(start: Path) -> tuple[Path, str] | None:
+def _here() -> Path | None:
+    """The current folder; None where it has been removed."""
+    try:
+        return Path.cwd()
+    except OSError:
+        return None
+
+
+def _find(start: Path | None) -> tuple[Path, str] | None:
     """The nearest pyproject.toml upward that has settings for us, and its text."""
-    for folder in (start, *start.parents):
+    for folder in () if start is None else (start, *start.parents):
         path = folder / NAME
         try:
+            if not path.is_file():  # a pipe would never end
+                continue
             with path.open("rb") as file:
                 data = file.read(_MOST_BYTES)
         except OSError:
@@ -170,6 +180,6 @@ def _origin(option: click.Parameter, source: object) -> str | None:
     if source is click.core.ParameterSource.ENVIRONMENT:
         return str(option.envvar)
     if source is click.core.ParameterSource.DEFAULT_MAP:
-        found = _find(Path.cwd())
+        found = _find(_here())
         return os.fspath(found[0]) if found is not None else NAME
     return None

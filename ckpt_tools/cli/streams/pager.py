@@ -34,7 +34,10 @@ def _pager() -> list[str]:
 
     if os.environ.get("NO_PAGER"):
         return []
-    told = shlex.split(os.environ.get("PAGER", "more" if os.name == "nt" else "less"))
+    try:
+        told = shlex.split(os.environ.get("PAGER", "more" if os.name == "nt" else "less"))
+    except ValueError:  # a quotation mark without its partner
+        return []
     return [] if told == ["cat"] else told
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ _TRAINER_STATE = "trainer_state.json"
 _MOST_STATE = 100 << 20
 # How writers call a file that is not finished: torch's and Lightning's own, rsync's, browsers', Hugging Face's.
 _UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".crdownload", ".download", ".writing")
+# How they call the folder of one: transformers' `tmp-checkpoint-500`, Orbax's `500.orbax-checkpoint-tmp-3`.
+_STAGING = re.compile(r"tmp-.+|.+[-_.]te?mp|.+\.orbax-checkpoint-tmp.*", re.IGNORECASE)
 _FAILING = frozenset(("partition", "no-index"))  # warnings that say: this is not the whole checkpoint
 
 
@@ -122,8 +125,8 @@ def _fails(report: Checked) -> bool:
 
 
 def _candidates(paths: Sequence[Path], unfinished: list[Path]) -> Iterator[_Candidate]:
-    for path in dict.fromkeys(_below(paths)):
-        if path.name.lower().endswith(_UNFINISHED) or path.name.startswith("."):
+    for path, names in dict(_below(paths)).items():
+        if any(map(_is_unfinished, names)) or path.name.startswith("."):
             unfinished.append(path)
             continue
         readable, step = True, TrainingStep()
@@ -137,13 +140,21 @@ def _candidates(paths: Sequence[Path], unfinished: list[Path]) -> Iterator[_Cand
         yield _Candidate(step if step.is_known else _step_around(path), _written(path), path, readable)
 
 
-def _below(paths: Sequence[Path]) -> Iterator[Path]:
+def _is_unfinished(name: str) -> bool:
+    return name.lower().endswith(_UNFINISHED) or _STAGING.fullmatch(name) is not None
+
+
+def _below(paths: Sequence[Path]) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Every checkpoint, with the names that are below the path that was given."""
     for path in paths:
         if is_address(path):
             raise NotACheckpointError(f"{path} is an address.", why="The last good checkpoint is looked for in folders here.")
         if not os.path.lexists(path):
             raise missing(path)
-        yield from find_checkpoints(path).checkpoints if path.is_dir() else [path]
+        if path.is_dir():
+            yield from ((found, found.relative_to(path).parts) for found in find_checkpoints(path).checkpoints)
+        else:
+            yield path, (path.name,)
 
 
 def _holds_weights(state_dict: StateDict) -> bool:
@@ -167,7 +178,7 @@ def _step_around(path: Path) -> TrainingStep:
     folder = path if path.is_dir() else path.parent
     with contextlib.suppress(OSError, ValueError, CkptError):
         state = folder / _TRAINER_STATE
-        if state.stat().st_size <= _MOST_STATE and isinstance(found := load_json(state.read_bytes()), dict):
+        if state.is_file() and state.stat().st_size <= _MOST_STATE and isinstance(found := load_json(state.read_bytes()), dict):
             return step_in_texts(found)
     named = (step_in_name(path.name), step_in_name(path.absolute().parent.name))
     return next((step for step in named if step.is_known), TrainingStep())
