@@ -104,7 +104,7 @@ class Location(click.Path):
 
 
 class Output(Location):
-    """The type of OUT: a path or an address. `-` would be a file of that name, which nobody means."""
+    """The type of OUT: a path or an address. `-` would be a file of that name, and is refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path or the address.

@@ -61,7 +61,7 @@ class _State:
 
     @property
     def is_fed(self) -> bool:
-        """Whether any numbers are in it that are no weights."""
+        """Whether any numbers are in it that are not weights."""
         return bool(self.feeds.start.items)
 
 
@@ -120,7 +120,7 @@ class _Flow:
             self._pass(name, operation, given, states)
 
     def into(self, owner: Owner, rows: tuple[int, int] | None, feeds: Feeds) -> None:
-        """Numbers reach a layer; its own are no news to it."""
+        """Numbers reach a layer; its own are nothing new to it."""
         found = reaching(feeds)
         if owner in self.sending and any(feed.owner == owner for feed in found.items):
             found = Gathered(frozenset(feed for feed in found.items if feed.owner != owner))
