@@ -53,4 +53,4 @@ class Gathered(Generic[T]):
 def united(several: Iterable[Gathered[T]]) -> Gathered[T]:
     """The items of all: those of the largest, and of the others what it lacks."""
     largest, *others = sorted(several, key=lambda one: -len(one.items)) or [Gathered()]
-    return largest.with_more(frozenset().union(*(one.items for one in others)))
+    return largest.with_more(frozenset().union(*(one.items for one in others))) if others else largest
