@@ -125,11 +125,13 @@ def test_the_call_is_the_command(tmp_path: Path) -> None:
         ckpt_tools.report(single, output=tmp_path / "other.html", select="model")
 
 
-def test_on_the_command_line(tmp_path: Path) -> None:
-    """-o is needed, an existing page stays without --overwrite, --select needs OTHER, and a bad file is refused."""
+def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without -o the page is here, an existing one stays, --select needs OTHER, and a bad file is refused."""
     runner, out = CliRunner(), tmp_path / "report.html"
     single, ddp = str(FIXTURES / "single.pth"), str(FIXTURES / "ddp.pth")
-    assert runner.invoke(main, ["report", single]).exit_code == 2
+    monkeypatch.chdir(tmp_path)
+    assert [runner.invoke(main, ["report", single]).exit_code for _ in range(2)] == [0, 3]
+    assert (tmp_path / "single.html").exists()
     result = runner.invoke(main, ["report", single, ddp, "-o", str(out)])
     assert result.exit_code == 0, result.output
     assert embedded(out.read_text("utf-8"))["difference"]["summary"] == "The only difference is the prefix `module.`."

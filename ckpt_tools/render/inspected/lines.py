@@ -70,7 +70,7 @@ def _some(texts: list[str]) -> str:
 
 
 def _bracketed(shape: str) -> str:
-    return f"[{shape.replace('x', ', ')}]" if re.fullmatch(r"\d+(x\d+)*", shape) else shape
+    return f"[{shape.replace('x', ', ')}]" if re.fullmatch(r"\d[\dx]*", shape) else shape
 
 
 def name_of(row: dict[str, Any]) -> str:
