@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import TypeVar
 
 from ckpt_tools import limits
@@ -11,6 +14,8 @@ from ckpt_tools.errors import LimitError, UsageError
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+_at_work = False  # of a worker: whether it has begun what it may have to undo
+_leaving = False  # whether it was told to end
 
 
 def in_processes(
@@ -32,9 +37,13 @@ def in_processes(
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (limits.changed(),))
     others = active_children()
     try:
-        results = pool.map(function, items, chunksize=batch)
+        with (
+            _interrupts_held()
+        ):  # `Executor.map` would cancel what is left when it is interrupted, and 3.11 then prints a traceback
+            futures = [pool.submit(_all_of, function, items[at : at + batch]) for at in range(0, len(items), batch)][::-1]
         workers = [child for child in active_children() if child not in others]
-        yield from results
+        while futures:
+            yield from futures.pop().result()
     except BrokenProcessPool:
         pool.shutdown()  # all have ended then
         if any(worker.exitcode is not None and worker.exitcode > 0 for worker in workers):  # a signal's is below zero
@@ -50,14 +59,76 @@ def in_processes(
             fix="Try `jobs=1`.",
         ) from None
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
         for child in active_children():
-            child.terminate()
+            if child not in others:
+                child.terminate()
+        pool.shutdown()  # they remove what they were writing
         raise
     pool.shutdown()
 
 
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes that are started in the block take no Ctrl-C before `_begin`: Python would print where it stood."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # as it starts it lets them through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(raised: list[tuple[str, int]]) -> None:
-    """In a worker: Ctrl-C ends it without a word, the parent says it; and the parent's limits hold."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """In a worker: Ctrl-C, SIGTERM and the end of its parent end it without a word, and the parent's limits hold."""
+    import threading
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     limits.set_limits(raised)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """End this worker: at once, or when what it is writing has been removed."""
+    global _leaving
+    if _leaving:
+        return
+    _leaving = True
+    if not _at_work:
+        _end()
+    raise SystemExit(number)
+
+
+def _end() -> None:
+    """By a signal, so that the parent does not take it for a program that could not begin."""
+    os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+def _end_with_the_parent() -> None:
+    """A parent that is killed tells nobody: its workers would wait for ever for more to do."""
+    from multiprocessing import parent_process
+
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _all_of(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """In a worker: the results of some items."""
+    global _at_work
+    try:
+        _at_work = True
+        results = [function(item) for item in items]
+        _at_work = False
+    except SystemExit:  # the pool would take it for a result
+        _end()
+        raise
+    return results

@@ -205,6 +205,26 @@ def test_an_input_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
     assert [path.name for path in tmp_path.iterdir()] == ["in.pth"]
 
 
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [(OSError(28, "No space left on device"), "no space"), (KeyboardInterrupt(), None), (SystemExit(143), None)],
+    ids=["full disk", "Ctrl-C", "SIGTERM"],
+)
+def test_what_fails_in_a_write(
+    failure: BaseException, told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch closes the archive with an error of its own: it is a full disk, Ctrl-C or SIGTERM all the same."""
+    torch.save({"a.w": torch.ones(10)}, tmp_path / "in.pth")
+
+    def fail(*_: Any) -> int:
+        raise failure
+
+    monkeypatch.setattr("ckpt_tools.operations.convert.dcp_saving._Stream.write", fail)
+    with pytest.raises(CkptError if told else type(failure), match=told):
+        convert(tmp_path / "in.pth", tmp_path / "out", format="dcp")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pth"]
+
+
 # --- chunks
 
 

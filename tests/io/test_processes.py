@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,47 @@ try:
 except CkptError as error:
     print(type(error).__name__, error)
 """
+
+WRITING = """
+import signal, sys, time
+from ckpt_tools.io.output import replacing
+from ckpt_tools.io.processes import in_processes
+
+def hold(path):
+    with replacing(path):
+        print("writing", flush=True)
+        time.sleep(60)
+
+def stop(number, frame):
+    raise KeyboardInterrupt
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        list(in_processes(hold, ["one", "two", "three", "four"], 2))
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(("number", "whom"), [(signal.SIGKILL, os.kill), (signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)])
+def test_workers_end_with_their_parent(number: signal.Signals, whom: Callable[[int, int], None], tmp_path: Path) -> None:
+    """Killed, terminated or interrupted: no worker lives on, none leaves a temporary, and nobody prints a traceback."""
+    (tmp_path / "script.py").write_text(WRITING)
+    process = subprocess.Popen(
+        [sys.executable, "script.py"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["writing\n"] * 2
+    whom(process.pid, number)
+    said, _ = process.communicate(timeout=20)  # which every worker holds open
+    if number == signal.SIGKILL:  # Python's own resource tracker says that semaphores were left
+        assert "Traceback" not in said
+    else:
+        assert said == "stopped\n"
+    assert os.listdir(tmp_path) == ["script.py"]
 
 
 def test_a_process_that_is_killed() -> None:

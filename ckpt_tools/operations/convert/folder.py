@@ -295,7 +295,8 @@ def _save(found: Items, staging: Staging, ranks: Ranks, progress: Progress | Non
 
 def _own_error(error: CheckpointException, staging: Staging, ranks: Ranks) -> BaseException:
     """What failed inside torch's writer, in this process or another: our own error where it was ours, else what it says."""
-    rank, (failure, _) = min(error.failures.items())
+    rank, (found, _) = min(error.failures.items())
+    failure = _began_with(found)
     if isinstance(failure, KeyboardInterrupt | SystemExit):  # torch takes Ctrl-C and SIGTERM for failures of the writing
         return failure
     if isinstance(failure, OSError) and not isinstance(failure, CkptError):
@@ -303,3 +304,11 @@ def _own_error(error: CheckpointException, staging: Staging, ranks: Ranks) -> Ba
     elif not isinstance(failure, CkptError):
         failure = OutputError(f"{staging.target} cannot be written.", why=f"torch.distributed.checkpoint: {failure}")
     return ranks.blamed(rank, failure)
+
+
+def _began_with(failure: BaseException) -> BaseException:
+    """What a failure began with: where a write fails, torch closes its archive with an error about missing bytes."""
+    at: BaseException | None = failure
+    while at is not None and not isinstance(at, CkptError | OSError | KeyboardInterrupt | SystemExit):
+        at = at.__cause__ or at.__context__
+    return failure if at is None else at
