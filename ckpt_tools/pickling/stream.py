@@ -176,8 +176,9 @@ class SmallPickles:
         try:
             return self.pickles.load(make)[1]
         finally:
-            self.globals.update(machines[-1].globals)
-            self.unusual.update(machines[-1].unusual)
+            for machine in machines[-1:]:  # none where it was interrupted before
+                self.globals.update(machine.globals)
+                self.unusual.update(machine.unusual)
 
     def tell(self, machine: Machine) -> None:
         """Add what they name to what a machine has found."""
