@@ -112,7 +112,7 @@ def _end() -> None:
 
 
 def _end_with_the_parent() -> None:
-    """A parent that is killed tells nobody: its workers would wait for ever for more to do."""
+    """A parent that is killed says nothing: its workers would wait for ever for more to do."""
     from multiprocessing import parent_process
 
     parent = parent_process()
