@@ -33,7 +33,8 @@ from ckpt_tools.io.processes import in_processes
 def hold(path):
     with replacing(path):
         print("writing", flush=True)
-        time.sleep(60)
+        for _ in range(600):  # a signal in the instant before a sleep is heard only behind it
+            time.sleep(0.1)
 
 def stop(number, frame):
     raise KeyboardInterrupt
@@ -52,10 +53,12 @@ if __name__ == "__main__":
 def test_workers_end_with_their_parent(number: signal.Signals, whom: Callable[[int, int], None], tmp_path: Path) -> None:
     """Killed, terminated or interrupted: no worker lives on, none leaves a temporary, and nobody prints a traceback."""
     (tmp_path / "script.py").write_text(WRITING)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, perhaps, by what started the tests
     process = subprocess.Popen(
         [sys.executable, "script.py"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}, start_new_session=True,
     )  # fmt: skip
+    signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["writing\n"] * 2
     whom(process.pid, number)
