@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -32,6 +33,8 @@ def main(seed: int, first: int, count: int, seconds: float, convert_every: int) 
         for module in pkgutil.walk_packages(ckpt_tools.__path__, "ckpt_tools."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
+        with contextlib.suppress(ImportError):
+            importlib.import_module("h5py")  # reads what Keras writes
         for codec in ("utf-32-le", "utf-32-be", "idna"):  # of text in arrays, of names of hosts; one module each
             codecs.lookup(codec)
         for number in range(-300, 0):  # whatever is imported late is imported now
