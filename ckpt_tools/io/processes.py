@@ -37,9 +37,8 @@ def in_processes(
     pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (limits.changed(),))
     others = active_children()
     try:
-        with (
-            _interrupts_held()
-        ):  # `Executor.map` would cancel what is left when it is interrupted, and 3.11 then prints a traceback
+        # `Executor.map` would cancel what is left when it is interrupted, and 3.11 then prints a traceback
+        with _interrupts_held():
             futures = [pool.submit(_all_of, function, items[at : at + batch]) for at in range(0, len(items), batch)][::-1]
         workers = [child for child in active_children() if child not in others]
         while futures:

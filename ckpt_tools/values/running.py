@@ -49,7 +49,7 @@ def _run(model: torch.nn.Module, inputs: Sequence[Input], device: str) -> Graph:
     with _evaluated(model), torch.no_grad(), redirect_stdout(sys.stderr), torch.device(device), recorder:
         called = {name: there[id(tensor)] for name, tensor in tensors.items()}
         outputs = torch.func.functional_call(model, called, places, names)
-    recorder.graph.outputs = [recorder.value(tensor) for tensor in _tensors_in(outputs)]
+    recorder.graph.outputs = [recorder.value(tensor) for tensor in tensors_in(outputs)]
     return recorder.graph
 
 
@@ -79,18 +79,19 @@ def _evaluated(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module is given or gives: in tuples, mappings and records too."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif is_dataclass(value) and not isinstance(value, type):
         for each in fields(value):
-            yield from _tensors_in(getattr(value, each.name))
+            yield from tensors_in(getattr(value, each.name))
 
 
 class _Recorder(TorchDispatchMode):
@@ -120,7 +121,7 @@ class _Recorder(TorchDispatchMode):
         given = tuple(map(self._plain, (*args, *(kwargs or {}).values())))
         made = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        outputs = list(_tensors_in(made))
+        outputs = list(tensors_in(made))
         changed = [tensor for tensor in outputs if id(tensor) in self._values]
         self.graph.operations.append(Operation(name, given, tuple(map(self._new, outputs))))
         for tensor in changed:

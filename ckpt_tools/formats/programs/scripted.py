@@ -312,12 +312,11 @@ def _flat(value: Any) -> Iterator[Any]:
 
 def _attributes(record: Object) -> dict[str, Any]:
     """All attributes of a module: those in its tables, and the others."""
+    states = [step.state for step in record.steps if isinstance(step, Build) and type(step.state) is Dict]
     found: dict[str, Any] = {}
-    for step in record.steps:
-        if isinstance(step, Build) and type(step.state) is Dict:
-            for name, value in step.state.items:
-                if name in _TABLES and type(value) is Dict:
-                    found.update((str(key), each) for key, each in value.items)
-                else:
-                    found[str(name)] = value
+    for name, value in (item for state in states for item in state.items):
+        if name in _TABLES and type(value) is Dict:
+            found.update((str(key), each) for key, each in value.items)
+        else:
+            found[str(name)] = value
     return found

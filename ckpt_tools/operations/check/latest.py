@@ -129,15 +129,19 @@ def _candidates(paths: Sequence[Path], unfinished: list[Path]) -> Iterator[_Cand
         if any(map(_is_unfinished, names)) or path.name.startswith("."):
             unfinished.append(path)
             continue
-        readable, step = True, TrainingStep()
+        step: TrainingStep | None
         try:
-            with collector_paused(), open_checkpoint(path) as checkpoint:
-                if not any(map(_holds_weights, checkpoint.state_dicts)):
-                    continue
-                step = _step_of(checkpoint)
+            step, readable = _step_in(path), True
         except CkptError:
-            readable = False
-        yield _Candidate(step if step.is_known else _step_around(path), _written(path), path, readable)
+            step, readable = TrainingStep(), False
+        if step is not None:
+            yield _Candidate(step if step.is_known else _step_around(path), _written(path), path, readable)
+
+
+def _step_in(path: Path) -> TrainingStep | None:
+    """The step that a checkpoint says; None where it holds no weights."""
+    with collector_paused(), open_checkpoint(path) as checkpoint:
+        return _step_of(checkpoint) if any(map(_holds_weights, checkpoint.state_dicts)) else None
 
 
 def _is_unfinished(name: str) -> bool:

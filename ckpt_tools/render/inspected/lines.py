@@ -14,6 +14,7 @@ _MOST_LEAVES = 48  # characters that the leaves of one parent, or their shapes, 
 _KEPT_LEAVES = 3
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 _NUMBERS = 3  # of a name that are tried
+_SHOWN_RANGES = 8
 
 
 @dataclass(slots=True)
@@ -162,9 +163,6 @@ def _one_of(pattern: str, group: list[tuple[int, Line]]) -> Line:
         name, first.shapes if same else [], first.dtype, first.device, sum(line.bytes for line in lines),
         sum(line.count for line in lines), first.repeats * len(lines), first.named,
     )  # fmt: skip
-
-
-_SHOWN_RANGES = 8
 
 
 def ranges(numbers: Iterable[int]) -> str:

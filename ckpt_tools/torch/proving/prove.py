@@ -29,10 +29,11 @@ from ckpt_tools.torch.proving.faults import Search, count
 from ckpt_tools.torch.proving.inputs import Given
 from ckpt_tools.torch.proving.pairing import in_both, pair_modules
 from ckpt_tools.torch.proving.reasons import Reasons, different_settings
-from ckpt_tools.torch.proving.recording import ModuleCall, Recorder, tensors_in
+from ckpt_tools.torch.proving.recording import ModuleCall, Recorder
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.inputs import parse
 from ckpt_tools.tree.output_names import check_document_name
+from ckpt_tools.values.running import tensors_in
 
 # How far two implementations of one computation are apart, by the largest output: sums in another order, with room.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+
+from ckpt_tools.values.running import tensors_in
 
 _MOST = 4096
 
@@ -45,21 +46,6 @@ class ModuleCall:
 
 
 CallPair: TypeAlias = tuple[ModuleCall, ModuleCall]  # of the old model and of the new one
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module is given or gives: in tuples, mappings and records too."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for row in fields(value):
-            yield from tensors_in(getattr(value, row.name))
 
 
 def numbers(tensor: torch.Tensor) -> Numbers:
