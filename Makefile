@@ -8,6 +8,9 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # One thread a process: the networks here are tiny, and on busy cores more threads only wait for each other.
 export OMP_NUM_THREADS := 1
 
+# Images of machines often set it; every process that imports torch would then compile torch again, for three seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests run in so many processes, each file in one of them: its tests share what is made once.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
