@@ -39,10 +39,13 @@ from ckpt_tools.tree.nodes import (
 )
 from ckpt_tools.tree.visit import reachable
 
-_CLASS = re.compile(r"^class (\w++)\(Module\):\n", re.MULTILINE)
+_CLASS = re.compile(r"^class (\w++)(\(Module\)|\(\w++\))?:\n", re.MULTILINE)
+_OTHER_HAND = re.compile(  # a class that is written otherwise, a string over several lines
+    r"""^[^\S\n]*+class\b(?! \w++(?:\(\w++\))?:\n)|\"{3}|'{3}|\\\n""", re.MULTILINE
+)
 _DECLARED = re.compile(r"  __(parameters|buffers)__ = \[(.*+)\n")
 _QUOTED = re.compile(r'"([^"\\]*+(?:\\.[^"\\]*+)*+)(?:"|\\?\Z)')  # one that does not end goes up to the end of the line
-_Declared = Mapping[str, tuple[frozenset[str], frozenset[str]]]
+_Declared = Mapping[str, tuple[frozenset[str], frozenset[str]] | None]  # None: not a module
 
 
 def sniff(names: set[str], folder: str) -> bool:
@@ -64,8 +67,8 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
         decoded.byteorder = "little"  # torch.jit.load takes the elements as they lie, whatever the record says
         declared = _declared(source, records, folder)
         for node in list(reachable(decoded.root)):
-            if type(node) is Object and type(node.function) is Global and str(node.function) in declared:
-                _as_module(node, *declared[str(node.function)], declared)
+            if type(node) is Object and (names := _names_of(node, declared)) is not None:
+                _as_module(node, *names, declared)
     else:
         raise ZipError("The TorchScript program has no data.pkl.", why="Its modules and parameters would be in there.")
     decoded.container = "torchscript"
@@ -89,8 +92,12 @@ def _program(records: Mapping[str, Record], folder: str) -> Warned:
 
 
 def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _Declared:
-    """For each module class that the code declares, the names of its parameters and of its buffers."""
-    found: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
+    """For each class in the code that is a module's, the names of its parameters and of its buffers.
+
+    torch reads more than it writes: other spaces, comments, long strings. Only what it writes is read here; other code could
+    hide a class, or show one that is only text.
+    """
+    found: dict[str, tuple[frozenset[str], frozenset[str]] | None] = {}
     budget = limits.budget(source.size)
     for name, record in records.items():
         if not name.startswith(f"{folder}/code/") or not name.endswith(".py"):
@@ -98,21 +105,38 @@ def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _De
         budget.take(limits.TEXT_BYTES, record.size, "The program's code is longer than that of any model.")
         text = torch_zip.read_record(source, record, check=False).decode("utf-8", "replace")
         module = name.removeprefix(f"{folder}/code/").removesuffix(".py").replace("/", ".")
+        lines = text.count("__parameters__") + text.count("__buffers__")
         for match in _CLASS.finditer(text):
             lists = _names_behind(text, match.end(), budget)
-            found[f"{module}.{match.group(1)}"] = (lists.get("parameters", frozenset()), lists.get("buffers", frozenset()))
+            lines -= len(lists)
+            lines += f"{module}.{match[1]}" in found  # a second one of this name
+            names = (frozenset(lists.get("parameters", ())), frozenset(lists.get("buffers", ())))
+            found[f"{module}.{match[1]}"] = names if match[2] == "(Module)" else None
+        if lines or _OTHER_HAND.search(text) is not None:
+            raise ZipError(f"{name!r} is not written as torch writes a program's code.", why=_OTHER_CODE)
     return found
 
 
-def _names_behind(text: str, at: int, budget: limits.Budget) -> dict[str, frozenset[str]]:
+def _names_behind(text: str, at: int, budget: limits.Budget) -> dict[str, list[str]]:
     """The lists of names that a class begins with, each on a line of its own."""
-    lists = {}
+    lists: dict[str, list[str]] = {}
     budget.make(1, _TOO_MANY)
-    while (line := _DECLARED.match(text, at)) is not None and line[2].endswith("]"):
+    while (line := _DECLARED.match(text, at)) is not None and line[2].endswith("]") and line[1] not in lists:
         budget.make(line[2].count('"') // 2, _TOO_MANY)
-        lists[line[1]] = frozenset(_QUOTED.findall(line[2]))
+        lists[line[1]] = _QUOTED.findall(line[2])
         at = line.end()
     return lists
+
+
+_OTHER_CODE = "It says which attributes are parameters and buffers; only the form that `torch.jit.save` gives it is read."
+
+
+def _names_of(node: Object, declared: _Declared) -> tuple[frozenset[str], frozenset[str]] | None:
+    """The parameters and buffers of a module; None for another object."""
+    name = str(node.function) if type(node.function) is Global else ""
+    if name.startswith("__torch__.") and not name.startswith("__torch__.torch.classes.") and name not in declared:
+        raise ZipError(f"The class {name!r} is not in the program's code.", why=_OTHER_CODE)
+    return declared.get(name)
 
 
 _TOO_MANY = "The program declares more than a model of its size can hold."
@@ -128,7 +152,7 @@ def _as_module(node: Object, parameters: frozenset[str], buffers: frozenset[str]
     for name, value in state.items:
         if name in parameters or name in buffers:
             tables["_parameters" if name in parameters else "_buffers"].append((name, value))
-        elif type(value) is Object and type(value.function) is Global and str(value.function) in declared:
+        elif type(value) is Object and _names_of(value, declared) is not None:
             tables["_modules"].append((name, value))
         else:
             others.append((name, value))

@@ -127,6 +127,33 @@ def test_a_traced_program(tmp_path: Path) -> None:
     assert_same(dict(load_state_dict(tmp_path / "traced.pt")), dict(torch.load(tmp_path / "out.pth", weights_only=True)))
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"\n", b"\r\n"),
+        (b"(Module):", b" (Module) :"),
+        (b"(Module):", b"(Module):  # a comment"),
+        (b"  __parameters__ = [", b"  training : bool\n  __parameters__ = ["),
+        (b"  __parameters__ = [", b"  __parameters__ = []\n  __parameters__ = ["),
+        (b"  __parameters__ = [", b"    __parameters__ = ["),
+        (b'", ]\n', b'",\n  ]\n'),
+        (b'__buffers__ = ["', b'__buffers__ = ["""'),
+        (b"class ", b"class BatchNorm2d(Module):\n  training : bool\nclass "),
+        (b"class ", b"class  BatchNorm2d(Module):\n  training : bool\nclass "),
+    ],
+)
+def test_code_in_another_hand_is_refused(tmp_path: Path, old: bytes, new: bytes) -> None:
+    """torch reads code that it would not write, and finds parameters in it: what is not read as torch reads it is refused."""
+    whole = program(tmp_path / "whole.pt", Net().features)
+    other = tmp_path / "other.pt"
+    with zipfile.ZipFile(whole) as archive, zipfile.ZipFile(other, "w") as edited:
+        for name in archive.namelist():
+            content = archive.read(name)
+            edited.writestr(name, content.replace(old, new) if name.endswith("batchnorm.py") else content)
+    with pytest.raises(ZipError, match=r"not written as torch writes|is not in the program's code"):
+        open_checkpoint(other)
+
+
 def test_a_program_under_data_parallel_is_stripped(tmp_path: Path) -> None:
     """`module.` in front of a program's names goes with --strip-module, into safetensors too."""
     path = program(tmp_path / "net.pt", Wrapper())
