@@ -58,16 +58,31 @@ class Setting:
     new: str
 
 
+@dataclass(frozen=True, slots=True)
+class Unproved:
+    """A tensor of the new model whose numbers are not the old model's, and that the outputs do not show.
+
+    Attributes:
+        name: its name. reached: how many of its elements an output depends on. numel: how many it has.
+    """
+
+    name: str
+    reached: int
+    numel: int
+
+
 @dataclass(slots=True)
 class Proved:
-    """Whether two models compute the same; true when they do.
+    """Whether two models compute the same; true when they do, and no tensor with other numbers is left unproved.
 
     Attributes:
         old, new: the two models.
         inputs: what was put in, as text. input_digest: SHA-256 of all of its bytes. seed, runs: which numbers, how many sets.
         dtype: what was computed in: "float64", or "float32" where a model does not run in that.
-        equal: the verdict. largest: the largest difference of two outputs. relative: that by the largest output. tolerance: how
-            much `relative` may be.
+        equal: the verdict on the outputs. largest: the largest difference of two outputs. relative: that by the largest output.
+            tolerance: how much `relative` may be.
+        outputs: how many tensors of the outputs were compared. left_out: those that only one of the models gives.
+        unproved: tensors of the new model of which the outputs tell nothing.
         modules: how many modules of the old model have a partner in the new one. calls: how many of their calls were compared.
         fault: where they part, if they do. settings: differences between paired modules, which may matter in training only.
         versions: of python, torch and ckpt_tools.
@@ -84,6 +99,9 @@ class Proved:
     largest: float | None = None
     relative: float | None = None
     tolerance: float = 0.0
+    outputs: int = 0
+    left_out: list[str] = field(default_factory=list)
+    unproved: list[Unproved] = field(default_factory=list)
     modules: int = 0
     calls: int = 0
     fault: Fault | None = None
@@ -91,7 +109,7 @@ class Proved:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return self.equal
+        return self.equal and not self.unproved
 
     __repr__ = brief
     _repr_html_ = notebook

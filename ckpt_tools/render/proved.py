@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from ckpt_tools.operations.proved import Fault, Proved, Setting
+from ckpt_tools.operations.proved import Fault, Proved, Setting, Unproved
 from ckpt_tools.operations.signing.run import Signed, Verified
 from ckpt_tools.render.text import counted, path_text
 from ckpt_tools.text import listed, printable
@@ -24,6 +24,8 @@ def print_proved(report: Proved, out: Console) -> None:
         ("new", f"{report.new.path} in {report.new.model}"),
         ("inputs", f"{', '.join(report.inputs)}; seed {report.seed}, {counted(report.runs, 'set')}, {report.dtype}"),
         ("compared", f"{counted(report.calls, 'call')} of {counted(report.modules, 'module')} with a partner"),
+        *([] if not report.left_out else [("left out", listed(report.left_out, _SHOWN))]),
+        *[("unproved", _unproved(row)) for row in report.unproved[:_SHOWN_TENSORS]],
         *([] if report.fault is None else _fault(report.fault)),
         *([] if not report.settings else [("settings", listed([_setting(row) for row in report.settings], _SHOWN))]),
     ]
@@ -35,8 +37,15 @@ def print_proved(report: Proved, out: Console) -> None:
 def _verdict(report: Proved) -> str:
     if report.largest is None or report.relative is None:
         return "different: outputs of other shapes, or not finite"
-    word, room = "equal" if report else "different", f"(tolerance {report.tolerance:g})"
+    word = "equal" if report.equal else "different"
+    word = "equal, and not all of it is proved" if report.unproved else word
+    room = f"(tolerance {report.tolerance:.3g})"
     return f"{word}: the largest difference is {report.largest:.3g}, {report.relative:.3g} of the largest output {room}"
+
+
+def _unproved(row: Unproved) -> str:
+    shown = f"an output depends on {row.reached} of its {row.numel} elements" if row.reached else "no output depends on it"
+    return f"{row.name}: {shown}, and its numbers are not the old model's"
 
 
 def _fault(fault: Fault) -> list[tuple[str, str]]:

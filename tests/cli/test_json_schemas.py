@@ -142,11 +142,16 @@ def test_average() -> None:
 
 
 def test_prove() -> None:
-    """Equal and different ones, with a setting that differs, and with digests in a certificate."""
+    """Equal and different ones, with a setting that differs, an unproved tensor, and with digests in a certificate."""
     torch.save(proving.Text().state_dict(), "text.pth")
     models = ("--model", f"{proving.__file__}:Text", "--model", f"{proving.__file__}:text_with_another_eps")
     found = documents("prove", "text.pth", "text.pth", *models, "--input", "1x4:50", "--certificate", "c.json", "--seed", 1)
     found += documents("prove", "text.pth", "text.pth", *models[:2], "--input", "1x4:50")
+    for name in ("old.pth", "new.pth"):
+        torch.save(torch.nn.ModuleDict({"fc": torch.nn.Linear(4, 4), "aux": torch.nn.Linear(4, 4)}).state_dict(), name)
+    models = ("--model", f"{proving.__file__}:WithAux", "--model", f"{proving.__file__}:WithoutAux")
+    torch.save(torch.load("old.pth") | {"aux.bias": torch.ones(4)}, "new.pth")
+    found += documents("prove", "old.pth", "new.pth", *models, "--input", "3x4")
     assert filled(found) == fields("prove")
 
 

@@ -142,3 +142,21 @@ def trained(model: nn.Module) -> nn.Module:
                     else noise
                 )
     return model
+
+
+class WithAux(nn.Module):
+    """A linear layer, and a second output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.aux = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.fc(x), self.aux(x)
+
+
+class WithoutAux(WithAux):
+    """The same without the second output."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.fc(x)

@@ -187,25 +187,6 @@ def test_what_matters_in_training_only(paths: dict[type[nn.Module], Path]) -> No
     assert [(row.where, row.name, row.old, row.new) for row in report.settings] == [("body.1", "momentum", "0.1", "0.01")]
 
 
-class InFloat(nn.Module):
-    """A network whose code insists on float32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(x.float() * torch.ones(4))
-
-
-def test_a_model_that_runs_in_float32_only(tmp_path: Path) -> None:
-    """Where float64 is not possible both run in float32, with the tolerance for that."""
-    torch.save(InFloat().state_dict(), tmp_path / "f.pth")
-    report = ckpt_tools.prove(tmp_path / "f.pth", tmp_path / "f.pth", model=InFloat, inputs="2x4")
-    assert report
-    assert (report.dtype, report.tolerance) == ("float32", 1e-4)
-
-
 def test_by_name_and_several(tmp_path: Path) -> None:
     """Inputs by name, integers and floats, one seed: the same numbers each time, others by another seed."""
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--runs", type=click.IntRange(1), default=2, metavar="N", help="How many sets of inputs [2].")
 @click.option(
     "--tolerance", type=click.FloatRange(0), metavar="X",
-    help="Largest difference that is equal, by the largest output [1e-9; 1e-4 where a model runs in float32 only].",
+    help="Largest difference that is equal, by the largest output [1e-9; more where a model runs in float32 only].",
 )  # fmt: skip
 @click.option(
     "--certificate", cls=Once, type=OUT_PATH, metavar="FILE.json", help="Write the report, with digests of both files."
@@ -53,7 +53,7 @@ def prove(old: Path, new: Path, quiet: bool, as_json: bool, **options: Any) -> N
 
     This runs the code of the models that you name, in float64 where they can, and nothing that a file says.
 
-    Exit code: 0 equal, 1 different, 2 usage, 3 refused.
+    Exit code: 0 equal, 1 different or not all of it proved, 2 usage, 3 refused.
     """
     from ckpt_tools.torch.proving.prove import prove as prove_models
 

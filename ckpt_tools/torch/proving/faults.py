@@ -63,3 +63,13 @@ class Search:
 def count(old: ModuleCall, new: ModuleCall, pairs: Mapping[str, str]) -> int:
     """How many calls of two runs have partners."""
     return 1 + sum(count(*pair, pairs) for pair in pair_calls(old, new, pairs))
+
+
+def first_apart(one: ModuleCall, other: ModuleCall) -> tuple[str, str]:
+    """Where two runs of one model part: the module's path and class."""
+    for left, right in zip(one.calls, other.calls, strict=False):
+        if left.path != right.path or not comparing.equal(left.inputs, right.inputs, 0):
+            break
+        if not comparing.equal(left.outputs, right.outputs, 0):
+            return first_apart(left, right)
+    return one.path, type(one.module).__name__

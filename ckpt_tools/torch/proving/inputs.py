@@ -26,7 +26,7 @@ class Given:
 
 
 def _to(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return value.to(dtype) if value.is_floating_point() else value.clone()
+    return value.to(dtype, copy=True) if value.is_floating_point() else value.clone()
 
 
 def make(inputs: Sequence[Input], seed: int, runs: int) -> list[Given]:

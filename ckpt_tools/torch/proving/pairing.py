@@ -11,13 +11,16 @@ from ckpt_tools.matching import match
 from ckpt_tools.torch.proving.recording import CallPair, ModuleCall
 
 
-def pair_modules(old: torch.nn.Module, new: torch.nn.Module) -> dict[str, str]:
-    """Path of a module in the old model -> its partner's path in the new one."""
+def pair_tensors(old: torch.nn.Module, new: torch.nn.Module) -> dict[str, str]:
+    """Name of a tensor in the old model -> its partner's name in the new one."""
     matching = match(read_target(old).params, read_target(new).params, stages="structure")
-    pairs = [(row.old.rpartition(".")[0], row.new.rpartition(".")[0]) for row in matching.matched]
-    transposed = (offer for offer in matching.offers if offer.step == "transpose")
-    pairs += [(offer.old[0].rpartition(".")[0], offer.new[0].rpartition(".")[0]) for offer in transposed]
-    found = _one_to_one(pairs)
+    found = {row.old: row.new for row in matching.matched}
+    return found | {offer.old[0]: offer.new[0] for offer in matching.offers if offer.step == "transpose"}
+
+
+def pair_modules(old: torch.nn.Module, new: torch.nn.Module, tensors: Mapping[str, str]) -> dict[str, str]:
+    """Path of a module in the old model -> its partner's path in the new one."""
+    found = _one_to_one((name.rpartition(".")[0], other.rpartition(".")[0]) for name, other in tensors.items())
     found |= {path: other for path, other in _around(found).items() if path not in found}
     found[""] = ""
     _add_same_names(found, dict(old.named_modules()), dict(new.named_modules()))

@@ -2,48 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
+import math
 import os
 import platform
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import TargetError, UsageError
-from ckpt_tools.fit.targets import read_target
+from ckpt_tools.errors import CkptError, TargetError, UsageError
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.check.digests import of_all
 from ckpt_tools.operations.check.run import load_digests
 from ckpt_tools.operations.proved import Proved, Run, Setting
-from ckpt_tools.torch import load_into
 from ckpt_tools.torch.proving import inputs
 from ckpt_tools.torch.proving.faults import Search, count
-from ckpt_tools.torch.proving.inputs import Given
-from ckpt_tools.torch.proving.pairing import in_both, pair_modules
+from ckpt_tools.torch.proving.making import Wanted, make_both
+from ckpt_tools.torch.proving.pairing import in_both, pair_modules, pair_tensors
+from ckpt_tools.torch.proving.precision import Precision
+from ckpt_tools.torch.proving.reach import tensors_of
 from ckpt_tools.torch.proving.reasons import Reasons, different_settings
-from ckpt_tools.torch.proving.recording import ModuleCall, Recorder
+from ckpt_tools.torch.proving.trial import Trial
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.inputs import parse
 from ckpt_tools.tree.output_names import check_document_name
-from ckpt_tools.values.running import tensors_in
 
-# How far two implementations of one computation are apart, by the largest output: sums in another order, with room.
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-
-
-class _Done(NamedTuple):
-    """One run of one model: what its modules did, and its outputs."""
-
-    root: ModuleCall
-    outputs: list[torch.Tensor]
+_ROUNDING = 1e-4  # what is less may be float32 in the code of one of the models
 
 
 @natural
@@ -66,12 +54,14 @@ def prove(
         model_args: keyword arguments of the callable, as a mapping or JSON text; one for both, or a pair.
         select: the dotted path of the state dict in `old`, where it holds several.
         seed, runs: of the inputs, and how many sets of them.
-        tolerance: the largest difference, by the largest output, that counts as equal; else 1e-9 in float64, 1e-4 in float32.
+        tolerance: the largest difference, by the largest output, that counts as equal; else 1e-9 in float64, and in
+            float32 some times what rounding every weight does.
         certificate: a JSON file to write: the report, with digests of both checkpoints.
         overwrite: replace the certificate if it exists.
 
     Raises:
-        TargetError: a model cannot be made, or raises when it runs. MatchError: a checkpoint does not fit its model.
+        TargetError: a model cannot be made, or raises when it runs; its outputs prove nothing. MatchError: a checkpoint does
+            not fit its model.
         UsageError: an input that cannot be read. CkptError: a file cannot be read or written.
     """
     specs = [inputs] if isinstance(inputs, str) else list(inputs)
@@ -108,10 +98,13 @@ class Prover:
         """The report; see `prove`."""
         if certificate is not None:
             check_document_name(certificate, "a certificate", ".json")
-        pair = [_load(path, spec, keywords, chosen) for path, spec, keywords, chosen in
-                zip(paths, models, arguments, (select, None), strict=True)]  # fmt: skip
-        report = Proved(Run(paths[0], _label(models[0])), Run(paths[1], _label(models[1])))
-        self._compare(pair[0], pair[1], report)
+        wanted = [Wanted(*row) for row in zip(paths, models, arguments, (select, None), strict=True)]
+        old, new = make_both(wanted[0], wanted[1], self.seed)
+        report = Proved(Run(paths[0], wanted[0].label), Run(paths[1], wanted[1].label))
+        report.inputs, report.seed, report.runs = self.specs, self.seed, len(self.sets)
+        python, own = platform.python_version(), ckpt_tools.__version__
+        report.versions = {"python": python, "torch": torch.__version__, "ckpt_tools": own}
+        self._compare(old, new, report)
         if certificate is not None:
             report.old, report.new = (
                 Run(run.path, run.model, of_all(load_digests(run.path)[1])) for run in (report.old, report.new)
@@ -122,115 +115,48 @@ class Prover:
         return report
 
     def _compare(self, old: torch.nn.Module, new: torch.nn.Module, report: Proved) -> None:
-        dtype, done = self._run_both(old, new)
-        found = pair_modules(old, new)
-        pairs = in_both(found, done[0][0].root, done[0][1].root)
-        report.inputs, report.seed, report.runs = self.specs, self.seed, len(self.sets)
-        report.input_digest, report.dtype = inputs.digest(self.sets), str(dtype).removeprefix("torch.")
-        report.tolerance = _TOLERANCES[dtype] if self.tolerance is None else self.tolerance
-        report.modules, report.calls = len(pairs), count(done[0][0].root, done[0][1].root, pairs)
+        trial = self._trial(old, new)
+        report.input_digest, report.dtype = inputs.digest(self.sets), trial.precision.dtype_name
+        report.tolerance, report.equal = trial.tolerance, trial.is_equal
+        report.outputs, report.left_out = len(trial.paired.pairs), trial.paired.left_out
+        if math.isfinite(trial.relative):
+            report.largest, report.relative = trial.largest, trial.relative
+        partners = pair_tensors(old, new)
+        found = pair_modules(old, new, partners)
+        pairs = in_both(found, trial.done[0][0].root, trial.done[0][1].root)
+        report.modules, report.calls = len(pairs), count(trial.done[0][0].root, trial.done[0][1].root, pairs)
         report.settings = list(_settings(old, new, found))
-        python, own = platform.python_version(), ckpt_tools.__version__
-        report.versions = {"python": python, "torch": torch.__version__, "ckpt_tools": own}
-        gaps = [_gap(left.outputs, right.outputs) for left, right in done]
-        if None not in gaps:
-            report.largest, report.relative = (max(column) for column in zip(*filter(None, gaps), strict=True))
-            report.equal = report.relative <= report.tolerance
-        if not report.equal:
-            worst = max(range(len(gaps)), key=lambda index: float("inf") if (gap := gaps[index]) is None else gap[1])
-            search = Search(pairs, Reasons(old, new, pairs, report.tolerance), report.tolerance)
-            report.fault = search.find(*(run.root for run in done[worst]))
+        if report.equal:
+            trial.refuse_nothing()
+            report.unproved = trial.reach().unproved(tensors_of(old), {other: name for name, other in partners.items()})
+        else:
+            search = Search(pairs, Reasons(old, new, pairs, trial.tolerance), trial.tolerance)
+            report.fault = search.find(*(run.root for run in trial.done[trial.worst]))
+            trial.refuse_random(report.fault)
 
-    def _run_both(self, old: torch.nn.Module, new: torch.nn.Module) -> tuple[torch.dtype, list[tuple[_Done, _Done]]]:
-        """In float64, where neither model insists on another dtype."""
+    def _trial(self, old: torch.nn.Module, new: torch.nn.Module) -> Trial:
+        """In the precision that both run in; where a small difference may be rounding, in the one in which it is least."""
+        best: Trial | None = None
         problem: Exception | None = None
-        for dtype in _TOLERANCES:
-            for model in (old, new):
-                model.double() if dtype is torch.float64 else model.float()
+        for precision in Precision:
+            if precision is Precision.FLOAT32 and best is not None:
+                break
             try:
-                sets = [given.to(dtype) for given in self.sets]
-                return dtype, [(_run(old, given, self.seed), _run(new, given, self.seed)) for given in sets]
+                trial = Trial.run(old, new, self.sets, precision, self.seed, self.tolerance)
+            except CkptError:
+                raise
             except Exception as error:  # whatever the user's model raises
                 problem = error
+                continue
+            best = trial if best is None or trial.relative < best.relative else best
+            if best.is_equal or best.relative > _ROUNDING:
+                return best
+        if best is not None:
+            return best
         raise TargetError(
             f"A model raised {type(problem).__name__} when it ran.", why=f"{problem}",
             fix="Give the inputs that its forward takes: NAME=SHAPE by name, SHAPE:N for integers below N.",
         ) from problem  # fmt: skip
-
-
-def _label(spec: Any) -> str:
-    return spec if isinstance(spec, str) else getattr(spec, "__qualname__", type(spec).__qualname__)
-
-
-def _load(path: str, spec: Any, arguments: Any, select: str | None) -> torch.nn.Module:
-    """A model with the numbers of a checkpoint, ready to be run."""
-    if isinstance(spec, torch.nn.Module):
-        made: Any = copy.deepcopy(spec)
-    elif callable(spec):
-        made = _called(spec, arguments)
-    else:
-        target = read_target(spec, args=arguments)
-        if target.build is None:
-            raise UsageError(f"{spec} does not make a model.", fix="Give package.module:callable or ./models.py:Net.")
-        made = target.build()
-    if not isinstance(made, torch.nn.Module):
-        raise TargetError(f"{_label(spec)} gives a {type(made).__name__}.", why="A torch.nn.Module is wanted.")
-    load_into(made, path, select=select)
-    return made.eval()
-
-
-def _called(make: Callable[..., Any], arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        raise UsageError("`model_args` of a callable are a mapping.")
-    try:
-        return make(**(arguments or {}))
-    except Exception as error:  # whatever the user's function raises
-        raise TargetError(f"{_label(make)} raised {type(error).__name__} when it was called.", why=f"{error}") from error
-
-
-def _run(model: torch.nn.Module, given: Given, seed: int) -> _Done:
-    torch.manual_seed(seed)
-    recorder = Recorder(model)
-    try:
-        with torch.no_grad(), _without_shortcuts(), redirect_stdout(sys.stderr):
-            made = model(*given.by_position, **given.by_name)
-    finally:
-        recorder.close()
-    assert recorder.root is not None, "the model's own hooks ran"
-    return _Done(recorder.root, [tensor.detach() for tensor in tensors_in(made)])
-
-
-@contextlib.contextmanager
-def _without_shortcuts() -> Iterator[None]:
-    """torch's transformer layers pass their modules by when they are evaluated; here the modules are what is compared."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-def _gap(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor]) -> tuple[float, float] | None:
-    """The largest difference, and that by the largest output; None where they cannot be compared."""
-    if len(old) != len(new):
-        old, new = old[:1], new[:1]
-    pairs = list(zip(old, new, strict=False))
-    if not pairs or any(left.shape != right.shape for left, right in pairs):
-        return None
-    gaps = [_one_gap(left.double(), right.double()) for left, right in pairs if left.numel()]
-    if any(gap is None for gap in gaps):
-        return None
-    return max((gap[0] for gap in gaps if gap), default=0.0), max((gap[0] / gap[1] for gap in gaps if gap), default=0.0)
-
-
-def _one_gap(left: torch.Tensor, right: torch.Tensor) -> tuple[float, float] | None:
-    """The largest difference, and the largest output. Numbers that are NaN or infinite alike do not differ."""
-    same = (left == right) | (left.isnan() & right.isnan())
-    apart = torch.where(same, 0.0, (left - right).abs())
-    if not apart.isfinite().all():
-        return None
-    return float(apart.max()), float(left.abs().nan_to_num(0, 0, 0).max()) or 1e-300
 
 
 def _settings(old: torch.nn.Module, new: torch.nn.Module, pairs: Mapping[str, str]) -> Iterator[Setting]:

@@ -120,6 +120,8 @@ class Reasons:
             return f"is transposed ({'square' if left.shape[0] == left.shape[1] else 'x'.join(map(str, left.shape))})"
         if left.shape != right.shape or left.dtype.is_complex or not left.is_floating_point():
             return None
+        if torch.allclose(left, right, rtol=2 * torch.finfo(torch.float32).eps, atol=0):
+            return "is the old one, but for float32's rounding"
         if self._same(-left, right):
             return "is negated"
         for dim, word in enumerate(("rows are", "columns are")[: left.dim()]):

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ckpt_tools.torch.proving.outputs import plain
 from ckpt_tools.values.running import tensors_in
 
 _MOST = 4096
@@ -50,14 +51,13 @@ CallPair: TypeAlias = tuple[ModuleCall, ModuleCall]  # of the old model and of t
 
 def numbers(tensor: torch.Tensor) -> Numbers:
     """What is kept of a tensor."""
-    held = tensor.detach()
-    held = torch.view_as_real(held) if held.is_complex() else held
+    held = plain(tensor)
     flat = held.reshape(-1).to(torch.float64)
     count = flat.numel()
     if not count:
-        return Numbers(tuple(tensor.shape), flat, flat.new_zeros(4))
+        return Numbers(tuple(held.shape), flat, flat.new_zeros(4))
     taken = flat if count <= _MOST else flat[torch.linspace(0, count - 1, _MOST, dtype=torch.float64).long()]
-    return Numbers(tuple(tensor.shape), taken.clone(), torch.stack([flat.sum(), (flat * flat).sum(), flat.min(), flat.max()]))
+    return Numbers(tuple(held.shape), taken.clone(), torch.stack([flat.sum(), (flat * flat).sum(), flat.min(), flat.max()]))
 
 
 class Recorder:
