@@ -257,8 +257,9 @@ class _Json:
 
     def _plain(self, node: Node, depth: int) -> Any:
         """A plain node as JSON data; TypeError for what JSON cannot say."""
+        items = node.items if type(node) is List else node if type(node) is tuple else ()
         self.left -= len(node) if type(node) is str else _JSON_NODE
-        if depth > 50 or self.left < 0 or (type(node) is int and node.bit_length() > 4096):
+        if depth > 50 or self.left < len(items) * _JSON_NODE or (type(node) is int and node.bit_length() > 4096):
             raise TypeError
         if type(node) is Dict:
             found = {self._key(key, depth): self._plain(value, depth + 1) for key, value in node.items}
@@ -266,7 +267,7 @@ class _Json:
                 raise TypeError
             return found
         if type(node) is List or type(node) is tuple:
-            return [self._plain(item, depth + 1) for item in (node.items if type(node) is List else node)]
+            return [self._plain(item, depth + 1) for item in items]
         if node is None or type(node) in (str, int, float, bool):
             return node
         raise TypeError

@@ -328,14 +328,20 @@ class _Writer:
         for start in range(0, len(items), _ROW):
             row = items[start : start + _ROW]
             if are_short(row):
-                self.out += b"".join(
-                    [self.short_text(item) if type(item) is str else ENCODERS[type(item)](item) for item in row]
-                )
+                self.many_short(row)
             elif are_short_bytes(row):
                 self.many_bytes(row)
             else:
                 for item in row:
                     self.leaf(item)
+
+    def many_short(self, row: Sequence[Any]) -> None:
+        """Short values; those of one type, which are the many, without looking at each."""
+        kinds = set(map(type, row))
+        if len(kinds) == 1 and str not in kinds:
+            self.out += b"".join(map(ENCODERS[kinds.pop()], row))
+        else:
+            self.out += b"".join([self.short_text(item) if type(item) is str else ENCODERS[type(item)](item) for item in row])
 
     def value(self, node: Node) -> None:
         if type(node) is str:

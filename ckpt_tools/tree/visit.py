@@ -95,7 +95,8 @@ def walk(
     visits = _Visits(stop, plain=plain, values=values, entries=entries)
     path: list[str | int] = []
     costs = [0]  # what one path in each open container costs
-    stack = [visits.below(root)] if type(root) in CONTAINERS and visits.enter(root) else []
+    worthwhile = type(root) in CONTAINERS and (plain or visits.holds(root))
+    stack = [visits.below(root)] if worthwhile and visits.enter(root) else []
     effort, most = 0, limits.PATHS.value
     while stack:
         for key, node in stack[-1]:
@@ -193,13 +194,11 @@ def is_short_row(node: Node) -> bool:
 def _is_barren(node: Node, values: frozenset[type], width: int = _NARROW, levels: int = _LEVELS) -> bool:
     """Whether a small list or tuple has values of these types only, or empty containers, or such in turn some levels down."""
     items = _items(node)
+    if len(items) > width:
+        return False
     if values.issuperset(map(type, items)):
-        if type(node) is Dict:
-            return not node.items and node.attributes is None
-        return len(items) <= width and (type(node) is List or type(node) is tuple)
-    return len(items) <= width and levels > 0 and all(
-        type(item) in values or _is_barren(item, values, _FEW, levels - 1) for item in items
-    )  # fmt: skip
+        return type(node) is List or type(node) is tuple or (type(node) is Dict and not node.items and node.attributes is None)
+    return levels > 0 and all(type(item) in values or _is_barren(item, values, _FEW, levels - 1) for item in items)
 
 
 def is_hollow(node: Node, values: frozenset[type] = PLAIN) -> bool:

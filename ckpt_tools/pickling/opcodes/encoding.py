@@ -13,7 +13,7 @@ U32 = struct.Struct("<I").pack
 def integer(value: int) -> bytes:
     """A whole number, in the shortest opcode for it."""
     if 0 <= value < 256:
-        return b"K" + bytes((value,))
+        return b"K%c" % value
     if 0 <= value < 65536:
         return b"M" + struct.pack("<H", value)
     if -(2**31) <= value < 2**31:
