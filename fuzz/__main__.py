@@ -53,6 +53,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--convert", type=int, default=16, help="every n-th case is also checked, converted, repaired, edited (16)"
     )
+    parser.add_argument("--only", default="", help="only samples and kinds of inputs with this in their names")
     parser.add_argument("--save", help="folder for the files that found something")
     return parser.parse_args()
 
@@ -60,7 +61,7 @@ def _options() -> argparse.Namespace:
 def _rows(options: argparse.Namespace, first: int, count: int, seconds: float) -> Any:
     """What a worker says, line by line, until it ends in one way or the other."""
     numbers = (options.seed, first, count, seconds, options.convert)
-    command = [sys.executable, "-m", "fuzz.worker", *map(str, numbers)]
+    command = [sys.executable, "-m", "fuzz.worker", *map(str, numbers), options.only]
     environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # else every thread takes 64 MB of the address space that it may have
     with (
         tempfile.TemporaryFile("w+") as said,

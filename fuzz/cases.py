@@ -16,8 +16,8 @@ from ckpt_tools import CkptError
 from ckpt_tools.render.description import View, print_description
 from ckpt_tools.render.json import line
 from ckpt_tools.render.text import console
-from fuzz import arrays, headers, oracle, others, pickles, raw, splices, tars, zips
-from fuzz.guard import MEGABYTES, ForbiddenError, Guard, TooSlowError
+from fuzz import arrays, frameworks, headers, oracle, others, pickles, raw, splices, tars, zips
+from fuzz.guard import MEGABYTES, FindingError, ForbiddenError, Guard, TooSlowError
 
 _CONVERSIONS = (
     ("out.pth", {"objects": "plain"}), ("out.pth", {"objects": "keep"}), ("out.pth", {"objects": "drop"}),
@@ -26,11 +26,7 @@ _CONVERSIONS = (
 )  # fmt: skip
 
 
-_OTHERS = 1 / 8  # of the cases
-
-
-class FindingError(Exception):
-    """Something that must not happen has happened."""
+_OTHERS = 1 / 5  # of the cases
 
 
 class Cases:
@@ -39,12 +35,15 @@ class Cases:
     Args:
         samples: name -> good file. seed: makes the cases of two runs differ. folder: for the files, best in memory.
         guard: watches while our code runs. asking: told who gets a file, "torch" and then "us" again: who dies is known.
+        only: samples and kinds of other inputs with this in their names, and no others.
     """
 
     def __init__(
-        self, samples: dict[str, bytes], seed: int, folder: Path, guard: Guard, asking: Callable[[str], None] = lambda _: None
-    ) -> None:
-        self.names, self.samples, self.seed = list(samples), samples, seed
+        self, samples: dict[str, bytes], seed: int, folder: Path, guard: Guard,
+        asking: Callable[[str], None] = lambda _: None, only: str = "",
+    ) -> None:  # fmt: skip
+        self.names, self.samples, self.seed = [name for name in samples if only in name], samples, seed
+        self.kinds = [kind for kind in others.KINDS if only in kind.__name__]
         self.folder, self.guard, self.asking = folder, guard, asking
         self.counts = dict.fromkeys(("cases", "read", "refused", "converted", "repaired", "edited", "compared"), 0)
 
@@ -66,7 +65,7 @@ class Cases:
         for left in self.folder.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         rng = Random(f"{self.seed}:{number}:other")
-        if rng.random() < _OTHERS:
+        if self.kinds and (rng.random() < _OTHERS or not self.names):
             self._try_other(rng)
             return
         name, data = self.make(number)
@@ -87,7 +86,7 @@ class Cases:
 
     def _try_other(self, rng: Random) -> None:
         """Something that is not a checkpoint: our own error, or nothing at all."""
-        kind = rng.choice(others.KINDS)
+        kind = rng.choice(self.kinds)
         use = kind(rng, self.folder)
         self.counts["cases"] += 1
         try:
@@ -282,6 +281,8 @@ def _mutated(rng: Random, name: str, data: bytes, other: bytes) -> bytes:
             return tars.mutate(rng, data, other)
         if data.startswith(b"\x93NUMPY"):
             return arrays.mutate(rng, data, other)
+        if frameworks.is_one(data, name):
+            return frameworks.mutate(rng, data, other)
         if data.startswith(b"\x80"):
             return pickles.mutate(rng, data, other)
     except Exception:

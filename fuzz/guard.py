@@ -20,6 +20,10 @@ _FORBIDDEN = (
 _CHANGES = ("os.rename", "os.remove", "os.link", "os.truncate", "os.chmod")
 
 
+class FindingError(Exception):
+    """Something that must not happen has happened."""
+
+
 class ForbiddenError(BaseException):
     """Reading did something that reading has no business to do. No Exception, so that no handler swallows it."""
 

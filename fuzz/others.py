@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save
 
 import ckpt_tools
-from fuzz import folders, headers, raw
+from fuzz import beside, folders, headers, journals, raw
 from fuzz.values import number, text
 
 _PLAN = """format = "ckpt-plan-1"
@@ -85,13 +85,17 @@ def plan(rng: Random, folder: Path) -> Callable[[], object]:
 
 
 def index(rng: Random, folder: Path) -> Callable[[], object]:
-    """Shards by their index."""
-    data = json.dumps(_INDEX).encode()
-    data = raw.mutate(rng, data, data) if rng.random() < 0.2 else headers.mutate_json(rng, data)
-    path = folder / "model.safetensors.index.json"
+    """Shards by their index, of safetensors or of torch."""
+    torchs = rng.random() < 0.4
+    index = json.dumps(_INDEX).replace(".safetensors", ".bin" if torchs else ".safetensors").encode()
+    data = raw.mutate(rng, index, index) if rng.random() < 0.2 else headers.mutate_json(rng, index)
+    path = folder / ("pytorch_model.bin.index.json" if torchs else "model.safetensors.index.json")
     path.write_bytes(data)
     for name, state in _SHARDS.items():
-        (folder / name).write_bytes(save(state))
+        if torchs:
+            torch.save(state, folder / name.replace(".safetensors", ".bin"))
+        else:
+            (folder / name).write_bytes(save(state))
     return lambda: ckpt_tools.inspect(path if rng.random() < 0.7 else folder)
 
 
@@ -168,4 +172,7 @@ class _Socket:
     settimeout = close = shutdown = setsockopt
 
 
-KINDS: tuple[Callable[[Random, Path], Callable[[], object]], ...] = (plan, index, answer, folders.folder)
+KINDS: tuple[Callable[[Random, Path], Callable[[], object]], ...] = (
+    plan, index, answer, folders.folder, journals.journal, beside.adapter, beside.quantised, beside.settings, beside.signature,
+    beside.packed,
+)  # fmt: skip

@@ -16,12 +16,12 @@ import warnings
 from pathlib import Path
 
 import ckpt_tools
-from fuzz import folders, samples
-from fuzz.cases import Cases, FindingError
-from fuzz.guard import Guard
+from fuzz import beside, folders, journals, samples
+from fuzz.cases import Cases
+from fuzz.guard import FindingError, Guard
 
 
-def main(seed: int, first: int, count: int, seconds: float, convert_every: int) -> None:
+def main(seed: int, first: int, count: int, seconds: float, convert_every: int, only: str) -> None:
     """Try cases. JSON lines say which case is next, who is given the file, what was found, and at the end how many."""
     warnings.simplefilter("ignore")
     faulthandler.enable()
@@ -29,7 +29,9 @@ def main(seed: int, first: int, count: int, seconds: float, convert_every: int) 
     with tempfile.TemporaryDirectory(dir=memory) as name:
         folder = Path(name)
         folders.samples()
-        cases = Cases(samples.make(folder), seed, folder, Guard(name), lambda who: _say({"asking": who}))
+        journals.states()
+        beside.signed()
+        cases = Cases(samples.make(folder), seed, folder, Guard(name), lambda who: _say({"asking": who}), only)
         for module in pkgutil.walk_packages(ckpt_tools.__path__, "ckpt_tools."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
@@ -66,5 +68,5 @@ def _say(document: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    numbers = [float(argument) for argument in sys.argv[1:]]
-    main(int(numbers[0]), int(numbers[1]), int(numbers[2]), numbers[3], int(numbers[4]))
+    numbers = [float(argument) for argument in sys.argv[1:6]]
+    main(int(numbers[0]), int(numbers[1]), int(numbers[2]), numbers[3], int(numbers[4]), sys.argv[6])

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,12 +16,13 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import (
+    CkptError,
     ContainerLimitError,
     LimitError,
     TensorError,
     ZipError,
 )
-from fuzz import cases, headers, oracle
+from fuzz import cases, frameworks, headers, journals, oracle
 from fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
@@ -31,6 +33,7 @@ from tests.hostile.zips import (
     torch_records,
     torch_zip,
 )
+from tests.support.samples import FIXTURES
 
 ROOT = Path(ckpt_tools.__file__).parent.parent
 
@@ -90,6 +93,31 @@ def test_a_case_does_not_depend_on_those_before() -> None:
     once, again = ([headers.mutate_json(Random(number), rows) for number in range(3000)] for _ in range(2))
     assert once == again
     assert max(map(len, once)) < 1000
+
+
+@pytest.mark.parametrize("name", ["types.gguf", "types.onnx", "flax.msgpack", "tiny.weights.h5"])
+def test_mutated_files_of_other_frameworks_reach_their_readers(name: str, tmp_path: Path) -> None:
+    """Of a hundred some are read and some are refused: a mutator whose files all end at the first check tests nothing."""
+    pytest.importorskip("h5py")
+    data, path = (FIXTURES / "frameworks" / name).read_bytes(), tmp_path / name
+    assert frameworks.is_one(data, name)
+    said = Counter[str]()
+    for number in range(100):
+        path.write_bytes(frameworks.mutate(Random(number), data, data))
+        try:
+            said[ckpt_tools.inspect(path).container] += 1
+        except CkptError as error:
+            said[type(error).__name__] += 1
+    assert len(said) > 1
+    assert {"gguf", "onnx", "flax", "keras"} & set(said)
+
+
+def test_killed_edits_that_the_fuzzer_starts_from() -> None:
+    """Some begin with the mark whole, some with a part of it or of the new bytes; each is read through its own journal."""
+    states = journals.states()
+    assert {state.name for state in states} == {"ddp.pth", "single.safetensors", "legacy.pth"}
+    assert {state.file.startswith(b"\xffCKP") for state in states} == {True, False}
+    assert all(state.whole[0] != state.whole[1] for state in states)
 
 
 def test_a_class_of_storages_as_a_key_is_the_same_to_the_oracle(tmp_path: Path) -> None:
