@@ -79,6 +79,39 @@ def another_base(model: Any) -> None:
     model.blocks[0].attn.base = 10000.0
 
 
+def without_bias(model: Any) -> None:
+    layer = model.blocks[1].fc2
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight)
+
+
+def without_norm(model: Any) -> None:
+    model.blocks[0].norm2.forward = lambda x: x
+
+
+def norms_behind(model: Any) -> None:
+    block = model.blocks[1]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = block.norm1(x + block.attn(x))
+        return block.norm2(x + block.fc2(nn.functional.gelu(block.fc1(x))))
+
+    block.forward = forward
+
+
+class QuickGELU(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+def with_an_activation_of_its_own(model: Any) -> None:
+    model.body[2] = QuickGELU()
+
+
+def one_number(weight: torch.Tensor) -> torch.Tensor:
+    weight[3, 4] += 1
+    return weight
+
+
 Fault = tuple[type[nn.Module], dict[str, Callable[[torch.Tensor], torch.Tensor]], Callable[[Any], None] | None, str, str]
 
 # network, what is changed in its file, what in its code: the module that must be named, and a word of the reason
@@ -108,6 +141,34 @@ FAULTS: dict[str, Fault] = {
         "columns are in another",
     ),
     "a running variance": (Image, {"body__1__running_var": lambda value: value * 2}, None, "body.1", "running_var is 2 times"),
+    "a bias that is not added": (Text, {}, without_bias, "blocks.1.fc2", "bias is not added"),
+    "a norm that does nothing": (Text, {}, without_norm, "blocks.0.norm2", "gives back what it is given"),
+    "norms behind": (Text, {}, norms_behind, "blocks.1", "called in another order: norm1, attn, norm2, fc1, fc2; attn, norm1"),
+    "an activation of its own": (Image, {}, with_an_activation_of_its_own, "body.2", "another activation: ReLU, and QuickGELU"),
+    "one number": (Text, {"blocks__0__fc1__weight": one_number}, None, "blocks.0.fc1", "weight has 1 other numbers, of 512"),
+    "a half": (
+        Text,
+        {"blocks__0__fc1__weight": lambda value: value.bfloat16().float()},
+        None,
+        "blocks.0.fc1",
+        "is the old one, rounded to bfloat16",
+    ),
+    "one more": (Text, {"norm__weight": lambda value: value + 1}, None, "norm", "weight is the old one plus 1"),
+    "zeros": (Text, {"head__bias": torch.zeros_like}, None, "head", "bias is all zeros"),
+    "dimensions": (
+        Image,
+        {"body__0__weight": lambda value: value.transpose(0, 1)},
+        None,
+        "body.0",
+        "is transposed (dimensions 0 and 1)",
+    ),
+    "a kernel turned around": (
+        Image,
+        {"body__0__weight": lambda value: value.flip(3)},
+        None,
+        "body.0",
+        "is flipped along dimension 3",
+    ),
     "sign": (Text, {"head__bias": torch.neg}, None, "head", "bias is negated"),
 }
 
@@ -116,11 +177,15 @@ FAULTS: dict[str, Fault] = {
 def test_planted_faults(name: str, paths: dict[type[nn.Module], Path]) -> None:
     """The module that is named is the one in which the fault was planted, and the reason is the fault."""
     kind, edits, plant, where, reason = FAULTS[name]
-    model = kind()
-    if plant is not None:
-        plant(model)
+
+    def planted() -> nn.Module:
+        model = kind()
+        if plant is not None:
+            plant(model)
+        return model
+
     new = changed(paths[kind], **edits)
-    report = ckpt_tools.prove(paths[kind], new, model=(kind, model), inputs=IMAGE if kind is Image else TEXT)
+    report = ckpt_tools.prove(paths[kind], new, model=(kind, planted), inputs=IMAGE if kind is Image else TEXT)
     assert not report
     assert report.fault is not None
     assert (report.fault.where, any(reason in text for text in report.fault.reasons)) == (where, True), report.fault
@@ -270,3 +335,25 @@ def test_the_certificate(paths: dict[type[nn.Module], Path]) -> None:
     assert document["equal"]
     with pytest.raises(FileExistsError):
         ckpt_tools.prove(old, old, model=Image, inputs=IMAGE, certificate=place)
+
+
+class Shortcut(nn.Module):
+    """Two layers around which the input goes, or does not."""
+
+    def __init__(self, around: int) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2, self.around = nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), (around,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc2(self.fc1(x)) + self.around[0] * x)
+
+
+@pytest.mark.parametrize(("new", "word"), [(0, "not added"), (2, "added once more")])
+def test_a_shortcut(new: int, word: str, tmp_path: Path) -> None:
+    """Where the input of a module is not added to what it makes, the reason says so."""
+    torch.save(Shortcut(1).state_dict(), tmp_path / "s.pth")
+    models = (lambda: Shortcut(1), lambda: Shortcut(new))
+    fault = ckpt_tools.prove(tmp_path / "s.pth", tmp_path / "s.pth", model=models, inputs="3x8").fault
+    assert fault is not None
+    assert (fault.where, fault.after, fault.before) == ("", "fc2", "act")
+    assert fault.reasons[0] == f"the module's input is {word} in the new one (a shortcut)"

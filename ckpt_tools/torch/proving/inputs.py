@@ -1,9 +1,12 @@
-"""Seeded inputs of the shapes that the user gave."""
+"""Seeded inputs of the shapes that the user gave; and what a model draws itself, from a seed too."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+import random
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,3 +57,21 @@ def digest(sets: Sequence[Given]) -> str:
         for value in (*given.by_position, *given.by_name.values()):
             total.update(memory_of(value))
     return total.hexdigest()
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """torch, Python and numpy draw from this seed in here; afterwards they go on as if nothing had been."""
+    numpy = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if numpy:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            if numpy and of_numpy is not None:
+                numpy.random.set_state(of_numpy)

@@ -11,7 +11,7 @@ import torch
 from ckpt_tools.errors import TargetError, UsageError
 from ckpt_tools.fit.targets import read_target
 from ckpt_tools.torch import load_into
-from ckpt_tools.torch.proving.seeds import seeded
+from ckpt_tools.torch.proving.inputs import seeded
 
 
 class Wanted(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from ckpt_tools.fit.targets import read_target
 from ckpt_tools.matching import match
-from ckpt_tools.torch.proving.recording import CallPair, ModuleCall
+from ckpt_tools.torch.proving.recording import CallPair, ModuleCall, shown_calls
 
 
 def pair_tensors(old: torch.nn.Module, new: torch.nn.Module) -> dict[str, str]:
@@ -85,15 +85,6 @@ def _paths(call: ModuleCall) -> Iterator[str]:
     yield call.path
     for inner in call.calls:
         yield from _paths(inner)
-
-
-def shown_calls(call: ModuleCall, known: Mapping[str, str] | set[str]) -> Iterator[ModuleCall]:
-    """The calls inside a call that can have partners: of paired modules, and of leaves; others stand for what is inside."""
-    for inner in call.calls:
-        if inner.path in known or not inner.calls:
-            yield inner
-        else:
-            yield from shown_calls(inner, known)
 
 
 def pair_calls(old: ModuleCall, new: ModuleCall, pairs: Mapping[str, str]) -> list[CallPair]:

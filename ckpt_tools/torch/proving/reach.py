@@ -8,11 +8,10 @@ import torch
 
 from ckpt_tools.operations.proved import Unproved
 from ckpt_tools.torch.proving import outputs
-from ckpt_tools.torch.proving.inputs import Given
+from ckpt_tools.torch.proving.inputs import Given, seeded
 from ckpt_tools.torch.proving.outputs import Named
 from ckpt_tools.torch.proving.precision import Precision, computing_in
 from ckpt_tools.torch.proving.running import run_alone
-from ckpt_tools.torch.proving.seeds import seeded
 
 Tensors = Mapping[str, torch.Tensor]
 

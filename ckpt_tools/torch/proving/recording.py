@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -58,6 +59,15 @@ def numbers(tensor: torch.Tensor) -> Numbers:
         return Numbers(tuple(held.shape), flat, flat.new_zeros(4))
     taken = flat if count <= _MOST else flat[torch.linspace(0, count - 1, _MOST, dtype=torch.float64).long()]
     return Numbers(tuple(held.shape), taken.clone(), torch.stack([flat.sum(), (flat * flat).sum(), flat.min(), flat.max()]))
+
+
+def shown_calls(call: ModuleCall, known: Mapping[str, str] | set[str]) -> Iterator[ModuleCall]:
+    """The calls inside a call that can have partners: of paired modules, and of leaves; others stand for what is inside."""
+    for inner in call.calls:
+        if inner.path in known or not inner.calls:
+            yield inner
+        else:
+            yield from shown_calls(inner, known)
 
 
 class Recorder:

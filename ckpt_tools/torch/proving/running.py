@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_tools.torch.proving import outputs
-from ckpt_tools.torch.proving.inputs import Given
+from ckpt_tools.torch.proving.inputs import Given, seeded
 from ckpt_tools.torch.proving.outputs import Named
 from ckpt_tools.torch.proving.precision import Precision, computing_in
 from ckpt_tools.torch.proving.recording import ModuleCall, Recorder
-from ckpt_tools.torch.proving.seeds import seeded
 
 
 class Done(NamedTuple):
