@@ -16,7 +16,7 @@ from ckpt_tools.text import did_you_mean
 from ckpt_tools.tree.arguments import natural
 
 MOST = 1 << 20  # characters of a message that are read; the last ones, where the error stands
-_WORD = re.compile(r"[a-z_]{2,}|'[^']'|'\\\\x[0-9a-f]{2}'")  # a quoted character is an invalid load key
+_WORD = re.compile(r"[a-z_]{2,}|'[^']'|'\\{1,2}x[0-9a-f]{2}'")  # a quoted character is an invalid load key
 _PLACES = re.compile(r"^(?:Traceback \(.*|  File .*+(?:\n    .*+)*+)$", re.MULTILINE)  # of a traceback: where it was, not what
 _ASIDE, _LINK = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)"), re.compile(r"\[([^\]]*)\]\([^)]*\)")  # Markdown's
 # What the models of the pages happen to be called, and words of every sentence, say nothing about a message.
@@ -24,7 +24,7 @@ _NAMES = frozenset(
     ("conv", "fc", "weight", "bias", "net", "the", "of", "in", "to", "and", "is", "for", "from", "with", "or", "py",
      "no", "not", "all", "at", "on", "such", "has", "my", "this", "can", "it", "do", "what",
      "you", "are", "was", "were", "be", "been", "trying", "that", "when", "while", "does", "did", "have", "its", "how", "why",
-     "file", "load")
+     "file", "load", "pth", "pt")
 )  # fmt: skip
 _ENOUGH = 0.45  # of a page's words, by how rare they are
 _NEAR = 0.8  # of the best page's share, for the others that are named

@@ -67,10 +67,36 @@ MESSAGES = {
         "AttributeError: 'dict' object has no attribute 'to'",
         "KeyError: 'state_dict'",
     ],
-    "is-it-safe": ["is this file safe", "does it contain malicious code?"],
+    "is-it-safe": [
+        "FutureWarning: You are using `torch.load` with `weights_only=False` (the current default value)",
+        "is this file safe",
+        "does it contain malicious code?",
+    ],
     "latest-good": ["which checkpoint is the last good one"],
     "what-changed": ["what changed between two checkpoints", "compare two checkpoints"],
     "too-big": ["why is my checkpoint so large"],
+    "mixed-dtypes": [
+        "RuntimeError: mat1 and mat2 must have the same dtype, but got BFloat16 and Float",
+        "RuntimeError: Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+        "TypeError: Got unsupported ScalarType BFloat16",
+    ],
+    "meta-tensor": ["NotImplementedError: Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty()"],
+    "newer-torch": [
+        "TypeError: load() got an unexpected keyword argument 'weights_only'",
+        "RuntimeError: x.pth is a zip archive (did you mean to use torch.jit.load()?)",
+        "_pickle.UnpicklingError: invalid load key, 'P'.",
+    ],
+    "fsdp-checkpoint": [
+        'RuntimeError: Missing key(s) in state_dict: "_fsdp_wrapped_module._flat_param".',
+        "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([0, 1])",
+    ],
+    "gguf-file": ["llama_model_load: error loading model: missing tensor 'token_embd.weight'"],
+    "mp-rank-00": ["AssertionError: Client provided checkpoint load path: ./x does not exist ... exiting"],
+    "lightning": ["FileNotFoundError: [Errno 2] No such file or directory: '/runs/7/last.ckpt'"],
+    "quantised-weights": ["ValueError: Unknown quantization type, got awq - supported types are: ['gptq']"],
+    "strict-false": ["why does the model give random predictions after loading"],
+    "shared-memory": ["RuntimeError: The weights trying to be saved contained shared tensors [{'lm_head.weight'}]"],
+    "model-tar-gz": ["_pickle.UnpicklingError: invalid load key, '\\x1f'."],
     "safetensors-header": ["safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer"],
 }
 
@@ -134,6 +160,9 @@ def test_words_of_every_sentence_find_no_page() -> None:
     for words in (
         "no such thing at all",
         "why does my file not load",
+        "IndexError: list index out of range",
+        "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
+        "what is in this pth file",
         "permission denied",
     ):
         with pytest.raises(NothingMatchedError):
@@ -147,7 +176,7 @@ def test_a_code_leads_to_the_command() -> None:
 
 def test_words_of_a_message_are_quoted_as_they_were_given() -> None:
     """A Python name in a message that no page is about is not shown as an option of the command."""
-    run = CliRunner().invoke(main, ["explain", "Should have a `model_type` key in its zorgblatt"])
+    run = CliRunner().invoke(main, ["explain", "the `zorg_blatt` of its frobnicator"])
     assert run.exit_code == 3
-    assert "model_type" in run.output
-    assert "--model-type" not in run.output
+    assert "zorg_blatt" in run.output
+    assert "--zorg-blatt" not in run.output
