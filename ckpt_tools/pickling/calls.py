@@ -20,7 +20,7 @@ from ckpt_tools.pickling.callables import QUIET
 from ckpt_tools.pickling.ratings import Rating
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
 from ckpt_tools.pickling.reader import OPCODES, Machine
-from ckpt_tools.pickling.state import Stop
+from ckpt_tools.pickling.state import Maker, Stop
 from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
@@ -41,8 +41,22 @@ _COST_OF_RATING = 8  # in containers: arguments are examined
 _LONG = 64  # parts of a tuple that are looked at for nothing
 _COST_OF_LOOKING = 64  # where one of them had a state set, which is examined too
 _WINDOW = limits.SMALL_FILE  # of a part that is no longer: a pickle of it is read once
+
+
+def _leniently(maker: Maker) -> Maker:
+    """What a call makes; nothing known of it where our own machine refuses it and Python may go on."""
+
+    def make(args: tuple[Node, ...]) -> Node:
+        try:
+            return maker(args)
+        except CkptError:
+            return None
+
+    return make
+
+
 _MAKERS = {
-    name: MAKERS[name]
+    name: _leniently(MAKERS[name])
     for name in (Global("collections", "OrderedDict"), Global("_codecs", "encode"), Global("builtins", "bytes"))
 }
 _STARTS = frozenset((b"\x80", b"c", b"(", b"]", b"}"))  # of pickles that make a call

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ckpt_tools import limits
-from ckpt_tools.errors import PickleError
+from ckpt_tools.errors import PickleError, TensorError
 from ckpt_tools.tree.nodes import (
     PLAIN,
     Append,
@@ -20,6 +20,12 @@ from ckpt_tools.tree.nodes import (
 )
 from ckpt_tools.tree.visit import is_short_row
 
+_WITH_STATE = (
+    "torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2",
+)  # fmt: skip
+_STATE = 3  # the last of their arguments
+_MAKES_ANOTHER = frozenset(("data", "requires_grad", "real", "imag", "__class__", "_grad_fn"))
+_VALUES = ("torch.Size", "torch.device", "torch.serialization._get_layout", "builtins.complex", "_codecs.encode")
 UNHASHABLE = ("builtins.bytearray", "builtins.set", "collections.OrderedDict", "collections.Counter", "collections.defaultdict")
 
 
@@ -64,11 +70,14 @@ def _validate_one(node: Node, keys: _Keys) -> Sequence[Node]:
     if type(node) is tuple:
         return node
     if type(node) is Entry and node.extras is not None:
+        keys.check_state(node.extras.state)
         return [node.extras.hooks, node.extras.metadata, node.extras.state]
     return _validate_object(node, keys) if type(node) is Object else []
 
 
 def _validate_object(node: Object, keys: _Keys) -> list[Node]:
+    if node.name in _WITH_STATE and type(node.args) is tuple and len(node.args) == _STATE + 1:
+        keys.check_state(node.args[_STATE])
     below = [node.function, node.args, node.kwargs]
     for step in node.steps:
         if type(step) is SetItems:
@@ -97,9 +106,22 @@ class _Keys:
         self.numbers: dict[tuple[Hashable, ...], int] = {}  # the parts of a tuple -> a number that stands for it
         self.tuples: dict[int, _Tuple] = {}  # by id
         self.parts = 0  # of all keys so far
+        self.states: dict[int, Node] = {}  # by id
+
+    def check_state(self, state: Node) -> None:
+        """Refuse what sets more of a tensor than attributes that torch has none of (`torch._utils._set_obj_state`)."""
+        for part in state if type(state) is tuple and len(state) == 2 else (state,):
+            if id(part) in self.states:
+                continue
+            self.states[id(part)] = part
+            for name in _keys_of(part):
+                if type(name) is str and name in _MAKES_ANOTHER:
+                    raise TensorError(f"The state of a tensor sets its {name!r}, which makes another tensor of it.")
 
     def merge(self, pairs: list[Pair]) -> list[Pair]:
         """The pairs with each key once, at its first place with its last value."""
+        if len(pairs) == 1 and type(pairs[0][0]) is Object and pairs[0][0].name in _VALUES:
+            return pairs  # nothing that it could be equal to
         only_text = all(type(key) is str for key, _ in pairs)
         identities = [key if only_text else self.identity(key) for key, _ in pairs]
         if len(set(identities)) == len(pairs):
@@ -133,7 +155,26 @@ class _Keys:
             return int(key) if key.bit_length() < _SHORT else _long(int(key))
         if type(key) is Object:
             self._spend(_elements(key))
+            if key.name in _VALUES:
+                return self._value(key)
         return ("id", id(key)) if type(key) in (Object, Entry) else key
+
+    def _value(self, key: Object) -> Hashable:
+        """The stand-in of what a call makes, where Python compares that by value.
+
+        Raises:
+            PickleError: what it makes is not known, and may be equal to another key.
+        """
+        args = _spread(key.args) if type(key.args) is tuple else ()
+        if key.call == "reduce" and not key.steps:
+            if key.name == "torch.Size":
+                return self.identity(args[0] if len(args) == 1 and type(args[0]) is tuple else args)
+            if key.name in ("torch.device", "torch.serialization._get_layout") and len(args) == 1 and type(args[0]) is str:
+                return key.name, args[0]
+            if key.name == "builtins.complex" and len(args) == 2 and all(type(arg) is float for arg in args):
+                real, imaginary = cast("tuple[float, float]", args)
+                return ("c", (real + 0.0).hex(), imaginary.hex()) if imaginary else self.identity(real)
+        raise PickleError(f"The pickle uses a {key.name} as a dict key, which may be equal to another one.")
 
     def _part(self, key: Node) -> Hashable:
         """The stand-in of a part of a tuple: never a number, since Python's hash of several lets a file choose collisions."""
@@ -181,6 +222,23 @@ class _Tuple(NamedTuple):
     stand_in: Hashable
     depth: int
     parts: int
+
+
+def _spread(args: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The arguments; of one list its items."""
+    only = args[0] if len(args) == 1 else None
+    return tuple(only.items) if type(only) is List else args
+
+
+def _keys_of(made: Node) -> list[Node]:
+    """The keys of a dict, or those that a Counter has been given."""
+    if type(made) is Dict:
+        return [key for key, _ in made.items]
+    if type(made) is not Object:
+        return []
+    given = [pair[0] for step in made.steps if type(step) is SetItems for pair in step.pairs]
+    args = made.args if type(made.args) is tuple else ()
+    return given + [key for arg in args if type(arg) is Dict for key, _ in arg.items]
 
 
 def _elements(key: Object) -> int:

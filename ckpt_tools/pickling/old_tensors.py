@@ -36,7 +36,11 @@ TENSOR_CLASSES: dict[Global, DType] = {
     for storage, dtype in BY_STORAGE.items()
     if dtype.family in ("float", "int", "bool")
 }
-_CLASSES = frozenset((*TENSOR_CLASSES, _PARAMETER, VARIABLE))
+_OF_VALUES = frozenset((
+    Global("torch", "Tensor"),
+    *(Global(f"{name.module}.sparse", name.name) for name in TENSOR_CLASSES),
+))  # fmt: skip
+_CLASSES = frozenset((*TENSOR_CLASSES, *_OF_VALUES, _PARAMETER, VARIABLE))
 
 
 def modernise(root: Node, names: Iterable[Global]) -> Node:
@@ -60,13 +64,20 @@ def _is_old(node: Object) -> bool:
 def _modern(node: Node) -> Node:
     if type(node) is not Object or node.call == "none" or not _is_old(node):
         return node
+    if node.function in _OF_VALUES:
+        raise _of_values(node)
     return _tensor(node, TENSOR_CLASSES[node.function]) if node.function in TENSOR_CLASSES else _variable(node)
+
+
+def _of_values(node: Object) -> TensorError:
+    why = "torch makes a tensor of sizes, or of values in the pickle, that no storage holds."
+    return TensorError(f"The pickle makes a {node.name} without a storage.", why=why)
 
 
 def _tensor(node: Object, dtype: DType) -> Node:
     state = _state(node)
     if node.args or len(state) != 4 or type(state[0]) is not Storage:
-        return node
+        raise _of_values(node)
     if state[0].dtype is not dtype:
         raise TensorError(f"A {node.name} is built on a storage of another type.")
     return rebuild_tensor(state)

@@ -199,6 +199,7 @@ def _parameter(data: Node, requires_grad: Node, extras: Extras | None) -> Node:
     return replace(data, requires_grad=requires_grad, kind="parameter", extras=extras)
 
 
+_PARAMETER = Global("torch.nn.parameter", "Parameter")
 _DENSE_REBUILDS: dict[str, Maker] = {
     "_rebuild_tensor_v2": _rebuild_tensor_v2,
     "_rebuild_tensor_v3": _rebuild_tensor_v3,
@@ -215,21 +216,22 @@ def _rebuild_from_type_v2(args: tuple[Node, ...]) -> Node:
     if rebuild is None:
         return None
     entry = rebuild(inner)
-    if type(entry) is not Entry or entry.extras is not None:
+    if type(entry) is not Entry or entry.extras is not None or python_type == _PARAMETER:
         return None
     return replace(entry, extras=Extras(python_type=python_type, state=state))
 
 
 def _ordered_dict(args: tuple[Node, ...]) -> Node:
-    """`OrderedDict()`, or Python 2's `OrderedDict([[key, value], ...])`."""
+    """`OrderedDict()`, Python 2's `OrderedDict([[key, value], ...])`, or one made of another dict."""
     if not args:
         return Dict(ordered=True)
     if len(args) > 1:
         raise PickleError("An OrderedDict is made from more than one argument, which Python refuses.")
-    pairs = args[0].items if len(args) == 1 and type(args[0]) is List else None
-    if pairs is None:
-        return None
-    return Dict([_pair(node) for node in pairs], ordered=True)
+    given = args[0]
+    if type(given) is Dict:
+        return Dict([*given.items], ordered=True)
+    rows = given.items if type(given) is List else given if type(given) is tuple else [given]
+    return Dict([_pair(node) for node in rows], ordered=True)
 
 
 def _pair(node: Node) -> Pair:
@@ -298,6 +300,8 @@ def unusual_tensor(node: Node) -> UnusualTensor | None:
     """What kind of tensor an Object rebuilds; None when it is not one."""
     if type(node) is not Object or node.name not in _REBUILDS or node.call != "reduce":
         return None
+    if node.steps:
+        raise TensorError(f"What {node.name} makes is given other contents afterwards.")
     try:
         return _checked(_describe(node))
     except (IndexError, TypeError, ValueError, AttributeError, TensorError):

@@ -17,6 +17,7 @@ from ckpt_tools.errors import (
     TensorError,
     ZipError,
 )
+from fuzz import oracle
 from tests.hostile import pickles as p
 from tests.hostile.refusals import expect_convert_refused, expect_refused, write
 from tests.hostile.zips import (
@@ -267,3 +268,125 @@ def test_69_deflated_record_of_another_size(tmp_path: Path) -> None:
     rows = torch_records(p.pickle(p.dict_of(w=p.tensor())), {})
     rows.insert(1, Rec(b"archive/data/0", b"\x03\x00", method=8, size=0, crc=0))
     expect_refused(write(tmp_path, build(rows)), TensorError, "should have 24 bytes; its record has 0")
+
+
+# --- what torch makes of a pickle by other ways than from a storage
+
+
+def listed(body: bytes, folder: Path) -> list[oracle.Row]:
+    """What `inspect` lists of a pickle, which is what torch loads."""
+    path = write(folder, torch_zip(p.pickle(body), FLOATS))
+    rows, theirs = ckpt_tools.inspect(path).tensors, oracle.torch_rows(path)
+    assert not isinstance(theirs, str), theirs
+    assert oracle.difference(rows, theirs) is None
+    return rows
+
+
+ORDERED = p.glob("collections", "OrderedDict")
+NUMBERS = p.list_of(b"G\x3f\xf0" + bytes(6), b"K\x02")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        p.call("collections", "OrderedDict", p.dict_of(a=p.tensor())),
+        p.call("collections", "OrderedDict", p.tuple_of(p.tuple_of(p.text("a"), p.tensor()))),
+        ORDERED + p.EMPTY_TUPLE + b"\x81" + p.text("a") + p.tensor() + p.SETITEM,
+        ORDERED + p.tuple_of(p.dict_of(b=p.tensor())) + b"\x81" + p.text("a") + p.tensor() + p.SETITEM,
+    ],
+    ids=["of a dict", "of a tuple", "new", "new, of a dict"],
+)  # fmt: skip
+def test_ordered_dicts_made_of_something(body: bytes, tmp_path: Path) -> None:
+    """`OrderedDict({...})` hid its tensors; one made by `__new__` was no state dict."""
+    assert [row["name"] for row in listed(body, tmp_path)] == ["a"]
+
+
+def test_a_copy_of_a_dict_is_made_at_once(tmp_path: Path) -> None:
+    """What the dict is given later is not in the OrderedDict that was made of it."""
+    first, second = p.text("a") + p.tensor() + p.SETITEM, p.text("b") + p.tensor() + p.SETITEM
+    body = p.tuple_of(p.EMPTY_DICT + p.put(0) + first, ORDERED + p.get(0) + p.TUPLE1 + p.REDUCE, p.get(0) + second)
+    assert [row["where"] for row in listed(body, tmp_path)] == [[0, "a"], [0, "b"], [1, "a"], [2, "a"], [2, "b"]]
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        p.call("torch", "Tensor", NUMBERS), p.call("torch", "FloatTensor", NUMBERS), p.call("torch", "LongTensor"),
+        p.glob("torch", "Tensor") + p.sizes(2, 3) + b"\x81", p.call("torch.sparse", "FloatTensor", p.sizes(2)),
+    ],
+)  # fmt: skip
+def test_tensors_of_values_in_the_pickle(opcodes: bytes, tmp_path: Path) -> None:
+    """torch makes a tensor that we would not list: refused."""
+    body = p.pickle(p.dict_of(a=p.tensor(), b=opcodes))
+    expect_refused(write(tmp_path, torch_zip(body, FLOATS)), TensorError, "without a storage")
+
+
+OTHER = p.tensor(p.sizes(3), p.sizes(1))
+V2_CALL = p.glob("torch._utils", "_rebuild_tensor_v2") + p.glob("torch", "Tensor")
+META = p.call("torch._utils", "_rebuild_meta_tensor_no_storage", p.glob("torch", "float32"), p.sizes(1), p.sizes(1), p.FALSE)
+INNER = p.tuple_of(p.storage(), b"K\x00", p.sizes(2, 3), p.sizes(3, 1), p.FALSE, p.ORDERED_DICT)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        p.dict_of(data=OTHER), p.tuple_of(p.NONE, p.dict_of(data=OTHER)), p.dict_of(requires_grad=p.FALSE),
+        p.call("collections", "Counter") + p.text("data") + OTHER + p.SETITEM,
+        p.call("collections", "Counter", p.dict_of(data=OTHER)), p.dict_of(__class__=p.glob("torch", "Tensor")),
+    ],
+)  # fmt: skip
+def test_a_state_that_makes_another_tensor(state: bytes, tmp_path: Path) -> None:
+    """torch sets each item of the state as an attribute, `data` too, and we showed the tensor as it was before."""
+    for opcodes in (
+        p.call("torch._utils", "_rebuild_parameter_with_state", p.tensor(), p.TRUE, p.ORDERED_DICT, state),
+        p.glob("torch._tensor", "_rebuild_from_type_v2") + p.MARK + V2_CALL + INNER + state + p.TUPLE + p.REDUCE,
+        p.call(
+            "torch._utils", "_rebuild_parameter_with_state",
+            META, p.TRUE, p.ORDERED_DICT, state,
+        ),
+    ):  # fmt: skip
+        expect_refused(write(tmp_path, one(opcodes)), TensorError, "which makes another tensor of it")
+
+
+def test_a_state_with_other_attributes_is_kept(tmp_path: Path) -> None:
+    """What torch's tensors have no use for stays an attribute."""
+    opcodes = p.call(
+        "torch._utils", "_rebuild_parameter_with_state", p.tensor(), p.TRUE, p.ORDERED_DICT, p.dict_of(partition_dim=b"K\x01")
+    )
+    rows = listed(p.dict_of(**{"a.w": opcodes}), tmp_path)
+    assert (rows[0]["kind"], rows[0]["requires_grad"]) == ("parameter", True)
+
+
+def test_an_unusual_tensor_that_is_set_anew(tmp_path: Path) -> None:
+    """torch's BUILD gives any tensor another storage and size."""
+    made = p.call(
+        "torch._utils", "_rebuild_device_tensor_from_cpu_tensor", p.tensor(), p.glob("torch", "float32"), p.text("cpu"), p.TRUE
+    )
+    body = made + p.tuple_of(p.storage(), b"K\x01", p.sizes(2), p.sizes(1)) + p.BUILD
+    expect_refused(write(tmp_path, one(body)), TensorError, "other contents afterwards")
+
+
+COMPLEX = p.call("builtins", "complex", b"G\x3f\xf0" + bytes(6), b"G" + bytes(8))
+DEVICE = p.call("torch", "device", p.text("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("one_key", "other"),
+    [
+        (p.call("torch", "Size", p.list_of(b"K\x01")), p.tuple_of(b"K\x01")), (COMPLEX, b"K\x01"), (DEVICE, DEVICE),
+        (p.call("torch", "Size", p.sizes(1)), p.call("torch", "Size", p.list_of(p.TRUE))),
+    ],
+)  # fmt: skip
+def test_keys_that_calls_make_equal(one_key: bytes, other: bytes, tmp_path: Path) -> None:
+    """`torch.Size([1])` is `(1,)` and `complex(1, 0)` is 1 to Python: the later value wins, and we listed both."""
+    rows = listed(p.EMPTY_DICT + p.pairs([(one_key, p.tensor()), (other, OTHER)]), tmp_path)
+    assert [row["shape"] for row in rows] == [[3]]
+
+
+def test_keys_that_may_be_equal(tmp_path: Path) -> None:
+    """What a call makes that is not known is refused beside other keys."""
+    key = p.call("_codecs", "encode", p.text("a"), p.text("utf-8"))
+    body = p.pickle(
+        p.EMPTY_DICT + p.pairs([(key, p.tensor()), (p.call("_codecs", "encode", p.text("a"), p.text("ascii")), OTHER)])
+    )
+    expect_refused(write(tmp_path, torch_zip(body, FLOATS)), PickleError, "may be equal to another one")

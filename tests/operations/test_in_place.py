@@ -535,6 +535,17 @@ def test_a_half_edited_file_with_other_bytes(pth: Path, writer: Callable[[Path],
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_journal_of_bytes_that_nobody_has(pth: Path) -> None:
+    """Found by the fuzzer: a forged journal made a small file gigabytes of zeros; what an edit cuts off is in its journal."""
+    interrupted(pth)
+    record = rollback.unpack(marks.journal_path(pth).read_bytes())
+    assert record is not None
+    marks.journal_path(pth).write_bytes(replace(record, size=1 << 40).pack())
+    with pytest.raises(DamagedFileError, match="is half edited"):
+        ckpt_tools.inspect(pth)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_journal_that_was_never_whole(pth: Path) -> None:
     """Killed while it wrote the journal: the file is untouched; readers leave the rest, the next edit removes it."""
     old = interrupted(pth)

@@ -93,8 +93,10 @@ class Record:
         """Whether an edit could have written this: a checksum is easily made right."""
         end = max(self.size, self.new_size)
         inside = all(row.offset + row.length <= end < 1 << 62 for row in self.regions)
+        held = max((row.offset + len(row.old) for row in self.regions), default=0)  # what is cut off is in the journal
         return (
             inside
+            and self.size <= max(self.new_size, held)
             and self.mark.startswith(MARK)
             and [(row.offset, len(row.old), len(row.new)) for row in self.regions[:1]] == [(0, MARKED, MARKED)]
         )

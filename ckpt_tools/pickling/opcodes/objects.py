@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.pickling.state import Opcodes, State
+from ckpt_tools.pickling.state import ORDERED_DICT, Opcodes, State
 from ckpt_tools.pickling.weights_only import BUILT
 from ckpt_tools.tree.nodes import Build, Call, Dict, Entry, Global, List, Node, Object
 
@@ -47,8 +47,13 @@ def _newobj_ex(machine: State) -> None:
 def _new(machine: State, call: Call, args: Node, kwargs: Dict | None) -> None:
     if type(args) is not tuple:
         raise machine.error("makes an object with arguments that are not a tuple")
+    _push(machine, call, machine.stack.pop(), args, kwargs)
+
+
+def _push(machine: State, call: Call, cls: Node, args: tuple[Node, ...], kwargs: Dict | None = None) -> None:
+    """An instance made by `cls.__new__`, which makes an OrderedDict empty whatever it is given."""
     machine.spend()
-    machine.stack.append(Object(call, machine.stack.pop(), args, kwargs))
+    machine.stack.append(Dict(ordered=True) if cls == ORDERED_DICT else Object(call, cls, args, kwargs))
 
 
 @opcode(b"i", unusual="INST")
@@ -69,8 +74,7 @@ def _instantiate(machine: State, cls: Node, args: list[Node]) -> None:
     if args:
         machine.make(cls, tuple(args))
     else:
-        machine.spend()
-        machine.stack.append(Object("new", cls, ()))
+        _push(machine, "new", cls, ())
 
 
 @opcode(b"b")
