@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,6 +15,7 @@ import click
 
 from ckpt_tools.cli.shell.waiting import waiting
 from ckpt_tools.errors import CkptError, NotACheckpointError
+from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _PROGRESS_AFTER = 1.0  # seconds
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Expanded:
     """What the paths of a command stand for: the checkpoints, and by folder the files in it that are not."""
 

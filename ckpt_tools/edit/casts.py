@@ -10,6 +10,7 @@ from ckpt_tools.edit.devices import map_storages
 from ckpt_tools.errors import ConvertError, NothingMatchedError, TensorError
 from ckpt_tools.formats.open import find_optimizers, find_state_dicts, find_tensors, names_quantised
 from ckpt_tools.formats.zip.directory import RecordRange
+from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import (
     Checksum,
     Computed,
@@ -146,7 +147,7 @@ def _parts(root: Node) -> set[int]:
     return {id(part.entry.storage) for tensor in tensors for part in tensor.parts if part.entry.dtype.family == "float"}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Choice:
     """What is cast to `target`: what a glob of `only` matches; without such globs everything, but for `spared` storages."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ckpt_tools.errors import NothingMatchedError
+from ckpt_tools.frozen import frozen
 from ckpt_tools.text import did_you_mean, some
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MetadataEdit:
     """Texts to be set by key, and keys to be dropped."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import ContainerLimitError
+from ckpt_tools.frozen import frozen
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.weights_only import ALLOWED
@@ -71,7 +72,7 @@ def repeated(pairs: Iterable[tuple[str, object]]) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Warned:
     """Something odd in a file that does not keep it from being read.
 
@@ -98,7 +99,7 @@ def trailing(count: int, what: str, code: str = "trailing-bytes") -> list[Warned
     return [Warned(code, f"{count} bytes after {what}", "nothing; they are not kept")] if count else []
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Packed:
     """What a checkpoint lies in.
 

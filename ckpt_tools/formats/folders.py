@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +19,7 @@ from ckpt_tools.formats.parts.grouping import (
     shard_groups,
 )
 from ckpt_tools.formats.parts.zero.names import checkpoint_folder, zero_files
+from ckpt_tools.frozen import frozen
 
 INDEX_SUFFIX = ".index.json"
 _OTHER_LIBRARIES = (".h5.index.json", ".msgpack.index.json")  # TensorFlow's and Flax's, often beside torch's
@@ -34,7 +34,7 @@ _CONFIG = "config.json"
 _ONE_FILE = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Layout:
     """A folder that is one checkpoint: its container, and the files that say what is in it."""
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from ckpt_tools import limits
 from ckpt_tools.errors import ChecksumError, TensorError, ZipError
 from ckpt_tools.formats.base import CUT_ARCHIVE, Decoded, Warned, trailing, validate_tree
 from ckpt_tools.formats.zip.directory import Directory, Record, RecordRange
+from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content, Deflated, read
 from ckpt_tools.io.crc import crc32
 from ckpt_tools.io.output import Source
@@ -112,7 +112,7 @@ def by_name(directory: Directory, member: str = "") -> dict[str, Record]:
     return {record.name.removeprefix(member): record for record in directory.records}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Locator:
     """Finds the record of a storage in a folder of an archive."""
 

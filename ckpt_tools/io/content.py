@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from ckpt_tools.errors import ChecksumError, ZipError
+from ckpt_tools.frozen import frozen
 from ckpt_tools.io.crc import crc32
 from ckpt_tools.io.output import Source
 
@@ -36,7 +36,7 @@ class Checksum:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Literal:
     """Bytes at hand."""
 
@@ -47,16 +47,16 @@ class Literal:
         return len(self.data)
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@frozen
 class Range:
     """A range of a source file, as it is."""
 
-    source: Final[Source]
-    offset: Final[int]
-    length: Final[int]
+    source: Source
+    offset: int
+    length: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Deflated:
     """A deflated range of a source file, to be inflated to exactly `length` bytes."""
 
@@ -67,7 +67,7 @@ class Deflated:
     crc: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Computed:
     """Bytes that are worked out in chunks while writing: a cast, a gather, a byte swap; `of` is what they are made of.
 
@@ -80,7 +80,7 @@ class Computed:
     part: Callable[[int, int], Content] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Joined:
     """Contents one behind the other, each moved as it would be alone: a tensor whose rows lie in several files."""
 
@@ -91,7 +91,7 @@ class Joined:
         return sum(part.length for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Late:
     """Bytes that are known only after the pieces before: a directory that holds their checksums."""
 
@@ -102,7 +102,7 @@ class Late:
 Content: TypeAlias = Literal | Range | Deflated | Computed | Joined
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Piece:
     """A content, with the checksum that its bytes are counted into, if any."""
 

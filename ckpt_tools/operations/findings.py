@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -12,6 +11,7 @@ from ckpt_tools.edit.objects.known import is_known
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.parts.named import Partition, without_advice
+from ckpt_tools.frozen import frozen
 from ckpt_tools.operations.loaders import Loads
 from ckpt_tools.operations.safety import Safety
 from ckpt_tools.text import dotted, listed, printable
@@ -25,7 +25,7 @@ _STRIP_MODULE, _UNWRAP = "--strip-module", "--unwrap"
 _TO_CPU, _COMPACT, _PLAIN = "--map-location cpu", "--compact", "--objects plain"
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Facts:
     """What findings are told from.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, fields
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -23,6 +23,7 @@ from ckpt_tools.formats.open import (
     open_checkpoint,
 )
 from ckpt_tools.formats.parts.named import Partition, names_parts, partition
+from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.operations.findings import Facts, findings
 from ckpt_tools.operations.loaders import how_it_loads
@@ -57,7 +58,7 @@ _SHOWN_ITEMS = 32
 _ROW = frozenset((type(None), bool, int, float, str))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Description:
     """What a checkpoint holds. The fields are the contract of `ckpt inspect --json`; docs/json.md says what is in each row.
 
@@ -101,7 +102,7 @@ class Description:
 
     def to_json(self) -> dict[str, Any]:
         """The description as plain data."""
-        return {name: getattr(self, name) for name in self.__slots__} | {
+        return {row.name: getattr(self, row.name) for row in fields(self)} | {
             "safety": self.safety.to_json(), "findings": [asdict(row) for row in self.findings]
         }  # fmt: skip
 

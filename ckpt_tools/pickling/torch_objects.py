@@ -6,10 +6,11 @@ Source: torch/_utils.py and torch/_tensor.py, the functions of the same names.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from ckpt_tools.errors import PickleError, TensorError, ZipError
+from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.pickling.state import ORDERED_DICT, Maker
 from ckpt_tools.text import some
@@ -279,7 +280,7 @@ MAKERS: dict[Global, Maker] = {
 # --- tensors that are no plain view on a storage
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class UnusualTensor:
     """A sparse, quantised, nested or meta tensor: kept as an Object, listed with what its arguments tell.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckpt_tools.frozen import frozen
 from ckpt_tools.render.inspected.groups import Rows, grouped, lines_of
 from ckpt_tools.render.inspected.lines import Line, by_depth, line_of
 from ckpt_tools.render.inspected.optimizers import Where, optimizer_text
@@ -41,7 +41,7 @@ _SHOWN_REST = 12
 _SHAPE_WIDTH = 24
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class View:
     """How `inspect` shows the tensors: all rows or the first ones, as a tree or flat, to which depth, which, in which order."""
 

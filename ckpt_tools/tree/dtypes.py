@@ -6,13 +6,14 @@ Sources: `torch.storage._dtype_to_storage_type_map`, `torch.storage._new_dtypes`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from ckpt_tools.frozen import unique
 
 Family = Literal["float", "int", "bool", "complex", "quantized", "bits"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@unique
 class DType:
     """One element type.
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 from ckpt_tools.errors import TensorError
+from ckpt_tools.frozen import frozen, unique
 from ckpt_tools.tree.dtypes import DType
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ Pair: TypeAlias = "tuple[Node, Node]"
 
 
 @final
-@dataclass(slots=True, eq=False)
+@unique
 class Storage:
     """One run of bytes that entries view. Entries that are the same elements of it are tied.
 
@@ -35,15 +36,15 @@ class Storage:
         content: where the bytes are.
     """
 
-    key: Final[str]
-    dtype: Final[DType | None]
-    nbytes: Final[int]
-    device: Final[str | None]
-    content: Final[Content]
+    key: str
+    dtype: DType | None
+    nbytes: int
+    device: str | None
+    content: Content
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@unique
 class Extras:
     """What a few tensors carry beyond their data.
 
@@ -61,18 +62,18 @@ class Extras:
 
 
 @final
-@dataclass(slots=True, eq=False)
+@unique
 class Entry:
     """One tensor: a view on a storage. Stride and offset count elements, as in torch."""
 
-    storage: Final[Storage]
-    dtype: Final[DType]
-    shape: Final[tuple[int, ...]]
-    stride: Final[tuple[int, ...]]
-    offset: Final[int]
-    requires_grad: Final[bool] = False
-    kind: Final[Literal["tensor", "parameter"]] = "tensor"
-    extras: Final[Extras | None] = None
+    storage: Storage
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool = False
+    kind: Literal["tensor", "parameter"] = "tensor"
+    extras: Extras | None = None
 
     @property
     def numel(self) -> int:
@@ -100,7 +101,7 @@ class Entry:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@frozen
 class Global:
     """A class or function that the file names: module and name; never imported. Python 2 module names are already mapped."""
 
@@ -112,7 +113,7 @@ class Global:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@frozen
 class ByteString:
     """A Python 2 byte string whose bytes are not UTF-8 text."""
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from ckpt_tools import limits
+from ckpt_tools.frozen import frozen
 from ckpt_tools.tree.names import strip_leading
 
 # What people call the attribute.
@@ -19,7 +19,7 @@ HOLDERS = frozenset((
 ))  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prefix:
     """What names have in front of others.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, ZipError
@@ -28,6 +27,7 @@ from ckpt_tools.formats.zip.headers import (
     CentralEntry,
     zip64_fields,
 )
+from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Range
 from ckpt_tools.io.output import Source
 from ckpt_tools.tree.findings import mending
@@ -70,14 +70,14 @@ class Record:
         return gap if gap >= ALIGNMENT else 0
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@frozen
 class RecordRange(Range):
     """The bytes of a stored record, which may be copied together with the zip header before them."""
 
-    record: Final[Record]
+    record: Record
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Directory:
     """The records in file order, where the central directory starts, and how many bytes come after the end record."""
 

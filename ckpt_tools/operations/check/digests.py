@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ckpt_tools import limits
 from ckpt_tools.errors import DigestError
+from ckpt_tools.frozen import frozen
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.tree.names import unwrap
 from ckpt_tools.tree.nodes import Entry, Where
@@ -26,7 +27,7 @@ from ckpt_tools.tree.nodes import Entry, Where
 HEAD = '# ckpt digest 1: SHA-256 of "DTYPE [SHAPE]\\n" and the elements row-major, little-endian'
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Digest:
     """The digest of one tensor: `where` it is, its dtype and shape, and `sha256`, sixty-four hexadecimal digits."""
 

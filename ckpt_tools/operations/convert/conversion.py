@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import PartError
@@ -16,6 +15,7 @@ from ckpt_tools.formats.open import (
 )
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.formats.zip import torch_layout
+from ckpt_tools.frozen import unique
 from ckpt_tools.io.cloning import Clone
 from ckpt_tools.io.content import Piece, total
 from ckpt_tools.io.output import Output, check_space
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # what only some conversions need is imported by those
     from ckpt_tools.operations.convert.options import ConvertOptions
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@unique
 class Planned:
     """A file that is decided upon: nothing is left but to move the bytes.
 

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from ckpt_tools.formats.open import (
     find_state_dicts,
     tensors_outside,
 )
+from ckpt_tools.frozen import unique
 from ckpt_tools.io.sources import Files
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # what only some conversions need is imported by those
     from ckpt_tools.fit.retarget import Retargeting
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@unique
 class Edited:
     """A tree as it is to be written.
 

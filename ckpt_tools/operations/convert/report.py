@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.frozen import frozen
 from ckpt_tools.text import brief, notebook
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from ckpt_tools.fit.retarget import FittedTo
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RenamedNames:
     """What happened to the names of one state dict: `where` it is, how many `tensors` it has, how many were `renamed`.
 
@@ -25,7 +26,7 @@ class RenamedNames:
     examples: list[tuple[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ObjectFate:
     """What became of one object: `where` it is, the `name` of its class or function, and what it `became`."""
 
@@ -34,7 +35,7 @@ class ObjectFate:
     became: str
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Note:
     """Something the user should know: `code` is stable, `text` a sentence."""
 
