@@ -78,6 +78,8 @@ def _validate_one(node: Node, keys: _Keys) -> Sequence[Node]:
 def _validate_object(node: Object, keys: _Keys) -> list[Node]:
     if node.name in _WITH_STATE and type(node.args) is tuple and len(node.args) == _STATE + 1:
         keys.check_state(node.args[_STATE])
+    if node.name == "collections.Counter":
+        _check_counter(node)
     below = [node.function, node.args, node.kwargs]
     for step in node.steps:
         if type(step) is SetItems:
@@ -222,6 +224,13 @@ class _Tuple(NamedTuple):
     stand_in: Hashable
     depth: int
     parts: int
+
+
+def _check_counter(node: Object) -> None:
+    """Refuse a Counter that is made of a dict of more than plain values: those would be what it holds, and no arguments."""
+    given = node.args[0] if type(node.args) is tuple and len(node.args) == 1 else None
+    if type(given) is Object or (type(given) is Dict and not PLAIN.issuperset(type(value) for _, value in given.items)):
+        raise PickleError("A Counter is made of more than numbers by key.")
 
 
 def _spread(args: tuple[Node, ...]) -> tuple[Node, ...]:

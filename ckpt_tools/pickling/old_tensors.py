@@ -93,8 +93,12 @@ def _variable(node: Object) -> Node:
         requires_grad, _, hooks = state or (grad, False, None)
     elif node.function == _PARAMETER and node.args == () and not node.steps:
         raise TensorError("A Parameter is made without a tensor: torch makes an empty one, of the dtype that is set there.")
+    elif node.function == _PARAMETER:
+        raise TensorError("A Parameter is made of other arguments, or of a storage.")
     else:
         return node
+    if node.steps and not state:
+        raise TensorError(f"A {node.name} is given more than one state, or one that is not a tuple.")
     if type(data) is Object and _is_old(data) and data.function in TENSOR_CLASSES:
         data = _modern(data)
     if type(data) is not Entry or data.extras is not None or type(requires_grad) is not bool:

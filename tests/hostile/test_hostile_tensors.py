@@ -390,3 +390,30 @@ def test_keys_that_may_be_equal(tmp_path: Path) -> None:
         p.EMPTY_DICT + p.pairs([(key, p.tensor()), (p.call("_codecs", "encode", p.text("a"), p.text("ascii")), OTHER)])
     )
     expect_refused(write(tmp_path, torch_zip(body, FLOATS)), PickleError, "may be equal to another one")
+
+
+def test_a_counter_of_tensors(tmp_path: Path) -> None:
+    """`Counter({...})` holds what the dict holds; one of numbers is as it was."""
+    counters = [p.call("collections", "Counter", p.dict_of(a=value)) for value in (p.tensor(), p.list_of(p.tensor()), b"K\x02")]
+    copied = p.call("collections", "Counter", p.call("collections", "Counter", p.dict_of(a=p.tensor())))
+    for body in (*counters[:2], copied):
+        expect_refused(write(tmp_path, torch_zip(p.pickle(body), FLOATS)), PickleError, "A Counter is made of more")
+    assert [row["where"] for row in listed(p.dict_of(a=p.tensor(), b=counters[2]), tmp_path)] == [["a"]]
+
+
+PARAMETER = p.glob("torch.nn.parameter", "Parameter") + p.tuple_of(p.tensor(), p.FALSE) + b"\x81"
+PLAIN_STATE = p.tuple_of(p.TRUE, p.FALSE, p.ORDERED_DICT) + p.BUILD
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        PARAMETER + p.tuple_of(p.storage(), b"K\x01", p.sizes(2), p.sizes(1)) + p.BUILD,
+        PARAMETER + PLAIN_STATE + p.tuple_of(OTHER, p.NONE, p.ORDERED_DICT, p.FALSE, p.FALSE) + p.BUILD,
+        PARAMETER + p.dict_of(data=OTHER) + p.BUILD, p.call("torch.nn.parameter", "Parameter", p.tensor(), p.FALSE, p.TRUE),
+    ],
+    ids=["of a storage", "two", "a dict", "arguments"],
+)  # fmt: skip
+def test_parameters_that_are_set_anew(opcodes: bytes, tmp_path: Path) -> None:
+    """The state that counts is the last one, and it may bring another tensor."""
+    expect_refused(write(tmp_path, one(opcodes)), TensorError, "Parameter is ")
