@@ -15,7 +15,7 @@ CkptError                      exit code 3 unless noted
 │   └── ChecksumError              bytes that do not match their CRC-32
 ├── AmbiguousFileError         two programs would read two different files in it
 ├── LimitError                 larger or deeper than any real checkpoint
-├── RemoteError                a remote path that cannot be reached, or not in parts
+├── RemoteError                a remote path that cannot be reached, or not in parts; an OSError too
 │   ├── RemoteMissingError         nothing is there; a FileNotFoundError too
 │   ├── RemoteForbiddenError       the server refuses this user; a PermissionError too
 │   └── RemoteTimeoutError         no whole answer in time; a TimeoutError too
@@ -34,7 +34,7 @@ CkptError                      exit code 3 unless noted
 │   ├── MatchError                 a checkpoint that does not fit the target; a RuntimeError too, as torch's is
 │   ├── MatchPlanError             a plan file that cannot be read, or that the input does not fit
 │   └── ContainerLimitError        something that the output container cannot hold
-└── OutputError                the output cannot be written
+└── OutputError                the output cannot be written; an OSError too
     ├── OutputExistsError          it exists, and overwriting was not asked for; a FileExistsError too
     ├── OutputFolderError          its folder is missing; a FileNotFoundError too
     ├── OutputIsFolderError        it is a folder; an IsADirectoryError too
@@ -175,8 +175,10 @@ class LimitError(CkptError):
     """Larger or deeper than any real checkpoint."""
 
 
-class RemoteError(CkptError):
+class RemoteError(CkptError, OSError):
     """A remote path cannot be reached, or not in parts."""
+
+    errno: int | None = None
 
 
 class RemoteMissingError(RemoteError, FileNotFoundError):
@@ -266,8 +268,14 @@ class ContainerLimitError(ConvertError):
     """The output container cannot hold this."""
 
 
-class OutputError(CkptError):
-    """The output cannot be written."""
+class OutputError(CkptError, OSError):
+    """The output cannot be written.
+
+    Attributes:
+        errno: the number of the system's own error, where it was one: ENOSPC for a full disk.
+    """
+
+    errno: int | None = None
 
 
 class OutputExistsError(OutputError, FileExistsError):

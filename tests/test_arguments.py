@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import ckpt_tools
 import ckpt_tools.torch as load_code
+from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, NothingMatchedError, UsageError
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.options import AverageOptions, ExtractOptions, MatchOptions
@@ -24,6 +26,7 @@ from ckpt_tools.tree import arguments
 from tests.support.samples import FIXTURES
 
 SINGLE = FIXTURES / "single.pth"
+QUANTISED = FIXTURES / "quantised/gptq.safetensors"
 PUBLIC: dict[str, Callable[..., Any]] = {
     name: getattr(home, name)
     for home in (ckpt_tools, load_code)
@@ -140,6 +143,41 @@ def test_dtypes(tmp_path: Path, dtype: Any) -> None:
     ckpt_tools.convert(SINGLE, tmp_path / "out.pth", dtype=dtype)
     assert torch.load(tmp_path / "out.pth")["fc1.weight"].dtype is torch.bfloat16
     assert load_code.load_state_dict(SINGLE, dtype=dtype)["fc1.weight"].dtype is torch.bfloat16
+
+
+WORDS = {
+    "half": torch.half, "torch.half": torch.half, "fp16": torch.half, "F16": torch.half, "float": torch.float,
+    "FP32": torch.float, "double": torch.double, "BF16": torch.bfloat16, "bfloat": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "e4m3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_for_dtypes(tmp_path: Path, word: str) -> None:
+    """The words that torch, safetensors and configurations have for a float type all mean it, on the command line too."""
+    arguments = ["convert", str(SINGLE), str(tmp_path / "out.pth"), "--dtype", word]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    assert torch.load(tmp_path / "out.pth")["fc1.weight"].dtype is WORDS[word]
+    assert load_code.load_state_dict(SINGLE, dtype=word)["fc1.weight"].dtype is WORDS[word]
+
+
+@pytest.mark.parametrize("word", ["half", torch.half, "float16", "fp16"])
+def test_words_for_dtypes_that_are_choices(tmp_path: Path, word: Any) -> None:
+    """An option that knows few dtypes takes their other names too, and no others."""
+    ckpt_tools.convert(QUANTISED, tmp_path / "out.pth", dequantize=word)
+    assert torch.float16 in {tensor.dtype for tensor in torch.load(tmp_path / "out.pth").values()}
+    with pytest.raises(UsageError, match="dequantize"):
+        ckpt_tools.convert(QUANTISED, tmp_path / "no.pth", dequantize="double")  # type: ignore[arg-type]
+
+
+def test_words_for_dtypes_on_the_command_line(tmp_path: Path) -> None:
+    """--dequantize takes the word behind it where that is one for a dtype; integers are refused with what makes them."""
+    run = ["convert", str(QUANTISED), str(tmp_path / "out.pth")]
+    assert CliRunner().invoke(main, [*run, "--dequantize", "half"]).exit_code == 0
+    assert "'int8' is not one of" in CliRunner().invoke(main, [*run, "--dequantize", "int8"]).stderr
+    refused = CliRunner().invoke(main, ["convert", str(SINGLE), str(tmp_path / "x.pth"), "--dtype", "int8"])
+    assert (refused.exit_code, "--quantize q8_0" in refused.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("rows", [np.array([9, 0]), torch.tensor([9, 0]), (9, 0), {"fc2.*": np.array([9, 0])}])

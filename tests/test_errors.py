@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import errno
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ import ckpt_tools.torch
 from ckpt_tools import errors
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.io.output import output_error
 from ckpt_tools.render import wording
 from tests.support.samples import FIXTURES
 
@@ -33,6 +35,21 @@ def test_an_error_shows_what_it_says_now(kind: type[CkptError]) -> None:
     assert repr(error) == f"{kind.__name__}('after')"
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), type(copy), copy.exit_code) == ("after\nbecause\ndo that", kind, error.exit_code)
+
+
+def test_an_output_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
+    """`except OSError` gets every error of outputs and of remote paths, with the system's number where it is known."""
+    assert issubclass(errors.OutputError, OSError)
+    assert issubclass(errors.RemoteError, OSError)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for made in (output_error(tmp_path / "x", full), output_error(tmp_path / "x", PermissionError(errno.EACCES, "no"))):
+        copy = pickle.loads(pickle.dumps(made))
+        assert (copy.errno, str(copy)) == (made.errno, str(made))
+    assert output_error(tmp_path / "x", full).errno == errno.ENOSPC
+    assert (errors.OutputError("x").errno, errors.OutputError("x").filename) == (None, None)
+    with pytest.raises(OSError, match="regular file") as caught:
+        ckpt_tools.convert(SINGLE, "/dev/full", overwrite=True)
+    assert type(caught.value) is errors.OutputError
 
 
 READING: list[Callable[[Path], object]] = [

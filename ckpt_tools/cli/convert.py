@@ -64,7 +64,7 @@ def convert(
     ckpt convert train.pth weights.safetensors --select model --unwrap
     ckpt convert gpu.pth cpu.pth --map-location cpu --dtype bf16
     ckpt convert huge.pth --in-place --strip-module
-    ckpt convert old.pth new.pth --like models:resnet --like-args '{"num_classes": 200}' --on-mismatch reinit --reinit default
+    ckpt convert old.pth new.pth --like models:resnet --like-args '{"num_classes": 200}' --on-mismatch reinit
     ckpt convert consolidated.00.pth model.safetensors --plan llama-meta-to-hf
     ckpt convert train.ckpt weights.pth --slim
     ckpt convert big.pth folder --shard-size 5GB

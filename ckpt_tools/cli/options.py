@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ckpt_tools.cli.shell.waiting import waiting
-from ckpt_tools.errors import CkptError, NotACheckpointError
+from ckpt_tools.errors import CkptError, NotACheckpointError, UsageError
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
-from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
+from ckpt_tools.tree.dtypes import DTYPES, cast_target
 from ckpt_tools.tree.options import Option, Options
 
 if TYPE_CHECKING:
@@ -169,9 +169,6 @@ def options_of(record: type[Options], **changed: Mapping[str, Any]) -> Callable[
     return decorate
 
 
-_TYPES = DTYPES.keys() | CAST_TARGETS.keys()
-
-
 class BareOptions(click.Command):
     """A command with options whose value may be left out: what comes next is theirs if it is one of their values.
 
@@ -185,7 +182,7 @@ class BareOptions(click.Command):
         for place in range(end):
             option = bare.get(args[place])
             following = args[place + 1] if place + 1 < len(args) else ""
-            if option is not None and following not in option.choices and following not in _TYPES:
+            if option is not None and following not in (*option.choices, *DTYPES) and cast_target(following) is None:
                 args[place] = f"{args[place]}={option.bare}"
         return super().parse_args(ctx, args)
 
@@ -208,7 +205,21 @@ def _as_click(option: Option) -> dict[str, Any]:
     if option.kind == "whole":
         return {**said, "cls": Once, "type": int if option.most is None else click.IntRange(0, option.most)}
     kind = {"cls": Bare, "bare": option.bare} if option.bare else {"cls": Once}
-    return {**said, **kind, "type": click.Choice(option.choices) if option.choices else str}
+    return {**said, **kind, "type": _Choice(option) if option.choices else str}
+
+
+class _Choice(click.Choice[str]):
+    """One of the choices of an option, also by another word that its reader knows."""
+
+    def __init__(self, option: Option) -> None:
+        super().__init__(option.choices)
+        self.option = option
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return str(self.option.read("", value))
+        except UsageError:
+            return super().convert(value, param, ctx)
 
 
 def _completion(option: Option) -> Callable[..., Any] | None:

@@ -99,7 +99,5 @@ class Choices:
             raise UsageError(f"`seed={self.seed!r}` is not a whole number from 0 up.")
         if self.rows and self.on_mismatch != "overlap":
             raise UsageError("`rows` says which rows `on_mismatch='overlap'` keeps; that is missing.")
-        if self.on_mismatch == "reinit" and not self.reinit:
-            raise UsageError("`on_mismatch='reinit'` needs to know how.", fix="For example: `reinit='default'`")
         if isinstance(self.allow_missing, str) or isinstance(self.allow_unexpected, str):
             raise UsageError("allow_missing and allow_unexpected take a list of globs.", fix='For example: ["fc.*"]')

@@ -38,6 +38,8 @@ from ckpt_tools.tree.nodes import (
 )
 from ckpt_tools.tree.prefixes import between
 
+_DEFAULT = Scheme("default")  # for tensors of another shape that no scheme was given for
+
 
 @dataclass(frozen=True, slots=True)
 class Initialised:
@@ -225,8 +227,9 @@ class _Fitting:
         if like is None and self.choices.reinit.of(name) is None:
             return  # allowed to be missing
         blank = blank or self.blank(name, like)
-        scheme = self.scheme(name, blank)
-        self.result.initialised.append(Initialised(name, str(scheme), self.seed, list(blank.shape)))
+        scheme = self.scheme(name, blank, _DEFAULT)
+        said = f"{scheme}{'' if self.choices.reinit.of(name) else ', by default'}"
+        self.result.initialised.append(Initialised(name, said, self.seed, list(blank.shape)))
         if scheme.kind != "target":
             made = content(scheme, blank, self.seed)
             self.result.tensors[name] = self.once(name, None, lambda: self.storages.entry(made, blank, like))
@@ -241,9 +244,9 @@ class _Fitting:
         """The seed of all numbers."""
         return self.choices.seed
 
-    def scheme(self, name: str, blank: Blank) -> Scheme:
-        """The chosen scheme, resolved for this tensor."""
-        scheme = self.choices.reinit.of(name)
+    def scheme(self, name: str, blank: Blank, unless: Scheme | None = None) -> Scheme:
+        """The chosen scheme, resolved for this tensor; another one unless there is one."""
+        scheme = self.choices.reinit.of(name) or unless
         if scheme is None:
             raise MatchError(
                 f"{name!r} needs initial values, and no initialiser was given.", why=f"Its shape is {shape_text(blank.shape)}.",

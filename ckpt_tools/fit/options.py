@@ -93,7 +93,8 @@ class FitOptions(TargetOptions):
         in_code="`SCHEME`, `GLOB=SCHEME` texts, or a mapping from globs.",
     )  # fmt: skip
     on_mismatch: OnMismatch = choice(
-        "A tensor of another shape: refused, initialised anew, kept where both have rows and columns, or left out.",
+        "A tensor of another shape: refused, initialised anew (as PyTorch does, unless --reinit says how), kept where both "
+        "have rows and columns, or left out.",
         ["error", "reinit", "overlap", "skip"], default="error",
     )  # fmt: skip
     rows: RowChoice | Sequence[str] = texts(

@@ -86,6 +86,8 @@ class Source:
 
             found = list(rollback.beside(path, status, read))
             marked = is_marked(read)
+        except CkptError:  # some of ours are an OSError too
+            raise
         except OSError as error:
             raise self._unreadable(error) from None
         self.strays = tuple(row for row in found if row.why)
@@ -434,7 +436,9 @@ def output_error(target: Path, error: OSError, needed: int = 0) -> OutputError:
     if error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", -1), errno.EFBIG):
         return no_space(target, needed)
     kind = OutputForbiddenError if isinstance(error, PermissionError) else OutputError
-    return kind(f"{target} cannot be written.", why=f"{error.strerror or error}.")
+    made = kind(f"{target} cannot be written.", why=f"{error.strerror or error}.")
+    made.errno = error.errno
+    return made
 
 
 def no_space(target: Path, needed: int) -> OutputError:
@@ -443,7 +447,9 @@ def no_space(target: Path, needed: int) -> OutputError:
     needs = f"It needs {needed} bytes." if needed else ""
     has = "" if free is None else f"The disk has {free} bytes left."
     fix = "Make room, or write to another disk."
-    return OutputError(f"{target} cannot be written: no space.", why=f"{needs} {has}".strip(), fix=fix)
+    made = OutputError(f"{target} cannot be written: no space.", why=f"{needs} {has}".strip(), fix=fix)
+    made.errno = errno.ENOSPC
+    return made
 
 
 def check_space(folder: Path, target: Path, size: int, *, fd: int | None = None, written: int = 0) -> None:

@@ -17,7 +17,7 @@ from ckpt_tools.operations.convert.options import (
     WriteOptions,
 )
 from ckpt_tools.tree.arguments import Renames, read_path, read_weights
-from ckpt_tools.tree.options import as_in, choice, flag, texts, value, whole
+from ckpt_tools.tree.options import as_in, choice, dtype_choice, flag, texts, value, whole
 
 if TYPE_CHECKING:
     from ckpt_tools.io.writer import Progress
@@ -63,7 +63,7 @@ class ExtractOptions(DryRunOption):
 
     rank: int | None = whole("The rank of the factors; a weight with a smaller side has that for its rank.", metavar="R")
     only: str | Sequence[str] = texts("Only tensors whose name matches; what else differs is left.", metavar="GLOB")
-    dtype: Literal["fp32", "bf16", "fp16"] = choice("Of the factors [fp32].", ["fp32", "bf16", "fp16"], default="fp32")
+    dtype: Literal["fp32", "bf16", "fp16"] = dtype_choice("Of the factors [fp32].", ["fp32", "bf16", "fp16"], default="fp32")
     select: str | None = as_in(Selection, "select", "The state dict or subtree, in both, that is compared.")
     overwrite: bool = as_in(OutputOptions, "overwrite", "Replace the adapter in OUT.")
     fsync: bool = as_in(WriteOptions, "fsync")

@@ -61,8 +61,8 @@ def load_into(
         rename: `REGEX=REPLACEMENT` rules for names of the file.
         reinit: a scheme for weights that get initial values (biases get zeros, norms ones), `GLOB=SCHEME` texts, or a mapping
             of them, which are literal; `ckpt convert --help` lists the schemes. "target" leaves the model's own value.
-        on_mismatch: for a tensor of another shape: "error"; "reinit"; "overlap" keeps what fits and initialises the
-            rest; "skip" leaves the model's.
+        on_mismatch: for a tensor of another shape: "error"; "reinit" (where `reinit` has no scheme for it as
+            "default"); "overlap" keeps what fits and initialises the rest; "skip" leaves the model's.
         rows: with "overlap": which rows of the file's tensors, in which order; for one name by a mapping from globs.
         adapt: fit a first convolution to other input channels, and position embeddings to another grid.
         allow_missing, allow_unexpected: globs on names that may be left over.

@@ -18,7 +18,7 @@ from ckpt_tools.text import dotted, listed
 from ckpt_tools.torch.building import Builder, MapLocation
 from ckpt_tools.tree import names
 from ckpt_tools.tree.arguments import natural
-from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES, DType
+from ckpt_tools.tree.dtypes import DTYPES, DType, cast_target
 from ckpt_tools.tree.nodes import Dict, Pair, Where, as_dict
 
 
@@ -94,8 +94,8 @@ def load_state_dict(
 
 
 def _cast_target(dtype: torch.dtype | str) -> DType:
-    name = CAST_TARGETS.get(dtype, dtype) if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    row = DTYPES.get(name)
+    name = str(dtype)
+    row = DTYPES.get(cast_target(name) or name.removeprefix("torch."))
     if row is None or row.family != "float" or row.packed > 1:
         raise UsageError(f"dtype={dtype} is not a float type that torch casts to.")
     return row

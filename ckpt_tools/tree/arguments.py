@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, Union
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.io.member_paths import as_path, is_open_file
+from ckpt_tools.tree.dtypes import cast_target
 
 if TYPE_CHECKING:
     import torch
@@ -294,11 +295,23 @@ def _read_adapter(name: str, value: Any) -> tuple[Any, float]:
     return read_path(name, path), number
 
 
-def read_dtype(name: str, value: Any) -> Any:
-    """torch's own dtype, or the name of one."""
+def read_dtype(name: str, value: Any) -> str:
+    """torch's own dtype, or a word for one, as torch's name without `torch.`; other text as it is."""
     if type(value).__name__ == "dtype" and type(value).__module__ == "torch":
-        return str(value).removeprefix("torch.")
-    return read_text(name, value).removeprefix("torch.")
+        value = str(value)
+    text = read_text(name, value)
+    return cast_target(text) or text.removeprefix("torch.")
+
+
+def read_dtype_choice(choices: Sequence[str]) -> Reader:
+    """One of a few words for dtypes, also by another word, or as torch's own dtype."""
+    read = read_choice(choices)
+
+    def read_one(name: str, value: Any) -> str:
+        wanted = read_dtype(name, value)
+        return next((choice for choice in choices if cast_target(choice) == wanted), None) or str(read(name, wanted))
+
+    return read_one
 
 
 def read_dtypes(name: str, value: Any) -> dict[str, str]:
@@ -309,11 +322,11 @@ def read_dtypes(name: str, value: Any) -> dict[str, str]:
         value = [value]
     found: dict[str, str] = {}
     for one in read_items(name, value):
-        glob, _, dtype = read_dtype(name, one).rpartition("=")
+        glob, _, dtype = one.rpartition("=") if isinstance(one, str) else ("", "", one)
         if glob in found:
             what = f"{glob!r} is" if glob else "a type for all tensors is"
             raise UsageError(f"`{name}={one!r}`: {what} given twice.", fix="For some tensors another: `dtype='*.norm.*=fp32'`")
-        found[glob] = dtype.removeprefix("torch.")
+        found[glob] = read_dtype(name, dtype)
     return found
 
 

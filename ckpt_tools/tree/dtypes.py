@@ -96,8 +96,24 @@ _NUMPY_NAMES = (
 )  # fmt: skip
 BY_NUMPY = {"b1": DTYPES["bool"]} | {f"{name[0]}{DTYPES[name].itemsize}": DTYPES[name] for name in _NUMPY_NAMES}
 
+# What floats are cast to, by the words that --help has.
 CAST_TARGETS = {
     "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
-    "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2",
-    "bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "float64": "float64",
+    "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2",
 }  # fmt: skip
+# The words that people have for them besides: torch's own, safetensors', GGUF's, those of configurations.
+_WORDS = {name: name for name in CAST_TARGETS.values()} | CAST_TARGETS | {
+    "half": "float16", "float": "float32", "single": "float32", "double": "float64", "bfloat": "bfloat16",
+    "f16": "float16", "f32": "float32", "f64": "float64",
+    "e4m3": "float8_e4m3fn", "e4m3fn": "float8_e4m3fn", "fp8_e4m3fn": "float8_e4m3fn", "f8_e4m3": "float8_e4m3fn",
+    "float8_e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "f8_e5m2": "float8_e5m2",
+}  # fmt: skip
+
+
+def cast_target(word: str) -> str | None:
+    """torch's name of the type that a word means; None for what floats are not cast to.
+
+    >>> cast_target("torch.half"), cast_target("BF16"), cast_target("int8")
+    ('float16', 'bfloat16', None)
+    """
+    return _WORDS.get(word.lower().removeprefix("torch."))

@@ -109,6 +109,11 @@ def choice(help: str, choices: Sequence[str], *, default: str | None = None, **m
     return Option(default, arguments.read_optional(arguments.read_choice(choices)), help, choices=choices, **more)
 
 
+def dtype_choice(help: str, choices: Sequence[str], *, default: str | None = None, **more: Any) -> Any:
+    """One of a few dtypes, by any of its names."""
+    return Option(default, arguments.read_optional(arguments.read_dtype_choice(choices)), help, choices=choices, **more)
+
+
 def whole(help: str, *, default: int | None = None, **more: Any) -> Any:
     """A whole number from 0 up."""
     read = arguments.read_whole if default is not None else arguments.read_optional(arguments.read_whole)

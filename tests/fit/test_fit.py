@@ -178,6 +178,25 @@ def test_without_a_choice(tmp_path: Path) -> None:
     assert not (tmp_path / "m.pth").exists()
 
 
+def test_reinit_without_a_scheme_is_the_default_and_says_so(tmp_path: Path) -> None:
+    """A tensor of another shape is as `--reinit default` makes it, and the report says so; a missing one is still an error."""
+    fresh = convert(with_head(20), tmp_path / "a.pth", on_mismatch="reinit", reinit="default")
+    state = convert(with_head(20), tmp_path / "b.pth", on_mismatch="reinit")
+    assert torch.equal(state["fc2.weight"], fresh["fc2.weight"])
+    assert fresh["fc2.weight"].any()
+    report = ckpt_tools.convert(
+        SOURCE, tmp_path / "c.pth", like=with_head(20), on_mismatch="reinit", reinit={"fc2.bias": "ones"}
+    )
+    assert report.fitted is not None
+    said = {row.name: row.scheme for row in report.fitted.initialised}
+    assert said["fc2.weight"].endswith(", by default")
+    assert said["fc2.bias"] == "ones"
+    model = with_head(20)
+    model.add_module("extra", nn.Linear(2, 2))
+    with pytest.raises(MatchError, match="extra"):
+        convert(model, tmp_path / "d.pth", on_mismatch="reinit")
+
+
 def test_overlap_grows_and_shrinks(tmp_path: Path) -> None:
     """Rows and columns that both have are kept for weight and bias together; the rest is initialised."""
     old = network().state_dict()
@@ -348,7 +367,6 @@ BAD: list[tuple[dict[str, Any], type[CkptError], str]] = [
     ({"seed": 3}, UsageError, "`like=TARGET` is missing"),
     ({"like": "fixtures.make:network", "rows": [1]}, UsageError, "`rows"),
     ({"like": "fixtures.make:network", "on_mismatch": "overlap", "rows": ["x"]}, UsageError, "`rows="),
-    ({"like": "fixtures.make:network", "on_mismatch": "reinit"}, UsageError, "needs to know how"),
     ({"like": "fixtures.make:network", "reinit": "head.*=zeros"}, NothingMatchedError, "matches no tensor that has to be"),
     ({"like": "fixtures.make:nowhere"}, TargetError, "nowhere"),
     ({"like": "fixtures.make:network", "plan": "p.toml", "match": "names"}, UsageError, "does not go with `plan`"),

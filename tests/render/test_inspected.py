@@ -131,6 +131,16 @@ def test_experts_in_layers_are_one_line(tmp_path: Path) -> None:
     assert "0.layers.{0-2}.proj.weight                  3 x [2, 2]" in page
 
 
+def test_padded_numbers_are_shown_as_they_are(tmp_path: Path) -> None:
+    """`layer.00` ... fold as `layer.0` ... do, under names that exist; `x.1` and `x.01` are two."""
+    padded = {f"layer.{i:02}.weight": torch.ones(3, 3) for i in (*range(12), 100)}
+    mixed = {f"x.{number}.w": torch.ones(1) for number in ("01", "02", "1", "2", "12345678901")}
+    torch.save(padded | mixed | {f"y.{i:03}.w": torch.ones(2) for i in (8, 9, 10)}, tmp_path / "in.pth")
+    page = shown(tmp_path / "in.pth", View())
+    for name in ("layer.{00-11,100}.weight  13 x [3, 3]", "x.{01-02}.w ", "x.{1-2}.w ", "x.12345678901.w ", "y.{008-010}.w "):
+        assert name in page
+
+
 def test_a_folded_name_is_no_wider_than_a_terminal_in_a_pipe(tmp_path: Path) -> None:
     """Of a module with very many leaves the first stand there, and how many more; `--all` has each whole name."""
     torch.save({f"block.weight_of_part_{i}": torch.ones(i % 3 + 1) for i in range(30)}, tmp_path / "in.pth")

@@ -365,7 +365,7 @@ def test_unusual_parameters_are_named(kind: str) -> None:
     "options",
     [
         {"match": "guess"}, {"on_mismatch": "ignore"}, {"reinit": "glorot"}, {"seed": -1}, {"rows": [1]}, {"select": 0},
-        {"on_mismatch": "reinit"}, {"on_mismatch": "overlap", "rows": [-1]},
+        {"on_mismatch": "overlap", "rows": [-1]},
     ],
     ids=str,
 )  # fmt: skip

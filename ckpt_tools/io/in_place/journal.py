@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from ckpt_tools.errors import ChangedFileError, OutputError
+from ckpt_tools.errors import ChangedFileError, CkptError, OutputError
 from ckpt_tools.io import attributes
 from ckpt_tools.io.in_place.marks import BINARY, MARKED, is_marked, journal_path, read_at
 from ckpt_tools.io.in_place.rollback import Record, Region, beside, close, half_edited, new_mark
@@ -52,6 +52,8 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: object) -> 
         record = Record(status.st_dev, status.st_ino, status.st_size, size, new_mark(), tuple(_regions(fd, patches, size)))
         with _journal(path, fd, record):
             _put(fd, record, new=True)
+    except CkptError:  # some of ours are an OSError too
+        raise
     except OSError as error:
         raise OutputError(f"{path} cannot be edited in place.", why=f"{error.strerror or error}. Nothing is changed.") from None
     finally:
@@ -178,6 +180,8 @@ def recover(path: Path) -> bool:
             return _recover(path, fd)
         finally:
             close(fd)
+    except CkptError:  # some of ours are an OSError too
+        raise
     except OSError as error:
         why = f"{error.strerror or error}."
         raise OutputError(f"An edit of {path} was interrupted, and cannot be rolled back.", why=why) from None

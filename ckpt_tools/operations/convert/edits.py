@@ -148,7 +148,7 @@ class Edits:
 
     def _cast(self, root: Node, report: Converted, before: Casting | None) -> tuple[Node, Casting | None]:
         """Cast floats, and tell; `before` counts what was lost already."""
-        targets = {glob: DTYPES[CAST_TARGETS[name]] for glob, name in self.options.cast_to.items()}
+        targets = {glob: DTYPES[name] for glob, name in self.options.cast_to.items()}
         if not targets:
             return root, before
         from ckpt_tools.edit.casts import cast_floats

@@ -4,6 +4,7 @@ the reference derive from it. IN and OUT are the two paths.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -12,7 +13,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.options import FitOptions
 from ckpt_tools.tree import arguments
 from ckpt_tools.tree.arguments import Adapters, Dtypes, Location, Metadata, Renames
-from ckpt_tools.tree.options import Options, choice, flag, text, texts, value, whole
+from ckpt_tools.tree.options import Options, choice, dtype_choice, flag, text, texts, value, whole
 from ckpt_tools.tree.output_names import FORMATS, Format
 
 if TYPE_CHECKING:
@@ -91,10 +92,13 @@ class QuantisedOptions(Options):
     """Quantised weights made plain."""
 
     heading = "Values and devices"
-    dequantize: Literal["bf16", "fp16", "fp32"] | None = choice(
+    dequantize: Literal["bf16", "fp16", "fp32"] | None = dtype_choice(
         "Make quantised weights (FP8, bitsandbytes, GPTQ, AWQ, compressed-tensors, MXFP4) plain.  [without a value: bf16]",
         ["bf16", "fp16", "fp32"], bare="bf16", moves=True,
     )  # fmt: skip
+
+
+_ABOUT_INTEGERS = "Integers need scales beside them: `quantize='q8_0'` makes both, in a .gguf."
 
 
 class CastOptions(Options):
@@ -114,9 +118,10 @@ class CastOptions(Options):
         for glob, name in self.cast_to.items():
             from ckpt_tools.tree.dtypes import CAST_TARGETS
 
-            if name not in CAST_TARGETS:
+            if name not in CAST_TARGETS.values():
                 said = f"{glob}={name}" if glob else name
-                raise UsageError(f"`dtype={said!r}` is not one of bf16, fp16, fp32, fp64, fp8_e4m3, fp8_e5m2.")
+                fix = _ABOUT_INTEGERS if re.match(r"u?int\d|q\d", name, re.IGNORECASE) else ""
+                raise UsageError(f"`dtype={said!r}` is not one of {', '.join(CAST_TARGETS)}.", fix=fix)
         if self.dtype_only and "" not in self.cast_to:
             raise UsageError("`dtype_only` says which tensors `dtype` casts; `dtype` is missing.")
 

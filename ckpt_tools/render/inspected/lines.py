@@ -6,15 +6,16 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckpt_tools.text import shape_text
 
 _MOST_LEAVES = 48  # characters that the leaves of one parent, or their shapes, may take in a folded line
 _KEPT_LEAVES = 3
-_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?=\.)")
 _NUMBERS = 3  # of a name that are tried
 _SHOWN_RANGES = 8
+_Numbered: TypeAlias = "list[tuple[str, Line]]"  # with the text of the number in its name
 
 
 @dataclass(slots=True)
@@ -142,22 +143,34 @@ def _fold_blocks(lines: list[Line], place: int) -> list[Line]:
 
     In a state dict the shapes must agree too; outside one (optimizer state) they may differ.
     """
-    groups: dict[tuple[str, tuple[str, ...], str, str, int], list[tuple[int, Line]]] = {}
+    groups: dict[tuple[str, tuple[str, ...], str, str, int], _Numbered] = {}
     for line in lines:
         match = next(islice(_NUMBER.finditer(line.name), place, None), None)
         pattern = line.name[: match.start()] + "\0" + line.name[match.end() :] if match else line.name
-        number = int(match.group()[:9]) if match else -1
+        number = match.group() if match else ""
         shapes = tuple(line.shapes) if line.named or not match else ()
         groups.setdefault((pattern, shapes, line.dtype, line.device, line.repeats), []).append((number, line))
-    return [_one_of(pattern, group) for (pattern, *_), group in groups.items()]
+    return [_one_of(pattern, *part) for (pattern, *_), group in groups.items() for part in _by_width(group)]
 
 
-def _one_of(pattern: str, group: list[tuple[int, Line]]) -> Line:
+def _by_width(group: _Numbered) -> list[tuple[_Numbered, int]]:
+    """Numbers that are padded alike: `01` and `1` are two names. With each part the digits that all of it has at least."""
+    widths = sorted({len(number) for number, _ in group if number[:1] == "0" and len(number) > 1})
+    if not widths:
+        return [(group, 1)]
+    parts: dict[int, _Numbered] = {}
+    for number, line in group:
+        width = next((width for width in widths if number == str(int(number)).zfill(width)), 1)
+        parts.setdefault(width, []).append((number, line))
+    return [(part, width) for width, part in parts.items()]
+
+
+def _one_of(pattern: str, group: _Numbered, width: int) -> Line:
     first = group[0][1]
     if len(group) == 1:
         return first
     lines = [line for _, line in group]
-    name = pattern.replace("\0", f"{{{ranges([number for number, _ in group])}}}")
+    name = pattern.replace("\0", f"{{{ranges([int(number) for number, _ in group], width)}}}")
     same = all(line.shapes == first.shapes for line in lines)
     return Line(
         name, first.shapes if same else [], first.dtype, first.device, sum(line.bytes for line in lines),
@@ -165,11 +178,13 @@ def _one_of(pattern: str, group: list[tuple[int, Line]]) -> Line:
     )  # fmt: skip
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers in their order, runs of them as `first-last`, the first eight of those.
+def ranges(numbers: Iterable[int], width: int = 1) -> str:
+    """Numbers in their order, runs of them as `first-last`, the first eight of those; of at least so many digits.
 
     >>> ranges([0, 1, 10, 11, 2])
     '0-2,10-11'
+    >>> ranges([0, 1, 10], 2)
+    '00-01,10'
     """
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
@@ -177,5 +192,6 @@ def ranges(numbers: Iterable[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_SHOWN_RANGES]]
+    bounds = [(str(first).zfill(width), str(last).zfill(width)) for first, last in runs[:_SHOWN_RANGES]]
+    texts = [first if first == last else f"{first}-{last}" for first, last in bounds]
     return ",".join([*texts, "..."] if len(runs) > _SHOWN_RANGES else texts)
