@@ -95,6 +95,8 @@ def journal(rng: Random, folder: Path) -> Callable[[], object]:
             else folder / rng.choice((".x.ckpt-journal", f".{path.name}.1.ckpt-journal"))
         )
         place.write_bytes(beside)
+        if place != journal_path(path) and allowed is not None:
+            allowed = (*allowed, state.file)  # whole as it stands, for all that can be known
     use = rng.choice((_read, _roll_back, _edit))
     return lambda: use(path, allowed)
 
@@ -109,7 +111,7 @@ def _beside(rng: Random, state: _Killed, other: _Killed, path: Path) -> tuple[by
     if pick < 0.1:
         return own, allowed
     if pick < 0.2:
-        return state.journal, allowed  # copied: another inode
+        return state.journal, state.whole  # copied: another inode
     if pick < 0.3:
         return None, allowed
     if pick < 0.4:

@@ -95,7 +95,7 @@ class Source:
             if row.state == "between" and row.record is not None:
                 self.half_edited, self.size = row, row.record.size
                 return
-        if marked:
+        if marked or any(row.torn for row in found):
             raise rollback.half_edited(str(self.path), found)
 
     @property

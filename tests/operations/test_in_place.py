@@ -519,6 +519,22 @@ def test_half_edited_and_without_its_journal(pth: Path) -> None:
             torch.load(copy, weights_only=True)
 
 
+@pytest.mark.parametrize("at", [1, 4, 7])
+def test_a_copy_whose_first_bytes_are_half_written(at: int, tmp_path: Path) -> None:
+    """Found by an attack: copied with its journal amid its first eight bytes, it was shown as the pickle of a number."""
+    torch.save(weights(), tmp_path / "in.pth", _use_new_zipfile_serialization=False)
+    old = (tmp_path / "in.pth").read_bytes()
+    mark = rollback.new_mark()
+    regions = (rollback.Region(0, old[:8], old[:8]), rollback.Region(600, old[600:608], old[600:608]))
+    record = rollback.Record(0, 1, len(old), len(old), mark, regions)
+    marks.journal_path(tmp_path / "in.pth").write_bytes(record.pack())
+    assert ckpt_tools.inspect(tmp_path / "in.pth").container == "torch-legacy"  # a journal of another file, and a whole one
+    (tmp_path / "in.pth").write_bytes(old[:at] + mark[at:8] + old[8:])
+    for work in (ckpt_tools.inspect, ckpt_tools.edit_in_place):
+        with pytest.raises(DamagedFileError, match="is half edited"):
+            work(tmp_path / "in.pth")
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize("writer", [cut_short, lambda path: path.write_bytes(path.read_bytes()[:-40] + b"x" * 40)])
 def test_a_half_edited_file_with_other_bytes(pth: Path, writer: Callable[[Path], None]) -> None:

@@ -169,6 +169,7 @@ BY_HAND = {
     "extension after the call": b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85R\x82\x01.",
     "text before": b"(dp0\nS'a'\np1\ncos\nsystem\np2\n(S'id'\np3\ntp4\nRp5\ns.",
     "memo that is missing after the call": b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85Rh\x63.",
+    "behind an odd OrderedDict": b"\x80\x02ccollections\nOrderedDict\n](X\x02\0\0\0abe\x85R0cos\nsystem\nX\x02\0\0\0id\x85R.",
     "persistent id after the call": b"\x80\x02cos\nsystem\nX\x02\0\0\0id\x85RX\x01\0\0\0aQ.",
 }  # fmt: skip
 

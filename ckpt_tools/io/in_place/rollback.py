@@ -118,6 +118,12 @@ class Record:
         )
         return "between" if between and all(row.mixed(read(row.offset, row.length)) for row in others) else None
 
+    def tore(self, start: bytes) -> bool:
+        """Whether a file that begins so was left while its first bytes, or the mark in their place, were written."""
+        whole = [row for region in self.regions[:1] for row in (region.old, region.new)]
+        pairs = [pair for row in whole for pair in ((row, self.mark), (self.mark, row))]
+        return start not in whole and any(start == one[:at] + two[at:] for one, two in pairs for at in range(1, MARKED))
+
     def over(self, offset: int, length: int, data: bytes) -> bytes:
         """The old bytes of a range whose bytes in the half-edited file are `data`."""
         length = max(0, min(length, self.size - offset))
@@ -169,6 +175,7 @@ class Journal:
         place: where it is. state: how far its edit of the file came; None where it is not this file's, or says nothing.
         why: why it is not this file's; empty for one that is, and for one that was never finished.
         record: what it says; None when it cannot be trusted or read. forbidden: it may be good, but not for this user.
+        torn: whether the file is a copy of one that was left in the middle of its first bytes.
     """
 
     place: Path
@@ -176,6 +183,7 @@ class Journal:
     why: str = ""
     record: Record | None = None
     forbidden: bool = False
+    torn: bool = False
 
 
 def beside(path: Path, status: os.stat_result, read: Reader, *, every: bool = False) -> Iterator[Journal]:
@@ -251,7 +259,7 @@ def _told(path: Path, place: Path, data: bytes, locked: bool, status: os.stat_re
         return Journal(place)
     state = record.state(status, read)
     why = "the file has other bytes than it was made for" if mine else "it was made for another file"
-    return Journal(place, state, "" if state else why, record)
+    return Journal(place, state, "" if state else why, record, torn=state is None and record.tore(read(0, MARKED)))
 
 
 def _is_locked(fd: int) -> bool:
