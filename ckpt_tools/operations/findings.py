@@ -15,7 +15,7 @@ from ckpt_tools.frozen import frozen
 from ckpt_tools.operations.loaders import Loads
 from ckpt_tools.operations.safety import Safety
 from ckpt_tools.text import dotted, listed, printable
-from ckpt_tools.tree.findings import Finding, mending
+from ckpt_tools.tree.findings import Finding, may_be_of_several, mending
 from ckpt_tools.tree.names import MODULE
 from ckpt_tools.tree.nodes import Dict, Entry, Storage
 from ckpt_tools.tree.prefixes import HOLDERS, of_all
@@ -70,7 +70,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
 
 def _findings(facts: Facts) -> Iterator[Finding]:
     """Each finding, and last the command that mends several at once."""
-    sources = (_adapters, _wrappers, _prefixes, _devices, _big_endian, _oversized, _dead_bytes, _loading, _warnings)
+    sources = (_alone, _adapters, _wrappers, _prefixes, _devices, _big_endian, _oversized, _dead_bytes, _loading, _warnings)
     options: dict[str, None] = {}
     for finding, option in chain.from_iterable(source(facts) for source in sources):
         yield finding
@@ -81,6 +81,14 @@ def _findings(facts: Facts) -> Iterator[Finding]:
     if len(options) > 1:
         fix = mending("convert", str(facts.checkpoint.path), " ".join(options))
         yield Finding("together", "info", [], "one command mends all of this", "", fix)
+
+
+def _alone(facts: Facts) -> Iterator[_Advised]:
+    if may_be_of_several(facts.checkpoint.path.name):
+        from ckpt_tools.operations.in_folders import alone
+
+        if (finding := alone(facts.checkpoint)) is not None:
+            yield finding, ""
 
 
 def _wrappers(facts: Facts) -> Iterator[_Advised]:
@@ -172,4 +180,8 @@ def _warnings(facts: Facts) -> Iterator[_Advised]:
     programs = {code for code, _ in PROGRAMS.values()}
     for warned in facts.checkpoint.warnings:
         fix = warned.fix or facts.fix(_PLAIN if warned.code in programs else "")
+        if warned.code == "several-archives" and facts.checkpoint.path.suffix == ".distcp":
+            from ckpt_tools.operations.in_folders import whole_folder
+
+            fix = whole_folder(facts.checkpoint.path)
         yield Finding(warned.code, warned.severity, [], warned.found, warned.expected, fix), ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,14 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.base import is_zip
 from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX, Layout, layout_of
-from ckpt_tools.formats.parts.grouping import COMMON, MP_RANK, describes_items
-from ckpt_tools.io.output import Source
+from ckpt_tools.formats.open import Checkpoint
+from ckpt_tools.formats.parts.grouping import COMMON, MP_RANK, ShardName, describes_items, shard_name
+from ckpt_tools.io.member_paths import Handed
+from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.io.sources import Files
+from ckpt_tools.text import printable
+from ckpt_tools.tree.findings import Finding
 
 _HEAD = 512
 _ALWAYS = frozenset((".pth", ".pt", ".pt2", ".ckpt", ".bin", ".safetensors", ".th", ".t7", ".gguf"))
@@ -37,6 +43,8 @@ _TORCH_RECORDS = ("/data.pkl", "/constants.pkl", "/archive_format", "/byteorder"
 _TORCH_TAR = frozenset((b"sys_info", b"pickle", b"storages", b"tensors"))
 _SAFETENSORS_HEADER = re.compile(rb'\{\s*["}]')
 _Sniff = Callable[[bytes], bool]
+_FILES = frozenset(("torch-zip", "torch-legacy", "torch-tar", "pickle", "safetensors"))  # which shards are in
+_DISTRIBUTED = ".distcp"
 _SKIPPED = frozenset((".git",))  # which may hold every file a second time
 
 
@@ -185,3 +193,49 @@ def _is_torch_zip(path: Path) -> bool:
     suffixes = tuple(_ALWAYS)
     old_program = any("/tensors/" in name for name in names) and any(name.endswith("/model.json") for name in names)
     return old_program or any(name.endswith(_TORCH_RECORDS) or name.lower().endswith(suffixes) for name in names)
+
+
+# --- one file of several, named alone
+
+
+def alone(checkpoint: Checkpoint) -> Finding | None:
+    """What a file says by its name that is one of several, and how all of them are named; None for any other.
+
+    Files whose content says it have findings of their own (`partition`, `several-archives`), with `whole_folder`'s command.
+    """
+    path, said = checkpoint.path, shard_name(checkpoint.path.name)
+    if checkpoint.container not in _FILES or isinstance(path, Handed) or type(checkpoint.decoded.source) is Files:
+        return None
+    if path.suffix == _DISTRIBUTED:
+        found = "one rank's part of a distributed checkpoint, without names"
+        return Finding("alone", "warning", [], found, "the folder that it is from", whole_folder(path))
+    if said is None or said.count < 2:
+        return None
+    found, expected = f"shard {said.number} of {said.count}: not all of the model", "all of them, by their folder or index"
+    if is_address(str(path)):
+        return Finding("alone", "info", [], found, expected, "Name the folder, or the index.")
+    with contextlib.suppress(OSError):
+        if len(_numbers_beside(path, said)) == said.count:
+            return Finding("alone", "info", [], found, expected, _all_here(path, said))
+    fix = "Others are not beside it: get them and the index, and name their folder."
+    return Finding("alone", "warning", [], found, expected, fix)
+
+
+def _numbers_beside(path: Path, said: ShardName) -> set[int]:
+    """The numbers of the shards that differ from one in that alone, its own among them."""
+    every = filter(None, map(shard_name, os.listdir(path.parent)))
+    wanted = (said.stem, said.count, said.suffix)
+    return {one.number for one in every if (one.stem, one.count, one.suffix) == wanted}
+
+
+def _all_here(path: Path, said: ShardName) -> str:
+    index = path.parent / f"{said.stem}{said.suffix}{INDEX_SUFFIX}"
+    whole = shlex.quote(str(index if index.exists() else path.parent))
+    return printable(f"All {said.count} are here; they are one: ckpt inspect {whole}")
+
+
+def whole_folder(path: Path) -> str:
+    """What to do with one file of a distributed checkpoint."""
+    if (path.parent / DCP_METADATA).exists():
+        return printable(f"Its folder is the whole: ckpt convert {shlex.quote(str(path.parent))} OUT.pth")
+    return "Get the other files of its folder, .metadata among them, and name the folder."

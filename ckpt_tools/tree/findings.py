@@ -41,7 +41,7 @@ CODES = frozenset((
     "weights-only-refused", "no-such-device", "device-tags", "misnamed", "big-endian",
     "not-importable", "script-class", "numpy-1", "numpy-2", "foreign-path", "newer-path",
     "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums",
-    "no-format", "unaligned", "stray-shard",
+    "no-format", "unaligned", "stray-shard", "alone",
     "dangerous", "unexamined",
     # oddities of the containers
     "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
@@ -78,6 +78,11 @@ def stem_and_extension(path: str) -> tuple[str, str]:
     if not mark:
         return os.path.splitext(stem) if stem == archive or not _TAR.search(archive) else (stem, ".pth")
     return stem, os.path.splitext(member)[1] or ".pth"
+
+
+def may_be_of_several(name: str) -> bool:
+    """Whether a file's name looks like that of one file of several, so that it is worth a look at those beside it."""
+    return "-of-" in name or name.endswith(".distcp")
 
 
 def getting_again(path: str, whole: int) -> str:

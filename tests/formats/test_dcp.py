@@ -152,12 +152,18 @@ def test_parts_of_tensors_in_several_safetensors(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "one.pth", weights_only=True)["w"], whole)
 
 
-def test_one_file_alone(folder: Path) -> None:
+def test_one_file_alone(folder: Path, tmp_path: Path) -> None:
     """A .distcp is several archives: shown as such, with what it needs to be more."""
     found = inspect(folder / "__0_0.distcp")
     assert found.container == "dcp-part"
     assert len(found.tensors) == 7
     assert [row.code for row in found.findings] == ["several-archives"]
+    assert found.findings[0].fix == f"Its folder is the whole: ckpt convert {folder} OUT.pth"
+    lone = tmp_path / "__0_0.distcp"
+    lone.write_bytes((folder / "__0_0.distcp").read_bytes())
+    assert "Get the other files" in inspect(lone).findings[0].fix
+    torch.save(torch.ones(3), lone)  # a rank with one tensor: a whole archive
+    assert [(row.code, row.severity) for row in inspect(lone).findings] == [("alone", "warning")]
 
 
 # --- writing

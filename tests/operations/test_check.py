@@ -27,6 +27,7 @@ from ckpt_tools.errors import DigestError, OutputExistsError, UsageError
 from ckpt_tools.formats.base import CUT_ARCHIVE, PROGRAMS
 from ckpt_tools.io.content import CHUNK
 from ckpt_tools.io.output import Source
+from ckpt_tools.operations.check.latest import find_latest_good
 from ckpt_tools.operations.check.passes import Crc, Span, read_through
 from ckpt_tools.operations.check.report import Checked
 from ckpt_tools.operations.check.run import Wanted, check_many, load_digests
@@ -231,6 +232,19 @@ def test_shards_are_one_checkpoint(tmp_path: Path) -> None:
     report = check(tmp_path, digest=True)
     assert (report.container, report.verdict, len(report.digests)) == ("sharded", "healthy", 2)
     assert report.bytes_read >= sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    shard, index_path = tmp_path / "model-00001-of-00002.safetensors", tmp_path / "model.safetensors.index.json"
+    (told,) = check(shard).findings
+    assert (told.code, told.severity, told.found) == ("alone", "info", "shard 1 of 2: not all of the model")
+    assert told.fix.endswith(f"ckpt inspect {index_path}")
+    assert ckpt_tools.inspect(index_path).totals["tensors"] == 2
+    (tmp_path / "one").mkdir()
+    (note,) = ckpt_tools.convert(shard, tmp_path / "one/x.pth").notes
+    assert note.code == "alone"
+    assert str(index_path) in note.text
+    lone = tmp_path / "one" / shard.name
+    lone.write_bytes(shard.read_bytes())
+    assert [(told.code, told.severity) for told in check(lone).findings] == [("alone", "warning")]
+    assert find_latest_good([lone], Wanted(values=True)).report is None
     save_file({"c": torch.ones(3)}, tmp_path / "model-00003-of-00003.safetensors")
     assert codes(tmp_path) == ["stray-shard"]
     (tmp_path / "model-00001-of-00002.safetensors").unlink()

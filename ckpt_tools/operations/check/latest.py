@@ -30,7 +30,7 @@ _MOST_STATE = 100 << 20
 _UNFINISHED = (".tmp", ".temp", ".part", ".partial", ".incomplete", ".crdownload", ".download", ".writing")
 # How they call the folder of one: transformers' `tmp-checkpoint-500`, Orbax's `500.orbax-checkpoint-tmp-3`.
 _STAGING = re.compile(r"tmp-.+|.+[-_.]te?mp|.+\.orbax-checkpoint-tmp.*", re.IGNORECASE)
-_FAILING = frozenset(("partition", "no-index"))  # warnings that say: this is not the whole checkpoint
+_FAILING = frozenset(("partition", "no-index", "alone"))  # warnings that say: this is not the whole checkpoint
 
 
 @dataclass(frozen=True, slots=True)

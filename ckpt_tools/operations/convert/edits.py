@@ -28,6 +28,7 @@ from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.arguments import Location
 from ckpt_tools.tree.dtypes import CAST_TARGETS, DTYPES
+from ckpt_tools.tree.findings import may_be_of_several
 from ckpt_tools.tree.nodes import Node
 
 _RESERVE = 4096  # bytes of room in a safetensors header
@@ -204,11 +205,21 @@ def _retargeting(options: FitOptions) -> Retargeting | None:
     return Retargeting(options)
 
 
+def _note_alone(checkpoint: Checkpoint, report: Converted) -> None:
+    """That the input is one file of several, and how all of them are named."""
+    if may_be_of_several(checkpoint.path.name):
+        from ckpt_tools.operations.in_folders import alone
+
+        if (found := alone(checkpoint)) is not None:
+            report.notes.append(Note(found.code, f"The input is {found.found}. {found.fix}"))
+
+
 def _begin(checkpoint: Checkpoint, report: Converted) -> dict[str, str]:
     """Find the bytes, tell what is odd about the input, tie what its metadata says is tied; the ties."""
     checkpoint.locate()
     report.dropped += checkpoint.decoded.lost
     report.notes += [Note(warned.code, f"The input: {warned.found}.") for warned in checkpoint.warnings]
+    _note_alone(checkpoint, report)
     _note_beside(checkpoint, report)
     ties = renaming.restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
     if ties:
