@@ -62,8 +62,9 @@ def test_epochs_zero_saves_fresh_weights(tmp_path: Path) -> None:
 
 
 def test_two_epochs_and_two_more_equal_four(tmp_path: Path) -> None:
-    """Bit for bit, with everything that has a state in use."""
-    options: dict[str, Any] = {"model": "resnet18", "width": 0.1, "seed": 3, "batch_size": 128, "amp": "bf16"}
+    """Bit for bit, with everything that has a state in use; three steps are an epoch."""
+    images: dict[str, Any] = {"data": "synthetic", "shape": "1x8x8", "samples": 240}
+    options: dict[str, Any] = {"model": "resnet18", "width": 0.05, "seed": 3, "batch_size": 64, "amp": "bf16", **images}
     whole = run(tmp_path / "whole", epochs=4, **options)
     run(tmp_path / "parts", epochs=2, **options)
     parts = run(tmp_path / "parts", epochs=4, resume="latest")
@@ -233,7 +234,7 @@ def test_random_states_go_into_a_file_and_back(tmp_path: Path) -> None:
 
 
 def test_kill_9_in_the_middle_of_a_save_leaves_the_last_whole_checkpoint(tmp_path: Path) -> None:
-    options = ["--model", "resnet18", "--data", "synthetic", "--samples", "10", "--batch-size", "8", "--epochs", "500"]
+    options = ["--width", "60", "--data", "synthetic", "--samples", "10", "--batch-size", "8", "--epochs", "500"]  # 50 MB
     process = subprocess.Popen(
         [sys.executable, "-m", "train", *options, "--keep", "2", "--out", str(tmp_path)],
         env=environment(), cwd=ROOT, stdout=subprocess.DEVNULL,

@@ -30,7 +30,9 @@ from train.config import Config
 from train.models import build
 from train.train import train
 
-LENET: dict[str, Any] = {"model": "lenet", "lr": 0.01}
+# Eight steps an epoch, the last of them with 25 of 32 images, which two ranks cannot share evenly.
+FEW: dict[str, Any] = {"data": "synthetic", "shape": "1x8x8", "samples": 311}
+LENET: dict[str, Any] = {"model": "lenet", "lr": 0.01, **FEW}
 
 
 @pytest.mark.parametrize("model", ["mlp", "lenet"])
@@ -78,19 +80,20 @@ def test_synthetic_images_of_any_shape_can_be_learned(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two gloo ranks leave behind. The learning rate is low: a higher one makes rounding grow to anything in 90 steps."""
+    """What two gloo ranks leave behind. The learning rate is low: a higher one makes rounding grow to anything."""
     out = tmp_path_factory.mktemp("two")
     run(out / "single", epochs=1, **LENET)
     shutil.copytree(out / "single", out / "from_single")
-    lenet, short = ["--model", "lenet", "--lr", "0.01"], ["--epochs", "2"]
-    resnet = ["--model", "resnet18", "--width", "0.05", "--batch-size", "128"]
+    few = ["--data", "synthetic", "--shape", "1x8x8", "--samples", "311"]
+    lenet, short = ["--model", "lenet", "--lr", "0.01", *few], ["--epochs", "2"]
+    resnet = ["--model", "resnet18", "--width", "0.05", "--batch-size", "64", *few]
     ranks(
         2,
         [*lenet, *short, "--save", "wrapped", "--out", f"{out}/whole"],
         [*lenet, *short, "--grad-accum", "4", "--out", f"{out}/passes"],
         ["--resume", f"{out}/whole/epoch_001.pth", "--out", f"{out}/resumed"],
         ["--resume", f"{out}/whole/epoch_001.pth", "--out", f"{out}/read", "--read", "all"],
-        ([*lenet, *short, "--out", f"{out}/stopped"], 1, 60),
+        ([*lenet, *short, "--out", f"{out}/stopped"], 1, 11),
         ["--resume", "latest", "--out", f"{out}/stopped"],
         ["--resume", "latest", *short, "--out", f"{out}/from_single"],
         [*resnet, *short, "--out", f"{out}/resnet"],
@@ -100,13 +103,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_ranks_agree_with_a_single_process(two: Path, tmp_path: Path) -> None:
-    """On the same global batches, of which the last has 30 of 32 samples."""
+    """On the same global batches, of which the last has 25 of 32 images."""
     single = run(tmp_path, epochs=2, **LENET)
-    assert close(single, last(two / "whole"))
-    assert close(single, last(two / "passes"))
+    assert close(single, last(two / "whole"), tolerance=1e-5)
+    assert close(single, last(two / "passes"), tolerance=1e-5)
     rows = [json.loads((out / "metrics.jsonl").read_text().splitlines()[-1]) for out in (tmp_path, two / "whole")]
     assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=1e-4)
-    assert rows[0]["test_accuracy"] == pytest.approx(rows[1]["test_accuracy"], abs=2 / 359)
+    assert rows[0]["test_accuracy"] == pytest.approx(rows[1]["test_accuracy"], abs=2 / 62)
 
 
 def test_two_ranks_save_the_wrapper_s_names(two: Path) -> None:
@@ -123,7 +126,7 @@ def test_two_ranks_resume_batch_statistics_exactly(two: Path) -> None:
 
 
 def test_a_signal_to_one_rank_stops_both_after_the_same_step(two: Path) -> None:
-    assert (two / "stopped" / "epoch_001_step_00015.pth").exists()
+    assert (two / "stopped" / "epoch_001_step_00003.pth").exists()
     assert same(last(two / "whole"), last(two / "stopped"))
 
 
@@ -145,7 +148,7 @@ def test_two_ranks_measure_what_they_save(two: Path) -> None:
     network = build("resnet18", 1, width=0.05)
     network.load_state_dict(bare(last(two / "resnet")["model"]))
     network.eval()
-    _, test = data.load("digits")
+    _, test = data.load("synthetic", shape=FEW["shape"], samples=FEW["samples"])
     images, labels = test[range(len(test))]
     accuracy = (network(images).argmax(1) == labels).double().mean().item()
     row = json.loads((two / "resnet" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -156,6 +159,7 @@ def test_torchrun_trains_and_one_rank_speaks(tmp_path: Path) -> None:
     """The command of the README."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "train"]
     options = ["--parallel", "ddp", "--model", "lenet", "--save", "wrapped", "--epochs", "1", "--out", str(tmp_path)]
+    options += ["--data", "synthetic", "--samples", "100"]
     # torchrun is Python too and may warn: the training processes are held to no warnings in `two`.
     plain = environment(PYTHONWARNINGS="")
     done = subprocess.run([*torchrun, *options], env=plain, cwd=ROOT, capture_output=True, text=True)
