@@ -336,7 +336,7 @@ class _Problems:
             advice.append(_advice(in_code, text, f"allow_unexpected={globs!r}" if self.extras else "allow_unexpected=[...]"))
         if self.ambiguous or (self.missing and unknown):
             text = "or name the partners with `pair='OLD=NEW'` or `plan`; `match='structure'` looks further"
-            advice.append(_advice(in_code, text, 'rename=[...], or match="structure"'))
+            advice.append(_advice(in_code, text, 'pair={"OLD": "NEW"}; match="structure" looks further'))
         text = "; ".join(advice)
         return MatchError(f"{label}.", why=why, fix=f"{text[:1].upper() if not in_code else text[:1]}{text[1:]}.")
 

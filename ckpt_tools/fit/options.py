@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     import os
 
     from ckpt_tools.matching import Stages
+    from ckpt_tools.tree.arguments import Renames
 
 OnMismatch: TypeAlias = Literal["error", "reinit", "overlap", "skip"]
 COMPARING = ("structure",)  # the stages that look at what models compute
 RowChoice: TypeAlias = Sequence[int] | Mapping[str, Sequence[int]] | None
 
 
-class TargetOptions(Options):
-    """What a checkpoint is compared with or fitted to, and how its tensors find their partners."""
+class LikeOptions(Options):
+    """What a checkpoint is compared with or fitted to."""
 
     heading = "Target model"
     like: Any = anything(
@@ -31,6 +32,12 @@ class TargetOptions(Options):
         """Its arguments: '{"num_classes": 200}'.""", arguments.read_keywords, metavar="JSON", in_code="Or a mapping."
     )
     like_select: str | None = text("Which state dict of a TARGET that holds several.", metavar="WHERE")
+
+
+class PartnerOptions(Options):
+    """How tensors find their partners."""
+
+    heading = "Target model"
     match: Stages | None = choice(
         "How partners are found: by name without wrappers (the default); also by a common prefix or suffix; also by shape, "
         "order and names of layers; also by what numbers they hold, for two copies of one network; or zipped in order.",
@@ -48,7 +55,7 @@ class TargetOptions(Options):
         metavar="[NAME=]SHAPE[:N]",
     )  # fmt: skip
     allow_reshape: bool = flag("Take partners whose shapes differ by sizes of 1, or by a flatten before a linear layer.")
-    pair: str | Sequence[str | tuple[str, str]] = texts(
+    pair: Renames = texts(
         "OLD of IN is NEW of TARGET: tensors or modules, by name, glob (*) or numbers ({i} on both sides). Comes first.",
         read=arguments.read_rules, metavar="OLD=NEW", in_code="`OLD=NEW` texts, pairs, or a mapping.",
     )  # fmt: skip
@@ -71,8 +78,12 @@ class TargetOptions(Options):
         return self.match or ("structure" if self.from_ is not None else None)
 
 
-class FitOptions(TargetOptions):
-    """What becomes of tensors that the target wants otherwise."""
+class TargetOptions(LikeOptions, PartnerOptions):
+    """The target, and how tensors find their partners in it."""
+
+
+class PlanOptions(Options):
+    """A plan that names the partners."""
 
     heading = "Target model"
     plan: str | os.PathLike[str] | None = value(
@@ -84,6 +95,12 @@ class FitOptions(TargetOptions):
         default=None, metavar="NAME=N", in_code="Or a mapping.",
     )  # fmt: skip
     reverse: bool = flag("Follow the plan from its new names to its old ones.")
+
+
+class LeftOverOptions(Options):
+    """What becomes of tensors that the target wants otherwise."""
+
+    heading = "Target model"
     reinit: str | Sequence[str] | Mapping[str, str] | None = texts(
         "Initial values for tensors that IN does not have: zeros, ones, normal:STD, trunc_normal:STD, uniform:A, "
         "xavier_uniform, xavier_normal, kaiming_uniform, kaiming_normal, orthogonal, target (what its constructor gives), "
@@ -103,6 +120,10 @@ class FitOptions(TargetOptions):
     )  # fmt: skip
     adapt: bool = flag("Fit a first convolution to other channels, position embeddings to another grid.")
     seed: int = whole("For initial values: one seed, the same bytes everywhere [0].", default=0, metavar="N")
+
+
+class FitOptions(TargetOptions, PlanOptions, LeftOverOptions):
+    """What a checkpoint is fitted to, how, and what becomes of tensors that the target wants otherwise."""
 
     def check(self) -> None:
         """Raise UsageError for an option about a target where none is named, or one that a plan settles."""

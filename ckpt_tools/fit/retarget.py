@@ -26,14 +26,14 @@ from ckpt_tools.fit.fit import (
     Wanted,
     fit,
 )
-from ckpt_tools.fit.graphs import Question, compare_graphs
 from ckpt_tools.fit.initialisers import (
     Blank,
     Rules,
     blank_for,
     check_finite,
 )
-from ckpt_tools.fit.options import COMPARING, FitOptions
+from ckpt_tools.fit.options import FitOptions
+from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.patterns.expand import Expanded, expand
 from ckpt_tools.fit.patterns.rows import PatternPlan
 from ckpt_tools.fit.patterns.values import Config, Values
@@ -42,14 +42,11 @@ from ckpt_tools.fit.plans import Plan, plan_of
 from ckpt_tools.fit.targets import (
     Target,
     choose_state_dict,
-    framework_of,
-    params_of,
     read_target,
 )
 from ckpt_tools.formats.open import Checkpoint, find_optimizers, find_state_dicts, is_tensor, tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.content import Content
-from ckpt_tools.matching import Stages, match
 from ckpt_tools.text import dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 from ckpt_tools.values.numeric import live_content, row_major
@@ -85,11 +82,7 @@ class Retargeting:
     """The options that name a target, checked."""
 
     def __init__(self, options: FitOptions) -> None:
-        self.like, self.like_args, self.like_select = options.like, options.like_args, options.like_select
-        self.plan, self.allow_reshape, self.pairs = options.plan, options.allow_reshape, list(options.pair)
-        self.values, self.reverse = cast("Mapping[str, int]", options.plan_value or {}), options.reverse
-        self.stages: Stages = options.stages or "exact+wrappers"
-        self.question = Question(options.from_, options.from_args, options.input)
+        self.options = options
         self.choices = Choices(Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed)
 
     def apply(self, root: Node, path: str, stack: ExitStack, whole: Checkpoint | None = None) -> tuple[FittedTo, int]:
@@ -105,48 +98,41 @@ class Retargeting:
             ConvertError: see `fit`.
         """
         node = _only_state_dict(root, path)
-        target = None if self.like is None else read_target(self.like, args=self.like_args, select=self.like_select)
+        options = self.options
+        target = None if options.like is None else read_target(options.like, args=options.like_args, select=options.like_select)
         config = Config.beside(path, None if whole is None else whole.root)
         expanded = self._plan(node, target, config, whole)
         plan = expanded.plan
-        label = f"{path} does not fit {target.label}" if target is not None else f"{self.plan} leaves tensors over"
-        fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack, self.like_select), self.choices)
+        label = f"{path} does not fit {target.label}" if target is not None else f"{options.plan} leaves tensors over"
+        fitted = fit(node, plan, _wanted(target, label, self.choices.seed, stack, options.like_select), self.choices)
         names = {**plan.renames, **{old: new for old, new, _, _ in plan.mismatched}}
         renamed = renaming.rename_optimizers(root, lambda name: names.get(name, name))
-        report = _report(target.label if target is not None else str(self.plan), plan, fitted)
+        report = _report(target.label if target is not None else str(options.plan), plan, fitted)
         report.dropped, report.values = expanded.dropped, expanded.values
         return report, renamed
 
     def _plan(self, node: Dict, target: Target | None, config: Config, whole: Checkpoint | None) -> Expanded:
-        if self.plan is not None:
+        if self.options.plan is not None:
             expanded = self._read(node, config)
             return expanded if target is None else replace(expanded, plan=_for_target(expanded.plan, target))
         assert target is not None
-        params, reshape = params_of(node), self.allow_reshape
-        framework = None if whole is None else framework_of(whole)
-        graphs = compare_graphs(params, whole, self.question, target).graphs if self.stages in COMPARING else None
-        wanted = target.params
-        if self.stages == "values":
-            from ckpt_tools.fit.samples import sampled, sampled_target
-
-            params, wanted = sampled(params, node), sampled_target(target, self.like_select)
-        matching = match(
-            params, wanted, stages=self.stages, allow_reshape=reshape, framework=framework, graphs=graphs,
-            pairs=self.pairs,
-        )  # fmt: skip
+        options = self.options
+        sides = look_at(node, whole, target, options, options.like_select)
+        matching = sides.match(options, options.stages or "exact+wrappers", allow_reshape=options.allow_reshape)
         return Expanded(plan_of(replace(matching, offers=())), {}, {})  # fused and split tensors: only a plan does those
 
     def _read(self, node: Dict, config: Config) -> Expanded:
         """The plan of the file, for this state dict."""
-        plan = read_any_plan(cast("str", self.plan))
+        options = self.options
+        plan, values = read_any_plan(cast("str", options.plan)), cast("Mapping[str, int]", options.plan_value or {})
         if not isinstance(plan, PatternPlan):
-            if self.reverse or self.values:
-                option = "reverse" if self.reverse else "plan_value"
-                raise UsageError(f"`{option}` is for plans of patterns; {self.plan} names every tensor.")
+            if options.reverse or values:
+                option = "reverse" if options.reverse else "plan_value"
+                raise UsageError(f"`{option}` is for plans of patterns; {options.plan} names every tensor.")
             return Expanded(plan, dict.fromkeys(plan.drop, "the plan drops it"), {})
         shapes = {name: tensor.shape if type(tensor) is Entry else () for name, tensor in tensors_by_name(node).items()}
         others = [key for key, _ in node.items if type(key) is str and key not in shapes]
-        expanded = expand(plan.reversed() if self.reverse else plan, shapes, Values(self.values, config), others)
+        expanded = expand(plan.reversed() if options.reverse else plan, shapes, Values(values, config), others)
         node.items[:] = [(key, value) for key, value in node.items if key in shapes or key not in expanded.dropped]
         return expanded
 

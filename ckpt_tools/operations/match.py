@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt_tools.fit.graphs import Compared, Question, Seen, compare_graphs
-from ckpt_tools.fit.options import COMPARING
-from ckpt_tools.fit.targets import choose_state_dict, framework_of, params_of, read_target
+from ckpt_tools.fit.partners import look_at
+from ckpt_tools.fit.partners.graphs import Seen
+from ckpt_tools.fit.targets import choose_state_dict, read_target
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
 from ckpt_tools.matching import Matching, Stages
-from ckpt_tools.matching import match as find_partners
 from ckpt_tools.matching.left_over.advice import Advice, advise
 from ckpt_tools.operations.options import MatchOptions
 from ckpt_tools.text import brief, notebook
@@ -63,29 +62,17 @@ def match(path: File, options: MatchOptions) -> Matched:
     with open_whole(path) as checkpoint:
         if options.stages == "values":
             checkpoint.locate()
-        node, framework = choose_state_dict(checkpoint, options.select).node, framework_of(checkpoint)
-        params, wanted = params_of(node), target.params
-        if options.stages == "values":
-            from ckpt_tools.fit.samples import sampled, sampled_target
-
-            params, wanted = sampled(params, node), sampled_target(target, options.like_select)
-        compared = Compared()
-        if options.stages in COMPARING:
-            question = Question(options.from_, options.from_args, options.input)
-            compared = compare_graphs(params, checkpoint, question, target)
+        sides = look_at(choose_state_dict(checkpoint, options.select).node, checkpoint, target, options, options.like_select)
 
     def matched(stages: Stages, allow_reshape: bool) -> Matching:
-        return find_partners(
-            params, wanted, stages=stages, rename=list(options.rename), framework=framework, allow_reshape=allow_reshape,
-            graphs=compared.graphs, pairs=list(options.pair),
-        )  # fmt: skip
+        return sides.match(options, stages, rename=options.rename, allow_reshape=allow_reshape)
 
     stages: Stages = options.stages or "names"
     matching = matched(stages, options.allow_reshape)
-    advice = advise(params, target.params, matching, matched, stages, options.allow_reshape)
+    advice = advise(sides.old, target.params, matching, matched, stages, options.allow_reshape)
     if options.output is not None:
         from ckpt_tools.fit.plan_files import write_plan
         from ckpt_tools.fit.plans import plan_of
 
         write_plan(plan_of(matching), options.output, overwrite=options.overwrite)
-    return Matched(str(path), target.label, matching, advice, compared.seen)
+    return Matched(str(path), target.label, matching, advice, sides.compared.seen)

@@ -1,4 +1,4 @@
-"""What a user may ask of `match`, `average` and `extract_lora`; what they share with `convert` is said there."""
+"""What a user may ask of `match`, `load_into`, `average` and `extract_lora`; what they share with `convert` is said there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fit.options import TargetOptions
+from ckpt_tools.fit.options import LeftOverOptions, PartnerOptions, TargetOptions
 from ckpt_tools.operations.convert.options import (
     DryRunOption,
     NameOptions,
@@ -41,6 +41,33 @@ class MatchOptions(TargetOptions):
             raise UsageError("`like` names the target; it is missing.")
         if self.overwrite and self.output is None:
             raise UsageError("`overwrite` is about a plan; `output=PLAN` is missing.")
+
+
+class LoadOptions(PartnerOptions, LeftOverOptions):
+    """All that `load_into` takes."""
+
+    rename: Renames = as_in(NameOptions, "rename", "Rename tensors of the file first.")
+    allow_missing: str | Sequence[str] = texts("Names of the model that need nothing.", metavar="GLOB")
+    allow_unexpected: str | Sequence[str] = texts("Names of the file that need no place.", metavar="GLOB")
+    assign: bool = flag("Put new tensors with the file's dtypes in place of the parameters.")
+    select: str | None = as_in(Selection, "select", "Which state dict of the file, where it holds several.")
+    hooks: bool = flag(
+        "Run the model's own load hooks: its load_state_dict does the loading then, with the file's tensors under the model's "
+        "names. What a hook has changed before something raises stays changed."
+    )
+
+    def check(self) -> None:
+        """Raise UsageError for what the model's own `load_state_dict` decides, where its hooks run."""
+        super().check()
+        with_hooks = ("hooks", "select", "assign", "allow_missing", "allow_unexpected")
+        others = [name for name in self.given() if name not in with_hooks]
+        if self.match == "exact+wrappers":  # the default, said
+            others.remove("match")
+        if self.hooks and others:
+            raise UsageError(
+                f"`{others[0]}` does not go with `hooks=True`: the model's own load_state_dict decides then.",
+                fix=f"With hooks go {', '.join(with_hooks[1:])}.",
+            )
 
 
 class AverageOptions(ObjectOptions, DryRunOption):

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 
 from ckpt_tools.errors import MatchError, TargetError, UsageError
-from ckpt_tools.fit.choices import Choices, Rows
-from ckpt_tools.fit.initialisers import Rules
-from ckpt_tools.fit.options import OnMismatch, RowChoice
 from ckpt_tools.fit.targets import names_of, read_target
 from ckpt_tools.formats.open import (
     collector_paused,
 )
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
-from ckpt_tools.matching import Stages
+from ckpt_tools.operations.options import LoadOptions
 from ckpt_tools.text import listed
 from ckpt_tools.torch.copying import copy_all
 from ckpt_tools.torch.gathering import is_dtensor, own_box
@@ -28,25 +25,22 @@ from ckpt_tools.torch.load_plan import Copy, LoadPlan, Planner
 from ckpt_tools.torch.loading import choose
 from ckpt_tools.torch.report import LoadReport
 from ckpt_tools.torch.slots import Slot, Slots, find_slots
-from ckpt_tools.tree.arguments import Renames, natural
+from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.values.numeric import torch_dtype
 
 
+@as_keywords(LoadOptions)
 @natural
-def load_into(
-    model: torch.nn.Module, path: File, *, match: Stages = "exact+wrappers", rename: Renames = (),
-    reinit: str | Sequence[str] | Mapping[str, str] | None = None, on_mismatch: OnMismatch = "error", rows: RowChoice = None,
-    adapt: bool = False, allow_missing: Sequence[str] = (), allow_unexpected: Sequence[str] = (), assign: bool = False,
-    select: str | None = None, seed: int = 0, hooks: bool = False,
-) -> LoadReport:  # fmt: skip
+def load_into(model: torch.nn.Module, path: File, options: LoadOptions) -> LoadReport:
     """Load a checkpoint into a model. Executes nothing in the file.
 
     Tensors go straight into the parameters' and buffers' own memory, on their device and in their dtype; there is no second
-    copy of the model. The model may be wrapped by DP, DDP, FSDP1 names or compile, or not, and the file too. Parameters on
-    the meta device are made on the default device (the CPU, unless `torch.set_default_device` says another). Every
-    rank of a DDP job may call this at once. Load hooks of modules are not called, except `set_extra_state`; the report's notes
-    name those that the model has.
+    copy of the model. The model may be wrapped by DP, DDP, FSDP1 names or compile, or not, and the file too: names decide,
+    without wrappers, unless `match` says otherwise. Parameters on the meta device are made on the default device (the CPU,
+    unless `torch.set_default_device` says another). Every rank of a DDP job may call this at once. Load hooks of modules are
+    not called, except `set_extra_state`; the report's notes name those that the model has.
 
     Where parameters are DTensors (FSDP2, HSDP, tensor parallelism) every rank calls it, and each reads its own part, of
     rows nothing else; nothing is sent between them.
@@ -57,21 +51,7 @@ def load_into(
     Args:
         model: the model.
         path: a checkpoint in any container that ckpt reads.
-        match: how partners are found: "exact+wrappers", "names", "structure" or "position"; see `ckpt match`.
-        rename: `REGEX=REPLACEMENT` rules for names of the file.
-        reinit: a scheme for weights that get initial values (biases get zeros, norms ones), `GLOB=SCHEME` texts, or a mapping
-            of them, which are literal; `ckpt convert --help` lists the schemes. "target" leaves the model's own value.
-        on_mismatch: for a tensor of another shape: "error"; "reinit" (where `reinit` has no scheme for it as
-            "default"); "overlap" keeps what fits and initialises the rest; "skip" leaves the model's.
-        rows: with "overlap": which rows of the file's tensors, in which order; for one name by a mapping from globs.
-        adapt: fit a first convolution to other input channels, and position embeddings to another grid.
-        allow_missing, allow_unexpected: globs on names that may be left over.
-        assign: put new tensors with the file's dtypes in place of the parameters.
-        select: the dotted path of the state dict, where the file holds several.
-        seed: for initial values; one seed gives the same bytes on every machine.
-        hooks: run the model's own load hooks: its `load_state_dict` does the loading then, with the file's tensors under the
-            model's names. Of the other arguments it goes with `select`, `assign`, `allow_missing` and `allow_unexpected`
-            alone. What a hook has changed before something raises stays changed.
+        options: those of `LoadOptions`, as keywords.
 
     Returns:
         What happened to every name; true when all of the model and of the file was loaded.
@@ -82,30 +62,23 @@ def load_into(
     """
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"load_into takes a torch.nn.Module, not a {type(model).__name__}.")
-    rules = [rename] if isinstance(rename, str) else list(rename.items() if isinstance(rename, Mapping) else rename)
-    if hooks:
-        _check_hooked(match=match != "exact+wrappers", rename=rules, reinit=reinit, rows=rows is not None, adapt=adapt,
-                      on_mismatch=on_mismatch != "error")  # fmt: skip
+    if options.hooks:
         return load_with_hooks(
-            model, path, select=select, assign=assign, allow_missing=allow_missing, allow_unexpected=allow_unexpected
-        )
-    choices = Choices(Rules(reinit), on_mismatch, Rows(rows), adapt, seed, allow_missing, allow_unexpected, in_code=True)
+            model, path, select=options.select, assign=options.assign, allow_missing=options.allow_missing,
+            allow_unexpected=options.allow_unexpected,
+        )  # fmt: skip
     slots = find_slots(model)
-    _check_assign(model, slots, assign)
+    _check_assign(model, slots, options.assign)
     with open_whole(path, names=lambda: names_of(read_target(model))) as checkpoint:
+        if options.stages == "values":
+            checkpoint.locate()
         with collector_paused(), _naming_hooks(model):
-            plan = Planner(checkpoint, choose(checkpoint, select), slots, choices, assign).plan(match, rules)
+            plan = Planner(checkpoint, choose(checkpoint, options.select), slots, model, options).plan()
         _carry_out(plan)
         if unrun := load_hooks(model):
             plan.report.notes.append(f"load hooks that were not run: {listed(unrun)}; hooks=True runs them")
         checkpoint.decoded.source.check_unchanged()
     return plan.report
-
-
-def _check_hooked(**given: Any) -> None:
-    """With hooks the model's own `load_state_dict` decides."""
-    if wrong := [name for name, value in given.items() if value]:
-        raise UsageError(f"`{wrong[0]}` does not go with `hooks=True`: the model's own load_state_dict decides then.")
 
 
 @contextlib.contextmanager

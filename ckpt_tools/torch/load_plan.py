@@ -10,11 +10,12 @@ import torch
 
 from ckpt_tools.edit import casts
 from ckpt_tools.errors import ConvertError, MatchError
-from ckpt_tools.fit.choices import Choices
+from ckpt_tools.fit.choices import Choices, Rows
 from ckpt_tools.fit.fit import Fitted, Wanted, fit
-from ckpt_tools.fit.initialisers import Blank, blank_in
+from ckpt_tools.fit.initialisers import Blank, Rules, blank_in
+from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.plans import plan_of
-from ckpt_tools.fit.targets import framework_of, params_of
+from ckpt_tools.fit.targets import Target
 from ckpt_tools.formats.open import (
     Checkpoint,
     StateDict,
@@ -29,9 +30,10 @@ from ckpt_tools.io.content import (
     chunks,
     read,
 )
-from ckpt_tools.matching import Matching, Stages
+from ckpt_tools.matching import Matching
 from ckpt_tools.matching import match as find_partners
 from ckpt_tools.matching.params import Param
+from ckpt_tools.operations.options import LoadOptions
 from ckpt_tools.torch.building import Builder
 from ckpt_tools.torch.loading import loadable
 from ckpt_tools.torch.report import LoadReport
@@ -69,8 +71,14 @@ class LoadPlan:
 class Planner:
     """Decides what becomes of every name of a checkpoint and of a model, and changes nothing in the model."""
 
-    def __init__(self, checkpoint: Checkpoint, state_dict: StateDict, slots: Slots, choices: Choices, assign: bool) -> None:
-        self.checkpoint, self.slots, self.choices, self.assign = checkpoint, slots, choices, assign
+    def __init__(
+        self, checkpoint: Checkpoint, state_dict: StateDict, slots: Slots, model: torch.nn.Module, options: LoadOptions
+    ) -> None:
+        self.checkpoint, self.slots, self.model, self.options = checkpoint, slots, model, options
+        self.choices = Choices(
+            Rules(options.reinit), options.on_mismatch, Rows(options.rows), options.adapt, options.seed, options.allow_missing,
+            options.allow_unexpected, in_code=True,
+        )  # fmt: skip
         root = loadable(state_dict.node, checkpoint.path)
         self.node = as_dict(casts.to_little_endian(root, checkpoint.decoded.byteorder))
         # may be tensors, and are not among these
@@ -79,23 +87,29 @@ class Planner:
         self.source = tensors_by_name(self.node)
         self.report = LoadReport(str(checkpoint.path))
 
-    def plan(self, stages: Stages, rename: Sequence[str | tuple[str, str]]) -> LoadPlan:
+    def plan(self) -> LoadPlan:
         """The fate of every name.
 
         Raises:
             MatchError, ConvertError, TargetError: something is left over without a choice, or cannot be copied.
         """
         slots = self.slots.tensors
-        params = [Param(slot.name, slot.shape, slot.dtype, slot.place, type(slot.module).__name__) for slot in slots.values()]
-        framework = framework_of(self.checkpoint)
-        found = find_partners(params_of(self.node), params, stages=stages, rename=rename, framework=framework)
+        params = tuple(
+            Param(slot.name, slot.shape, slot.dtype, slot.place, type(slot.module).__name__) for slot in slots.values()
+        )
+        tensors = {name: slot.tensor for name, slot in slots.items()}
+        options, target = self.options, Target("the model", params, self.model, tensors=tensors)
+        sides = look_at(self.node, self.checkpoint, target, options)
+        found = sides.match(
+            options, options.stages or "exact+wrappers", rename=options.rename, allow_reshape=options.allow_reshape
+        )
         matching = self._tolerate(found)
         label = f"{self.checkpoint.path} does not fit the model"
         wanted = Wanted(list(slots), self._blank, None, _first_names(self.slots), label)
         fitted = fit(self.node, plan_of(replace(matching, offers=())), wanted, self.choices)
         copies = self._copies(fitted)
         self._fill_report(matching, fitted, copies)
-        return LoadPlan(copies, self._extra_state(), self.assign, self.report)
+        return LoadPlan(copies, self._extra_state(), options.assign, self.report)
 
     def _tolerate(self, matching: Matching) -> Matching:
         """Files from before torch 0.4.1 have no `num_batches_tracked`; as torch does, the model keeps its own."""
@@ -122,7 +136,7 @@ class Planner:
             if type(node) is not Entry:
                 raise ConvertError(f"{name!r} is a sparse, quantised, nested or meta tensor in {self.checkpoint.path}.",
                                    why="It cannot be copied into a plain parameter.")  # fmt: skip
-            if self.assign:
+            if self.options.assign:
                 _check_assignable(name, node, slot)
             else:
                 _check_castable(name, node, slot)
@@ -131,7 +145,7 @@ class Planner:
                 self._check_same(name, node, *taken[slot.place])
                 continue
             taken[slot.place] = (name, node)
-            fresh = self.assign or slot.tensor.is_meta
+            fresh = self.options.assign or slot.tensor.is_meta
             copies.append(Copy(node, slot, None if fresh else slot.tensor))
         for name in fitted.kept_own:
             if self.slots.tensors[name].tensor.is_meta:

@@ -38,6 +38,7 @@ Record = TypeVar("Record", bound="Options")
 Record_co = TypeVar("Record_co", bound="Options", covariant=True)
 R = TypeVar("R")
 S = TypeVar("S")
+S_contra = TypeVar("S_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -215,6 +216,10 @@ class _TwoPaths(Protocol[P, R_co]):
     def __call__(self, source: File, target: File, *args: P.args, **options: P.kwargs) -> R_co: ...
 
 
+class _IntoModel(Protocol[S_contra, P, R_co]):
+    def __call__(self, model: S_contra, path: File, *args: P.args, **options: P.kwargs) -> R_co: ...
+
+
 class _MethodKeywords(Protocol[P, Record_co]):
     """The same for methods."""
 
@@ -235,6 +240,8 @@ class _Keywords(Protocol[P, Record_co]):
     def __call__(self, function: Callable[[File, Record_co], R]) -> _OneFile[P, R]: ...
     @overload
     def __call__(self, function: Callable[[StrPath, Record_co], R]) -> _OnePath[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[[S, File, Record_co], R]) -> _IntoModel[S, P, R]: ...
 
 
 def as_keywords(record: Callable[P, Record]) -> _Keywords[P, Record]:

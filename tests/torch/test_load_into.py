@@ -26,10 +26,9 @@ from ckpt_tools.errors import (
     TargetError,
     UsageError,
 )
-from ckpt_tools.fit.choices import Choices
-from ckpt_tools.fit.initialisers import Rules
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.output import Source
+from ckpt_tools.operations.options import LoadOptions
 from ckpt_tools.torch import copying
 from ckpt_tools.torch.load_plan import Planner
 from ckpt_tools.torch.loading import choose
@@ -692,8 +691,7 @@ def test_a_plan_changes_nothing(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with open_checkpoint(tmp_path / "in.pth") as checkpoint:
-        planner = Planner(checkpoint, choose(checkpoint, None), find_slots(model), Choices(Rules(None)), assign=False)
-        plan = planner.plan("exact+wrappers", ())
+        plan = Planner(checkpoint, choose(checkpoint, None), find_slots(model), model, LoadOptions()).plan()
     assert plan.report.loaded == ["weight", "bias"]
     assert [copy.slot.name for copy in plan.copies] == ["weight", "bias"]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -166,7 +166,13 @@ def _depends_on_input(own: _Side, other: _Side, tried: Sequence[Input], graphs: 
 def _flow_alike(one: Graph, other: Graph) -> bool:
     """Whether the same layers feed the same ones in the same way."""
     try:
-        flows = [flow_of(graph, {name: name for name in graph.weights}) for graph in (one, other)]
+        flows = [
+            [
+                (arrival.feeds.items, arrival.into, arrival.rows)
+                for arrival in flow_of(graph, {name: name for name in graph.weights})
+            ]
+            for graph in (one, other)
+        ]
     except FlowTooLargeError:  # then nothing is decided by it either
         return True
     return flows[0] == flows[1]
