@@ -10,8 +10,10 @@ from ckpt_tools.errors import PickleError, TensorError
 from ckpt_tools.tree.nodes import (
     PLAIN,
     Append,
+    Build,
     Dict,
     Entry,
+    Global,
     List,
     Node,
     Object,
@@ -131,6 +133,8 @@ class _Keys:
         last: dict[Hashable, Pair] = {}
         for identity, (key, value) in zip(identities, pairs, strict=True):
             if identity in last:
+                if type(key) is Global and "Storage" in key.name:
+                    raise PickleError("The pickle uses a class of storages as a dict key twice: one key or two.")
                 if len(self.repeated) < 1000:
                     self.repeated.append(str(key) if type(key) is str else type(key).__name__)
                 key = last[identity][0]
@@ -227,7 +231,12 @@ class _Tuple(NamedTuple):
 
 
 def _check_counter(node: Object) -> None:
-    """Refuse a Counter that is made of a dict of more than plain values: those would be what it holds, and no arguments."""
+    """Refuse a Counter that is made of a dict of more than plain values: those would be what it holds, and no arguments.
+
+    Nor is one given a state by any pickle of Python's: those would be attributes, and look like what it holds.
+    """
+    if any(type(step) is Build for step in node.steps):
+        raise PickleError("A Counter is given a state.")
     given = node.args[0] if type(node.args) is tuple and len(node.args) == 1 else None
     if type(given) is Object or (type(given) is Dict and not PLAIN.issuperset(type(value) for _, value in given.items)):
         raise PickleError("A Counter is made of more than numbers by key.")

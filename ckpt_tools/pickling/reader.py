@@ -39,6 +39,7 @@ class Machine(State):
         try:
             return self._run()
         except Stop as stop:
+            self.settle()
             return stop.value
         except IndexError:
             self.cut = self.position >= self.end

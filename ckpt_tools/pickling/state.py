@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError
 from ckpt_tools.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, FREE_LIGHT, LONG_TEXT
-from ckpt_tools.tree.nodes import ByteString, Dict, Entry, Global, List, Node, Object
+from ckpt_tools.pickling.weights_only import BUILT, READS_AT_ONCE
+from ckpt_tools.tree.nodes import Build, ByteString, Dict, Entry, Global, List, Node, Object
 
 Maker: TypeAlias = Callable[[tuple[Node, ...]], Node]
 PersistentLoad: TypeAlias = Callable[[Node], Node]
@@ -22,6 +23,7 @@ _SHORT = frozenset((type(None), bool, int, float))  # what costs nothing when it
 COST_OF_BYTES, COST_OF_BYTE_STRING = 2, 3  # containers; as much as what is written for them
 # What one more place costs: a tensor has a row in every report.
 _COST_OF_PLACES = {Entry: 3, Object: 2, bytes: COST_OF_BYTES, ByteString: COST_OF_BYTE_STRING}
+_MOST_ARGUMENTS = 16  # more than anything takes that reads its arguments at once
 
 
 class State:
@@ -61,6 +63,9 @@ class State:
         self.far_memo: dict[int, Node] = {}
         # what EMPTY_SET made, by id, kept so that the id stays its own, with its elements
         self.sets: dict[int, tuple[Node, List]] = {}
+        # lists and dicts that were read at once by a call, with their lengths then; states of objects likewise
+        self.given: list[tuple[List | Dict, int]] = []
+        self.states: list[tuple[Build, Dict, int]] = []
         # the records of two globals that every tensor names, as the fused path knows them again
         self.rebuild = self.ordered_dict = _UNNAMED
         self.protocol = 0
@@ -229,8 +234,52 @@ class State:
             if made is not None:
                 self.spend(_cost(made) if type(made) is not bytes else self._cost_of_bytes(made))
                 self.stack.append(made)
+                if type(made) is Entry and made.extras is not None:
+                    self.note_given(args)
                 return
         self.stack.append(Object("reduce", function, args))
+        if type(function) is Global and function in READS_AT_ONCE:
+            self.note_given(args)
+
+    def note_given(self, args: tuple[Node, ...]) -> None:
+        """Remember the lists and dicts in the arguments of what reads them at once: its result has nothing that comes later."""
+        for arg in args if len(args) <= _MOST_ARGUMENTS else ():
+            if type(arg) is List or type(arg) is Dict:
+                self.spend()
+                self.given.append((arg, len(arg.items)))
+            elif type(arg) is tuple:
+                self.note_given(arg)
+
+    def build(self, target: Object, state: Node) -> None:
+        """Set the state of an object. Python reads it at once: a dict that is given more later gives the object no more."""
+        step = Build(state)
+        target.steps.append(step)
+        if type(state) is Dict:
+            self.states.append((step, state, len(state.items)))
+        elif type(state) is tuple and (_is_pair_of_dicts(state) or _is_of(target, BUILT)):
+            self.note_given(state)
+
+    def settle(self) -> None:
+        """At the end, leave out of states what came later.
+
+        Raises:
+            PickleError: what a call was given has changed since.
+        """
+        if any(len(node.items) != length for node, length in self.given):
+            raise PickleError("The pickle changes a list or dict after a call has read it, so that it shows what nobody loads.")
+        for step, state, length in self.states:
+            if len(state.items) != length:
+                self.spend(length)
+                step.state = Dict(state.items[:length], ordered=state.ordered)
+
+
+def _is_of(node: Object, functions: frozenset[Global]) -> bool:
+    return type(node.function) is Global and node.function in functions
+
+
+def _is_pair_of_dicts(state: tuple[Node, ...]) -> bool:
+    """Whether a state is that of an object with slots."""
+    return len(state) == 2 and {type(part) for part in state} <= {Dict, type(None)}
 
 
 def _cost(made: Node) -> int:

@@ -13,6 +13,7 @@ from ckpt_tools.errors import PickleError, TensorError, ZipError
 from ckpt_tools.frozen import frozen
 from ckpt_tools.io.content import Content, Literal
 from ckpt_tools.pickling.state import ORDERED_DICT, Maker
+from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import (
     BY_STORAGE,
@@ -144,11 +145,16 @@ def dtype_of(node: Node) -> DType:
     return dtype
 
 
+_LAZY = ("conj", "neg")
+
+
 def extras_of(hooks: Node, rest: list[Node]) -> Extras | None:
     """What hooks, and metadata where `rest` has it, add to a tensor; None where that is nothing."""
     metadata = rest[0] if rest else None
     if type(hooks) not in (type(None), Dict) or type(metadata) not in (type(None), Dict):
         raise TensorError("A tensor has hooks or metadata that are not a dict.")
+    if type(metadata) is Dict and any(key in _LAZY and value is not True for key, value in metadata.items):
+        raise TensorError("A tensor's metadata has a bit that is not True: torch sets it, whatever it says.")
     plain_hooks = hooks is None or (type(hooks) is Dict and not hooks.items and hooks.attributes is None)
     if plain_hooks and metadata is None:
         return None
@@ -213,6 +219,8 @@ def _rebuild_from_type_v2(args: tuple[Node, ...]) -> Node:
     function, python_type, inner, state = _arguments(args, 4, 4, "_rebuild_from_type_v2")
     if type(function) is not Global or type(python_type) is not Global or type(inner) is not tuple:
         raise TensorError("_rebuild_from_type_v2 is called with malformed arguments.")
+    if not function.name.startswith("_rebuild") and function in ALLOWED:
+        raise TensorError(f"A tensor is made by {function}, which makes none.")
     rebuild = _DENSE_REBUILDS.get(function.name) if function.module == "torch._utils" else None
     if rebuild is None:
         return None

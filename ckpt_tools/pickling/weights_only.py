@@ -47,6 +47,16 @@ BUILT = frozenset((
     *(Global(module, f"{name}Tensor") for module in ("torch", "torch.cuda") for name in _DENSE),
 ))  # fmt: skip
 
+# What takes the items of its arguments when it is called, and does not keep the lists and dicts themselves.
+READS_AT_ONCE = frozenset(
+    Global(*name.rsplit(".", 1))
+    for name in (
+        "torch.Size", "builtins.set", "builtins.frozenset", "builtins.bytearray", "collections.Counter",
+        "torch.tensor._rebuild_from_type_v2", "torch._tensor._rebuild_from_type_v2",
+        *(f"torch._utils.{name}" for name in (*_REBUILD, "_rebuild_sparse_csr_tensor")),
+    )
+)  # fmt: skip
+
 
 # What came after torch 2.4: `torch.load(weights_only=True)` of 2.4 refuses these. (Source: the same function of torch 2.4.0,
 # and `torch.storage._new_dtypes` there.) Data that is made plain does without them.

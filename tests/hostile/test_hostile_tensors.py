@@ -417,3 +417,77 @@ PLAIN_STATE = p.tuple_of(p.TRUE, p.FALSE, p.ORDERED_DICT) + p.BUILD
 def test_parameters_that_are_set_anew(opcodes: bytes, tmp_path: Path) -> None:
     """The state that counts is the last one, and it may bring another tensor."""
     expect_refused(write(tmp_path, one(opcodes)), TensorError, "Parameter is ")
+
+
+LATER = p.get(9) + b"K\x07" + p.APPEND
+GROWING = p.EMPTY_LIST + p.put(9) + b"K\x02" + p.APPEND
+FLOAT32 = p.glob("torch", "float32")
+LAYOUT = p.call("torch.serialization", "_get_layout", p.text("torch.sparse_coo"))
+INDICES = p.tensor(p.sizes(1, 2), p.sizes(2, 1), on=p.storage("1", 2, "LongStorage"))
+VALUES = p.tensor(p.sizes(2), p.sizes(1))
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        p.call("torch._utils", "_rebuild_meta_tensor_no_storage", FLOAT32, GROWING, p.list_of(b"K\x01"), p.FALSE),
+        p.call("torch._utils", "_rebuild_sparse_tensor", LAYOUT, p.tuple_of(INDICES, VALUES, GROWING, p.TRUE)),
+        p.call("torch", "FloatTensor") + p.tuple_of(p.storage(), b"K\x00", GROWING, p.list_of(b"K\x01")) + p.BUILD,
+        p.EMPTY_DICT + p.pairs([(p.call("torch", "Size", GROWING), p.tensor()), (p.sizes(2, 7), OTHER)]),
+        p.EMPTY_DICT + p.pairs([(p.glob("torch", "Size") + p.tuple_of(GROWING) + b"\x81", p.tensor())]),
+        p.call("builtins", "set", GROWING),
+    ],
+    ids=["meta", "sparse", "old", "a key", "a key, new", "a set"],
+)  # fmt: skip
+def test_a_list_that_grows_after_a_call_has_read_it(opcodes: bytes, tmp_path: Path) -> None:
+    """torch has read its size, and we listed the later one; and two keys where torch has one."""
+    records = FLOATS | {"1": struct.pack("<2q", 0, 1)}
+    whole = p.pickle(p.dict_of(a=opcodes, b=p.tensor(), z=LATER))
+    expect_refused(write(tmp_path, torch_zip(whole, records)), PickleError, "after a call has read it")
+
+
+@pytest.mark.parametrize("first", [p.EMPTY_DICT, p.dict_of(neg=p.TRUE)], ids=["none", "one"])
+def test_bits_of_a_tensor_that_are_set_later(first: bytes, tmp_path: Path) -> None:
+    """torch takes `neg` when the tensor is made: we showed the numbers with the other sign."""
+    made = p.glob("torch._utils", "_rebuild_tensor_v2") + INNER[:-1] + first + p.put(9) + p.TUPLE + p.REDUCE
+    body = p.pickle(p.dict_of(a=made, z=p.get(9) + p.text("neg") + p.TRUE + p.SETITEM))
+    expect_refused(write(tmp_path, torch_zip(body, FLOATS)), PickleError, "after a call has read it")
+
+
+@pytest.mark.parametrize("value", [p.FALSE, b"K\x00", p.NONE])
+def test_a_bit_of_a_tensor_that_is_not_true(value: bytes, tmp_path: Path) -> None:
+    """torch sets a bit that is named, whatever its value says."""
+    made = p.glob("torch._utils", "_rebuild_tensor_v2") + INNER[:-1] + p.dict_of(neg=value) + p.TUPLE + p.REDUCE
+    expect_refused(write(tmp_path, one(made)), TensorError, "a bit that is not True")
+
+
+@pytest.mark.parametrize("kind", ["OrderedDict", "Counter"])
+def test_a_tensor_that_is_no_tensor(kind: str, tmp_path: Path) -> None:
+    """`_rebuild_from_type_v2` calls what it is given: we listed one tensor, and torch made a dict of others."""
+    made = p.call(
+        "torch._tensor", "_rebuild_from_type_v2",
+        p.glob("collections", kind), p.glob("collections", kind), p.tuple_of(p.dict_of(hidden=p.tensor())), p.EMPTY_DICT,
+    )  # fmt: skip
+    expect_refused(write(tmp_path, one(made)), TensorError, "which makes none")
+
+
+def test_a_counter_with_a_state(tmp_path: Path) -> None:
+    """What a state gives is an attribute, and looked like what the Counter holds."""
+    body = p.call("collections", "Counter") + p.dict_of(hidden=p.tensor()) + p.BUILD + p.text("a") + p.tensor() + p.SETITEM
+    expect_refused(write(tmp_path, torch_zip(p.pickle(body), FLOATS)), PickleError, "A Counter is given a state")
+
+
+def test_a_class_of_storages_as_two_keys(tmp_path: Path) -> None:
+    """With weights_only it is one object, else each is a new one: two programs would read two files."""
+    body = p.EMPTY_DICT + p.pairs([(p.glob("torch", "FloatStorage"), p.tensor()), (p.glob("torch", "FloatStorage"), OTHER)])
+    expect_refused(write(tmp_path, torch_zip(p.pickle(body), FLOATS)), PickleError, "one key or two")
+
+
+def test_a_state_that_grows_after_it_was_set(tmp_path: Path) -> None:
+    """Python copies a state into its object at once: what the dict is given later, as Borg's do, the object does not have."""
+    state = p.EMPTY_DICT + p.put(9) + p.text("a") + p.tensor() + p.SETITEM
+    made = p.call("types", "SimpleNamespace") + state + p.BUILD
+    body = p.pickle(p.dict_of(x=made, z=p.get(9) + p.text("b") + OTHER + p.SETITEM))
+    path = write(tmp_path, torch_zip(body, FLOATS))
+    assert vars(torch.load(path, weights_only=False)["x"]).keys() == {"a"}
+    assert [row["where"] for row in ckpt_tools.inspect(path).tensors] == [["x", "a"], ["z", "a"], ["z", "b"]]

@@ -26,8 +26,10 @@ _SET = Global("builtins", "set")
 @opcode(b"\x8f", unusual="EMPTY_SET")
 def _empty_set(machine: State) -> None:
     elements = List()
-    machine.make(_SET, (elements,))
-    machine.sets[id(machine.stack[-1])] = machine.stack[-1], elements
+    machine.spend()
+    made = Object("reduce", _SET, (elements,))
+    machine.stack.append(made)
+    machine.sets[id(made)] = made, elements
 
 
 @opcode(b"\x91", unusual="FROZENSET")

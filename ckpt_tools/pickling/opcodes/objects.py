@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_tools.pickling.state import ORDERED_DICT, Opcodes, State
-from ckpt_tools.pickling.weights_only import BUILT
+from ckpt_tools.pickling.weights_only import BUILT, READS_AT_ONCE
 from ckpt_tools.tree.nodes import Build, Call, Dict, Entry, Global, List, Node, Object
 
 opcode = Opcodes()
@@ -54,6 +54,8 @@ def _push(machine: State, call: Call, cls: Node, args: tuple[Node, ...], kwargs:
     """An instance made by `cls.__new__`, which makes an OrderedDict empty whatever it is given."""
     machine.spend()
     machine.stack.append(Dict(ordered=True) if cls == ORDERED_DICT else Object(call, cls, args, kwargs))
+    if type(cls) is Global and cls in READS_AT_ONCE:
+        machine.note_given(args)
 
 
 @opcode(b"i", unusual="INST")
@@ -85,7 +87,7 @@ def _build(machine: State) -> None:
     if type(target) is Object:
         if type(target.function) is Global and target.function.module != "collections" and target.function not in BUILT:
             machine.unusual[f"BUILD of {target.function}"] = None
-        target.steps.append(Build(state))
+        machine.build(target, state)
     elif type(target) is Dict and target.ordered and type(state) is Dict:
         if target.attributes is None:
             target.attributes = Dict()
