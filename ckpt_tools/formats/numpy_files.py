@@ -333,6 +333,10 @@ def _numbers(kind: Node) -> tuple[DType | None, bool]:
     """The dtype that a pickled numpy.dtype stands for, if it is one of numbers, and whether it is big-endian."""
     if type(kind) is not Object or kind.name != "numpy.dtype" or type(kind.args) is not tuple or not kind.args:
         return None, False
+    if len(kind.steps) > 1:
+        raise TensorError(
+            "The dtype of a pickled array is set twice: NumPy takes the one that was there when the array was made."
+        )
     code, state = kind.args[0], kind.state
     big = type(state) is tuple and len(state) > 1 and state[1] == ">"
     return BY_NUMPY.get(code) if type(code) is str else None, big

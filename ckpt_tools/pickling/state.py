@@ -266,7 +266,7 @@ class State:
             PickleError: what a call was given has changed since.
         """
         if any(len(node.items) != length for node, length in self.given):
-            raise PickleError("The pickle changes a list or dict after a call has read it, so that it shows what nobody loads.")
+            raise PickleError("The pickle changes a list or dict after a call has read it.")
         for step, state, length in self.states:
             if len(state.items) != length:
                 self.spend(length)

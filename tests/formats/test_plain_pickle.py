@@ -22,6 +22,7 @@ from ckpt_tools.errors import (
     LimitError,
     ObjectsError,
     PickleError,
+    TensorError,
 )
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.content import Literal, Range
@@ -31,8 +32,10 @@ from tests.formats.test_oracle import described
 from tests.hostile.pickles import (
     call,
     dict_of,
+    glob,
     integer,
     text,
+    tuple_of,
 )
 from tests.hostile.pickles import pickle as opcodes
 from tests.hostile.refusals import expect_refused, expect_warned, write
@@ -172,6 +175,22 @@ def test_numpy_arrays_are_tensors(tmp_path: Path, protocol: int) -> None:
         assert tensor.dtype == torch.from_numpy(native).dtype
         assert tensor.tolist() == array.tolist()
         assert list(tensor.shape) == list(array.shape)
+
+
+def test_a_dtype_that_changes_after_its_array(tmp_path: Path) -> None:
+    """NumPy turns the bytes when the array is made; we took the byte order that the dtype had at last."""
+    big, little = (tuple_of(b"K\x03", text(order), b"NNN", integer(-1), integer(-1), b"K\x00") + b"b" for order in "><")
+    kind = call("numpy", "dtype", text("f4"), b"\x89", b"\x88") + b"r\x09\x00\x00\x00" + big
+    made = call("numpy._core.multiarray", "_reconstruct", glob("numpy", "ndarray"), tuple_of(b"K\x00"), b"C\x01b")
+    array = made + tuple_of(b"K\x01", tuple_of(b"K\x01"), kind, b"\x89", b"C\x04\x3f\x80\x00\x00") + b"b"
+    for data, twice in ((opcodes(dict_of(a=array)), False), (opcodes(dict_of(a=array, z=b"h\x09" + little)), True)):
+        data = b"\x80\x03" + data[2:]
+        assert pickle.loads(data)["a"].tolist() == [1.0]
+        path = write(tmp_path, data, "in.pkl")
+        if twice:
+            expect_refused(path, TensorError, "dtype of a pickled array is set twice")
+        else:
+            assert ckpt_tools.show(path, "a").values == [1.0]
 
 
 def test_whole_model(tmp_path: Path) -> None:

@@ -159,6 +159,15 @@ def test_71_outside_its_view(tmp_path: Path) -> None:
     expect_refused(write(tmp_path, stream(root, ("0", SIX))), TensorError, "reaches outside its storage")
 
 
+@pytest.mark.parametrize("first", ["the storage", "the view"])
+def test_72_a_view_under_a_storages_key(first: str, tmp_path: Path) -> None:
+    """torch keeps both in one dict, and takes the first for both: we showed elements further on."""
+    parts = [tensor(sizes(2), sizes(1), on=persistent(view=view_of("1", 2, 2))), tensor(on=persistent(key="1"))]
+    own = tensor(sizes(2), sizes(1), on=persistent(view=view_of("0", 2, 2)))
+    root = dict_of(a=own) if first == "the storage" else dict_of(a=parts[0], b=parts[1])
+    expect_refused(write(tmp_path, stream(root, ("0", SIX), ("1", SIX))), TensorError, "a storage and a view of one")
+
+
 def test_55_a_claim_beyond_the_file(tmp_path: Path) -> None:
     """A text of 4 GB in a small file is refused before anything is allocated."""
     expect_refused(write(tmp_path, HEAD + b"\x80\x02X\xff\xff\xff\xff"), DamagedFileError, "claims 4294967295 bytes")

@@ -319,6 +319,8 @@ def _numpy_type(node: Node) -> tuple[str, str]:
     """The code ("f8") and byte order ("<" or ">") of a pickled numpy.dtype."""
     if type(node) is not Object or node.name != "numpy.dtype" or type(code := _args(node)[0]) is not str:
         raise ValueError("not a numpy dtype")
+    if len(node.steps) > 1:
+        raise ValueError("a dtype that is another one later")
     order = node.state[1] if type(node.state) is tuple else "<"
     return code, ">" if order == ">" else "<"
 

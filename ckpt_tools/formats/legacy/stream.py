@@ -230,6 +230,8 @@ class _LegacyStorages(Storages):
         if type(key) is not str or not _KEY.fullmatch(key):
             raise PickleError("The pickle refers to a storage by a malformed id: its key is not a number.")
         root = self._empty(kind, key, device, numel) or self.storage(pid[:5])
+        if key in self.views:
+            raise TensorError(f"{key!r} is a storage and a view of one: torch takes the first for both.")
         return root if view is None else self._view(kind, root, view)
 
     def _empty(self, kind: Node, key: str, device: Node, numel: Node) -> Storage | None:
@@ -253,6 +255,8 @@ class _LegacyStorages(Storages):
         size = (storage_dtype(kind) or UINT8).itemsize
         if (offset + numel) * size > root.nbytes:
             raise TensorError(f"A view reaches outside its storage {root.key!r}.")
+        if key in self.by_key:
+            raise TensorError(f"{key!r} is a storage and a view of one: torch takes the first for both.")
         found = self.views.get(key)
         if found is None:
             view = Storage(f"{root.key}.{key}", root.dtype, numel * size, root.device, _NOWHERE)
