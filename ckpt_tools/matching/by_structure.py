@@ -27,11 +27,12 @@ def match_structure(pairing: Pairing) -> None:
     right = units_of(news, str)
     _turn(left, pairing.oriented[0].transposed)
     _turn(right, pairing.oriented[1].transposed)
-    cuts: tuple[Cuts | None, Cuts | None] = (None, None)
+    cuts: tuple[Cuts, Cuts] = ({}, {})
     if pairing.graphs is not None:
-        from ckpt_tools.matching.evidence.network import cuts_of
+        from ckpt_tools.matching.evidence.stage import evidence_of
 
-        cuts = cuts_of(pairing, pairing.graphs)
+        if (evidence := evidence_of(pairing)) is not None:
+            cuts = evidence.cuts
     alignment = align(split_fused(left, right, cuts[0]), split_fused(right, left, cuts[1]))
     if pairing.graphs is not None:
         from ckpt_tools.matching.evidence.stage import settle

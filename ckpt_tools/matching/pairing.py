@@ -46,7 +46,7 @@ class Pairing:
 
     `known` is the name of a source tensor as the user's rules made it, or as torch would have it; stages compare those.
     `ruled` are the names that a rule has changed, `graphs` what both models compute, where that is known,
-    `evidence` and `cuts` what was worked out of them.
+    `evidence` what was worked out of them.
     """
 
     def __init__(self, source: Sequence[Param], target: Sequence[Param], *, allow_reshape: bool) -> None:
@@ -64,13 +64,12 @@ class Pairing:
         self.oriented = orientation(source), orientation(target)
         self.graphs: tuple[Graph, Graph] | None = None
         self.evidence: Any = None
-        self.cuts: Any = None
 
     def anew(self) -> Pairing:
         """The same two sides, with nothing found."""
         made = Pairing([*self.source.values()], [*self.target.values()], allow_reshape=self.allow_reshape)
         made.known, made.ruled, made.oriented = self.known, self.ruled, self.oriented
-        made.graphs, made.evidence, made.cuts = self.graphs, self.evidence, self.cuts
+        made.graphs, made.evidence = self.graphs, self.evidence
         return made
 
     def sources_left(self) -> list[Param]:

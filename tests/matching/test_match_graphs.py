@@ -16,7 +16,7 @@ from ckpt_tools.fit.plans import plan_of
 from ckpt_tools.fit.targets import read_target
 from ckpt_tools.matching import Matching, match
 from ckpt_tools.matching.evidence.gathered import Gathered, united
-from ckpt_tools.matching.evidence.network import LEVELS, Layers
+from ckpt_tools.matching.evidence.network import LEVELS, Followed, Layers
 from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.units import units_of
 from ckpt_tools.tree.graphs import Graph
@@ -221,8 +221,8 @@ def test_a_network_grows_with_the_depth_of_a_stream_and_not_with_its_square(make
     for depth in (8, 16, 24):
         model = make(depth)
         units = units_of(read_target(model).params, lambda name: name)
-        networks = Layers(units, graph_of(model, [parse("2x5x8")], None)).networks
-        sizes.append([networks[level].size for level in LEVELS])
+        networks = Layers(Followed.through(graph_of(model, [parse("2x5x8")], None), units), units).networks
+        sizes.append([sum(1 + len(each.more) for each in networks[level].sets.values()) for level in LEVELS])
     assert [two - one for one, two in zip(*sizes[:2], strict=True)] == [two - one for one, two in zip(*sizes[1:], strict=True)]
 
 

@@ -4,7 +4,7 @@ What is matched must be right: both models give equal outputs. What cannot be kn
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from random import Random
 from typing import Any
@@ -22,6 +22,7 @@ from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.resolve import How, UnitPair
 from ckpt_tools.matching.units import Unit
 from ckpt_tools.matching.verify import doubtful
+from ckpt_tools.tree.graphs import Graph
 from tests.support import networks as nets
 
 # --- pairs of implementations
@@ -472,7 +473,7 @@ MANY: dict[str, Callable[[int], tuple[list[Param], list[Param]]]] = {
 }
 
 
-def steps(olds: list[Param], news: list[Param]) -> int:
+def steps(olds: Sequence[Param], news: Sequence[Param], graphs: tuple[Graph, Graph] | None = None) -> int:
     """How many lines of Python a matching takes, and turns of its loops."""
     count = 0
 
@@ -484,7 +485,7 @@ def steps(olds: list[Param], news: list[Param]) -> int:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        match(olds, news, stages="structure")
+        match(olds, news, stages="structure", graphs=graphs)
     finally:
         sys.settrace(before)
     return count

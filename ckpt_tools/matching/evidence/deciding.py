@@ -12,7 +12,8 @@ from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
 
 from ckpt_tools.matching.evidence.network import LEVELS, Layers
-from ckpt_tools.matching.evidence.refinement import Marks, Network, Node, Sums, alike, only_ones, rounds
+from ckpt_tools.matching.evidence.refinement import Colouring, Marks, Network, Node, Sums
+from ckpt_tools.matching.fused import Cuts
 from ckpt_tools.matching.resolve import UnitPair, conflicts, meaning
 from ckpt_tools.matching.units import Unit
 
@@ -21,11 +22,12 @@ Numbers: TypeAlias = tuple[int, int]  # of two partners
 
 
 class Evidence:
-    """Two networks, compared."""
+    """Two networks, compared; `cuts` are what the layers of each side are seen to be divided into."""
 
-    def __init__(self, sides: tuple[Layers, Layers]) -> None:
-        self.sides = sides
+    def __init__(self, sides: tuple[Layers, Layers], cuts: tuple[Cuts, Cuts]) -> None:
+        self.sides, self.cuts = sides, cuts
         self.networks = {level: (sides[0].networks[level], sides[1].networks[level]) for level in LEVELS}
+        self._alone: dict[str, Colouring] = {}
 
     def numbers(self, old: Unit, new: Unit) -> Numbers | None:
         """Two units as nodes; None where one is in no network."""
@@ -40,15 +42,22 @@ class Evidence:
         Where the networks are alike as wholes, partners must be alike; else no two pairs of one kind may be crossed.
         """
         known = set(pairs)
-        starts = self.sides[0].starts(), self.sides[1].starts()
         found: set[Numbers] = set()
         for level in LEVELS if known else ():
-            *_, colours = rounds(self.networks[level], starts)
-            if alike(colours):
-                found |= {(one, other) for one, other in known if colours[0].get(one) != colours[1].get(other)}
+            colouring = self._without_pairs(level)
+            if colouring.alike():
+                found |= {pair for pair in known if not colouring.same(*pair)}
             elif level == LEVELS[0]:
                 found |= self._crossed(known)
         return found
+
+    def _without_pairs(self, level: str) -> Colouring:
+        """The last colours that shapes and computations alone give; worked out once."""
+        if level not in self._alone:
+            self._alone[level] = colouring = Colouring(self.networks[level], self._starts({}))
+            for _ in colouring.rounds():
+                pass
+        return self._alone[level]
 
     def _crossed(self, pairs: set[Numbers]) -> set[Numbers]:
         """Pairs of one kind that come one after the other here, and the other way round there."""
@@ -92,8 +101,8 @@ class Evidence:
         """The pairs that can be decided now: those that all levels agree about."""
         said: dict[int, set[int]] = {}
         for level in LEVELS:
-            for colours in rounds(self.networks[level], self._starts(known)):
-                for one, other in only_ones(colours):
+            for found in Colouring(self.networks[level], self._starts(known)).rounds():
+                for one, other in found:
                     if isinstance(one, int) and isinstance(other, int) and one not in known:
                         said.setdefault(one, set()).add(other)
         pairs = {(one, next(iter(others))) for one, others in said.items() if len(others) == 1}

@@ -3,22 +3,64 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from ckpt_tools.matching.evidence.feeds import End, Feed, Hidden
-from ckpt_tools.matching.evidence.flow import FlowTooLargeError, flow_of
+from ckpt_tools.matching.evidence.feeds import Feed, Hidden
+from ckpt_tools.matching.evidence.flow import Arrival, flow_of
 from ckpt_tools.matching.evidence.gathered import Gathered, united
 from ckpt_tools.matching.evidence.operations import ROLES
 from ckpt_tools.matching.evidence.refinement import Label, Network, Node
 from ckpt_tools.matching.fused import Cuts, split_fused
 from ckpt_tools.matching.pairing import Pairing
-from ckpt_tools.matching.units import Path, Unit, units_of, untied
+from ckpt_tools.matching.sides.order import in_order_of_names
+from ckpt_tools.matching.units import Unit, units_of, untied
 from ckpt_tools.tree.graphs import Graph
 
-Group: TypeAlias = tuple[int, ...]
 # How much of an edge counts: that it is there; what part its numbers play in an attention or a product; all that is done.
 LEVELS = ("plain", "roles", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """The units of one side, none of them split, and what goes into each of them, by its place in the list."""
+
+    units: list[Unit]
+    arrivals: list[Arrival]
+
+    @classmethod
+    def through(cls, graph: Graph, units: list[Unit]) -> Followed:
+        """Follow all numbers through a graph.
+
+        Raises:
+            FlowTooLargeError: it would take for ever.
+        """
+        return cls(units, flow_of(graph, {name: at for at, unit in enumerate(units) for name in unit.roles.values()}))
+
+    def cuts(self) -> Cuts:
+        """Of layers whose rows go different ways: the parts, which follow one another and are all of it."""
+        rows: dict[int, dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
+        for feed in {feed for arrival in self.arrivals for feed in arrival.feeds.items}:
+            if feed.rows is not None and isinstance(feed.owner, int):
+                rows[feed.owner][feed.rows] |= feed.words & {"query", "key"}
+        found = ((self.units[owner], sorted(parts.items())) for owner, parts in rows.items())
+        return {unit.path: _parts(parts) for unit, parts in found if _are_all_of(unit, [size for size, _ in parts])}
+
+
+def _are_all_of(unit: Unit, rows: Sequence[tuple[int, int]]) -> bool:
+    """Whether these are two parts of a layer and more, one behind the other."""
+    ends = [0, *(last for _, last in rows)]
+    follow = all(first == end for (first, _), end in zip(rows, ends, strict=False))
+    return len(rows) > 1 and follow and ends[-1] == unit.shapes.get("weight", (0,))[0]
+
+
+def _parts(parts: Sequence[tuple[tuple[int, int], set[str]]]) -> list[tuple[str, int]]:
+    """What the parts are, with their numbers of rows: what an attention says; else numbers, which no name speaks against."""
+    roles = [words for _, words in parts]
+    names = [next(iter(words)) if len(words) == 1 else f"part{number}" for number, words in enumerate(roles)]
+    if sorted(map(sorted, roles)) == [[], ["key"], ["query"]]:
+        names[roles.index(set())] = "value"
+    return [(name, last - first) for name, ((first, last), _) in zip(names, parts, strict=True)]
 
 
 class Layers:
@@ -26,43 +68,45 @@ class Layers:
 
     Attributes:
         units: all of the side, fused ones split where the other side has them apart. place: (tensor, part) -> number.
+        wholes: of each unit as it was followed, the numbers of what it is here. rows: of parts, which rows they are.
         networks: by level.
     """
 
-    def __init__(self, units: list[Unit], graph: Graph) -> None:
+    def __init__(self, followed: Followed, units: list[Unit]) -> None:
         self.units = units
         self.place: dict[tuple[str, int | None], int] = {}
         self.rows: dict[int, tuple[int, int]] = {}
-        groups: dict[str, Group] = {}
+        numbers: dict[str, list[int]] = defaultdict(list)
         for number, unit in enumerate(units):
             part = None if unit.fused is None else unit.fused[1]
             for name in unit.roles.values():
                 self.place[name, part] = number
-                groups[name] = (*groups.get(name, ()), number) if part is not None else (number,)
-        for group in set(groups.values()):
-            self._measure(group)
+                numbers[name].append(number)
+        self.wholes = [numbers[next(iter(unit.roles.values()))] for unit in followed.units]
+        for whole in self.wholes:
+            self._measure(whole)
         arrivals: dict[Node, list[Gathered[Feed]]] = defaultdict(list)
-        for arrival in flow_of(graph, groups):
+        for arrival in followed.arrivals:
             for node in self._nodes(arrival.into, arrival.rows):
                 arrivals[node].append(arrival.feeds)
         self.networks = {level: self._network(arrivals, level) for level in LEVELS}
 
-    def _measure(self, group: Group) -> None:
+    def _measure(self, whole: Sequence[int]) -> None:
         """Which rows of a fused layer its parts are."""
         at = 0
-        for number in group if len(group) > 1 else ():
+        for number in whole if len(whole) > 1 else ():
             rows = self.units[number].shapes["weight"][0]
             self.rows[number] = at, at + rows
             at += rows
 
     def _nodes(self, owner: object, rows: tuple[int, int] | None) -> list[Node]:
         """The nodes of a layer that some of its rows are in."""
-        if isinstance(owner, End | Hidden):
+        if not isinstance(owner, int):
             return [owner]
-        assert isinstance(owner, tuple)
-        if rows is None or len(owner) == 1:
-            return [*owner]
-        return [number for number in owner if self.rows[number][0] < rows[1] and rows[0] < self.rows[number][1]]
+        whole = self.wholes[owner]
+        if rows is None or len(whole) == 1:
+            return [*whole]
+        return [number for number in whole if self.rows[number][0] < rows[1] and rows[0] < self.rows[number][1]]
 
     def _network(self, arrivals: Mapping[Node, list[Gathered[Feed]]], level: str) -> Network:
         """What goes into nodes, with as much of what is said of it as the level has."""
@@ -89,53 +133,17 @@ def _label(words: frozenset[str], level: str) -> frozenset[str]:
     return frozenset() if level == "plain" else words & ROLES if level == "roles" else words
 
 
-def layers_of(pairing: Pairing, graphs: tuple[Graph, Graph]) -> tuple[Layers, Layers]:
-    """Both sides, all of their tensors."""
-    olds, news = untied([*pairing.source.values()], [*pairing.target.values()])
+def layers_of(pairing: Pairing, graphs: tuple[Graph, Graph]) -> tuple[tuple[Layers, Layers], tuple[Cuts, Cuts]]:
+    """Both sides, all of their tensors; and what the layers of each are seen to be divided into.
+
+    Raises:
+        FlowTooLargeError: it would take for ever.
+    """
     known: Mapping[str, str] = pairing.known
-    left, right = units_of(olds, known.__getitem__), units_of(news, lambda name: name)
-    cuts = cuts_of(pairing, graphs)
-    return Layers(split_fused(left, right, cuts[0]), graphs[0]), Layers(split_fused(right, left, cuts[1]), graphs[1])
-
-
-def cuts_of(pairing: Pairing, graphs: tuple[Graph, Graph]) -> tuple[Cuts, Cuts]:
-    """What the layers of both sides are seen to be divided into; worked out once."""
-    if pairing.cuts is None:
-        pairing.cuts = _both_cuts(pairing, graphs)
-    cuts: tuple[Cuts, Cuts] = pairing.cuts
-    return cuts
-
-
-def _both_cuts(pairing: Pairing, graphs: tuple[Graph, Graph]) -> tuple[Cuts, Cuts]:
-    left = units_of(pairing.source.values(), pairing.known.__getitem__)
-    right = units_of(pairing.target.values(), lambda name: name)
-    try:
-        return _cuts(left, graphs[0]), _cuts(right, graphs[1])
-    except FlowTooLargeError:
-        return {}, {}
-
-
-def _cuts(units: list[Unit], graph: Graph) -> Cuts:
-    """Of layers whose rows go different ways: the parts, which follow one another and are all of it."""
-    owners = {name: unit.path for unit in units for name in unit.roles.values()}
-    rows: dict[Path, dict[tuple[int, int], set[str]]] = defaultdict(lambda: defaultdict(set))
-    for feed in {feed for arrival in flow_of(graph, owners) for feed in arrival.feeds.items}:
-        if feed.rows is not None and isinstance(feed.owner, tuple) and not isinstance(feed.owner, Hidden):
-            rows[feed.owner][feed.rows] |= feed.words & {"query", "key"}
-    found: dict[Path, list[tuple[str, int]]] = {}
-    for unit in units:
-        parts = sorted(rows.get(unit.path, {}).items())
-        ends = [0, *(last for (_, last), _ in parts)]
-        follow = all(first == end for ((first, _), _), end in zip(parts, ends, strict=False))
-        if len(parts) > 1 and follow and ends[-1] == unit.shapes.get("weight", (0,))[0]:
-            names = _part_names([words for _, words in parts])
-            found[unit.path] = [(name, last - first) for name, ((first, last), _) in zip(names, parts, strict=True)]
-    return found
-
-
-def _part_names(roles: list[set[str]]) -> list[str]:
-    """What the parts are, where an attention says it; numbers else, which no name speaks against."""
-    names = [next(iter(words)) if len(words) == 1 else f"part{number}" for number, words in enumerate(roles)]
-    if sorted(map(sorted, roles)) == [[], ["key"], ["query"]]:
-        names[roles.index(set())] = "value"
-    return names
+    olds = in_order_of_names(pairing.source.values(), known.__getitem__)
+    olds, news = untied(olds, in_order_of_names(pairing.target.values(), str))
+    left = Followed.through(graphs[0], units_of(olds, known.__getitem__))
+    right = Followed.through(graphs[1], units_of(news, str))
+    cuts = left.cuts(), right.cuts()
+    old_layers = Layers(left, split_fused(left.units, right.units, cuts[0]))
+    return (old_layers, Layers(right, split_fused(right.units, left.units, cuts[1]))), cuts

@@ -15,7 +15,7 @@ _WHY = "its name, and what feeds it when the models run, say different things"
 
 def doubt_contradicted(pairing: Pairing) -> None:
     """Doubt pairs by name that the computations contradict."""
-    if (evidence := _evidence(pairing)) is None:
+    if (evidence := evidence_of(pairing)) is None:
         return
     wrong = evidence.contradicted(_by_name(pairing, evidence))
     for new, match in list(pairing.matches.items()):
@@ -27,7 +27,7 @@ def doubt_contradicted(pairing: Pairing) -> None:
 
 def settle(pairing: Pairing, alignment: Alignment) -> None:
     """Take back what the computations contradict, and pair what they decide among the units that are open."""
-    if (evidence := _evidence(pairing)) is None:
+    if (evidence := evidence_of(pairing)) is None:
         return
     numbered = {id(pair): evidence.numbers(pair.old, pair.new) for pair in alignment.pairs}
     by_name = [*_by_name(pairing, evidence)]
@@ -41,14 +41,14 @@ def settle(pairing: Pairing, alignment: Alignment) -> None:
     alignment.undecided = [(olds, news) for olds, news in rest if olds and news]
 
 
-def _evidence(pairing: Pairing) -> Evidence | None:
-    assert pairing.graphs is not None
-    if pairing.evidence is None:
+def evidence_of(pairing: Pairing) -> Evidence | None:
+    """What both models compute, compared; worked out once. None where there is nothing, or too much of it to be followed."""
+    if pairing.evidence is None and pairing.graphs is not None:
         try:
-            pairing.evidence = Evidence(layers_of(pairing, pairing.graphs))
+            pairing.evidence = Evidence(*layers_of(pairing, pairing.graphs))
         except FlowTooLargeError:
-            return None
-    evidence: Evidence = pairing.evidence
+            pairing.graphs = None
+    evidence: Evidence | None = pairing.evidence
     return evidence
 
 
