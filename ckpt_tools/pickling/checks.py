@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, cast
+from itertools import islice
+from operator import eq
+from typing import Any, NamedTuple, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError, TensorError
@@ -126,8 +128,11 @@ class _Keys:
         """The pairs with each key once, at its first place with its last value."""
         if len(pairs) == 1 and type(pairs[0][0]) is Object and pairs[0][0].name in _VALUES:
             return pairs  # nothing that it could be equal to
-        only_text = all(type(key) is str for key, _ in pairs)
-        identities = [key if only_text else self.identity(key) for key, _ in pairs]
+        keys = [key for key, _ in pairs]
+        kinds = set(map(type, keys))
+        if kinds == {int} and _all_differ(keys):
+            return pairs
+        identities = keys if kinds == {str} else list(map(self.identity, keys))
         if len(set(identities)) == len(pairs):
             return pairs
         last: dict[Hashable, Pair] = {}
@@ -215,6 +220,12 @@ class _Keys:
 
 
 _SHORT = 32  # bits: of a longer number Python's hash lets a file choose collisions
+
+
+def _all_differ(numbers: Sequence[Any]) -> bool:
+    """Whether no two are equal, found without a hash."""
+    ordered = sorted(numbers)
+    return not any(map(eq, ordered, islice(ordered, 1, None)))
 
 
 def _long(number: int) -> Hashable:

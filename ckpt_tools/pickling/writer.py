@@ -338,7 +338,9 @@ class _Writer:
     def many_short(self, row: Sequence[Any]) -> None:
         """Short values; those of one type, which are the many, without looking at each."""
         kinds = set(map(type, row))
-        if len(kinds) == 1 and str not in kinds:
+        if kinds == {type(None)}:
+            self.out += b"N" * len(row)
+        elif len(kinds) == 1 and str not in kinds:
             self.out += b"".join(map(ENCODERS[kinds.pop()], row))
         else:
             self.out += b"".join([self.short_text(item) if type(item) is str else ENCODERS[type(item)](item) for item in row])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from ckpt_tools import limits
 from ckpt_tools.tree.nodes import (
@@ -204,7 +205,7 @@ def _is_barren(node: Node, values: frozenset[type], width: int = _NARROW, levels
 def is_hollow(node: Node, values: frozenset[type] = PLAIN) -> bool:
     """Whether a dict, list or tuple holds values of these types only; as keys too, in a dict."""
     if type(node) is Dict:
-        return all(type(value) in values and type(key) in values for key, value in node.items)
+        return values.issuperset(map(type, chain.from_iterable(node.items)))
     return type(node) in (List, tuple) and values.issuperset(map(type, _items(node)))
 
 
