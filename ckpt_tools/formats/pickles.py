@@ -33,6 +33,7 @@ from ckpt_tools.pickling.raw_between import Between, LegacyStorages, TarStorages
 from ckpt_tools.pickling.stream import BytesPart, FilePart
 
 _HEAD = 4096
+_NPY_HEAD = 10_012  # as much as our reader of arrays takes
 _BLOCK = 4 << 20
 _COST_OF_PICKLE = 5  # in members
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
@@ -164,24 +165,24 @@ class _Walk:
 
     def arrays(self, source: Source, where: str, depth: int) -> None:
         """The array of a .npy, and those behind it, as `numpy.load` reads one after another from an open file."""
-        at: int | None = 0
-        while at is not None and at < source.size and not self.has_enough():
-            head = source.read(at, min(_HEAD, source.size - at))
+        at = 0
+        while at < source.size and not self.has_enough():
+            head = source.read(at, min(_NPY_HEAD, source.size - at))
             if not head.startswith(_NUMPY):
                 self.stream(source, where, depth, at)
                 return
-            if _holds_objects(head):
-                at = self.stream(source, where, depth, at + _npy_header(head))
-            else:
-                length = _array_bytes(head)
-                at = None if length is None else at + length
+            length = _array_bytes(head)
+            at = self.stream(source, where, depth, at + _npy_header(head)) if length is None else at + length
 
     def stream(self, source: Source, where: str, depth: int, start: int = 0, between: Between | None = None) -> int:
         """Pickles one behind another, if there are any; returns where the last one ends."""
-        last = source.size
-        for number, pickle in enumerate(list_pickles(FilePart(source, min(start, last), last), between)):
-            if not number and not _is_pickle(source, start, pickle):
-                break
+        last, certain = source.size, False
+        for pickle in list_pickles(FilePart(source, min(start, last), last), between):
+            certain = certain or _is_pickle(source, pickle.start, pickle)
+            if not certain:  # text may begin so, and a pickle may follow: `].` is one, of an empty list
+                if self.has_enough():
+                    break
+                continue
             pickle.where, last = where, pickle.end
             self.found.pickles.append(pickle)
             if pickle.error is not None:
@@ -322,15 +323,10 @@ def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
 def _may_hold_pickles(head: bytes) -> bool:
     """Whether it is worth inflating what begins so: an archive, an array of objects, or what can be read as a pickle so far."""
     if head.startswith(_NUMPY):
-        return _holds_objects(head)
+        return _array_bytes(head) is None
     if is_zip(head) or is_tar(head) or head.startswith(_PACKED):
         return True
     return any(pickle.names or pickle.cut or pickle.error is None for pickle in list_pickles(BytesPart(head)))
-
-
-def _holds_objects(head: bytes) -> bool:
-    """Whether a .npy says that it holds Python objects, by themselves or in a field of its elements."""
-    return b"O" in head[: _npy_header(head)]
 
 
 def _npy_header(head: bytes) -> int:
@@ -340,10 +336,15 @@ def _npy_header(head: bytes) -> int:
 
 
 def _array_bytes(head: bytes) -> int | None:
-    """How long a .npy of numbers or text is, its header included; None where that is not known."""
+    """How long a .npy of numbers or text is, its header included; None of any other, which may hold Python objects.
+
+    NumPy evaluates the header: `object`, `\\x4f` and fields of structures are objects to it as well as `O`.
+    """
     try:
         header = parse_header(head)
     except CkptError:
+        return None
+    if header.code == "O":
         return None
     itemsize = int(header.code[1:] or 0) * (4 if header.code[0] == "U" else 1)  # the sizes of texts are in characters
     return header.length + math.prod(header.shape) * itemsize

@@ -128,6 +128,9 @@ class Lister(Machine):
             self._listen(function, args)
         super().make(function, args)
 
+    def settle(self) -> None:
+        """Nothing: Python goes on with a pickle that changes a list after a call has read it, and so does this."""
+
     def _listen(self, function: Node, args: tuple[Node, ...]) -> None:
         has_parts = any((type(arg) is Object and arg.steps) or (type(arg) is tuple and len(arg) > _LONG) for arg in args)
         self.spend(_COST_OF_LOOKING if has_parts else _COST_OF_RATING)

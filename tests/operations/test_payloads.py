@@ -91,6 +91,12 @@ def objects() -> bytes:
     return buffer.getvalue()[:128] + E
 
 
+def objects_called(descr: str, spaces: int = 0) -> bytes:
+    """The same, where the header says so in other words."""
+    header = " " * spaces + f"{{'descr': {descr}, 'fortran_order': False, 'shape': (1,)}}\n"
+    return b"\x93NUMPY\x01\0" + struct.pack("<H", len(header)) + header.encode() + E
+
+
 def long_bytes(data: bytes) -> bytes:
     """Bytes of any length."""
     return b"B" + struct.pack("<I", len(data)) + data
@@ -142,6 +148,16 @@ HIDDEN = {
     "an archive behind another": zipped({"a/data.pkl": p.pickle(b"}"), "a/version": b"3"}) + EVIL_ZIP,
     "objects of NumPy": objects(),
     "objects of NumPy in an archive": zipped({"a.npy": objects()}),
+    "objects of NumPy in escapes": objects_called(r"'\x4f'"),
+    "objects of NumPy by their Python name": zipped({"a.npy": objects_called("'object'")}),
+    "objects of NumPy in a structure": objects_called(r"[('a', '\x4f')]"),
+    "objects of NumPy in two texts": objects_called("'ob' 'ject'"),
+    "objects of NumPy behind a long header": objects_called("'O'", 4200),
+    "objects of NumPy behind a header beyond our limit": zipped({"a.npy": objects_called("'O'", 60_000)}),
+    "a number in the octal of C": b"I012\n0" + CALL + b".",
+    "numbers that end at a NUL": b"I1\0x\n0F1.5\0x\n0L1\0x\n0" + CALL + b".",
+    "a small pickle without a name in front": b"]." + CALL + b".",
+    "three of them": b"K\1.N.]q\1." + CALL + b".",
     "gzip in gzip": gzip.compress(gzip.compress(E)),
     "xz": lzma.compress(E),
     "lzma alone": lzma.compress(E, lzma.FORMAT_ALONE),

@@ -69,10 +69,15 @@ def _long4(machine: State) -> None:
     machine.stack.append(int.from_bytes(machine.take(machine.number(_I32)), "little", signed=True))
 
 
+_OCTAL = re.compile(rb"\s*([+-]?)0([0-7]{1,20})\s*")  # to C's strtol, which pickle asks first
+
+
 @opcode(b"I", unusual="INT")
 def _int(machine: State) -> None:
     line = machine.line()
-    machine.stack.append(line == b"01" if line in (b"00", b"01") else parse_decimal(machine, line))
+    octal = _OCTAL.fullmatch(line.partition(b"\0")[0])
+    number = int(octal[1] + octal[2], 8) if octal else parse_decimal(machine, line)
+    machine.stack.append(bool(number) if len(line) == 2 and 0 <= number <= 1 else number)  # 01 and 00, to C also +1 and -0
 
 
 @opcode(b"L", unusual="LONG")
@@ -84,7 +89,7 @@ def _long(machine: State) -> None:
 def _float(machine: State) -> None:
     machine.spend_lightly()
     try:
-        machine.stack.append(float(machine.line()))
+        machine.stack.append(float(machine.line().partition(b"\0")[0]))
     except ValueError:
         raise machine.error("holds a float that cannot be read") from None
 
@@ -214,8 +219,8 @@ def _bytearray8(machine: State) -> None:
 
 
 def parse_decimal(machine: State, line: bytes, base: int = 0) -> int:
-    """A decimal number; longer ones than Python converts by default (4300 digits) are refused: they take n² time."""
+    """A decimal number, which ends at a NUL; longer ones than Python converts by default (4300 digits) are refused: n² time."""
     try:
-        return int(line, base)
+        return int(line.partition(b"\0")[0], base)
     except ValueError:
         raise machine.error("holds a whole number that cannot be read") from None
