@@ -102,6 +102,8 @@ def _variable(node: Object) -> Node:
     if type(data) is Object and _is_old(data) and data.function in TENSOR_CLASSES:
         data = _modern(data)
     if type(data) is not Entry or data.extras is not None or type(requires_grad) is not bool:
+        if node.function == _PARAMETER:
+            raise TensorError("A Parameter is made of something else than a plain tensor, in a way that torch does not write.")
         return node
     kind = data.kind if node.function == VARIABLE else "parameter"
     return replace(data, requires_grad=requires_grad, kind=kind, extras=extras_of(hooks, []))

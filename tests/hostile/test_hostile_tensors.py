@@ -410,9 +410,10 @@ PLAIN_STATE = p.tuple_of(p.TRUE, p.FALSE, p.ORDERED_DICT) + p.BUILD
     [
         PARAMETER + p.tuple_of(p.storage(), b"K\x01", p.sizes(2), p.sizes(1)) + p.BUILD,
         PARAMETER + PLAIN_STATE + p.tuple_of(OTHER, p.NONE, p.ORDERED_DICT, p.FALSE, p.FALSE) + p.BUILD,
+        p.call("torch.nn.parameter", "Parameter", META),
         PARAMETER + p.dict_of(data=OTHER) + p.BUILD, p.call("torch.nn.parameter", "Parameter", p.tensor(), p.FALSE, p.TRUE),
     ],
-    ids=["of a storage", "two", "a dict", "arguments"],
+    ids=["of a storage", "two", "of a meta tensor", "a dict", "arguments"],
 )  # fmt: skip
 def test_parameters_that_are_set_anew(opcodes: bytes, tmp_path: Path) -> None:
     """The state that counts is the last one, and it may bring another tensor."""
