@@ -77,7 +77,10 @@ def unwrap(name: str) -> str:
     """
     name = strip_inner(name)
     at = 0
-    while prefix := next((w for w in LEADING_WRAPPERS if name.startswith(w, at) and len(name) > at + len(w)), None):
+    while name.startswith(LEADING_WRAPPERS, at):
+        prefix = next(w for w in LEADING_WRAPPERS if name.startswith(w, at))
+        if len(name) == at + len(prefix):
+            break
         at += len(prefix)
     return name[at:]
 

@@ -581,7 +581,7 @@ def test_there_is_no_second_copy(path: str) -> None:
     """What is remembered of a tensor is a few elements: under a thousand bytes, however large it is."""
     model = nn.Linear(3000, 3000)
     with ckpt.guard(model) as seen:
-        assert sum(sys.getsizeof(old.sample) for old in seen._before.values()) < 2000
+        assert sum(sys.getsizeof(old.ends) for old in seen._before.values()) < 2000
 
 
 def test_the_table(path: str) -> None:
@@ -598,3 +598,27 @@ def test_the_table(path: str) -> None:
     ]
     assert repr(seen).startswith("Guard(fates=<13>")
     assert seen.to_json()["fates"][1]["source"] == "embed.weight"
+
+
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+def test_small_tensors_by_the_hundred(ending: str, tmp_path: Path) -> None:
+    """Tensors that are read many at a time, across the edges of what is read at once, are each their own."""
+    model = nn.ParameterList([nn.Parameter(torch.rand(131 + number % 7)) for number in range(300)])
+    state = {name: torch.rand_like(value) for name, value in model.state_dict().items()}
+    file = tmp_path / f"m.{ending}"
+    (torch.save if ending == "pth" else save_file)(state, file)
+    with ckpt.guard(model) as seen:
+        model.load_state_dict(torch.load(file) if ending == "pth" else load_file(file))
+        with torch.no_grad():
+            model[150][-1] += 1
+    assert wrong(seen) == {"150": "partly"}
+
+
+def test_other_rows_than_the_first_and_last(path: str) -> None:
+    """Of how a tensor was only the ends are remembered; that its inside is the file's shows all the same."""
+    state = torch.load(path)
+    model = Net()
+    with ckpt.guard(model) as seen:
+        model.load_state_dict({n: v for n, v in torch.load(path).items() if n != "embed.weight"}, strict=False)
+        model.embed.weight.data[3:12] = state["embed.weight"][3:12]
+    assert wrong(seen) == {"embed.weight": "partly"}

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckpt_tools.errors import NotLoadedError, UsageError
+from ckpt_tools.frozen import frozen
 from ckpt_tools.text import brief, did_you_mean, listed, notebook, printable
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import unwrap
@@ -24,7 +25,7 @@ _SAYS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fate:
     """What became of one tensor.
 

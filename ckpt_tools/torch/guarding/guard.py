@@ -11,6 +11,7 @@ from typing import ParamSpec, Self, TypeVar
 import torch
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.open import collector_paused
 from ckpt_tools.torch.guarding.fates import Fates
 from ckpt_tools.torch.guarding.judging import Before, Judge, as_they_are
 from ckpt_tools.torch.guarding.opened import Opened
@@ -37,14 +38,15 @@ class Guard(Fates):
         self._heard = Opened()
 
     def __enter__(self) -> Self:
-        self._before = {} if self._model is None else as_they_are(self._model)
+        with collector_paused():
+            self._before = {} if self._model is None else as_they_are(self._model)
         self._heard.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._heard.__exit__(kind, error, trace)
         if error is None and self._model is not None:
-            with Library() as library:
+            with collector_paused(), Library() as library:
                 library.add(self._heard.paths, self._named)
                 self._fill(Judge(self._model, self._before, library).fates(), library)
 

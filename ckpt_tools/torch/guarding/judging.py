@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,46 +13,55 @@ from ckpt_tools.torch.guarding import samples
 from ckpt_tools.torch.guarding.fates import Fate
 from ckpt_tools.torch.guarding.stored import Library
 from ckpt_tools.torch.guarding.tracing import Live, Tracer
-from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.dtypes import DType
 
 _COUNTER = "num_batches_tracked"
 
 
 class Before(NamedTuple):
-    """A tensor as it was: where it lay, how often it had been written to, its dtype and its sample."""
+    """A tensor as it was: where it lay, how often it had been written to, its dtype and the ends of its sample."""
 
     place: int
     version: int
-    dtype: str
-    sample: bytes | None
+    dtype: DType | None
+    ends: bytes | None
 
 
 def as_they_are(model: torch.nn.Module) -> dict[str, Before]:
     """What is to be remembered of a model's tensors, by name."""
-    tensors = {name: tensor for name, tensor, _ in _tensors(model)}
-    taken = _samples(tensors)
+    tensors = {held.name: held.tensor for held in _held(model)}
+    plain = {name: tensor for name, tensor in tensors.items() if samples.is_plain(tensor)}
+    ends = dict(zip(plain, samples.of_all_live(list(plain.values()), samples.ends_of), strict=True))
     return {
-        name: Before(_place(tensor), _version(tensor), samples.dtype_of(tensor), taken.get(name))
+        name: Before(
+            tensor.data_ptr() if name in ends else id(tensor),
+            _version(tensor),
+            samples.dtype_of(tensor.dtype),
+            ends.get(name),
+        )
         for name, tensor in tensors.items()
     }
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Parameters and buffers, under each of their names; and whether a state dict holds them."""
+class Held(NamedTuple):
+    """What a module holds: a parameter or a buffer, under one of its names; and whether a state dict holds it."""
+
+    name: str
+    tensor: torch.Tensor
+    kind: str
+    saved: bool
+
+
+def _held(model: torch.nn.Module) -> Iterator[Held]:
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                yield Held(prefix + own, parameter, "parameter", True)
         unsaved = module._non_persistent_buffers_set
-        for held in (module._parameters, module._buffers):
-            yield from ((prefix + own, tensor, own not in unsaved) for own, tensor in held.items() if tensor is not None)
-
-
-def _samples(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    plain = {name: tensor for name, tensor in tensors.items() if samples.is_plain(tensor)}
-    return dict(zip(plain, samples.of_all_live(list(plain.values())), strict=True))
-
-
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if samples.is_plain(tensor) else id(tensor)
+        for own, buffer in module._buffers.items():
+            if buffer is not None:
+                yield Held(prefix + own, buffer, "buffer", own not in unsaved)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -62,76 +72,82 @@ class Judge:
     """Says what became of each tensor of a model. Names are looked for first: numbers that are found so are taken."""
 
     def __init__(self, model: torch.nn.Module, before: Mapping[str, Before], library: Library) -> None:
-        found = list(_tensors(model))
         self.before, self.library, self.tracer = before, library, Tracer(library)
-        self.tensors = {name: tensor for name, tensor, _ in found}
-        self.unsaved = {name for name, _, saved in found if not saved}
-        taken = _samples(self.tensors)
-        self.groups = self._tied(taken)
-        self.lives = {names[0]: self._live(names, taken[names[0]]) for names in self.groups if names[0] in taken}
+        self.held = list(_held(model))
+        plain = [held for held in self.held if samples.is_plain(held.tensor)]
+        places = {held.name: held.tensor.data_ptr() for held in plain}
+        self.groups = _tied(self.held, places)
+        taken = dict(zip(places, samples.of_all_live([held.tensor for held in plain]), strict=True))
+        self.lives = {
+            first.name: Live([held.name for held in group], first.tensor, taken[first.name])
+            for group in self.groups
+            if (first := group[0]).name in taken
+        }
         self.origins = {first: self.tracer.by_name(live) for first, live in self.lives.items()}
 
     def fates(self) -> list[Fate]:
         """A fate for every name, in the model's order."""
-        judged = {names[0]: self._fate(names[0]) for names in self.groups}
+        judged: dict[str, Fate] = {}
         for first, *others in self.groups:
-            of_first = judged[first]
-            for name in others:
-                right = of_first.is_right and of_first.fate != "unsaved"
-                judged[name] = Fate(name, of_first.kind, "tied", how=f"to {first}") if right else replace(of_first, name=name)
-        return [judged[name] for name in self.tensors]
+            fate = judged[first.name] = self._fate(first)
+            for held in others:
+                right = fate.is_right and fate.fate != "unsaved"
+                judged[held.name] = (
+                    Fate(held.name, fate.kind, "tied", how=f"to {first.name}") if right else replace(fate, name=held.name)
+                )
+        return [judged[held.name] for held in self.held]
 
-    def _tied(self, taken: Mapping[str, bytes]) -> list[list[str]]:
-        """Names that are the same elements in memory, together."""
-        groups: dict[object, list[str]] = {}
-        for name, tensor in self.tensors.items():
-            plain = name in taken and tensor.numel()
-            shared = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device) if plain else id(tensor)
-            groups.setdefault(shared, []).append(name)
-        return list(groups.values())
-
-    def _live(self, names: list[str], sample: bytes) -> Live:
-        return Live(names, self.tensors[names[0]], sample, self._is_written(names[0]))
-
-    def _is_written(self, name: str) -> bool:
+    def _is_written(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether anything was written to it, told by autograd's counter and by its place in memory."""
-        old, tensor = self.before.get(name), self.tensors[name]
-        return old is None or (old.place, old.version) != (_place(tensor), _version(tensor))
+        place = tensor.data_ptr() if name in self.lives else id(tensor)
+        old = self.before.get(name)
+        return old is None or (old.place, old.version) != (place, _version(tensor))
 
-    def _fate(self, name: str) -> Fate:
-        kind = "parameter" if isinstance(self.tensors[name], torch.nn.Parameter) else "buffer"
+    def _fate(self, held: Held) -> Fate:
+        name, tensor, kind, saved = held
         live = self.lives.get(name)
         if live is None:
-            return self._unsampled(name, kind)
-        origin = self.origins[name] or self.tracer.by_numbers(live)
+            return self._unsampled(held)
+        origin = self.origins[name] or self.tracer.by_numbers(live, written=self._is_written(name, tensor))
         if origin is not None:
             return Fate(name, kind, "loaded", origin.path, origin.name, origin.how)
-        if name in self.unsaved or not live.tensor.numel() or self._is_young(name):
+        if not saved or not tensor.numel() or self._is_young(name):
             return Fate(name, kind, "unsaved")
-        if self._is_initial(live):
-            return Fate(name, kind, "untouched")
         partly = self.tracer.partly(live)
-        if partly is None:
-            return Fate(name, kind, "changed")
-        return Fate(name, kind, "partly", partly.path, partly.name, partly.how)
+        if partly is not None:
+            return Fate(name, kind, "partly", partly.path, partly.name, partly.how)
+        return Fate(name, kind, "untouched" if self._is_initial(live) else "changed")
 
     def _is_initial(self, live: Live) -> bool:
         """Whether it has the numbers that it was made with, moved or cast or not."""
         old = self.before.get(live.names[0])
-        if old is None or old.sample is None:
+        if old is None or old.ends is None or old.dtype is None:
             return False
-        return samples.cast(old.sample, DTYPES[old.dtype], live.dtype) == live.sample
+        return samples.cast(old.ends, old.dtype, live.dtype) == samples.ends(live.sample, live.tensor.numel(), live.dtype)
 
     def _is_young(self, name: str) -> bool:
         """Whether it counts batches of a norm that is in the files without it: before torch 0.4.1 there was no such buffer."""
         named = self.library.named
         return name.endswith(_COUNTER) and not named(name) and bool(named(name.removesuffix(_COUNTER) + "running_mean"))
 
-    def _unsampled(self, name: str, kind: str) -> Fate:
+    def _unsampled(self, held: Held) -> Fate:
         """The fate of a tensor whose elements cannot be looked at."""
-        tensor = self.tensors[name]
-        if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
+        name, tensor, kind, _ = held
+        if samples.is_lazy(tensor):
             return Fate(name, kind, "untouched", how="lazy, without a shape")
         if tensor.is_meta:
             return Fate(name, kind, "untouched", how="on the meta device")
-        return Fate(name, kind, "unexamined" if self._is_written(name) else "untouched", how=f"a {type(tensor).__name__}")
+        written = self._is_written(name, tensor)
+        return Fate(name, kind, "unexamined" if written else "untouched", how=f"a {type(tensor).__name__}")
+
+
+def _tied(all_held: Sequence[Held], places: Mapping[str, int]) -> list[list[Held]]:
+    """Those that are the same elements in memory, together."""
+    alone = {place for place, count in Counter(places.values()).items() if count == 1}
+    groups: dict[object, list[Held]] = {}
+    for held in all_held:
+        place, tensor = places.get(held.name), held.tensor
+        shared = place and place not in alone and tensor.numel()
+        key = (place, tensor.shape, tensor.stride(), tensor.device) if shared else id(tensor)
+        groups.setdefault(key, []).append(held)
+    return list(groups.values())

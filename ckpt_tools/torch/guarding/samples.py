@@ -1,4 +1,4 @@
-"""A few elements of a tensor, live or in a file: enough to tell whether two hold the same numbers, in microseconds.
+"""A few elements of a tensor: enough to tell whether two hold the same numbers, in microseconds.
 
 Eight runs of sixteen elements are spread over a tensor, the first and the last elements among them; a tensor of up to 128
 elements is taken whole. Runs count elements row-major, so that a view in another shape has the same sample.
@@ -7,22 +7,20 @@ elements is taken whole. Runs count elements row-major, so that a view in anothe
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 from typing import TypeAlias
 
 import torch
 
-from ckpt_tools.io.content import Content, Joined, Literal, Range, read
 from ckpt_tools.torch.copying import memory_of
 from ckpt_tools.tree.dtypes import DTYPES, DType
-from ckpt_tools.tree.nodes import Entry
-from ckpt_tools.values.numeric import row_major, torch_dtype
+from ckpt_tools.values.numeric import torch_dtype
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]  # the first element, and how many
 
 _RUNS, _LENGTH = 8, 16
+SMALL = 8192  # bytes of a tensor that is read at once, and cut into runs afterwards
 
 
 @lru_cache(maxsize=4096)
@@ -36,6 +34,18 @@ def runs_of(numel: int) -> Runs:
     return tuple((start, _LENGTH) for start in (0, *inner, last))
 
 
+def ends_of(numel: int) -> Runs:
+    """The first and the last of the runs: what is remembered of how a tensor was."""
+    runs = runs_of(numel)
+    return runs if len(runs) < 2 else (runs[0], runs[-1])
+
+
+def ends(sample: bytes, numel: int, dtype: DType) -> bytes:
+    """What `ends_of` takes, of a sample."""
+    run = _LENGTH * dtype.itemsize
+    return sample if numel <= _RUNS * _LENGTH else sample[:run] + sample[-run:]
+
+
 def shifted(runs: Runs, by: int) -> Runs:
     """The same runs, so many elements further on."""
     return tuple((start + by, length) for start, length in runs)
@@ -43,36 +53,50 @@ def shifted(runs: Runs, by: int) -> Runs:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor has elements that can be looked at here: not on the meta device, not lazy, not cut among ranks."""
-    if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer) or tensor.is_meta:
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized or dtype_of(tensor.dtype) is None:
         return False
-    named = dtype_of(tensor) in DTYPES
-    return type(tensor.data) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_quantized and named
+    return type(tensor) in _PLAIN or (not is_lazy(tensor) and type(tensor.data) is torch.Tensor)
 
 
-def dtype_of(tensor: torch.Tensor) -> str:
-    """torch's name for its dtype."""
-    return str(tensor.dtype).removeprefix("torch.")
+_PLAIN = (torch.nn.Parameter, torch.Tensor)
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no shape yet."""
+    return isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer)
+
+
+@cache
+def dtype_of(dtype: torch.dtype) -> DType | None:
+    """torch's dtype as ours; None where files have none like it."""
+    return DTYPES.get(str(dtype).removeprefix("torch."))
 
 
 def of_live(tensor: torch.Tensor, runs: Runs) -> bytes:
     """The bytes of these runs of a tensor in memory."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+    if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         size, at = tensor.itemsize, tensor.data_ptr()
+        if len(runs) == 1:
+            ((start, length),) = runs
+            return ctypes.string_at(at + start * size, length * size)
         return b"".join([ctypes.string_at(at + start * size, length * size) for start, length in runs])
     return _bytes_of(_taken(tensor, runs))
 
 
-def of_all_live(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """The samples of plain tensors; those on another device come in one transfer for each dtype, not one by one."""
+def of_all_live(tensors: Sequence[torch.Tensor], wanted: Callable[[int], Runs] = runs_of) -> list[bytes]:
+    """The samples of plain tensors; those on another device come in one transfer for each dtype, not one by one.
+
+    `wanted` says which runs of so many elements.
+    """
     found: list[bytes] = [b""] * len(tensors)
     waiting: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if tensor.device.type == "cpu":
-            found[index] = of_live(tensor, runs_of(tensor.numel()))
+        if tensor.is_cpu:
+            found[index] = of_live(tensor, wanted(tensor.numel()))
         else:
             waiting.setdefault((tensor.device, tensor.dtype), []).append(index)
     for group in waiting.values():
-        taken = [_taken(tensors[index], runs_of(tensors[index].numel())) for index in group]
+        taken = [_taken(tensors[index], wanted(tensors[index].numel())) for index in group]
         for index, part in zip(group, torch.cat(taken).cpu().split([len(part) for part in taken]), strict=True):
             found[index] = _bytes_of(part)
     return found
@@ -88,45 +112,6 @@ def _taken(tensor: torch.Tensor, runs: Runs) -> torch.Tensor:
 
 def _bytes_of(taken: torch.Tensor) -> bytes:
     return bytes(memory_of(taken.cpu().contiguous())) if taken.numel() else b""
-
-
-def of_entry(entry: Entry, runs: Runs) -> bytes:
-    """The bytes of these runs of a tensor in a file."""
-    size, content = entry.dtype.itemsize, row_major(entry)
-    if isinstance(content, Range) and (fast := _of_file(content, size, runs)) is not None:
-        return fast
-    if not _is_by_position(content):
-        content = Literal(read(content))  # compressed, or its elements lie apart
-    return b"".join([_at(content, start * size, length * size) for start, length in runs])
-
-
-def _of_file(content: Range, size: int, runs: Runs) -> bytes | None:
-    """The runs of a plain file by one system call each; None where the source reads in another way, or says why it cannot."""
-    source, at = content.source, content.offset
-    if source.half_edited or not hasattr(os, "pread") or (fd := source.fd) < 0:
-        return None
-    data = b"".join([os.pread(fd, length * size, at + start * size) for start, length in runs])
-    return data if len(data) == sum(length for _, length in runs) * size else None
-
-
-def _is_by_position(content: Content) -> bool:
-    parts = content.parts if isinstance(content, Joined) else (content,)
-    return all(isinstance(part, Range | Literal) for part in parts)
-
-
-def _at(content: Content, start: int, length: int) -> bytes:
-    if isinstance(content, Range):
-        return content.source.read(content.offset + start, length)
-    if isinstance(content, Literal):
-        return content.data[start : start + length]
-    assert isinstance(content, Joined), "asked before"
-    found, at = [], 0
-    for part in content.parts:
-        first, last = max(start - at, 0), min(start + length - at, part.length)
-        if first < last:
-            found.append(_at(part, first, last - first))
-        at += part.length
-    return b"".join(found)
 
 
 def cast(data: bytes, old: DType, new: DType) -> bytes | None:

@@ -12,10 +12,11 @@ from ckpt_tools.edit import casts
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.base import PART_CONTAINERS
 from ckpt_tools.formats.folders import INDEX_SUFFIX
-from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
+from ckpt_tools.formats.open import Checkpoint, open_checkpoint
 from ckpt_tools.formats.parts.named import open_whole, partition
 from ckpt_tools.text import dotted
 from ckpt_tools.torch.guarding import samples
+from ckpt_tools.torch.guarding.reading import Reader
 from ckpt_tools.torch.guarding.samples import Runs
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.names import unwrap
@@ -32,18 +33,19 @@ class Stored:
     where: str
     name: str
     entry: Entry
+    reader: Reader = field(repr=False)
     _sample: bytes | None = field(default=None, repr=False)
 
     @property
     def sample(self) -> bytes:
         """Its sample, read once."""
         if self._sample is None:
-            self._sample = self.at(samples.runs_of(self.entry.numel))
+            self._sample = self.reader.runs(self.entry, samples.runs_of(self.entry.numel))
         return self._sample
 
     def at(self, runs: Runs) -> bytes:
         """The bytes of these runs of it."""
-        return samples.of_entry(self.entry, runs)
+        return self.reader.runs(self.entry, runs)
 
 
 class Library:
@@ -57,7 +59,7 @@ class Library:
         self.tensors: list[Stored] = []
         self.paths: list[str] = []
         self.notes: list[str] = []
-        self._stack = ExitStack()
+        self._stack, self._reader = ExitStack(), Reader()
         self._by_sample: dict[tuple[str, int], dict[bytes, list[Stored]]] = {}
 
     def __enter__(self) -> Library:
@@ -69,16 +71,15 @@ class Library:
     def add(self, opened: Iterable[str], named: Iterable[str]) -> None:
         """Take in the files that are checkpoints; a file that is a part of one stands for its folder."""
         folders: dict[str, None] = {}
-        with collector_paused():
-            for path in named:
-                self._take(path, open_whole)
-            for path in opened:
-                if path.endswith(INDEX_SUFFIX):
-                    continue  # the shards that it names count where they were opened themselves
-                if path.endswith(_DCP) or (os.path.isfile(path) and not self._take(path, open_checkpoint)):
-                    folders[os.path.dirname(path)] = None
-            for folder in folders:
-                self._take(folder, open_whole)
+        for path in named:
+            self._take(path, open_whole)
+        for path in opened:
+            if path.endswith(INDEX_SUFFIX):
+                continue  # the shards that it names count where they were opened themselves
+            if path.endswith(_DCP) or (os.path.isfile(path) and not self._take(path, open_checkpoint)):
+                folders[os.path.dirname(path)] = None
+        for folder in folders:
+            self._take(folder, open_whole)
 
     def _take(self, path: str, opener: Callable[[str], Checkpoint]) -> bool:
         """Whether the path stands for itself; what is not a checkpoint does, and is passed over."""
@@ -87,7 +88,7 @@ class Library:
             if opener is open_checkpoint and (checkpoint.container in PART_CONTAINERS or partition(checkpoint) is not None):
                 return False
             checkpoint.locate()
-            found = list(_tensors(path, checkpoint))
+            found = list(_tensors(path, checkpoint, self._reader))
         except NotACheckpointError:
             return True
         except CkptError as error:
@@ -117,6 +118,8 @@ class Library:
 
     def named(self, name: str) -> list[Stored]:
         """Tensors of this name; else those whose path ends so; else those by whose path the name ends."""
+        if found := self._by_name.get(name):  # as most: these names have no wrappers
+            return found
         name = unwrap(name)
         if found := self._by_name.get(name) or self._by_end.get(name):
             return found
@@ -155,10 +158,10 @@ class Library:
         return found
 
 
-def _tensors(path: str, checkpoint: Checkpoint) -> Iterator[Stored]:
+def _tensors(path: str, checkpoint: Checkpoint, reader: Reader) -> Iterator[Stored]:
     if checkpoint.decoded.byteorder == "big":
         checkpoint.root = casts.to_little_endian(checkpoint.root, "big")
     for tensor in checkpoint.tensors:
         if type(tensor.node) is Entry and tensor.node.dtype.itemsize:
             where, last = dotted(tensor.where), str(tensor.where[-1]) if tensor.where else ""
-            yield Stored(path, where, unwrap(last if "." in last else where), tensor.node)
+            yield Stored(path, where, unwrap(last if "." in last else where), tensor.node, reader)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from ckpt_tools.frozen import frozen
 from ckpt_tools.text import listed
 from ckpt_tools.torch.guarding import samples
 from ckpt_tools.torch.guarding.stored import Library, Stored
@@ -17,7 +17,7 @@ _MOST_OFFSETS, _MOST_PARTS = 64, 8
 _HALVES = ("bfloat16", "float16")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Origin:
     """Where a tensor's numbers are from: the file, the name in there, and what was done to them on the way."""
 
@@ -31,18 +31,18 @@ class Live(NamedTuple):
 
     Attributes:
         names: its names, those of the tensors tied to it too. tensor: itself. sample: taken when the guard ended.
-        written: whether anything says that it was written to.
     """
 
     names: Sequence[str]
     tensor: torch.Tensor
     sample: bytes
-    written: bool
 
     @property
     def dtype(self) -> DType:
         """Its dtype."""
-        return DTYPES[samples.dtype_of(self.tensor)]
+        found = samples.dtype_of(self.tensor.dtype)
+        assert found is not None, "it is plain"
+        return found
 
 
 class Tracer:
@@ -66,15 +66,18 @@ class Tracer:
                     return Origin(stored.path, stored.where, how)
         return None
 
-    def by_numbers(self, live: Live) -> Origin | None:
-        """A tensor under any other name with the same numbers; rows of one, or several one below the other."""
+    def by_numbers(self, live: Live, *, written: bool) -> Origin | None:
+        """A tensor under any other name with the same numbers; rows of one, or several one below the other.
+
+        `written` is whether anything says that the live one was written to.
+        """
         found = self.library.same(live.sample, live.dtype, live.tensor.numel())
         if not samples.is_telling(live.sample, live.dtype):
-            found = [stored for stored in found if live.written and id(stored) not in self._claimed]
+            found = [stored for stored in found if written and id(stored) not in self._claimed]
         if found:
             self._claimed.add(id(found[0]))
             return Origin(found[0].path, found[0].where, _how(found[0], live) or "")
-        if not live.written or not live.tensor.dim() or not samples.is_telling(live.sample, live.dtype):
+        if not written or not live.tensor.dim() or not samples.is_telling(live.sample, live.dtype):
             return None
         return self._in_rows(live) or self._of_rows(live)
 
@@ -135,6 +138,8 @@ def _lies_at(stored: Stored, live: Live, first: int) -> bool:
 def _how(stored: Stored, live: Live) -> str | None:
     """What was done to a file's tensor to make the live one; the empty text where they are equal, None where they are not."""
     entry, shape = stored.entry, tuple(live.tensor.shape)
+    if entry.shape == shape and entry.dtype is live.dtype and stored.sample == live.sample:
+        return ""  # as most
     if entry.numel != live.tensor.numel():
         return None
     moves = [f"{len(entry.shape)} -> {len(shape)} dimensions"] if entry.shape != shape else []
