@@ -116,7 +116,7 @@ def _match_by_key(pairing: Pairing, key: Callable[[str], str], reason: Reason) -
             pairing.pair(olds[0], news[0], _said(pairing, olds[0], reason))
         elif olds:
             for new in news:
-                pairing.doubt(new, olds, "without wrappers these names are the same")
+                pairing.doubt(new, sorted(olds), "without wrappers these names are the same")
 
 
 def _said(pairing: Pairing, old: str, reason: Reason) -> Reason:
@@ -165,7 +165,7 @@ def _pair_best(pairing: Pairing, best: list[list[tuple[str, str]]]) -> None:
         if olds[old] == news[new] == 1:
             pairing.pair(old, new, _said(pairing, old, "prefix"))
         elif not pairing.is_settled(new):
-            pairing.doubt(new, candidates[new], "several prefixes fit equally well")
+            pairing.doubt(new, sorted(candidates[new]), "several prefixes fit equally well")
 
 
 def _one_bare(sources: list[_Affixed], targets: list[_Affixed]) -> Iterator[tuple[_Affixed, _Affixed]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -163,12 +164,15 @@ class Pairing:
         """A name of the target that is tied to a matched one is the same tensor, so it is matched too."""
         rows = sorted(self.matches.values(), key=lambda row: row.new)  # by name: the order of a file means nothing
         found = {self.target[row.new].tie: row for row in rows if row.step == "copy"}
-        by_name = sorted(self.sources_left(), key=lambda param: param.name, reverse=True)
-        twins = {param.tie: param for param in by_name if param.tie is not None}
-        for param in self.targets_left():
+        twins: dict[object, list[Param]] = defaultdict(list)
+        for param in sorted(self.sources_left(), key=lambda param: param.name, reverse=True):
+            twins[param.tie].append(param)
+        for param in sorted(self.targets_left(), key=lambda param: param.name):
             row = found.get(param.tie) if param.tie is not None else None
-            if row is not None and param.shape == row.target_shape:
-                twin = twins.pop(self.source[row.old].tie, None)
-                old = twin.name if twin is not None and twin.shape == param.shape else row.old
-                self.matches[param.name] = replace(row, old=old, new=param.name, reason="tied")
-                self.used[old] = param.name
+            if row is None or param.shape != row.target_shape:
+                continue
+            tie = self.source[row.old].tie
+            twin = twins[tie].pop() if tie is not None and twins[tie] else None
+            old = twin.name if twin is not None and twin.shape == param.shape else row.old
+            self.matches[param.name] = replace(row, old=old, new=param.name, reason="tied")
+            self.used[old] = param.name

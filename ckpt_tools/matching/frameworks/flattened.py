@@ -10,13 +10,15 @@ from collections.abc import Sequence
 
 from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.records import Shape
+from ckpt_tools.matching.sides.order import in_order_of_names
 
 
 class Flattened:
-    """The weights of a target in the order in which it registers them."""
+    """The weights of a target in the order in which its module registers them; of a file, in the order that names say."""
 
     def __init__(self, target: Sequence[Param]) -> None:
-        self.rows = [param for param in target if param.shape]
+        is_module = any(param.module is not None for param in target)
+        self.rows = [param for param in (target if is_module else in_order_of_names(target, str)) if param.shape]
         self.at = {param.name: number for number, param in enumerate(self.rows)}
         self.convolutions = [number for number, param in enumerate(self.rows) if len(param.shape) > 2]
 

@@ -36,9 +36,12 @@ class Question:
 
 
 def questions(ambiguous: Sequence[Ambiguous]) -> list[Question]:
-    """The questions that settle everything that has candidates; of as many modules as candidates the last needs none."""
+    """The questions that settle everything that has candidates; of as many modules as candidates the last needs none.
+
+    They come in the order of the names, whatever that of the files is.
+    """
     found: dict[str, _Modules] = defaultdict(dict)
-    for new, (candidates, count) in _modules(ambiguous).items():
+    for new, (candidates, count) in _modules(sorted(ambiguous, key=_counting)).items():
         found[_NUMBER.sub("#", new)][new] = (candidates, count)
     asked: list[Question] = []
     for members in found.values():
@@ -47,6 +50,12 @@ def questions(ambiguous: Sequence[Ambiguous]) -> list[Question]:
     for question in asked:
         groups[question.candidates].append(question)
     return [each for candidates, group in groups.items() for each in _without_last(group, candidates)]
+
+
+def _counting(row: Ambiguous) -> list[tuple[str, int]]:
+    """By text, and by numbers as they count."""
+    *parts, text = _NUMBER.split(row.new)
+    return [*zip(parts, (int(digits[:18]) for digits in _NUMBER.findall(row.new)), strict=True), (text, 0)]
 
 
 def _without_last(group: list[Question], candidates: tuple[str, ...]) -> list[Question]:
