@@ -90,6 +90,7 @@ class _Group(click.Group):
         return command
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        _open_streams()
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             sys.stdout.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is escaped
         return super().main(*args, **extra)
@@ -104,6 +105,11 @@ class _Group(click.Group):
         except click.ClickException as error:
             self.print_failure(_usage_document, error)
             raise
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # --help and --version print while the options are read
+            _tell_unprinted(error)
+            raise click.exceptions.Exit(3) from None
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and (args[0] == "-" or not args[0].startswith("-")) and args[0] not in COMMANDS:
@@ -151,10 +157,7 @@ class _Group(click.Group):
             _silence(sys.stdout)
             ctx.exit(1)
         except OSError as error:  # of files that we read or write it would be a CkptError
-            _silence(sys.stdout)
-            what = "The report cannot be printed" if error.filename is None else str(error.filename)
-            with _telling():
-                click.echo(f"Error: {what}: {error.strerror or error}.", err=True)
+            _tell_unprinted(error)
             ctx.exit(3)
 
     def print_failure(self, document: Callable[[Any], dict[str, Any]], error: object) -> None:
@@ -176,6 +179,30 @@ class _Group(click.Group):
         self.print_failure(_interrupted_document, None)
         with _telling():
             click.echo("Interrupted.", err=True)
+
+
+def _tell_unprinted(error: OSError) -> None:
+    """Say that standard output takes nothing."""
+    _silence(sys.stdout)
+    what = "The report cannot be printed" if error.filename is None else str(error.filename)
+    with _telling():
+        click.echo(f"Error: {what}: {error.strerror or error}.", err=True)
+
+
+def _open_streams() -> None:
+    """Put something in the place of standard streams that were closed (`>&-`): the next file that is opened would take it.
+
+    What is printed to a closed standard output is an error, as on a full disk; to a closed standard error it is lost.
+    """
+    streams = (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY))
+    for number, (name, flag) in enumerate(streams):
+        place: int | str = os.devnull
+        try:
+            os.fstat(number)
+        except OSError:
+            place = os.open(os.devnull, flag)  # takes the lowest number that is free, this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(place, "r" if name == "stdin" else "w"))  # noqa: SIM115  as long as the process
 
 
 def _is_there(text: str) -> bool:

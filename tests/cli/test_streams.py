@@ -159,3 +159,21 @@ def test_a_dash_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argu
     assert result.exit_code == 2
     assert "Standard input is read by" in result.output or "never standard output" in result.output
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", ["inspect {}", "check --json {}", "--help", "--version"])
+@pytest.mark.parametrize("place", [">&-", ">/dev/full"])
+def test_a_report_that_cannot_be_printed(arguments: str, place: str) -> None:
+    """A standard output that is closed or full is an error in words, whatever should have been printed."""
+    command = f"{sys.executable} -m ckpt_tools {arguments.format(DDP)} {place}"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr[:36]) == (3, "Error: The report cannot be printed:")
+
+
+def test_closed_streams_are_no_files(tmp_path: Path) -> None:
+    """Without standard error a command does its work, and no file that it opens takes the number of a closed stream."""
+    out = tmp_path / "out.pth"
+    command = f"{sys.executable} -m ckpt_tools convert {DDP} {out} <&- 2>&-"
+    result = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stdout[:5]) == (0, "wrote")
+    assert ckpt("inspect", out).exit_code == 0
