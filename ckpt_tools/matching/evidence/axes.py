@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
@@ -71,16 +73,10 @@ def _place(before: Shape, after: Shape, at: int) -> int | None:
     """Where the outermost factor of a dimension has gone; None where it is not divided into whole dimensions."""
     if not 0 <= at < len(before) or before[at] <= 1:
         return None
-    outer, size = prod(before[:at]), before[at]
-    for place in range(len(after)):
-        if prod(after[:place]) == outer and after[place] > 1:
-            done = 1
-            for factor in after[place:]:
-                done *= factor
-                if done == size:
-                    return place
-            return None
-    return None
+    starts = list(accumulate(after, mul, initial=1))
+    first = prod(before[:at])
+    place = next((place for place, size in enumerate(after) if starts[place] == first and size > 1), None)
+    return place if place is not None and first * before[at] in starts[place + 1 :] else None
 
 
 def permuted(axes: Axes, order: object, shape: Shape | None) -> Axes:

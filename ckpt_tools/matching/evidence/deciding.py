@@ -6,7 +6,7 @@ that, where no name says otherwise, and where all of its neighbours that have pa
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from typing import TypeAlias
@@ -99,18 +99,22 @@ class Evidence:
 
     def _next(self, known: Mapping[int, int], open_pairs: _Open) -> set[Numbers]:
         """The pairs that can be decided now: those that all levels agree about."""
-        said: dict[int, set[int]] = {}
-        for level in LEVELS:
-            for found in Colouring(self.networks[level], self._starts(known)).rounds():
-                for one, other in found:
-                    if isinstance(one, int) and isinstance(other, int) and one not in known:
-                        said.setdefault(one, set()).add(other)
+        said: dict[int, set[int]] = defaultdict(set)
+        for one, other in self._only_ones(known):
+            if isinstance(one, int) and isinstance(other, int) and one not in known:
+                said[one].add(other)
         pairs = {(one, next(iter(others))) for one, others in said.items() if len(others) == 1}
         news = Counter(other for _, other in pairs)
         pairs = {pair for pair in pairs if news[pair[1]] == 1 and open_pairs.may_be(pair)}
         while bad := self._unfit(pairs, {**known, **dict(pairs)}):
             pairs -= bad
         return pairs
+
+    def _only_ones(self, known: Mapping[int, int]) -> Iterator[tuple[Node, Node]]:
+        """The layers that each side has one of, on any level and at any distance."""
+        for networks in self.networks.values():
+            for found in Colouring(networks, self._starts(known)).rounds():
+                yield from found
 
     def _starts(self, known: Mapping[int, int]) -> tuple[dict[Node, object], dict[Node, object]]:
         olds, news = self.sides[0].starts(), self.sides[1].starts()
@@ -137,12 +141,10 @@ class _Open:
         self.units: tuple[dict[int, Unit], dict[int, Unit]] = ({}, {})
         self.pools: tuple[dict[int, set[object]], dict[int, set[object]]] = ({}, {})
         for number, group in enumerate(groups):
-            for side in (0, 1):
-                for unit in group[side]:
-                    node = evidence.sides[side].number(unit)
-                    if node is not None:
-                        self.units[side][node] = unit
-                        self.pools[side].setdefault(node, set()).update(self._pools(number, group, unit))
+            for side, unit in [*((0, old) for old in group[0]), *((1, new) for new in group[1])]:
+                if (node := evidence.sides[side].number(unit)) is not None:
+                    self.units[side][node] = unit
+                    self.pools[side].setdefault(node, set()).update(self._pools(number, group, unit))
 
     @staticmethod
     def _pools(number: int, group: tuple[list[Unit], list[Unit]], unit: Unit) -> Iterator[object]:
