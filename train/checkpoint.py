@@ -5,6 +5,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError
-from ckpt_tools.io.output import replacing
 from ckpt_tools.torch import load, save
 from train import folder
-from train.config import RECIPE, Config, refuse
+from train.config import Config, named, refuse
 from train.parallel import World
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "epoch", "step", "totals", "seconds", "config", "rng")
@@ -44,16 +44,18 @@ def write_file(checkpoint: Mapping[str, Any], model: nn.Module, path: Path, conf
     if world.rank > 0 and world.mode != "fsdp":  # under fsdp `save` gathers the parts of all ranks, and rank 0 writes
         return
     if config.save == "module":
-        pickle_to(path, model)
+        with folder.whole(path) as file:
+            torch.save(model, file)
     else:
         save(checkpoint["model"] if config.format == "safetensors" else checkpoint, path)
 
 
 def write_folder(checkpoint: Mapping[str, Any], path: Path, kind: str, world: World) -> None:
     """A folder with the parts of every rank, a file each; it appears under its name when all of them are in it."""
-    new = path.with_name(f".{path.name}.new")
+    new, old = (path.with_name(f".{path.name}.{age}") for age in ("new", "old"))
     if world.rank == 0:
-        shutil.rmtree(new, ignore_errors=True)
+        for left in (*path.parent.glob(".epoch_*.new"), *path.parent.glob(".epoch_*.old")):  # by a run that was killed
+            shutil.rmtree(left)
         new.mkdir()
     world.barrier()
     if kind == "dcp":
@@ -61,21 +63,14 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, kind: str, world: Wo
 
         fsdp.save_dcp(checkpoint, new, world)
     else:
-        pickle_to(new / f"model_world_size_{world.size}_rank_{world.rank}.pt", checkpoint)
+        with folder.whole(new / f"model_world_size_{world.size}_rank_{world.rank}.pt") as file:
+            torch.save(checkpoint, file)
     world.barrier()
     if world.rank == 0:
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
         if path.exists():
             path.rename(old)
         new.rename(path)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def pickle_to(path: Path, value: Any) -> None:
-    """`torch.save`, whole or not at all."""
-    with replacing(path, overwrite=True, durable=True) as output, open(output.fd, "wb", closefd=False) as file:
-        torch.save(value, file)
 
 
 def publish(checkpoint: Mapping[str, Any], path: Path, config: Config) -> None:
@@ -122,7 +117,7 @@ def read(path: Path) -> dict[str, Any]:
     there = checkpoint.keys() if isinstance(checkpoint, dict) else ()
     missing = [part for part in PARTS if part not in there]
     config = {} if missing or not isinstance(checkpoint["config"], dict) else checkpoint["config"]
-    missing = missing or [f"config.{name}" for name in (*RECIPE, "epochs") if name not in config]
+    missing = missing or [f"config.{name}" for name in (*named("recipe"), "epochs") if name not in config]
     refuse(
         bool(missing),
         f"cannot resume from {path}: it has no {', '.join(missing[:3])}; a run goes on from what --format pth and "
@@ -131,12 +126,23 @@ def read(path: Path) -> dict[str, Any]:
     return {**checkpoint, "optimizer": by_place(checkpoint["optimizer"])}
 
 
-def state_dict_in(path: Path) -> str | None:
-    """Which state dict of a file is the network: "model" of a training checkpoint, or the only one that there is."""
+def described(path: Path) -> tuple[str | None, dict[str, Any]]:
+    """Which state dict of a checkpoint is the network, None for the only one; and the config of the run that wrote it.
+
+    That is in the checkpoint, or where it is weights alone in the JSON beside it; {} where no run of ours wrote it.
+    """
     try:
-        return "model" if ["model"] in [each["where"] for each in ckpt_tools.inspect(path).state_dicts] else None
+        description = ckpt_tools.inspect(path)
     except CkptError as error:
         raise UsageError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    where = "model" if ["model"] in [each["where"] for each in description.state_dicts] else None
+    values = {name.removeprefix("config."): value for name, value in description.values.items() if name.startswith("config.")}
+    beside = path.with_suffix(".json")
+    if not values and beside.is_file():
+        with suppress(ValueError, LookupError, TypeError):
+            facts = json.loads(beside.read_bytes())
+            values = dict(facts["config"]) if facts["file"] == path.name else {}
+    return where, values if {*named("recipe")} <= values.keys() else {}
 
 
 def by_place(optimizer: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,96 +1,127 @@
-"""What a run was asked to do: one frozen record, made from the command line and kept in every checkpoint."""
+"""What a run was asked to do: one frozen record, which makes the command line and is kept in every checkpoint."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 from click import UsageError
 
-# What decides the numbers that come out. A resumed run takes these from its checkpoint, and nothing else will do.
-RECIPE = (
-    *("model", "width", "hidden", "data", "shape", "samples", "seed"),
-    *("batch_size", "lr", "momentum", "scale_lr", "schedule", "amp"),
-)
+NATURAL, COUNT = click.IntRange(min=0), click.IntRange(min=1)
+POSITIVE = click.FloatRange(0, math.inf, min_open=True, max_open=True)
+PATH, FOLDER = click.Path(path_type=Path), click.Path(path_type=Path, file_okay=False)
+NETWORK, IMAGES = ("model", "width", "hidden"), ("data", "data_dir", "shape", "samples")
+
+
+def option(default: Any, sentence: str = "", kind: Any = None, *, of: str = "", metavar: str | None = None) -> Any:
+    """One option: its default, its sentence in --help (hidden without one), and the values that it takes."""
+    kind = click.Choice(kind) if isinstance(kind, tuple) else click.types.convert_type(kind, default)
+    return field(default=default, metadata={"help": sentence, "type": kind, "of": of, "metavar": metavar})
+
+
+# Decides the numbers that come out. A resumed run takes these from its checkpoint, and nothing else will do.
+recipe = partial(option, of="recipe")
 # Where a run is: of the command line every time. All others are the checkpoint's, where the command line does not say them.
-PLACE = ("out", "resume", "read", "device", "device_ids", "local_rank", "evaluate")
+place = partial(option, of="place")
 # Of these, what belongs to a mode is not kept by a run that goes on in another.
-OF_MODE = ("sync_bn", "find_unused_parameters", "broadcast_buffers", "save", "compile")
-CHOICES = {
-    "model": ("mlp", "lenet", "cnn", "resnet18"),
-    "data": ("digits", "mnist", "fashion-mnist", "cifar10", "synthetic"),
-    "schedule": ("constant", "cosine"),
-    "parallel": ("single", "dp", "ddp", "fsdp"),
-    "amp": ("off", "bf16", "fp16"),
-    "save": ("unwrapped", "wrapped", "module", "ranks", "dcp"),
-    "format": ("pth", "safetensors"),
-    "read": ("rank0", "all"),
-}
-LEAST = {"batch_size": 1, "grad_accum": 1, "samples": 10, "hidden": 1, "keep": 1}  # of any other number: 0
+of_mode = partial(option, of="mode")
 
 
 @dataclass(frozen=True)
 class Config:
-    """The defaults here are the command line's. `batch_size` is global: what one optimizer step sees over all ranks."""
+    """The command line has these options and these defaults. `batch_size` is what one optimizer step sees over all ranks."""
 
-    model: str = "mlp"
-    width: float = 1.0
-    hidden: int = 8000
-    data: str = "digits"
-    data_dir: Path = Path("data")
-    shape: str = "1x28x28"
-    samples: int = 12_000
-    epochs: int = 10
-    batch_size: int = 32
-    grad_accum: int = 1
-    lr: float = 0.05
-    momentum: float = 0.9
-    schedule: str = "constant"
-    scale_lr: bool = False
-    seed: int = 0
-    parallel: str = "single"
-    device: str = "auto"
-    device_ids: str | None = None
-    local_rank: int = 0
-    sync_bn: bool = False
-    find_unused_parameters: bool = False
-    broadcast_buffers: bool = True
-    amp: str = "off"
-    compile: bool = False
-    workers: int = 0
-    out: Path = Path("runs")
-    save: str = "unwrapped"
-    format: str = "pth"
-    keep: int | None = None
-    resume: str | None = None
-    read: str = "rank0"
-    evaluate: Path | None = None
-    log_every: int = 0
-    tensorboard: bool = False
+    model: str = recipe("mlp", "The network.", ("mlp", "lenet", "cnn", "cnn-published", "resnet18"))
+    width: float = recipe(1.0, "Multiplies every inner channel count; 1 is the published network.", POSITIVE)
+    hidden: int = recipe(8000, "First linear layer of cnn: 8000 or 5000 as published.", COUNT)
+    data: str = recipe(
+        "digits",
+        "The images; all but digits and synthetic are read by torchvision.",
+        ("digits", "mnist", "fashion-mnist", "cifar10", "synthetic"),
+    )
+    data_dir: Path = option(Path("data"), "Where the files of mnist, fashion-mnist, cifar10 are.", PATH)
+    shape: str = recipe("1x28x28", "CHANNELSxHEIGHTxWIDTH of synthetic images.")
+    samples: int = recipe(12_000, "How many synthetic images; a fifth of them is for testing.", click.IntRange(min=10))
+    out: Path = place(Path("runs"), "Folder for checkpoints and figures.", FOLDER)
+    epochs: int = option(10, "Epochs in all, earlier ones included; 0 saves fresh weights.", NATURAL)
+    batch_size: int = recipe(32, "Samples of one optimizer step, over all processes and devices.", COUNT)
+    grad_accum: int = option(1, "Passes that one batch is cut into, to save memory.", COUNT)
+    lr: float = recipe(0.05, "Learning rate of SGD.", POSITIVE)
+    momentum: float = recipe(0.9, "Momentum of SGD.", click.FloatRange(0, 1, max_open=True))
+    schedule: str = recipe("constant", "Of the learning rate; cosine ends at 0 after --epochs.", ("constant", "cosine"))
+    scale_lr: bool = recipe(False, "The linear rule: --lr is for a batch of 256, and grows with --batch-size.")
+    seed: int = recipe(0, "Of the weights and of the order of the images.", NATURAL)
+    parallel: str = option(
+        "single",
+        "One device, DataParallel, DistributedDataParallel, FSDP2 (fully_shard).",
+        ("single", "dp", "ddp", "fsdp"),
+    )
+    device: str = place(
+        "auto", "Where to train; under ddp and fsdp each process has its own GPU.", metavar="auto|cpu|cuda|cuda:N"
+    )
+    device_ids: str | None = place(None, "The GPUs of --parallel dp.  [default: all]", metavar="0,1,...")
+    local_rank: int = place(0)  # torch.distributed.launch gives it, torchrun does not
+    sync_bn: bool = of_mode(False, "Under ddp on GPUs: batch statistics over all processes.")
+    find_unused_parameters: bool = of_mode(False, "Under ddp: a pass may skip a part of the network.")
+    broadcast_buffers: bool = of_mode(True, "Under ddp: rank 0's batch statistics for all before every pass.")
+    amp: str = recipe("off", "Mixed precision; fp16 comes with a gradient scaler.", ("off", "bf16", "fp16"))
+    compile: bool = of_mode(False, "torch.compile the network.")
+    workers: int = option(0, "Processes that prepare batches.", NATURAL)
+    save: str = of_mode(
+        "unwrapped",
+        "Plain names; the wrapper's names (module.); the network pickled whole, which cannot be resumed; under fsdp a "
+        "folder: a file for each rank, or torch.distributed.checkpoint's.",
+        ("unwrapped", "wrapped", "module", "ranks", "dcp"),
+    )
+    format: str = option("pth", "safetensors: the weights alone, which cannot be resumed.", ("pth", "safetensors"))
+    keep: int | None = option(None, "How many checkpoints stay.  [default: all]", COUNT)
+    resume: str | None = place(
+        None,
+        "Go on from a checkpoint as its run would have; auto: from the newest in --out, or anew where there is none.",
+        metavar="PATH|latest|auto",
+    )
+    read: str = place("rank0", "Which processes read the file to resume from.", ("rank0", "all"))
+    evaluate: Path | None = place(
+        None, "Measure a checkpoint of any mode, in one process, on the test images of the run that wrote it.", PATH
+    )
+    log_every: int = option(0, "A line every so many steps, with seconds a step; 0: one an epoch.", NATURAL)
+    tensorboard: bool = option(False, "Write TensorBoard events into --out.")
 
     def __post_init__(self) -> None:
-        refuse(self.hidden != Config.hidden and self.model != "cnn", "--hidden belongs to --model cnn")
-        custom = (self.shape, self.samples) != (Config.shape, Config.samples)
-        refuse(custom and self.data != "synthetic", "--shape and --samples belong to --data synthetic")
-        refuse(self.device_ids is not None and self.parallel != "dp", "--device-ids belongs to --parallel dp")
-        for name in ("sync_bn", "find_unused_parameters", "broadcast_buffers"):
-            chosen = getattr(self, name) != getattr(Config, name)
-            refuse(chosen and self.parallel != "ddp", f"--{name.replace('_', '-')} belongs to --parallel ddp")
-        refuse(self.evaluate is not None and self.resume is not None, "--evaluate measures one checkpoint: leave --resume out")
-        refuse(
-            self.compile and self.parallel == "dp",
-            "--compile does not go through DataParallel's threads: take --parallel ddp",
-        )
-        refuse(
-            self.format == "safetensors" and self.save == "module",
-            "--format safetensors holds tensors alone: --save module needs --format pth",
-        )
-        if self.parallel == "fsdp":
-            refuse(self.save in ("wrapped", "module"), f"FSDP2 has no wrapper, and --save {self.save} no meaning under it")
-            refuse(self.compile, "--compile is for --parallel single and ddp")
-        refuse(self.parts and self.parallel != "fsdp", f"--save {self.save} belongs to --parallel fsdp")
-        refuse(self.parts and self.format == "safetensors", f"--save {self.save} writes a folder: leave --format out")
+        ddp, fsdp, custom = self.parallel == "ddp", self.parallel == "fsdp", self.data == "synthetic"
+        for name, fits, where in (
+            ("hidden", self.model.startswith("cnn"), "--model cnn"),
+            ("shape", custom, "--data synthetic"),
+            ("samples", custom, "--data synthetic"),
+            ("device_ids", self.parallel == "dp", "--parallel dp"),
+            ("sync_bn", ddp, "--parallel ddp"),
+            ("find_unused_parameters", ddp, "--parallel ddp"),
+            ("broadcast_buffers", ddp, "--parallel ddp"),
+        ):
+            refuse(not fits and getattr(self, name) != getattr(Config, name), f"{spelled(name)} belongs to {where}")
+        alone = self.resume is None and self.parallel == "single"
+        for wrong, sentence in (
+            (self.parts and not fsdp, f"--save {self.save} belongs to --parallel fsdp"),
+            (self.parts and self.format == "safetensors", f"--save {self.save} writes a folder: leave --format out"),
+            (fsdp and self.save in ("wrapped", "module"), f"FSDP2 has no wrapper, and --save {self.save} no meaning under it"),
+            (fsdp and self.compile, "--compile is for --parallel single and ddp"),
+            (
+                self.parallel == "dp" and self.compile,
+                "--compile does not go through DataParallel's threads: take --parallel ddp",
+            ),
+            (
+                self.format == "safetensors" and self.save == "module",
+                "a module is no safetensors: --save module needs --format pth",
+            ),
+            (
+                self.evaluate and not alone,
+                "--evaluate measures one checkpoint in one process: leave --resume and --parallel out",
+            ),
+        ):
+            refuse(bool(wrong), sentence)
 
     @property
     def parts(self) -> bool:
@@ -104,38 +135,61 @@ class Config:
 
     def plain(self) -> dict[str, Any]:
         """As plain data, for the checkpoint and its JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+        return {each.name: plain(getattr(self, each.name)) for each in fields(self)}
 
     def continued(self, saved: Mapping[str, Any], given: frozenset[str]) -> "Config":
-        """This run with the recipe of the run that it resumes; `given` names the options that the user spelled out.
+        """This run with the options of the run that it resumes; `given` names those that the user spelled out.
 
         Raises UsageError where one of them contradicts the checkpoint: the rest of the run would not be the same run.
         """
-        for name in RECIPE:
+        for name in named("recipe"):
             refuse(
                 name in given and getattr(self, name) != saved[name],
-                f"--{name.replace('_', '-')} {getattr(self, name)} contradicts the checkpoint, which was trained with "
+                f"{spelled(name)} {getattr(self, name)} contradicts the checkpoint, which was trained with "
                 f"{saved[name]}: leave it out, or start a new run without --resume",
             )
         moved = "parallel" in given and self.parallel != saved.get("parallel")
-        chosen = given.union(PLACE, OF_MODE if moved else ())
-        kept = {name: saved[name] for name in (field.name for field in fields(self)) if name in saved and name not in chosen}
-        for name, value in kept.items():
-            refuse(not possible(name, value), f"cannot resume: the checkpoint's config has {name} = {value!r}")
-        return replace(self, **kept | ({"data_dir": Path(kept["data_dir"])} if "data_dir" in kept else {}))
+        chosen = given.union(named("place"), named("mode") if moved else ())
+        return self.taking(saved, [each.name for each in fields(self) if each.name not in chosen])
+
+    def measuring(self, saved: Mapping[str, Any], given: frozenset[str]) -> "Config":
+        """With the network and the images of the run that saved a checkpoint, but for what the user names."""
+        kept = ["amp", *(() if "model" in given else NETWORK), *(() if "data" in given else IMAGES)]
+        return self.taking(saved, [name for name in kept if name not in given])
+
+    def taking(self, saved: Mapping[str, Any], names: Iterable[str]) -> "Config":
+        """With what a checkpoint says of these options. Raises UsageError for what no command line could have said.
+
+        The checkpoint is a file like any other, and may be damaged or somebody's own.
+        """
+        kinds = {each.name: each.metadata["type"] for each in fields(self)}
+        return replace(self, **{name: taken(name, kinds[name], saved[name]) for name in names if name in saved})
 
 
-def possible(name: str, value: object) -> bool:
-    """Whether a checkpoint may say so of an option: it is a file like any other, and may be damaged or somebody's own."""
-    default = getattr(Config, name)
-    if name in CHOICES:
-        return value in CHOICES[name]
-    if isinstance(default, str | Path | bool):
-        return isinstance(value, bool if isinstance(default, bool) else str)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return (isinstance(value, int) or isinstance(default, float)) and LEAST.get(name, 0) <= value < math.inf
-    return value is None and default is None
+def named(of: str) -> tuple[str, ...]:
+    """The options that belong to the recipe, the place or the mode."""
+    return tuple(each.name for each in fields(Config) if each.metadata["of"] == of)
+
+
+def spelled(name: str) -> str:
+    """An option as the command line has it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def plain(value: Any) -> Any:
+    """A value of a Config as plain data."""
+    return str(value) if isinstance(value, Path) else value
+
+
+def taken(name: str, kind: Any, value: Any) -> Any:
+    """The value of an option that a checkpoint has as plain data."""
+    try:
+        own = None if value is getattr(Config, name) is None else kind.convert(value, None, None)
+    except (UsageError, TypeError):
+        own = math.nan  # equal to nothing
+    alike = plain(own) == value and isinstance(own, bool) == isinstance(value, bool)
+    refuse(not alike, f"the checkpoint's config has {name} = {value!r}, which no run wrote")
+    return own
 
 
 def refuse(wrong: bool, sentence: str) -> None:

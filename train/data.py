@@ -29,25 +29,26 @@ TORCHVISION = {
 class Images(Dataset[tuple[Tensor, Tensor]]):
     """`pixels` (N, channels, height, width) uint8 and `labels` (N,) int64, handed out as batches that fit a network.
 
-    The index is a list: a whole batch is cut, scaled to [-1, 1] and resized at once. `fit` is the network's input
-    shape (channels, height, width); it is the images' own until `for_network` sets it.
+    The index is a list: a whole batch is cut, scaled to [`darkest`, 1] and resized at once. `fit` is the network's input
+    shape (channels, height, width); the images' own where nobody sets it.
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor) -> None:
         self.pixels, self.labels = pixels, labels
         self.fit: tuple[int, int, int] = (pixels.shape[1], pixels.shape[2], pixels.shape[3])
+        self.darkest = -1
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: Sequence[int]) -> tuple[Tensor, Tensor]:
         chosen = torch.as_tensor(index)
-        return fitted(self.pixels[chosen], self.fit), self.labels[chosen]
+        return fitted(self.pixels[chosen], self.fit, self.darkest), self.labels[chosen]
 
 
-def fitted(pixels: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """uint8 images (N, C, H, W) as floats in [-1, 1] of (N, *shape): grey is repeated, colours are averaged to grey."""
-    images = pixels.float() / 127.5 - 1
+def fitted(pixels: Tensor, shape: tuple[int, int, int], darkest: int = -1) -> Tensor:
+    """uint8 images (N, C, H, W) as floats in [darkest, 1] of (N, *shape): grey is repeated, colours are averaged to grey."""
+    images = pixels.float() * (1 - darkest) / 255 + darkest
     if images.shape[1] != shape[0]:
         images = images.mean(1, keepdim=True).expand(-1, shape[0], -1, -1)
     if images.shape[2:] != shape[1:]:

@@ -12,13 +12,14 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from click import UsageError
 
-from ckpt_tools.io.output import replacing
+from ckpt_tools.io.output import output_errors, replacing
 from train.config import refuse
 from train.parallel import World
 
@@ -59,9 +60,10 @@ def pointed(folder: Path) -> str:
 
 
 def meant(path: Path) -> Path:
-    """The checkpoint that `OUT/latest` names; any other path as it is."""
-    named = path.parent / pointed(path.parent)
-    return named if path.name == "latest" and NAME.fullmatch(named.name) else path
+    """The checkpoint that `latest` names, for OUT and OUT/latest; any other path as it is."""
+    out = path.parent if path.name == "latest" else path
+    named = out / pointed(out)
+    return named if NAME.fullmatch(named.name) else path
 
 
 def prune(written: Path, keep: int | None) -> None:
@@ -82,10 +84,23 @@ def refuse_another_run(resumed: Path, out: Path) -> None:
     )
 
 
+@contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file that is under its name when all of it is on the disk. Raises OutputError where it cannot be, as on a full disk."""
+    with output_errors(path), replacing(path, overwrite=True, durable=True) as output:
+        try:
+            with open(output.fd, "wb", closefd=False) as file:
+                yield file
+        except RuntimeError as error:  # torch.save hides what the system said behind an error of its own
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a small text file, whole or not at all."""
-    with replacing(path, overwrite=True, durable=True) as output, open(output.fd, "wb", closefd=False) as file:
-        file.write(text.encode())  # a call of os.write may take a part, on a disk that is nearly full
+    with whole(path) as file:
+        file.write(text.encode())
 
 
 @contextmanager
@@ -104,7 +119,9 @@ def locked(folder: Path) -> Iterator[None]:
     """The lock of one process. A new folder in which nothing was written is gone again afterwards."""
     new = not folder.exists()
     make(folder)
-    with open(folder / ".lock", "a+", encoding="utf-8") as file:
+    with output_errors(folder / ".lock"):
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    with open(descriptor, "r+b", buffering=0) as file:
         lock(file, folder)
         try:
             yield
@@ -122,7 +139,7 @@ def make(folder: Path) -> None:
     refuse(not os.access(folder, os.W_OK), f"--out: the folder {folder} is read-only")
 
 
-def lock(file: TextIO, folder: Path) -> None:
+def lock(file: FileIO, folder: Path) -> None:
     """Locks `file` until it is closed or this process is gone. Raises UsageError where another process has it.
 
     A lock of `lockf` is the process's own: a loader's worker that outlives it does not keep it. Where the system or the disk
@@ -135,9 +152,10 @@ def lock(file: TextIO, folder: Path) -> None:
     except (BlockingIOError, PermissionError) as error:
         file.seek(0)
         raise UsageError(
-            f"another run writes into {folder}: {file.readline().strip()}; wait until it has ended, or choose another --out"
+            f"another run writes into {folder}: {file.readline().decode()}; wait until it has ended, or choose another --out"
         ) from error
     except (ImportError, OSError):
         return
-    file.truncate(0)
-    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+    with suppress(OSError):  # a disk so full that it does not take the name
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())

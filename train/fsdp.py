@@ -9,10 +9,12 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ckpt_tools.errors import OutputError
 from train.parallel import World
 
 
@@ -48,5 +50,12 @@ def part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def save_dcp(checkpoint: Mapping[str, Any], folder: Path, world: World) -> None:
-    """Every rank's part, as any number of ranks loads it with `torch.distributed.checkpoint.load`."""
-    dcp.save(dict(checkpoint), checkpoint_id=folder, process_group=world.control)
+    """Every rank's part, as any number of ranks loads it with `torch.distributed.checkpoint.load`.
+
+    Raises OutputError where a rank cannot write its own.
+    """
+    try:
+        dcp.save(dict(checkpoint), checkpoint_id=folder, process_group=world.control)
+    except CheckpointException as error:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise OutputError(f"{folder} cannot be written.", why=f"Rank {rank}: {failure}", fix="Is the disk full?") from error

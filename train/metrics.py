@@ -14,7 +14,7 @@ from torch import Tensor
 
 from train.config import Config, refuse
 from train.data import needed
-from train.folder import write_text
+from train.folder import whole, write_text
 
 Batch = tuple[Tensor, Tensor]
 CURVES = ("epoch", "loss", "test_loss", "test_accuracy", "lr", "seconds")
@@ -64,13 +64,12 @@ class Log:
             for name in CURVES[1:-1]:
                 self.board.add_scalar(name, row[name], row["epoch"])
 
-    def __exit__(self, *exception: object) -> None:
-        """Says what an epoch took, draws the curves and closes the TensorBoard file."""
-        if len(self.rows) > 1:
-            self.say(f"average {sum(row['seconds'] for row in self.rows) / len(self.rows):.1f} s an epoch")
+    def __exit__(self, failure: object, *_: object) -> None:
+        """Closes the TensorBoard file; says what an epoch took and draws the curves, of a run that ended well."""
         if self.board:
             self.board.close()
-        if self.rows and not self.silent:
+        if self.rows and not self.silent and not failure:
+            self.say(f"average {sum(row['seconds'] for row in self.rows) / len(self.rows):.1f} s an epoch")
             draw(self.rows, self.path.with_name("curves.png"))
 
 
@@ -103,4 +102,5 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     left.plot(epochs, [row["test_loss"] for row in rows], color="tab:blue", linestyle="--", label="test loss")
     right.plot(epochs, [row["test_accuracy"] for row in rows], color="tab:orange", label="test accuracy")
     figure.legend(loc="outside upper center", ncols=3)
-    figure.savefig(path, dpi=120)
+    with whole(path) as file:
+        figure.savefig(file, format="png", dpi=120)

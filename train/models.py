@@ -7,11 +7,15 @@
 | `cnn`      | 3 x 32 x 32            | 800,940,490 with `hidden=8000`, 604,137,490 with 5000      |
 | `resnet18` | any channels, any size | 11,175,818 with 1 channel                                  |
 
+`cnn` has a ReLU after every layer and takes pixels in [-1, 1], as the others do; `cnn-published` is as its article has it,
+without ReLUs and on pixels in [0, 1].
+
 `width` multiplies every inner channel count, so that a small machine can train the same shape of network.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch.nn.functional as F
@@ -60,8 +64,9 @@ class LeNet(nn.Module):
 class CNN(nn.Module):
     """Images (N, 3, 32, 32) to logits (N, classes). At width 1 the weights take 3.2 GB, 2.4 GB with hidden=5000."""
 
-    def __init__(self, channels: int, classes: int, width: float, hidden: int) -> None:
+    def __init__(self, channels: int, classes: int, width: float, hidden: int, *, published: bool = False) -> None:
         super().__init__()
+        self.published = published
         sizes = [channels, *(scaled(n, width) for n in (32, 64, 512, 1024, 2048, 4096))]
         for i, (before, after) in enumerate(pairwise(sizes), start=1):
             self.add_module(f"conv{i}", nn.Conv2d(before, after, 5, padding=2))
@@ -70,12 +75,16 @@ class CNN(nn.Module):
         self.fc2 = nn.Linear(inner, narrow)
         self.fc3 = nn.Linear(narrow, classes)
 
+    def relu(self, x: Tensor) -> Tensor:
+        """What follows every layer but the last; nothing as published."""
+        return x if self.published else F.relu(x)
+
     def forward(self, x: Tensor) -> Tensor:
         for i in range(1, 7):
-            x = F.relu(self.get_submodule(f"conv{i}")(x))
+            x = self.relu(self.get_submodule(f"conv{i}")(x))
             x = F.max_pool2d(x, 2) if i in (3, 4, 6) else x
-        x = F.relu(self.fc1(x.flatten(1)))
-        logits: Tensor = self.fc3(F.relu(self.fc2(x)))
+        x = self.relu(self.fc1(x.flatten(1)))
+        logits: Tensor = self.fc3(self.relu(self.fc2(x)))
         return logits
 
 
@@ -123,17 +132,21 @@ def normal_weights(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Network:
-    """One row of the table above. `channels` are those it takes; `size` is None where any image size will do."""
+    """One row of the table above. `channels` are those it takes; `size` is None where any image size will do; pixels are in
+    [`darkest`, 1].
+    """
 
     build: Callable[..., nn.Module]
     channels: tuple[int, ...]
     size: int | None
+    darkest: int = -1
 
 
 NETWORKS = {
     "mlp": Network(MLP, (1,), 28),
     "lenet": Network(LeNet, (1, 3), 32),
     "cnn": Network(CNN, (3,), 32),
+    "cnn-published": Network(partial(CNN, published=True), (3,), 32, darkest=0),
     "resnet18": Network(ResNet18, (1, 3), None),
 }
 
@@ -148,5 +161,5 @@ def input_shape(name: str, image: tuple[int, int, int]) -> tuple[int, int, int]:
 
 def build(name: str, channels: int, classes: int = 10, *, width: float = 1.0, hidden: int = 8000) -> nn.Module:
     """The network `name` with fresh weights. `hidden` is the first linear layer of `cnn`: 8000 or 5000 as published."""
-    extra = {"hidden": hidden} if name == "cnn" else {}
+    extra = {"hidden": hidden} if name.startswith("cnn") else {}
     return NETWORKS[name].build(channels, classes, width, **extra)

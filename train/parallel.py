@@ -172,15 +172,11 @@ def check_division(config: Config, world: World) -> None:
 
 
 @contextmanager
-def joined(config: Config, *, settled: bool = True) -> Iterator[World]:
+def joined(config: Config) -> Iterator[World]:
     """This process among all, left when the run is over or was refused on all ranks.
-
-    `settled`: no checkpoint will say another `--parallel`, and what does not fit it is refused before anybody is waited for.
 
     After any other failure a rank just exits: the others wait for it, and torchrun ends them once it is gone.
     """
-    if settled:
-        check_start(config)
     world = join(config)
     try:
         yield world
@@ -200,56 +196,42 @@ def leave() -> None:
 
 
 def devices(config: Config) -> tuple[torch.device, ...]:
-    """The devices of a run in one process: those of `--device`, and with DataParallel those of `--device-ids`."""
-    kind, index = wanted(config.device)
-    if kind == "cpu":
+    """The devices of a run in one process: that of `--device`, and with DataParallel those of `--device-ids`."""
+    device, split = wanted(config.device), config.parallel == "dp"
+    if device.type == "cpu":
         refuse(config.device_ids is not None, "--device-ids are GPUs, and this run is on the CPU")
         refuse(
-            config.parallel == "dp" and torch.cuda.is_available(),
+            split and torch.cuda.is_available(),
             "DataParallel takes GPUs wherever there are any: set CUDA_VISIBLE_DEVICES= to run it on the CPU",
         )
-        return (torch.device("cpu"),)
-    refuse(index is not None and config.device_ids is not None, "--device-ids goes with --device cuda, without a number")
-    chosen = [index] if index is not None else [0]
-    if config.parallel == "dp" and index is None:
-        chosen = numbers(config.device_ids) if config.device_ids else list(range(torch.cuda.device_count()))
-    for each in chosen:
-        wanted(f"cuda:{each}")
-    return tuple(torch.device("cuda", each) for each in chosen)
+    if device.type == "cpu" or device.index is not None:
+        refuse(config.device_ids is not None, "--device-ids goes with --device cuda, without a number")
+        return (device,)
+    ids = config.device_ids or ",".join(map(str, range(torch.cuda.device_count() if split else 1)))
+    refuse(not re.fullmatch(r"\d+(,\d+)*", ids), f"{ids} is not a list of GPU numbers such as 0,1")
+    return tuple(wanted(f"cuda:{each}") for each in ids.split(","))
 
 
 def rank_device(config: Config) -> torch.device:
     """The one device of this rank: its own GPU, or the CPU."""
-    kind, index = wanted(config.device)
-    refuse(index is not None, "under ddp and fsdp each process takes the GPU of its LOCAL_RANK: write --device cuda")
-    if kind == "cpu":
-        return torch.device("cpu")
+    device = wanted(config.device)
+    refuse(device.index is not None, "under ddp and fsdp each process takes the GPU of its LOCAL_RANK: write --device cuda")
+    if device.type == "cpu":
+        return device
     here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     refuse(here > gpus, f"{here} processes were started here and there are {gpus} GPUs: one each, or --device cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", config.local_rank)))
 
 
-def wanted(device: str) -> tuple[str, int | None]:
-    """`--device` as ("cpu", None), ("cuda", None) or ("cuda", N). Raises UsageError for a GPU that is not there."""
-    form = re.fullmatch(r"(auto|cpu|cuda)|cuda:(\d+)", device)
-    if form is None:
-        raise UsageError(f"--device is auto, cpu, cuda or cuda:N, not {device}")
-    kind, number = form[1] or "cuda", int(form[2]) if form[2] else None
-    if kind == "auto":
-        return ("cuda" if torch.cuda.is_available() else "cpu"), None
-    refuse(
-        kind == "cuda" and not torch.cuda.is_available(),
-        f"--device {device}: PyTorch {torch.__version__} sees no GPU here; --device cpu works now",
-    )
-    count = torch.cuda.device_count()
-    refuse(kind == "cuda" and (number or 0) >= count, f"--device {device}: the GPUs here are numbered 0 to {count - 1}")
-    return kind, number
-
-
-def numbers(text: str) -> list[int]:
-    """The GPU numbers in a text such as "0,2"."""
-    refuse(not all(part.isdigit() for part in text.split(",")), f"{text} is not a list of GPU numbers such as 0,1")
-    return [int(part) for part in text.split(",")]
+def wanted(name: str) -> torch.device:
+    """`--device`; auto is the GPU where there is one. Raises UsageError for a GPU that is not there."""
+    refuse(not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name), f"--device is auto, cpu, cuda or cuda:N, not {name}")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device(name if name != "auto" else "cuda" if gpus else "cpu")
+    missing = f"--device {name}: PyTorch {torch.__version__} sees no GPU here; --device cpu works now"
+    refuse(device.type == "cuda" and not gpus, missing)
+    refuse((device.index or 0) > max(0, gpus - 1), f"--device {name}: the GPUs here are numbered 0 to {gpus - 1}")
+    return device
 
 
 def wrap(model: nn.Module, world: World, shape: tuple[int, int, int], config: Config) -> nn.Module:

@@ -59,13 +59,11 @@ def train(config: Config, given: frozenset[str] = frozenset()) -> int:
     (130 Ctrl-C, 143 SIGTERM).
     Raises click.UsageError, with one sentence, where the run cannot be what it was asked to be.
     """
-    with parallel.joined(config, settled=config.resume is None or "parallel" in given) as world:
-        return measure(world, config, config.evaluate) if config.evaluate else train_in(world, config, given)
-
-
-def train_in(world: World, config: Config, given: frozenset[str]) -> int:
-    """`train`, once this process knows its place among the others."""
-    with folder.owned(config.out, world):
+    if config.evaluate:
+        return measure(config, config.evaluate, given)
+    if config.resume is None or "parallel" in given:
+        parallel.check_start(config)  # before anybody is waited for; otherwise the checkpoint says the mode
+    with parallel.joined(config) as world, folder.owned(config.out, world):
         reading = world.on_all if config.read == "all" else world.from_first
         saved = reading(lambda: opened(config, world))
         config = config.continued(saved["config"], given) if saved else config
@@ -77,21 +75,30 @@ def train_in(world: World, config: Config, given: frozenset[str]) -> int:
             return train_epochs(run, log, stop)
 
 
-def measure(world: World, config: Config, path: Path) -> int:
-    """`--evaluate`: the accuracy of a checkpoint on the test images. Its names, mode and container do not matter.
+def measure(config: Config, path: Path, given: frozenset[str]) -> int:
+    """`--evaluate`: the accuracy of a checkpoint of any mode and container on the test images, in one process.
 
+    Network and images are those of the run that wrote it; for a file of another's making those of the command line.
     Raises UsageError where it does not fit the network.
     """
-    run = prepare(config, parallel.placed(world, config))
     path = folder.meant(path)
-    state = checkpoint.state_dict_in(path)
+    where, saved = checkpoint.described(path)
+    config = config.measuring(saved, given)
+    with parallel.joined(config) as world:
+        run = prepare(config, parallel.placed(world, config))
     try:
-        load_into(run.raw, path, select=state)
+        load_into(run.raw, path, select=where)
     except CkptError as error:
-        raise UsageError(f"--evaluate {path}: {error}") from error
+        hint = (
+            ""
+            if saved or "model" in given
+            else f"\nIt does not say its network, which --model names: {config.model} was tried."
+        )
+        raise UsageError(f"--evaluate {path}: {error}{hint}") from error
     loss, accuracy = evaluate(run)
-    if world.rank == 0:
-        click.echo(f"{path}: test loss {loss:.4f}  test accuracy {accuracy:.2%}")
+    images = f"{len(run.test.images)} test images of {config.data}"
+    click.echo(f"{path}: {config.model}, {parameters(run):,} parameters; {images}, on {run.world.device}")
+    click.echo(f"test loss {loss:.4f}  test accuracy {accuracy:.2%}")
     return 0
 
 
@@ -113,6 +120,7 @@ def prepare(config: Config, world: World) -> Run:
     source = partial(data.load, config.data, config.data_dir, shape=config.shape, samples=config.samples)
     train_set, test_set = world.on_all(source)
     train_set.fit = test_set.fit = models.input_shape(config.model, train_set.fit)
+    train_set.darkest = test_set.darkest = models.NETWORKS[config.model].darkest
     train_split = data.split(train_set, config, world, shuffle=True)
     test_split = data.split(test_set, config, world, shuffle=False)
 
@@ -161,11 +169,17 @@ def train_epochs(run: Run, log: Log, stop: Stop) -> int:
 
 def header(run: Run) -> str:
     """What trains where: network, parameters, ranks and devices, and how much of a batch each has."""
-    count = sum(parameter.numel() for parameter in run.raw.parameters())
     size, devices = run.config.batch_size, ", ".join(str(device) for device in run.world.devices)
     share = size // (run.world.size * len(run.world.devices))
     where = f"{run.world.size} ranks, this one on {devices}" if run.world.size > 1 else devices
-    return f"{run.config.model}, {count:,} parameters; {run.world.mode} on {where}; batches of {size}, {share} on each"
+    return (
+        f"{run.config.model}, {parameters(run):,} parameters; {run.world.mode} on {where}; batches of {size}, {share} on each"
+    )
+
+
+def parameters(run: Run) -> int:
+    """How many numbers are trained."""
+    return sum(parameter.numel() for parameter in run.raw.parameters())
 
 
 def train_epoch(run: Run, log: Log, stop: Stop) -> None:

@@ -64,6 +64,7 @@ def test_images_come_scaled_and_resized_and_with_the_channels_asked_for() -> Non
     grey = data.fitted(pixels, (3, 32, 32))
     assert grey.shape == (2, 3, 32, 32)
     assert grey.amin((1, 2, 3)).tolist() == grey.amax((1, 2, 3)).tolist() == [-1, 1]
+    assert data.fitted(pixels, (3, 8, 8), darkest=0).amin((1, 2, 3)).tolist() == [0, 1]
     colour = torch.tensor([0, 255, 255], dtype=torch.uint8).reshape(1, 3, 1, 1).expand(1, 3, 4, 4)
     assert data.fitted(colour, (1, 4, 4))[0, 0, 0, 0].item() == pytest.approx(1 / 3)
 

@@ -4,7 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from ckpt_tools.torch import load
 from tests.train.runs import last, run, same
 from train import train as loop
 from train.checkpoint import newest
-from train.cli import command
+from train.cli import command, main
 from train.config import Config
 from train.folder import checkpoints
+from train.parallel import leave
 
 # Takes the lock as a run does, says so, and keeps it until it is told to end.
 HOLDER = """
@@ -143,6 +145,48 @@ def test_a_flipped_bit_in_a_folder_is_noticed(save: str, tmp_path: Path, only_ra
 def run_folder(out: Path, **options: Any) -> None:
     """A run that leaves folders."""
     assert loop.train(Config(out=out, **options), frozenset(options)) == 0
+
+
+@contextmanager
+def nearly_full(room: int) -> Iterator[None]:
+    """No file grows beyond `room` bytes: the system says EFBIG, as on a full disk ENOSPC."""
+    resource = pytest.importorskip("resource")  # Windows has none
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("curves")
+@pytest.mark.parametrize(
+    ("room", "options", "unwritten"),
+    [
+        (0, [], "metrics.jsonl"),
+        (1_000, [], "epoch_001.pth"),
+        (1_000, ["--save", "module"], "epoch_001.pth"),
+        (1_000, ["--parallel", "fsdp", "--save", "ranks"], "model_world_size_1_rank_0.pt"),
+        (1_000, ["--parallel", "fsdp", "--save", "dcp"], ".epoch_001.new"),
+    ],
+)
+def test_a_full_disk_is_one_sentence_and_exit_code_3(
+    room: int, options: list[str], unwritten: str, tmp_path: Path, only_rank: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Whatever is being written; the next run takes away what is left of it, and saves."""
+    few = ["--data", "synthetic", "--samples", "100", "--epochs", "1", "--out", str(tmp_path / "out"), *options]
+    monkeypatch.setattr(sys, "argv", ["train", *few])
+    for code, limit in ((3, nearly_full(room)), (0, nullcontext())):
+        if "fsdp" in options:
+            only_rank()
+        with limit, pytest.raises(SystemExit) as exit:
+            main()
+        leave()  # a rank that failed just ends, which this process does not
+        assert exit.value.code == code
+        assert (f"{unwritten} cannot be written" in capsys.readouterr().err) is (code == 3)
+        assert (tmp_path / "out" / "latest").exists() is (code == 0)
+    assert not list((tmp_path / "out").glob(".epoch*"))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"epoch_007.pth\n", b"../epoch_001.pth\n", b"\xff\xfe\x00\n", b"latest\n"])

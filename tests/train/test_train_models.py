@@ -14,6 +14,7 @@ from train.models import NETWORKS, build, input_shape
         ("lenet", 1, 8000, 61_706),
         ("cnn", 3, 8000, 800_940_490),
         ("cnn", 3, 5000, 604_137_490),
+        ("cnn-published", 3, 8000, 800_940_490),
         ("resnet18", 1, 8000, 11_175_818),
     ],
 )
@@ -29,6 +30,21 @@ def test_each_network_takes_images_of_every_data_set(name: str, image: tuple[int
     shape = input_shape(name, image)
     network = build(name, shape[0], width=0.05)
     assert network(torch.zeros(2, *shape)).shape == (2, 10)
+
+
+def test_the_published_cnn_has_no_relus_on_pixels_of_0_to_1() -> None:
+    """The article's own, by hand: convolutions and max-pooling, then three linear layers with nothing between them."""
+    network = build("cnn-published", 3, width=0.01)
+    images = torch.rand(2, 3, 32, 32)
+    x = images
+    for name, layer in network.named_children():
+        x = layer(x.flatten(1) if name == "fc1" else x)
+        x = torch.nn.functional.max_pool2d(x, 2) if name in ("conv3", "conv4", "conv6") else x
+    assert torch.equal(network(images), x)
+    bent = build("cnn", 3, width=0.01)
+    bent.load_state_dict(network.state_dict())
+    assert not torch.equal(bent(images), x)
+    assert [NETWORKS[name].darkest for name in ("cnn", "cnn-published")] == [-1, 0]
 
 
 def test_width_scales_every_inner_channel_count_down_to_eight() -> None:

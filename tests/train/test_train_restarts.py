@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.train.runs import ROOT, environment, last, run, same
 from train import data
 from train import train as loop
 from train.cli import command, main
-from train.config import CHOICES, Config
+from train.config import Config
 from train.models import NETWORKS
 from train.parallel import own_store
 
@@ -141,6 +142,7 @@ def test_a_broken_part_is_one_sentence(part: str, value: object, sentence: str, 
     [
         *(("model", "vgg"), ("data", None), ("batch_size", 0), ("batch_size", "32"), ("lr", float("nan")), ("lr", "fast")),
         *(("parallel", "many"), ("epochs", -1), ("grad_accum", 1.5), ("sync_bn", 1), ("data_dir", 3), ("keep", 0)),
+        *(("keep", 1.5), ("model", ["mlp"]), ("lr", float("inf")), ("workers", True), ("shape", None), ("seed", [1])),
     ],
 )
 def test_a_broken_config_is_one_sentence(name: str, value: object, tmp_path: Path) -> None:
@@ -258,6 +260,7 @@ def test_restarted_ranks_do_not_meet_in_the_store_of_those_before(
 
 
 def test_the_words_of_a_config_are_those_that_there_are() -> None:
-    assert CHOICES["model"] == tuple(NETWORKS)
-    assert CHOICES["amp"] == tuple(loop.AMP)
-    assert set(data.TORCHVISION) < set(CHOICES["data"])
+    choices = {field.name: getattr(field.metadata["type"], "choices", ()) for field in fields(Config)}
+    assert choices["model"] == tuple(NETWORKS)
+    assert choices["amp"] == tuple(loop.AMP)
+    assert set(data.TORCHVISION) < set(choices["data"])

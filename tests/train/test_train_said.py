@@ -9,11 +9,13 @@ from typing import Any
 import click
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 from tests.train.runs import run
 from train import metrics
 from train import train as loop
+from train.cli import command
 from train.config import Config
 from train.parallel import World, wrap
 
@@ -45,16 +47,61 @@ def test_log_every_stops_in_the_epoch_where_the_loss_is_lost(tmp_path: Path, mon
     assert done == [0, 1]
 
 
-def test_evaluate_of_the_latest_of_a_wide_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """OUT/latest is the checkpoint that it names; the network has the width that it was trained with."""
-    wide: dict[str, Any] = {"width": 2, **SMALL}
-    run(tmp_path, epochs=2, **wide)
-    capsys.readouterr()
-    assert loop.train(Config(evaluate=tmp_path / "latest", **wide)) == 0
+def evaluated(*options: object) -> str:
+    """What the command line says of a checkpoint."""
+    done = CliRunner().invoke(command, [str(option) for option in ("--evaluate", *options)], standalone_mode=False)
+    assert done.return_value == 0, done.exception
+    return done.output
+
+
+@pytest.mark.parametrize("name", ["", "latest", "epoch_002.pth"])
+def test_evaluate_takes_the_network_and_the_images_from_the_file(name: str, tmp_path: Path) -> None:
+    """And names both; OUT and OUT/latest are the checkpoint that `latest` names."""
+    run(tmp_path, epochs=2, model="lenet", width=2.0, shape="3x9x7", **SMALL)
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    assert capsys.readouterr().out.startswith(f"{tmp_path / 'epoch_002.pth'}: test loss {row['test_loss']:.4f}")
+    assert evaluated(tmp_path / name) == (
+        f"{tmp_path / 'epoch_002.pth'}: lenet, 244,962 parameters; 64 test images of synthetic, on cpu\n"
+        f"test loss {row['test_loss']:.4f}  test accuracy {row['test_accuracy']:.2%}\n"
+    )
+
+
+def test_evaluate_lets_the_user_name_other_images(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1, model="lenet", shape="1x9x7", **SMALL)
+    assert "lenet, 61,706 parameters; 359 test images of digits" in evaluated(tmp_path, "--data", "digits")
     with pytest.raises(click.UsageError, match="does not fit the model"):
-        loop.train(Config(evaluate=tmp_path / "latest", **SMALL))
+        loop.train(Config(evaluate=tmp_path, model="mlp"), frozenset({"evaluate", "model"}))
+
+
+def test_evaluate_of_another_s_file_takes_the_network_from_the_command_line(tmp_path: Path) -> None:
+    """Also where the file has a config, which is not one of ours; and says what was tried."""
+    run(tmp_path, epochs=1, model="lenet", **SMALL)
+    weights = torch.load(tmp_path / "epoch_001.pth", weights_only=True)["model"]
+    torch.save({"model": weights, "config": {"model": "vgg", "lr": "fast"}}, tmp_path / "other.pth")
+    assert "lenet, 61,706 parameters" in evaluated(tmp_path / "other.pth", "--model", "lenet")
+    with pytest.raises(click.UsageError, match=r"(?s)does not fit .* does not say its network.*mlp was tried"):
+        loop.train(Config(evaluate=tmp_path / "other.pth"))
+
+
+@pytest.mark.parametrize("facts", ["", "[]", '{"file": "epoch_001.safetensors"}', '{"file": "epoch_007.pth", "config": {}}'])
+def test_evaluate_of_weights_beside_a_broken_json(facts: str, tmp_path: Path) -> None:
+    run_alone(tmp_path, format="safetensors", model="lenet")
+    assert "lenet, " in evaluated(tmp_path)
+    (tmp_path / "epoch_001.json").write_text(facts)
+    assert "lenet, " in evaluated(tmp_path, "--model", "lenet")
+    with pytest.raises(click.UsageError, match="mlp was tried"):
+        loop.train(Config(evaluate=tmp_path))
+
+
+def test_evaluate_of_a_broken_config_is_one_sentence(tmp_path: Path) -> None:
+    saved = run(tmp_path, epochs=1, **SMALL)
+    torch.save(saved | {"config": saved["config"] | {"width": -1}}, tmp_path / "epoch_001.pth")
+    with pytest.raises(click.UsageError, match="the checkpoint's config has width = -1"):
+        loop.train(Config(evaluate=tmp_path))
+
+
+def run_alone(out: Path, **options: Any) -> None:
+    """A run that leaves weights which cannot be resumed."""
+    assert loop.train(Config(out=out, epochs=1, **options, **SMALL)) == 0
 
 
 @pytest.mark.parametrize("kind", ["unwrapped", "wrapped", "module", "safetensors", "ranks", "dcp"])
@@ -65,10 +112,11 @@ def test_evaluate_measures_a_file_of_any_mode(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one process on the CPU: the accuracy that the run measured."""
+    """In one process on the CPU, without a further option: the network, and the accuracy that the run measured."""
     options: dict[str, Any] = {"parallel": "dp", "save": kind}
     if kind == "safetensors":
         options = {"format": kind}
+    options |= {"model": "lenet", "width": 2.0, "shape": "3x9x7"}
     if kind in ("ranks", "dcp"):
         only_rank()
         options["parallel"] = "fsdp"
@@ -78,10 +126,12 @@ def test_evaluate_measures_a_file_of_any_mode(
     capsys.readouterr()
     path = tmp_path / (tmp_path / "latest").read_text().strip()
     before = sorted(tmp_path.rglob("*"))
-    assert loop.train(Config(evaluate=path, out=tmp_path, **SMALL)) == 0
+    assert loop.train(Config(evaluate=path)) == 0
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
-    expected = f"{path}: test loss {row['test_loss']:.4f}  test accuracy {row['test_accuracy']:.2%}\n"
-    assert capsys.readouterr().out == expected
+    assert capsys.readouterr().out == (
+        f"{path}: lenet, 244,962 parameters; 64 test images of synthetic, on cpu\n"
+        f"test loss {row['test_loss']:.4f}  test accuracy {row['test_accuracy']:.2%}\n"
+    )
     assert sorted(tmp_path.rglob("*")) == before
 
 
