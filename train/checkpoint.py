@@ -17,7 +17,7 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError
 from ckpt_tools.torch import load, save
 from train import folder
-from train.config import Config, named, refuse
+from train.config import Config, named, one_line, refuse
 from train.parallel import World
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "epoch", "step", "totals", "seconds", "config", "rng")
@@ -111,18 +111,15 @@ def read(path: Path) -> dict[str, Any]:
     try:
         checkpoint = load(path, map_location="cpu")
     except CkptError as error:
-        raise UsageError(f"cannot resume from {path}: {' '.join(str(error).split())}") from error
+        raise UsageError(f"cannot resume from {path}: {one_line(error)}") from error
     if isinstance(checkpoint, dict) and path.is_dir():
         checkpoint = {"scaler": {}, **checkpoint}  # a dcp keeps nothing that is empty
-    there = checkpoint.keys() if isinstance(checkpoint, dict) else ()
+    there = checkpoint if isinstance(checkpoint, dict) else {}
+    config = there["config"] if isinstance(there.get("config"), dict) else {}
     missing = [part for part in PARTS if part not in there]
-    config = {} if missing or not isinstance(checkpoint["config"], dict) else checkpoint["config"]
     missing = missing or [f"config.{name}" for name in (*named("recipe"), "epochs") if name not in config]
-    refuse(
-        bool(missing),
-        f"cannot resume from {path}: it has no {', '.join(missing[:3])}; a run goes on from what --format pth and "
-        "--save unwrapped, wrapped, ranks or dcp write",
-    )
+    resumable = "a run goes on from what --format pth and --save unwrapped, wrapped, ranks or dcp write"
+    refuse(bool(missing), f"cannot resume from {path}: it has no {', '.join(missing[:3])}; {resumable}")
     return {**checkpoint, "optimizer": by_place(checkpoint["optimizer"])}
 
 
@@ -134,7 +131,7 @@ def described(path: Path) -> tuple[str | None, dict[str, Any]]:
     try:
         description = ckpt_tools.inspect(path)
     except CkptError as error:
-        raise UsageError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+        raise UsageError(f"cannot read {path}: {one_line(error)}") from error
     where = "model" if ["model"] in [each["where"] for each in description.state_dicts] else None
     values = {name.removeprefix("config."): value for name, value in description.values.items() if name.startswith("config.")}
     beside = path.with_suffix(".json")

@@ -20,11 +20,10 @@ Command = Callable[..., int]
 def options(command: Command) -> Command:
     """Gives a command the options of `Config`, with their defaults; what is true or false has a second name."""
     for each in reversed(fields(Config)):
-        name, about = spelled(each.name), dict(each.metadata)
-        name += f"/--no-{name[2:]}" if isinstance(each.default, bool) else ""
-        about = {"hidden": not about["help"], "show_default": each.default is not None, **about}
-        del about["of"]
-        command = click.option(name, each.name, default=each.default, **about)(command)
+        name = spelled(each.name) + (f"/--no-{spelled(each.name)[2:]}" if isinstance(each.default, bool) else "")
+        about = {key: value for key, value in each.metadata.items() if key in ("help", "type", "metavar")}
+        shown: dict[str, Any] = {"hidden": not about["help"], "show_default": each.default is not None}
+        command = click.option(name, each.name, default=each.default, **about, **shown)(command)
     return command
 
 

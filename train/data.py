@@ -222,8 +222,5 @@ def refuse_lone_samples(network: nn.Module, total: int, config: Config, world: W
         for part in passed.chunk(len(world.devices))
     ]
     normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
-    refuse(
-        normed and min(sizes) == 1,
-        f"--batch-size {config.batch_size} over {total} images leaves a batch of one to {config.model}, whose batch "
-        "normalisation needs two: choose another",
-    )
+    lone = f"--batch-size {config.batch_size} leaves of {total} images a batch of one, and {config.model} normalises batches"
+    refuse(normed and min(sizes) == 1, f"{lone} of two or more: choose another")

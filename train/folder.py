@@ -78,10 +78,7 @@ def refuse_another_run(resumed: Path, out: Path) -> None:
     """Raises UsageError where a checkpoint of one folder would go on among the files of another run."""
     elsewhere = not (out.exists() and resumed.parent.exists() and out.samefile(resumed.parent))
     theirs = bool(checkpoints(out)) or (out / "metrics.jsonl").exists()
-    refuse(
-        elsewhere and theirs,
-        f"{out} holds another run, and {resumed} is not of it: choose another --out, or go on from it with --resume latest",
-    )
+    refuse(elsewhere and theirs, f"{out} holds another run, and {resumed} is not of it: choose another --out")
 
 
 @contextmanager
@@ -151,9 +148,8 @@ def lock(file: FileIO, folder: Path) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         file.seek(0)
-        raise UsageError(
-            f"another run writes into {folder}: {file.readline().decode()}; wait until it has ended, or choose another --out"
-        ) from error
+        holder = file.readline().decode()
+        raise UsageError(f"another run writes into {folder}: {holder}; wait for its end, or choose another --out") from error
     except (ImportError, OSError):
         return
     with suppress(OSError):  # a disk so full that it does not take the name

@@ -109,13 +109,6 @@ def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tree
 
 
-def join(config: Config) -> World:
-    """This process, with the others that torchrun started, or alone. Its mode may be the checkpoint's: see `placed`."""
-    if launched():
-        return join_ranks(config, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    return World(config.parallel, (torch.device("cpu"),))
-
-
 def placed(world: World, config: Config) -> World:
     """This process in the mode of the run, with its devices. Raises UsageError where the two do not fit."""
     check_start(config)
@@ -133,19 +126,13 @@ def check_start(config: Config) -> None:
     mode, ranks, more = config.parallel, config.parallel in ("ddp", "fsdp"), ""
     if config.resume:
         more = f"; or leave the checkpoint's mode with --parallel {'single' if ranks else 'ddp'}"
-    refuse(
-        ranks and not launched(),
-        f"start --parallel {mode} with torchrun: torchrun --nproc-per-node 2 -m train --parallel {mode}{more}",
-    )
-    refuse(
-        launched() and not ranks,
-        f"torchrun starts --parallel ddp and fsdp; --parallel {mode} is started by python -m train{more}",
-    )
+    refuse(ranks and not launched(), f"start it with torchrun --nproc-per-node 2 -m train --parallel {mode}{more}")
+    refuse(launched() and not ranks, f"torchrun starts --parallel ddp and fsdp; python -m train --parallel {mode}{more}")
 
 
-def join_ranks(config: Config, rank: int, size: int) -> World:
+def join_ranks(config: Config) -> World:
     """One of the processes that torchrun started, on a device of its own."""
-    device = rank_device(config)
+    device, rank, size = rank_device(config), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device.type == "cpu":
         dist.init_process_group("gloo", store=own_store(), rank=rank, world_size=size)
         return World(config.parallel, (device,), rank, size)
@@ -162,13 +149,9 @@ def own_store() -> dist.Store:
 
 def check_division(config: Config, world: World) -> None:
     """Raises UsageError unless the global batch divides into equal parts for every process or device, and pass."""
-    processors = world.size * len(world.devices)
-    parts = processors * config.grad_accum
-    refuse(
-        config.batch_size % parts != 0,
-        f"--batch-size {config.batch_size} does not divide into {parts} equal parts: {processors} processes or devices "
-        f"times --grad-accum {config.grad_accum}",
-    )
+    processors, passes, size = world.size * len(world.devices), config.grad_accum, config.batch_size
+    parts = f"{processors * passes} equal parts: {processors} processes or devices times --grad-accum {passes}"
+    refuse(size % (processors * passes) != 0, f"--batch-size {size} does not divide into {parts}")
 
 
 @contextmanager
@@ -177,7 +160,7 @@ def joined(config: Config) -> Iterator[World]:
 
     After any other failure a rank just exits: the others wait for it, and torchrun ends them once it is gone.
     """
-    world = join(config)
+    world = join_ranks(config) if launched() else World(config.parallel, (torch.device("cpu"),))
     try:
         yield world
     except UsageError:
@@ -200,10 +183,8 @@ def devices(config: Config) -> tuple[torch.device, ...]:
     device, split = wanted(config.device), config.parallel == "dp"
     if device.type == "cpu":
         refuse(config.device_ids is not None, "--device-ids are GPUs, and this run is on the CPU")
-        refuse(
-            split and torch.cuda.is_available(),
-            "DataParallel takes GPUs wherever there are any: set CUDA_VISIBLE_DEVICES= to run it on the CPU",
-        )
+        there = split and torch.cuda.is_available()
+        refuse(there, "DataParallel takes GPUs wherever there are any: set CUDA_VISIBLE_DEVICES= to run it on the CPU")
     if device.type == "cpu" or device.index is not None:
         refuse(config.device_ids is not None, "--device-ids goes with --device cuda, without a number")
         return (device,)

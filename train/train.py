@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ckpt_tools.errors import CkptError
 from ckpt_tools.torch import load_into, unwrap
 from train import checkpoint, data, folder, metrics, models, parallel
-from train.config import Config, refuse
+from train.config import Config, one_line, refuse
 from train.metrics import Log
 from train.parallel import Stop, World
 
@@ -89,12 +89,8 @@ def measure(config: Config, path: Path, given: frozenset[str]) -> int:
     try:
         load_into(run.raw, path, select=where)
     except CkptError as error:
-        hint = (
-            ""
-            if saved or "model" in given
-            else f"\nIt does not say its network, which --model names: {config.model} was tried."
-        )
-        raise UsageError(f"--evaluate {path}: {error}{hint}") from error
+        tried = "" if saved else f"\nIt does not say its network, which --model names: {config.model} was tried."
+        raise UsageError(f"--evaluate {path}: {error}{tried}") from error
     loss, accuracy = evaluate(run)
     images = f"{len(run.test.images)} test images of {config.data}"
     click.echo(f"{path}: {config.model}, {parameters(run):,} parameters; {images}, on {run.world.device}")
@@ -315,17 +311,12 @@ def save(run: Run) -> None:
 def restore(run: Run, saved: dict[str, Any]) -> None:
     """Puts a checkpoint into a run. Raises UsageError where its parts do not fit the network, the data, or each other."""
     epoch, step, steps = saved["epoch"], saved["step"], len(run.train.loader)
-    refuse(
-        not (isinstance(epoch, int) and isinstance(step, int) and epoch >= 0 and 0 <= step < steps),
-        f"cannot resume: epoch {epoch}, step {step} is nowhere in epochs of {steps} steps; are the images those that it was "
-        "trained on?",
-    )
+    possible = isinstance(epoch, int) and isinstance(step, int) and epoch >= 0 and 0 <= step < steps
+    refuse(not possible, f"cannot resume: epoch {epoch}, step {step} is nowhere in epochs of {steps} steps of these images")
     try:
         put_into(run, saved)
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise UsageError(
-            f"cannot resume: the checkpoint does not fit its own config: {' '.join(str(error).split())}"
-        ) from error
+        raise UsageError(f"cannot resume: the checkpoint does not fit its own config: {one_line(error)}") from error
 
 
 def put_into(run: Run, saved: dict[str, Any]) -> None:

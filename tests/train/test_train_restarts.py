@@ -75,7 +75,7 @@ def test_a_run_of_ranks_says_how_it_goes_on(tmp_path: Path, only_rank: Callable[
         os.environ.pop(name)
     refused = called("--out", tmp_path, "--resume", "latest", "--epochs", 3)
     assert refused.exit_code == 2
-    assert "start --parallel ddp with torchrun" in refused.output
+    assert "start it with torchrun --nproc-per-node 2 -m train --parallel ddp" in refused.output
     assert "or leave the checkpoint's mode with --parallel single" in refused.output
     assert called("--out", tmp_path, "--resume", "latest", "--epochs", 3, "--parallel", "single").exit_code == 0
 
@@ -142,7 +142,15 @@ def test_a_broken_part_is_one_sentence(part: str, value: object, sentence: str, 
     [
         *(("model", "vgg"), ("data", None), ("batch_size", 0), ("batch_size", "32"), ("lr", float("nan")), ("lr", "fast")),
         *(("parallel", "many"), ("epochs", -1), ("grad_accum", 1.5), ("sync_bn", 1), ("data_dir", 3), ("keep", 0)),
-        *(("keep", 1.5), ("model", ["mlp"]), ("lr", float("inf")), ("workers", True), ("shape", None), ("seed", [1])),
+        *(
+            ("keep", 1.5),
+            ("model", ["mlp"]),
+            ("lr", float("inf")),
+            ("workers", True),
+            ("shape", None),
+            ("seed", [1]),
+            ("epochs", float("inf")),
+        ),
     ],
 )
 def test_a_broken_config_is_one_sentence(name: str, value: object, tmp_path: Path) -> None:
