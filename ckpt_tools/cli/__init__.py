@@ -194,15 +194,9 @@ def _open_streams() -> None:
 
     What is printed to a closed standard output is an error, as on a full disk; to a closed standard error it is lost.
     """
-    streams = (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY))
-    for number, (name, flag) in enumerate(streams):
-        place: int | str = os.devnull
-        try:
-            os.fstat(number)
-        except OSError:
-            place = os.open(os.devnull, flag)  # takes the lowest number that is free, this one
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(place, "r" if name == "stdin" else "w"))  # noqa: SIM115  as long as the process
+    for name, flag in (("stdin", os.O_RDONLY), ("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:  # os.open takes the lowest number that is free: that of the stream
+            setattr(sys, name, open(os.open(os.devnull, flag), "r" if name == "stdin" else "w"))  # noqa: SIM115
 
 
 def _is_there(text: str) -> bool:
