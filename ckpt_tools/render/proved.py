@@ -85,7 +85,7 @@ def print_verified(report: Verified) -> None:
     for label, wheres in (("missing", compared.missing), ("unsigned", compared.unexpected)):
         if wheres:
             lines.append(f"{label:10} {listed([path_text(where) for where in wheres], _SHOWN_TENSORS)}")
-    _print(lines)
+    _print([*lines, "not signed what lies beside the tensors: settings, epochs, code in a pickle"])
 
 
 def _print(lines: list[str]) -> None:

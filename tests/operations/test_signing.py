@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,32 @@ def test_a_statement_of_another_kind(signed: tuple[Path, Path, Path]) -> None:
             ckpt_tools.verify(path, key=public)
 
 
+ALTERED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no tensors": lambda rows: rows["predicate"].update(resources=[]),
+    "a tensor twice": lambda rows: rows["predicate"]["resources"].append(rows["predicate"]["resources"][0]),
+    "one less": lambda rows: rows["predicate"]["resources"].pop(),
+    "two subjects": lambda rows: rows["subject"].append(rows["subject"][0]),
+    "another subject": lambda rows: rows["subject"][0]["digest"].update(sha256="0" * 64),
+    "another type": lambda rows: rows.update(_type="x"),
+    "a shape of text": lambda rows: rows["predicate"]["resources"][0].update(shape=""),
+    "a negative size": lambda rows: rows["predicate"]["resources"][0].update(shape=[-1]),
+    "a dtype that is none": lambda rows: rows["predicate"]["resources"][0].update(dtype={}),
+}
+
+
+@pytest.mark.parametrize("name", ALTERED)
+def test_statements_that_say_two_things(name: str, signed: tuple[Path, Path, Path]) -> None:
+    """A statement is refused that contradicts itself, whoever has signed it: another reader may take the other half."""
+    from ckpt_tools.operations.signing.envelope import seal
+
+    path, public, signature = signed
+    statement = json.loads(base64.b64decode(json.loads(signature.read_text())["payload"]))
+    ALTERED[name](statement)
+    signature.write_text(seal(json.dumps(statement).encode(), path.with_name("key.pem"))[0])
+    with pytest.raises(SignatureError, match="signs a statement"):
+        ckpt_tools.verify(path, key=public)
+
+
 def test_what_is_not_signed(signed: tuple[Path, Path, Path]) -> None:
     """Nothing is signed that is damaged or whose tensors have no digest; a signature replaces nothing."""
     path, _, _ = signed
@@ -194,3 +222,115 @@ def test_the_commands(signed: tuple[Path, Path, Path]) -> None:
         schema = json.loads((ROOT / "docs" / f"{name}.schema.json").read_text())
         jsonschema.validate(json.loads(ckpt(*arguments, "--json").stdout), schema)
     assert signature.exists()
+
+
+@pytest.mark.parametrize("field", ["payload", "payloadType", "signatures"])
+def test_an_envelope_with_a_key_twice(field: str, signed: tuple[Path, Path, Path]) -> None:
+    """Another reader of DSSE may take the other of two payloads."""
+    path, public, signature = signed
+    signature.write_text('{"%s": "e30=", %s' % (field, signature.read_text().lstrip()[1:]))  # noqa: UP031 - it has braces
+    with pytest.raises(SignatureError, match="is not a signature"):
+        ckpt_tools.verify(path, key=public)
+
+
+def test_an_envelope_with_thousands_of_signatures(signed: tuple[Path, Path, Path]) -> None:
+    """Each signature takes time; of more than a hundred none is looked at."""
+    path, public, signature = signed
+    envelope = json.loads(signature.read_text())
+    signature.write_text(json.dumps(envelope | {"signatures": envelope["signatures"] * 101}))
+    with pytest.raises(SignatureError, match="101"):
+        ckpt_tools.verify(path, key=public)
+
+
+def test_pipes_are_not_waited_for(signed: tuple[Path, Path, Path]) -> None:
+    """A pipe or a device in place of a signature or a key is refused, and not read for ever."""
+    path, public, _ = signed
+    pipe = path.with_name("pipe")
+    os.mkfifo(pipe)
+    for where in (pipe, Path("/dev/zero"), path.parent):
+        with pytest.raises(SignatureError, match="is (a directory|not a regular file)|cannot be read"):
+            ckpt_tools.verify(path, key=public, signature=where)
+        with pytest.raises(SignatureError):
+            ckpt_tools.verify(path, key=where)
+        with pytest.raises(SignatureError):
+            ckpt_tools.sign(path, key=where, overwrite=True)
+
+
+def test_keys_of_unknown_kinds(signed: tuple[Path, Path, Path]) -> None:
+    """A key of a kind that cryptography does not know, as the next library's may be, is refused by name."""
+    path, public, _ = signed
+    for key in (public, path.with_name("key.pem")):
+        begin, *lines, end = key.read_text().splitlines()
+        der = base64.b64decode("".join(lines)).replace(bytes.fromhex("2b6570"), bytes.fromhex("2b654f"))
+        key.write_text("\n".join((begin, base64.b64encode(der).decode(), end, "")))
+    with pytest.raises(SignatureError, match="not an Ed25519 public key"):
+        ckpt_tools.verify(path, key=public)
+    with pytest.raises(SignatureError, match="not an Ed25519 private key"):
+        ckpt_tools.sign(path, key=path.with_name("key.pem"), overwrite=True)
+
+
+def test_nothing_to_sign(tmp_path: Path) -> None:
+    """A file without tensors has nothing that a signature would cover."""
+    private, _ = write_keys(tmp_path, "key")
+    torch.save({"epoch": 3}, tmp_path / "settings.pth")
+    with pytest.raises(SignatureError, match="no tensors"):
+        ckpt_tools.sign(tmp_path / "settings.pth", key=private)
+
+
+def test_what_lies_beside_is_said_not_to_be_signed(signed: tuple[Path, Path, Path]) -> None:
+    """Another epoch and another tensor's dict are no difference; the page says that settings are not covered."""
+    path, public, _ = signed
+    torch.save({"epoch": 4, "model": torch.load(path)["model"]}, path)
+    page = ckpt("verify", path, "--key", public)
+    assert page.exit_code == 0
+    assert page.output.splitlines()[-1] == "not signed what lies beside the tensors: settings, epochs, code in a pickle"
+
+
+def reinterpreted(state: dict[str, torch.Tensor]) -> None:
+    state["layer.0.weight"] = state["layer.0.weight"].view(torch.int32)
+
+
+def reshaped(state: dict[str, torch.Tensor]) -> None:
+    state["layer.0.weight"] = state["layer.0.weight"].reshape(20, 30)
+
+
+def swapped(state: dict[str, torch.Tensor]) -> None:
+    state["layer.0.weight"], state["layer.1.weight"] = state["layer.1.weight"], state["layer.0.weight"]
+
+
+def renamed(state: dict[str, torch.Tensor]) -> None:
+    state["layer.9.weight"] = state.pop("layer.0.weight")
+
+
+def wrapped_beside(state: dict[str, torch.Tensor]) -> None:
+    state["module.layer.0.weight"] = torch.zeros(30, 20)
+
+
+def behind_a_text(state: dict[Any, torch.Tensor]) -> None:
+    """Two keys that are one path as text."""
+    state["None"], state[None] = torch.zeros(2), torch.ones(2)
+
+
+@pytest.mark.parametrize("alter", [reinterpreted, reshaped, swapped, renamed, wrapped_beside, behind_a_text])
+def test_tensors_that_are_altered(alter: Callable[[Any], None], signed: tuple[Path, Path, Path]) -> None:
+    """The same bytes as another dtype or in another shape, under other names, or beside what was signed: not verified."""
+    path, public, signature = signed
+    saved = torch.load(path)
+    if alter is behind_a_text:  # signed without the second
+        torch.save({"model": saved["model"] | {"None": torch.ones(2)}}, path)
+        ckpt_tools.sign(path, key=path.with_name("key.pem"), overwrite=True)
+    alter(saved["model"])
+    torch.save(saved, path)
+    assert not ckpt_tools.verify(path, key=public, signature=signature)
+
+
+def test_five_conversions_in_a_row(signed: tuple[Path, Path, Path]) -> None:
+    """One signature is valid after each of five conversions, one made of the other."""
+    path, public, signature = signed
+    steps: dict[str, dict[str, Any]] = {
+        "1.safetensors": {"select": "model"}, "2": {"shard_size": "5 KB"}, "3": {"format": "dcp"},
+        "4.pth": {"format": "pth-legacy"}, "5.pth": {"add_module": True},
+    }  # fmt: skip
+    for name, options in steps.items():
+        ckpt_tools.convert(path, path := path.with_name(name), **options)
+        assert ckpt_tools.verify(path, key=public, signature=signature), name

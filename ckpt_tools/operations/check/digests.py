@@ -132,6 +132,10 @@ def compare(own: Sequence[Digest], other: Sequence[Digest], against: str) -> Com
     """
     result = Compared(against)
     left, right = {digest.where: digest for digest in own}, {digest.where: digest for digest in other}
+    twice = [
+        [digest.where for digest in all_of if digest is not kept[digest.where]]
+        for all_of, kept in ((own, left), (other, right))
+    ]
     for key in (_path, _name, _plain_name):
         pairs = _pairs(left, right, key)
         for mine, theirs in pairs:
@@ -141,7 +145,7 @@ def compare(own: Sequence[Digest], other: Sequence[Digest], against: str) -> Com
             else:
                 result.equal += 1
                 result.renamed += key is not _path
-    result.missing, result.unexpected = list(right), list(left)
+    result.unexpected, result.missing = [*left, *twice[0]], [*right, *twice[1]]
     return result
 
 

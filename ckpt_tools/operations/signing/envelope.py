@@ -11,16 +11,19 @@ import binascii
 import hashlib
 import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import SignatureError, UsageError
+from ckpt_tools.errors import NotACheckpointError, SignatureError, UsageError
+from ckpt_tools.io.output import open_regular
 from ckpt_tools.io.parsers import load_json
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
+_MOST_SIGNATURES = 100
 _MAKE_KEYS = "openssl genpkey -algorithm ed25519 -out key.pem; openssl pkey -in key.pem -pubout -out key.pub"
 
 
@@ -68,18 +71,28 @@ def open_sealed(path: str | os.PathLike[str], key_path: str | os.PathLike[str]) 
 def _parse(path: str | os.PathLike[str]) -> tuple[bytes, str, list[bytes]]:
     """Payload, its type, and the signatures; base64 of either alphabet, as DSSE says."""
     try:
-        limits.PICKLE_BYTES.check(os.stat(path).st_size, f"{path} is too large for a signature.")
-        with open(path, "rb") as file:
-            found: Any = load_json(file.read().decode("utf-8"))
+        found: Any = load_once(_read(path, "a signature"))
         payload, kind = _decoded(found["payload"]), found["payloadType"]
         signatures = [_decoded(row["sig"]) for row in found["signatures"]]
-    except OSError as error:
-        raise SignatureError(f"{path} cannot be read.", why=f"{error.strerror or error}.") from None
     except (ValueError, KeyError, TypeError, AttributeError, binascii.Error):
         raise SignatureError(f"{path} is not a signature.", why="A DSSE envelope as ckpt sign writes it is wanted.") from None
+    if len(signatures) > _MOST_SIGNATURES:
+        raise SignatureError(f"{path} is not a signature.", why=f"It has {len(signatures)}; {_MOST_SIGNATURES} are the most.")
     if not isinstance(kind, str) or not kind.isascii():
         raise SignatureError(f"{path} is not a signature.", why="Its payloadType is not plain text.")
     return payload, kind, signatures
+
+
+def load_once(data: bytes) -> Any:
+    """What JSON says where no key comes twice: of those, two readers may take two values. Raises ValueError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key comes twice")
+        return found
+
+    return load_json(data, pairs=unique)
 
 
 def _decoded(text: str) -> bytes:
@@ -94,8 +107,8 @@ def _to_sign(kind: str, payload: bytes) -> bytes:
 def _private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
     serialization, ed25519 = _cryptography()
     try:
-        key = serialization.load_pem_private_key(_read(path), password=None)
-    except (ValueError, TypeError) as error:  # TypeError: it is encrypted
+        key = serialization.load_pem_private_key(_read(path, "a key"), password=None)
+    except (ValueError, TypeError, _unsupported()) as error:  # TypeError: it is encrypted
         raise _bad_key(path, "private", str(error)) from None
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise _bad_key(path, "private", f"It is a {type(key).__name__}.")
@@ -106,8 +119,8 @@ def _private_key(path: str | os.PathLike[str]) -> Ed25519PrivateKey:
 def _public_key(path: str | os.PathLike[str]) -> Ed25519PublicKey:
     serialization, ed25519 = _cryptography()
     try:
-        key = serialization.load_pem_public_key(_read(path))
-    except ValueError as error:
+        key = serialization.load_pem_public_key(_read(path, "a key"))
+    except (ValueError, _unsupported()) as error:
         raise _bad_key(path, "public", str(error)) from None
     if not isinstance(key, ed25519.Ed25519PublicKey):
         raise _bad_key(path, "public", f"It is a {type(key).__name__}.")
@@ -124,16 +137,26 @@ def _cryptography() -> tuple[Any, Any]:
     return serialization, ed25519
 
 
+def _unsupported() -> type[Exception]:
+    """What cryptography raises for keys of kinds that it does not know."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    return UnsupportedAlgorithm
+
+
 def _bad_key(path: str | os.PathLike[str], kind: str, why: str) -> SignatureError:
     what = f"{path} is not an Ed25519 {kind} key in PEM, unencrypted."
     return SignatureError(what, why=why, fix=f"Make a pair: {_MAKE_KEYS}")
 
 
-def _read(path: str | os.PathLike[str]) -> bytes:
+def _read(path: str | os.PathLike[str], what: str) -> bytes:
+    """All of a file; a pipe or a device, which may have no end, is refused."""
     try:
-        limits.PICKLE_BYTES.check(os.stat(path).st_size, f"{path} is too large for a key.")
-        with open(path, "rb") as file:
+        with open(open_regular(Path(path)), "rb") as file:
+            limits.PICKLE_BYTES.check(os.fstat(file.fileno()).st_size, f"{path} is too large for {what}.")
             return file.read()
+    except NotACheckpointError as error:
+        raise SignatureError(error.what, why=error.why) from None
     except OSError as error:
         raise SignatureError(f"{path} cannot be read.", why=f"{error.strerror or error}.") from None
 

@@ -86,13 +86,15 @@ def sign(
         overwrite: replace it if it exists.
 
     Raises:
-        SignatureError: the key cannot be read; tensors of the checkpoint have no digest.
+        SignatureError: the key cannot be read; tensors of the checkpoint have no digest, or there are none.
         UsageError: cryptography is not installed.
         OutputError: the signature exists, or cannot be written. CkptError: the checkpoint cannot be read, or is damaged.
     """
     target = _signature_of(path) if output is None else os.fspath(output)
     check_document_name(target, "a signature", SUFFIX)
     found = _digests(path, whole=True)
+    if not found:
+        raise SignatureError(f"{path} has no tensors, and nothing else is signed.")
     text, keyid = seal(payload_of(found, os.path.basename(os.path.normpath(path))), key)
     with replacing(target, overwrite=overwrite) as file:
         write([Piece(Literal(text.encode()))], file)

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_tools.errors import SignatureError
-from ckpt_tools.io.parsers import load_json
 from ckpt_tools.operations.check.digests import Digest, of_all
+from ckpt_tools.operations.signing.envelope import load_once
 from ckpt_tools.text import dotted
 
 _STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "ckpt-tools:tensor-digests/v1"
+_KINDS = (_STATEMENT, PREDICATE_TYPE)
 _METHOD = {"method": "tensors", "hash_type": "sha256"}
 
 
@@ -48,21 +49,24 @@ def digests_in(payload: bytes, label: str) -> tuple[str, list[Digest]]:
         SignatureError: it is a statement of another kind.
     """
     try:
-        statement: Any = load_json(payload.decode("utf-8"))
-        kind, resources = statement["predicateType"], statement["predicate"]["resources"]
-        found = [] if kind != PREDICATE_TYPE else [_digest(row) for row in resources]
-        name = str(statement["subject"][0]["name"])
-    except (ValueError, KeyError, TypeError, IndexError):
+        statement: Any = load_once(payload)
+        kinds, resources = (statement["_type"], statement["predicateType"]), statement["predicate"]["resources"]
+        found = [] if kinds != _KINDS else [_digest(row) for row in resources]
+        ((name, subject),) = [(row["name"], row["digest"]["sha256"]) for row in statement["subject"]]
+    except (ValueError, KeyError, TypeError):
         raise SignatureError(f"{label} signs a statement that cannot be read.") from None
-    if kind != PREDICATE_TYPE:
-        raise SignatureError(f"{label} signs a statement of another kind: {kind!r}.", why=f"{PREDICATE_TYPE} is wanted.")
-    return name, found
+    if kinds != _KINDS:
+        raise SignatureError(f"{label} signs a statement of another kind: {kinds[1]!r}.", why=f"{PREDICATE_TYPE} is wanted.")
+    if len({digest.where for digest in found}) != len(found) or subject != of_all(found) or not found:
+        raise SignatureError(f"{label} signs a statement that contradicts itself.", why="Its tensors are not its subject's.")
+    return str(name), found
 
 
 def _digest(row: Any) -> Digest:
     sha256, shape, where = row["digest"], row["shape"], row["path"]
     right = isinstance(sha256, str) and len(sha256) == 64 and set(sha256) <= set(string.hexdigits)
-    right = right and row["algorithm"] == "sha256" and all(type(size) is int for size in shape)
-    if not right or not isinstance(where, list) or not all(type(part) in (str, int) for part in where):
+    right = right and row["algorithm"] == "sha256" and isinstance(row["dtype"], str) and isinstance(shape, list)
+    right = right and all(type(size) is int and size >= 0 for size in shape) and isinstance(where, list)
+    if not right or not all(type(part) in (str, int) for part in where):
         raise ValueError
-    return Digest(tuple(where), str(row["dtype"]), tuple(shape), sha256.lower())
+    return Digest(tuple(where), row["dtype"], tuple(shape), sha256.lower())
