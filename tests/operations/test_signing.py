@@ -248,7 +248,7 @@ def test_pipes_are_not_waited_for(signed: tuple[Path, Path, Path]) -> None:
     pipe = path.with_name("pipe")
     os.mkfifo(pipe)
     for where in (pipe, Path("/dev/zero"), path.parent):
-        with pytest.raises(SignatureError, match="is (a directory|not a regular file)|cannot be read"):
+        with pytest.raises(SignatureError, match=r"is (a directory|not a regular file)|cannot be read"):
             ckpt_tools.verify(path, key=public, signature=where)
         with pytest.raises(SignatureError):
             ckpt_tools.verify(path, key=where)

@@ -132,10 +132,7 @@ def compare(own: Sequence[Digest], other: Sequence[Digest], against: str) -> Com
     """
     result = Compared(against)
     left, right = {digest.where: digest for digest in own}, {digest.where: digest for digest in other}
-    twice = [
-        [digest.where for digest in all_of if digest is not kept[digest.where]]
-        for all_of, kept in ((own, left), (other, right))
-    ]
+    hidden = [digest.where for digest in own if digest is not left[digest.where]]  # None and "None" are one as text
     for key in (_path, _name, _plain_name):
         pairs = _pairs(left, right, key)
         for mine, theirs in pairs:
@@ -145,7 +142,7 @@ def compare(own: Sequence[Digest], other: Sequence[Digest], against: str) -> Com
             else:
                 result.equal += 1
                 result.renamed += key is not _path
-    result.unexpected, result.missing = [*left, *twice[0]], [*right, *twice[1]]
+    result.missing, result.unexpected = list(right), [*left, *hidden]
     return result
 
 
