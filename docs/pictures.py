@@ -102,7 +102,7 @@ def _save_epochs(folder: Path) -> None:
 
 
 def report_pictures() -> None:
-    """What `ckpt report --histograms epoch_13.pth epoch_12.pth` makes: in the light, in the dark, on a phone."""
+    """What `ckpt report --values epoch_13.pth epoch_12.pth` makes: in the light, in the dark, on a phone."""
     with tempfile.TemporaryDirectory() as name, Browser(Path(name, "profile")) as browser:
         folder = Path(name)
         _save_epochs(folder)

@@ -29,20 +29,20 @@ from ckpt_tools.cli.options import (
     metavar="FILE",
     help="The page to write; PATH's name with .html, here, by default.",
 )
-@click.option("--histograms", is_flag=True, help="Read every tensor: mean, spread, extremes and a histogram of each.")
+@click.option("--values", is_flag=True, help="Read every tensor: mean, spread, extremes and a histogram of each.")
 @click.option(
     "--select", cls=Once, metavar="WHERE", shell_complete=complete_places, help="What is compared with OTHER, as in ckpt diff."
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @quiet_option
 def report(
-    path: Path, other: Path | None, output: Path | None, histograms: bool, select: str | None, overwrite: bool, quiet: bool
+    path: Path, other: Path | None, output: Path | None, values: bool, select: str | None, overwrite: bool, quiet: bool
 ) -> None:
     """Write one self-contained HTML page: overview, bytes by module, tensors to search and sort, findings.
 
     \b
     ckpt report model.pth
-    ckpt report --histograms epoch_9.pth epoch_8.pth -o report.html
+    ckpt report --values epoch_9.pth epoch_8.pth -o report.html
 
     With OTHER the page also tells what differs. It loads nothing from the network, and opens in any browser.
 
@@ -55,7 +55,7 @@ def report(
             path,
             other,
             output=output or _page_for(path),
-            histograms=histograms,
+            values=values,
             select=select,
             overwrite=overwrite,
             progress=progress,

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 1000  # of one kind of difference, value or object
 _MOST_TEXT = 300
+_LEGEND = (
+    "histogram, mean, std, min and max are of the finite values; zeros is the share of zeros; NaN, inf counts the values "
+    "that are not finite."
+)
 _SPECIAL = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
@@ -76,7 +80,7 @@ def report(
     other: File | None = None,
     *,
     output: str | os.PathLike[str],
-    histograms: bool = False,
+    values: bool = False,
     select: str | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -86,7 +90,7 @@ def report(
     Args:
         path: the checkpoint. other: another one; the page then tells what differs too.
         output: the page to write. overwrite: replace it if it exists.
-        histograms: read every tensor, for mean, spread, extremes and a histogram of each.
+        values: read every tensor, for mean, spread, extremes and a histogram of each.
         select: what is compared with `other`: the dotted path of a state dict or subtree of both.
         progress: called with (bytes read, bytes in total), for one work after the other.
 
@@ -98,7 +102,7 @@ def report(
     check_document_name(output, "an HTML page", ".html")
     output_target(output, overwrite=overwrite)  # before every tensor is read
     description, measured, difference = inspect(path), None, None
-    if histograms:
+    if values:
         from ckpt_tools.operations.compare.stats import stats
 
         measured = stats(path, progress=progress)
@@ -162,7 +166,8 @@ def _embedded(data: dict[str, Any]) -> str:
 def _data(description: Description, stats: Stats | None, difference: Difference | None) -> dict[str, Any]:
     columns, choices, tensors = _columns(description, stats)
     return {
-        "overview": list(_overview(description)),
+        "overview": [*_overview(description), *([("values", _odd_values(stats))] if stats is not None else [])],
+        "legend": _LEGEND if stats is not None else "",
         "findings": [
             {"severity": row.severity, "where": path_text(row.where) if row.where else "",
              "found": printable(found_in(row)), "expected": printable(as_options(row.expected)),
@@ -197,6 +202,20 @@ def _overview(description: Description) -> Sequence[tuple[str, str]]:
     if description.container != "safetensors":
         rows.append(("safety", description.safety.text))
     return rows
+
+
+def _odd_values(stats: Stats) -> str:
+    """Where values are no finite numbers: "NaN in 1 of 3 tensors: w"."""
+    measured = [row for row in stats.tensors if row.numbers is not None]
+    said = []
+    for key, word in (("nan", "NaN"), ("inf", "inf")):
+        names = [path_text(row.where) for row in measured if row.numbers and row.numbers[key]]
+        if names:
+            said.append(f"{word} in {len(names):,} of {counted(len(measured), 'tensor')}: {listed(names, 6)}")
+    said = said or [f"all finite in {counted(len(measured), 'tensor')}"]
+    if unmeasured := len(stats.tensors) - len(measured):
+        said.append(f"{counted(unmeasured, 'tensor')} not measured")
+    return _text("; ".join(said))
 
 
 def _column(key: str, title: str, kind: str, width: int) -> dict[str, Any]:

@@ -388,7 +388,7 @@ _READERS: dict[str, Reader] = {
     "model_args": read_some_keywords,
     **dict.fromkeys(
         ("unwrap", "adapt", "overwrite", "dry_run", "keep_damaged", "tie_equal", "values", "digest", "contents",
-         "assign", "mmap", "wrapped", "histograms", "whole", "hooks"),
+         "assign", "mmap", "wrapped", "whole", "hooks"),
         read_flag,
     ),
     **dict.fromkeys(("select", "match", "on_mismatch", "format", "filter", "device", "index"),

@@ -102,7 +102,7 @@ def test_every_container_has_a_mean(name: str, tmp_path: Path, plain: Path) -> N
 def test_every_container_has_a_page(name: str, tmp_path: Path, plain: Path) -> None:
     """`report` with histograms and a second file lists every tensor with its numbers."""
     path, out = MAKERS[name](tmp_path), tmp_path / "report.html"
-    code, output = run("report", path, plain, "--histograms", "-o", out)
+    code, output = run("report", path, plain, "--values", "-o", out)
     assert code == 0, output
     data = embedded(out.read_text("utf-8"))
     assert len(data["tensors"]["name"]) == 3

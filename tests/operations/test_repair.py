@@ -290,6 +290,16 @@ def test_a_damaged_pickle(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
     assert found["layerX.weight"].equal(tensors["layer3.weight"])
 
 
+@pytest.mark.parametrize("keep_damaged", [False, True])
+def test_a_cut_pickle(whole: tuple[bytes, Tensors], tmp_path: Path, keep_damaged: bool) -> None:
+    """Where the pickle itself is cut nothing helps but another copy: no option that cannot is advised."""
+    (tmp_path / "in.pth").write_bytes(whole[0][:600])
+    with pytest.raises(RepairError, match="cannot be read to its end") as caught:
+        repair(tmp_path / "in.pth", tmp_path / "out.pth", keep_damaged=keep_damaged)
+    assert "get the file again" in caught.value.fix
+    assert not (tmp_path / "out.pth").exists()
+
+
 def test_big_endian(tmp_path: Path) -> None:
     """A cut big-endian file is swapped as convert swaps it."""
     from tests.support.zips import big_endian

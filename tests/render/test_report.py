@@ -52,7 +52,7 @@ def embedded(text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", [*PTH, *SAFETENSORS], ids=by_name)
 def test_every_fixture_has_a_page(path: Path) -> None:
-    """Whatever a file holds, its page lists every tensor, and every number with --histograms."""
+    """Whatever a file holds, its page lists every tensor, and every number with --values."""
     data = embedded(page(inspect(path), stats(path)))
     assert len(data["tensors"]["name"]) == len(inspect(path).tensors)
     assert {len(values) for values in data["tensors"].values()} == {len(data["tensors"]["name"])}
@@ -114,15 +114,32 @@ def test_the_call_is_the_command(tmp_path: Path) -> None:
     single, ddp = FIXTURES / "single.pth", FIXTURES / "ddp.pth"
     seen: list[tuple[int, int]] = []
     report = ckpt_tools.report(
-        single, ddp, output=tmp_path / "call.html", histograms=True, progress=lambda *step: seen.append(step)
+        single, ddp, output=tmp_path / "call.html", values=True, progress=lambda *step: seen.append(step)
     )
-    command = ["report", str(single), str(ddp), "--histograms", "--output", str(tmp_path / "command.html")]
+    command = ["report", str(single), str(ddp), "--values", "--output", str(tmp_path / "command.html")]
     assert CliRunner().invoke(main, command).exit_code == 0
     assert (tmp_path / "call.html").read_bytes() == (tmp_path / "command.html").read_bytes()
     assert report.bytes == (tmp_path / "call.html").stat().st_size
     assert seen
     with pytest.raises(UsageError, match="`select` says what is compared"):
         ckpt_tools.report(single, output=tmp_path / "other.html", select="model")
+
+
+def test_values_that_are_not_finite_are_on_the_first_screen(tmp_path: Path) -> None:
+    """With --values the overview says which tensors hold NaN and inf; the table has a legend."""
+    state = {"fine": torch.ones(2), "odd": torch.tensor([1.0, float("nan")]), "large": torch.tensor(float("inf"))}
+    torch.save(state, tmp_path / "odd.pth")
+    torch.save({"fine": torch.ones(2), "sparse": torch.eye(2).to_sparse()}, tmp_path / "fine.pth")
+    for name, said in {
+        "odd": "NaN in 1 of 3 tensors: odd; inf in 1 of 3 tensors: large",
+        "fine": "all finite in 1 tensor; 1 tensor not measured",
+    }.items():
+        ckpt_tools.report(tmp_path / f"{name}.pth", output=tmp_path / f"{name}.html", values=True)
+        data = embedded((tmp_path / f"{name}.html").read_text("utf-8"))
+        assert ["values", said] in data["overview"]
+        assert "NaN, inf counts" in data["legend"]
+    ckpt_tools.report(tmp_path / "odd.pth", output=tmp_path / "plain.html")
+    assert not embedded((tmp_path / "plain.html").read_text("utf-8"))["legend"]
 
 
 def test_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

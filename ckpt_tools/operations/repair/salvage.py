@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckpt_tools.edit.devices import map_storages
-from ckpt_tools.errors import ChecksumError, ZipError
+from ckpt_tools.errors import ChecksumError, PickleError, TensorError, ZipError
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.open import find_tensors
@@ -93,13 +93,26 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
     Raises:
         ZipError: no record is a pickle that lists tensors. ChecksumError: the pickle is damaged. PickleError: it is malformed.
     """
-    pickle = _pickle(source, walked, keep_damaged)
+    pickle = _pickle(source, walked)
     folder = pickle.name.removesuffix("/data.pkl")
     locator = _Locator(source, by_name(walked.records), folder)
     storages = Storages(locator.locate)
     machine = Machine(read(pickle.content(source)), MAKERS, storages.storage)
-    root = machine.load()
-    validate(root)
+    try:
+        root = machine.load()
+        validate(root)
+    except (PickleError, TensorError) as error:
+        if pickle.proof:
+            raise
+        raise ChecksumError(
+            "The pickle that lists the tensors is damaged or cut, and cannot be read to its end.", why=error.what,
+            fix="An interrupted download or a full disk does that: get the file again.",
+        ) from None  # fmt: skip
+    if not pickle.proof and not keep_damaged:
+        raise ChecksumError(
+            "The pickle that lists the tensors is damaged or cut.", why="Names and shapes could be wrong.",
+            fix="Take it as it is: `keep_damaged=True`.",
+        )  # fmt: skip
     made = {key: storage for key, (_, storage) in storages.by_key.items()}
     decoded = Decoded(
         "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, [],
@@ -110,21 +123,13 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
     return Salvaged(decoded, lost, notes)
 
 
-def _pickle(source: Source, walked: Walked, keep_damaged: bool) -> Found:
-    """The pickle that lists the tensors: the last that is proved."""
+def _pickle(source: Source, walked: Walked) -> Found:
+    """The pickle that lists the tensors: the last that is proved, else the last."""
     pickles = list(by_name(list(names_of_pickles(walked.records))).values())
-    proved = [found for found in pickles if found.proof]
     if not pickles:
         raise ZipError("No pickle that lists tensors is left in the file.", why="Without it no name and no shape is known.")
-    if proved:
-        chosen = proved[-1]
-    elif keep_damaged:
-        chosen = pickles[-1]
-    else:
-        raise ChecksumError(
-            "The pickle that lists the tensors is damaged or cut.", why="Names and shapes could be wrong.",
-            fix="Take it as it is: `keep_damaged=True`.",
-        )  # fmt: skip
+    proved = [found for found in pickles if found.proof]
+    chosen = (proved or pickles)[-1]
     check_pickle(source, chosen.size or 0, deflated=chosen.deflated)
     return chosen
 

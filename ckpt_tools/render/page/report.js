@@ -49,7 +49,11 @@ function listTable(headings, rows, numeric = []) {
 
 // --- overview, findings, values
 
-function showOverview() { byId("overview").append(definitions(data.overview)); }
+function showOverview() {
+  byId("overview").append(definitions(data.overview));
+  byId("legend").textContent = data.legend;
+  byId("legend").hidden = !data.legend;
+}
 
 async function copy(text, button) {
   try {
