@@ -205,7 +205,7 @@ def _overview(description: Description) -> Sequence[tuple[str, str]]:
 
 
 def _odd_values(stats: Stats) -> str:
-    """Where values are no finite numbers: "NaN in 1 of 3 tensors: w"."""
+    """Where values are not finite: "NaN in 1 of 3 tensors: w"."""
     measured = [row for row in stats.tensors if row.numbers is not None]
     said = []
     for key, word in (("nan", "NaN"), ("inf", "inf")):
