@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
+import ckpt_tools
 from ckpt_tools.cli import main
 from ckpt_tools.torch import load_state_dict
+from train.checkpoint import PARTS
 from train.cli import command as train
+from train.config import Config
 
 FOUND = Path(__file__).parents[1] / "fixtures" / "found"
 
@@ -108,5 +113,47 @@ def test_a_trained_network_is_as_accurate_after_the_conversion(tmp_path: Path) -
     out = tmp_path / "lenet.safetensors"
     assert ckpt("convert", FOUND / "run.pth", out, "--select", "model", "--strip-module").exit_code == 0
     accuracy = json.loads((FOUND / "run.json").read_text())["accuracy"]
-    said = CliRunner().invoke(train, ["--evaluate", str(out), "--model", "lenet"])
-    assert f"test accuracy {accuracy:.2%}" in said.output
+    for arguments in ([str(FOUND / "run.pth")], [str(out), "--model", "lenet"]):
+        said = CliRunner().invoke(train, ["--evaluate", *arguments])
+        assert f"test accuracy {accuracy:.2%}" in said.output
+
+
+@pytest.mark.parametrize(
+    ("name", "container"),
+    [
+        ("legacy.pth", "torch-legacy"),
+        ("dcp", "dcp"),
+        ("shards", "sharded"),
+        ("torchscript.pt", "torchscript"),
+        ("run.pth", "torch-zip"),
+    ],
+)
+def test_each_is_in_the_container_that_it_stands_for(name: str, container: str) -> None:
+    assert ckpt_tools.inspect(FOUND / name).container == container
+
+
+@pytest.mark.parametrize("name", ["whole-dp.pth", "whole-ddp.pth", "objects.pth"])
+def test_whole_models_are_of_a_class_that_only_their_author_has(name: str) -> None:
+    with pytest.raises(AttributeError, match="Can't get attribute 'Net'"):
+        torch.load(FOUND / name, weights_only=False)
+
+
+def test_the_run_has_the_parts_that_a_run_of_today_saves() -> None:
+    saved = torch.load(FOUND / "run.pth", weights_only=True)
+    assert set(PARTS) <= saved.keys()
+    assert {field.name for field in fields(Config)} == saved["config"].keys()
+
+
+def test_the_readme_names_every_fixture() -> None:
+    """Folders in its first table, the files of found in its second; and nothing that is not there."""
+    first, second = (FOUND.parent / "README.md").read_text().split("## found")
+    folders = {path.name for path in FOUND.parent.iterdir() if path.is_dir()} - {"makers", "__pycache__"}
+    assert cells(first) - {"*.pth", "*.safetensors"} == folders
+    assert cells(second) == {path.name for path in FOUND.iterdir()}
+    assert {f"makers/{path.name}" for path in (FOUND.parent / "makers").glob("*.py")} <= set(re.findall(r"`([^`]+)`", first))
+
+
+def cells(text: str) -> set[str]:
+    """What is named in the first column of a table."""
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
