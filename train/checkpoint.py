@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -43,6 +42,8 @@ def write_file(checkpoint: Mapping[str, Any], model: nn.Module, path: Path, conf
     """One file with all of it. `--save module` and `--format safetensors` keep weights alone, which cannot be resumed."""
     if world.rank > 0 and world.mode != "fsdp":  # under fsdp `save` gathers the parts of all ranks, and rank 0 writes
         return
+    if world.rank == 0:
+        folder.cut_link(path)
     if config.save == "module":
         with folder.whole(path) as file:
             torch.save(model, file)
@@ -55,7 +56,7 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, kind: str, world: Wo
     new, old = (path.with_name(f".{path.name}.{age}") for age in ("new", "old"))
     if world.rank == 0:
         for left in (*path.parent.glob(".epoch_*.new"), *path.parent.glob(".epoch_*.old")):  # by a run that was killed
-            shutil.rmtree(left)
+            folder.remove(left)
         new.mkdir()
     world.barrier()
     if kind == "dcp":
@@ -70,13 +71,15 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, kind: str, world: Wo
         if path.exists():
             path.rename(old)
         new.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
+        if old.exists():
+            folder.remove(old)
 
 
 def publish(checkpoint: Mapping[str, Any], path: Path, config: Config) -> None:
     """The JSON of a checkpoint that is there, and `latest`."""
     facts = {name: checkpoint[name] for name in ("epoch", "step", "config", "torch")}
     folder.write_text(path.with_suffix(".json"), json.dumps({"file": path.name, **facts}, indent=2) + "\n")
+    folder.cut_link(config.out / "latest")
     folder.write_text(config.out / "latest", path.name + "\n")
     folder.prune(path, config.keep)
 

@@ -54,8 +54,10 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def pointed(folder: Path) -> str:
-    """What `latest` says, "" where there is none."""
+    """What `latest` says, "" where there is none; a link, as others have it, says where it leads."""
     pointer = folder / "latest"
+    if pointer.is_symlink():
+        return os.readlink(pointer)
     return pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else ""
 
 
@@ -70,8 +72,19 @@ def prune(written: Path, keep: int | None) -> None:
     """Removes all but the newest `keep` of `written`, which always stays, and the checkpoints before it; with their JSON."""
     older = [path for path in checkpoints(written.parent) if order(path) < order(written)]
     for path in older[: max(0, len(older) + 1 - keep)] if keep else []:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        remove(path)
         path.with_suffix(".json").unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a folder with all in it, or a link, whose target stays."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def cut_link(path: Path) -> None:
+    """Removes a link, so that what is written goes here, and not over the checkpoint that it leads to."""
+    if path.is_symlink():
+        path.unlink()
 
 
 def refuse_another_run(resumed: Path, out: Path) -> None:
@@ -120,6 +133,9 @@ def locked(folder: Path) -> Iterator[None]:
         descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "r+b", buffering=0) as file:
         lock(file, folder)
+        pointer = folder / "latest"
+        short = pointer.is_symlink() or not pointer.exists() or (pointer.is_file() and pointer.stat().st_size < 256)
+        refuse(not short, f"{pointer} is not the name of a checkpoint, as a run writes it there: move it away")
         try:
             yield
         finally:

@@ -19,7 +19,7 @@ from train import train as loop
 from train.checkpoint import newest
 from train.cli import command, main
 from train.config import Config
-from train.folder import checkpoints
+from train.folder import checkpoints, prune
 from train.parallel import leave
 
 # Takes the lock as a run does, says so, and keeps it until it is told to end.
@@ -145,6 +145,45 @@ def test_a_flipped_bit_in_a_folder_is_noticed(save: str, tmp_path: Path, only_ra
 def run_folder(out: Path, **options: Any) -> None:
     """A run that leaves folders."""
     assert loop.train(Config(out=out, **options), frozenset(options)) == 0
+
+
+def test_what_links_lead_to_is_not_overwritten(tmp_path: Path) -> None:
+    """`latest` as others have it, and a checkpoint of another run: a link goes, its target stays."""
+    run(tmp_path / "a", epochs=2)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "b" / "latest").unlink()
+    (tmp_path / "b" / "latest").symlink_to("epoch_001.pth")
+    (tmp_path / "b" / "epoch_002.pth").unlink()
+    (tmp_path / "b" / "epoch_002.pth").symlink_to(tmp_path / "a" / "epoch_002.pth")
+    before = {path: path.read_bytes() for path in (tmp_path / "a" / "epoch_002.pth", tmp_path / "b" / "epoch_001.pth")}
+    resumed = called("--out", tmp_path / "b", "--resume", "latest", "--epochs", 2)
+    assert resumed.exit_code == 0, resumed.output
+    assert "going on" not in resumed.stderr
+    assert {path: path.read_bytes() for path in before} == before
+    assert (last(tmp_path / "b")["epoch"], (tmp_path / "b" / "epoch_002.pth").is_symlink()) == (2, False)
+
+
+def test_keep_removes_a_link_and_not_the_folder_that_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "epoch_000").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "out" / "epoch_001.pth").touch()
+    prune(tmp_path / "out" / "epoch_001.pth", keep=1)
+    assert names(tmp_path / "out") == ["epoch_001.pth"]
+    assert (tmp_path / "elsewhere").is_dir()
+
+
+@pytest.mark.parametrize("kind", ["a checkpoint", "a folder"])
+def test_a_latest_that_no_run_wrote_is_left_alone(kind: str, tmp_path: Path) -> None:
+    """Some call the checkpoint itself so: it is said before the first epoch, and stays."""
+    run(tmp_path, epochs=1)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").mkdir() if kind == "a folder" else shutil.copy(tmp_path / "epoch_001.pth", tmp_path / "latest")
+    refused = called("--out", tmp_path, "--resume", "auto", "--epochs", 2)
+    assert refused.exit_code == 2
+    assert "latest is not the name of a checkpoint" in refused.output
+    assert names(tmp_path) == ["epoch_001.pth"]
+    assert (tmp_path / "latest").is_dir() or (tmp_path / "latest").stat().st_size > 100_000
 
 
 @contextmanager
