@@ -200,11 +200,11 @@ def _is_typing(given: tuple[Node, ...]) -> bool:
 
 
 def _of_called_arguments(given: tuple[Node, ...]) -> Rating:
-    """Of a function that calls what it is given: every global in the arguments is rated as a call or a class."""
+    """Of a function that calls what it is given: every global in the arguments is rated as a call."""
     found: Rating = "data"
     for node in _parts(given):
         if type(node) is Global:
-            found = worst(found, of_instance(node, ()) if node.name[:1].isupper() else of_call(node, ()))
+            found = worst(found, of_call(node, ()))
         elif type(node) is Object and type(node.function) is Global and node.function in callables.MAKES_CALLABLES:
             found = worst(found, "unknown", of_reference(node))
     return found

@@ -190,6 +190,9 @@ OTHERS = {
     "a partial that dict() finds": (
         p.pickle(p.call("builtins", "dict", p.call("types", "SimpleNamespace") + p.dict_of(keys=PARTIAL) + b"b")),
         "builtins.dict"),
+    "a class that NumPy's generators call": (
+        p.pickle(p.call("numpy.random._pickle", "__generator_ctor", p.text("rm -rf /"), p.glob("models", "Net"))),
+        "__generator_ctor('rm -rf /', models.Net)"),
     "a default factory": (p.pickle(p.call("collections", "defaultdict", p.glob("os", "getcwd"))), "defaultdict(os.getcwd)"),
     "a state with __setstate__": (p.pickle(instance(__setstate__=SYSTEM), ID, b"b"), "models.Net"),
     "a state of a class": (
