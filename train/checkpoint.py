@@ -109,8 +109,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises UsageError for a damaged file, and for one that holds less than a run needs to go on.
     """
     refuse(not path.exists(), f"--resume: there is no file {path}")
-    damage = [each.found for each in ckpt_tools.check(path).findings if each.code == "damaged-record"]
-    refuse(bool(damage), f"cannot resume from {path}, which is damaged: {''.join(damage[:1])}")
+    refuse_damage(path, "resume from")
     try:
         checkpoint = load(path, map_location="cpu")
     except CkptError as error:
@@ -126,6 +125,12 @@ def read(path: Path) -> dict[str, Any]:
     return {**checkpoint, "optimizer": by_place(checkpoint["optimizer"])}
 
 
+def refuse_damage(path: Path, purpose: str) -> None:
+    """Raises UsageError where bytes of a checkpoint do not match their checksums: a flipped bit is a weight of 7e36."""
+    damage = [each.found for each in ckpt_tools.check(path).findings if each.code == "damaged-record"]
+    refuse(bool(damage), f"cannot {purpose} {path}, which is damaged: {''.join(damage[:1])}")
+
+
 def described(path: Path) -> tuple[str | None, dict[str, Any]]:
     """Which state dict of a checkpoint is the network, None for the only one; and the config of the run that wrote it.
 
@@ -135,6 +140,7 @@ def described(path: Path) -> tuple[str | None, dict[str, Any]]:
         description = ckpt_tools.inspect(path)
     except CkptError as error:
         raise UsageError(f"cannot read {path}: {one_line(error)}") from error
+    refuse_damage(path, "measure")
     where = "model" if ["model"] in [each["where"] for each in description.state_dicts] else None
     values = {name.removeprefix("config."): value for name, value in description.values.items() if name.startswith("config.")}
     beside = path.with_suffix(".json")

@@ -41,10 +41,6 @@ class Log:
         if not self.silent:
             click.echo(line)
 
-    def step(self, epoch: int, step: int, steps: int, loss: float, seconds: float) -> None:
-        """Prints where an epoch is: the mean loss so far, and what a step takes."""
-        self.say(f"epoch {epoch:3d}/{self.epochs}  step {step}/{steps}  loss {loss:.4f}  {seconds:.3f} s a step")
-
     def shown(self, batches: Iterable[Batch], total: int) -> Iterable[Batch]:
         """The batches, with a bar on a terminal that goes away at the end."""
         hidden = self.silent or not sys.stdout.isatty()

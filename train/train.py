@@ -199,7 +199,8 @@ def train_epoch(run: Run, log: Log, stop: Stop) -> None:
 def report_step(run: Run, log: Log, seconds: float) -> bool:
     """The line of `--log-every`, with what a step took. Returns whether the loss is still finite."""
     loss, _, samples = run.world.sum(run.totals).tolist()
-    log.step(run.epoch + 1, run.step, len(run.train.loader), loss / samples, seconds)
+    epoch, step = f"epoch {run.epoch + 1:3d}/{run.config.epochs}", f"step {run.step}/{len(run.train.loader)}"
+    log.say(f"{epoch}  {step}  loss {loss / samples:.4f}  {seconds:.3f} s a step")
     return math.isfinite(loss)
 
 

@@ -99,6 +99,11 @@ def test_evaluate_of_a_broken_config_is_one_sentence(tmp_path: Path) -> None:
         loop.train(Config(evaluate=tmp_path))
 
 
+def test_evaluate_of_a_flipped_bit_is_refused() -> None:
+    with pytest.raises(click.UsageError, match=r"cannot measure .*flipped.pth, which is damaged"):
+        loop.train(Config(evaluate=Path(__file__).parents[2] / "fixtures" / "found" / "flipped.pth"))
+
+
 def run_alone(out: Path, **options: Any) -> None:
     """A run that leaves weights which cannot be resumed."""
     assert loop.train(Config(out=out, epochs=1, **options, **SMALL)) == 0
