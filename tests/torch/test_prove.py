@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -272,6 +273,35 @@ def test_by_name_and_several(tmp_path: Path) -> None:
     assert first.input_digest == again.input_digest != other.input_digest
 
 
+def raising() -> nn.Module:
+    """The network with a layer that raises when it is called."""
+    model = Image()
+    model.mix.forward = lambda x: x[1 // 0]  # type: ignore[method-assign,assignment]
+    return model
+
+
+class Waves(nn.Module):
+    """Positions by a frequency of a configuration, which the layer keeps, as transformers' rotary embeddings do."""
+
+    def __init__(self, theta: float) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(size=8, name_or_path="x", rope={"theta": theta})
+        self.register_buffer("inv_freq", theta ** -torch.linspace(0, 1, 8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.inv_freq  # type: ignore[operator]
+
+
+def test_a_setting_in_a_configuration(tmp_path: Path) -> None:
+    """Buffers that are made of the model's configuration differ: the number in the configuration is the reason."""
+    models = [nn.Sequential(nn.Linear(8, 8), Waves(theta)) for theta in (1e4, 5e5)]
+    torch.save(models[0].state_dict(), tmp_path / "w.pth")
+    fault = ckpt_tools.prove(tmp_path / "w.pth", tmp_path / "w.pth", model=models, inputs="3x8").fault
+    assert fault is not None
+    assert fault.where == "1"
+    assert fault.reasons[-1] == "config.rope.theta 10000.0, and 500000.0 in the new one"
+
+
 def test_refusals(paths: dict[type[nn.Module], Path]) -> None:
     """Inputs that cannot be read, a file that does not fit, a model that raises, none at all."""
     old = paths[Image]
@@ -281,8 +311,10 @@ def test_refusals(paths: dict[type[nn.Module], Path]) -> None:
         ckpt_tools.prove(old, old, model=Image, inputs=[])
     with pytest.raises(MatchError):
         ckpt_tools.prove(old, paths[Text], model=Image, inputs=IMAGE)
-    with pytest.raises(TargetError, match="RuntimeError when it ran"):
+    with pytest.raises(TargetError, match=r"OLD raised RuntimeError when it ran, in stem\.0 \(Conv2d\)"):
         ckpt_tools.prove(old, old, model=Image, inputs="2x7")
+    with pytest.raises(TargetError, match=r"NEW raised ZeroDivisionError when it ran, in mix \(Linear\)"):
+        ckpt_tools.prove(old, old, model=[Image, raising()], inputs=IMAGE)
     with pytest.raises(UsageError, match="One model for both"):
         ckpt_tools.prove(old, old, model=[Image] * 3, inputs=IMAGE)
 

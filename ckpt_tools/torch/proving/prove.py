@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, TargetError, UsageError
+from ckpt_tools.errors import TargetError, UsageError
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import replacing
 from ckpt_tools.io.writer import write
@@ -26,6 +26,7 @@ from ckpt_tools.torch.proving.pairing import in_both, pair_modules, pair_tensors
 from ckpt_tools.torch.proving.precision import Precision
 from ckpt_tools.torch.proving.reach import tensors_of
 from ckpt_tools.torch.proving.reasons import Reasons, different_settings
+from ckpt_tools.torch.proving.running import RaisedError
 from ckpt_tools.torch.proving.trial import Trial
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.inputs import parse
@@ -137,15 +138,13 @@ class Prover:
     def _trial(self, old: torch.nn.Module, new: torch.nn.Module) -> Trial:
         """In the precision that both run in; where a small difference may be rounding, in the one in which it is least."""
         best: Trial | None = None
-        problem: Exception | None = None
+        problem: RaisedError | None = None
         for precision in Precision:
             if precision is Precision.FLOAT32 and best is not None:
                 break
             try:
                 trial = Trial.run(old, new, self.sets, precision, self.seed, self.tolerance)
-            except CkptError:
-                raise
-            except Exception as error:  # whatever the user's model raises
+            except RaisedError as error:
                 problem = error
                 continue
             best = trial if best is None or trial.relative < best.relative else best
@@ -153,10 +152,17 @@ class Prover:
                 return best
         if best is not None:
             return best
-        raise TargetError(
-            f"A model raised {type(problem).__name__} when it ran.", why=f"{problem}",
-            fix="Give the inputs that its forward takes: NAME=SHAPE by name, SHAPE:N for integers below N.",
-        ) from problem  # fmt: skip
+        assert problem is not None, "it has run in no precision"
+        raise _raised(problem, "OLD" if problem.model is old else "NEW") from problem.__cause__
+
+
+def _raised(problem: RaisedError, side: str) -> TargetError:
+    call, cause = problem.inside, problem.__cause__
+    where = f", in {call.path} ({type(call.module).__name__})" if call is not None and call.path else ""
+    return TargetError(
+        f"{side} raised {type(cause).__name__} when it ran{where}.", why=f"{cause}",
+        fix="Give the inputs that its forward takes: NAME=SHAPE by name, SHAPE:N for integers below N.",
+    )  # fmt: skip
 
 
 def _settings(old: torch.nn.Module, new: torch.nn.Module, pairs: Mapping[str, str]) -> Iterator[Setting]:

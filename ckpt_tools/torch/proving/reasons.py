@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -37,6 +38,25 @@ def different_settings(old: torch.nn.Module, new: torch.nn.Module) -> dict[str, 
     return {name: (left[name], right[name]) for name in shared if left[name] != right[name]}
 
 
+def _different_configs(old: torch.nn.Module, new: torch.nn.Module) -> dict[str, tuple[str, str]]:
+    """What two modules that keep their model's configuration, as transformers' do, have there with other values."""
+    configs = [getattr(module, "config", None) for module in (old, new)]
+    left, right = (_plain(getattr(config, "__dict__", {}), "config.") for config in configs)
+    found = {name: (left[name], right[name]) for name in left if name in right and left[name] != right[name]}
+    return dict(list(found.items())[:_SHOWN])
+
+
+def _plain(values: Mapping[str, Any], prefix: str, depth: int = 1) -> dict[str, str]:
+    """The plain values in a configuration, and in its dicts, as text."""
+    found = {}
+    for key, value in values.items():
+        if isinstance(value, bool | int | float | str) or value is None:
+            found[f"{prefix}{key}"] = repr(value)
+        elif isinstance(value, dict) and depth:
+            found |= _plain(value, f"{prefix}{key}.", depth - 1)
+    return found
+
+
 class Reasons:
     """Looks for reasons in two models; `tolerance`: what counts as equal."""
 
@@ -47,7 +67,8 @@ class Reasons:
         """Of two modules that make other numbers of the same."""
         found = list(self._weights(old, new))
         kinds = type(old.module).__name__, type(new.module).__name__
-        for name, (left, right) in different_settings(old.module, new.module).items():
+        differ = different_settings(old.module, new.module) or _different_configs(old.module, new.module)
+        for name, (left, right) in differ.items():
             if name not in _PASSIVE:
                 found.append(f"{name} {left}, and {right} in the new one")
         if kinds[0] != kinds[1]:

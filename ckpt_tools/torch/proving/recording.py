@@ -85,6 +85,11 @@ class Recorder:
             self._handles.append(module.register_forward_pre_hook(self._before(path), with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
 
+    @property
+    def inside(self) -> ModuleCall | None:
+        """The call that has begun last and has not ended."""
+        return self._open[-1] if self._open else None
+
     def close(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:

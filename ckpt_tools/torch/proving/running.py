@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_tools.errors import CkptError
 from ckpt_tools.torch.proving import outputs
 from ckpt_tools.torch.proving.inputs import Given, seeded
 from ckpt_tools.torch.proving.outputs import Named
@@ -24,15 +25,27 @@ class Done(NamedTuple):
     outputs: Named
 
 
+class RaisedError(Exception):
+    """A model raised when it ran: which one, and the module that it was in; the cause is what it raised."""
+
+    def __init__(self, model: torch.nn.Module, inside: ModuleCall | None) -> None:
+        super().__init__()
+        self.model, self.inside = model, inside
+
+
 def run(model: torch.nn.Module, given: Given, precision: Precision, seed: int) -> Done:
     """Run a model, and write down what its modules are given and give.
 
     Raises:
-        Exception: whatever the model raises.
+        RaisedError: the model raises.
     """
     recorder = Recorder(model)
     try:
         made = run_alone(model, given, precision, seed)
+    except CkptError:
+        raise
+    except Exception as error:  # whatever the user's model raises
+        raise RaisedError(model, recorder.inside) from error
     finally:
         recorder.close()
     assert recorder.root is not None, "the model's own hooks ran"

@@ -15,7 +15,7 @@ from ckpt_tools.torch.proving.inputs import Given
 from ckpt_tools.torch.proving.outputs import Gap, Paired
 from ckpt_tools.torch.proving.precision import Precision, cast
 from ckpt_tools.torch.proving.reach import Reach
-from ckpt_tools.torch.proving.running import Done, run, run_alone
+from ckpt_tools.torch.proving.running import Done, RaisedError, run, run_alone
 
 _TOLERANCE = 1e-9  # in float64: sums in another order, with room
 _LEAST, _MOST, _ROOM = 1e-6, 1e-4, 8  # in float32: so many times what rounding every weight does to the outputs
@@ -49,10 +49,13 @@ class Trial:
         """Run both.
 
         Raises:
-            TargetError: they have no output in common. Exception: whatever a model raises.
+            TargetError: they have no output in common. RaisedError: a model raises.
         """
         for model in (old, new):
-            cast(model, precision)
+            try:
+                cast(model, precision)
+            except Exception as error:  # a class of weights that has no such dtype
+                raise RaisedError(model, None) from error
         done = [(run(old, given, precision, seed), run(new, given, precision, seed)) for given in sets]
         paired = outputs.pair(done[0][0].outputs, done[0][1].outputs)
         gaps = [outputs.gap(left.outputs, right.outputs, paired) for left, right in done]
