@@ -16,7 +16,7 @@ from ckpt_tools.text import did_you_mean
 from ckpt_tools.tree.arguments import natural
 
 MOST = 1 << 20  # characters of a message that are read; the last ones, where the error stands
-_WORD = re.compile(r"[a-z_]{2,}|'[^']'|'\\{1,2}x[0-9a-f]{2}'")  # a quoted character is an invalid load key
+_WORD = re.compile(r"[a-z_]{2,}|'[^']'|'\\{1,2}x[0-9a-f]{2}'|\[0\]")  # a quoted character is an invalid load key, [0] a shape
 _PLACES = re.compile(r"^(?:Traceback \(.*|  File .*+(?:\n    .*+)*+)$", re.MULTILINE)  # of a traceback: where it was, not what
 _ASIDE, _LINK = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)"), re.compile(r"\[([^\]]*)\]\([^)]*\)")  # Markdown's
 # What the models of the pages happen to be called, and words of every sentence, say nothing about a message.
@@ -24,11 +24,20 @@ _NAMES = frozenset(
     ("conv", "fc", "weight", "bias", "net", "the", "of", "in", "to", "and", "is", "for", "from", "with", "or", "py",
      "no", "not", "all", "at", "on", "such", "has", "my", "this", "can", "it", "do", "what",
      "you", "are", "was", "were", "be", "been", "trying", "that", "when", "while", "does", "did", "have", "its", "how", "why",
-     "file", "load", "pth", "pt")
+     "file", "load", "pth", "pt", "errno", "directory")
 )  # fmt: skip
+# Python's own kinds of errors say little about a message, so they weigh little.
+_KINDS = frozenset(
+    ("error", "exception", "runtimeerror", "keyerror", "valueerror", "typeerror", "attributeerror", "assertionerror",
+     "importerror", "filenotfounderror", "oserror", "unpicklingerror", "_pickle", "notimplementederror")
+)  # fmt: skip
+_KIND_WEIGHT = 0.3
+_LEAST = 13.0  # what the words of a page weigh at least: some three rare ones, so that one or two of them are not a page
 _ENOUGH = 0.45  # of a page's words, by how rare they are
 _NEAR = 0.8  # of the best page's share, for the others that are named
 _SHOWN = 4
+_FEW = 3  # words of somebody who asks for a subject
+_OFTEN = 3  # times that a page about it names it
 _SHOWN_BY = "`ckpt inspect FILE` and `ckpt check FILE` say where it is, and give the command where one mends it."
 
 
@@ -67,6 +76,8 @@ def explain(words: str) -> list[Explanation]:
         return [Explanation(f"{code} ({row['severity']})", f"{row['text']}\n\n{_SHOWN_BY}", "docs/check.md")]
     found = _ranked(words[-MOST:], known["pages"])
     if not found:
+        found = _mentioned(words, known["pages"])
+    if not found:
         quoted = words.strip()[:80].replace("`", "'")  # what stands in `...` would be shown as an option
         raise NothingMatchedError(f"No page is about {quoted!r}.", fix=_nearest(words.strip(), known))
     return found
@@ -96,7 +107,7 @@ def _known() -> dict[str, Any]:
 def _ranked(words: str, pages: Sequence[Mapping[str, Any]]) -> list[Explanation]:
     messages = [[_words(text) for text in (page["title"], *page["also"])] for page in pages]
     counts = Counter(word for texts in messages for word in frozenset().union(*texts))
-    weights = {word: math.log(1 + len(pages) / count) for word, count in counts.items()}
+    weights = {word: _KIND_WEIGHT if word in _KINDS else math.log(1 + len(pages) / count) for word, count in counts.items()}
     given = _words(words)
     rows = []
     for page, texts in zip(pages, messages, strict=True):
@@ -108,6 +119,19 @@ def _ranked(words: str, pages: Sequence[Mapping[str, Any]]) -> list[Explanation]
     return found[:_SHOWN]
 
 
+def _mentioned(words: str, pages: Sequence[Mapping[str, Any]]) -> list[Explanation]:
+    """For a subject ("deepspeed"): the pages that have all of its words, the one that says them most often first."""
+    given = _words(words)
+    if not given or len(given) > _FEW or re.search("error|exception", words, re.IGNORECASE):
+        return []
+    rows = []
+    for page in pages:
+        counts = Counter(_WORD.findall(f"{page['title']} {' '.join(page['also'])} {page['text']}".lower()))
+        rows.append((min(counts[word] for word in given), page))
+    rows.sort(key=lambda row: row[0], reverse=True)
+    return [Explanation(page["title"], page["text"], page["page"], 0.0) for count, page in rows if count >= _OFTEN][:_SHOWN]
+
+
 def _words(text: str) -> frozenset[str]:
     return frozenset(_WORD.findall(_PLACES.sub("", text).lower())) - _NAMES
 
@@ -117,7 +141,7 @@ def _fit(page: Collection[str], given: Collection[str], weights: Mapping[str, fl
     few words), each word by its weight; and the weight of those in common."""
     common = sum(weights.get(word, 0.0) for word in page if word in given)
     strange = max(weights.values()) / 2  # the weight of a word that is on no page
-    wanted = sum(weights.get(word, 0.0) for word in page), sum(weights.get(word, strange) for word in given)
+    wanted = max(_LEAST, sum(weights.get(word, 0.0) for word in page)), sum(weights.get(word, strange) for word in given)
     return round(max((common / total for total in wanted if total), default=0.0), 2), common
 
 

@@ -14,6 +14,7 @@ from docs.explained import PLACE, document, pages
 
 MESSAGES = {
     "module-prefix": [
+        "KeyError: 'unexpected key \"module.conv1.weight\" in state_dict'",
         'Missing key(s) in state_dict: "layer1.0.bn1.weight". Unexpected key(s) in state_dict: "module.layer1.0.bn1.weight"',
         'RuntimeError: Error(s) in loading state_dict for ResNet:\n\tMissing key(s) in state_dict: "features.0.weight". \n\t'
         'Unexpected key(s) in state_dict: "module.features.0.weight".',
@@ -23,7 +24,10 @@ MESSAGES = {
         "RuntimeError: Error(s) in loading state_dict for ResNet:\n\tsize mismatch for classifier.weight: copying a param with "
         "shape torch.Size([1000, 512]) from checkpoint, the shape in current model is torch.Size([7, 512]).",
     ],
-    "orig-mod-prefix": ['Unexpected key(s) in state_dict: "_orig_mod.layer.weight"'],
+    "orig-mod-prefix": [
+        'Unexpected key(s) in state_dict: "_orig_mod.layer.weight"',
+        "KeyError: '_orig_mod.conv1.weight'",
+    ],
     "cuda-device": [
         "safetensors_rust.SafetensorError: device cuda:0 is invalid",
         "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
@@ -55,6 +59,8 @@ MESSAGES = {
         "ValueError: Target modules {'gate'} not found in the base model. Please check the target modules and try again.",
     ],
     "zero-to-fp32": [
+        "size mismatch for model.embed_tokens.weight: copying a param with shape "
+        "torch.Size([0]) from checkpoint, the shape in current model is torch.Size([32000, 4096])",
         "FileNotFoundError: can't find model_states files in directory './x'",
         "Unable to find 'latest' file at x",
     ],
@@ -87,17 +93,27 @@ MESSAGES = {
         "_pickle.UnpicklingError: invalid load key, 'P'.",
     ],
     "fsdp-checkpoint": [
+        "FileNotFoundError: [Errno 2] No such file or directory: 'ckpt/.metadata'",
         'RuntimeError: Missing key(s) in state_dict: "_fsdp_wrapped_module._flat_param".',
         "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([0, 1])",
     ],
     "gguf-file": ["llama_model_load: error loading model: missing tensor 'token_embd.weight'"],
     "mp-rank-00": ["AssertionError: Client provided checkpoint load path: ./x does not exist ... exiting"],
     "lightning": ["FileNotFoundError: [Errno 2] No such file or directory: '/runs/7/last.ckpt'"],
-    "quantised-weights": ["ValueError: Unknown quantization type, got awq - supported types are: ['gptq']"],
-    "strict-false": ["why does the model give random predictions after loading"],
+    "quantised-weights": [
+        "ValueError: Unknown quantization type, got awq - supported types are: ['gptq']",
+        'Unexpected key(s) in state_dict: "model.layers.0.mlp.gate_proj.qweight", "model.layers.0.mlp.gate_proj.qzeros"',
+    ],
+    "strict-false": [
+        "why does the model give random predictions after loading",
+        "_IncompatibleKeys(missing_keys=['layer.weight'], unexpected_keys=['module.layer.weight'])",
+    ],
     "shared-memory": ["RuntimeError: The weights trying to be saved contained shared tensors [{'lm_head.weight'}]"],
     "model-tar-gz": ["_pickle.UnpicklingError: invalid load key, '\\x1f'."],
-    "safetensors-header": ["safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer"],
+    "safetensors-header": [
+        "safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer",
+        "SafetensorError: invalid JSON in header: EOF while parsing a value",
+    ],
 }
 
 
@@ -164,9 +180,37 @@ def test_words_of_every_sentence_find_no_page() -> None:
         "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
         "what is in this pth file",
         "permission denied",
+        "KeyError: 'labels'",
+        "IndentationError: unexpected indent",
+        "RuntimeError: CUDA error: device-side assert triggered",
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x512 and 1024x10)",
+        "FileNotFoundError: [Errno 2] No such file or directory: 'data/train.csv'",
+        "RuntimeError: Trying to backward through the graph a second time",
+        "ValueError: Expected input batch_size (32) to match target batch_size (16).",
     ):
         with pytest.raises(NothingMatchedError):
             ckpt_tools.explain(words)
+
+
+@pytest.mark.parametrize(
+    ("subject", "page"),
+    [
+        ("deepspeed", "zero-to-fp32"),
+        ("DeepSpeed checkpoint", "zero-to-fp32"),
+        ("megatron", "model-optim-rng"),
+        ("megatron checkpoint to huggingface", "model-optim-rng"),
+        ("lora", "adapter-keys"),
+        ("how do I merge a LoRA adapter", "adapter-keys"),
+        ("fsdp", "rank-files"),
+        ("gguf", "gguf-file"),
+        ("lightning", "lightning"),
+        ("gptq", "quantised-weights"),
+        ("accelerate", "fsdp-checkpoint"),
+    ],
+)
+def test_a_subject_finds_its_page(subject: str, page: str) -> None:
+    """A word or two that are no message find the page that speaks of them most."""
+    assert ckpt_tools.explain(subject)[0].page == f"docs/howto/{page}.md"
 
 
 def test_a_code_leads_to_the_command() -> None:
