@@ -150,6 +150,9 @@ def _offer(pairing: Pairing, parts: list[UnitPair]) -> None:
         labels = tuple(unit.path[-1] for unit in sizes)
         step: Literal["split", "concat"] = "split" if is_split else "concat"
         pairing.offer(Offer(step, _reason(parts), old, new, old_shapes, new_shapes, round(confidence, 2), labels))
+    for pair in parts:
+        for role in pair.old.roles.keys() & pair.new.roles.keys() - whole.roles.keys():  # a bias that is a part's own
+            pairing.pair(pair.old.roles[role], pair.new.roles[role], _reason([pair]), CONFIDENCE[pair.how])
 
 
 def _part(unit: Unit) -> tuple[Unit, int]:

@@ -39,14 +39,18 @@ def split_fused(units: Sequence[Unit], others: Sequence[Unit], cuts: Cuts | None
     """
     counts, theirs = (Counter(unit.signature for unit in side) for side in (units, others))
     sizes = _part_shapes(others)
+    lone = {(unit.path[:-1], part): unit for unit in units if [*unit.roles] == ["bias"] for part in named_parts(unit)}
     found: list[Unit] = []
+    given: set[Path] = set()
     for unit in units:
         more = counts[unit.signature] > theirs[unit.signature]
         parts = list(_parts(unit, sizes)) if more else []
         if more and not parts and cuts:
             parts = _cut(unit, cuts.get(unit.path, ()), theirs - counts)
-        found += parts or [unit]
-    return [replace(unit, index=index) for index, unit in enumerate(found)]
+        biases = {} if "bias" in unit.roles else _biases(parts, lone)
+        given.update(bias.path for bias in biases.values())
+        found += [_with_bias(part, biases.get(part.path)) for part in parts] or [unit]
+    return [replace(unit, index=index) for index, unit in enumerate(unit for unit in found if unit.path not in given)]
 
 
 def _part_shapes(units: Iterable[Unit]) -> dict[str, set[Shape]]:
@@ -94,6 +98,20 @@ def _cut(unit: Unit, rows: Sequence[tuple[str, int]], more: Counter[Signature]) 
     parts = [_part(unit, number, name, count) for number, (name, count) in enumerate(rows)]
     wanted = Counter(part.signature for part in parts)
     return parts if all(more[signature] >= count for signature, count in wanted.items()) else []
+
+
+def _biases(parts: Sequence[Unit], lone: Mapping[tuple[Path, str], Unit]) -> dict[Path, Unit]:
+    """Biases of parts that are parameters of their own beside a fused weight: `q_bias` and `v_bias` of BEiT and Swin V2."""
+    beside = ((part, lone.get((part.path[:-1], part.path[-1]))) for part in parts)
+    return {part.path: bias for part, bias in beside if bias and bias.shapes["bias"] == part.shapes["weight"][:1]}
+
+
+def _with_bias(part: Unit, bias: Unit | None) -> Unit:
+    """A part with the bias that is its own."""
+    if bias is None:
+        return part
+    return replace(part, roles={**part.roles, **bias.roles}, shapes={**part.shapes, **bias.shapes},
+                   integers={**part.integers, **bias.integers})  # fmt: skip
 
 
 def _rows(shapes: set[Shape], weight: Shape) -> list[int]:

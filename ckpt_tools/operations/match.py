@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -64,11 +65,11 @@ def match(path: File, options: MatchOptions) -> Matched:
             checkpoint.locate()
         sides = look_at(choose_state_dict(checkpoint, options.select).node, checkpoint, target, options, options.like_select)
 
-    def matched(stages: Stages, allow_reshape: bool) -> Matching:
-        return sides.match(options, stages, rename=options.rename, allow_reshape=allow_reshape)
+    def matched(stages: Stages, allow_reshape: bool, pairs: Sequence[str]) -> Matching:
+        return sides.match(options, stages, rename=options.rename, allow_reshape=allow_reshape, pairs=pairs)
 
     stages: Stages = options.stages or "names"
-    matching = matched(stages, options.allow_reshape)
+    matching = matched(stages, options.allow_reshape, ())
     advice = advise(sides.old, target.params, matching, matched, stages, options.allow_reshape)
     if options.output is not None:
         from ckpt_tools.fit.plan_files import write_plan

@@ -71,8 +71,8 @@ def said(olds: Sequence[Param], news: Sequence[Param], stages: Stages, **options
     """All that is said of two sides, in no order; the order of candidates is said too."""
     reshape = options.pop("allow_reshape", False)
 
-    def again(stages: Stages, allow_reshape: bool) -> Matching:
-        return match(olds, news, stages=stages, allow_reshape=allow_reshape, **options)
+    def again(stages: Stages, allow_reshape: bool, pairs: Sequence[str] = ()) -> Matching:
+        return match(olds, news, stages=stages, allow_reshape=allow_reshape, pairs=pairs, **options)
 
     try:
         found = again(stages, reshape)

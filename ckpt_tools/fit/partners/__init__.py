@@ -29,11 +29,13 @@ class Sides:
     compared: Compared
     framework: Framework | None
 
-    def match(self, options: PartnerOptions, stages: Stages, *, rename: Renames = (), allow_reshape: bool) -> Matching:
-        """The fate of every name, by `stages`."""
+    def match(
+        self, options: PartnerOptions, stages: Stages, *, rename: Renames = (), allow_reshape: bool, pairs: Sequence[str] = ()
+    ) -> Matching:
+        """The fate of every name, by `stages`; `pairs` are said beside those of the options."""
         return match(
             self.old, self.new, stages=stages, rename=list(rename), framework=self.framework, allow_reshape=allow_reshape,
-            graphs=self.compared.graphs, pairs=list(options.pair),
+            graphs=self.compared.graphs, pairs=[*options.pair, *pairs],
         )  # fmt: skip
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from ckpt_tools.matching import Matching, Stages
 from ckpt_tools.matching.left_over.extras import Extra, extras
-from ckpt_tools.matching.left_over.questions import Question, questions
+from ckpt_tools.matching.left_over.fewest import fewest_questions
+from ckpt_tools.matching.left_over.questions import Question
 from ckpt_tools.matching.params import Param
 
-Again = Callable[[Stages, bool], Matching]  # the matching by these stages, with or without other shapes
+# The matching by these stages, with or without other shapes, and with these pairs.
+Again = Callable[[Stages, bool, Sequence[str]], Matching]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,10 @@ def advise(
     shapes = {param.name: param.shape for param in target}
     wanted = {name: shapes[name] for name in missing}
     spare = extras(unexpected, {param.name: param.shape for param in source}, wanted)
-    return Advice(further, tuple(spare), () if further is not None else tuple(questions(found.ambiguous)))
+    if further is not None:
+        return Advice(further, tuple(spare))
+    asked = fewest_questions(found, lambda pairs: again(stages, allow_reshape, pairs))
+    return Advice(None, tuple(spare), tuple(asked))
 
 
 def _further(found: Matching, again: Again, stages: Stages, allow_reshape: bool) -> Further | None:
@@ -81,7 +86,7 @@ def _further(found: Matching, again: Again, stages: Stages, allow_reshape: bool)
     for other, reshape in dict.fromkeys(tried) if least else ():
         if (reshape and allow_reshape) or not (other or reshape):
             continue
-        left = _without_partner(again(other or stages, allow_reshape or reshape))
+        left = _without_partner(again(other or stages, allow_reshape or reshape, ()))
         if left < least:
             best, least = Further(other, reshape, _without_partner(found) - left), left
     return best

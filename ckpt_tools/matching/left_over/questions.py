@@ -36,20 +36,19 @@ class Question:
 
 
 def questions(ambiguous: Sequence[Ambiguous]) -> list[Question]:
-    """The questions that settle everything that has candidates; of as many modules as candidates the last needs none.
+    """The questions that settle everything that has candidates; of as many modules as candidates the last needs none."""
+    groups: dict[tuple[str, ...], list[Question]] = defaultdict(list)
+    for question in every_question(ambiguous):
+        groups[question.candidates].append(question)
+    return [each for candidates, group in groups.items() for each in _without_last(group, candidates)]
 
-    They come in the order of the names, whatever that of the files is.
-    """
+
+def every_question(ambiguous: Sequence[Ambiguous]) -> list[Question]:
+    """All questions that can be asked, in the order of the names, whatever that of the files is."""
     found: dict[str, _Modules] = defaultdict(dict)
     for new, (candidates, count) in _modules(sorted(ambiguous, key=_counting)).items():
         found[_NUMBER.sub("#", new)][new] = (candidates, count)
-    asked: list[Question] = []
-    for members in found.values():
-        asked += _folded(members)
-    groups: dict[tuple[str, ...], list[Question]] = defaultdict(list)
-    for question in asked:
-        groups[question.candidates].append(question)
-    return [each for candidates, group in groups.items() for each in _without_last(group, candidates)]
+    return [question for members in found.values() for question in _folded(members)]
 
 
 def _counting(row: Ambiguous) -> list[tuple[str, int]]:
