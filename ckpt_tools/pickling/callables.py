@@ -121,6 +121,8 @@ KEEPS = _named(
     "builtins:iter,slice,object "
     "inspect:Signature,Parameter"
 )
+# Items of these are kept as they are; whatever else takes items, an array or a tensor, looks up attributes of them.
+KEEPS_ITEMS = _named("collections:OrderedDict,defaultdict,Counter,deque,UserDict,UserList,ChainMap builtins:dict,list,set")
 # What calls of these give is no copy: it belongs to the program, which a state set on it changes.
 SHARED = _ENUMERATIONS | _named(
     "builtins:getattr,type operator:getitem _operator:getitem logging:getLogger pytz:_UTC,_p "

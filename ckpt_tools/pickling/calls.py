@@ -312,7 +312,7 @@ def _extend(machine: Lister, items: list[Node]) -> None:
     if type(target) is List:
         target.items.extend(items)
     elif type(target) is Object:
-        _rate_items(machine, target, Append)
+        _rate_items(machine, target, Append, items)
         target.append(items)
     elif type(target) is Dict and ratings.is_armed(target):
         machine.rate("unknown", Global("collections", "OrderedDict"), (), "changes")
@@ -320,12 +320,12 @@ def _extend(machine: Lister, items: list[Node]) -> None:
         machine.rate(_of_change(target), target, (), "changes")
 
 
-def _rate_items(machine: Lister, target: Object, step: type[Append] | type[SetItems]) -> None:
+def _rate_items(machine: Lister, target: Object, step: type[Append] | type[SetItems], items: list[Node]) -> None:
     """Items for an instance, by a method of its class, or a function that was set as its `append`."""
     if len(target.steps) > 1 or (target.steps and type(target.steps[0]) is not step):
         machine.spend(_COST_OF_LOOKING)
-    if ratings.is_shared(target) or (step is Append and ratings.is_armed(target)):
-        machine.rate("unknown", target.function, (), "changes")
+    taken_over = ratings.is_shared(target) or (step is Append and ratings.is_armed(target))
+    machine.rate("unknown" if taken_over else ratings.of_items(target, items), target.function, (), "changes")
 
 
 def _setitem(machine: Lister) -> None:
@@ -343,7 +343,7 @@ def _set(machine: Lister, items: list[Node]) -> None:
     if type(target) is Dict:
         target.items.extend(zip(items[::2], items[1::2], strict=False))
     elif type(target) is Object:
-        _rate_items(machine, target, SetItems)
+        _rate_items(machine, target, SetItems, items)
         target.set(list(zip(items[::2], items[1::2], strict=False)))
     elif type(target) is Global:
         machine.rate(_of_change(target), target, (), "changes")

@@ -246,6 +246,13 @@ def _takes_over(made: Node, state: Node) -> bool:
     return hands_over(state) or (made in callables.MASKED and hands_over(state[-1:], in_lists=True))
 
 
+def of_items(target: Object, items: list[Node]) -> Rating:
+    """Items for what a call of a known function made: an array or a tensor looks up functions in them."""
+    if type(target.function) is not Global or not callables.is_data(name := callables.of_python3(target.function)):
+        return "data"
+    return "unknown" if name not in callables.KEEPS_ITEMS and hands_over(tuple(items)) else "data"
+
+
 def is_shared(target: Node) -> bool:
     """Whether what a call has given belongs to the program: a member of a class, a logger, a module out of `sys.modules`."""
     if type(target) is not Object or target.call != "reduce":

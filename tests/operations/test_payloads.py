@@ -195,6 +195,13 @@ OTHERS = {
         "__generator_ctor('rm -rf /', models.Net)"),
     "a default factory": (p.pickle(p.call("collections", "defaultdict", p.glob("os", "getcwd"))), "defaultdict(os.getcwd)"),
     "a state with __setstate__": (p.pickle(instance(__setstate__=SYSTEM), ID, b"b"), "models.Net"),
+    "an element of a tensor": (
+        p.pickle(p.glob("torch", "ShortTensor"), b"(K\1t\x81K\0", instance(__torch_function__=p.glob("models", "f")), b"s"),
+        "torch.ShortTensor"),
+    "an element of an array": (
+        p.pickle(p.call("numpy._core.multiarray", "_reconstruct", p.glob("numpy", "ndarray"), b"(K\1t", b"U\1b"), b"K\0",
+                 instance(__array__=p.glob("models", "f")), b"s"),
+        "_reconstruct"),
     "a state of a class": (
         p.pickle(p.glob("argparse", "Namespace"), p.tuple_of(p.NONE, p.dict_of(__getattr__=SYSTEM)), b"b"),
         "argparse.Namespace"),
