@@ -22,19 +22,22 @@ SMALL_FILE = 10_000_000
 class Limit:
     """One limit. `default` is what it is, `value` what it has been raised to; `counts` says what is counted.
 
-    A larger file may ask for more: `times` more for each of its bytes, or one more for every `per` bytes.
+    A larger file may ask for more: `times` more for each of its bytes, or one more for every `per` bytes; beyond SMALL_FILE
+    for every `beyond` bytes.
     """
 
-    __slots__ = ("counts", "default", "name", "per", "times", "value")
+    __slots__ = ("beyond", "counts", "default", "name", "per", "times", "value")
 
-    def __init__(self, name: str, default: int, counts: str, *, times: int = 0, per: int = 0) -> None:
+    def __init__(self, name: str, default: int, counts: str, *, times: int = 0, per: int = 0, beyond: int = 0) -> None:
         self.name, self.default, self.value, self.counts = name, default, default, counts
-        self.times, self.per = times, per
+        self.times, self.per, self.beyond = times, per, beyond or per
         LIMITS[name] = self
 
     def most(self, file_bytes: int) -> int:
         """The limit for a file of this size."""
-        return self.value + self.times * file_bytes + (file_bytes // self.per if self.per else 0)
+        small = min(file_bytes, SMALL_FILE)
+        more = small // self.per + (file_bytes - small) // self.beyond if self.per else 0
+        return self.value + self.times * file_bytes + more
 
     def check(self, count: int, what: str, file_bytes: int = 0) -> None:
         """Raise the error of `what` where the count is over the limit, for a file of this size where that matters."""
@@ -73,7 +76,13 @@ JSON_DEPTH = Limit(
 GLOBALS = Limit("globals", 100_000, "different globals")  # a checkpoint names a few dozen
 CHUNKS = Limit("chunks", 4096, "chunks of one tensor that are not whole rows")  # each is compared with the others
 # what is made of it
-TENSORS = Limit("tensors", 60_000, "tensors, and one more for every 192 bytes of the file", per=192)  # torch: 300
+TENSORS = Limit(
+    "tensors",
+    60_000,
+    "tensors, and one more for every 192 bytes of the file's first 10 MB and every 48 beyond",
+    per=192,
+    beyond=48,
+)  # torch spends 300
 OBJECTS = Limit("objects", 50_000, "places of objects, and one more for every 64 bytes of the file", per=64)
 PATHS = Limit("paths", 4_000_000, "parts of all paths, beyond 16 for every place, or of all dict keys")
 NAME_PARTS = Limit("name_parts", 1000, "dots in the name of a tensor that is renamed")

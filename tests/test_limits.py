@@ -123,3 +123,10 @@ def test_a_limit_that_is_a_part_of_another_now(name: str) -> None:
     with pytest.raises(UsageError, match="there is no limit") as caught:
         limits.parse(f"{name}=5")
     assert caught.value.fix.split("'")[1] in limits.LIMITS
+
+
+def test_a_large_file_may_list_many_small_tensors() -> None:
+    """200,000 tensors of a few bytes each, names of twenty letters, are a checkpoint; in a small file crowds are refused."""
+    entry = '"' + 20 * "n" + '":{"dtype":"F32","shape":[1],"data_offsets":[1000000,1000004]},'
+    assert limits.TENSORS.most(200_000 * (len(entry) + 4)) > 200_000
+    assert limits.TENSORS.most(limits.SMALL_FILE) < limits.SMALL_FILE // len(entry)
