@@ -22,7 +22,6 @@ import click
 import ckpt_tools
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError
-from ckpt_tools.text import did_you_mean
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -116,7 +115,9 @@ class _Group(click.Group):
             if args[0] == "-" or _is_there(args[0]):
                 args = ["inspect", *args]
             elif not ctx.resilient_parsing:
-                ctx.fail(f"No command and no file is called {args[0]!r}. {did_you_mean(args[0], COMMANDS)}".rstrip())
+                from ckpt_tools.cli.shell.other_words import about_command
+
+                ctx.fail(f"No command and no file is called {args[0]!r}. {about_command(args[0], COMMANDS)}".rstrip())
         found = super().resolve_command(ctx, args)
         if found[0] not in _READ_NO_FILE and not ctx.resilient_parsing:
             _take_settings(ctx)
@@ -143,6 +144,12 @@ class _Group(click.Group):
                 with _telling():
                     print_error(error)
             ctx.exit(error.exit_code)
+        except click.NoSuchOption as unknown:
+            from ckpt_tools.cli.shell.other_words import correct
+
+            wrong = correct(unknown)
+            self.print_failure(_usage_document, wrong)
+            raise wrong from None
         except click.ClickException as error:  # options of a command; click prints it
             self.print_failure(_usage_document, error)
             raise

@@ -98,7 +98,11 @@ def convert(
         refuse_beside_many(in_place, prove, out)
         sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, jobs=jobs or 1, quiet=quiet, as_json=as_json))
     if more:
-        raise click.UsageError(f"{2 + len(more)} paths were given, and IN and OUT are two; many IN need --to-dir DIR.")
+        named = ", ".join((str(source), str(target), *map(str, more[:2]), *(["..."] if more[2:] else [])))
+        raise click.UsageError(
+            f"{2 + len(more)} paths were given ({named}), and IN and OUT are two; many IN need --to-dir DIR. "
+            "The value of an option is one word: --shard-size 5GB, --rename 'OLD=NEW'."
+        )
     target = one_out(target, out)
     if jobs is not None:
         raise click.UsageError("--jobs is for --to-dir.")

@@ -30,6 +30,7 @@ _DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors
 
 
 # What transformers and diffusers call the weights of a model that is in one file, beside its config.json
+_ADAPTER = "adapter_config.json"  # PEFT's
 _CONFIG = "config.json"
 _ONE_FILE = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 
@@ -129,13 +130,15 @@ def layout(folder: Path, names: list[str]) -> Layout:
         raise FolderError(
             f"{folder} is a directory, and not a checkpoint.",
             why="It has no shards, no index of them (*.index.json), no distributed checkpoint (.metadata), no files of ranks.",
-            fix=_named_in(folder, files),
+            fix=_named_in(folder, names, files),
         )
     return found
 
 
-def _named_in(folder: Path, files: list[str]) -> str:
+def _named_in(folder: Path, names: list[str], files: list[str]) -> str:
     """What to give in the place of a folder: a checkpoint in it, or all of its files."""
+    if _ADAPTER in names:
+        return f"It is an adapter; with its base it becomes a model: ckpt convert BASE OUT --lora {shlex.quote(str(folder))}"
     named = ": ".join(["Name a checkpoint in it", *([", ".join(files[:4])] if files else [])])
     endings = {os.path.splitext(name)[1] for name in files}
     if len(files) < 2 or len(endings) > 1 or not files[0].endswith(_CHECKPOINTS):

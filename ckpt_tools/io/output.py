@@ -224,6 +224,8 @@ def missing(path: Path) -> MissingFileError:
 
 def _near(path: Path) -> str:
     """Files beside a path that is not there, whose names are like its own. A dangling link is listed, and does not count."""
+    if "*" in path.name:
+        return "Without quotes, the shell puts the names of the files that match in its place."
     from ckpt_tools.text import did_you_mean_file
 
     try:

@@ -4,6 +4,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 
 import ckpt_tools
 from ckpt_tools.cli import COMMANDS, main
+from ckpt_tools.cli.shell import other_words
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "docs" / "inspect.schema.json").read_text())
@@ -297,6 +299,41 @@ def test_a_file_alone_is_inspected(training_file: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(training_file.parent)
     assert (told := ckpt("inspekt")).exit_code == 2
     assert "No command and no file is called 'inspekt'. Did you mean 'inspect'?" in told.output
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["convert", "a", "b", "--strip_module"], "'--strip-module'?"),
+        (["convert", "a", "b", "--strip-modul"], "Did you mean '--strip-module'?"),
+        (["convert", "a", "b", "--half"], "'--dtype fp16'?"),
+        (["convert", "a", "b", "--base", "c"], "'--lora'?"),
+        (["convert", "a", "b", "--force"], "'--overwrite'?"),
+        (["convert", "a", "b", "--zork"], "No such option '--zork'.\n"),
+        (["check", "a", "--half"], "No such option '--half'.\n"),
+        (["merge", "a", "b"], "ckpt convert BASE OUT --lora ADAPTER"),
+        (["info", "a"], "ckpt inspect PATH"),
+        (["modle.pth"], "Did you mean 'model.pth'?"),
+        (["convert", "a", "b", "--shard-size", "5", "GB"], "3 paths were given (a, b, GB)"),
+    ],
+)
+def test_a_wrong_word_leads_to_the_right_one(
+    given: list[str], meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words of other programs, slips, and a value of two words are answered with what is meant, never with something else."""
+    (tmp_path / "model.pth").touch()
+    monkeypatch.chdir(tmp_path)
+    assert (told := ckpt(*given)).exit_code == 2
+    assert meant in told.output
+
+
+def test_every_word_of_other_programs_leads_to_something_that_is_there() -> None:
+    """The commands and options that are named in the place of others exist."""
+    named = [text.split()[1] for text in other_words.COMMANDS.values()]
+    assert set(named) <= {*COMMANDS, "--version"}
+    options = {name for command in COMMANDS for name in re.findall(r"--[\w-]+", ckpt(command, "--help").output)}
+    options |= set(re.findall(r"--[\w-]+", ckpt("convert", "--help-all").output))
+    assert {text.split()[0] for text in other_words.OPTIONS.values()} <= options
 
 
 def test_an_address_alone_is_inspected() -> None:

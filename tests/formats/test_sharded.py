@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     ChangedFileError,
     DamagedFileError,
+    FolderError,
     MissingFileError,
     NotACheckpointError,
     OutputError,
@@ -421,3 +423,17 @@ def test_a_value_that_the_index_has_otherwise(tmp_path: Path) -> None:
         convert(folder, tmp_path / "out.safetensors")
     convert(folder, tmp_path / "out.safetensors", drop=["epoch"])
     assert inspect(tmp_path / "out.safetensors").metadata == {"epoch": "7", "format": "pt"}
+
+
+def test_an_adapter_alone_leads_to_its_base(tmp_path: Path) -> None:
+    """A folder of PEFT's that is given as a checkpoint names the command that merges it."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(Path(__file__).parents[2] / "fixtures" / "lora" / "plain" / name, tmp_path / name)
+    with pytest.raises(FolderError, match="ckpt convert BASE OUT --lora "):
+        convert(tmp_path, tmp_path / "out.pth")
+
+
+def test_a_quoted_glob_is_said_to_be_one(tmp_path: Path) -> None:
+    """A * that no shell has replaced is told from a name that is missing."""
+    with pytest.raises(MissingFileError, match="Without quotes"):
+        open_checkpoint(tmp_path / "epoch_*.pth")
