@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gzip
 import io
 import json
@@ -133,6 +135,65 @@ def swallowed(model: nn.Module, path: str) -> None:
             own[name].copy_(value)
 
 
+def reset(model: Any, path: str) -> None:
+    model.load_state_dict(torch.load(path))
+    model.mix.reset_parameters()
+
+
+def into_another(model: nn.Module, path: str) -> None:
+    copy.deepcopy(model).load_state_dict(torch.load(path))
+
+
+def an_attribute(model: Any, path: str) -> None:
+    model.weights = torch.load(path)
+
+
+def scaled(model: Any, path: str) -> None:
+    model.load_state_dict(torch.load(path))
+    model.mix.weight.data *= 0.5
+
+
+def statistics_reset(model: Any, path: str) -> None:
+    model.load_state_dict(torch.load(path))
+    model.norm.reset_running_stats()
+
+
+def averaged(model: Any, path: str) -> None:
+    state = torch.load(path)
+    model.load_state_dict(state | {"mix.weight": (state["mix.weight"] + model.mix.weight.data) / 2})
+
+
+def cut_by_zip(model: nn.Module, path: str) -> None:
+    for own, value in zip(list(model.state_dict().values())[:-2], torch.load(path).values(), strict=False):
+        own.copy_(value)
+
+
+def one_row_for_all(model: Any, path: str) -> None:
+    model.load_state_dict(torch.load(path))
+    model.mix.weight.data.copy_(torch.load(path)["mix.weight"][0])
+
+
+def integers(model: nn.Module, path: str) -> None:
+    state = torch.load(path)
+    model.load_state_dict(state | {"mix.weight": (state["mix.weight"] * 9).int()})
+
+
+def clamped(model: nn.Module, path: str) -> None:
+    state = torch.load(path)
+    model.load_state_dict(state | {"mix.weight": state["mix.weight"].clamp(0.2, 0.8)})
+
+
+def columns_in_another_order(model: nn.Module, path: str) -> None:
+    state = torch.load(path)
+    model.load_state_dict(state | {"mix.weight": state["mix.weight"].flip(1)})
+
+
+def the_last_rows_forgotten(model: Any, path: str) -> None:
+    state = torch.load(path)
+    model.load_state_dict({name: value for name, value in state.items() if name != "mix.weight"}, strict=False)
+    model.mix.weight.data[:30] = state["mix.weight"][:30]
+
+
 MISTAKES: dict[Callable[[Any, str], None], set[str]] = {
     prefixed: set(trained().state_dict()),
     nothing_matches: set(trained().state_dict()),
@@ -144,6 +205,18 @@ MISTAKES: dict[Callable[[Any, str], None], set[str]] = {
     a_copy: {name for name, _ in trained().named_parameters()},
     some_rows: {"embed.weight"},
     swallowed: {"mix.weight"},
+    reset: {"mix.weight", "mix.bias"},
+    into_another: set(trained().state_dict()),
+    an_attribute: set(trained().state_dict()),
+    scaled: {"mix.weight"},
+    statistics_reset: {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"},
+    averaged: {"mix.weight"},
+    cut_by_zip: {"head.weight", "head.bias"},
+    one_row_for_all: {"mix.weight"},
+    integers: {"mix.weight"},
+    clamped: {"mix.weight"},
+    columns_in_another_order: {"mix.weight"},
+    the_last_rows_forgotten: {"mix.weight"},
 }
 
 
@@ -444,7 +517,55 @@ def _sharded(state: State, folder: Path) -> Callable[[nn.Module], Any]:
     return lambda model: ckpt.load_into(model, folder / "shards")
 
 
+def _a_list(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    """Numbers without names, through .data, which tells nobody; the counter among them is one number."""
+    torch.save(list(state.values()), folder / "list.pth")
+
+    def load(model: nn.Module) -> None:
+        for own, value in zip(model.state_dict().values(), torch.load(folder / "list.pth"), strict=True):
+            own.data.copy_(value)
+
+    return load
+
+
+def _exported(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    """torch.export opens its file without Python."""
+    program = torch.export.export(Whole(trained()), (torch.zeros(1, dtype=torch.int64), torch.zeros(2, 8, 5)))
+    torch.export.save(program, folder / "m.pt2")
+
+    def load(model: nn.Module) -> None:
+        found = torch.export.load(folder / "m.pt2").state_dict
+        model.load_state_dict({name.removeprefix("net."): value for name, value in found.items()})
+
+    return load
+
+
+class Whole(nn.Module):
+    """The network, called."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net.eval()
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.net.norm(self.net.conv(x)), self.net.head(self.net.mix(self.net.embed(ids)))
+
+
+def _linked(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    torch.save(state, folder / "real.pth")
+    (folder / "link.pth").symlink_to(folder / "real.pth")
+    return lambda model: model.load_state_dict(torch.load(folder / "link.pth"))
+
+
+def _rotary(state: State, folder: Path) -> Callable[[nn.Module], Any]:
+    """Rows of a square matrix for another kind of rotary embedding."""
+    torch.save(state, folder / "r.pth")
+    rows = state["mix.weight"].view(2, 2, 8, 32).transpose(1, 2).reshape(32, 32)
+    return lambda model: model.load_state_dict(torch.load(folder / "r.pth") | {"mix.weight": rows})
+
+
 ELSEWHERE = [
+    _a_list, _exported, _linked, _rotary,
     _legacy, _of_training, _with_objects, _whole_module, _tagged, _safetensors, _safe_open, _dcp, _gzipped, _halves_in_the_file,
     _old_norms, _two_files, _zeros, _sharded,
 ]  # fmt: skip
@@ -622,3 +743,32 @@ def test_other_rows_than_the_first_and_last(path: str) -> None:
         model.load_state_dict({n: v for n, v in torch.load(path).items() if n != "embed.weight"}, strict=False)
         model.embed.weight.data[3:12] = state["embed.weight"][3:12]
     assert wrong(seen) == {"embed.weight": "partly"}
+
+
+def test_experts_that_are_stacked(tmp_path: Path) -> None:
+    """Matrices of many experts, two and two fused and all stacked, as transformers keeps them: each part is from the file."""
+    experts = {f"experts.{i}.{part}.weight": torch.rand(6, 5) for i in range(12) for part in ("gate", "up")}
+    torch.save(experts, tmp_path / "experts.pth")
+    model = nn.ParameterDict({"gate_up": nn.Parameter(torch.rand(12, 12, 5))})
+    with ckpt.guard(model) as seen:
+        found = list(torch.load(tmp_path / "experts.pth").values())
+        model.load_state_dict({"gate_up": torch.stack([torch.cat(found[at : at + 2]) for at in range(0, 24, 2)])})
+    seen.check()
+    assert seen.fates[0].how.startswith("joined with experts.0.up.weight, experts.1.gate.weight")
+    with ckpt.guard(model) as seen:
+        torch.load(tmp_path / "experts.pth")
+        model["gate_up"].data[7, 3] += 1
+    assert not seen
+
+
+def test_a_file_that_is_gone(path: str) -> None:
+    """A file that the loader removes cannot be looked at, which is told; one that was not there when it was tried is not."""
+    model = Net()
+    with ckpt.guard(model) as seen:
+        with contextlib.suppress(FileNotFoundError):
+            torch.load(path + ".none")
+        model.load_state_dict(torch.load(path))
+        Path(path).unlink()
+    assert seen.notes == [f"{path} was opened, and is gone"]
+    with pytest.raises(NotLoadedError, match="and is gone"):
+        seen.check()

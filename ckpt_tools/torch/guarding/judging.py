@@ -108,15 +108,21 @@ class Judge:
         live = self.lives.get(name)
         if live is None:
             return self._unsampled(held)
-        origin = self.origins[name] or self.tracer.by_numbers(live, written=self._is_written(name, tensor))
+        origin = self.origins[name] or self.tracer.by_numbers(live, written=self._is_changed(live))
         if origin is not None:
             return Fate(name, kind, "loaded", origin.path, origin.name, origin.how)
         if not saved or not tensor.numel() or self._is_young(name):
             return Fate(name, kind, "unsaved")
+        if self._is_changed(live) and (origin := self.tracer.reordered(live)) is not None:
+            return Fate(name, kind, "loaded", origin.path, origin.name, origin.how)
         partly = self.tracer.partly(live)
         if partly is not None:
             return Fate(name, kind, "partly", partly.path, partly.name, partly.how)
         return Fate(name, kind, "untouched" if self._is_initial(live) else "changed")
+
+    def _is_changed(self, live: Live) -> bool:
+        """Whether anything was written to it, told by what it holds too: `.data` is written to without a trace."""
+        return self._is_written(live.names[0], live.tensor) or not self._is_initial(live)
 
     def _is_initial(self, live: Live) -> bool:
         """Whether it has the numbers that it was made with, moved or cast or not."""

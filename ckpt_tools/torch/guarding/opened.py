@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 _ACTIVE: list[Opened] = []
-_WRAPPED = ((torch.UntypedStorage, "from_file"), (torch.jit, "load"))
+_WRAPPED = ((torch.UntypedStorage, "from_file"), (torch.jit, "load"), (torch.export, "load"))
 _LOCK = threading.Lock()
 _PYTHON = (".py", ".pyc", ".so", ".pyd", ".dll")
 
@@ -62,7 +62,7 @@ def _hear(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _note(path: Any) -> None:
     text = os.path.abspath(os.fsdecode(path))
-    if not text.endswith(_PYTHON):
+    if not text.endswith(_PYTHON) and os.path.lexists(text):  # Python tells before it tries
         for opened in _ACTIVE:
             opened.paths[text] = None
 

@@ -20,6 +20,7 @@ from ckpt_tools.values.numeric import torch_dtype
 Runs: TypeAlias = tuple[tuple[int, int], ...]  # the first element, and how many
 
 _RUNS, _LENGTH = 8, 16
+START = 4  # elements by which a part of a tensor is looked for
 SMALL = 8192  # bytes of a tensor that is read at once, and cut into runs afterwards
 
 

@@ -60,6 +60,7 @@ class Library:
         self.paths: list[str] = []
         self.notes: list[str] = []
         self._stack, self._reader = ExitStack(), Reader()
+        self._by_start: dict[tuple[tuple[int, ...], str], dict[bytes, list[Stored]]] = {}
         self._by_sample: dict[tuple[str, int], dict[bytes, list[Stored]]] = {}
 
     def __enter__(self) -> Library:
@@ -78,6 +79,8 @@ class Library:
                 continue  # the shards that it names count where they were opened themselves
             if path.endswith(_DCP) or (os.path.isfile(path) and not self._take(path, open_checkpoint)):
                 folders[os.path.dirname(path)] = None
+            elif not os.path.lexists(path):
+                self.notes.append(f"{path} was opened, and is gone")
         for folder in folders:
             self._take(folder, open_whole)
 
@@ -147,6 +150,17 @@ class Library:
         for stored in self.tensors:
             found.setdefault(stored.entry.numel, []).append(stored)
         return found
+
+    def starts(self, row: tuple[int, ...], dtype: DType) -> dict[bytes, list[Stored]]:
+        """Tensors with rows of this shape, by their first elements in this dtype."""
+        if (row, dtype.name) not in self._by_start:
+            index = self._by_start[row, dtype.name] = {}
+            for stored in self.by_row.get(row, ()):
+                own = stored.entry.dtype
+                data = samples.cast(stored.sample[: samples.START * own.itemsize], own, dtype)
+                if data and own.family == dtype.family:
+                    index.setdefault(data, []).append(stored)
+        return self._by_start[row, dtype.name]
 
     @cached_property
     def by_row(self) -> dict[tuple[int, ...], list[Stored]]:

@@ -11,9 +11,11 @@ from ckpt_tools.frozen import frozen
 from ckpt_tools.text import listed
 from ckpt_tools.torch.guarding import samples
 from ckpt_tools.torch.guarding.stored import Library, Stored
+from ckpt_tools.torch.proving.relations import permuted
 from ckpt_tools.tree.dtypes import DTYPES, DType
 
-_MOST_OFFSETS, _MOST_PARTS = 64, 8
+_MOST_OFFSETS, _MOST_PARTS, _SHOWN = 64, 1024, 4
+_MOST_COMPARED = 1 << 26  # elements of a tensor of which all rows are compared
 _HALVES = ("bfloat16", "float16")
 
 
@@ -81,6 +83,19 @@ class Tracer:
             return None
         return self._in_rows(live) or self._of_rows(live)
 
+    def reordered(self, live: Live) -> Origin | None:
+        """The tensor of one of its names with the same rows in another order, as another kind of rotary embedding wants them."""
+        shape = tuple(live.tensor.shape)
+        if len(shape) < 2 or live.tensor.numel() > _MOST_COMPARED or not samples.is_telling(live.sample, live.dtype):
+            return None
+        for stored in (stored for name in live.names for stored in self.library.named(name)):
+            if stored.entry.shape == shape and stored.entry.dtype.family == live.dtype.family == "float":
+                data = samples.cast(stored.at(((0, live.tensor.numel()),)), stored.entry.dtype, live.dtype)
+                there = torch.frombuffer(bytearray(data or b""), dtype=live.tensor.dtype)
+                if len(there) and permuted(there.reshape(shape).double(), live.tensor.detach().cpu().double(), 0, 0):
+                    return Origin(stored.path, stored.where, "reordered rows")
+        return None
+
     def partly(self, live: Live) -> Origin | None:
         """The tensor of one of its names that has some of the same numbers at the same places of its rows."""
         for stored in (stored for name in live.names for stored in self.library.named(name)):
@@ -112,20 +127,29 @@ class Tracer:
         return None
 
     def _of_rows(self, live: Live) -> Origin | None:
-        """Several tensors one below the other: parts that were fused."""
-        rows, size = len(live.tensor), live.tensor[0].numel() if len(live.tensor) else 0
+        """Several tensors one behind the other: parts that were fused, experts that were stacked."""
+        shape = tuple(live.tensor.shape)
+        for depth in range(1, len(shape) + 1):
+            if parts := self._parts(live, shape[depth:]):
+                return Origin(
+                    parts[0].path, parts[0].where, f"joined with {listed([part.where for part in parts[1:]], _SHOWN)}"
+                )
+        return None
+
+    def _parts(self, live: Live, row: tuple[int, ...]) -> list[Stored]:
+        """Tensors with rows of this shape that are the live one, one behind the other; none where some of it is not theirs."""
+        starts, total = self.library.starts(row, live.dtype), live.tensor.numel()
         parts: list[Stored] = []
         at = 0
-        while at < rows and len(parts) < _MOST_PARTS:
-            part = next((stored for stored in self.library.by_row.get(tuple(live.tensor.shape[1:]), ())
-                         if stored.entry.shape[0] <= rows - at and _lies_at(stored, live, at * size)), None)  # fmt: skip
+        while at < total and len(parts) < _MOST_PARTS:
+            begin = samples.of_live(live.tensor, ((at, min(samples.START, total - at)),))
+            fitting = (stored for stored in starts.get(begin, ()) if stored.entry.numel <= total - at)
+            part = next((stored for stored in fitting if _lies_at(stored, live, at)), None)
             if part is None:
-                return None
+                return []
             parts.append(part)
-            at += part.entry.shape[0]
-        if at < rows:
-            return None
-        return Origin(parts[0].path, parts[0].where, f"joined with {listed([part.where for part in parts[1:]])}")
+            at += part.entry.numel
+        return parts if at == total else []
 
 
 def _lies_at(stored: Stored, live: Live, first: int) -> bool:

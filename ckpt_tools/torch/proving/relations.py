@@ -58,7 +58,7 @@ def _of_numbers(left: torch.Tensor, right: torch.Tensor, tolerance: float) -> st
 def _ordered(left: torch.Tensor, right: torch.Tensor, tolerance: float) -> str | None:
     """By an order of rows, of columns or of dimensions; or a few numbers are others."""
     for dim, word in enumerate(("rows are", "columns are")[: left.dim()]):
-        if _permuted(left, right, dim, tolerance):
+        if permuted(left, right, dim, tolerance):
             return f"{word} in another order"
     for one, other in combinations(range(left.dim()), 2):
         if same(left.transpose(one, other), right, tolerance):
@@ -70,7 +70,7 @@ def _ordered(left: torch.Tensor, right: torch.Tensor, tolerance: float) -> str |
     return f"has {count} other numbers, of {left.numel()}" if count <= _FEW * left.numel() else None
 
 
-def _permuted(left: torch.Tensor, right: torch.Tensor, dim: int, tolerance: float) -> bool:
+def permuted(left: torch.Tensor, right: torch.Tensor, dim: int, tolerance: float) -> bool:
     """Whether the slices along a dimension are the same ones in another order."""
     one, other = (value.movedim(dim, 0).reshape(value.shape[dim], -1) for value in (left, right))
     weights = torch.linspace(1, 2, one.shape[1], dtype=one.dtype)
