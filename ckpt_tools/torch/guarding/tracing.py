@@ -84,7 +84,7 @@ class Tracer:
         return self._in_rows(live) or self._of_rows(live)
 
     def reordered(self, live: Live) -> Origin | None:
-        """The tensor of one of its names with the same rows in another order, as another kind of rotary embedding wants them."""
+        """The tensor of one of its names with the same rows in another order, as other rotary embeddings want them."""
         shape = tuple(live.tensor.shape)
         if len(shape) < 2 or live.tensor.numel() > _MOST_COMPARED or not samples.is_telling(live.sample, live.dtype):
             return None
