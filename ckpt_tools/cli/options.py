@@ -92,8 +92,10 @@ class Location(click.Path):
         """The path, or the address in a path's place.
 
         Raises:
-            UsageError: it is `-`, which would be a file of that name.
+            UsageError: it is `-`, which would be a file of that name; or nothing, which would be the current folder.
         """
+        if value == "":
+            raise click.UsageError("A path is empty: it may come from a variable that is not set.", ctx)
         if value == "-":
             raise click.UsageError("Standard input is read by inspect, check and scan: save it as a file first.", ctx)
         if not is_address(value):
@@ -110,7 +112,7 @@ class Output(Location):
         """The path or the address.
 
         Raises:
-            UsageError: it is `-`.
+            UsageError: it is `-`, or nothing.
         """
         if value == "-":
             raise click.UsageError("OUT is a file, written whole or not at all, and never standard output: name a file.", ctx)

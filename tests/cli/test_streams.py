@@ -177,3 +177,13 @@ def test_closed_streams_are_no_files(tmp_path: Path) -> None:
     result = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, text=True, check=False)
     assert (result.returncode, result.stdout[:5]) == (0, "wrote")
     assert ckpt("inspect", out).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["inspect", ""], ["scan", DDP, ""], ["check", ""], ["convert", "", "x.pth"], ["convert", DDP, ""], ["diff", DDP, ""]],
+)
+def test_a_path_that_is_empty(arguments: list[str | Path]) -> None:
+    """`ckpt scan "$FILE"` with a variable that is not set looked at the current folder, and said that all was well."""
+    result = ckpt(*arguments)
+    assert (result.exit_code, result.output.splitlines()[-1][:23]) == (2, "Error: A path is empty:")
