@@ -171,7 +171,7 @@ def _stand_in(pids: dict[Node, tuple[Node, ...]], pid: Node) -> Node:
 
 def _may_hand_over(function: Global, args: tuple[Node, ...]) -> bool:
     """Whether arguments are more than plain values and tensors: only what can hold a function is looked at."""
-    return any(_may_hold(arg) or (type(arg) is List and function.module == "numpy") for arg in args)
+    return any(_may_hold(arg) or (type(arg) in (List, tuple) and function.module == "numpy") for arg in args)
 
 
 def _may_hold(arg: Node) -> bool:

@@ -202,6 +202,9 @@ OTHERS = {
         p.pickle(p.call("numpy._core.multiarray", "_reconstruct", p.glob("numpy", "ndarray"), b"(K\1t", b"U\1b"), b"K\0",
                  instance(__array__=p.glob("models", "f")), b"s"),
         "_reconstruct"),
+    "a number of a list in a tuple": (
+        p.pickle(p.call("numpy", "longlong", p.tuple_of(p.list_of(instance(__array__=p.glob("models", "f")))))),
+        "numpy.longlong"),
     "a state of a class": (
         p.pickle(p.glob("argparse", "Namespace"), p.tuple_of(p.NONE, p.dict_of(__getattr__=SYSTEM)), b"b"),
         "argparse.Namespace"),
