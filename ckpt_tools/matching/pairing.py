@@ -90,7 +90,7 @@ class Pairing:
         """Two partners: a match, a mismatch where their shapes say so, an offer where one is kept as [in, out]."""
         before, after = self.source[old].shape, self.target[new].shape
         if reason == "values":  # the same numbers in the same places, whatever the biases beside say
-            self.matches[new] = Match(old, new, reason, confidence, before, after, "copy")
+            self.matches[new] = Match(old, new, reason, confidence, before, after, "copy" if before == after else "reshape")
             self.used[old] = new
             return
         if (old in self.oriented[0].unknown) != (new in self.oriented[1].unknown):

@@ -87,3 +87,25 @@ def test_what_says_nothing_pairs_nothing(spoiled: str) -> None:
     assert not [
         row for row in match(old, [Param("x", (64,), sample=sample)], stages="values").matched if row.reason == "values"
     ]
+
+
+@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize("order", ["channel first", "channel last"])
+def test_a_patch_embedding_is_reshaped_where_its_numbers_say_so(tmp_path: Path, size: int, order: str) -> None:
+    """A convolution and a linear layer over patches: the same numbers in the same order are partners, all else is left over."""
+    kernel = torch.randn(24, 3, size, size, generator=torch.Generator().manual_seed(size))
+    moved = kernel if order == "channel first" else kernel.permute(0, 2, 3, 1)
+    sides = {"patch_embed.proj.weight": kernel}, {"embed.patch.weight": moved.reshape(24, -1)}
+    paths = tmp_path / "kernel.pth", tmp_path / "linear.pth"
+    for path, state in zip(paths, sides, strict=True):
+        torch.save(state, path)
+    for (old, new), state in ((paths, sides[1]), (paths[::-1], sides[0])):
+        assert not ckpt_tools.match(old, like=new, match="values").matching.matched
+        report = ckpt_tools.match(old, like=new, match="values", allow_reshape=True)
+        assert [row.step for row in report.matching.matched] == (["reshape"] if order == "channel first" else [])
+        if order == "channel first":
+            advice = ckpt_tools.match(old, like=new, match="values").advice.further
+            assert advice is not None
+            assert advice.options == ["--allow-reshape"]
+            ckpt_tools.convert(old, tmp_path / "out.pth", like=new, match="values", allow_reshape=True, overwrite=True)
+            torch.testing.assert_close(torch.load(tmp_path / "out.pth"), state, rtol=0, atol=0)

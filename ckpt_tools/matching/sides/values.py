@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import fsum, isfinite, sqrt
+from math import fsum, isfinite, prod, sqrt
 from operator import mul
 from typing import TypeAlias
 
 from ckpt_tools.matching.pairing import Pairing
 from ckpt_tools.matching.params import Param
+from ckpt_tools.matching.records import Shape
 
 EQUAL, ALIKE = 0.99, 0.95  # how sure a pair is
 _FEWEST, _FEWEST_ALIKE = 8, 32  # numbers: fewer go up and down together by accident
 _LEAST, _MOST_OTHER = 0.9, 0.6  # correlations: of a pair, and of either with anything else
 _MOST_COMPARED = 250_000  # pairs of tensors of one shape
 _CONSTANT = 1e-9
+_KERNEL = 4  # dimensions: [out, channels, height, width]
 Curve: TypeAlias = tuple[float, ...]  # numbers less their mean, of length 1
 
 
@@ -33,7 +35,8 @@ class _Found:
 
 def match_values(pairing: Pairing) -> None:
     """Pair what is equal or alike in its numbers and in nothing else, and what lies beside it in the same module."""
-    olds, news = _by_shape(pairing.sources_left()), _by_shape(pairing.targets_left())
+    rows = pairing.allow_reshape
+    olds, news = _by_shape(pairing.sources_left(), rows=rows), _by_shape(pairing.targets_left(), rows=rows)
     found: list[_Found] = []
     for shape in olds.keys() & news.keys():
         found += _pairs(olds[shape], news[shape])
@@ -41,11 +44,17 @@ def match_values(pairing: Pairing) -> None:
         pairing.pair(row.old, row.new, "values", row.confidence)
 
 
-def _by_shape(params: Iterable[Param]) -> Mapping[tuple[int, ...], dict[str, Curve]]:
-    found: dict[tuple[int, ...], dict[str, Curve]] = defaultdict(dict)
+def _by_shape(params: Iterable[Param], *, rows: bool) -> Mapping[Shape, dict[str, Curve]]:
+    """The tensors of each shape; a patch embedding that is a convolution goes with one that is linear where `rows` is said.
+
+    Equal numbers in equal places show that both have their columns as channel, height, width; no other order gives them.
+    """
+    found: dict[Shape, dict[str, Curve]] = defaultdict(dict)
     for param in params:
         if (curve := _curve(param.sample)) is not None:
-            found[param.shape][param.name] = curve
+            is_kernel = rows and len(param.shape) == _KERNEL
+            shape = (param.shape[0], prod(param.shape[1:])) if is_kernel else param.shape
+            found[shape][param.name] = curve
     return found
 
 
