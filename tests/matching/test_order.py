@@ -19,7 +19,7 @@ from ckpt_tools.matching.params import Param
 from tests.matching.test_match_graphs import PAIRS, graphs_of, network
 
 ANY_ORDER: list[Stages] = ["exact+wrappers", "names", "structure", "values"]  # "position" is the order
-SAMPLES = [tuple(Random(seed).random() for _ in range(64)) for seed in range(12)]
+SAMPLES = [tuple(draw.random() for _ in range(64)) for draw in map(Random, range(12))]
 _TEXT = """
     q k v query key value qkv kv in_proj out_proj proj w1 w2 w3 wq q_proj gate up down gate_up norm bn ln norm1 norm2
     conv1 conv2 conv 0 1 2 10 layers blocks layer1 layer2 head fc classifier stem patch embed pos cls token a b c x y z
