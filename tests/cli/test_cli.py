@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 import ckpt_tools
 from ckpt_tools.cli import COMMANDS, main
+from ckpt_tools.cli.help.topics import TOPICS
 from ckpt_tools.cli.shell import other_words
 
 ROOT = Path(__file__).parents[2]
@@ -289,7 +290,29 @@ def test_help_of_nothing_and_of_no_command() -> None:
     """`ckpt help` is `ckpt --help`, a typing error gets what is near."""
     assert ckpt("help").output == ckpt("--help").output
     assert (told := ckpt("help", "convrt")).exit_code == 2
-    assert "No such command 'convrt'. Did you mean 'convert'?" in told.output
+    assert "No such command or topic 'convrt'. Did you mean 'convert'?" in told.output
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_topics(topic: str) -> None:
+    """`ckpt help TOPIC` prints a page that fits the terminal; `ckpt help --help` and a wrong topic name them all."""
+    told = ckpt("help", topic)
+    assert (told.exit_code, told.output) == (0, TOPICS[topic])
+    assert max(map(len, told.output.splitlines())) <= 112
+    assert topic in ckpt("help", "--help").output
+    assert topic in ckpt("help", "nonsense").output
+
+
+def test_topics_are_complete() -> None:
+    """The topics name every container and every variable that there is, and no other."""
+    table = (ROOT / "docs" / "containers.md").read_text().partition("\n\nEach of these")[0]
+    containers = {name for row in re.findall(r"^\| ([a-z][^|]*) \| ", table, re.MULTILINE) for name in row.split(", ")}
+    listed = TOPICS["formats"].partition("Each may be packed")[0]
+    assert {name for row in re.findall(r"^(\S.*?)  ", listed, re.MULTILINE) for name in row.split(", ")} == containers - {
+        "container"
+    }
+    settings = (ROOT / "docs" / "settings.md").read_text()
+    assert set(re.findall(r"CKPT_\w+", TOPICS["environment"])) == set(re.findall(r"CKPT_\w+", settings))
 
 
 def test_a_file_alone_is_inspected(training_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""`ckpt help`; and the help of a command with many options: short, with those that are used most, or whole, in parts."""
+"""`ckpt help`, of commands and of topics; and the help of a command with many options: short, with those that are used most, or
+whole, in parts.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from typing import Any
 
 import click
 
+from ckpt_tools.cli.help.topics import TOPICS
 from ckpt_tools.cli.options import BareOptions
 from ckpt_tools.text import did_you_mean
 from ckpt_tools.tree.options import Options
@@ -66,7 +69,7 @@ def _show_all(ctx: click.Context, _option: click.Parameter, asked: bool) -> None
 
 
 def _complete_commands(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    return [name for name in _group(ctx).list_commands(ctx) if name.startswith(incomplete)]
+    return [name for name in (*_group(ctx).list_commands(ctx), *TOPICS) if name.startswith(incomplete)]
 
 
 def _group(ctx: click.Context) -> click.Group:
@@ -75,22 +78,27 @@ def _group(ctx: click.Context) -> click.Group:
     return ctx.parent.command
 
 
-@click.command()
-@click.argument("name", metavar="[COMMAND]", required=False, shell_complete=_complete_commands)
+@click.command(short_help="Show the help of a command, or of a topic.")
+@click.argument("name", metavar="[COMMAND | TOPIC]", required=False, shell_complete=_complete_commands)
 @click.pass_context
 def help(ctx: click.Context, name: str | None) -> None:
-    """Show the help of a command, as COMMAND --help does.
+    """Show the help of a command, as COMMAND --help does, or of a topic: exit-codes, formats, globs, environment, json.
 
     \b
     ckpt help convert
+    ckpt help exit-codes
     """
     group, top = _group(ctx), ctx.parent
     assert top is not None
     if name is None:
         click.echo(top.get_help(), color=ctx.color)
         return
+    if name in TOPICS:
+        click.echo(TOPICS[name], nl=False)
+        return
     command = group.get_command(top, name)
     if command is None:
-        raise click.UsageError(f"No such command {name!r}. {did_you_mean(name, group.list_commands(top))}".rstrip(), ctx)
+        hint = did_you_mean(name, (*group.list_commands(top), *TOPICS)) or f"Topics are {', '.join(TOPICS)}."
+        raise click.UsageError(f"No such command or topic {name!r}. {hint}", ctx)
     with click.Context(command, top, name) as asked:
         click.echo(command.get_help(asked), color=ctx.color)
