@@ -227,3 +227,10 @@ def test_options_go_by_name(function: Callable[..., Any], paths: tuple[Any, ...]
     """An option without its name is a TypeError that says so, before any option is looked at."""
     with pytest.raises(TypeError, match="options go by name"):
         function(*paths)
+
+
+def test_an_empty_path() -> None:
+    """The empty text is no path: it would stand for the current folder."""
+    for call in (ckpt_tools.inspect, ckpt_tools.check, ckpt_tools.stats, load_code.load_state_dict):
+        with pytest.raises(UsageError, match="`path` is ''"):
+            call("")

@@ -75,12 +75,12 @@ def read_anything(_name: str, value: Any) -> Any:
 
 
 def read_path(name: str, value: Any) -> Any:
-    """A str or os.PathLike of one."""
+    """A str or os.PathLike of one; not the empty text, which would be the current folder."""
     try:
         text = os.fspath(value)
     except TypeError:
         text = None
-    if not isinstance(text, str):
+    if not isinstance(text, str) or not text:
         raise _refused(name, value, "a path: a str or a pathlib.Path")
     return value
 
