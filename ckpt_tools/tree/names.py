@@ -8,7 +8,7 @@ GradSampleModule as `_module`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from ckpt_tools import limits
@@ -24,6 +24,21 @@ WRAPPERS = (*LEADING_WRAPPERS, *INNER_WRAPPERS)
 _LEAD = re.compile(f"(?:{'|'.join(map(re.escape, WRAPPERS))})+(?=.)")
 Row = TypeVar("Row")
 _INNER_PARTS = frozenset(wrapper[:-1] for wrapper in INNER_WRAPPERS)
+
+
+def wrapped_part(names: Sequence[str]) -> str | None:
+    """The part of a model that DataParallel seems to have wrapped alone: "features" of features.module.0.weight.
+
+    All below the part is below its `module.`, and that holds modules of its own: a model may have a sub-module of that name.
+    """
+    parts: dict[str, list[str]] = {}
+    for name in names if any(f".{MODULE}" in name for name in names) else ():
+        part, _, rest = name.partition(".")
+        parts.setdefault(part, []).append(rest)
+    for part, below in parts.items():
+        if all(rest.startswith(MODULE) for rest in below) and any("." in rest[len(MODULE) :] for rest in below):
+            return part
+    return None
 
 
 def strip_leading(name: str, prefix: str) -> str:
