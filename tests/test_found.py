@@ -81,11 +81,11 @@ def test_what_does_not_suffice_names_the_command_that_does(
 def test_a_wrapped_part_is_found(tmp_path: Path) -> None:
     """inspect names the part and the command that unwraps it; a sub-module that is called so by its author is none."""
     (finding,) = ckpt_tools.inspect(FOUND / "partial-dp.pth").findings
-    assert (finding.code, finding.severity) == ("wrapped-part", "info")
+    assert (finding.code, finding.severity) == ("inner-module", "info")
     assert finding.fix.endswith(r"--rename '^features\.module\.=features.'")
     for names in (["norm.module.weight", "fc.w"], ["a.module.0.w", "a.w"], ["a.b.module.0.w"], ["a.module", "w"]):
         torch.save(dict.fromkeys(names, torch.ones(1)), tmp_path / "other.pth")
-        assert "wrapped-part" not in [row.code for row in ckpt_tools.inspect(tmp_path / "other.pth").findings]
+        assert "inner-module" not in [row.code for row in ckpt_tools.inspect(tmp_path / "other.pth").findings]
 
 
 def test_objects_become_state(reference: dict[str, torch.Tensor], tmp_path: Path) -> None:

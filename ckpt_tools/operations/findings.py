@@ -124,7 +124,7 @@ def _wrapped_parts(facts: Facts) -> Iterator[_Advised]:
             rule = rf"^{re.escape(part)}\.module\.={part}."
             expected = "names without it, where your model does not wrap that part"
             fix = facts.fix(f"--rename {shlex.quote(rule)}")
-            yield Finding("wrapped-part", "info", list(state_dict.where), found, expected, fix), ""
+            yield Finding("inner-module", "info", list(state_dict.where), found, expected, fix), ""
 
 
 def _adapters(facts: Facts) -> Iterator[_Advised]:

@@ -37,7 +37,7 @@ class Finding:
 CODES = frozenset((
     "unreadable", "damaged-record", "mixed-writers", "different", "missing", "unexpected",
     "not-finite", "uninitialised", "all-zero", "fresh-head", "skipped", "equal-tensors",
-    "wrapper-prefix", "wrapped-part", "common-prefix", "partition", "parts-differ", "padded-vocabulary", "parts-disagree",
+    "wrapper-prefix", "inner-module", "common-prefix", "partition", "parts-differ", "padded-vocabulary", "parts-disagree",
     "weights-only-refused", "no-such-device", "device-tags", "misnamed", "big-endian",
     "not-importable", "script-class", "numpy-1", "numpy-2", "foreign-path", "newer-path",
     "oversized-storage", "dead-bytes", "unused-storage", "unused-bytes", "no-checksums",
