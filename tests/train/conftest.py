@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.train.runs import free_port
+from tests.train.runs import free_ports
 from train import metrics
 
 
@@ -49,6 +49,6 @@ def only_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def enter() -> None:
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("MASTER_PORT", free_port())
+        monkeypatch.setenv("MASTER_PORT", *free_ports(1))
 
     return enter

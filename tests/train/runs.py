@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,13 @@ def last(out: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def free_port() -> str:
-    """A port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+def free_ports(number: int) -> list[str]:
+    """So many ports that nothing listens on, no two the same: a rank that is ahead would find the store of the last run."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [str(listener.getsockname()[1]) for listener in listeners]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -77,7 +80,7 @@ def environment(**more: str) -> dict[str, str]:
 def ranks(size: int, *runs: list[str] | tuple[list[str], int, int]) -> None:
     """Runs each list of options in `size` processes, one after the other; see RANKS."""
     plans = json.dumps([each if isinstance(each, tuple) else (each, -1, 0) for each in runs])
-    ports = json.dumps([free_port() for _ in runs])
+    ports = json.dumps(free_ports(len(runs)))
     world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     processes = [
         subprocess.Popen(
