@@ -233,7 +233,7 @@ class Cases:
         with _ExpectingOurErrors(), self.guard.watching():
             found = ckpt_tools.check(path, digest=True).digests
         digests = {digest.where: digest.sha256 for digest in found}
-        for row, other in zip(rows, theirs, strict=True):
+        for row, other in zip(oracle.without_arguments(rows), theirs, strict=True):
             mine = digests.get(tuple(row["where"]))
             if mine is not None and mine != other.get("sha256", mine):
                 raise FindingError(f"values, beside {loader}: {row['where']} has other bytes")

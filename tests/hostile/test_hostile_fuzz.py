@@ -130,6 +130,14 @@ def test_a_class_of_storages_as_a_key_is_the_same_to_the_oracle(tmp_path: Path) 
     assert oracle.difference([rows[0] | {"where": ["torch.HalfStorage"]}], theirs)
 
 
+def test_what_a_call_is_given_is_not_expected_of_torch() -> None:
+    """Wherever it stands among the rows."""
+    given: oracle.Row = {"where": ["a", "<arg 0>"], "kind": "tensor", "shape": [2]}
+    rows: list[oracle.Row] = [given, {"where": ["b"], "kind": "tensor", "shape": [3]}]
+    assert oracle.without_arguments(rows) == rows[1:]
+    assert oracle.difference(rows, rows[1:]) is None
+
+
 def test_of_several_archives_torch_gives_the_first(tmp_path: Path) -> None:
     """Also where it holds no tensor at all; of another one the oracle says that it differs."""
     path = tmp_path / "in.pth"
