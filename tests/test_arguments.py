@@ -21,7 +21,7 @@ import ckpt_tools.torch as load_code
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, NothingMatchedError, UsageError
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
-from ckpt_tools.operations.options import AverageOptions, ExtractOptions, MatchOptions
+from ckpt_tools.operations.options import AverageOptions, ExtractOptions, LoadOptions, MatchOptions
 from ckpt_tools.tree import arguments
 from tests.support.samples import FIXTURES
 
@@ -93,10 +93,12 @@ def test_every_argument_has_its_row() -> None:
     """The table or a record of options knows each argument of each public call; any other is Python's own TypeError."""
     options = {
         name
-        for record in (ConvertOptions, InPlaceOptions, MatchOptions, AverageOptions, ExtractOptions)
+        for record in (ConvertOptions, InPlaceOptions, MatchOptions, LoadOptions, AverageOptions, ExtractOptions)
         for name in record.options
     }
-    assert {argument for _, argument in ARGUMENTS} <= set(arguments._READERS) | options
+    known = {argument for _, argument in ARGUMENTS}
+    assert known <= set(arguments._READERS) | options
+    assert set(arguments._READERS) <= known | {"options"}  # the record itself
     with pytest.raises(TypeError, match="no_such"):
         ckpt_tools.inspect(SINGLE, no_such=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError):

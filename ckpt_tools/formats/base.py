@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import ContainerLimitError
 from ckpt_tools.frozen import frozen
@@ -70,6 +70,14 @@ def repeated(pairs: Iterable[tuple[str, object]]) -> str | None:
             return key
         seen.add(key)
     return None
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A map of JSON, in which no key is there twice. Raises ValueError."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"the key {repeated(pairs)!r} is there twice")
+    return found
 
 
 @frozen

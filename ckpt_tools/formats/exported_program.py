@@ -16,12 +16,7 @@ from typing import Any
 
 from ckpt_tools.errors import TWO_FILES, CkptError, TensorError, ZipError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import (
-    PROGRAMS,
-    Decoded,
-    Warned,
-    repeated,
-)
+from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, unique
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.bundle import Inflated, decode_archive
 from ckpt_tools.formats.zip.directory import Directory, Record
@@ -98,7 +93,7 @@ class _Weights:
         torch_zip.check_text(self.program.source, record)
         data = torch_zip.read_record(self.program.source, record, check=self.program.has_checksums)
         try:
-            config: dict[str, Any] = load_json(data, pairs=_unique)["config"]
+            config: dict[str, Any] = load_json(data, pairs=unique)["config"]
             return Dict([(key, self._tensor(key, row)) for key, row in config.items()])
         except CkptError:
             raise
@@ -144,13 +139,6 @@ class _Weights:
             )
         program.merge(part, record.name)
         return self.keys.renew(part.root)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError(f"the key {repeated(pairs)!r} is there twice")
-    return found
 
 
 def _whole(number: object) -> int:

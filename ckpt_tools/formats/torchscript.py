@@ -21,7 +21,7 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, TensorError, ZipError
 from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, repeated
+from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, unique
 from ckpt_tools.formats.zip.directory import Directory, Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
@@ -171,7 +171,7 @@ def _decode_json(source: Source, directory: Directory, folder: str, records: Map
     record = records[f"{folder}/model.json"]
     torch_zip.check_text(source, record)
     try:
-        model = load_json(torch_zip.read_record(source, record, check=False), pairs=_unique)
+        model = load_json(torch_zip.read_record(source, record, check=False), pairs=unique)
         tensors = _JsonTensors(source, records, folder, model.get("tensors", []))
         root = _json_module(model["mainModule"], tensors, 0)
     except CkptError:
@@ -184,13 +184,6 @@ def _decode_json(source: Source, directory: Directory, folder: str, records: Map
         "torchscript", root, source, [_SCRIPT_MODULE], storage_bytes=size, has_checksums=checksums, root_folder=folder,
         records=directory.records,
     )  # fmt: skip
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A map of JSON, in which no key is there twice."""
-    if (key := repeated(pairs)) is not None:
-        raise ValueError(f"the key {key!r} is there twice")
-    return dict(pairs)
 
 
 _SCRIPT_MODULE = Global("torch.jit", "ScriptModule")

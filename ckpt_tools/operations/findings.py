@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 from itertools import chain
@@ -17,7 +16,7 @@ from ckpt_tools.operations.loaders import Loads
 from ckpt_tools.operations.safety import Safety
 from ckpt_tools.text import dotted, listed, printable
 from ckpt_tools.tree.findings import Finding, may_be_of_several, mending
-from ckpt_tools.tree.names import MODULE, wrapped_part
+from ckpt_tools.tree.names import MODULE, unwrapping, wrapped_part
 from ckpt_tools.tree.nodes import Dict, Entry, Storage
 from ckpt_tools.tree.prefixes import HOLDERS, of_all
 
@@ -72,18 +71,9 @@ def findings(facts: Facts) -> Iterator[Finding]:
 def _findings(facts: Facts) -> Iterator[Finding]:
     """Each finding, and last the command that mends several at once."""
     sources = (
-        _alone,
-        _adapters,
-        _wrappers,
-        _wrapped_parts,
-        _prefixes,
-        _devices,
-        _big_endian,
-        _oversized,
-        _dead_bytes,
-        _loading,
-        _warnings,
-    )
+        _alone, _adapters, _wrappers, _wrapped_parts, _prefixes, _devices,
+        _big_endian, _oversized, _dead_bytes, _loading, _warnings,
+    )  # fmt: skip
     options: dict[str, None] = {}
     for finding, option in chain.from_iterable(source(facts) for source in sources):
         yield finding
@@ -121,9 +111,8 @@ def _wrapped_parts(facts: Facts) -> Iterator[_Advised]:
         part = None if row["wrappers"] else wrapped_part(state_dict.names)
         if part is not None:
             found = f"every name below {part}. goes on with module., as where DataParallel wrapped that part of the model"
-            rule = rf"^{re.escape(part)}\.module\.={part}."
             expected = "names without it, where your model does not wrap that part"
-            fix = facts.fix(f"--rename {shlex.quote(rule)}")
+            fix = facts.fix(f"--rename {shlex.quote(unwrapping(part))}")
             yield Finding("inner-module", "info", list(state_dict.where), found, expected, fix), ""
 
 

@@ -41,6 +41,15 @@ def wrapped_part(names: Sequence[str]) -> str | None:
     return None
 
 
+def unwrapping(part: str) -> str:
+    r"""The rule for `rename` that takes the wrapper of one part out.
+
+    >>> unwrapping("features")
+    '^features\\.module\\.=features.'
+    """
+    return rf"^{re.escape(part)}\.module\.={part}."
+
+
 def strip_leading(name: str, prefix: str) -> str:
     """Remove `prefix` from the front of `name`, repeated ones too; a name that is nothing else stays as it is."""
     at = 0

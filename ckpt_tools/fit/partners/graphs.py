@@ -166,16 +166,13 @@ def _depends_on_input(own: _Side, other: _Side, tried: Sequence[Input], graphs: 
 def _flow_alike(one: Graph, other: Graph) -> bool:
     """Whether the same layers feed the same ones in the same way."""
     try:
-        flows = [
-            [
-                (arrival.feeds.items, arrival.into, arrival.rows)
-                for arrival in flow_of(graph, {name: name for name in graph.weights})
-            ]
-            for graph in (one, other)
-        ]
+        return _flow(one) == _flow(other)
     except FlowTooLargeError:  # then nothing is decided by it either
         return True
-    return flows[0] == flows[1]
+
+
+def _flow(graph: Graph) -> list[tuple[object, ...]]:
+    return [(each.feeds.items, each.into, each.rows) for each in flow_of(graph, {name: name for name in graph.weights})]
 
 
 def _graph(side: _Side, inputs: Sequence[Input]) -> Graph:

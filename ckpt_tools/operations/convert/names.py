@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from ckpt_tools.edit import renaming
 from ckpt_tools.edit.renaming import Rename
 from ckpt_tools.errors import NothingMatchedError
@@ -93,9 +91,8 @@ def _inside(option: str, current: list[str]) -> str:
     wrapped = next((name for name in current if ".module." in name), None) if option in ("strip_module", "unwrap") else None
     if wrapped is None:
         return f"{_beginning(current)}the names stay as they are."
-    part = wrapped.partition(".module.")[0]
-    rule = rf"rename='^{re.escape(part)}\.module\.={part}.'"
-    return f"{wrapped!r} has it inside, as where DataParallel wrapped a part of the model: then `{rule}` takes it out."
+    rule = names.unwrapping(wrapped.partition(".module.")[0])
+    return f"{wrapped!r} has it inside, as where DataParallel wrapped a part of the model: then `rename='{rule}'` takes it out."
 
 
 def _beginning(current: list[str]) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import limits
 from ckpt_tools.errors import NotACheckpointError, SignatureError, UsageError
+from ckpt_tools.formats.base import unique
 from ckpt_tools.io.output import open_regular
 from ckpt_tools.io.parsers import load_json
 
@@ -71,7 +72,7 @@ def open_sealed(path: str | os.PathLike[str], key_path: str | os.PathLike[str]) 
 def _parse(path: str | os.PathLike[str]) -> tuple[bytes, str, list[bytes]]:
     """Payload, its type, and the signatures; base64 of either alphabet, as DSSE says."""
     try:
-        found: Any = load_once(_read(path, "a signature"))
+        found: Any = load_json(_read(path, "a signature"), pairs=unique)
         payload, kind = _decoded(found["payload"]), found["payloadType"]
         signatures = [_decoded(row["sig"]) for row in found["signatures"]]
     except (ValueError, KeyError, TypeError, AttributeError, binascii.Error):
@@ -81,18 +82,6 @@ def _parse(path: str | os.PathLike[str]) -> tuple[bytes, str, list[bytes]]:
     if not isinstance(kind, str) or not kind.isascii():
         raise SignatureError(f"{path} is not a signature.", why="Its payloadType is not plain text.")
     return payload, kind, signatures
-
-
-def load_once(data: bytes) -> Any:
-    """What JSON says where no key comes twice: of those, two readers may take two values. Raises ValueError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a key comes twice")
-        return found
-
-    return load_json(data, pairs=unique)
 
 
 def _decoded(text: str) -> bytes:

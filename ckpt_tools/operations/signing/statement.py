@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_tools.errors import SignatureError
+from ckpt_tools.formats.base import unique
+from ckpt_tools.io.parsers import load_json
 from ckpt_tools.operations.check.digests import Digest, of_all
-from ckpt_tools.operations.signing.envelope import load_once
 from ckpt_tools.text import dotted
 
 _STATEMENT = "https://in-toto.io/Statement/v1"
@@ -49,7 +50,7 @@ def digests_in(payload: bytes, label: str) -> tuple[str, list[Digest]]:
         SignatureError: it is a statement of another kind.
     """
     try:
-        statement: Any = load_once(payload)
+        statement: Any = load_json(payload, pairs=unique)
         kinds, resources = (statement["_type"], statement["predicateType"]), statement["predicate"]["resources"]
         found = [] if kinds != _KINDS else [_digest(row) for row in resources]
         ((name, subject),) = [(row["name"], row["digest"]["sha256"]) for row in statement["subject"]]
