@@ -40,7 +40,7 @@ _ROOMS = {
 }  # fmt: skip
 
 # A command makes little that refers to itself, and ends soon: looking for cycles among all that it made would only take time.
-gc.set_threshold(500_000)
+gc.set_threshold(10_000_000)  # a checkpoint of 200,000 tensors makes four million objects
 atexit.register(gc.freeze)
 
 

@@ -114,7 +114,12 @@ def inspect(path: File) -> Description:
     Raises:
         CkptError: see `ckpt_tools.open_checkpoint`.
     """
-    with collector_paused(), open_checkpoint(path) as checkpoint:
+    with collector_paused():
+        return _describe_file(path)  # the tree is gone before the collector comes back, which would walk through it
+
+
+def _describe_file(path: File) -> Description:
+    with open_checkpoint(path) as checkpoint:
         return describe(checkpoint)
 
 
