@@ -142,8 +142,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise SafetensorsError(f"The safetensors header has the key {repeated(pairs)!r} twice.")
-    for key in found:
-        no_surrogates(key)
+    if not all(map(str.isascii, found)):  # a call for each key takes longer than the rest
+        for key in found:
+            no_surrogates(key)
     return found
 
 
@@ -168,9 +169,9 @@ def _metadata(value: Any, warnings: list[Warned]) -> dict[str, str]:
 
 def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, tuple[int, ...], int, int]:
     """dtype, torch's shape, and the bytes' begin and end."""
-    if not isinstance(info, dict) or not {"dtype", "shape", "data_offsets"} <= info.keys():
+    if not isinstance(info, dict) or not info.keys() >= _FIELDS:
         raise SafetensorsError(f"Tensor {name!r} in the safetensors header lacks dtype, shape or data_offsets.")
-    for extra in info.keys() - {"dtype", "shape", "data_offsets"}:
+    for extra in info.keys() - _FIELDS if len(info) > len(_FIELDS) else ():
         limits.JSON_DEPTH.check(_depth(info[extra]), f"The safetensors header is nested too deep at tensor {name!r}.")
         if len(warnings) < MAX_WARNINGS:
             warnings.append(Warned("extra-field", f"tensor {name!r} has the unknown field {extra!r}"))
@@ -178,9 +179,9 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
     if dtype is None:
         raise SafetensorsError(f"Tensor {name!r} has the unknown dtype {brief(info['dtype'])}.")
     shape, offsets = info["shape"], info["data_offsets"]
-    if not isinstance(shape, list) or len(shape) > 1024 or any(type(size) is not int or size < 0 for size in shape):
+    if not isinstance(shape, list) or len(shape) > 1024 or not _are_counts(shape):
         raise SafetensorsError(f"Tensor {name!r} has the malformed shape {brief(shape)}.")
-    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(at) is not int or at < 0 for at in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_counts(offsets):
         raise SafetensorsError(f"Tensor {name!r} has the malformed data_offsets {brief(offsets)}.")
     begin, end = offsets
     bits = _elements(name, shape) * dtype.bits // dtype.packed
@@ -189,6 +190,13 @@ def _tensor_info(name: str, info: Any, warnings: list[Warned]) -> tuple[DType, t
     if end - begin != bits // 8:
         raise SafetensorsError(f"Tensor {name!r} needs {bits // 8} bytes and has the offsets {begin} to {end}.")
     return dtype, _torch_shape(name, shape, dtype), begin, end
+
+
+_FIELDS, _INTS = frozenset(("dtype", "shape", "data_offsets")), frozenset((int,))
+
+
+def _are_counts(values: list[Any]) -> bool:
+    return _INTS.issuperset(map(type, values)) and min(values, default=0) >= 0
 
 
 def _elements(name: str, shape: list[int]) -> int:

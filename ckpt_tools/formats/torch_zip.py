@@ -80,7 +80,7 @@ def _misplaced(source: Source, records: dict[str, Record], folder: str, storages
     from ckpt_tools.formats.zip.computed import misplaced
 
     said = (read_record(source, version, check=False), read_record(source, alignment, check=False) if alignment else b"64")
-    return misplaced(records, folder, ((key, storage.nbytes) for key, (_, storage) in storages.by_key.items()), *said)
+    return misplaced(((key, storage) for key, (_, storage) in storages.by_key.items()), folder, *said)
 
 
 _SMALL = 64  # bytes of a record that says one word
@@ -100,11 +100,11 @@ def _machine(stream: bytes, storages: Storages, keys: str) -> Machine:
 
 def _dead_bytes(directory: Directory, records: Mapping[str, Record], storages: Storages, data: str) -> int:
     """Bytes that nothing refers to: what an edit in place left behind, storages that no tensor is built on."""
-    contents = (storage.content for _, storage in storages.by_key.values())
-    used = {content.offset for content in contents if isinstance(content, RecordRange | Deflated)}
-    unused = (row.compressed for name, row in records.items() if name.startswith(data) and row.data not in used)
+    contents = [storage.content for _, storage in storages.by_key.values()]
+    used = {content.offset for content in contents if type(content) is RecordRange or type(content) is Deflated}
+    unused = [row.compressed for name, row in records.items() if row.data not in used and name.startswith(data)]
     head = directory.records[0].header if directory.records else 0
-    return head + sum(row.dead for row in directory.records) + sum(unused)
+    return head + sum([row.dead for row in directory.records]) + sum(unused)
 
 
 def by_name(directory: Directory, member: str = "") -> dict[str, Record]:

@@ -102,8 +102,12 @@ def _tensor(machine: State, found: re.Match[bytes], name: str) -> bool:
     check(made)
     if put_name:
         memo.append(name)
-    kept = (text, pid, *((shape,) if put_size else ()), *((strides,) if put_stride else ()), no_hooks, args, made)
-    memo.extend(kept)
+    memo += (text, pid)
+    if put_size:
+        memo.append(shape)
+    if put_stride:
+        memo.append(strides)
+    memo += (no_hooks, args, made)
     machine.stack[-1] = made
     machine.position = found.end()
     return True

@@ -38,6 +38,7 @@ from ckpt_tools.tree.nodes import (
 LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
 Locate = Callable[[str, int], Content | None]
 _NOT_THERE = Literal(b"")
+_TOO_MANY = 1 << 59  # elements
 
 
 class Storages:
@@ -60,7 +61,7 @@ class Storages:
                 why=f"Expected ('storage', class, key, location, size), found {_brief(pid)}.",
             )
         _, kind, key, device, numel = pid
-        if type(key) is not str or not key or type(device) is not str or type(numel) is not int or not _is_count(numel):
+        if type(key) is not str or not key or type(device) is not str or type(numel) is not int or not 0 <= numel < _TOO_MANY:
             raise PickleError(f"The pickle refers to a storage by a malformed id {_brief(pid)}.")
         known = self.by_key.get(key)
         if known is not None:
@@ -82,10 +83,6 @@ class Storages:
                 f"{len(missing)} of {len(self.by_key)} storages are not in the file: {some(missing)}.",
                 why="The pickle refers to them, and the zip has no such records.",
             )
-
-
-def _is_count(numel: int) -> bool:
-    return numel >= 0 and numel.bit_length() <= 59
 
 
 def storage_dtype(kind: Node) -> DType | None:

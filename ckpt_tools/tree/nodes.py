@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 from ckpt_tools.errors import TensorError
@@ -78,15 +79,12 @@ class Entry:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes that the elements need, row-major."""
-        return self.numel * self.dtype.bits // 8
+        return prod(self.shape) * self.dtype.bits // 8
 
     @property
     def span(self) -> int:
@@ -247,6 +245,7 @@ def as_dict(node: Node) -> Dict:
     return node
 
 
+@lru_cache(maxsize=4096)
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a row-major tensor of this shape, as torch counts them (a size of 0 counts as 1)."""
     strides, step = [], 1

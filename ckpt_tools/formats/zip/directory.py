@@ -66,7 +66,7 @@ class Record:
     @property
     def dead(self) -> int:
         """Bytes between its data descriptor and what follows that belong to no record; none when it may be padding."""
-        gap = self.following - self.end - DESCRIPTOR_64
+        gap = self.following - self.data - self.compressed - DESCRIPTOR_64
         return gap if gap >= ALIGNMENT else 0
 
 
