@@ -22,7 +22,7 @@ from ckpt_tools.tree.nodes import (
     Pair,
     SetItems,
 )
-from ckpt_tools.tree.visit import is_short_row
+from ckpt_tools.tree.visit import worth_a_look
 
 _WITH_STATE = (
     "torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2",
@@ -51,8 +51,8 @@ def validate(root: Node) -> list[str]:
         if depth > deepest:
             raise limits.DEPTH.error("The pickle is nested too deep.")
         below: list[Node] = []
-        for node in level:
-            if type(node) in PLAIN or (type(node) is Entry and node.extras is None) or id(node) in seen or is_short_row(node):
+        for node in worth_a_look(level):
+            if (type(node) is Entry and node.extras is None) or id(node) in seen:
                 continue
             seen.add(id(node))
             parts = _validate_one(node, keys)

@@ -7,8 +7,9 @@ from typing import Any
 
 from ckpt_tools.pickling.state import python3_name
 from ckpt_tools.tree.nodes import CONTAINERS, PLAIN, ByteString, Entry, Global, Node, Storage
-from ckpt_tools.tree.visit import parts
+from ckpt_tools.tree.visit import ROWS, contents, parts
 
+ROW, FEW = 256, 16  # parts that are looked at together; fewer than that are looked at one by one
 _LONG = 64  # bytes, or characters, of a value that goes through the memo
 _SHORT = frozenset((type(None), bool, float))
 
@@ -41,20 +42,43 @@ class Survey:
                 if type(node) is Entry and node.extras is None:  # the many
                     found[id(node.storage)] = node.storage
                 else:
-                    todo += _worth_a_look(node)
+                    todo += self._worth_a_look(parts(node))
         self.storages = list(found.values())
+
+    def _worth_a_look(self, below: Sequence[Node]) -> list[Node]:
+        """Those of the parts of a node that may be shared: no short values, nor what has been noted already."""
+        if not below or are_short(below) or are_short_bytes(below):
+            return []
+        if len(below) < FEW:
+            return [part for part in below if type(part) not in PLAIN or is_long(part)]
+        found: list[Node] = []
+        for start in range(0, len(below), ROW):
+            row = below[start : start + ROW]
+            if not self._note_leaves(row):
+                found += [part for part in row if type(part) not in PLAIN or is_long(part)]
+        return found
+
+    def _note_leaves(self, row: Sequence[Node]) -> bool:
+        """Whether a row is one of small containers that are met for the first time: they are in `seen` then."""
+        found = leaves(row)
+        ids = set(map(id, found or ()))
+        if found is None or len(ids) < len(found) or not self.seen.isdisjoint(ids):
+            return False
+        self.seen |= ids
+        return True
 
     def _note_global(self, node: Global) -> None:
         if "." in node.name or "\n" in node.module + node.name or python3_name(*_pair(node)) != _pair(node):
             self.protocol = 4
 
 
-def _worth_a_look(node: Node) -> list[Node]:
-    """The parts of a node that may be shared: no short values."""
-    below = parts(node)
-    if not below or are_short(below) or are_short_bytes(below):
-        return []
-    return [part for part in below if type(part) not in PLAIN or is_long(part)]
+def leaves(row: Sequence[Node]) -> list[Node] | None:
+    """The dicts, lists and tuples of a row in which these and short values are all, and they hold short values; else None."""
+    found = [item for item in row if type(item) in ROWS]
+    inner = contents(found, FEW * len(row)) if found else None
+    if inner is None or not are_short([item for item in row if type(item) not in ROWS]):
+        return None
+    return found if are_short(inner) else None
 
 
 def are_short_bytes(items: Sequence[Any]) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ContainerLimitError, PickleError
 from ckpt_tools.pickling.opcodes.encoding import ENCODERS, TUPLES, U32, int_tuple, integer, text_of
 from ckpt_tools.pickling.state import ORDERED_DICT
-from ckpt_tools.pickling.survey import Survey, are_short, are_short_bytes
+from ckpt_tools.pickling.survey import FEW, ROW, Survey, are_short, are_short_bytes, leaves
 from ckpt_tools.tree.nodes import (
     PLAIN,
     Append,
@@ -31,8 +31,8 @@ from ckpt_tools.tree.nodes import (
     SetItems,
     Storage,
 )
+from ckpt_tools.tree.visit import ROWS
 
-_ROW = 256
 _MOST_TEXTS = 65_536  # that may come again, remembered at a time
 _SETS = (Global("builtins", "set"), Global("builtins", "frozenset"))
 _UNTYPED_STORAGE = Global("torch.storage", "UntypedStorage")
@@ -78,7 +78,7 @@ class _Done:
 
 @final
 class _Values:
-    """Plain values in a row, written without asking for each what it is."""
+    """Plain values in a row, written without asking for each what it is; or such and small containers of such."""
 
     __slots__ = ("items",)
 
@@ -176,7 +176,7 @@ class _Writer:
             self.out += b"]"
             if id(node) in self.shared:
                 self.remember(id(node))
-            return _elements(node.items)
+            return self.elements(node.items)
         if type(node) is Object:
             return self.object(node)
         if not node:
@@ -185,7 +185,7 @@ class _Writer:
         if len(node) < 4:
             return [*node, _Done(TUPLES[len(node)], node)]
         self.out += b"("
-        return [*_in_rows(node), _Done(b"t", node)]
+        return [*self.in_rows(node), _Done(b"t", node)]
 
     def dict(self, node: Dict) -> list[_Todo]:
         if node.ordered:
@@ -198,7 +198,7 @@ class _Writer:
             return attributes
         self.out += b"("
         rest = node.items[self.names_and_entries(node.items) :]
-        return [*_in_rows([part for pair in rest for part in pair]), _Done(b"u"), *attributes]
+        return [*self.in_rows([part for pair in rest for part in pair]), _Done(b"u"), *attributes]
 
     def names_and_entries(self, pairs: list[tuple[Node, Node]]) -> int:
         """Write the first pairs at once, as long as they are names and plain entries; how many they are."""
@@ -216,7 +216,7 @@ class _Writer:
         self.begin(node)
         todo: list[_Todo] = [node.function]
         if node.call == "reduce" and node.function in _SETS and (elements := _one_list(node.args)):
-            todo += [_Done(b"]"), *_elements(elements.items), _Done(b"\x85R", node)]
+            todo += [_Done(b"]"), *self.elements(elements.items), _Done(b"\x85R", node)]
         elif node.call == "new":
             todo += [node.args, _Done(b"\x81", node)]
         elif node.call == "new_ex":
@@ -226,9 +226,9 @@ class _Writer:
             todo += [node.args, _Done(b"R", node)]
         for step in node.steps:
             if type(step) is SetItems:
-                todo += _items(step.pairs)
+                todo += self.pairs(step.pairs)
             elif type(step) is Append:
-                todo += _elements(step.items)
+                todo += self.elements(step.items)
             else:
                 todo += [step.state, _Done(b"b")]
         return todo if node.call != "none" else [*todo, _Done(b"", node)]
@@ -313,6 +313,38 @@ class _Writer:
             return [function, *arguments, _Done(b"R", entry)]
         return [_REBUILD_FROM_TYPE, _Done(b"("), function, extras.python_type, *arguments, extras.state, _Done(b"tR", entry)]
 
+    # --- the parts of a node, in rows
+
+    def elements(self, items: list[Node]) -> list[_Todo]:
+        return [_Done(b"("), *self.in_rows(items), _Done(b"e")] if items else []
+
+    def pairs(self, pairs: list[tuple[Node, Node]]) -> list[_Todo]:
+        return [_Done(b"("), *self.in_rows([part for pair in pairs for part in pair]), _Done(b"u")] if pairs else []
+
+    def in_rows(self, items: Sequence[Node]) -> list[_Todo]:
+        """The same, with plain values and small containers that follow one another put together where there are many."""
+        if len(items) < FEW:
+            return list(items)
+        if PLAIN.issuperset(map(type, items)):
+            return [_Values(items)]
+        rows: list[_Todo] = []
+        for start in range(0, len(items), ROW):
+            row = items[start : start + ROW]
+            if self.are_leaves(row):
+                rows.append(_Values(row))
+            else:
+                rows += _runs(row)
+        return rows
+
+    def are_leaves(self, row: Sequence[Node]) -> bool:
+        """Whether none of a row goes through the memo, and all that it holds is short."""
+        found = leaves(row)
+        return (
+            found is not None
+            and self.shared.isdisjoint(map(id, row))
+            and not any(type(node) is Dict and node.ordered for node in found)
+        )
+
     # --- nodes without parts
 
     def leaf(self, node: Node) -> None:
@@ -325,15 +357,18 @@ class _Writer:
 
     def values(self, items: Sequence[Node]) -> None:
         """Plain values one after another."""
-        for start in range(0, len(items), _ROW):
-            row = items[start : start + _ROW]
+        for start in range(0, len(items), ROW):
+            row = items[start : start + ROW]
             if are_short(row):
                 self.many_short(row)
             elif are_short_bytes(row):
                 self.many_bytes(row)
             else:
                 for item in row:
-                    self.leaf(item)
+                    if type(item) in ROWS:
+                        self.out += self.small(item)
+                    else:
+                        self.leaf(item)
 
     def many_short(self, row: Sequence[Any]) -> None:
         """Short values; those of one type, which are the many, without looking at each."""
@@ -343,7 +378,21 @@ class _Writer:
         elif len(kinds) == 1 and str not in kinds:
             self.out += b"".join(map(ENCODERS[kinds.pop()], row))
         else:
-            self.out += b"".join([self.short_text(item) if type(item) is str else ENCODERS[type(item)](item) for item in row])
+            self.out += b"".join(map(self.short, row))
+
+    def small(self, node: Node) -> bytes:
+        """A dict, list or tuple of short values that does not go through the memo."""
+        if type(node) is tuple:
+            written = b"".join(map(self.short, node))
+            return written + TUPLES[len(node)] if len(node) in TUPLES else b"(%bt" % written
+        if type(node) is List:
+            return b"](%be" % b"".join(map(self.short, node.items)) if node.items else b"]"
+        assert type(node) is Dict
+        return b"}(%bu" % b"".join(map(self.short, chain.from_iterable(node.items))) if node.items else b"}"
+
+    def short(self, item: Any) -> bytes:
+        """A short value."""
+        return self.short_text(item) if type(item) is str else ENCODERS[type(item)](item)
 
     def value(self, node: Node) -> None:
         if type(node) is str:
@@ -434,16 +483,8 @@ class _Writer:
         return storage.key if self.keys is None else self.keys[id(storage)]
 
 
-def _elements(items: list[Node]) -> list[_Todo]:
-    return [_Done(b"("), *_in_rows(items), _Done(b"e")] if items else []
-
-
-def _in_rows(items: Sequence[Node]) -> list[_Todo]:
-    """The same, with plain values that follow one another put together where there are many."""
-    if len(items) < _ROW:
-        return list(items)
-    if PLAIN.issuperset(map(type, items)):
-        return [_Values(items)]
+def _runs(items: Sequence[Node]) -> list[_Todo]:
+    """The same, with plain values that follow one another put together."""
     rows: list[_Todo] = []
     for plain, run in groupby(items, lambda item: type(item) in PLAIN):
         members = list(run)
@@ -459,10 +500,6 @@ def _put(index: int) -> bytes:
 def _one_list(args: Node) -> List | None:
     """The one argument of a set: a list, which the set copies and nothing else sees."""
     return args[0] if type(args) is tuple and len(args) == 1 and type(args[0]) is List else None
-
-
-def _items(pairs: list[tuple[Node, Node]]) -> list[_Todo]:
-    return [_Done(b"("), *_in_rows([part for pair in pairs for part in pair]), _Done(b"u")] if pairs else []
 
 
 def _likeness(entry: Entry) -> tuple[Any, ...]:

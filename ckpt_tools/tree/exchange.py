@@ -22,6 +22,7 @@ from ckpt_tools.tree.nodes import (
     SetItems,
     Step,
 )
+from ckpt_tools.tree.visit import chunks
 
 
 class Drop(Enum):
@@ -143,7 +144,14 @@ def _edit_pairs(pairs: list[Pair], exchange: Swap, kept: frozenset[type]) -> lis
 def _edit_list(items: list[Node], exchange: Swap, kept: frozenset[type]) -> list[Node]:
     if kept.issuperset(map(type, items)):
         return items
-    return [item for item in map(exchange, items) if item is not DROP]
+    edited: list[Node] = []
+    for chunk, same in chunks(items, kept, dicts=True):
+        if same.issuperset(map(type, chunk)):
+            edited += chunk
+        else:
+            new = [item if type(item) in same else exchange(item) for item in chunk]
+            edited += [item for item in new if item is not DROP]
+    return edited
 
 
 def _exchange_tuple(root: tuple[Node, ...], leaf: Swap, done: dict[int, tuple[Node | Drop, Node | Drop]]) -> Node | Drop:
