@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, fields
 from itertools import chain, islice
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckpt_tools import limits
@@ -55,6 +56,7 @@ if TYPE_CHECKING:  # few files have parts of tensors
 MAX_VALUES = 1000
 MAX_TEXT = 4096
 _SHOWN_ITEMS = 32
+_ENTRIES = frozenset((Entry,))
 _ROW = frozenset((type(None), bool, int, float, str))
 
 
@@ -148,10 +150,12 @@ def find_findings(checkpoint: Checkpoint, safety: Safety | None = None) -> list[
 
 def _gather(checkpoint: Checkpoint, safety: Safety | None = None) -> tuple[_Rows, Facts]:
     """A row for each tensor, and what findings are told from."""
-    rows, state_dicts, totals = _measure(checkpoint)
+    names = [(state_dict.where, state_dict.names) for state_dict in checkpoint.state_dicts]
+    rows, state_dicts, totals = _measure(checkpoint, names)
     safety = of_checkpoint(checkpoint) if safety is None else safety
     loads = how_it_loads(checkpoint, safety.classes)
-    return rows, Facts(checkpoint, state_dicts, totals, safety, loads, partition(checkpoint), _adapter_row(checkpoint))
+    adapter = _adapter_row(checkpoint, chain.from_iterable(own for _, own in names))
+    return rows, Facts(checkpoint, state_dicts, totals, safety, loads, partition(checkpoint), adapter)
 
 
 def _part_row(part: Partition) -> dict[str, Any]:
@@ -176,9 +180,8 @@ def _quantised_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
     return summary(checkpoint)
 
 
-def _adapter_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
+def _adapter_row(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Any] | None:
     """What an adapter is, told by its names and by the configuration beside it."""
-    names = (name for state_dict in checkpoint.state_dicts for name in state_dict.names)
     if not any("lora" in name or name.startswith("base_model.model.") for name in names):
         return None
     from ckpt_tools.edit.lora.summary import summary
@@ -187,15 +190,15 @@ def _adapter_row(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 _Rows: TypeAlias = list[dict[str, Any]]
+_Names: TypeAlias = list[tuple[Where, list[str]]]  # where each state dict is, and the names in it
 
 
-def _measure(checkpoint: Checkpoint) -> tuple[_Rows, _Rows, dict[str, Any]]:
+def _measure(checkpoint: Checkpoint, names: _Names) -> tuple[_Rows, _Rows, dict[str, Any]]:
     """A row for each tensor and each state dict; the totals."""
-    tensors = checkpoint.tensors
-    names = {state_dict.where: frozenset(state_dict.names) for state_dict in checkpoint.state_dicts}
+    inside = {where: frozenset(own) for where, own in names}
     reader = _part_reader() if names_parts(checkpoint) else None
-    rows = [_tensor_row(tensor, names, reader) for tensor in tensors]
-    state_dicts = _state_dicts(checkpoint, rows)
+    rows = [_tensor_row(tensor, inside, reader) for tensor in checkpoint.tensors]
+    state_dicts = _state_dicts(names, rows)
     totals = {
         "tensors": len(rows),
         "elements": _numbers(rows),
@@ -218,22 +221,26 @@ def _tensor_row(tensor: Tensor, names: dict[Where, frozenset[str]], reader: Part
     where, node = tensor.where, tensor.node
     last = where[-1] if where else None
     name = last if isinstance(last, str) and last in names.get(where[:-1], ()) else None
-    row: dict[str, Any] = {"where": list(where), "name": name}
-    if type(node) is Entry:
-        storage = node.storage
-        return row | {
-            "dtype": node.dtype.name, "shape": list(node.shape), "stride": list(node.stride), "offset": node.offset,
-            "device": storage.device, "bytes": node.nbytes, "storage": storage.key, "requires_grad": node.requires_grad,
-            "kind": node.kind,
-        }  # fmt: skip
+    if type(node) is not Entry:
+        return {"where": list(where), "name": name} | _of_unusual(tensor, node, reader)
+    storage = node.storage
+    return {  # one dict, at once: there may be 200,000
+        "where": list(where), "name": name, "dtype": node.dtype.name, "shape": list(node.shape), "stride": list(node.stride),
+        "offset": node.offset, "device": storage.device, "bytes": node.nbytes, "storage": storage.key,
+        "requires_grad": node.requires_grad, "kind": node.kind,
+    }  # fmt: skip
+
+
+def _of_unusual(tensor: Tensor, node: Object, reader: PartReader | None) -> dict[str, Any]:
+    """What there is to say of a tensor that is not a plain view on a storage."""
     unusual = tensor.unusual
     assert unusual is not None
     if reader is not None:
         with contextlib.suppress(TensorError):  # what cannot be placed is told by a finding
             if (part := reader.read(node)) is not None:
-                return row | _of_part(part)
+                return _of_part(part)
     storages = _storages(node)
-    return row | {
+    return {
         "dtype": unusual.dtype.name if unusual.dtype else None,
         "shape": _list(unusual.shape), "stride": _list(unusual.stride), "offset": None,
         "device": "meta" if unusual.kind == "meta" else storages[0].device if storages else None,
@@ -265,29 +272,23 @@ def _storages(node: Node) -> list[Storage]:
 
 def _numbers(rows: list[dict[str, Any]]) -> int:
     """How many numbers the tensors hold."""
-    total = 0
-    for row in rows:
-        count = 1
-        for size in row["shape"] or ():
-            count *= size
-        total += count
-    return total
+    return sum([prod(row["shape"] or ()) for row in rows])
 
 
-def _state_dicts(checkpoint: Checkpoint, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _state_dicts(names: _Names, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     below: dict[Where, list[dict[str, Any]]] = {}
     for row in rows:
         if row["name"] is not None:
             below.setdefault(tuple(row["where"][:-1]), []).append(row)
     return [
         {
-            "where": list(state_dict.where),
-            "tensors": len(own := below.get(state_dict.where, [])),
+            "where": list(where),
+            "tensors": len(own := below.get(where, [])),
             "parameters": _numbers(own),
             "bytes": sum(row["bytes"] for row in own),
-            "wrappers": list(wrappers_in(state_dict.names)),
+            "wrappers": list(wrappers_in(own_names)),
         }
-        for state_dict in checkpoint.state_dicts
+        for where, own_names in names
     ]
 
 
@@ -322,7 +323,7 @@ def _holds_no_values(node: Node) -> bool:
     if type(node) is Object and type(node.function) is Global:
         return not is_known(node.function) or as_value(node) is not None or is_tensor(node) or "numpy" in node.function.module
     if type(node) is Dict:
-        return not node.items or is_optimizer(node)
+        return _ENTRIES.issuperset(type(value) for _, value in node.items) or is_optimizer(node)
     return is_tensor(node) or _is_row(node)
 
 

@@ -29,10 +29,13 @@ class Sharing:
 
 def find_sharing(checkpoint: Checkpoint) -> Sharing:
     """The groups of a checkpoint, in order; tensors without bytes are in none."""
+    entries = [(tensor.where, tensor.node) for tensor in checkpoint.tensors if type(tensor.node) is Entry]
+    if len({id(entry.storage) for _, entry in entries}) == len(entries):  # as in most files
+        return Sharing()
     groups: dict[int, list[tuple[Where, Entry]]] = {}
-    for tensor in checkpoint.tensors:
-        if type(tensor.node) is Entry and tensor.node.nbytes:
-            groups.setdefault(id(tensor.node.storage), []).append((tensor.where, tensor.node))
+    for where, entry in entries:
+        if entry.nbytes:
+            groups.setdefault(id(entry.storage), []).append((where, entry))
     state_dicts = {state_dict.where: frozenset(state_dict.names) for state_dict in checkpoint.state_dicts}
     found = Sharing()
     for group in groups.values():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.render.inspected.lines import Line, folded, line_of, name_of
+from ckpt_tools.render.inspected.lines import Line, folded, line_of
 from ckpt_tools.render.inspected.optimizers import Where, optimizer_of
 from ckpt_tools.render.text import counted
 
@@ -50,16 +50,24 @@ def lines_of(groups: Groups, *, optimizers: bool) -> list[Line]:
     lines: list[Line] = []
     alike: dict[tuple[Any, ...], str] = {}
     for rows in groups.state_dicts.values():
-        prefix = shared_prefix([name_of(row) for row in rows])
-        what = tuple((name_of(row)[len(prefix) :], tuple(row["shape"] or ()), row["dtype"], row["device"]) for row in rows)
-        own = _headed(prefix, folded(list(map(line_of, rows))))
-        if (before := alike.setdefault(what, prefix)) is not prefix and len(own) > _FEW:
-            own = [_reference(prefix, before, rows)]
+        own = list(map(line_of, rows))
+        names = [line.name for line in own]
+        prefix = shared_prefix(names)
+        own = _headed(prefix, folded(own))
+        if len(groups.state_dicts) > 1:
+            what = tuple(_told(name.removeprefix(prefix), row) for name, row in zip(names, rows, strict=True))
+            if (before := alike.setdefault(what, prefix)) is not prefix and len(own) > _FEW:
+                own = [_reference(prefix, before, rows)]
         lines += own
     lines += folded(list(map(line_of, groups.others)))
     for rows in groups.optimizers.values() if optimizers else ():
         lines += folded(list(map(line_of, rows)))
     return lines
+
+
+def _told(name: str, row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a table tells of a tensor but its size."""
+    return name, tuple(row["shape"] or ()), row["dtype"], row["device"]
 
 
 def shared_prefix(names: Sequence[str]) -> str:

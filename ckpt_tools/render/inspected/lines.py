@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeAlias
 
 from ckpt_tools.text import shape_text
 
 _MOST_LEAVES = 48  # characters that the leaves of one parent, or their shapes, may take in a folded line
 _KEPT_LEAVES = 3
-_NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?=\.)")
+_NUMBER = re.compile(r"(?<![^.])([0-9]{1,9})(?=\.)")
 _NUMBERS = 3  # of a name that are tried
 _SHOWN_RANGES = 8
 _Numbered: TypeAlias = "list[tuple[str, Line]]"  # with the text of the number in its name
@@ -144,12 +143,13 @@ def _fold_blocks(lines: list[Line], place: int) -> list[Line]:
     In a state dict the shapes must agree too; outside one (optimizer state) they may differ.
     """
     groups: dict[tuple[str, tuple[str, ...], str, str, int], _Numbered] = {}
+    at = 2 * place + 1
     for line in lines:
-        match = next(islice(_NUMBER.finditer(line.name), place, None), None)
-        pattern = line.name[: match.start()] + "\0" + line.name[match.end() :] if match else line.name
-        number = match.group() if match else ""
-        shapes = tuple(line.shapes) if line.named or not match else ()
-        groups.setdefault((pattern, shapes, line.dtype, line.device, line.repeats), []).append((number, line))
+        parts, number = _NUMBER.split(line.name, place + 1), ""
+        if len(parts) > at:
+            number, parts[at] = parts[at], "\0"
+        shapes = tuple(line.shapes) if line.named or not number else ()
+        groups.setdefault(("".join(parts), shapes, line.dtype, line.device, line.repeats), []).append((number, line))
     return [_one_of(pattern, *part) for (pattern, *_), group in groups.items() for part in _by_width(group)]
 
 
