@@ -202,8 +202,8 @@ PARTS = {f"formats.parts.{name}" for name in ("rank_parts", "siblings", "groupin
 WRITING = {"io.temporaries", "io.attributes", "io.writer", "io.cloning", "io.in_place.journal", "operations.convert.run"}
 OTHERS = {"io.in_place.rollback", "operations.in_folders", "shutil", "click.shell_completion"}
 UNUSED = {
-    "inspect FILE": PARTS | WRITING | OTHERS | {"json"},
-    "inspect --json FILE": PARTS | WRITING | OTHERS | {"rich"},
+    "inspect FILE": PARTS | WRITING | OTHERS | {"json", "rich"},
+    "inspect --json FILE": PARTS | WRITING | OTHERS | {"rich", "render.description"},
     "convert FILE OUT --strip-module": PARTS | OTHERS | {"formats.safetensors", "values.numeric", "json"},
 }
 

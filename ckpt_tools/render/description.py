@@ -5,10 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from ckpt_tools.frozen import frozen
 from ckpt_tools.render.inspected.groups import Rows, grouped, lines_of
 from ckpt_tools.render.inspected.lines import Line, by_depth, line_of
@@ -33,6 +29,9 @@ from ckpt_tools.text import (
 from ckpt_tools.tree.globs import Globs, meant_by
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from ckpt_tools.operations.inspect import Description
 
 Sort = Literal["name", "size", "file"]
@@ -149,7 +148,7 @@ def _lines(rows: Rows, view: View) -> tuple[list[Line], dict[Where, Rows]]:
     return lines_of(groups, optimizers=not closed), closed
 
 
-def _tensor_table(lines: list[Line], view: View, out: Console) -> Table:
+def _tensor_table(lines: list[Line], view: View, out: Console) -> Table | str:
     shown = lines if view.all else lines[:SHOWN_ROWS]
     columns = {
         "shape": [_shape_text(line) for line in shown],
@@ -172,6 +171,7 @@ def _shape_text(line: Line) -> str:
 
 
 def _tensor_tree(rows: list[dict[str, Any]], view: View) -> Any:
+    from rich.text import Text
     from rich.tree import Tree
 
     root = Tree("(root)", guide_style="dim")

@@ -135,7 +135,7 @@ def _value(row: ValueChange) -> str:
     return f"{sign} {row.where} = {shortened(str(row.right if row.kind == 'added' else row.left), 60)}"
 
 
-def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Console, *, measured: bool) -> Table:
+def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Console, *, measured: bool) -> Table | str:
     shown = rows[:limit]
     names = [printable(row.where) for row in shown]
     headings = ("max abs", "max rel", "L2", "cosine", "changed") if measured else ("shape", "dtype")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckpt_tools.render.text import show
+from ckpt_tools.render.plain import Plain, laid_out
+from ckpt_tools.render.text import may_be_terminal, print_parts, show
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
@@ -28,13 +28,17 @@ def rows_of(label: str, lines: Sequence[str], limit: int | None = 10, rest: str 
 
 def print_rows(rows: Sequence[Row], out: Console) -> None:
     """Two columns, a dim label and what there is to say."""
+    rows = [(label, _safe(text)) for label, text in rows]
+    if isinstance(out, Plain) and (text := laid_out(rows)) is not None:
+        out.print(text)
+        return
     from rich.table import Table
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text in rows:
-        grid.add_row(label, _safe(text))
+    for row in rows:
+        grid.add_row(*row)
     out.print(grid)
 
 
@@ -45,14 +49,12 @@ def _safe(text: str) -> str:
 
 def print_title(title: str, out: Console) -> None:
     """The first line of a page."""
-    from rich.text import Text
-
-    out.print(Text(printable(title), style="bold"), soft_wrap=True)
+    print_parts(out, (printable(title), "bold"))
 
 
 def show_rows(title: str, rows: Sequence[Row]) -> None:
     """A page of a title and rows to standard output, without rich in a pipe."""
-    if sys.stdout.isatty() or os.environ.get("FORCE_COLOR"):
+    if may_be_terminal():
         show(partial(_print_page, title, rows))
         return
     width = max((len(label) for label, _ in rows), default=0)
@@ -98,7 +100,7 @@ _NAME_WIDTH = 30  # what a column of names should have at least, before others a
 def name_table(
     heading: str, names: Sequence[str], columns: dict[str, list[str]], out: Console, *, right: Collection[str] = (),
     optional: Sequence[str] = (), styles: Sequence[str] = (),
-) -> Table:  # fmt: skip
+) -> Table | str:  # fmt: skip
     """A column of names, and what is said about each; `names` may be longer than the columns by a line for the rest.
 
     Where the terminal is narrow, columns in `optional` that say the same in every row are left out in that order, and names
@@ -116,13 +118,20 @@ def name_table(
         ):
             del columns[name]
     room = max(room_for_names(columns, out), _NAME_WIDTH // 2)
+    rows = [
+        (wrapped(text, room), *(texts[index] if index < len(texts) else "" for texts in columns.values()))
+        for index, text in enumerate(names)
+    ]
+    if isinstance(out, Plain):
+        places = {place for place, name in enumerate(columns, 1) if name in right}
+        if (text := laid_out([(heading, *columns), *rows], places)) is not None:
+            return text
     table = plain_table()
     table.add_column(heading, overflow="fold")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name in right)
-    for index, text in enumerate(names):
-        cells = (texts[index] if index < len(texts) else "" for texts in columns.values())
-        table.add_row(wrapped(text, room), *cells, style=styles[index] if index < len(styles) else None)
+    for index, row in enumerate(rows):
+        table.add_row(*row, style=styles[index] if index < len(styles) else None)
     return table
 
 

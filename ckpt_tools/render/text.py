@@ -5,11 +5,13 @@ rich is imported when something is drawn with it.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from ckpt_tools.errors import CkptError, DamagedFileError
+from ckpt_tools.render.plain import PIPE_WIDTH, Plain
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
 
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ckpt_tools.operations.inspect import Description
-
-PIPE_WIDTH = 1000  # in a pipe no line is broken: grep and copy-paste need whole names
 
 
 def size_text(count: int) -> str:
@@ -44,14 +44,28 @@ def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
 
 
 def show(render: Callable[[Console], None]) -> None:
-    """Render to standard output; in a pipe without the blanks that fill up table cells."""
-    out = console()
-    if out.is_terminal:
+    """Render to standard output; in a pipe as plain text."""
+    if may_be_terminal() and (out := console()).is_terminal:
         render(out)
         return
-    with out.capture() as captured:
-        render(out)
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    page = Plain()
+    render(cast("Console", page))
+    sys.stdout.write(page.text)
+
+
+def may_be_terminal() -> bool:
+    """Whether standard output is a terminal, or the environment asks rich to take it for one."""
+    return sys.stdout.isatty() or any(map(os.environ.get, ("FORCE_COLOR", "TTY_COMPATIBLE")))
+
+
+def print_parts(out: Console, *parts: tuple[str, str]) -> None:
+    """A line of texts, each with its style."""
+    if isinstance(out, Plain):
+        out.print("".join(text for text, _ in parts), soft_wrap=True)
+        return
+    from rich.text import Text
+
+    out.print(Text.assemble(*parts), soft_wrap=True)
 
 
 def loading_row(weights_only: Mapping[str, Any]) -> tuple[str, str]:
@@ -121,20 +135,18 @@ _SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
 
 def print_finding(finding: Finding, out: Console, *, with_code: bool = False) -> None:
     """What was found, what was expected, what PyTorch says about it, what mends it; with the code that --ignore takes."""
-    from rich.text import Text
-
     from ckpt_tools.render.wording import as_options, found_in
 
     where = f" in {path_text(finding.where)}" if finding.where else ""
     code = f" [{finding.code}]" if with_code else ""
-    head = Text(f"{finding.severity}{code}{where}: ", style=_SEVERITY[finding.severity])
-    out.print(head + Text(printable(found_in(finding)), style="default"), soft_wrap=True)
+    head = f"{finding.severity}{code}{where}: "
+    print_parts(out, (head, _SEVERITY[finding.severity]), (printable(found_in(finding)), "default"))
     if finding.expected:
-        out.print(Text(f"  expected {printable(as_options(finding.expected))}", style="dim"), soft_wrap=True)
+        print_parts(out, (f"  expected {printable(as_options(finding.expected))}", "dim"))
     if finding.says:
-        out.print(Text(f"  {printable(quoted(finding.says))}", style="dim"), soft_wrap=True)
+        print_parts(out, (f"  {printable(quoted(finding.says))}", "dim"))
     if finding.fix:
-        out.print(Text(f"  {printable(as_options(finding.fix))}", style="green"), soft_wrap=True)
+        print_parts(out, (f"  {printable(as_options(finding.fix))}", "green"))
 
 
 def state_dict_text(row: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ckpt_tools.render.text import PIPE_WIDTH
+from ckpt_tools.render.plain import PIPE_WIDTH
 from ckpt_tools.text import printable, shape_text
 
 if TYPE_CHECKING:

@@ -84,7 +84,7 @@ def _share(numbers: dict[str, Any] | None) -> float:
     return numbers["zeros"] / numbers["elements"] if numbers and numbers["elements"] else 0.0
 
 
-def _table(rows: Sequence[_Row], total: _Row, out: Console, *, modules: bool) -> Table:
+def _table(rows: Sequence[_Row], total: _Row, out: Console, *, modules: bool) -> Table | str:
     """On a narrow terminal histograms are drawn with half as many bars, then what there is no room for is left out."""
     everything = [*rows, total]
     names = [printable(row.name) for row in everything]

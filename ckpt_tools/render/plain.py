@@ -1,0 +1,71 @@
+"""Pages in a pipe: plain text, laid out without rich wherever that gives the same. To import rich takes longest of all."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+PIPE_WIDTH = 1000  # in a pipe no line is broken: grep and copy-paste need whole names
+
+
+class Plain:
+    """What a page is printed on in a pipe: of rich's Console it has what pages use. rich draws what is not text yet."""
+
+    width = PIPE_WIDTH
+
+    def __init__(self) -> None:
+        self._file = io.StringIO()
+        self._console: Any = None
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of standard output."""
+        return sys.stdout.encoding or "utf-8"  # none, where it is kept as text
+
+    @property
+    def text(self) -> str:
+        """What was printed, without the blanks that fill up table cells."""
+        return "".join(f"{line.rstrip()}\n" for line in self._file.getvalue().splitlines())
+
+    def print(self, what: Any = "", *, soft_wrap: bool = False) -> None:
+        """Print text, or anything that rich draws; text without `soft_wrap` is broken into lines at the width."""
+        if type(what) is str and (soft_wrap or is_simple(what)):
+            self._file.write(f"{what}\n")
+            return
+        if self._console is None:
+            from rich.console import Console
+
+            self._console = Console(file=self._file, highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
+        self._console.print(what, soft_wrap=soft_wrap)
+
+
+def is_simple(text: str) -> bool:
+    """Whether each character takes one column, and no line is too wide for a pipe."""
+    return text.isascii() and max(map(len, text.split("\n"))) <= PIPE_WIDTH
+
+
+def laid_out(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str | None:
+    """Cells in columns with two blanks between, some set to the right; None where rich must see to it.
+
+    >>> print(laid_out([["tensor", "bytes"], ["conv1\\n  .weight", "4 B"]], right={1}))
+    tensor     bytes
+    conv1        4 B
+      .weight
+    """
+    cells = [[cell.split("\n") for cell in row] for row in rows]
+    columns = [[line for cell in column for line in cell] for column in zip(*cells, strict=True)]
+    widths = [max(map(len, lines)) for lines in columns]
+    if sum(widths) + 2 * len(widths) > PIPE_WIDTH or not all(map(str.isascii, map("".join, columns))):
+        return None
+    made = []
+    for row in cells:
+        for index in range(max(map(len, row))):
+            texts = [cell[index] if index < len(cell) else "" for cell in row]
+            line = [
+                text.rjust(width) if place in right else text.ljust(width)
+                for place, (text, width) in enumerate(zip(texts, widths, strict=True))
+            ]
+            made.append("  ".join(line).rstrip())
+    return "\n".join(made)
