@@ -231,7 +231,7 @@ def _key(content: Range) -> tuple[int, int, int]:
 
 def _sources(root: Node) -> list[RecordRange]:
     """The records that the tree's storages are, or are worked out of."""
-    storages = {id(node): node for node in reachable(root) if type(node) is Storage}
+    storages = {id(node): node for node in reachable(root, dicts=False) if type(node) is Storage}
     found: dict[int, RecordRange] = {}
     pending: list[Content] = [storage.content for storage in storages.values()]
     while pending:

@@ -44,6 +44,7 @@ def validate(root: Node) -> list[str]:
     """
     keys = _Keys()
     seen: set[int] = set()
+    met: set[int] = set()
     level: Sequence[Node] = [root]
     depth, deepest = 0, limits.DEPTH.value
     while level:
@@ -51,7 +52,7 @@ def validate(root: Node) -> list[str]:
         if depth > deepest:
             raise limits.DEPTH.error("The pickle is nested too deep.")
         below: list[Node] = []
-        for node in worth_a_look(level):
+        for node in worth_a_look(level, met):
             if (type(node) is Entry and node.extras is None) or id(node) in seen:
                 continue
             seen.add(id(node))

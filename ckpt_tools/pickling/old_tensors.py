@@ -52,7 +52,9 @@ def modernise(root: Node, names: Iterable[Global]) -> Node:
     Raises:
         TensorError: a tensor that does not fit its storage.
     """
-    if _CLASSES.isdisjoint(names) or not any(type(node) is Object and _is_old(node) for node in visit.reachable(root)):
+    if _CLASSES.isdisjoint(names) or not any(
+        type(node) is Object and _is_old(node) for node in visit.reachable(root, dicts=False)
+    ):
         return root
     return exchange.replace(root, _modern)
 

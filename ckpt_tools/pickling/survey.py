@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from ckpt_tools.pickling.state import python3_name
@@ -60,9 +61,9 @@ class Survey:
 
     def _note_leaves(self, row: Sequence[Node]) -> bool:
         """Whether a row is one of small containers that are met for the first time: they are in `seen` then."""
-        found = leaves(row)
-        ids = set(map(id, found or ()))
-        if found is None or len(ids) < len(found) or not self.seen.isdisjoint(ids):
+        found = [item for item in row if type(item) in ROWS]
+        ids = set(map(id, found))
+        if len(ids) < len(found) or not self.seen.isdisjoint(ids) or not leaves(row):
             return False
         self.seen |= ids
         return True
@@ -72,13 +73,17 @@ class Survey:
             self.protocol = 4
 
 
-def leaves(row: Sequence[Node]) -> list[Node] | None:
-    """The dicts, lists and tuples of a row in which these and short values are all, and they hold short values; else None."""
+def leaves(row: Sequence[Node]) -> list[Node]:
+    """The dicts, lists and tuples of a row that holds these and short values, and in them short values; else none."""
     found = [item for item in row if type(item) in ROWS]
-    inner = contents(found, FEW * len(row)) if found else None
-    if inner is None or not are_short([item for item in row if type(item) not in ROWS]):
-        return None
-    return found if are_short(inner) else None
+    inner = contents(found, FEW * len(found), set()) if found else None
+    if (
+        inner is None
+        or not are_short(list(chain.from_iterable(inner)))
+        or not are_short([item for item in row if type(item) not in ROWS])
+    ):
+        return []
+    return found
 
 
 def are_short_bytes(items: Sequence[Any]) -> bool:

@@ -14,7 +14,7 @@ from itertools import chain, groupby
 from typing import Any, TypeAlias, final
 
 from ckpt_tools.errors import ContainerLimitError, PickleError
-from ckpt_tools.pickling.opcodes.encoding import ENCODERS, TUPLES, U32, int_tuple, integer, text_of
+from ckpt_tools.pickling.opcodes.encoding import ENCODERS, TUPLES, U32, int_tuple, integer, integers, text_of
 from ckpt_tools.pickling.state import ORDERED_DICT
 from ckpt_tools.pickling.survey import FEW, ROW, Survey, are_short, are_short_bytes, leaves
 from ckpt_tools.tree.nodes import (
@@ -338,12 +338,8 @@ class _Writer:
 
     def are_leaves(self, row: Sequence[Node]) -> bool:
         """Whether none of a row goes through the memo, and all that it holds is short."""
-        found = leaves(row)
-        return (
-            found is not None
-            and self.shared.isdisjoint(map(id, row))
-            and not any(type(node) is Dict and node.ordered for node in found)
-        )
+        found = leaves(row) if self.shared.isdisjoint(map(id, row)) else []
+        return bool(found) and not any(type(node) is Dict and node.ordered for node in found)
 
     # --- nodes without parts
 
@@ -360,7 +356,7 @@ class _Writer:
         for start in range(0, len(items), ROW):
             row = items[start : start + ROW]
             if are_short(row):
-                self.many_short(row)
+                self.out += self.short(row)
             elif are_short_bytes(row):
                 self.many_bytes(row)
             else:
@@ -370,29 +366,24 @@ class _Writer:
                     else:
                         self.leaf(item)
 
-    def many_short(self, row: Sequence[Any]) -> None:
-        """Short values; those of one type, which are the many, without looking at each."""
-        kinds = set(map(type, row))
-        if kinds == {type(None)}:
-            self.out += b"N" * len(row)
-        elif len(kinds) == 1 and str not in kinds:
-            self.out += b"".join(map(ENCODERS[kinds.pop()], row))
-        else:
-            self.out += b"".join(map(self.short, row))
-
     def small(self, node: Node) -> bytes:
         """A dict, list or tuple of short values that does not go through the memo."""
         if type(node) is tuple:
-            written = b"".join(map(self.short, node))
-            return written + TUPLES[len(node)] if len(node) in TUPLES else b"(%bt" % written
+            return self.short(node) + TUPLES[len(node)] if len(node) in TUPLES else b"(%bt" % self.short(node)
         if type(node) is List:
-            return b"](%be" % b"".join(map(self.short, node.items)) if node.items else b"]"
+            return b"](%be" % self.short(node.items) if node.items else b"]"
         assert type(node) is Dict
-        return b"}(%bu" % b"".join(map(self.short, chain.from_iterable(node.items))) if node.items else b"}"
+        return b"}(%bu" % self.short(list(chain.from_iterable(node.items))) if node.items else b"}"
 
-    def short(self, item: Any) -> bytes:
-        """A short value."""
-        return self.short_text(item) if type(item) is str else ENCODERS[type(item)](item)
+    def short(self, row: Sequence[Any]) -> bytes:
+        """Short values; those of one type, which are the many, without looking at each."""
+        kinds = set(map(type, row))
+        if len(kinds) != 1 or str in kinds:
+            return b"".join([self.short_text(item) if type(item) is str else ENCODERS[type(item)](item) for item in row])
+        (kind,) = kinds
+        if kind is type(None):
+            return b"N" * len(row)
+        return integers(row) if kind is int else b"".join(map(ENCODERS[kind], row))
 
     def value(self, node: Node) -> None:
         if type(node) is str:

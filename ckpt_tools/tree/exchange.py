@@ -56,6 +56,7 @@ class _Exchange:
         # id -> (the old one, kept alive so that its id stays its own; the new one)
         self.done: dict[int, tuple[Node | Drop, Node | Drop]] = {}
         self.pending: list[Dict | List | Object] = []
+        self.met: set[int] = set()  # wide containers, as `visit.chunks` has them
         self.depth = 0
 
     def run(self, root: Node) -> Node:
@@ -65,7 +66,7 @@ class _Exchange:
             node = self.pending.pop()
             if id(node) not in seen:
                 seen.add(id(node))
-                _edit(node, self.node, self.kept)
+                _edit(node, self.node, self.kept, self.met)
         return new
 
     def node(self, node: Node) -> Node | Drop:
@@ -106,7 +107,7 @@ def _or_none(node: Node | Drop) -> Node:
     return None if node is DROP else node
 
 
-def _edit(node: Dict | List | Object, exchange: Swap, kept: frozenset[type]) -> None:
+def _edit(node: Dict | List | Object, exchange: Swap, kept: frozenset[type], met: set[int]) -> None:
     if type(node) is Dict:
         node.items[:] = _edit_pairs(node.items, exchange, kept)
         if node.attributes is not None:
@@ -114,18 +115,18 @@ def _edit(node: Dict | List | Object, exchange: Swap, kept: frozenset[type]) -> 
             assert type(attributes) is Dict
             node.attributes = attributes
     elif type(node) is List:
-        node.items[:] = _edit_list(node.items, exchange, kept)
+        node.items[:] = _edit_list(node.items, exchange, kept, met)
     else:
         node.function, node.args, node.kwargs = (_or_none(exchange(part)) for part in (node.function, node.args, node.kwargs))
-        node.steps[:] = [step for step in node.steps if _edit_step(step, exchange, kept)]
+        node.steps[:] = [step for step in node.steps if _edit_step(step, exchange, kept, met)]
 
 
-def _edit_step(step: Step, exchange: Swap, kept: frozenset[type]) -> bool:
+def _edit_step(step: Step, exchange: Swap, kept: frozenset[type], met: set[int]) -> bool:
     """Edit a step of an object; whether it stays."""
     if type(step) is SetItems:
         step.pairs = _edit_pairs(step.pairs, exchange, kept)
     elif type(step) is Append:
-        step.items = _edit_list(step.items, exchange, kept)
+        step.items = _edit_list(step.items, exchange, kept, met)
     else:
         state = exchange(step.state)
         if state is DROP:
@@ -141,11 +142,11 @@ def _edit_pairs(pairs: list[Pair], exchange: Swap, kept: frozenset[type]) -> lis
     return [(key, value) for key, value in edited if key is not DROP and value is not DROP]
 
 
-def _edit_list(items: list[Node], exchange: Swap, kept: frozenset[type]) -> list[Node]:
+def _edit_list(items: list[Node], exchange: Swap, kept: frozenset[type], met: set[int]) -> list[Node]:
     if kept.issuperset(map(type, items)):
         return items
     edited: list[Node] = []
-    for chunk, same in chunks(items, kept, dicts=True):
+    for chunk, same in chunks(items, kept, met, dicts=True):
         if same.issuperset(map(type, chunk)):
             edited += chunk
         else:

@@ -133,6 +133,7 @@ class _Visits:
         self.visits, self.width = _SPARE_VISITS, _SPARE_WIDTH
         self.seen: set[int] = set()
         self.wide_and_hollow: set[int] = set()
+        self.met: set[int] = set()
         self.open: dict[int, None] = {}
 
     def enter(self, node: Node) -> bool:
@@ -169,7 +170,7 @@ class _Visits:
     def in_row(self, items: Sequence[Node]) -> Iterator[tuple[int, Node]]:
         """The items of a list or tuple to look at, by index."""
         start = 0
-        for chunk, barren in chunks(items, self.hollow, dicts=True):
+        for chunk, barren in chunks(items, self.hollow, self.met, dicts=True):
             unwanted = self.unwanted | barren
             if not unwanted.issuperset(map(type, chunk)):
                 for index, item in enumerate(chunk, start):
@@ -200,12 +201,13 @@ class _Visits:
 
 _NARROW, _FEW, _LEVELS = 8, 2, 4
 _CHUNK = 256  # items of a row that are looked at together
+_WIDE, _MOST = 16, 65_536  # parts for each item, more of which must be new, and for a piece
 ROWS = frozenset((Dict, List, tuple))
 _ITEMS, _ATTRIBUTES = attrgetter("items"), attrgetter("attributes")
 
 
 def chunks(
-    items: Sequence[Node], values: frozenset[type] = PLAIN, *, dicts: bool = False
+    items: Sequence[Node], values: frozenset[type], met: set[int], *, dicts: bool = False
 ) -> Iterator[tuple[Sequence[Node], frozenset[type]]]:
     """A row in pieces, each with the types of those of its items that need no look.
 
@@ -214,6 +216,7 @@ def chunks(
 
     Args:
         items: the row. values: types of plain values.
+        met: the ids of wide containers that one traversal has looked into so; into one that comes again it does not.
         dicts: whether dicts that hold values need no look either; those with attributes always do.
     """
     if len(items) <= _NARROW or values.issuperset(map(type, items)):
@@ -221,45 +224,63 @@ def chunks(
         return
     for start in range(0, len(items), _CHUNK):
         chunk = items[start : start + _CHUNK]
-        yield chunk, values | ROWS if _are_barren(chunk, values, dicts=dicts) else values
+        yield chunk, values | ROWS if _are_barren(chunk, values, met, dicts=dicts) else values
 
 
-def _are_barren(items: Sequence[Node], values: frozenset[type], *, dicts: bool) -> bool:
+def _are_barren(items: Sequence[Node], values: frozenset[type], met: set[int], *, dicts: bool) -> bool:
     """What `chunks` says of a piece, without a loop in Python. Where much is below the items, the answer is no."""
-    most = _NARROW * len(items)
     level = [item for item in items if type(item) in ROWS]
-    for _ in range(_LEVELS + 1):
-        kinds = set(map(type, level)) - values
+    for _ in range(_LEVELS):
+        rows = contents(level, _WIDE * len(items), met, dicts=dicts)
+        if rows is None:
+            return False
+        kinds = set(map(type, chain.from_iterable(rows))) - values
         if not kinds:
             return True
-        below = contents(level, most, dicts=dicts) if kinds <= ROWS else None
-        if below is None:
+        if not kinds <= ROWS:
             return False
-        level = below
+        level = [node for node in chain.from_iterable(rows) if type(node) in ROWS]
     return False
 
 
-def contents(nodes: Sequence[Any], most: int, *, dicts: bool = True) -> list[Node] | None:
-    """What the dicts, lists and tuples among nodes hold, in no order.
+def contents(nodes: Sequence[Any], most: int, met: set[int], *, dicts: bool = True) -> list[Sequence[Node]] | None:
+    """What the dicts, lists and tuples among nodes hold, of dicts each pair, in no order.
 
-    None where that is more than `most`, where dicts have attributes, or without `dicts` where they have items.
+    None where that is very much, or more than `most` and not all met for the first time; where dicts have attributes, or
+    without `dicts` where they have items.
     """
     rows: list[Sequence[Node]] = [node for node in nodes if type(node) is tuple]
     rows += [node.items for node in nodes if type(node) is List]
     found = [node for node in nodes if type(node) is Dict]
     pairs = list(map(_ITEMS, found))
     count = sum(map(len, pairs))
-    if any(map(_ATTRIBUTES, found)) or (count and not dicts) or sum(map(len, rows)) + 2 * count > most:
+    if any(map(_ATTRIBUTES, found)) or (count and not dicts):
         return None
-    return list(chain(chain.from_iterable(rows), chain.from_iterable(chain.from_iterable(pairs))))
+    count = sum(map(len, rows)) + 2 * count
+    if count > _MOST or (count > most and not _are_new(nodes, met)):
+        return None
+    return [*rows, *chain.from_iterable(pairs)]
 
 
-def worth_a_look(items: Sequence[Node]) -> list[Node]:
-    """The items of a row without plain values, empty dicts, and short lists and tuples of such."""
+def _are_new(nodes: Sequence[Node], met: set[int]) -> bool:
+    """Whether nodes are all different, and none of them has been met. Now they have."""
+    ids = set(map(id, nodes))
+    if len(ids) < len(nodes) or not met.isdisjoint(ids):
+        return False
+    met |= ids
+    return True
+
+
+def worth_a_look(items: Sequence[Node], met: set[int], *, dicts: bool = False) -> list[Node]:
+    """The items of a row without plain values, empty dicts, and short lists and tuples of such.
+
+    Args:
+        items: the row. met: as `chunks` has it. dicts: whether dicts that hold plain values may be left out too.
+    """
     if len(items) <= _NARROW:
         return [item for item in items if type(item) not in PLAIN and not (type(item) in ROWS and _is_barren(item, PLAIN))]
     found: list[Node] = []
-    for chunk, barren in chunks(items):
+    for chunk, barren in chunks(items, PLAIN, met, dicts=dicts):
         if not barren.issuperset(map(type, chunk)):
             others = [item for item in chunk if type(item) not in barren]
             found += [item for item in others if not (type(item) in ROWS and _is_barren(item, PLAIN))]
@@ -314,12 +335,14 @@ def _items(node: Node) -> Sequence[Node]:
     return node.items if type(node) is List else node if type(node) is tuple else ()
 
 
-def reachable(root: Node) -> Iterator[Node]:
+def reachable(root: Node, *, dicts: bool = True) -> Iterator[Node]:
     """Every container and record once, by identity, keys, functions and `__dict__` attributes included; in no promised order.
 
-    Plain values are left out, and so may be lists and tuples of nothing else, and empty dicts.
+    Plain values are left out, and so may be lists and tuples of nothing else, and empty dicts; without `dicts` also dicts that
+    hold nothing else.
     """
     seen: set[int] = set()
+    met: set[int] = set()
     stack: list[Node] = [root]
     while stack:
         node = stack.pop()
@@ -327,7 +350,9 @@ def reachable(root: Node) -> Iterator[Node]:
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            stack += worth_a_look(parts(node))
+            below = parts(node)
+            if not PLAIN.issuperset(map(type, below)):
+                stack += worth_a_look(below, met, dicts=not dicts)
         yield node
 
 

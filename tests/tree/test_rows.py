@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TypeAlias
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from ckpt_tools.io.content import Literal
 from ckpt_tools.pickling import checks, survey, writer
+from ckpt_tools.pickling.opcodes.encoding import integer, integers
+from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import (
@@ -50,6 +53,11 @@ BUILDERS: list[Callable[[], Node]] = [
     lambda: List([(), List([Dict()])]),
     lambda: (((((((1,),),),),),),),
     lambda: tuple(range(300)),
+    lambda: tuple(range(20)),
+    lambda: List([(index,) for index in range(20)]),
+    lambda: (*range(20), b"bytes"),
+    lambda: List([*range(20), _entry()]),
+    lambda: Dict([(index, index) for index in range(20)]),
     lambda: Dict([("a", 1), (2, None)]),
     lambda: Dict([("a", 1), ("a", 2)]),
     lambda: Dict([("a", 1)], ordered=True),
@@ -108,7 +116,7 @@ def one_by_one() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(mock.patch.object(visit, "_are_barren", return_value=False))
     for module in (survey, writer):
-        stack.enter_context(mock.patch.object(module, "leaves", return_value=None))
+        stack.enter_context(mock.patch.object(module, "leaves", return_value=[]))
     return stack
 
 
@@ -146,7 +154,12 @@ def test_the_same_can_be_reached(recipe: Recipe, kind: str) -> None:
     def met() -> set[int]:
         return {id(node) for node in visit.reachable(root) if type(node) not in (List, tuple) and not _is_empty(node)}
 
+    def records() -> set[int]:
+        return {id(node) for node in visit.reachable(root, dicts=False) if type(node) not in visit.ROWS}
+
     both(met)
+    both(records)
+    assert records() <= met()
 
 
 def _is_empty(node: Node) -> bool:
@@ -191,9 +204,26 @@ def test_the_same_is_validated(recipe: Recipe, kind: str) -> None:
     both(merged)
 
 
+@given(st.lists(st.one_of(st.integers(0, 255), st.integers(0, 255), st.integers()), max_size=20))
+def test_whole_numbers_are_written_the_same(numbers: list[int]) -> None:
+    """Those of one byte are written together."""
+    assert integers(numbers) == b"".join(map(integer, numbers))
+
+
+@given(st.lists(st.sampled_from([None, True, False, (), 0, 255, 256, -1, 2**31 - 1, 1.5, "text"])), st.booleans())
+def test_values_are_read_as_they_were_written(values: list[object], flat: bool) -> None:
+    """A few constants or numbers of one kind in a row are read together."""
+    row = values if flat else [tuple(values)] * 2
+    data = pickle.dumps(row, 2)
+    read = Machine(data, {}, lambda pid: None).load()
+    assert type(read) is List
+    assert read.items == row
+    assert list(map(type, read.items)) == list(map(type, row))
+
+
 def test_a_row_needs_no_look_at_each() -> None:
     """The quick way is taken for what it was made for: crowds of small containers."""
     crowds: Iterator[Callable[[], Node]] = iter((List, Dict, lambda: (1,), lambda: List([()]), lambda: List([1, "text"])))
     for build in crowds:
-        ((_, barren),) = visit.chunks([build() for _ in range(200)], PLAIN)
+        ((_, barren),) = visit.chunks([build() for _ in range(200)], PLAIN, set())
         assert {List, Dict, tuple} <= barren

@@ -60,7 +60,7 @@ def find_unknown(root: Node, places: dict[int, Where] | None = None) -> list[tup
     Args:
         root: the tree. places: where its records are, if that is known.
     """
-    nodes = [(node, name) for node in visit.reachable(root) if (name := _unknown_name(node)) is not None]
+    nodes = [(node, name) for node in visit.reachable(root, dicts=False) if (name := _unknown_name(node)) is not None]
     if not nodes:
         return []
     places = _places(root) if places is None else places
@@ -238,7 +238,7 @@ def _plain_tensor(entry: Entry) -> Entry:
 
 def newer_dtypes(root: Node) -> list[str]:
     """The dtypes of tensors below `root` that torch 2.4's weights_only does not know."""
-    found = {node.dtype.name: None for node in visit.reachable(root) if type(node) is Entry}
+    found = {node.dtype.name: None for node in visit.reachable(root, dicts=False) if type(node) is Entry}
     return [name for name in found if Global("torch", name) not in ALLOWED_2_4]
 
 

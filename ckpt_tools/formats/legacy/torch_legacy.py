@@ -89,7 +89,7 @@ def lay_out(root: Node) -> list[Piece]:
     Raises:
         ContainerLimitError: a nested tensor, whose sizes torch would read before they are there.
     """
-    if any(type(node) is Object and node.function == NESTED for node in reachable(root)):
+    if any(type(node) is Object and node.function == NESTED for node in reachable(root, dicts=False)):
         raise ContainerLimitError(
             "The checkpoint holds a nested tensor, which torch saves in torch-legacy and cannot load.",
             fix="Write another container, or leave it out: `drop=NAME`",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 TUPLES = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}
@@ -20,6 +20,15 @@ def integer(value: int) -> bytes:
         return b"J" + struct.pack("<i", value)
     data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return (b"\x8a" + bytes((len(data),)) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
+
+
+def integers(values: Sequence[int]) -> bytes:
+    """Several whole numbers, one after another; most are of one byte."""
+    if not values or min(values) < 0 or max(values) > 255:
+        return b"".join(map(integer, values))
+    written = bytearray(b"K") * (2 * len(values))
+    written[1::2] = bytes(values)
+    return bytes(written)
 
 
 def text_of(text: str) -> bytes:

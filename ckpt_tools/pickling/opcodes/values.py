@@ -15,7 +15,7 @@ _U8, _U32, _U64, _I32 = Struct("<B"), Struct("<I"), Struct("<Q"), Struct("<i")
 
 _CONSTANTS: dict[int, Node] = {ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()}
 _CONSTANT_CODES = bytes(_CONSTANTS)
-_MANY_CONSTANTS = re.compile(rb"[N\x88\x89)]{16,}")
+_MANY_CONSTANTS = re.compile(rb"[N\x88\x89)]{2,}")
 
 
 def _constant(machine: State) -> None:
@@ -38,7 +38,7 @@ def _numbers(code: str, form: str) -> None:
     """An opcode with a number of a fixed width behind it; where many follow one another, all of them at once."""
     single, many = Struct(form), Struct(f"{form[0]}x{form[1]}")
     width, byte = single.size, ord(code)
-    row_of_them = re.compile(rb"(?:%b.{%d}){16,4096}" % (code.encode(), width), re.DOTALL)  # more would take memory
+    row_of_them = re.compile(rb"(?:%b.{%d}){2,4096}" % (code.encode(), width), re.DOTALL)  # more would take memory
 
     def push(machine: State) -> None:
         start = machine.position
