@@ -125,7 +125,7 @@ class Packed:
     folder: Files | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class Decoded:
     """What a container's `read` makes of a file.
 

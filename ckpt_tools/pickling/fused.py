@@ -10,6 +10,7 @@ path; a test compares the two.
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from ckpt_tools.pickling.state import State
 from ckpt_tools.tree.dtypes import UINT8
@@ -46,10 +47,12 @@ _VIEW = _group("offset", _INT) + b"".join(
     _group(name, _SIZES) + rb"(?:" + _put(name) + rb")?" for name in ("size", "stride")
 )  # fmt: skip
 _CALL = _group("grad", rb"[\x88\x89]") + _get("hooks") + rb"\)R" + _put("hooks") + rb"t" + _put("args") + rb"R" + _put("tensor")
-_FIRST = re.compile(_group("put_name", b"") + _group("rebuild", b"") + _ID + _VIEW + _CALL, re.DOTALL)
-_AFTER_KEY = re.compile(_put("name") + _get("rebuild") + _ID + _VIEW + _CALL, re.DOTALL)
+_FIRST = _group("put_name", b"") + _group("rebuild", b"") + _ID + _VIEW + _CALL
+_AFTER_KEY = _put("name") + _get("rebuild") + _ID + _VIEW + _CALL
+_compiled = cache(re.compile)  # when there is something to match: a file of few tensors has nothing
 # Indices that count up, four bytes each and the lowest first, read as one number: the first index times ones, plus steps.
 _COUNTING = [(sum(1 << 32 * i for i in range(count)), sum(i << 32 * i for i in range(count))) for count in range(9)]
+_BYTE = 0xFF  # the largest index of one byte
 _TUPLE_OPCODES = {0x85: 1, 0x86: 2, 0x87: 3}
 
 
@@ -59,13 +62,16 @@ def tensors(machine: State) -> None:
     Stops before the first bytes that are not of that shape.
     """
     data, stack, limit = machine.data, machine.stack, machine.limit
-    found = _FIRST.match(data, machine.position, limit)
+    if len(machine.memo) <= _BYTE:
+        return
+    found = _compiled(_FIRST, re.DOTALL).match(data, machine.position, limit)
     if found is None or machine.far_memo or not _tensor(machine, found, ""):
         return
+    after_key = _compiled(_AFTER_KEY, re.DOTALL)
     while data[machine.position : machine.position + 1] == b"X":
         start = machine.position + 5
         end = start + int.from_bytes(data[start - 4 : start], "little")
-        found = _AFTER_KEY.match(data, end, limit)
+        found = after_key.match(data, end, limit)
         if found is None or machine.memo[found["rebuild"][0]] is not machine.rebuild:
             return
         key = machine.text(data[start:end])
