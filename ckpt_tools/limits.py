@@ -79,7 +79,7 @@ CHUNKS = Limit("chunks", 4096, "chunks of one tensor that are not whole rows")  
 TENSORS = Limit(
     "tensors",
     60_000,
-    "tensors, and one more for every 192 bytes of the file's first 10 MB and every 48 beyond",
+    "tensors, or entries of metadata, and one more for every 192 bytes of the file's first 10 MB and every 48 beyond",
     per=192,
     beyond=48,
 )  # torch spends 300

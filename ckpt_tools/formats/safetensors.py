@@ -80,6 +80,7 @@ def decode(source: Source) -> Decoded:
     header, data_start = _read_header(source)
     warnings: list[Warned] = []
     metadata = _metadata(header.pop("__metadata__", None) if "__metadata__" in header else {}, warnings)
+    limits.TENSORS.check(len(metadata), f"The safetensors metadata has {len(metadata)} entries.", source.size)
     size = source.size - data_start
     limits.TENSORS.check(len(header), f"The file lists {len(header)} tensors in {source.size} bytes.", source.size)
     spans: list[tuple[int, int, str]] = []

@@ -67,6 +67,15 @@ def test_81_length_over_the_limit(length: int, tmp_path: Path) -> None:
     expect_bad_file(tmp_path, safetensors("{}", length=length), f"claims {length} bytes; 2 follow")
 
 
+def test_82_more_metadata_than_any_file_has(tmp_path: Path) -> None:
+    """A map of a hundred thousand texts is refused, whatever else is in the file; the limit can be raised."""
+    bad = safetensors({"__metadata__": {f"{index}": "" for index in range(100_000)}, "a": info("U8", [0], [0, 0])})
+    (tmp_path / "bad.safetensors").write_bytes(bad)
+    expect_refused(tmp_path / "bad.safetensors", LimitError, "metadata has 100000 entries", "`limits.raised(tensors=120000)`")
+    with raised(tensors=100_000):
+        assert len(ckpt_tools.inspect(tmp_path / "bad.safetensors").metadata) == 100_000
+
+
 def test_81_header_over_the_limit(tmp_path: Path) -> None:
     """A header that is there, and longer than safetensors reads, is refused before it is parsed; the limit can be raised."""
     with open(write(tmp_path, safetensors("{}", length=100_000_001), "bad.safetensors"), "r+b") as file:
