@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from ckpt_tools.render.converted import object_rows
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import print_rows, print_title, rows_of
 from ckpt_tools.render.text import counted, size_text
 from ckpt_tools.render.wording import as_options
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.average import Averaged
 
 
-def print_averaged(report: Averaged, out: Console) -> None:
+def print_averaged(report: Averaged, out: Page) -> None:
     """What was written, from which files with which weights, and what has no mean."""
     output = report.output
     print_title(f"{'would write' if output.dry_run else 'wrote'} {output.target}", out)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ckpt_tools.operations.check.digests import shape_text
 from ckpt_tools.operations.check.report import Checked
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import Row, plain_table, print_rows
 from ckpt_tools.render.text import console, counted, path_text, print_finding, size_text
 from ckpt_tools.text import printable
@@ -20,7 +20,7 @@ _SPEED_FROM = 100 << 20
 _SHOWN = 20
 
 
-def print_checked(reports: Sequence[Checked], out: Console, *, digests: bool = False) -> None:
+def print_checked(reports: Sequence[Checked], out: Page, *, digests: bool = False) -> None:
     """A page for each checkpoint, and a table of all where there are several."""
     for number, report in enumerate(reports):
         if number:
@@ -38,7 +38,7 @@ def print_unreadable(reports: Sequence[Checked]) -> None:
             print_finding(finding, console(stderr=True))
 
 
-def _print_one(report: Checked, out: Console, *, digests: bool) -> None:
+def _print_one(report: Checked, out: Page, *, digests: bool) -> None:
     head = Text(f"{printable(report.path)}: ", style="bold")
     out.print(head + Text(report.verdict, style=_COLOURS[report.verdict]), soft_wrap=True)
     if report.container is not None:

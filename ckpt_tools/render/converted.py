@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.edit.objects.known import WITH_OUTER
 from ckpt_tools.errors import CkptError
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import Row, name_table, rows_of, show_rows
 from ckpt_tools.render.text import (
     by_reason,
@@ -18,8 +19,6 @@ from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import listed, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ckpt_tools.edit.lora.planning import Merged
     from ckpt_tools.fit.retarget import FittedTo
     from ckpt_tools.operations.convert.report import Converted, RenamedNames
@@ -34,7 +33,7 @@ def show_converted(report: Converted) -> None:
 
 
 def print_several(
-    sources: Sequence[object], targets: Sequence[object], results: Sequence[Converted | CkptError], out: Console
+    sources: Sequence[object], targets: Sequence[object], results: Sequence[Converted | CkptError], out: Page
 ) -> None:
     """A line for each of several conversions, and how many were done."""
     done = [result for result in results if not isinstance(result, CkptError)]

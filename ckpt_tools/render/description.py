@@ -9,6 +9,7 @@ from ckpt_tools.frozen import frozen
 from ckpt_tools.render.inspected.groups import Rows, grouped, lines_of
 from ckpt_tools.render.inspected.lines import Line, by_depth, line_of
 from ckpt_tools.render.inspected.optimizers import Where, optimizer_text
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import Row, name_table, print_rows, print_title, rows_of, wrapped
 from ckpt_tools.render.text import (
     container_text,
@@ -29,7 +30,6 @@ from ckpt_tools.text import (
 from ckpt_tools.tree.globs import Globs, meant_by
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from ckpt_tools.operations.inspect import Description
@@ -52,7 +52,7 @@ class View:
     sort: Sort = "file"
 
 
-def print_description(description: Description, view: View, out: Console) -> None:
+def print_description(description: Description, view: View, out: Page) -> None:
     """The whole page of `ckpt inspect`."""
     print_title(description.path, out)
     print_rows(_head(description, None if view.all else SHOWN_ROWS), out)
@@ -148,7 +148,7 @@ def _lines(rows: Rows, view: View) -> tuple[list[Line], dict[Where, Rows]]:
     return lines_of(groups, optimizers=not closed), closed
 
 
-def _tensor_table(lines: list[Line], view: View, out: Console) -> Table | str:
+def _tensor_table(lines: list[Line], view: View, out: Page) -> Table | str:
     shown = lines if view.all else lines[:SHOWN_ROWS]
     columns = {
         "shape": [_shape_text(line) for line in shown],

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import Row, name_table, print_rows, rows_of
 from ckpt_tools.render.text import counted, path_text, size_text
 from ckpt_tools.render.wording import as_options
@@ -30,7 +30,7 @@ _SHOWN, _SHOWN_TENSORS = 10, 40
 _SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 
 
-def print_difference(report: Difference, out: Console, *, show_all: bool = False, sort: DiffSort = "file") -> None:
+def print_difference(report: Difference, out: Page, *, show_all: bool = False, sort: DiffSort = "file") -> None:
     """The two files, the sentence, then what differs, a block a kind."""
     sides = (("left", report.left), ("right", report.right))
     print_rows(
@@ -135,7 +135,7 @@ def _value(row: ValueChange) -> str:
     return f"{sign} {row.where} = {shortened(str(row.right if row.kind == 'added' else row.left), 60)}"
 
 
-def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Console, *, measured: bool) -> Table | str:
+def _changed_table(rows: Sequence[TensorChange], limit: int | None, out: Page, *, measured: bool) -> Table | str:
     shown = rows[:limit]
     names = [printable(row.where) for row in shown]
     headings = ("max abs", "max rel", "L2", "cosine", "changed") if measured else ("shape", "dtype")

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.text import show
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ckpt_tools.operations.explain import Explanation
 
 
@@ -30,7 +29,7 @@ def show_explained(found: Sequence[Explanation]) -> None:
         sys.stdout.write(text)
 
 
-def _draw(text: str, out: Console) -> None:
+def _draw(text: str, out: Page) -> None:
     from rich.markdown import Markdown
 
     out.print(Markdown(text))

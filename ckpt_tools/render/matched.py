@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from ckpt_tools.fit.partners.graphs import Seen
 from ckpt_tools.matching.left_over.advice import Advice
 from ckpt_tools.matching.records import Ambiguous, Matching
 from ckpt_tools.operations.match import Matched
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import plain_table, print_rows, print_title, wrapped
 from ckpt_tools.render.text import by_reason, counted
 from ckpt_tools.text import printable, shape_text
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d+")
 _SHOWN_ROWS, _SHOWN_CANDIDATES = 60, 4
 
 
-def print_matched(report: Matched, out: Console, *, show_all: bool, plan: Path | None) -> None:
+def print_matched(report: Matched, out: Page, *, show_all: bool, plan: Path | None) -> None:
     """Print the report of `ckpt match`."""
     matching = report.matching
     print_title(f"{report.source} -> {report.target}", out)
@@ -122,7 +122,7 @@ def _without_leaf(name: str, leaf: str) -> str:
 # --- sections
 
 
-def _print_pairs(matching: Matching, out: Console, *, show_all: bool) -> None:
+def _print_pairs(matching: Matching, out: Page, *, show_all: bool) -> None:
     """Pairs with other names or by another reason than the exact name; all with `show_all`."""
     items = [
         ((row.old, row.new), _reason(row.reason, row.confidence) + (f", {row.step}" if row.step != "copy" else ""))
@@ -142,7 +142,7 @@ def _reason(reason: str, confidence: float) -> str:
     return reason if confidence == 1 else f"{reason} {confidence:g}"
 
 
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], out: Console, *, show_all: bool) -> Table:
+def _table(heads: Sequence[str], lines: Sequence[Sequence[str]], out: Page, *, show_all: bool) -> Table:
     table = plain_table()
     for head in heads:
         table.add_column(head, overflow="fold")
@@ -165,7 +165,7 @@ def _rooms(columns: Sequence[Sequence[str]], width: int) -> list[int]:
     return rooms
 
 
-def _print_left_over(matching: Matching, out: Console, *, show_all: bool) -> None:
+def _print_left_over(matching: Matching, out: Page, *, show_all: bool) -> None:
     missing, unexpected = matching.left_over
     doubted = {row.new for row in matching.ambiguous}
     plain = (("missing", [name for name in missing if name not in doubted]), ("unexpected", unexpected))
@@ -201,7 +201,7 @@ def _folded(names: Iterable[str]) -> str:
     return ", ".join([*rows[:_SHOWN_CANDIDATES], *([f"{more} more"] if more > 0 else [])])
 
 
-def _print_advice(advice: Advice, out: Console) -> None:
+def _print_advice(advice: Advice, out: Page) -> None:
     """What goes further: options that were tried, what may be left out, and the questions with all their answers."""
     lines = [f"{extra.text}; ckpt convert --drop {quote(extra.glob)}" for extra in advice.extras]
     if advice.further is not None:
@@ -216,7 +216,7 @@ def _print_advice(advice: Advice, out: Console) -> None:
         out.print(Text(printable(line)), soft_wrap=True)
 
 
-def _print_end(matching: Matching, out: Console, plan: Path | None) -> None:
+def _print_end(matching: Matching, out: Page, plan: Path | None) -> None:
     out.print()
     if plan is not None:
         out.print(f"plan written to {printable(str(plan))}", soft_wrap=True)

@@ -5,13 +5,28 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 PIPE_WIDTH = 1000  # in a pipe no line is broken: grep and copy-paste need whole names
 
 
-class Plain:
-    """What a page is printed on in a pipe: of rich's Console it has what pages use. rich draws what is not text yet."""
+class Page(Protocol):
+    """What pages are printed on: rich's Console on a terminal, Plain in a pipe."""
+
+    @property
+    def width(self) -> int:
+        """How many columns a line has."""
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of the output."""
+
+    def print(self, what: Any = "", /, *, style: str | None = None, soft_wrap: bool = False) -> None:
+        """Print text, or anything that rich draws; text without `soft_wrap` is broken into lines at the width."""
+
+
+class Plain(Page):
+    """A page of plain text. rich draws what is not text yet."""
 
     width = PIPE_WIDTH
 
@@ -29,8 +44,8 @@ class Plain:
         """What was printed, without the blanks that fill up table cells."""
         return "".join(f"{line.rstrip()}\n" for line in self._file.getvalue().splitlines())
 
-    def print(self, what: Any = "", *, soft_wrap: bool = False) -> None:
-        """Print text, or anything that rich draws; text without `soft_wrap` is broken into lines at the width."""
+    def print(self, what: Any = "", /, *, style: str | None = None, soft_wrap: bool = False) -> None:
+        """Print text as it is, without its style; what is not text through rich."""
         if type(what) is str and (soft_wrap or is_simple(what)):
             self._file.write(f"{what}\n")
             return
@@ -38,7 +53,7 @@ class Plain:
             from rich.console import Console
 
             self._console = Console(file=self._file, highlight=False, emoji=False, markup=False, width=PIPE_WIDTH)
-        self._console.print(what, soft_wrap=soft_wrap)
+        self._console.print(what, style=style, soft_wrap=soft_wrap)
 
 
 def is_simple(text: str) -> bool:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from ckpt_tools.operations.proved import Fault, Proved, Setting, Unproved
 from ckpt_tools.operations.signing.run import Signed, Verified
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.text import counted, path_text
 from ckpt_tools.text import listed, printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _SHOWN, _SHOWN_TENSORS = 4, 20
 
 
-def print_proved(report: Proved, out: Console) -> None:
+def print_proved(report: Proved, out: Page) -> None:
     """The verdict, what ran, and where the models part."""
     rows = [
         ("", _verdict(report)),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from ckpt_tools.operations.repair.report import Repaired
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import print_rows, print_title, rows_of
 from ckpt_tools.render.text import path_text, size_text
 
 
-def print_repaired(report: Repaired, out: Console) -> None:
+def print_repaired(report: Repaired, out: Page) -> None:
     """The page of `ckpt repair`."""
     print_title(f"{'would write' if report.dry_run else 'wrote'} {report.target}", out)
     share = f"{report.saved_bytes / report.tensor_bytes:.1%} of the bytes" if report.tensor_bytes else "no bytes"

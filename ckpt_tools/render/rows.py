@@ -8,12 +8,11 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckpt_tools.render.plain import Plain, laid_out
+from ckpt_tools.render.plain import Page, Plain, laid_out
 from ckpt_tools.render.text import may_be_terminal, print_parts, show
 from ckpt_tools.text import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
 Row: TypeAlias = tuple[str, str]
@@ -26,7 +25,7 @@ def rows_of(label: str, lines: Sequence[str], limit: int | None = 10, rest: str 
     return [*rows, (label, f"... {more} more ({rest})")] if more > 0 else rows
 
 
-def print_rows(rows: Sequence[Row], out: Console) -> None:
+def print_rows(rows: Sequence[Row], out: Page) -> None:
     """Two columns, a dim label and what there is to say."""
     rows = [(label, _safe(text)) for label, text in rows]
     if isinstance(out, Plain) and (text := laid_out(rows)) is not None:
@@ -47,7 +46,7 @@ def _safe(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-def print_title(title: str, out: Console) -> None:
+def print_title(title: str, out: Page) -> None:
     """The first line of a page."""
     print_parts(out, (printable(title), "bold"))
 
@@ -62,7 +61,7 @@ def show_rows(title: str, rows: Sequence[Row]) -> None:
     sys.stdout.write("".join(lines))
 
 
-def _print_page(title: str, rows: Sequence[Row], out: Console) -> None:
+def _print_page(title: str, rows: Sequence[Row], out: Page) -> None:
     print_title(title, out)
     print_rows(rows, out)
 
@@ -98,7 +97,7 @@ _NAME_WIDTH = 30  # what a column of names should have at least, before others a
 
 
 def name_table(
-    heading: str, names: Sequence[str], columns: dict[str, list[str]], out: Console, *, right: Collection[str] = (),
+    heading: str, names: Sequence[str], columns: dict[str, list[str]], out: Page, *, right: Collection[str] = (),
     optional: Sequence[str] = (), styles: Sequence[str] = (),
 ) -> Table | str:  # fmt: skip
     """A column of names, and what is said about each; `names` may be longer than the columns by a line for the rest.
@@ -135,7 +134,7 @@ def name_table(
     return table
 
 
-def room_for_names(columns: dict[str, list[str]], out: Console) -> int:
+def room_for_names(columns: dict[str, list[str]], out: Page) -> int:
     """What the columns leave of the width, each taking its longest line and two blanks."""
     taken = sum(2 + max(map(len, (name, *"\n".join(cells).split("\n")))) for name, cells in columns.items())
     return out.width - taken - 2

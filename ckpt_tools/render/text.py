@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any
 
 from ckpt_tools.errors import CkptError, DamagedFileError
-from ckpt_tools.render.plain import PIPE_WIDTH, Plain
+from ckpt_tools.render.plain import PIPE_WIDTH, Page, Plain
 from ckpt_tools.text import printable
 from ckpt_tools.tree.findings import Finding
 
@@ -43,13 +43,13 @@ def console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
     return made
 
 
-def show(render: Callable[[Console], None]) -> None:
+def show(render: Callable[[Page], None]) -> None:
     """Render to standard output; in a pipe as plain text."""
     if may_be_terminal() and (out := console()).is_terminal:
         render(out)
         return
     page = Plain()
-    render(cast("Console", page))
+    render(page)
     sys.stdout.write(page.text)
 
 
@@ -58,7 +58,7 @@ def may_be_terminal() -> bool:
     return sys.stdout.isatty() or any(map(os.environ.get, ("FORCE_COLOR", "TTY_COMPATIBLE")))
 
 
-def print_parts(out: Console, *parts: tuple[str, str]) -> None:
+def print_parts(out: Page, *parts: tuple[str, str]) -> None:
     """A line of texts, each with its style."""
     if isinstance(out, Plain):
         out.print("".join(text for text, _ in parts), soft_wrap=True)
@@ -106,7 +106,7 @@ def quoted(says: str) -> str:
     return f"{who}: {says}" if says else ""
 
 
-def can_print(text: str, out: Console) -> bool:
+def can_print(text: str, out: Page) -> bool:
     """Whether the output's encoding has these characters."""
     try:
         text.encode(out.encoding)
@@ -133,7 +133,7 @@ def by_reason(counts: Mapping[str, int]) -> list[str]:
 _SEVERITY = {"info": "cyan", "warning": "yellow", "problem": "red"}
 
 
-def print_finding(finding: Finding, out: Console, *, with_code: bool = False) -> None:
+def print_finding(finding: Finding, out: Page, *, with_code: bool = False) -> None:
     """What was found, what was expected, what PyTorch says about it, what mends it; with the code that --ignore takes."""
     from ckpt_tools.render.wording import as_options, found_in
 

@@ -6,15 +6,12 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.text import console, show
 
-if TYPE_CHECKING:
-    from rich.console import Console
 
-
-def show_paged(render: Callable[[Console], None], *, allowed: bool) -> None:
+def show_paged(render: Callable[[Page], None], *, allowed: bool) -> None:
     """Render to standard output; through a pager where that is a terminal with fewer lines, and a pager is not unwanted."""
     command = _pager() if allowed and sys.stdout.isatty() else []
     if not command:

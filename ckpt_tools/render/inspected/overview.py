@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.text import Text
 
 from ckpt_tools.errors import CkptError
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import name_table, print_title
 from ckpt_tools.render.text import counted, size_text
 from ckpt_tools.text import printable
@@ -66,7 +66,7 @@ def step_text(values: Mapping[str, Any]) -> str:
     return ", ".join(told.values())
 
 
-def print_overview(paths: Sequence[Path], rows: Sequence[OverviewRow | CkptError], top: Path | None, out: Console) -> None:
+def print_overview(paths: Sequence[Path], rows: Sequence[OverviewRow | CkptError], top: Path | None, out: Page) -> None:
     """A line for each checkpoint below a folder; `top` is that folder, None where there are several."""
     known = [row for row in rows if isinstance(row, OverviewRow)]
     lost = len(rows) - len(known)

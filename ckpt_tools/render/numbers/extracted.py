@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import print_rows, print_title, rows_of
 from ckpt_tools.render.text import counted, size_text
 from ckpt_tools.text import printable, shape_text
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from ckpt_tools.operations.extract_lora import Extracted
 
 
-def print_extracted(report: Extracted, out: Console) -> None:
+def print_extracted(report: Extracted, out: Page) -> None:
     """What was written, what it leaves of the change, and where most of that is."""
     print_title(f"{'would write' if report.dry_run else 'wrote'} {report.target}", out)
     biases = f", {counted(report.biases, 'bias', 'biases')}" if report.biases else ""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckpt_tools.render.plain import Page
 from ckpt_tools.render.rows import name_table, print_title, room_for_names
 from ckpt_tools.render.text import can_print, counted
 from ckpt_tools.text import listed, natural, printable
@@ -41,7 +41,7 @@ class _Row:
     note: str = ""
 
 
-def print_stats(report: Stats, view: StatsView, out: Console) -> None:
+def print_stats(report: Stats, view: StatsView, out: Page) -> None:
     """One line a tensor or module, then all together, then what is not finite."""
     print_title(report.path, out)
     out.print()
@@ -84,7 +84,7 @@ def _share(numbers: dict[str, Any] | None) -> float:
     return numbers["zeros"] / numbers["elements"] if numbers and numbers["elements"] else 0.0
 
 
-def _table(rows: Sequence[_Row], total: _Row, out: Console, *, modules: bool) -> Table | str:
+def _table(rows: Sequence[_Row], total: _Row, out: Page, *, modules: bool) -> Table | str:
     """On a narrow terminal histograms are drawn with half as many bars, then what there is no room for is left out."""
     everything = [*rows, total]
     names = [printable(row.name) for row in everything]
@@ -94,7 +94,7 @@ def _table(rows: Sequence[_Row], total: _Row, out: Console, *, modules: bool) ->
     return name_table("module" if modules else "tensor", names, cells, out, right=right, styles=styles)
 
 
-def _cells(rows: Sequence[_Row], out: Console, *, wanted: int, modules: bool) -> dict[str, list[str]]:
+def _cells(rows: Sequence[_Row], out: Page, *, wanted: int, modules: bool) -> dict[str, list[str]]:
     """The columns: the first choice that leaves the names the room that is wanted."""
     odd = any(map(_is_odd, rows))
     numbers = {name: [_cell(row.numbers, name) for row in rows] for name in _NUMBERS if odd or name not in ("NaN", "inf")}
