@@ -27,6 +27,7 @@ from ckpt_tools.errors import (
     OutputFolderError,
     OutputForbiddenError,
     OutputIsFolderError,
+    TargetError,
 )
 from ckpt_tools.io.in_place.marks import has_traces, is_marked, journal_path, read_at
 from ckpt_tools.io.member_paths import Handed
@@ -177,7 +178,9 @@ class Source:
         except OSError as error:
             raise self._unreadable(error) from None
 
-    def _unreadable(self, error: OSError) -> NotACheckpointError:
+    def _unreadable(self, error: OSError) -> CkptError:
+        if error.errno == errno.EFAULT:
+            return TargetError(f"{self.path} cannot be read into a tensor whose memory is read-only.")
         return NotACheckpointError(f"{self.path} cannot be read.", why=f"{error.strerror or error}.")
 
     def changed(self) -> ChangedFileError:

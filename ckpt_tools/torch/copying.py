@@ -82,6 +82,14 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory has been given back, as sharding and offloading do: to look there would crash."""
+    if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return False
+    last = tensor.storage_offset() + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize
+
+
 class _Elements:
     """The elements of a content, some at a time, in one buffer that is used again."""
 

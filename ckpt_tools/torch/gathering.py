@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,19 +31,27 @@ def has_parts(data: Any) -> bool:
     Raises:
         PartError: a ShardedTensor, which torch itself gathers under another state dict type.
     """
-    stack, seen, found = [data], set[int](), False
-    while stack:
-        value = stack.pop()
+    found = False
+    for value in leaves(data):
         found = found or is_dtensor(value)
         if is_sharded_tensor(value):
             raise PartError(
                 "The state dict holds ShardedTensors: this process's parts of the tensors.",
                 fix="Take the whole one: with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT): model.state_dict()",
             )
-        if isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+    return found
+
+
+def leaves(data: Any) -> Iterator[Any]:
+    """What there is in mappings, lists and tuples at any depth, in no order; each of these once."""
+    stack, seen = [data], set[int]()
+    while stack:
+        value = stack.pop()
+        if not isinstance(value, Mapping | list | tuple):
+            yield value
+        elif id(value) not in seen:
             seen.add(id(value))
             stack.extend(value.values() if isinstance(value, Mapping) else value)
-    return found
 
 
 def write_gathered(data: Mapping[str, Any], path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:

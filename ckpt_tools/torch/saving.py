@@ -19,7 +19,8 @@ from ckpt_tools.io.content import CHUNK, Computed
 from ckpt_tools.io.member_paths import File, as_path
 from ckpt_tools.io.output import Output, output_error, replacing
 from ckpt_tools.io.writer import write
-from ckpt_tools.torch.gathering import has_parts, write_gathered
+from ckpt_tools.torch.copying import is_freed
+from ckpt_tools.torch.gathering import has_parts, leaves, write_gathered
 from ckpt_tools.torch.live_names import renamed_state_dict
 from ckpt_tools.tree import names
 from ckpt_tools.tree import nodes as trees
@@ -89,6 +90,9 @@ def _write(data: Mapping[str, Any], path: str | os.PathLike[str], kind: Format) 
 
 def _save_pth(data: Any, output: Output, *, zipped: bool) -> None:
     """`torch.save` into the output. It makes a RuntimeError of whatever its stream raises: the real one is raised again."""
+    for value in leaves(data):
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and is_freed(value):
+            raise ContainerLimitError(f"The memory of a tensor of shape {tuple(value.shape)} has been freed.")
     raw = _Stream(output)
     try:
         with io.BufferedWriter(raw, CHUNK) as stream:
@@ -96,7 +100,7 @@ def _save_pth(data: Any, output: Output, *, zipped: bool) -> None:
     except BaseException as error:
         if raw.failed is not None:
             raise raw.failed from None
-        if isinstance(error, pickle.PicklingError):
+        if isinstance(error, pickle.PicklingError | AttributeError | TypeError | RecursionError):  # pickle's own errors
             raise ContainerLimitError(f"{output.target} would hold what cannot be pickled.", why=f"{error}.") from error
         raise
 
@@ -191,6 +195,8 @@ def _tree_of(data: Mapping[str, Any], holder: str) -> Node:
 def _entry_of(tensor: torch.Tensor, name: str, storages: dict[int, Storage], holder: str) -> Entry:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise ContainerLimitError(f"{name!r} is a sparse, quantised or meta tensor, which {holder} cannot hold.")
+    if is_freed(tensor):
+        raise ContainerLimitError(f"The memory of {name!r} has been freed.")
     tensor = tensor.detach().resolve_conj().resolve_neg()
     dtype: DType = DTYPES[str(tensor.dtype).removeprefix("torch.")]
     live = tensor.untyped_storage()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ckpt_tools.errors import TargetError, TensorError
+from ckpt_tools.torch.copying import is_freed
 from ckpt_tools.torch.gathering import is_dtensor, own_box
 from ckpt_tools.tree.dtypes import DTYPES
 
@@ -142,6 +143,8 @@ def _unusual(tensor: torch.Tensor) -> str:
         return f"a {type(tensor.data).__name__}"
     if tensor.layout != torch.strided or tensor.is_quantized or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         return f"{'quantised' if tensor.is_quantized else tensor.layout} {tensor.dtype}"
+    if is_freed(tensor):
+        return "its memory has been freed"
     if any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         return "expanded: several of its elements are one"
     if tensor.is_inference():

@@ -288,6 +288,30 @@ def test_meta_tensors_that_stay(path: str) -> None:
 # --- right loads
 
 
+@pytest.mark.parametrize("left", [0, 8])
+def test_memory_that_is_freed(path: str, left: int) -> None:
+    """What has no memory any more, as under FSDP, is not looked at: before the load, after it, at both."""
+    model: Any = trained()
+    memory = model.mix.weight.untyped_storage()
+    whole = memory.nbytes()
+
+    def fate_after(load: Callable[[], object]) -> tuple[str, str]:
+        with ckpt.guard(model) as seen:
+            load()
+        (fate,) = (fate for fate in seen.fates if fate.name == "mix.weight")
+        return fate.fate, fate.how
+
+    memory.resize_(left)
+    assert fate_after(lambda: None) == ("untouched", "its memory has been freed")
+
+    def load() -> None:
+        memory.resize_(whole)
+        model.load_state_dict(torch.load(path))
+
+    assert fate_after(load) == ("loaded", "")
+    assert fate_after(lambda: memory.resize_(left)) == ("unexamined", "its memory has been freed")
+
+
 def _assign(model: nn.Module, path: str) -> None:
     model.load_state_dict(torch.load(path), assign=True)
 

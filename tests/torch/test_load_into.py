@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -339,6 +341,8 @@ UNUSUAL: dict[str, Callable[[], nn.Module]] = {
     "quantised": lambda: holder(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
     "expanded": lambda: holder(torch.ones(1).expand(4)),
     "sparse": lambda: holder(torch.eye(2).to_sparse()),
+    "freed": lambda: holder(freed(torch.ones(4))),
+    "partly freed": lambda: holder(freed(torch.ones(4), 8)),
 }
 
 
@@ -347,6 +351,23 @@ def holder(tensor: torch.Tensor) -> nn.Module:
     module = nn.Module()
     module.register_buffer("b", tensor)
     return module
+
+
+def freed(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
+    """The tensor after its memory was given back, as FSDP does, but for some bytes."""
+    tensor.untyped_storage().resize_(left)
+    return tensor
+
+
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="the system does not read into memory")
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_memory_that_is_read_only(tmp_path: Path) -> None:
+    """A tensor over a file that is mapped for reading is the model's fault, not the checkpoint's."""
+    (tmp_path / "raw").write_bytes(bytes(400))
+    model = holder(torch.from_numpy(np.memmap(tmp_path / "raw", np.float32, "r")))
+    ckpt.save({"b": torch.ones(100)}, tmp_path / "m.pth")
+    with pytest.raises(TargetError, match=r"m\.pth cannot be read into a tensor whose memory is read-only"):
+        ckpt.load_into(model, tmp_path / "m.pth")
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)

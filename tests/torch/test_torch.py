@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.swa_utils import AveragedModel
 
 import ckpt_tools.torch as ckpt
@@ -401,6 +403,23 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, name: str) -> None:
         ckpt.save({"w": torch.ones(10_000), "b": Broken()}, tmp_path / name)
     assert os.listdir(tmp_path) == [name]
     assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["m.pth", "old.pth", "m.safetensors", "m.gguf"])
+def test_what_has_no_memory_is_not_saved(tmp_path: Path, name: str) -> None:
+    """torch.save writes a file of a freed tensor that torch.load cannot read."""
+    model = network()
+    next(model.parameters()).untyped_storage().resize_(0)
+    with pytest.raises(ContainerLimitError, match="has been freed"):
+        ckpt.save(model, tmp_path / name, format="pth-legacy" if name == "old.pth" else None)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [lambda: 0, threading.Lock(), FakeTensorMode().from_tensor(torch.ones(1))], ids=type)
+def test_what_cannot_be_pickled(tmp_path: Path, value: object) -> None:
+    """Whatever error pickle has for it, ours says which file."""
+    with pytest.raises(ContainerLimitError, match=r"m\.pth would hold what cannot be pickled"):
+        ckpt.save({"w": torch.ones(1), "x": value}, tmp_path / "m.pth")
 
 
 @pytest.mark.parametrize("name", ["m.pth", "m.safetensors"])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from ckpt_tools.torch.copying import is_freed
 from ckpt_tools.torch.guarding import samples
 from ckpt_tools.torch.guarding.fates import Fate
 from ckpt_tools.torch.guarding.stored import Library
@@ -144,7 +145,8 @@ class Judge:
         if tensor.is_meta:
             return Fate(name, kind, "untouched", how="on the meta device")
         written = self._is_written(name, tensor)
-        return Fate(name, kind, "unexamined" if written else "untouched", how=f"a {type(tensor).__name__}")
+        how = "its memory has been freed" if is_freed(tensor) else f"a {type(tensor).__name__}"
+        return Fate(name, kind, "unexamined" if written else "untouched", how=how)
 
 
 def _tied(all_held: Sequence[Held], places: Mapping[str, int]) -> list[list[Held]]:

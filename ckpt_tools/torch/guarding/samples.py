@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from ckpt_tools.torch.copying import memory_of
+from ckpt_tools.torch.copying import is_freed, memory_of
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.values.numeric import torch_dtype
 
@@ -53,10 +53,11 @@ def shifted(runs: Runs, by: int) -> Runs:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements that can be looked at here: not on the meta device, not lazy, not cut among ranks."""
+    """Whether a tensor has elements that can be looked at here: not meta, not lazy, not cut among ranks, not freed."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized or dtype_of(tensor.dtype) is None:
         return False
-    return type(tensor) in _PLAIN or (not is_lazy(tensor) and type(tensor.data) is torch.Tensor)
+    is_one = type(tensor) in _PLAIN or (not is_lazy(tensor) and type(tensor.data) is torch.Tensor)
+    return is_one and not is_freed(tensor)
 
 
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
