@@ -13,7 +13,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-
 # Cases of one worker: torch leaks a little when it refuses a file, and after 30,000 cases the heap reached the limit on memory.
 _A_WORKER = 20_000
 

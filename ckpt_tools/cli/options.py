@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from ckpt_tools.io.writer import Progress
     from ckpt_tools.operations.safety import Safety
 
+    _OneOf = click.Choice[str]
+else:
+    _OneOf = click.Choice  # no generic before click 8.2
+
 _PROGRESS_AFTER = 1.0  # seconds
 
 
@@ -210,7 +214,7 @@ def _as_click(option: Option) -> dict[str, Any]:
     return {**said, **kind, "type": _Choice(option) if option.choices else str}
 
 
-class _Choice(click.Choice[str]):
+class _Choice(_OneOf):
     """One of the choices of an option, also by another word that its reader knows."""
 
     def __init__(self, option: Option) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 from ckpt_tools.errors import ChangedFileError, CkptError, OutputError
 
 _MINUTES = 60  # how long one process may take longer than another before the job is given up
+# Before a group is left: in PyTorch 2.4 its threads still let go of what was exchanged, and rank 0 waited for them for ever.
+_LET_GO_SECONDS = 0.05
 T = TypeVar("T")
 
 
@@ -100,4 +103,5 @@ def launched() -> Iterator[Ranks]:
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
+        time.sleep(_LET_GO_SECONDS)
         dist.destroy_process_group()

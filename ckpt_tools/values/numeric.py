@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpt_tools.errors import ValuesError
 from ckpt_tools.io.content import (
     CHUNK,
     Computed,
@@ -131,11 +132,16 @@ def _filled(content: Content, itemsize: int, buffer: memoryview) -> Iterator[int
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's own object for a dtype."""
+    """torch's own object for a dtype.
+
+    Raises:
+        ValuesError: this PyTorch is older than the dtype.
+    """
     import torch
 
-    found = getattr(torch, dtype.name)
-    assert isinstance(found, torch.dtype)
+    found = getattr(torch, dtype.name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValuesError(f"PyTorch {torch.__version__} has no {dtype.name}.", fix="A newer one may have it.")
     return found
 
 

@@ -11,6 +11,7 @@ import io
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as save_with_torch
+from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckpt_tools.io.content import read_into
@@ -38,6 +40,8 @@ from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import torch_dtype
 
 _BUFFER = 1 << 20  # torch writes an archive in small pieces
+# In PyTorch 2.4 only the older of the two can be told to write alone in a job of several processes.
+_save = save_with_torch if "no_dist" in signature(save_with_torch).parameters else save_state_dict
 
 
 def save(found: Items, staging: Staging, ranks: Ranks, progress: Progress | None) -> None:
@@ -49,7 +53,9 @@ def save(found: Items, staging: Staging, ranks: Ranks, progress: Progress | None
     planner = _Planner(found, ranks, progress)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process is what is wanted
-        save_with_torch({}, storage_writer=_Writer(staging, found.aliases), planner=planner, no_dist=ranks.world == 1)
+        warnings.filterwarnings("ignore", "`save_state_dict` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)  # by torch 2.4's own writer
+        _save({}, storage_writer=_Writer(staging, found.aliases), planner=planner, no_dist=ranks.world == 1)
 
 
 def shares(found: Items, world: int) -> list[list[Item]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.io.content import Content
-from ckpt_tools.values.quantised.reading import Numbers, Reader, Slab
+from ckpt_tools.values.quantised.reading import Numbers, Reader, Slab, powers
 from ckpt_tools.values.quantised.rows import Rows
 
 if TYPE_CHECKING:
@@ -124,8 +124,6 @@ class TurnedNibbles:
 
     def _columns(self, first: int) -> torch.Tensor:
         """The columns of one block; those that were worked out last are held, since several calls ask for them."""
-        import torch
-
         if self._held is not None and first == self._first:
             return self._held
         matrix, column = divmod(first, self.width)
@@ -134,7 +132,7 @@ class TurnedNibbles:
             self._codes = Slab(self.codes, self.height, row, matrix * self.height * row)
             self._scales = Slab(self.scales, self.height, groups, matrix * self.height * groups)
         codes = self._codes.columns(column // 2, self.block // 2).contiguous()
-        scales = self._scales.columns(column // self.block, 1).contiguous().view(torch.float8_e8m0fnu).to(torch.float32)
+        scales = powers(self._scales.columns(column // self.block, 1))
         values = looked_up(codes, self.table, low_first=True).view(self.height, self.block) * scales
         self._first, self._held = first, values.t().contiguous()
         return self._held

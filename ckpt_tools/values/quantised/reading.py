@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckpt_tools.io.content import Content, Joined, Literal, Range, chunks, read_into
-from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.values.numeric import part, torch_dtype
 
 if TYPE_CHECKING:
@@ -42,21 +42,29 @@ class Reader:
         return self._held[:length]
 
 
+def powers(exponents: torch.Tensor) -> torch.Tensor:
+    """2 to the power of each byte less 127, as E8M0 has it (OCP Microscaling Formats, section 5.4.1): 255 is NaN."""
+    import torch
+
+    return torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), torch.nan])[exponents.int()]
+
+
 class Numbers:
     """The numbers of a content: little-endian elements of one dtype.
 
-    Bytes that are scales are exponents of 2 with a bias of 127, as E8M0 has them.
+    Bytes that are scales are exponents of 2, as E8M0 has them.
     """
 
     def __init__(self, content: Content, dtype: DType, *, exponents: bool = False) -> None:
-        self.reader, self.dtype, self.exponents = Reader(content), dtype, exponents
+        self.reader, self.exponents = Reader(content), exponents or dtype.name == "float8_e8m0fnu"
+        self.dtype = DTYPES["uint8"] if self.exponents else dtype
 
     def floats(self, first: int, count: int) -> torch.Tensor:
         """So many of them as float32."""
         import torch
 
         found = self.raw(first, count)
-        return (found.view(torch.float8_e8m0fnu) if self.exponents else found).to(torch.float32)
+        return powers(found) if self.exponents else found.to(torch.float32)
 
     def raw(self, first: int, count: int) -> torch.Tensor:
         """So many of them as they are."""
