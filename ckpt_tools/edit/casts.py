@@ -193,7 +193,11 @@ def _retype(root: Node, cast_to: Mapping[int, DType]) -> Node:
 
 
 def to_little_endian(root: Node, byteorder: str) -> Node:
-    """The storages of a big-endian file, to be swapped while writing; anything else as it is."""
+    """The storages of a big-endian file, to be swapped while writing; anything else as it is.
+
+    Raises:
+        TensorError: a view has elements of another size than its storage, by whose own size torch swaps.
+    """
     if byteorder == "little":
         return root
     widths: dict[int, set[int]] = {}
@@ -202,10 +206,12 @@ def to_little_endian(root: Node, byteorder: str) -> Node:
             widths.setdefault(id(node.storage), set()).add(node.dtype.swap_width)
 
     def change(storage: Storage) -> Storage:
-        found = widths.get(id(storage), {storage.dtype.swap_width if storage.dtype else 1})
-        if len(found) != 1:
-            raise TensorError(f"The big-endian storage {storage.key!r} is viewed with several element sizes.")
-        return replace(storage, content=swapped(storage.content, found.pop()))
+        if widths.get(id(storage), set()) - {storage.swap_width}:
+            raise TensorError(
+                f"The big-endian storage {storage.key!r} is viewed with elements of another size than its own.",
+                why="PyTorch swaps the bytes of a storage by its own, so numbers depend on which machine reads them.",
+            )
+        return replace(storage, content=swapped(storage.content, storage.swap_width))
 
     return map_storages(root, change)
 

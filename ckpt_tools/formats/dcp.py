@@ -315,6 +315,10 @@ class _Reader:
             raise TensorError(f"{source.path}, at byte {place.offset}: the chunk of {name!r} is not what .metadata says.")
         content = row_major(entry)
         if decoded.byteorder == "big":
+            if entry.storage.swap_width != dtype.swap_width:
+                raise TensorError(
+                    f"{source.path}, at byte {place.offset}: big-endian, and a view with elements of another size."
+                )
             return swapped(content, dtype.swap_width)
         if isinstance(content, Range) and isinstance(content.source, Window):
             return Range(source, content.source.start + content.offset, content.length)

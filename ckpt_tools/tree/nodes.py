@@ -43,6 +43,11 @@ class Storage:
     device: str | None
     content: Content
 
+    @property
+    def swap_width(self) -> int:
+        """Bytes that are reversed together between byte orders: torch goes by the dtype that it was saved with."""
+        return self.dtype.swap_width if self.dtype else 1
+
 
 @final
 @unique

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import ckpt_tools
+import ckpt_tools.torch
 from ckpt_tools.errors import (
     ChecksumError,
     CkptError,
@@ -538,7 +538,22 @@ def test_44_big_endian_viewed_twice(tmp_path: Path) -> None:
     )  # fmt: skip
     rows = torch_records(p.pickle(p.dict_of(a=p.tensor(), b=as_bytes)), FLOATS)
     rows[1].data = b"big"
-    expect_convert_refused(write(tmp_path, build(rows)), TensorError, "viewed with several element sizes")
+    expect_convert_refused(write(tmp_path, build(rows)), TensorError, "viewed with elements of another size than its own")
+
+
+@pytest.mark.parametrize("name", ["uint16", "uint32", "uint64"])
+def test_44_big_endian_without_a_type(tmp_path: Path, name: str) -> None:
+    """torch saves these on a storage without a type, and swaps nothing when it loads them: 256 for 1, or 1 for 1?"""
+    torch.save({"a": torch.arange(4).to(getattr(torch, name)), "b": torch.ones(2)}, tmp_path / "little.pth")
+    rewrite(tmp_path / "little.pth", tmp_path / "in.pth", change=lambda name, data: b"big" if name == "byteorder" else data)
+    loaded = torch.load(tmp_path / "in.pth")
+    assert loaded["a"].tolist() == [0, 1, 2, 3]
+    assert loaded["b"].tolist() != [1, 1]
+    for read in (ckpt_tools.torch.load, ckpt_tools.stats):
+        with pytest.raises(TensorError, match="of another size than its own"):
+            read(tmp_path / "in.pth")
+    assert ckpt_tools.check(tmp_path / "in.pth", values=True).exit_code
+    expect_convert_refused(tmp_path / "in.pth", TensorError, "viewed with elements of another size than its own")
 
 
 @pytest.mark.parametrize("name", ["format-version", "storage-alignment"])

@@ -217,7 +217,7 @@ def _views(checkpoint: Checkpoint, read: Read, digest: bool, count: bool, heads:
 def _streams(view: _View, byteorder: str, spans: dict[Source, list[Span]]) -> bool:
     """Whether a view's bytes lie row-major in a file, so that they are taken in as the file is read."""
     content, entry = view.entry.storage.content, view.entry
-    swapped = byteorder == "big" and entry.dtype.swap_width > 1
+    swapped = byteorder == "big" and max(entry.dtype.swap_width, entry.storage.swap_width) > 1
     if swapped or not isinstance(content, Range) or not entry.is_contiguous or lazy_bits(entry):
         return False
     file, start = in_file(content.source, content.offset + entry.offset * entry.dtype.itemsize)
