@@ -77,6 +77,18 @@ def test_networks_that_were_trained_apart_are_not_paired(tmp_path: Path) -> None
         ckpt_tools.match(tmp_path / "old.pth", like=empty, match="values")
 
 
+def test_numbers_are_from_all_of_a_tensor(tmp_path: Path) -> None:
+    """Tables that begin alike and go on apart are two; tables that begin with zeros, for padding, are found by the rest."""
+    torch.manual_seed(0)
+    begun, words, types = torch.randn(8, 64), torch.randn(40, 64), torch.randn(40, 64)
+    for table in (words, types):
+        table[:8] = 0
+    torch.save({"a": torch.cat([begun, torch.randn(32, 64)]), "w": words, "t": types}, tmp_path / "old.pth")
+    torch.save({"x": torch.cat([begun, torch.randn(32, 64)]), "y": types, "z": words}, tmp_path / "new.pth")
+    found = ckpt_tools.match(tmp_path / "old.pth", like=tmp_path / "new.pth", match="values").matching
+    assert {(row.old, row.new) for row in found.matched if row.reason == "values"} == {("w", "z"), ("t", "y")}
+
+
 @pytest.mark.parametrize("spoiled", ["constant", "twice", "short", "nan"])
 def test_what_says_nothing_pairs_nothing(spoiled: str) -> None:
     """Ones, a tensor that is there twice, three numbers, NaN: no pair by value."""

@@ -1,4 +1,4 @@
-"""A few numbers of each tensor, for the stage that compares values: the first ones, row-major."""
+"""A few numbers of each tensor, for the stage that compares values: in runs from its start to its end, row-major."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from ckpt_tools.formats.open import tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.matching.params import Param
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
-from ckpt_tools.values.numeric import has_numbers, numbers, row_major, trimmed
+from ckpt_tools.values.numeric import has_numbers, numbers, part, row_major
 
-_MOST = 256
+_RUNS, _LENGTH = 8, 32
+
+
+def _runs(numel: int) -> list[tuple[int, int]]:
+    """The first number of each run, and how many it has; all of them where there are few."""
+    if numel <= _RUNS * _LENGTH:
+        return [(0, numel)]
+    return [((numel - _LENGTH) * run // (_RUNS - 1), _LENGTH) for run in range(_RUNS)]
 
 
 def sampled(params: Iterable[Param], node: Dict) -> tuple[Param, ...]:
@@ -46,12 +53,15 @@ def sampled_target(target: Target, select: str | None) -> tuple[Param, ...]:
 def _of_entry(node: Node) -> tuple[float, ...] | None:
     if type(node) is not Entry or not has_numbers(node.dtype) or node.dtype.packed != 1 or node.dtype.family == "complex":
         return None
-    length = min(node.nbytes, _MOST * node.dtype.itemsize)
-    found = [value for block in numbers(trimmed(row_major(node), 0, length), node.dtype) for value in block.tolist()]
-    return tuple(found) or None
+    content, size = row_major(node), node.dtype.itemsize
+    runs = (part(content, start * size, length * size) for start, length in _runs(node.numel))
+    return tuple(value for run in runs for block in numbers(run, node.dtype) for value in block.tolist()) or None
 
 
 def _of_live(value: Any) -> tuple[float, ...] | None:
     if value.is_meta or value.is_complex() or value.is_sparse or value.is_quantized:
         return None
-    return tuple(value.detach().reshape(-1)[:_MOST].double().tolist()) or None
+    flat = value.detach().reshape(-1)
+    return (
+        tuple(number for start, length in _runs(len(flat)) for number in flat[start : start + length].double().tolist()) or None
+    )
