@@ -1,7 +1,7 @@
 """The stage of values: two copies of one network under other names, also one that was trained on from the other.
 
-A few numbers of each tensor are compared, from its start to its end. Two tensors that were trained apart have a correlation near
-0, so numbers that are equal, or go up and down together, show one tensor. What is constant (ones, zeros) says nothing.
+A few numbers of each tensor are compared, from its start to its end. Two that were trained apart have a correlation near 0, so
+numbers that are equal, or go up and down together, show one tensor. What is constant (ones, zeros) says nothing.
 """
 
 from __future__ import annotations
