@@ -212,7 +212,7 @@ class SignatureError(CkptError):
 
 
 class NotLoadedError(CkptError):
-    """Tensors of a model are not from a file: as they were made, or changed by other means."""
+    """Tensors of a model are not what a file has for them: as they were made, swapped, or changed by other means."""
 
 
 class ValuesError(CkptError):

@@ -227,7 +227,7 @@ def test_mistakes_are_caught(load: Callable[[Any, str], None], path: str) -> Non
     with ckpt.guard(model) as seen:
         load(model, path)
     assert set(wrong(seen)) == MISTAKES[load]
-    with pytest.raises(NotLoadedError, match="tensors of the model are not from a file") as caught:
+    with pytest.raises(NotLoadedError, match="tensors of the model are not what a file has for them") as caught:
         seen.check()
     assert all(name in str(caught.value) for name in MISTAKES[load])
     assert path in str(caught.value)
@@ -286,6 +286,37 @@ def test_meta_tensors_that_stay(path: str) -> None:
 
 
 # --- right loads
+
+
+class Three(nn.Module):
+    """Three layers that only their names tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "net."])
+@pytest.mark.parametrize("order", ["bac", "bca", "abc", "bcd", "bbc"])
+def test_swapped_layers(tmp_path: Path, prefix: str, order: str) -> None:
+    """Layers in a ring of each other's numbers are told; those that take the next one's of a deeper network are meant."""
+    deep = {f"{prefix}{layer}.{key}": value for layer in "abcd" for key, value in nn.Linear(16, 16).state_dict().items()}
+    torch.save({"state_dict": deep, "epoch": 3}, tmp_path / "deep.pth")
+    model = Three()
+    with ckpt.guard(model) as seen:
+        state = torch.load(tmp_path / "deep.pth")["state_dict"]
+        taken = {
+            f"{new}.{key}": state[f"{prefix}{old}.{key}"]
+            for new, old in zip("abc", order, strict=True)
+            for key in ("weight", "bias")
+        }
+        model.load_state_dict(taken)
+    ring = {"bac": "ab", "bca": "abc"}.get(order, "")
+    assert {name.partition(".")[0]: fate for name, fate in wrong(seen).items()} == dict.fromkeys(ring, "swapped")
+    if ring:
+        with pytest.raises(NotLoadedError, match=r"from one another's names in the file: a\.weight \(from state_dict\."):
+            seen.check()
+        seen.check(allow=["[abc].*"])
 
 
 @pytest.mark.parametrize("left", [0, 8])

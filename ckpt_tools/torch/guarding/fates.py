@@ -16,12 +16,13 @@ from ckpt_tools.tree.names import unwrap
 if TYPE_CHECKING:
     from ckpt_tools.torch.guarding.stored import Library
 
-Word: TypeAlias = Literal["loaded", "tied", "untouched", "partly", "changed", "unsaved", "unexamined"]
-_ORDER: tuple[Word, ...] = ("loaded", "tied", "unsaved", "unexamined", "partly", "changed", "untouched")
-_WRONG = ("untouched", "partly", "changed")
+Word: TypeAlias = Literal["loaded", "tied", "untouched", "partly", "changed", "swapped", "unsaved", "unexamined"]
+_ORDER: tuple[Word, ...] = ("loaded", "tied", "unsaved", "unexamined", "swapped", "partly", "changed", "untouched")
+_WRONG = ("untouched", "partly", "changed", "swapped")
 _SHOWN = 6
 _SAYS = {
     "untouched": "still as made", "partly": "partly from a file", "changed": "changed, and in no file that was opened",
+    "swapped": "from one another's names in the file",
 }  # fmt: skip
 
 
@@ -33,8 +34,9 @@ class Fate:
         name: its name in the model. kind: "parameter" or "buffer".
         fate: "loaded" (its numbers are a file's), "tied" (it is another tensor of the model, which is loaded), "untouched" (as
             it was made), "partly" (some of its rows are a file's), "changed" (by other means: its numbers are in no file that
-            was opened), "unsaved" (a buffer that no state dict holds, or one without elements; a counter that files from before
-            torch 0.4.1 lack), "unexamined" (written to, and its elements cannot be looked at).
+            was opened), "swapped" (it has another name's numbers, which has its own), "unsaved" (a buffer that no state dict
+            holds, or one without elements; a counter that files from before torch 0.4.1 lack), "unexamined" (written to, and
+            its elements cannot be looked at).
         path: the file. source: the tensor's path in there.
         how: what was done to it on the way: "float32 -> float16", "transposed", "rows 0 to 63"; or why it has this fate.
     """
@@ -72,7 +74,7 @@ class Fates:
         return bool(self.fates) and all(fate.is_right for fate in self.fates)
 
     def wrong(self, *, allow: Sequence[str] = ()) -> list[Fate]:
-        """Tensors that are untouched, partly loaded or changed by other means, but for those that a glob of `allow` matches.
+        """Tensors that are untouched, partly loaded, swapped or changed otherwise; without those that a glob of `allow` matches.
 
         Raises:
             UsageError: a glob matches no tensor of the model.
@@ -101,7 +103,7 @@ class Fates:
             groups = {word: [_named(fate) for fate in wrong if fate.fate == word] for word in _WRONG}
             told = [f"{len(names)} {_SAYS[word]}: {listed(names, 40)}" for word, names in groups.items() if names]
             raise NotLoadedError(
-                f"{len(wrong)} of {len(self.fates)} tensors of the model are not from a file.",
+                f"{len(wrong)} of {len(self.fates)} tensors of the model are not what a file has for them.",
                 why=printable("; ".join([*told, self._opened(), *self.notes])) + ".",
                 fix="What is meant: check(allow=['head.*']). A file that was read before: guard(model, files=[...]).",
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from ckpt_tools.torch.guarding.fates import Fate
 from ckpt_tools.torch.guarding.stored import Library
 from ckpt_tools.torch.guarding.tracing import Live, Tracer
 from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.names import unwrap
 
 _COUNTER = "num_batches_tracked"
 
@@ -96,7 +97,9 @@ class Judge:
                 judged[held.name] = (
                     Fate(held.name, fate.kind, "tied", how=f"to {first.name}") if right else replace(fate, name=held.name)
                 )
-        return [judged[held.name] for held in self.held]
+        fates = [judged[held.name] for held in self.held]
+        crossed = swapped(fates)
+        return [replace(fate, fate="swapped", how=f"from {fate.source}") if fate.name in crossed else fate for fate in fates]
 
     def _is_written(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether anything was written to it, told by autograd's counter and by its place in memory."""
@@ -147,6 +150,34 @@ class Judge:
         written = self._is_written(name, tensor)
         how = "its memory has been freed" if is_freed(tensor) else f"a {type(tensor).__name__}"
         return Fate(name, kind, "unexamined" if written else "untouched", how=how)
+
+
+def swapped(fates: Sequence[Fate]) -> set[str]:
+    """Names that were loaded from one another's: `a` has what the file calls `b`, and `b` what it calls `a`; longer rings too.
+
+    A chain is no ring: a small model takes every second layer of a large one.
+    """
+    names = {unwrap(fate.name): fate.name for fate in fates}
+    steps: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by file and by prefix in it: name -> name in the file
+    for fate in fates:
+        if fate.fate != "loaded":
+            continue
+        pieces = unwrap(fate.source).split(".")
+        for start in range(len(pieces)):
+            if (other := names.get(".".join(pieces[start:]))) is not None:
+                steps[fate.path, ".".join(pieces[:start])][fate.name] = other
+    found: set[str] = set()
+    for taken in steps.values():
+        seen: set[str] = set()
+        for name in taken:
+            path: list[str] = []
+            while name in taken and name not in seen:
+                seen.add(name)
+                path.append(name)
+                name = taken[name]
+            ring = path[path.index(name) :] if name in path else []
+            found.update(ring if len(ring) > 1 else [])
+    return found
 
 
 def _tied(all_held: Sequence[Held], places: Mapping[str, int]) -> list[list[Held]]:
