@@ -74,7 +74,7 @@ class Fates:
         return bool(self.fates) and all(fate.is_right for fate in self.fates)
 
     def wrong(self, *, allow: Sequence[str] = ()) -> list[Fate]:
-        """Tensors that are untouched, partly loaded, swapped or changed otherwise; without those that a glob of `allow` matches.
+        """Tensors that are untouched, partly loaded, swapped or changed otherwise, but for what a glob of `allow` matches.
 
         Raises:
             UsageError: a glob matches no tensor of the model.
