@@ -155,7 +155,7 @@ class Judge:
 def swapped(fates: Sequence[Fate]) -> set[str]:
     """Names that were loaded from one another's: `a` has what the file calls `b`, and `b` what it calls `a`; longer rings too.
 
-    A chain is no ring: a small model takes every second layer of a large one.
+    A chain is not a ring: a small model takes every second layer of a large one.
     """
     names = {unwrap(fate.name): fate.name for fate in fates}
     steps: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by file and by prefix in it: name -> name in the file
