@@ -138,8 +138,9 @@ def _words(text: str) -> frozenset[str]:
 
 def _fit(page: Collection[str], given: Collection[str], weights: Mapping[str, float]) -> tuple[float, float]:
     """How well a page fits: the share of its words that are given (of a traceback) or of the given words that it has (of a
-    few words), each word by its weight; and the weight of those in common."""
-    common = sum(weights.get(word, 0.0) for word in page if word in given)
+    few words, of which one is not enough), each word by its weight; and the weight of those in common."""
+    both = [word for word in page if word in given]
+    common = sum(weights.get(word, 0.0) for word in both) if len(both) > 1 or len(given) == 1 else 0.0
     strange = max(weights.values()) / 2  # the weight of a word that is on no page
     wanted = max(_LEAST, sum(weights.get(word, 0.0) for word in page)), sum(weights.get(word, strange) for word in given)
     return round(max((common / total for total in wanted if total), default=0.0), 2), common

@@ -50,6 +50,7 @@ MESSAGES = {
     "central-directory": [
         "_pickle.UnpicklingError: pickle data was truncated",
         "RuntimeError: unexpected EOF, expected 12345 more bytes. The file might be corrupted.",
+        "RuntimeError: [enforce fail at inline_container.cc:197] . file not found: checkpoint/data/17",
         "RuntimeError: storage has wrong byte size: expected 9437184 got 2359296",
         "RuntimeError: Invalid magic number; corrupt file?",
         "OSError: Unable to load weights from pytorch checkpoint file for 'bert' at '/x/pytorch_model.bin'.",
@@ -94,13 +95,22 @@ MESSAGES = {
     ],
     "fsdp-checkpoint": [
         "FileNotFoundError: [Errno 2] No such file or directory: 'ckpt/.metadata'",
+        "RuntimeError: Missing key in checkpoint state_dict: model.layers.0.attention.wq.weight.",
+        "IsADirectoryError: [Errno 21] Is a directory: 'checkpoint'",
         'RuntimeError: Missing key(s) in state_dict: "_fsdp_wrapped_module._flat_param".',
         "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([0, 1])",
     ],
     "gguf-file": ["llama_model_load: error loading model: missing tensor 'token_embd.weight'"],
     "mp-rank-00": ["AssertionError: Client provided checkpoint load path: ./x does not exist ... exiting"],
-    "lightning": ["FileNotFoundError: [Errno 2] No such file or directory: '/runs/7/last.ckpt'"],
+    "lightning": [
+        "FileNotFoundError: [Errno 2] No such file or directory: '/runs/7/last.ckpt'",
+        'RuntimeError: Error(s) in loading state_dict for LitClassifier: Unexpected key(s) in state_dict: "model.layer1.weight".',
+        'RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "conv1.weight", "fc.bias".\n\t'
+        'Unexpected key(s) in state_dict: "model.conv1.weight", "model.fc.bias".',
+    ],
     "quantised-weights": [
+        "ValueError: Supplied state dict for model.layers.0.mlp.down_proj.weight does not contain `bitsandbytes__*` and possibly other "
+        "`quantized_stats` components.",
         "ValueError: Unknown quantization type, got awq - supported types are: ['gptq']",
         'Unexpected key(s) in state_dict: "model.layers.0.mlp.gate_proj.qweight", "model.layers.0.mlp.gate_proj.qzeros"',
     ],
@@ -175,6 +185,8 @@ def test_words_of_every_sentence_find_no_page() -> None:
     """A sentence about nothing that is known is refused, and not answered with a page that has its small words."""
     for words in (
         "no such thing at all",
+        "hello world",
+        "The size of tensor a (768) must match the size of tensor b (1024) at non-singleton dimension 1",
         "why does my file not load",
         "IndexError: list index out of range",
         "TypeError: unsupported operand type(s) for +: 'int' and 'str'",
