@@ -104,12 +104,12 @@ MESSAGES = {
     "mp-rank-00": ["AssertionError: Client provided checkpoint load path: ./x does not exist ... exiting"],
     "lightning": [
         "FileNotFoundError: [Errno 2] No such file or directory: '/runs/7/last.ckpt'",
-        'RuntimeError: Error(s) in loading state_dict for LitClassifier: Unexpected key(s) in state_dict: "model.layer1.weight".',
+        'RuntimeError: Error(s) in loading state_dict for LitNet: Unexpected key(s) in state_dict: "model.layer1.weight".',
         'RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "conv1.weight", "fc.bias".\n\t'
         'Unexpected key(s) in state_dict: "model.conv1.weight", "model.fc.bias".',
     ],
     "quantised-weights": [
-        "ValueError: Supplied state dict for model.layers.0.mlp.down_proj.weight does not contain `bitsandbytes__*` and possibly other "
+        "ValueError: Supplied state dict for 0.down_proj.weight does not contain `bitsandbytes__*` and possibly other "
         "`quantized_stats` components.",
         "ValueError: Unknown quantization type, got awq - supported types are: ['gptq']",
         'Unexpected key(s) in state_dict: "model.layers.0.mlp.gate_proj.qweight", "model.layers.0.mlp.gate_proj.qzeros"',
