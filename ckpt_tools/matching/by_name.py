@@ -42,9 +42,10 @@ def apply_rules(pairing: Pairing, rules: Sequence[str | tuple[str, str]]) -> Non
 
 def match_exact(pairing: Pairing) -> None:
     """Names that are equal, once the user's rules have been applied."""
-    for old, name in pairing.known.items():
-        if name in pairing.target and old not in pairing.used and not pairing.is_settled(name):
-            pairing.pair(old, name, _said(pairing, old, "exact"))
+    free = {param.name for param in pairing.targets_left()}
+    for param in pairing.sources_left():
+        if (name := pairing.known[param.name]) in free:
+            pairing.pair(param.name, name, _said(pairing, param.name, "exact"))
 
 
 def match_whole_wrapper(pairing: Pairing) -> None:
@@ -53,8 +54,8 @@ def match_whole_wrapper(pairing: Pairing) -> None:
     A model with a `module` of its own under DataParallel has `module.weight` (its `weight`) and `module.module.weight` (its
     `module.weight`): equal names would be other tensors' there.
     """
-    sources = {old: strip_inner(name) for old, name in pairing.known.items() if old not in pairing.used}
-    targets = {new: strip_inner(new) for new in pairing.target if not pairing.is_settled(new) and new not in pairing.offered}
+    sources = {param.name: strip_inner(pairing.known[param.name]) for param in pairing.sources_left()}
+    targets = {param.name: strip_inner(param.name) for param in pairing.targets_left()}
     best = as_they_are = _meet(sources, targets)
     for side in ("source", "target"):
         names = sources if side == "source" else targets

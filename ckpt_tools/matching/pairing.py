@@ -46,8 +46,8 @@ class Pairing:
     """Two lists of tensors and what has been found so far. A stage calls `pair` for what it is sure of.
 
     `known` is the name of a source tensor as the user's rules made it, or as torch would have it; stages compare those.
-    `ruled` are the names that a rule has changed, `graphs` what both models compute, where that is known,
-    `evidence` what was worked out of them.
+    `offered` and `spent` are the names of offers, the target's and the checkpoint's. `ruled` are the names that a rule has
+    changed, `graphs` what both models compute, where that is known, `evidence` what was worked out of them.
     """
 
     def __init__(self, source: Sequence[Param], target: Sequence[Param], *, allow_reshape: bool) -> None:
@@ -61,6 +61,7 @@ class Pairing:
         self.doubts: dict[str, Ambiguous] = {}
         self.offers: list[Offer] = []
         self.offered: set[str] = set()
+        self.spent: set[str] = set()
         self.used: dict[str, str] = {}
         self.oriented = orientation(source), orientation(target)
         self.graphs: tuple[Graph, Graph] | None = None
@@ -75,8 +76,7 @@ class Pairing:
 
     def sources_left(self) -> list[Param]:
         """Tensors of the checkpoint without a partner, in order."""
-        taken = {name for offer in self.offers for name in offer.old}
-        return [param for name, param in self.source.items() if name not in self.used and name not in taken]
+        return [param for name, param in self.source.items() if name not in self.used and name not in self.spent]
 
     def targets_left(self) -> list[Param]:
         """Tensors of the target without a partner or a doubt, in order."""
@@ -125,6 +125,7 @@ class Pairing:
         """What only a plan does; later stages leave its tensors alone."""
         self.offers.append(offer)
         self.offered.update(offer.new)
+        self.spent.update(offer.old)
 
     def doubt(self, new: str, candidates: Iterable[str], why: str) -> None:
         """A name of the target that cannot be decided; of many candidates the first are kept."""

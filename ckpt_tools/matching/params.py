@@ -16,7 +16,8 @@ class Param:
         name: its dotted name. shape: its sizes. dtype: torch's name for its type, or None.
         tie: equal for tensors that are the same view on the same bytes; None where that cannot be told.
         module: the type name of the module that holds it ("Conv2d"), where the target is a module.
-        sample: some of its numbers, where values are compared; else None.
+        sample: some of its numbers, where values are compared (see `places_of`); else None.
+        digest: of all its bytes, where its sample is on the other side too and is not the whole tensor; else None.
         kind: "tensor", or what makes it unusual ("sparse", "quantized" ...); the shape of such a one may be unknown, ().
     """
 
@@ -27,3 +28,4 @@ class Param:
     module: str | None = None
     kind: str = "tensor"
     sample: tuple[float, ...] | None = None
+    digest: bytes | None = None

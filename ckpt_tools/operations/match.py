@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.fit.partners import look_at
 from ckpt_tools.fit.partners.graphs import Seen
 from ckpt_tools.fit.targets import choose_state_dict, read_target
@@ -16,6 +17,7 @@ from ckpt_tools.matching.left_over.advice import Advice, advise
 from ckpt_tools.operations.options import MatchOptions
 from ckpt_tools.text import brief, notebook
 from ckpt_tools.tree.arguments import natural
+from ckpt_tools.tree.nodes import as_dict
 from ckpt_tools.tree.options import as_keywords
 
 
@@ -47,7 +49,9 @@ class Matched:
 @as_keywords(MatchOptions)
 @natural
 def match(path: File, options: MatchOptions) -> Matched:
-    """Find for every tensor of a checkpoint its partner in a target. Reads no tensor bytes, and runs nothing in a file.
+    """Find for every tensor of a checkpoint its partner in a target.
+
+    Reads no tensor bytes unless values are compared, and runs nothing in a file.
 
     Args:
         path: the checkpoint, IN. Without `match` names decide, a common prefix or suffix too.
@@ -63,7 +67,8 @@ def match(path: File, options: MatchOptions) -> Matched:
     with open_whole(path) as checkpoint:
         if options.stages == "values":
             checkpoint.locate()
-        sides = look_at(choose_state_dict(checkpoint, options.select).node, checkpoint, target, options, options.like_select)
+        root = to_little_endian(choose_state_dict(checkpoint, options.select).node, checkpoint.decoded.byteorder)
+        sides = look_at(as_dict(root), checkpoint, target, options, options.like_select)
 
     def matched(stages: Stages, allow_reshape: bool, pairs: Sequence[str]) -> Matching:
         return sides.match(options, stages, rename=options.rename, allow_reshape=allow_reshape, pairs=pairs)

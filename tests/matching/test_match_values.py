@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -11,9 +12,10 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.cli import main
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.matching import match
 from ckpt_tools.matching.params import Param
+from tests.support.zips import big_endian
 
 
 def layers(names: list[str], seed: int = 0) -> nn.ModuleDict:
@@ -121,3 +123,100 @@ def test_a_patch_embedding_is_reshaped_where_its_numbers_say_so(tmp_path: Path, 
             assert advice.options == ["--allow-reshape"]
             ckpt_tools.convert(old, tmp_path / "out.pth", like=new, match="values", allow_reshape=True, overwrite=True)
             torch.testing.assert_close(torch.load(tmp_path / "out.pth"), state, rtol=0, atol=0)
+
+
+def values_of(tmp_path: Path, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> dict[str, tuple[str, float]]:
+    """What `--match values` pairs by numbers: new name -> old name and confidence."""
+    for name, state in (("old", old), ("new", new)):
+        torch.save(state, tmp_path / f"{name}.pth")
+    found = ckpt_tools.match(tmp_path / "old.pth", like=tmp_path / "new.pth", match="values").matching
+    return {row.new: (row.old, row.confidence) for row in found.matched if row.reason == "values"}
+
+
+def test_the_whole_tensor_decides(tmp_path: Path) -> None:
+    """Two that begin with the same 256 numbers, and two that differ in one number behind them, are told apart."""
+    torch.manual_seed(0)
+    one, other, *swapped = torch.randn(4, 64, 64)
+    for part in (slice(256), slice(4095)):
+        other.view(-1)[part] = one.view(-1)[part]
+        sides = {"pa.weight": one, "pb.weight": other}, {"qx.weight": other, "qy.weight": one}
+        assert values_of(tmp_path, *sides) == {"qx.weight": ("pb.weight", 0.99), "qy.weight": ("pa.weight", 0.99)}
+        alone = {"q.weight": ("p.weight", 0.95)} if part.stop == 4095 else {}  # the whole differs, nothing else is like it
+        assert values_of(tmp_path, {"p.weight": one}, {"q.weight": other}) == alone
+    moved = [part.clone() for part in swapped]
+    for part, begin in zip(moved, swapped[::-1], strict=True):
+        part.view(-1)[:256] = begin.view(-1)[:256]
+    old, new = ({f"{side}{number}.weight": part for number, part in enumerate(parts)} for side, parts in
+                (("p", swapped), ("q", moved)))  # fmt: skip
+    assert values_of(tmp_path, old, new) == {"q0.weight": ("p0.weight", 0.95), "q1.weight": ("p1.weight", 0.95)}
+
+
+def test_counters_and_masks_decide_nothing(tmp_path: Path) -> None:
+    """Positions that count up and a triangle of ones are the same in any model; the biases beside them are not theirs."""
+    ids, mask = torch.arange(64), torch.ones(8, 8).tril()
+    for buffer in (ids, mask, ids.reshape(1, 64).float(), ids * 3 + 5):
+        old = {"fc.ids": buffer, "fc.bias": torch.zeros(64), "fd.bias": torch.ones(64)}
+        new = {"x.ids": buffer, "x.bias": torch.ones(64), "y.bias": torch.zeros(64)}
+        assert values_of(tmp_path, old, new) == {}
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (64, 64), (300, 300), (12, 40), (40, 12)])
+@pytest.mark.parametrize("name", ["fc.weight", "lin.weight"])
+@pytest.mark.parametrize("noise", [0.0, 0.01], ids=["copied", "trained on"])
+def test_a_transposed_copy_is_an_offer(tmp_path: Path, shape: tuple[int, int], name: str, noise: float) -> None:
+    """A square matrix under its own name whose numbers are transposed is never copied as it is; a plan transposes it."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    wanted = (weight.T + noise * torch.randn(shape).T).contiguous()
+    torch.save({"fc.weight": weight}, tmp_path / "old.pth")
+    torch.save({name: wanted}, tmp_path / "new.pth")
+    found = ckpt_tools.match(tmp_path / "old.pth", like=tmp_path / "new.pth", match="values", output=tmp_path / "plan.toml")
+    assert [(row.step, row.reason, row.confidence) for row in found.matching.offers] == [("transpose", "values", 0.95)]
+    assert not found.matching.matched
+    with pytest.raises(CkptError, match="does not fit"):
+        ckpt_tools.convert(tmp_path / "old.pth", tmp_path / "out.pth", like=tmp_path / "new.pth", match="values")
+    ckpt_tools.convert(tmp_path / "old.pth", tmp_path / "out.pth", plan=tmp_path / "plan.toml")
+    torch.testing.assert_close(torch.load(tmp_path / "out.pth"), {name: weight.T}, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("container", ["dcp", "shards", "fp16", "bf16", "big", "strided", "compressed"])
+def test_every_container_has_the_same_numbers(tmp_path: Path, container: str) -> None:
+    """A folder of chunks, shards, halves, a big-endian file, views, a compressed file: each layer finds its copy."""
+    torch.manual_seed(0)
+    old = {f"p{number}.weight": torch.randn(96, 80) for number in range(4)}
+    new = {f"q{(number * 3 + 1) % 4}.weight": value for number, value in enumerate(old.values())}
+    truth = {f"q{(number * 3 + 1) % 4}.weight": name for number, name in enumerate(old)}
+    torch.save(old, tmp_path / "old.pth")
+    torch.save({name: value.T.contiguous().T if container == "strided" else value for name, value in new.items()},
+               tmp_path / "new.pth")  # fmt: skip
+    path = tmp_path / "new.pth"
+    if container == "big":
+        big_endian(tmp_path / "new.pth", path := tmp_path / "big.pth", {str(number): 4 for number in range(4)})
+    elif container == "compressed":
+        np.savez_compressed(path := tmp_path / "made.npz", **{name: value.numpy() for name, value in new.items()})  # type: ignore[arg-type]
+    elif container == "shards":
+        ckpt_tools.convert(tmp_path / "new.pth", path := tmp_path / "made", shard_size="40KB")
+    elif container != "strided":
+        path = tmp_path / ("made" if container == "dcp" else "made.pth")
+        if container == "dcp":
+            ckpt_tools.convert(tmp_path / "new.pth", path, format="dcp")
+        else:
+            ckpt_tools.convert(tmp_path / "new.pth", path, dtype=container)
+    back = {name: new_name for new_name, name in truth.items()}
+    for one, other, known in ((tmp_path / "old.pth", path, truth), (path, tmp_path / "old.pth", back)):
+        found = ckpt_tools.match(one, like=other, match="values").matching
+        assert {row.new: row.old for row in found.matched} == known
+        assert {row.confidence for row in found.matched} == {0.95 if container in ("fp16", "bf16") else 0.99}
+
+
+@pytest.mark.parametrize("is_torch", [False, True], ids=["flax's own", "as torch has it"])
+def test_a_kernel_of_flax_is_compared_as_torch_has_it(is_torch: bool) -> None:
+    """A square matrix is transposed on its way to torch: once, and not at all where its numbers show that it was already."""
+    kernel = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    sides = kernel, kernel if is_torch else kernel.T
+    old, new = (
+        Param(name, (8, 8), sample=tuple(side.reshape(-1).tolist()))
+        for name, side in zip(("params.dense.kernel", "fc.weight"), sides, strict=True)
+    )
+    (row,) = match([old], [new], stages="values", framework="flax").matched
+    assert (row.reason, row.step) == ("values", "copy" if is_torch else "transpose")

@@ -51,13 +51,13 @@ def look_at(
         options: how partners are found.
 
     Raises:
-        TargetError, UsageError: a side that cannot be asked; see `compare_graphs` and `sampled_target`.
+        TargetError, UsageError: a side that cannot be asked; see `compare_graphs` and `sampled_sides`.
     """
     old, new, compared = params_of(node), target.params, Compared()
     if options.stages in COMPARING:
         compared = compare_graphs(old, checkpoint, Question(options.from_, options.from_args, options.input), target)
     elif options.stages == "values":
-        from ckpt_tools.fit.partners.samples import sampled, sampled_target
+        from ckpt_tools.fit.partners.samples import sampled_sides
 
-        old, new = sampled(old, node), sampled_target(target, like_select)
+        old, new = sampled_sides(old, node, target, like_select)
     return Sides(old, new, compared, None if checkpoint is None else framework_of(checkpoint))

@@ -1,67 +1,125 @@
-"""A few numbers of each tensor, for the stage that compares values: in runs from its start to its end, row-major."""
+"""A few numbers of each tensor, for the stage that compares values; of those that agree a digest of the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from hashlib import sha256
+from math import prod
+from typing import Any, TypeAlias
 
+from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fit.targets import Target, choose_state_dict
 from ckpt_tools.formats.open import tensors_by_name
 from ckpt_tools.formats.parts.named import open_whole
+from ckpt_tools.io.content import Computed, Content, Deflated, Literal, chunks, read
 from ckpt_tools.matching.params import Param
+from ckpt_tools.matching.sides.places import places_of
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
-from ckpt_tools.values.numeric import has_numbers, numbers, part, row_major
+from ckpt_tools.values.numeric import has_numbers, live_content, numbers, part, row_major
 
-_RUNS, _LENGTH = 8, 32
-
-
-def _runs(numel: int) -> list[tuple[int, int]]:
-    """The first number of each run, and how many it has; all of them where there are few."""
-    if numel <= _RUNS * _LENGTH:
-        return [(0, numel)]
-    return [((numel - _LENGTH) * run // (_RUNS - 1), _LENGTH) for run in range(_RUNS)]
+_BLOCK = 1 << 16  # bytes: places so near to each other are read at once
 
 
-def sampled(params: Iterable[Param], node: Dict) -> tuple[Param, ...]:
-    """The tensors of a state dict node, with samples. Its bytes must be at hand (`Checkpoint.locate`)."""
-    nodes = tensors_by_name(node)
-    return tuple(replace(param, sample=_of_entry(nodes[param.name])) for param in params)
+Tensors: TypeAlias = Mapping[str, Any]  # by name: nodes of a file, or live ones
 
 
-def sampled_target(target: Target, select: str | None) -> tuple[Param, ...]:
-    """The target's tensors, with samples: of a checkpoint's, of a live model's, or of what the callable makes.
+def sampled_sides(
+    params: Sequence[Param], node: Dict, target: Target, select: str | None
+) -> tuple[tuple[Param, ...], tuple[Param, ...]]:
+    """The tensors of a state dict node, whose bytes must be at hand (`Checkpoint.locate`), and those of a target, with samples.
+
+    Those whose samples are on both sides have a digest, too: what is equal in a sample may differ elsewhere.
 
     Raises:
-        UsageError: it has no values.
+        UsageError: the target has no values.
     """
+    own: Tensors = tensors_by_name(node)
+    with _tensors_of(target, select) as theirs:
+        old, new = _sampled(params, own), _sampled(target.params, theirs)
+        if not any(param.sample for param in new):
+            raise UsageError(f"`match='values'`: {target.label} has no values.", fix="`match='structure'` does without.")
+        both = {param.sample for param in old} & {param.sample for param in new}
+        return _digested(old, own, both), _digested(new, theirs, both)
+
+
+@contextmanager
+def _tensors_of(target: Target, select: str | None) -> Iterator[Tensors]:
+    """A target's tensors: of a checkpoint, of a live model, or of what the callable makes."""
     if target.tensors is None:
         with open_whole(target.label) as checkpoint:
             checkpoint.locate()
-            return sampled(target.params, as_dict(choose_state_dict(checkpoint, select, "like_select").node))
-    tensors = target.tensors
+            node = choose_state_dict(checkpoint, select, "like_select").node
+            yield tensors_by_name(as_dict(to_little_endian(node, checkpoint.decoded.byteorder)))
+        return
+    tensors: Tensors = target.tensors
     if target.on_meta and target.build is not None:
         made = target.build()
         tensors = made if isinstance(made, Mapping) else made.state_dict()
-    samples = {param.name: _of_live(tensors[param.name]) for param in target.params}
-    if not any(samples.values()):
-        raise UsageError(f"`match='values'`: {target.label} has no values.", fix="`match='structure'` does without.")
-    return tuple(replace(param, sample=samples[param.name]) for param in target.params)
+    yield tensors
 
 
-def _of_entry(node: Node) -> tuple[float, ...] | None:
-    if type(node) is not Entry or not has_numbers(node.dtype) or node.dtype.packed != 1 or node.dtype.family == "complex":
-        return None
-    content, size = row_major(node), node.dtype.itemsize
-    runs = (part(content, start * size, length * size) for start, length in _runs(node.numel))
-    return tuple(value for run in runs for block in numbers(run, node.dtype) for value in block.tolist()) or None
+def _sampled(params: Sequence[Param], tensors: Tensors) -> list[Param]:
+    return [replace(param, sample=_sample(tensors[param.name])) for param in params]
 
 
-def _of_live(value: Any) -> tuple[float, ...] | None:
-    if value.is_meta or value.is_complex() or value.is_sparse or value.is_quantized:
-        return None
-    flat = value.detach().reshape(-1)
-    return (
-        tuple(number for start, length in _runs(len(flat)) for number in flat[start : start + length].double().tolist()) or None
+def _digested(params: Sequence[Param], tensors: Tensors, wanted: Set[object]) -> tuple[Param, ...]:
+    """The tensors, with digests of those whose sample is wanted and not all of them."""
+    return tuple(
+        replace(param, digest=_digest(tensors[param.name]))
+        if param.sample and param.sample in wanted and len(param.sample) < prod(param.shape)
+        else param
+        for param in params
     )
+
+
+def _sample(value: Any) -> tuple[float, ...] | None:
+    import torch
+
+    found = _of_live(value) if isinstance(value, torch.Tensor) else _of_entry(value)
+    return tuple(found) or None
+
+
+def _digest(value: Any) -> bytes:
+    """The SHA-256 of the dtype and of all elements."""
+    is_entry = isinstance(value, Entry)
+    found = sha256((value.dtype.name if is_entry else str(value.dtype).removeprefix("torch.")).encode() + b"\n")
+    for chunk in chunks(row_major(value) if is_entry else live_content(value)):
+        found.update(chunk)
+    return found.digest()
+
+
+def _of_entry(node: Node) -> list[float]:
+    if type(node) is not Entry or not has_numbers(node.dtype) or node.dtype.packed != 1 or node.dtype.family == "complex":
+        return []
+    content, size = row_major(node), node.dtype.itemsize
+    if isinstance(content, Deflated) or (isinstance(content, Computed) and content.part is None):
+        content = Literal(read(content))  # else it would be worked out again for each of the places
+    data = b"".join(_elements(content, places_of(node.shape), size))
+    return [value for block in numbers(Literal(data), node.dtype) for value in block.tolist()]
+
+
+def _elements(content: Content, places: Sequence[int], size: int) -> Iterator[bytes]:
+    """The elements at these places, which go up."""
+    start, block = 0, b""
+    for index, place in enumerate(places):
+        at = place * size
+        if at + size > start + len(block):
+            near = bisect_left(places, place + _BLOCK // size, index)
+            start, block = at, read(part(content, at, (places[near - 1] - place + 1) * size))
+        yield block[at - start : at - start + size]
+
+
+def _of_live(value: Any) -> list[float]:
+    import torch
+
+    if value.is_meta or value.is_complex() or value.is_sparse or value.is_quantized:
+        return []
+    flat = value.detach().resolve_neg().reshape(-1)
+    places = flat.new_tensor(places_of(tuple(value.shape)), dtype=torch.int64)
+    bits = flat.view(torch.uint8) if flat.itemsize == 1 else flat  # torch takes from no float8
+    found: list[float] = bits[places].view(flat.dtype).double().tolist()
+    return found

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ckpt_tools.matching.frameworks import flax, keras
-from ckpt_tools.matching.frameworks.turns import ReadLayer, Turn
+from ckpt_tools.matching.frameworks.turns import LINEAR, ReadLayer, Turn
 from ckpt_tools.matching.params import Framework, Param
+from ckpt_tools.matching.sides.places import turned
 
 Path: TypeAlias = tuple[str, ...]
 _READ: dict[Framework, ReadLayer] = {"flax": flax.read_layer, "keras": keras.read_layer}
@@ -123,12 +124,19 @@ def _counted(layers: Sequence[_Layer]) -> dict[Path, Path]:
     return {layer.path: tuple(parts_of(layer.path)) for layer in layers}
 
 
+def _turned(param: Param, turn: Turn) -> tuple[float, ...] | None:
+    """The sample as it is in torch; None for what is turned in another way than a matrix."""
+    if param.sample is None or not turn.axes:
+        return param.sample
+    return turned(param.sample, param.shape) if turn.axes == LINEAR else None
+
+
 def _param(param: Param, turn: Turn | None, known: str) -> Param:
     """The tensor as the stages compare it."""
     if known.partition(".")[0] in _STATE:
         return replace(param, kind="state of an optimizer")
     if turn is not None:
-        return replace(param, shape=turn.shape)
+        return replace(param, shape=turn.shape, sample=_turned(param, turn), digest=None)
     leaf = known.rpartition(".")[2]
     of_layer = "kernel" in leaf or (leaf.isdecimal() and f".{_VARS}." in known)
     return replace(param, kind="of an unknown layer") if of_layer else param

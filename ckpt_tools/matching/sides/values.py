@@ -1,7 +1,8 @@
 """The stage of values: two copies of one network under other names, also one that was trained on from the other.
 
-A few numbers of each tensor are compared, from its start to its end. Two that were trained apart have a correlation near 0, so
-numbers that are equal, or go up and down together, show one tensor. What is constant (ones, zeros) says nothing.
+A few numbers of each tensor are compared, from all over it, and digests of those that agree. Two tensors that were trained
+apart have a correlation near 0, so numbers that go up and down together show one tensor. What is constant (ones, zeros), a
+mask, and integers that count say nothing. Matrices that agree once one of them is transposed are offers.
 """
 
 from __future__ import annotations
@@ -11,19 +12,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum, isfinite, prod, sqrt
 from operator import mul
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from ckpt_tools.matching.pairing import Pairing
+from ckpt_tools.matching.pairing import TRANSPOSED, Pairing
 from ckpt_tools.matching.params import Param
-from ckpt_tools.matching.records import Shape
+from ckpt_tools.matching.records import Offer, Shape
+from ckpt_tools.matching.sides.places import turned
 
 EQUAL, ALIKE = 0.99, 0.95  # how sure a pair is
 _FEWEST, _FEWEST_ALIKE = 8, 32  # numbers: fewer go up and down together by accident
 _LEAST, _MOST_OTHER = 0.9, 0.6  # correlations: of a pair, and of either with anything else
 _MOST_COMPARED = 250_000  # pairs of tensors of one shape
 _CONSTANT = 1e-9
+_MASK = 2  # different numbers
 _KERNEL = 4  # dimensions: [out, channels, height, width]
 Curve: TypeAlias = tuple[float, ...]  # numbers less their mean, of length 1
+Key: TypeAlias = tuple[Sequence[float], bytes | None]  # a sample, and the digest of what it is not all of
+
+
+class _Told(NamedTuple):
+    """What tells a tensor: equal keys are equal numbers, `curve` is what a sample does, whatever its scale."""
+
+    key: Key
+    curve: Curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +51,55 @@ def match_values(pairing: Pairing) -> None:
     found: list[_Found] = []
     for shape in olds.keys() & news.keys():
         found += _pairs(olds[shape], news[shape])
-    for row in [*found, *_beside(pairing, found)]:
+    offers = _turned(pairing, found)
+    for row in offers:
+        shapes = (pairing.source[row.old].shape,), (pairing.target[row.new].shape,)
+        pairing.offer(Offer("transpose", "values", (row.old,), (row.new,), *shapes, row.confidence))
+    for row in [*found, *_beside(pairing, [*found, *offers])]:
         pairing.pair(row.old, row.new, "values", row.confidence)
 
 
-def _by_shape(params: Iterable[Param], *, rows: bool) -> Mapping[Shape, dict[str, Curve]]:
+def _by_shape(params: Iterable[Param], *, rows: bool) -> Mapping[Shape, dict[str, _Told]]:
     """The tensors of each shape; a patch embedding that is a convolution goes with one that is linear where `rows` is said.
 
     Equal numbers in equal places show that both have their columns as channel, height, width; no other order gives them.
     """
-    found: dict[Shape, dict[str, Curve]] = defaultdict(dict)
+    found: dict[Shape, dict[str, _Told]] = defaultdict(dict)
     for param in params:
-        if (curve := _curve(param.sample)) is not None:
+        if (told := _told(param.sample, param.digest)) is not None:
             is_kernel = rows and len(param.shape) == _KERNEL
             shape = (param.shape[0], prod(param.shape[1:])) if is_kernel else param.shape
-            found[shape][param.name] = curve
+            found[shape][param.name] = told
     return found
 
 
+def _turned(pairing: Pairing, found: Sequence[_Found]) -> list[_Found]:
+    """Matrices of which one is the other's transpose, among those that are nothing's equal as they are."""
+    taken = {row.old for row in found}, {row.new for row in found}
+    olds: dict[Shape, dict[str, _Told]] = defaultdict(dict)
+    news: dict[Shape, dict[str, _Told]] = defaultdict(dict)
+    for param in pairing.sources_left():
+        is_matrix = len(param.shape) == 2 and param.sample is not None and param.name not in taken[0]
+        if is_matrix and (told := _told(turned(param.sample or (), param.shape), None)) is not None:
+            olds[param.shape[::-1]][param.name] = told
+    for param in pairing.targets_left():
+        is_matrix = len(param.shape) == 2 and param.name not in taken[1]
+        if is_matrix and (told := _told(param.sample, param.digest)) is not None:
+            news[param.shape][param.name] = told
+    rows = [row for shape in olds.keys() & news.keys() for row in _pairs(olds[shape], news[shape])]
+    return [_Found(row.old, row.new, min(row.confidence, TRANSPOSED)) for row in rows]
+
+
+def _told(sample: Sequence[float] | None, digest: bytes | None) -> _Told | None:
+    curve = _curve(sample)
+    return None if curve is None or sample is None else _Told((sample, digest), curve)
+
+
 def _curve(sample: Sequence[float] | None) -> Curve | None:
-    """What a sample does, whatever its scale; None where it is too short, constant, or no number."""
+    """What a sample does, whatever its scale; None where it is too short, constant, a mask, a counter, or no number."""
     if sample is None or len(sample) < _FEWEST or not all(map(isfinite, sample)):
+        return None
+    if len(set(sample)) <= _MASK or (all(map(float.is_integer, sample)) and list(sample) == sorted(sample)):
         return None
     mean = fsum(sample) / len(sample)
     rest = [value - mean for value in sample]
@@ -70,20 +109,22 @@ def _curve(sample: Sequence[float] | None) -> Curve | None:
     return tuple(value / length for value in rest)
 
 
-def _pairs(olds: dict[str, Curve], news: dict[str, Curve]) -> list[_Found]:
+def _pairs(olds: dict[str, _Told], news: dict[str, _Told]) -> list[_Found]:
     """Pairs among tensors of one shape: the equal ones first."""
     found = _equal(olds, news)
     taken = {row.old for row in found}, {row.new for row in found}
-    left = {name: curve for name, curve in olds.items() if name not in taken[0] and len(curve) >= _FEWEST_ALIKE}
-    right = {name: curve for name, curve in news.items() if name not in taken[1] and len(curve) >= _FEWEST_ALIKE}
+    left, right = (
+        {name: told.curve for name, told in side.items() if name not in gone and len(told.curve) >= _FEWEST_ALIKE}
+        for side, gone in zip((olds, news), taken, strict=True)
+    )
     return found + (_alike(left, right) if len(left) * len(right) <= _MOST_COMPARED else [])
 
 
-def _equal(olds: dict[str, Curve], news: dict[str, Curve]) -> list[_Found]:
-    names: dict[Curve, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    for side, curves in enumerate((olds, news)):
-        for name, curve in curves.items():
-            names[curve][side].append(name)
+def _equal(olds: dict[str, _Told], news: dict[str, _Told]) -> list[_Found]:
+    names: dict[Key, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for side, tensors in enumerate((olds, news)):
+        for name, told in tensors.items():
+            names[told.key][side].append(name)
     return [_Found(old[0], new[0], EQUAL) for old, new in names.values() if len(old) == len(new) == 1]
 
 
