@@ -12,6 +12,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise, takewhile
@@ -42,6 +43,10 @@ _ROOMS = {
 # A command makes little that refers to itself, and ends soon: looking for cycles among all that it made would only take time.
 gc.set_threshold(10_000_000)  # a checkpoint of 200,000 tensors makes four million objects
 atexit.register(gc.freeze)
+
+
+# What torch says when it is imported where NumPy is not installed; nothing here needs it.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 
 def _raise_limits(_ctx: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> None:

@@ -19,6 +19,7 @@ import ckpt_tools
 from ckpt_tools.cli import COMMANDS, main
 from ckpt_tools.cli.help.topics import TOPICS
 from ckpt_tools.cli.shell import other_words
+from tests.support.samples import FIXTURES
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "docs" / "inspect.schema.json").read_text())
@@ -469,3 +470,12 @@ def test_dequantize_names_its_types(tmp_path: Path) -> None:
         result = ckpt("convert", "in.safetensors", tmp_path / "out.safetensors", "--dequantize", word)
         assert result.exit_code == 2
         assert f"'{word}' is not one of 'bf16', 'fp16', 'fp32'" in result.output
+
+
+def test_without_numpy_torch_is_quiet(tmp_path: Path) -> None:
+    """torch warns at import where NumPy is missing; a command that imports torch does not show it."""
+    code = "import sys; sys.modules['numpy'] = None; from ckpt_tools.cli import main; main()"
+    command = [sys.executable, "-c", code, "convert", str(FIXTURES / "ddp.pth"), str(tmp_path / "out.pth"), "--dtype", "bf16"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stderr == ""
