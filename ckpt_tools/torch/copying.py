@@ -86,8 +86,11 @@ def is_freed(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory has been given back, as sharding and offloading do: to look there would crash."""
     if tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
         return False
-    last = tensor.storage_offset() + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize
+    if tensor.is_contiguous():
+        span = tensor.numel()
+    else:
+        span = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() < (tensor.storage_offset() + span) * tensor.itemsize
 
 
 class _Elements:

@@ -157,11 +157,12 @@ def swapped(fates: Sequence[Fate]) -> set[str]:
 
     A chain is not a ring: a small model takes every second layer of a large one.
     """
+    moved = [fate for fate in fates if fate.fate == "loaded" and not f".{fate.source}".endswith(f".{fate.name}")]
+    if not moved:
+        return set()
     names = {unwrap(fate.name): fate.name for fate in fates}
     steps: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by file and by prefix in it: name -> name in the file
-    for fate in fates:
-        if fate.fate != "loaded":
-            continue
+    for fate in moved:
         pieces = unwrap(fate.source).split(".")
         for start in range(len(pieces)):
             if (other := names.get(".".join(pieces[start:]))) is not None:
