@@ -34,8 +34,8 @@ FORMAT = "ckpt-plan-1"
 _HEAD = f"""\
 # Matching plan, written by ckpt match: what becomes of every tensor. Edit it, then: ckpt convert IN OUT --plan THIS-FILE
 # Steps: copy, reshape, transpose (two dimensions), split and concat (along the first dimension, in the order of the names);
-# A table with i = "0-11" is one for each number, which stands for {{i}} in its names.
 # permute, flatten, stack, unstack, pad, crop, and plans for a family of models: docs/plans.md.
+# A table with i = "0-11" is one for each number, which stands for {{i}} in its names; j for {{j}} likewise.
 format = "{FORMAT}"
 """
 _MOST_STEPS = 500_000
@@ -77,6 +77,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield "\n[[tensor]]"
         if row.numbers:
             yield f"i = {_toml(row.numbers)}"
+        if row.inner:
+            yield f"j = {_toml(row.inner)}"
         yield from _step_lines(row.step)
     for old, new, before, after in plan.mismatched:
         yield "\n# Partners of different shapes: no step does this one."
@@ -189,10 +191,12 @@ def _plan(document: dict[str, Any]) -> Plan:
 def _steps(document: dict[str, Any]) -> list[PlanStep]:
     rows = []
     for number, row in tables(document, "tensor"):
-        numbers = row.get("i")
-        if numbers is not None and not (isinstance(numbers, str) and numbers):
-            raise MatchPlanError(f'tensor {number}: i = {brief(numbers)} is not text such as "0-11".')
-        rows.append(Row(_step(row, f"tensor {number}"), numbers or ""))
+        for letter in "ij":
+            if letter in row and not (isinstance(row[letter], str) and row[letter]):
+                raise MatchPlanError(f'tensor {number}: {letter} = {brief(row[letter])} is not text such as "0-11".')
+        if "j" in row and "i" not in row:
+            raise MatchPlanError(f"tensor {number}: it has a j and no i.", fix="One number alone is i.")
+        rows.append(Row(_step(row, f"tensor {number}"), row.get("i", ""), row.get("j", "")))
     return unfold(rows, _MOST_STEPS)
 
 
@@ -200,7 +204,7 @@ def _step(row: dict[str, Any], label: str) -> PlanStep:
     step = row.get("step", "copy")
     if step not in STEPS:
         raise MatchPlanError(f"{label}: step = {brief(step)} is not one of {', '.join(STEPS)}.")
-    check_known(row, ("i", "old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]), label)
+    check_known(row, ("i", "j", "old", "new", "step", "reason", "confidence", "shape", "to", *FIELDS[step]), label)
     old, new = (read_several(row.get(key), read_name, f"{label}: {key}") for key in ("old", "new"))
     old_shapes = read_several(row.get("shape"), read_shape, f"{label}: shape")
     confidence, reason = row.get("confidence", 1.0), read_name(row.get("reason", "edited"), f"{label}: reason")

@@ -149,13 +149,58 @@ def test_a_folded_plan_is_the_same_plan(parts: list[tuple[list[str], list[int], 
     assert unfold(fold(steps), 10_000) == steps
 
 
+@given(st.lists(st.tuples(LAYERS, st.integers(0, 5), st.integers(0, 4)), max_size=4))
+def test_two_numbers_are_the_same_plan(parts: list[tuple[list[str], int, int]]) -> None:
+    """Experts in layers, blocks in stages, of any number of each: the same steps in the same order."""
+    names = [
+        f"{part}.{template.replace('{i}', str(i)).replace('{j}', str(j))}" if part % 2 else template.replace("{i}", f"{i}.{j}")
+        for part, (templates, many, few) in enumerate(parts)
+        for i in range(many)
+        for j in range(few)
+        for template in templates
+    ]
+    steps = [PlanStep("copy", (f"o.{name}",), (name,), ((2,),), ((2,),), "structure", 0.9) for name in dict.fromkeys(names)]
+    assert unfold(fold(steps), 10_000) == steps
+
+
+def test_experts_are_one_table_each(tmp_path: Path) -> None:
+    """12 layers of 16 experts: a table for each tensor of a layer and for each of an expert; stages with other counts, too."""
+    names = [
+        f"layers.{i}.{name}"
+        for i in range(12)
+        for name in ("wq", *(f"experts.{j}.{part}" for j in range(16) for part in ("w1", "w2")), "norm")
+    ]
+    names += [f"stages.{i}.blocks.{j}.{part}" for i, many in enumerate((2, 2, 6, 2)) for j in range(many) for part in "ab"]
+    plan = Plan(tuple(PlanStep("copy", (name,), (f"m.{name}",), ((2,),), ((2,),)) for name in names))
+    write_plan(plan, tmp_path / "plan.toml")
+    text = (tmp_path / "plan.toml").read_text()
+    assert 'i = "0-11"\nj = "0-15"\nold = "layers.{i}.experts.{j}.w1"\nnew = "m.layers.{i}.experts.{j}.w1"' in text
+    assert 'i = "0-2"\nj = "0-1"\nold = "stages.{i}.blocks.{j}.a"' in text
+    assert text.count("[[tensor]]") == 4 + 2 + 2 + 2
+    assert read_plan(tmp_path / "plan.toml") == plan
+
+
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [('j = "0-1"', "a j and no i"), ('i = "0-1"\nj = "1-0"', "j = '1-0'"), ('i = "0-1"\nj = 3', "j = 3"),
+     ('i = "0-90000"\nj = "0-90000"', "more steps")],
+)  # fmt: skip
+def test_a_second_number_that_cannot_be_read_is_refused(numbers: str, says: str, tmp_path: Path) -> None:
+    """One alone, a range the wrong way round, a number that is no text, more than any model has; no place for it."""
+    path = tmp_path / "plan.toml"
+    for name in ("{i}.{j}", "{i}"):
+        path.write_text(f'format = "ckpt-plan-1"\n[[tensor]]\n{numbers}\nold = "a.{name}"\nnew = "b.{name}"\nshape = [2]\n')
+        with pytest.raises(MatchPlanError, match=says if "j" in name else None):
+            read_plan(path)
+
+
 def test_layers_are_one_table_each(tmp_path: Path) -> None:
     """48 layers of 8 tensors, a fused one among them, are 9 tables; what is read is what was written."""
     fused = [
         PlanStep("split", (f"h.{n}.qkv",), tuple(f"m.{n}.{part}" for part in "qkv"), ((6, 2),), ((2, 2),) * 3)
         for n in range(48)
     ]
-    plain = [[PlanStep("copy", (f"h.{n}.f.{k}",), (f"m.{n}.g.{k}",), ((2,),), ((2,),)) for k in range(7)] for n in range(48)]
+    plain = [[PlanStep("copy", (f"h.{n}.f.{k}",), (f"m.{n}.g.{k}",), ((2,),), ((2,),)) for k in "abcdefg"] for n in range(48)]
     head = PlanStep("copy", ("head",), ("last",), ((2,),), ((2,),))
     plan = Plan((*(step for n in range(48) for step in (fused[n], *plain[n])), head))
     write_plan(plan, tmp_path / "plan.toml")
