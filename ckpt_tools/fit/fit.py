@@ -26,6 +26,7 @@ from ckpt_tools.fit.plans import Plan
 from ckpt_tools.formats.open import is_tensor, tensors_by_name
 from ckpt_tools.io.content import Content
 from ckpt_tools.matching.left_over.extras import Extra, extras
+from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.text import listed, shape_text
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.names import module_paths
@@ -328,6 +329,8 @@ class _Problems:
             choices = "reinit, overlap or skip"
             text = f"`on_mismatch={choices}`; `adapt` for a first convolution or position embeddings"
             advice.append(_advice(in_code, text, f"on_mismatch={choices}; adapt=True"))
+            if not in_code and any(in_unknown_order(before, after) for _, _, before, after in self.mismatched):
+                advice.append("a plan's step for as many numbers in another shape, whose order nothing else says")
         if self.unexpected:
             globs = [extra.glob for extra in self.extras[:_MOST_GLOBS]] or [_glob(unknown)]
             dropped = " ".join(f"`drop={glob!r}`" for glob in globs)

@@ -9,6 +9,7 @@ from itertools import islice
 from math import prod
 from typing import Any
 
+from ckpt_tools.matching.lexicon import concepts
 from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.records import (
     Ambiguous,
@@ -25,12 +26,18 @@ from ckpt_tools.tree.graphs import Graph
 
 TRANSPOSED = 0.95
 _SMALLEST_MAP = 4
+_LAST = ("last", "last")  # a head, a classifier: its channels come first, behind a flatten
 MOST_CANDIDATES = 100  # of one name: thousands of layers of one shape would each have thousands
 
 
 def squeezed(shape: Shape) -> Shape:
     """A shape without its sizes of 1."""
     return tuple(size for size in shape if size != 1)
+
+
+def in_unknown_order(before: Shape, after: Shape) -> bool:
+    """Whether one shape holds as many numbers as the other, and more than sizes of 1 differ: nothing says how they lie."""
+    return prod(before) == prod(after) and squeezed(before) != squeezed(after)
 
 
 def flattened(shape: Shape) -> Shape:
@@ -115,7 +122,9 @@ class Pairing:
         before, after = self.source[old].shape, self.target[new].shape
         if squeezed(before) == squeezed(after):
             return True
-        return flattened(before) == flattened(after) and not any("patch" in name.lower() for name in (old, new))
+        names = (old, new)
+        is_last = any(_LAST in concepts(part) for name in names for part in name.split("."))
+        return is_last and flattened(before) == flattened(after) and not any("patch" in name.lower() for name in names)
 
     def is_transposed(self, old: str, new: str) -> bool:
         """Whether one of two matrices is kept as [in, out] and the other as [out, in]."""

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ckpt_tools.fit.partners.graphs import Seen
 from ckpt_tools.matching.left_over.advice import Advice
+from ckpt_tools.matching.pairing import in_unknown_order
 from ckpt_tools.matching.records import Ambiguous, Matching
 from ckpt_tools.operations.match import Matched
 from ckpt_tools.render.plain import Page
@@ -178,6 +179,8 @@ def _print_left_over(matching: Matching, out: Page, *, show_all: bool) -> None:
         lines = [[row.old, row.new, shape_text(row.source_shape), shape_text(row.target_shape)] for row in matching.mismatched]
         out.print()
         out.print(_table(("mismatched", "target", "shape", "target's"), lines, out, show_all=show_all))
+        if any(in_unknown_order(row.source_shape, row.target_shape) for row in matching.mismatched):
+            out.print('as many numbers in another shape: step = "reshape" or "permute" in a plan says in which order they lie')
     if matching.ambiguous:
         out.print()
         out.print(_table(("ambiguous", "candidates", "why"), _ambiguous(matching), out, show_all=show_all))

@@ -186,6 +186,30 @@ def test_a_plan_that_is_written_converts(files: tuple[Path, Path], tmp_path: Pat
     assert ckpt("convert", files[1], tmp_path / "no.pth", "--plan", plan).exit_code == 3
 
 
+@pytest.mark.parametrize("name", ["patch_embed.proj.weight", "visual.conv1.weight", "sr.weight"])
+@pytest.mark.parametrize("step", ['step = "reshape"', 'step = "permute"\naxes = "out (14 width 3) -> out 3 14 width"'])
+def test_patches_are_reshaped_by_a_plan_only(tmp_path: Path, name: str, step: str) -> None:
+    """[32, 588] holds as many numbers as [32, 3, 14, 14], channels first or last: refused, until a plan says which."""
+    first = torch.randn(32, 3, 14, 14, generator=torch.Generator().manual_seed(0))
+    rows = first.reshape(32, -1) if "reshape" in step else first.permute(0, 2, 3, 1).reshape(32, -1)
+    torch.save({name: rows}, tmp_path / "old.pth")
+    torch.save({name: torch.zeros_like(first)}, tmp_path / "new.pth")
+    sides: list[str | Path] = [tmp_path / "old.pth", "--like", tmp_path / "new.pth", "--allow-reshape"]
+    for stages in ("structure", "values", "position"):
+        result = ckpt("match", *sides, "--match", stages)
+        assert result.exit_code == 1, result.output
+        assert 'as many numbers in another shape: step = "reshape" or "permute" in a plan' in result.output
+    refused = ckpt("convert", sides[0], tmp_path / "out.pth", *sides[1:])
+    assert refused.exit_code == 3
+    assert "a plan's step for as many numbers in another shape" in refused.output
+    plan = tmp_path / "plan.toml"
+    text = f'format = "ckpt-plan-1"\n[[tensor]]\nold = "{name}"\nnew = "{name}"\nshape = [32, 588]\n{step}\n'
+    plan.write_text(text + "to = [32, 3, 14, 14]\n")
+    done = ckpt("convert", tmp_path / "old.pth", tmp_path / "out.pth", "--plan", plan)
+    assert done.exit_code == 0, done.output
+    torch.testing.assert_close(torch.load(tmp_path / "out.pth")[name], first, rtol=0, atol=0)
+
+
 def test_wrong_options_are_refused(files: tuple[Path, Path]) -> None:
     """No target, two, unknown stages, rules that cannot be read, a file that is not there, lists that disagree."""
     one, other = files

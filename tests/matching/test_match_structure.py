@@ -155,6 +155,16 @@ def test_a_patch_embedding_is_no_flattened_map(old: str, new: str, channels: int
         assert not found.complete_with_offers
 
 
+@pytest.mark.parametrize("name", ["attn.sr", "down.reduction", "stem.conv"])
+@pytest.mark.parametrize("stages", ["names", "structure", "position"])
+def test_a_convolution_that_makes_a_map_smaller_is_no_head(name: str, stages: Any) -> None:
+    """As a linear layer over patches it has its numbers in any order: as many numbers are no reason to reshape."""
+    linear, convolution = [Param(f"{name}.weight", (64, 4096))], [Param(f"{name}.weight", (64, 64, 8, 8))]
+    for sides in ((linear, convolution), (convolution, linear)):
+        found = match(*sides, stages=stages, allow_reshape=True)
+        assert [(row.old, row.new) for row in found.mismatched] == [(f"{name}.weight", f"{name}.weight")]
+
+
 # --- pairs that are not one network, or cannot be told
 
 
