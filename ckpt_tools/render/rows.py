@@ -98,7 +98,7 @@ _NAME_WIDTH = 30  # what a column of names should have at least, before others a
 
 def name_table(
     heading: str, names: Sequence[str], columns: dict[str, list[str]], out: Page, *, right: Collection[str] = (),
-    optional: Sequence[str] = (), styles: Sequence[str] = (),
+    whole: Collection[str] = (), optional: Sequence[str] = (), styles: Sequence[str] = (),
 ) -> Table | str:  # fmt: skip
     """A column of names, and what is said about each; `names` may be longer than the columns by a line for the rest.
 
@@ -107,7 +107,7 @@ def name_table(
 
     Args:
         heading: over the names, which are printable already. columns: heading -> texts.
-        right: columns set to the right. styles: of the rows.
+        right: columns set to the right. whole: columns whose lines are not broken. styles: of the rows.
     """
     columns = dict(columns)
     for name in optional:
@@ -128,7 +128,8 @@ def name_table(
     table = plain_table()
     table.add_column(heading, overflow="fold")
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name in right)
+        unbroken = name in right or name in whole
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=unbroken)
     for index, row in enumerate(rows):
         table.add_row(*row, style=styles[index] if index < len(styles) else None)
     return table

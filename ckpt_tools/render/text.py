@@ -77,8 +77,9 @@ def loading_row(weights_only: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def path_text(where: Iterable[str | int]) -> str:
-    """A path from the root as text that is safe on a terminal."""
-    return printable(".".join(map(str, where))) or "(root)"
+    """A path from the root as text that is safe on a terminal; `""` is a tensor whose name is the empty text."""
+    keys = list(map(str, where))
+    return printable(".".join(keys)) or ('""' if keys else "(root)")
 
 
 def print_error(error: CkptError) -> None:

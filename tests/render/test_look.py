@@ -33,7 +33,7 @@ from ckpt_tools.render.difference import print_difference
 from ckpt_tools.render.inspected.lines import ranges
 from ckpt_tools.render.numbers.stats import StatsView, print_stats
 from ckpt_tools.render.rows import wrapped
-from ckpt_tools.render.text import counted
+from ckpt_tools.render.text import counted, path_text
 from ckpt_tools.text import natural
 from tests.support.samples import FIXTURES, by_name
 
@@ -381,3 +381,8 @@ def test_totals_count_one_set(tmp_path: Path) -> None:
     assert totals["bytes"] == totals["elements"] * 4
     shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "run.pth")]).stdout
     assert "tensors       8, 62 elements, 248 B" in shown
+
+
+def test_the_empty_name_is_not_the_root() -> None:
+    """A tensor whose name is the empty text is told from the whole file."""
+    assert [path_text(()), path_text(("",)), path_text(("a", 0))] == ["(root)", '""', "a.0"]

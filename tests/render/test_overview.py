@@ -90,3 +90,16 @@ def test_steps_are_numbers() -> None:
     """What is no number says nothing of how far training came; text in a safetensors header may be one."""
     assert step_text({"epoch": 3, "step": "1200"}) == "epoch 3, step 1200"
     assert step_text({"epoch": True, "step": [1], "iter": "many"}) == ""
+
+
+def test_a_code_is_not_broken_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 80 columns each verdict's code stands whole in a line, several of them below each other."""
+    (tmp_path / "cuda.pth").write_bytes((FIXTURES / "cuda.pth").read_bytes())
+    (tmp_path / "whole_module.pth").write_bytes((FIXTURES / "whole_module.pth").read_bytes())
+    (tmp_path / "namespace.pth").write_bytes((FIXTURES / "namespace.pth").read_bytes())
+    (tmp_path / "adapter_model_1.safetensors").write_bytes((FIXTURES / "single.safetensors").read_bytes())
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", ckpt("inspect", tmp_path).output).splitlines()
+    assert sum("weights-only-refused" in line for line in lines) == 2
+    assert any(line.rstrip().endswith("wrapper-prefix,") for line in lines)

@@ -82,7 +82,7 @@ def _group(ctx: click.Context) -> click.Group:
 @click.argument("name", metavar="[COMMAND | TOPIC]", required=False, shell_complete=_complete_commands)
 @click.pass_context
 def help(ctx: click.Context, name: str | None) -> None:
-    """Show the help of a command, as COMMAND --help does, or of a topic: exit-codes, formats, globs, environment, json.
+    """Show the help of a command, as COMMAND --help does, or of a topic: formats, globs, environment, json, exit-codes.
 
     \b
     ckpt help convert
