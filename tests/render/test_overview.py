@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -93,11 +94,11 @@ def test_steps_are_numbers() -> None:
 
 
 def test_a_code_is_not_broken_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 80 columns each verdict's code stands whole in a line, several of them below each other."""
-    (tmp_path / "cuda.pth").write_bytes((FIXTURES / "cuda.pth").read_bytes())
-    (tmp_path / "whole_module.pth").write_bytes((FIXTURES / "whole_module.pth").read_bytes())
-    (tmp_path / "namespace.pth").write_bytes((FIXTURES / "namespace.pth").read_bytes())
-    (tmp_path / "adapter_model_1.safetensors").write_bytes((FIXTURES / "single.safetensors").read_bytes())
+    """On 80 columns each verdict's code stands whole in a line beside long names, several of them below each other."""
+    for name in ("cuda", "whole_module", "namespace"):
+        shutil.copy(FIXTURES / f"{name}.pth", tmp_path / f"a_name_that_takes_half_of_a_narrow_line_{name}.pth")
+    made = {"module.w": torch.ones(2), "epoch": 100_000, "global_step": 10_000_000}
+    torch.save(made, tmp_path / "epoch.pth")
     for name, value in {"FORCE_COLOR": "1", "COLUMNS": "80"}.items():
         monkeypatch.setenv(name, value)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", ckpt("inspect", tmp_path).output).splitlines()
