@@ -21,7 +21,9 @@ INNER_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_mo
 # Nor is "_module": AllenNLP's TimeDistributed calls what it holds so.
 LEADING_WRAPPERS = (MODULE, "_module.")
 WRAPPERS = (*LEADING_WRAPPERS, *INNER_WRAPPERS)
-_LEAD = re.compile(f"(?:{'|'.join(map(re.escape, WRAPPERS))})+(?=.)")
+_WRAPPER = re.compile("|".join(map(re.escape, WRAPPERS)))
+_ALL_LEAD = re.compile(f"(?:{_WRAPPER.pattern})+(?=.)", re.DOTALL)
+_LEAD = re.compile(f"(?:{'|'.join(map(re.escape, LEADING_WRAPPERS))})+(?=.)", re.DOTALL)
 Row = TypeVar("Row")
 _INNER_PARTS = frozenset(wrapper[:-1] for wrapper in INNER_WRAPPERS)
 
@@ -100,13 +102,8 @@ def unwrap(name: str) -> str:
     'layer1.norm.module.weight'
     """
     name = strip_inner(name)
-    at = 0
-    while name.startswith(LEADING_WRAPPERS, at):
-        prefix = next(w for w in LEADING_WRAPPERS if name.startswith(w, at))
-        if len(name) == at + len(prefix):
-            break
-        at += len(prefix)
-    return name[at:]
+    lead = _LEAD.match(name)
+    return name[lead.end() :] if lead else name
 
 
 def leading_wrappers(name: str) -> tuple[str, ...]:
@@ -115,12 +112,8 @@ def leading_wrappers(name: str) -> tuple[str, ...]:
     >>> leading_wrappers("_orig_mod.module.conv1.weight")
     ('_orig_mod.', 'module.')
     """
-    found = []
-    at = 0
-    while prefix := next((w for w in WRAPPERS if name.startswith(w, at) and len(name) > at + len(w)), None):
-        found.append(prefix)
-        at += len(prefix)
-    return tuple(found)
+    lead = _ALL_LEAD.match(name)
+    return tuple(_WRAPPER.findall(lead.group())) if lead else ()
 
 
 def wrappers_in(names: Iterable[str]) -> tuple[str, ...]:
@@ -133,7 +126,7 @@ def wrappers_in(names: Iterable[str]) -> tuple[str, ...]:
     leads: dict[str, tuple[str, ...]] = {"": ()}
     dotted: set[str] = set()  # leads of names with a dot
     for name in names:
-        lead = _LEAD.match(name)
+        lead = _ALL_LEAD.match(name)
         text = lead.group() if lead is not None else ""
         if text not in leads:
             leads[text] = leading_wrappers(name)
