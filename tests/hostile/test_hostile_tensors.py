@@ -12,6 +12,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import (
     ContainerLimitError,
+    ObjectsError,
     OutputError,
     PickleError,
     TensorError,
@@ -470,6 +471,18 @@ def test_a_tensor_that_is_no_tensor(kind: str, tmp_path: Path) -> None:
         p.glob("collections", kind), p.glob("collections", kind), p.tuple_of(p.dict_of(hidden=p.tensor())), p.EMPTY_DICT,
     )  # fmt: skip
     expect_refused(write(tmp_path, one(made)), TensorError, "which makes none")
+
+
+def test_what_makes_no_tensor_is_not_made_plain(tmp_path: Path) -> None:
+    """Of a known class, but made by a function that is not: its name became text, and the output could not be read."""
+    made = p.call(
+        "torch._tensor", "_rebuild_from_type_v2",
+        p.glob("builtins", "object"), p.glob("torch", "Size"), p.tuple_of(p.tensor()), p.EMPTY_DICT,
+    )  # fmt: skip
+    path = write(tmp_path, one(made))
+    assert ckpt_tools.inspect(path).safety.verdict == "dangerous"
+    with pytest.raises(ObjectsError, match="would be lost"):
+        ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
 
 
 def test_a_counter_with_a_state(tmp_path: Path) -> None:

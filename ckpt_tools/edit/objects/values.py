@@ -100,7 +100,7 @@ def plain_subclass(node: Object) -> Node | Drop:
     Of one that cannot be made without its class (torchao's, jagged nested ones) its attributes are left: the tensors in it.
     """
     function, python_type, inner, state = _args(node)
-    if python_type in ALLOWED:
+    if python_type in ALLOWED and function in ALLOWED:
         return node
     if function in ALLOWED and function != _WRAPPER:
         return Object("reduce", function, inner)
