@@ -312,7 +312,7 @@ def _show_version(ctx: click.Context, _option: click.Parameter, asked: bool) -> 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--verbose", is_flag=True, is_eager=True, expose_value=False, callback=_note_verbose,
+    "--verbose", "-v", is_flag=True, is_eager=True, expose_value=False, callback=_note_verbose,
     help="With --version: what it runs on, and the settings.",
 )  # fmt: skip
 @click.option("--version", is_flag=True, expose_value=False, callback=_show_version, help="Show the version and exit.")

@@ -24,6 +24,12 @@ def test_short_and_long_go_together(name: str) -> None:
             assert (long in param.opts) == (short in param.opts), param.opts
 
 
+def test_the_verbose_version() -> None:
+    """`ckpt --version -v` says what it runs on; no command has more to say than --all and --json show."""
+    assert ckpt("--version", "-v").output == ckpt("--version", "--verbose").output
+    assert ckpt("-v").exit_code == 2
+
+
 @pytest.mark.parametrize("command", ["convert", "repair"])
 def test_out_is_an_option_too(command: str, tmp_path: Path) -> None:
     """`-o OUT` writes what OUT in its place writes; both together are refused, and -n writes nothing."""
