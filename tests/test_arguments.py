@@ -19,7 +19,7 @@ from torch import nn
 import ckpt_tools
 import ckpt_tools.torch as load_code
 from ckpt_tools.cli import main
-from ckpt_tools.errors import CkptError, NothingMatchedError, UsageError
+from ckpt_tools.errors import CkptError, NotACheckpointError, NothingMatchedError, UsageError
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.options import AverageOptions, ExtractOptions, LoadOptions, MatchOptions
 from ckpt_tools.tree import arguments
@@ -46,9 +46,9 @@ class Rude:
 
 
 WILD: list[Any] = [
-    None, 3, -1, 2.5, float("nan"), True, "", "nonsense", "a=b", "\0", "\udc80", b"bytes", object(), Rude(), [], [3], ["x"],
-    [None], (1, 2), {}, {"a": "b"}, {1: 2}, {"a": 3}, {3}, range(2), datetime.date(2024, 1, 1), np.arange(2), np.float32(1),
-    np.array(None), torch.ones(2), torch.bfloat16, torch.device("cpu"), nn.Linear(1, 1), lambda *_: None,
+    None, 3, -1, 10**30, 2.5, float("nan"), True, "", "nonsense", "a=b", "\0", "\udc80", b"bytes", object(), Rude(), [], [3],
+    ["x"], [None], (1, 2), {}, {"a": "b"}, {1: 2}, {"a": 3}, {3}, range(2), datetime.date(2024, 1, 1), np.arange(2),
+    np.float32(1), np.array(None), torch.ones(2), torch.bfloat16, torch.device("cpu"), nn.Linear(1, 1), lambda *_: None,
     io.BytesIO(b"x"), io.StringIO("x"),
 ]  # fmt: skip
 ARGUMENTS = [(name, argument) for name, function in PUBLIC.items() for argument in inspect.signature(function).parameters]
@@ -76,6 +76,16 @@ def expect_ours(folder: Path, function: Callable[..., Any], given: dict[str, Any
             made.close()
     out.unlink(missing_ok=True)
     out.with_suffix(".toml").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("path", ["\0", "\udc80"])
+def test_what_no_path_can_be(tmp_path: Path, path: str) -> None:
+    """Those who would write, where a file is already, say so as those who read do."""
+    with pytest.raises(NotACheckpointError, match="cannot be read"):
+        ckpt_tools.edit_in_place(path)
+    (tmp_path / "out.pth").touch()
+    with pytest.raises(NotACheckpointError, match="cannot be read"):
+        ckpt_tools.repair(path, tmp_path / "out.pth", overwrite=True)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -79,12 +79,19 @@ def find_checkpoints(top: Path) -> FolderContent:
         found.checkpoints += wholes
         for path in (Path(folder, name) for name in names if name not in parts):
             if path.is_symlink():
-                linked.add(os.path.realpath(path))
+                linked.add(_led_to(path))
             (found.checkpoints if _is_checkpoint(path) else found.others).append(path)
-        linked |= {os.path.realpath(Path(folder, name)) for name in parts if Path(folder, name).is_symlink()}
+        linked |= {_led_to(Path(folder, name)) for name in parts if Path(folder, name).is_symlink()}
     found.checkpoints = sorted(path for path in found.checkpoints if path.is_symlink() or str(path.absolute()) not in linked)
     found.others.sort()
     return found
+
+
+def _led_to(link: Path) -> str:
+    try:
+        return os.path.realpath(link)
+    except OSError:  # another user's `/proc/PID/cwd`, which may not be followed
+        return ""
 
 
 def _unreadable(error: OSError) -> None:

@@ -164,3 +164,15 @@ def test_a_folder_without_checkpoints_says_what_it_has(tmp_path: Path) -> None:
     result = ckpt("check", tmp_path)
     assert result.exit_code == 3
     assert "None of its 1 files is one" in result.stderr
+
+
+def test_a_link_that_may_not_be_followed_is_a_file_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the links of other users' processes in /proc are: the rest of the folder is examined."""
+    torch.save(WEIGHTS, tmp_path / "model.pth")
+    (tmp_path / "cwd").symlink_to(tmp_path / "elsewhere")
+
+    def refuse(path: str) -> str:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "readlink", refuse)
+    assert names(tmp_path) == (["model.pth"], ["cwd"])

@@ -162,7 +162,7 @@ def module_path(where: Sequence[str | int], depth: int | None) -> str:
     path = dotted(tuple(where))
     if depth is None:
         return path.rpartition(".")[0] or "(root)"
-    parts = path.split(".", depth)  # no further: a name may be made of a million
+    parts = path.split(".", min(depth, len(path)))  # no further: a name may be made of a million
     return ".".join(parts[:depth] if len(parts) > depth else parts[: max(1, len(parts) - 1)]) or "(root)"
 
 

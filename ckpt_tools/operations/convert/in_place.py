@@ -58,7 +58,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
         raise OutputError(f"{path} is not on this machine.", why="Only local files are edited in place.", fix="Name an OUT.")
     asked = ConvertOptions(**options.asked())
     Names(asked)  # a rule that cannot be read is told before the file is touched
-    if not options.dry_run:
+    if not options.dry_run and os.path.lexists(path):  # what is no path at all is told by whoever opens it
         journal.recover(Path(os.path.realpath(path)))
     with ExitStack() as stack, open_checkpoint(path) as checkpoint, collector_paused():
         source, kind = checkpoint.decoded.source, _FORMATS.get(checkpoint.container)

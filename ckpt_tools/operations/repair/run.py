@@ -170,7 +170,7 @@ def roll_back(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repaire
 def _is_one_file(one: Path, two: str | os.PathLike[str]) -> bool:
     try:
         return os.path.samefile(one, two)
-    except OSError:  # one is not there, or cannot be looked at; whoever opens it says so
+    except (OSError, ValueError):  # one is not there, or cannot be looked at; whoever opens it says so
         return False
 
 
