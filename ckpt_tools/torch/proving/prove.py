@@ -89,6 +89,8 @@ class Prover:
             raise UsageError(f"`runs={runs}` is not a number of sets of inputs.")
         if tolerance is not None and not tolerance >= 0:
             raise UsageError(f"`tolerance={tolerance}` is not a number from 0 up.")
+        if not -(1 << 63) <= seed < 1 << 63:
+            raise UsageError(f"`seed={seed}` is beyond the 64 bits that torch takes.")
         self.specs, self.seed, self.tolerance = list(specs), seed, tolerance
         self.sets = inputs.make([parse(spec) for spec in specs], seed, runs)
 
