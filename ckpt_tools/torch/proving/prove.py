@@ -32,6 +32,7 @@ from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.inputs import parse
 from ckpt_tools.tree.output_names import check_document_name
 
+MAX_RUNS = 1000  # sets of inputs, which are all held in memory
 _ROUNDING = 1e-4  # what is less may be float32 in the code of one of the models
 
 
@@ -54,7 +55,7 @@ def prove(
             in a list.
         model_args: keyword arguments of the callable, as a mapping or JSON text; one for both, or a pair.
         select: the dotted path of the state dict in `old`, where it holds several.
-        seed, runs: of the inputs, and how many sets of them.
+        seed, runs: of the inputs, and how many sets of them, from 1 to 1000.
         tolerance: the largest difference, by the largest output, that counts as equal; else 1e-9 in float64, and in
             float32 some times what rounding every weight does.
         certificate: a JSON file to write: the report, with digests of both checkpoints.
@@ -85,8 +86,8 @@ class Prover:
     def __init__(self, specs: Sequence[str], seed: int, runs: int, tolerance: float | None) -> None:
         if not specs:
             raise UsageError("No `input`.", fix="1x3x224x224, or 1x16:30522 for integers below 30522.")
-        if runs < 1:
-            raise UsageError(f"`runs={runs}` is not a number of sets of inputs.")
+        if not 1 <= runs <= MAX_RUNS:
+            raise UsageError(f"`runs={runs}` is not a number of sets of inputs from 1 to {MAX_RUNS}.")
         if tolerance is not None and not tolerance >= 0:
             raise UsageError(f"`tolerance={tolerance}` is not a number from 0 up.")
         if not -(1 << 63) <= seed < 1 << 63:
