@@ -95,7 +95,7 @@ class State:
             raise limits.CONTAINERS.error("The pickle makes more objects than a checkpoint of its size can hold.")
 
     def spend_lightly(self, count: int = 1) -> None:
-        """Count texts, and what is taken from the memo by an opcode of its own: a million of a file are free."""
+        """Count texts, and what is taken from the memo by an opcode of its own: 700,000 of a file are free."""
         light = self.shared.light = self.shared.light + count
         if light > FREE_LIGHT:
             self.spend(min(count, light - FREE_LIGHT))

@@ -28,6 +28,11 @@ COMMANDS: dict[str, Sequence[str]] = {
     "convert": ("convert", "IN", "out.pth"),
     "plain": ("convert", "IN", "out.pth", "--objects", "plain"),
     "to safetensors": ("convert", "IN", "out.safetensors", "--objects", "plain"),
+    "scan": ("scan", "IN"),
+    "diff --values": ("diff", "--values", "IN", "IN"),
+    "match": ("match", "IN", "--like", "IN"),
+    "show": ("show", "IN", "a.w"),
+    "report": ("report", "IN", "-o", "out.html"),
 }
 
 _MEASURED = textwrap.dedent("""

@@ -320,7 +320,7 @@ def test_a_crowd_of_bytes_is_refused(unit: bytes, tmp_path: Path) -> None:
 
 
 def test_texts_count_and_a_vocabulary_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Millions of short texts took 410 MB: beyond a million, more than the largest vocabularies, each counts as a container."""
+    """Millions of short texts took 410 MB: beyond 700,000, more than any vocabulary, each counts as a container."""
     words = {f"word{number}": f"token{number}" for number in range(1000)}
     torch.save({"a.w": torch.ones(2), "merges": words}, tmp_path / "in.pth")
     with limits.raised(containers=500):

@@ -6,6 +6,8 @@ from ckpt_tools.pickling.state import ORDERED_DICT, Opcodes, State
 from ckpt_tools.pickling.weights_only import BUILT, READS_AT_ONCE
 from ckpt_tools.tree.nodes import Build, Call, Dict, Entry, Global, List, Node, Object
 
+_COST_OF_ATTRIBUTES = 3  # in containers: all who look at values look at a dict's attributes one by one
+
 opcode = Opcodes()
 
 
@@ -91,7 +93,7 @@ def _build(machine: State) -> None:
     elif type(target) is Dict and target.ordered and type(state) is Dict:
         if target.attributes is None:
             target.attributes = Dict()
-        machine.spend(len(state.items))  # one state can be set again and again
+        machine.spend(_COST_OF_ATTRIBUTES + len(state.items))  # one state can be set again and again
         target.attributes.items.extend(state.items)
     elif type(target) is Global:
         machine.unusual["BUILD of a global"] = None
