@@ -94,8 +94,9 @@ def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
         DamagedFileError: malformed, or a chunk is missing. UnsupportedContainerError: transformed (compressed) chunks.
     """
     limits.PICKLE_BYTES.check(source.size, f"{source.path} has {source.size} bytes.")
-    machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
-    record = machine.load()
+    with limits.of_file(source.size, limits.IndexBudget):
+        machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
+        record = machine.load()
     validate(record)
     fields = _fields(record, "Metadata")
     places = dict(_places(fields.get("storage_data")))

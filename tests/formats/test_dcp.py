@@ -16,15 +16,23 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from ckpt_tools import (
     CkptError,
     convert,
     inspect,
+    limits,
     open_checkpoint,
+    scan,
 )
 from ckpt_tools.errors import (
     CollisionError,
@@ -421,3 +429,22 @@ def test_ctrl_c_while_torch_writes(stop: type[BaseException], tmp_path: Path) ->
     with pytest.raises(stop):
         convert(tmp_path / "in.pth", tmp_path / "out", format="dcp", progress=progress)
     assert [path.name for path in tmp_path.iterdir()] == ["in.pth"]
+
+
+def test_as_many_chunks_as_many_ranks_make(tmp_path: Path) -> None:
+    """What a chunk takes of torch's `.metadata` is paid for by its bytes, for all who read it."""
+    world, metadata = 64, Metadata({}, storage_data={})
+    for name in (f"layers.{index}.weight" for index in range(20)):
+        places = [torch.Size([rank * 2, 0]) for rank in range(world)]
+        chunks = [ChunkStorageMetadata(place, torch.Size([2, 8])) for place in places]
+        properties = TensorProperties(dtype=torch.bfloat16)
+        metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size([2 * world, 8]), chunks)
+        for rank, place in enumerate(places):
+            metadata.storage_data[MetadataIndex(name, place)] = _StorageInfo(f"__{rank}_0.distcp", 0, 1000)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    for rank in range(world):
+        (tmp_path / f"__{rank}_0.distcp").write_bytes(bytes(2000))
+    with limits.raised(containers=1000):
+        report = inspect(tmp_path)
+        assert (report.totals["tensors"], report.safety.verdict) == (20, "needs-code")
+        assert {found.verdict for found in scan(tmp_path) if found.path.endswith(".metadata")} == {"needs-code"}
