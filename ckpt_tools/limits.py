@@ -230,7 +230,7 @@ class Budget:
 class IndexBudget(Budget):
     """The budget of a file that is nothing but an index of others: the `.metadata` of a distributed checkpoint.
 
-    torch takes 140 bytes for a chunk: 38 containers, and 16 texts and uses of the memo.
+    torch takes 140 bytes for a chunk: 48 containers, and 16 texts and uses of the memo.
     """
 
     __slots__ = ()

@@ -22,7 +22,7 @@ _UNNAMED = Global("", "")  # by identity nothing on the stack
 _SHORT = frozenset((type(None), bool, int, float))  # what costs nothing when it is used again
 COST_OF_BYTES, COST_OF_BYTE_STRING = 2, 3  # containers; as much as what is written for them
 # What one more place costs: a tensor has a row in every report.
-_COST_OF_PLACES = {Entry: 3, Object: 2, bytes: COST_OF_BYTES, ByteString: COST_OF_BYTE_STRING}
+_COST_OF_PLACES = {Entry: 3, Object: 2, Dict: 4, bytes: COST_OF_BYTES, ByteString: COST_OF_BYTE_STRING}
 _MOST_ARGUMENTS = 16  # more than anything takes that reads its arguments at once
 
 

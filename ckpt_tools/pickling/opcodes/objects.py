@@ -6,7 +6,7 @@ from ckpt_tools.pickling.state import ORDERED_DICT, Opcodes, State
 from ckpt_tools.pickling.weights_only import BUILT, READS_AT_ONCE
 from ckpt_tools.tree.nodes import Build, Call, Dict, Entry, Global, List, Node, Object
 
-_COST_OF_ATTRIBUTES = 3  # in containers: all who look at values look at a dict's attributes one by one
+_COST_OF_STATE = 4  # in containers: whoever asks whether an object is a module looks at its state, again and again
 
 opcode = Opcodes()
 
@@ -85,7 +85,7 @@ def _instantiate(machine: State, cls: Node, args: list[Node]) -> None:
 def _build(machine: State) -> None:
     state = machine.stack.pop()
     target = machine.stack[-1]
-    machine.spend()
+    machine.spend(_COST_OF_STATE)
     if type(target) is Object:
         if type(target.function) is Global and target.function.module != "collections" and target.function not in BUILT:
             machine.unusual[f"BUILD of {target.function}"] = None
@@ -93,7 +93,7 @@ def _build(machine: State) -> None:
     elif type(target) is Dict and target.ordered and type(state) is Dict:
         if target.attributes is None:
             target.attributes = Dict()
-        machine.spend(_COST_OF_ATTRIBUTES + len(state.items))  # one state can be set again and again
+        machine.spend(len(state.items))  # one state can be set again and again
         target.attributes.items.extend(state.items)
     elif type(target) is Global:
         machine.unusual["BUILD of a global"] = None

@@ -119,20 +119,20 @@ def folded(lines: list[Line]) -> list[Line]:
 
 def _fold_siblings(lines: list[Line]) -> list[Line]:
     """`conv1.weight`, `conv1.bias` in a row become `conv1.{weight, bias}`."""
-    result: list[Line] = []
-    open_parent, leaves = "", [""]
+    rows: list[tuple[str, list[str], Line]] = []  # parent, the names below it, what is known of them
     for line in lines:
         parent, _, leaf = line.name.rpartition(".")
-        last = result[-1] if result else None
-        if last is not None and parent and parent == open_parent and (last.dtype, last.device) == (line.dtype, line.device):
+        before, leaves, last = rows[-1] if rows else ("", [], line)
+        if parent and parent == before and (last.dtype, last.device) == (line.dtype, line.device):
             leaves.append(leaf)
-            last.name = f"{parent}.{{{', '.join(leaves)}}}"
             last.shapes += line.shapes
             last.bytes, last.count = last.bytes + line.bytes, last.count + 1
         else:
-            result.append(line)
-            open_parent, leaves = parent, [leaf]
-    return result
+            rows.append((parent, [leaf], line))
+    for parent, leaves, line in rows:
+        if len(leaves) > 1:  # put together once: there may be a hundred thousand
+            line.name = f"{parent}.{{{', '.join(leaves)}}}"
+    return [line for _, _, line in rows]
 
 
 def _fold_blocks(lines: list[Line], place: int) -> list[Line]:
