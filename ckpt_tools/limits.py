@@ -59,7 +59,7 @@ class Limit:
 LIMITS: dict[str, Limit] = {}
 
 # what reading a file may take in and make, all of its parts together: see Budget
-CONTAINERS = Limit("containers", 400_000, "dicts, lists, tuples and objects, and one more for every 32 bytes of the file")
+CONTAINERS = Limit("containers", 400_000, "dicts, lists, tuples and objects, and more in a larger file")
 PICKLES = Limit("pickles", 1 << 20, "bytes of all pickles, and 2 more for every byte of the file", times=2)
 TEXT_BYTES = Limit("text_bytes", 32 << 20, "bytes of JSON, text and code, and 2 more for every byte of the file", times=2)
 INFLATED = Limit("inflated", 512 << 20, "bytes of deflated records, and 16 more for every byte of the file", times=16)
@@ -165,7 +165,7 @@ def kept() -> Iterator[None]:
 # --- what the reading of one file may take in and make
 
 _BYTES_PER_CONTAINER = 32  # in a small file; a tensor makes 7, and takes 300 bytes with its record
-_BYTES_PER_CONTAINER_OF_INDEX = 2
+_BYTES_PER_CONTAINER_OF_INDEX = 2  # torch takes 140 bytes for a chunk: 48 containers, and 16 texts and uses of the memo
 BYTES_PER_NODE = 6  # beyond: tensors that share a storage take 66 bytes in a pickle
 LONG_TEXT = 1024  # characters; using a longer one again costs a container for every BYTES_OF_SHARED_TEXT of them
 BYTES_OF_SHARED_TEXT = 16
@@ -175,15 +175,19 @@ FREE_LIGHT = 700_000  # texts, and uses of a memo, that cost nothing; each furth
 class Budget:
     """What all parts of a file together may still cost, however they are nested, deflated or repeated in it.
 
+    Args:
+        file_bytes: its size. index: whether it is nothing but an index of others: the `.metadata` of a distributed checkpoint.
+
     Attributes:
         containers: how many dicts, lists, tuples and objects may still be made. light: texts and uses of a memo so far.
     """
 
     __slots__ = ("containers", "file_bytes", "light", "spent")
 
-    def __init__(self, file_bytes: int) -> None:
+    def __init__(self, file_bytes: int, *, index: bool = False) -> None:
         small = min(file_bytes, SMALL_FILE)
-        self.containers = CONTAINERS.value + small // _BYTES_PER_CONTAINER + (file_bytes - small) // BYTES_PER_NODE
+        more = small // _BYTES_PER_CONTAINER + (file_bytes - small) // BYTES_PER_NODE
+        self.containers = CONTAINERS.value + (file_bytes // _BYTES_PER_CONTAINER_OF_INDEX if index else more)
         self.file_bytes = file_bytes
         self.spent: dict[str, int] = {}
         self.light = 0
@@ -227,26 +231,13 @@ class Budget:
         self.containers, self.spent, self.light = before.containers, dict(before.spent), before.light
 
 
-class IndexBudget(Budget):
-    """The budget of a file that is nothing but an index of others: the `.metadata` of a distributed checkpoint.
-
-    torch takes 140 bytes for a chunk: 48 containers, and 16 texts and uses of the memo.
-    """
-
-    __slots__ = ()
-
-    def __init__(self, file_bytes: int) -> None:
-        super().__init__(file_bytes)
-        self.containers = CONTAINERS.value + file_bytes // _BYTES_PER_CONTAINER_OF_INDEX
-
-
 _budget: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 
 @contextlib.contextmanager
-def of_file(file_bytes: int, kind: type[Budget] = Budget) -> Iterator[None]:
-    """All that is read inside the block is of one file of this size, and shares its budget."""
-    before = _budget.set(kind(file_bytes))
+def of_file(file_bytes: int, *, index: bool = False) -> Iterator[None]:
+    """All that is read inside the block is of one file of this size, and shares its `Budget`."""
+    before = _budget.set(Budget(file_bytes, index=index))
     try:
         yield
     finally:

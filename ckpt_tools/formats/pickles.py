@@ -81,7 +81,7 @@ def find_pickles(source: Source) -> Pickles:
     """
     walk = _Walk(source.size)
     try:
-        with limits.of_file(source.size, limits.IndexBudget if source.path.name == DCP_METADATA else limits.Budget):
+        with limits.of_file(source.size, index=source.path.name == DCP_METADATA):
             walk.examine(source, "", 0)
     except (MemoryError, RecursionError) as error:
         raise limits.exhausted(error, str(source.path)) from None
