@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -119,20 +120,23 @@ def folded(lines: list[Line]) -> list[Line]:
 
 def _fold_siblings(lines: list[Line]) -> list[Line]:
     """`conv1.weight`, `conv1.bias` in a row become `conv1.{weight, bias}`."""
-    rows: list[tuple[str, list[str], Line]] = []  # parent, the names below it, what is known of them
-    for line in lines:
-        parent, _, leaf = line.name.rpartition(".")
-        before, leaves, last = rows[-1] if rows else ("", [], line)
-        if parent and parent == before and (last.dtype, last.device) == (line.dtype, line.device):
-            leaves.append(leaf)
-            last.shapes += line.shapes
-            last.bytes, last.count = last.bytes + line.bytes, last.count + 1
-        else:
-            rows.append((parent, [leaf], line))
-    for parent, leaves, line in rows:
-        if len(leaves) > 1:  # put together once: there may be a hundred thousand
-            line.name = f"{parent}.{{{', '.join(leaves)}}}"
-    return [line for _, _, line in rows]
+    result: list[Line] = []
+    for (parent, _, _), group in itertools.groupby(lines, lambda line: (_split(line)[0], line.dtype, line.device)):
+        first, *others = group
+        if parent and others:
+            siblings = [first, *others]
+            first.name = f"{parent}.{{{', '.join(_split(line)[1] for line in siblings)}}}"
+            first.shapes = [shape for line in siblings for shape in line.shapes]
+            first.bytes, first.count = sum(line.bytes for line in siblings), len(siblings)
+            others = []
+        result += [first, *others]
+    return result
+
+
+def _split(line: Line) -> tuple[str, str]:
+    """A name's parent, "" where it has none, and what it is called there."""
+    parent, _, leaf = line.name.rpartition(".")
+    return parent, leaf
 
 
 def _fold_blocks(lines: list[Line], place: int) -> list[Line]:
