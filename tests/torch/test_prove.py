@@ -332,6 +332,16 @@ def test_the_command(paths: dict[type[nn.Module], Path]) -> None:
     assert ckpt("prove", old, new, "--input", IMAGE).exit_code == 2
 
 
+@pytest.mark.parametrize("runs", [0, 1001, 10**30])
+def test_sets_of_inputs_are_bounded(paths: dict[type[nn.Module], Path], runs: int) -> None:
+    """All of them are held in memory: a run of very many would not end. The command line says the same."""
+    path = paths[Image]
+    with pytest.raises(UsageError, match="from 1 to 1000"):
+        ckpt_tools.prove(path, path, model=Image, inputs=IMAGE, runs=runs)
+    refused = ckpt("prove", path, path, "--model", "m:f", "--input", IMAGE, "--runs", runs)
+    assert (refused.exit_code, "range 1<=x<=1000" in refused.stderr) == (2, True)
+
+
 def test_convert_proves_what_it_wrote(paths: dict[type[nn.Module], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """`convert --like MODEL --prove INPUT` runs both at the end; a model that computes something else is exit code 1."""
     monkeypatch.chdir(paths[Text].parent)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--select", cls=Once, metavar="WHERE", help="Which state dict of OLD, where it holds several.")
 @click.option("--seed", type=int, default=0, metavar="N", help="Of the inputs [0].")
-@click.option("--runs", type=click.IntRange(1, 1000), default=2, metavar="N", help="How many sets of inputs, up to 1000 [2].")
+@click.option("--runs", type=click.IntRange(1, 1000), default=2, metavar="N", help="How many sets of inputs [2].")
 @click.option(
     "--tolerance", type=click.FloatRange(0), metavar="X",
     help="Largest difference that is equal, by the largest output [1e-9; more where a model runs in float32 only].",

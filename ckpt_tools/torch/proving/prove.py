@@ -32,7 +32,7 @@ from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.inputs import parse
 from ckpt_tools.tree.output_names import check_document_name
 
-MAX_RUNS = 1000  # sets of inputs, which are all held in memory
+_MOST_RUNS = 1000  # sets of inputs, which are all held in memory
 _ROUNDING = 1e-4  # what is less may be float32 in the code of one of the models
 
 
@@ -86,8 +86,8 @@ class Prover:
     def __init__(self, specs: Sequence[str], seed: int, runs: int, tolerance: float | None) -> None:
         if not specs:
             raise UsageError("No `input`.", fix="1x3x224x224, or 1x16:30522 for integers below 30522.")
-        if not 1 <= runs <= MAX_RUNS:
-            raise UsageError(f"`runs={runs}` is not a number of sets of inputs from 1 to {MAX_RUNS}.")
+        if not 1 <= runs <= _MOST_RUNS:
+            raise UsageError(f"`runs={runs}` is not a number of sets of inputs from 1 to {_MOST_RUNS}.")
         if tolerance is not None and not tolerance >= 0:
             raise UsageError(f"`tolerance={tolerance}` is not a number from 0 up.")
         if not -(1 << 63) <= seed < 1 << 63:
