@@ -30,16 +30,16 @@ def crowd(unit: bytes, before: bytes = p.EMPTY_LIST + p.MARK, after: bytes = p.A
         return p.pickle(head, unit * count, after, p.text("filler"), rest, p.SETITEMS)
 
     room = bombs.SIZE - len(head) - 1000
-    count = min(_affordable(stream), room // len(unit)) if unit else 0
+    count = int(min(_affordable(stream), room / len(unit))) if unit else 0
     return torch_zip(stream(count, room - count * len(unit)), FLOATS)
 
 
-def _affordable(stream: Callable[[int], bytes]) -> int:
+def _affordable(stream: Callable[[int], bytes]) -> float:
     """How many units the budget of a file of SIZE bytes pays for, by what some hundreds of them cost."""
     few, many = _left(stream(200)), _left(stream(1000))
     cost, light = (few.containers - many.containers) / 800, (many.light - few.light) / 800
     most = limits.Budget(bombs.SIZE).containers - 1000
-    return int(min(most / cost if cost else 10**9, (most + limits.FREE_LIGHT) / (cost + light) if cost + light else 10**9))
+    return min(most / (cost or 1e-9), (most + limits.FREE_LIGHT) / (cost + light or 1e-9))
 
 
 def _left(stream: bytes) -> limits.Budget:
