@@ -165,29 +165,33 @@ def kept() -> Iterator[None]:
 # --- what the reading of one file may take in and make
 
 _BYTES_PER_CONTAINER = 32  # in a small file; a tensor makes 7, and takes 300 bytes with its record
+_INDEXES = frozenset((".metadata", "metadata.pkl"))  # torch.distributed.checkpoint's and torch_checkpointing's
 _BYTES_PER_CONTAINER_OF_INDEX = 2  # torch takes 140 bytes for a chunk: 48 containers, and 16 texts and uses of the memo
+_GLOBAL, _GLOBAL_OF_INDEX = 8, 2  # to name one, mostly for an object, which every walk looks into; an index is walked once
 BYTES_PER_NODE = 6  # beyond: tensors that share a storage take 66 bytes in a pickle
 LONG_TEXT = 1024  # characters; using a longer one again costs a container for every BYTES_OF_SHARED_TEXT of them
 BYTES_OF_SHARED_TEXT = 16
-FREE_LIGHT = 700_000  # texts, and uses of a memo, that cost nothing; each further one takes the memory of a container
+FREE_LIGHT = 500_000  # texts, and uses of a memo, that cost nothing; each further one takes the memory of a container
 
 
 class Budget:
     """What all parts of a file together may still cost, however they are nested, deflated or repeated in it.
 
     Args:
-        file_bytes: its size. index: whether it is nothing but an index of others: the `.metadata` of a distributed checkpoint.
+        file_bytes: its size. index: whether it is nothing but an index of other files.
 
     Attributes:
         containers: how many dicts, lists, tuples and objects may still be made. light: texts and uses of a memo so far.
+        cost_of_global: what it costs to name a global that is not a tensor's.
     """
 
-    __slots__ = ("containers", "file_bytes", "light", "spent")
+    __slots__ = ("containers", "cost_of_global", "file_bytes", "light", "spent")
 
     def __init__(self, file_bytes: int, *, index: bool = False) -> None:
         small = min(file_bytes, SMALL_FILE)
         more = small // _BYTES_PER_CONTAINER + (file_bytes - small) // BYTES_PER_NODE
         self.containers = CONTAINERS.value + (file_bytes // _BYTES_PER_CONTAINER_OF_INDEX if index else more)
+        self.cost_of_global = _GLOBAL_OF_INDEX if index else _GLOBAL
         self.file_bytes = file_bytes
         self.spent: dict[str, int] = {}
         self.light = 0
@@ -235,9 +239,9 @@ _budget: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 
 @contextlib.contextmanager
-def of_file(file_bytes: int, *, index: bool = False) -> Iterator[None]:
-    """All that is read inside the block is of one file of this size, and shares its `Budget`."""
-    before = _budget.set(Budget(file_bytes, index=index))
+def of_file(file_bytes: int, name: str = "") -> Iterator[None]:
+    """All that is read inside the block is of one file of this size and name, and shares its `Budget`."""
+    before = _budget.set(Budget(file_bytes, index=name in _INDEXES))
     try:
         yield
     finally:

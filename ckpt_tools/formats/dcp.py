@@ -94,7 +94,7 @@ def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
         DamagedFileError: malformed, or a chunk is missing. UnsupportedContainerError: transformed (compressed) chunks.
     """
     limits.PICKLE_BYTES.check(source.size, f"{source.path} has {source.size} bytes.")
-    with limits.of_file(source.size, index=True):
+    with limits.of_file(source.size, source.path.name):
         machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
         record = machine.load()
     validate(record)

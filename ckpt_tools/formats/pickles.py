@@ -19,7 +19,6 @@ from typing import Any
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError
 from ckpt_tools.formats.base import is_tar, is_zip
-from ckpt_tools.formats.folders import DCP_METADATA
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.packed.compressed import KINDS, new_xz, runs, zstd_blocks
 from ckpt_tools.formats.torch_zip import record_content, record_head
@@ -81,7 +80,7 @@ def find_pickles(source: Source) -> Pickles:
     """
     walk = _Walk(source.size)
     try:
-        with limits.of_file(source.size, index=source.path.name == DCP_METADATA):
+        with limits.of_file(source.size, source.path.name):
             walk.examine(source, "", 0)
     except (MemoryError, RecursionError) as error:
         raise limits.exhausted(error, str(source.path)) from None

@@ -95,7 +95,7 @@ class State:
             raise limits.CONTAINERS.error("The pickle makes more objects than a checkpoint of its size can hold.")
 
     def spend_lightly(self, count: int = 1) -> None:
-        """Count texts, and what is taken from the memo by an opcode of its own: 700,000 of a file are free."""
+        """Count texts, and what is taken from the memo by an opcode of its own: 500,000 of a file are free."""
         light = self.shared.light = self.shared.light + count
         if light > FREE_LIGHT:
             self.spend(min(count, light - FREE_LIGHT))
@@ -187,7 +187,7 @@ class State:
         elif type(value) is Global:
             length = len(value.name) + len(value.module)
             if value not in self.makers and not value.name.endswith("Storage"):  # not for a tensor
-                self.spend(2 * times)
+                self.spend(self.shared.cost_of_global * times)
         else:
             self.spend(_COST_OF_PLACES.get(type(value), 1) * times)
         if length > LONG_TEXT:
@@ -205,7 +205,7 @@ class State:
 
     def name_global(self, module: str, name: str) -> None:
         """Push the inert record of a global."""
-        self.spend()
+        self.spend(self.shared.cost_of_global)
         if self.protocol < 3:
             module, name = python3_name(module, name)
         found = Global(module, name)

@@ -122,7 +122,7 @@ def _pairs(machine: State, items: list[Node]) -> list[tuple[Node, Node]]:
     if len(items) % 2:
         raise machine.error("takes pairs, and finds an odd number of values")
     # A pair takes less than a container; one whose key is not text takes more, until all keys have been compared.
-    machine.spend(len(items) // 4 if _TEXT.issuperset(map(type, items[::2])) else len(items) * 3 // 8)
+    machine.spend(len(items) // 4 if _TEXT.issuperset(map(type, items[::2])) else len(items) // 2)
     values = iter(items)
     return list(zip(values, values, strict=True))
 
