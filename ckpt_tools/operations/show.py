@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.edit.renaming import restore_named_ties
 from ckpt_tools.errors import NothingMatchedError, UsageError, ValuesError
-from ckpt_tools.formats.open import Tensor
+from ckpt_tools.formats.open import Checkpoint, Tensor
 from ckpt_tools.formats.parts.named import open_whole
 from ckpt_tools.io.member_paths import File
-from ckpt_tools.operations.compare.sides import Side, check_effort, open_side
+from ckpt_tools.operations.compare.sides import check_effort, open_side, place_in, tensors_in
 from ckpt_tools.text import brief, did_you_mean, dotted, listed, notebook, some
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import Entry
@@ -102,8 +103,11 @@ def show(
         ValuesError: sparse, quantised, without values. CkptError: it cannot be read, or the output not be written.
     """
     with open_whole(path) as checkpoint:
-        side = open_side(checkpoint, select, plain="beside")
-        tensor, index = _chosen(side, name, index)
+        restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
+        tensors, _ = tensors_in(place_in(checkpoint, select), "beside")
+        tensor, index = _chosen(checkpoint, tensors.values(), name, index, select)
+        del tensors
+        checkpoint.let_go()
         entry = _entry(tensor)
         if checkpoint.decoded.locate is not None:
             located = checkpoint.decoded.locate(entry)
@@ -123,28 +127,29 @@ def show(
     return report
 
 
-def _chosen(side: Side, name: str, index: str | None) -> tuple[Tensor, str]:
+def _chosen(
+    checkpoint: Checkpoint, tensors: Collection[Tensor], name: str, index: str | None, select: str | None
+) -> tuple[Tensor, str]:
     """The tensor and the index: a name may end in one, and a tensor's own name may look as if it did."""
-    if found := _named(side, name):
+    if found := _named(tensors, name):
         return _only(found, name), index or ""
     bare, bracket, rest = name.rpartition("[")
-    if index is None and bracket and rest.endswith("]") and (found := _named(side, bare)):
+    if index is None and bracket and rest.endswith("]") and (found := _named(tensors, bare)):
         return _only(found, bare), rest[:-1]
     wanted = bare if bracket and rest.endswith("]") else name
-    names = [dotted(tensor.where) for tensor in side.tensors.values()]
-    last = [str(tensor.where[-1]) for tensor in side.tensors.values() if tensor.where]
+    names = [dotted(tensor.where) for tensor in tensors]
+    last = [str(tensor.where[-1]) for tensor in tensors if tensor.where]
     why = did_you_mean(wanted, dict.fromkeys([*last, *names]))
-    if not why and wanted in side.values:
+    if not why and wanted in open_side(checkpoint, select).values:
         why = "It is a value; ckpt inspect shows those."
     below = [name for name in dict.fromkeys([*last, *names]) if name.startswith(f"{wanted}.")]
     if below:
         why = f"Below it are {some(below)}."
-    fix = f"ckpt inspect --all {side.path} lists the names."
-    raise NothingMatchedError(f"{side.path} has no tensor {wanted!r}.", why=why, fix=fix)
+    fix = f"ckpt inspect --all {checkpoint.path} lists the names."
+    raise NothingMatchedError(f"{checkpoint.path} has no tensor {wanted!r}.", why=why, fix=fix)
 
 
-def _named(side: Side, name: str) -> list[Tensor]:
-    tensors = side.tensors.values()
+def _named(tensors: Collection[Tensor], name: str) -> list[Tensor]:
     exact = [tensor for tensor in tensors if dotted(tensor.where) == name]
     return exact or [tensor for tensor in tensors if tensor.where and str(tensor.where[-1]) == name]
 
