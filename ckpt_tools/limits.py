@@ -167,7 +167,7 @@ def kept() -> Iterator[None]:
 _BYTES_PER_CONTAINER = 32  # in a small file; a tensor makes 7, and takes 300 bytes with its record
 _INDEXES = frozenset((".metadata", "metadata.pkl"))  # torch.distributed.checkpoint's and torch_checkpointing's
 _BYTES_PER_CONTAINER_OF_INDEX = 2  # torch takes 140 bytes for a chunk: 48 containers, and 16 texts and uses of the memo
-_GLOBAL, _GLOBAL_OF_INDEX = 8, 2  # to name one, mostly for an object, which every walk looks into; an index is walked once
+_GLOBAL, _GLOBAL_OF_INDEX = 6, 2  # to name one, mostly for an object, which every walk looks into; an index is walked once
 BYTES_PER_NODE = 6  # beyond: tensors that share a storage take 66 bytes in a pickle
 LONG_TEXT = 1024  # characters; using a longer one again costs a container for every BYTES_OF_SHARED_TEXT of them
 BYTES_OF_SHARED_TEXT = 16

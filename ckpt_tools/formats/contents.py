@@ -64,7 +64,7 @@ def tensors_by_name(node: Dict) -> dict[str, Entry | Object]:
 
 def find_tensors(root: Node) -> Iterator[Tensor]:
     """Every tensor below `root` with its path, in order."""
-    for where, node in walk(root, stop=is_tensor, plain=False):
+    for where, node in walk(root, stop=is_tensor, plain=False, bare=False):
         if type(node) is Entry:
             yield Tensor(where, node)
         elif type(node) is Object and (unusual := unusual_tensor(node)) is not None:
@@ -79,7 +79,7 @@ def tensors_outside(root: Node, state_dicts: Sequence[StateDict]) -> list[Tensor
 
 def count_tensors(root: Node) -> int:
     """How many tensors `find_tensors` finds."""
-    return sum(1 for _, node in walk(root, stop=is_tensor, plain=False) if is_tensor(node))
+    return sum(1 for _, node in walk(root, stop=is_tensor, plain=False, bare=False) if is_tensor(node))
 
 
 class Modules:
@@ -109,7 +109,7 @@ def list_tensors(root: Node, modules: Modules) -> Iterator[Tensor]:
 
     Afterwards `modules` knows every module that there is.
     """
-    for where, node in walk(root, stop=modules.stop, plain=False):
+    for where, node in walk(root, stop=modules.stop, plain=False, bare=False):
         if type(node) is Entry:
             yield Tensor(where, node)
             continue

@@ -16,7 +16,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.arrays_behind import array_bytes, is_pickled_behind
-from ckpt_tools.pickling.callables import QUIET
+from ckpt_tools.pickling.callables import ENCODE, QUIET
 from ckpt_tools.pickling.ratings import Rating
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
 from ckpt_tools.pickling.reader import OPCODES, Machine
@@ -25,6 +25,7 @@ from ckpt_tools.pickling.stream import Part, Pickles
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree.nodes import (
+    PLAIN,
     Append,
     Build,
     Dict,
@@ -38,6 +39,7 @@ from ckpt_tools.tree.nodes import (
 _MOST_CALLS = 100  # of one pickle that are kept; a real payload is the first of its calls
 _MOST_TOLD = 10_000  # the same ones counted each time
 _COST_OF_RATING = 8  # in containers: arguments are examined
+_FEW = 2  # states
 _LONG = 64  # parts of a tuple that are looked at for nothing
 _COST_OF_LOOKING = 64  # where one of them had a state set, which is examined too
 _WINDOW = limits.SMALL_FILE  # of a part that is no longer: a pickle of it is read once
@@ -124,7 +126,7 @@ class Lister(Machine):
         self.check_callable(function)
         if len(args) > _LONG:
             self.spend(len(args) // _LONG)
-        if type(function) is not Global or function not in QUIET or _may_hand_over(function, args):
+        if not _is_quiet(function, args):
             self._listen(function, args)
         super().make(function, args)
 
@@ -169,6 +171,13 @@ def _stand_in(pids: dict[Node, tuple[Node, ...]], pid: Node) -> Node:
     return Object("none", _STORAGE, ())
 
 
+def _is_quiet(function: Node, args: tuple[Node, ...]) -> bool:
+    """Whether a call makes data, as nearly all of a checkpoint do, and need not be looked at."""
+    if type(function) is not Global:
+        return False
+    return ratings.encodes_text(args) if function == ENCODE else function in QUIET and not _may_hand_over(function, args)
+
+
 def _may_hand_over(function: Global, args: tuple[Node, ...]) -> bool:
     """Whether arguments are more than plain values and tensors: only what can hold a function is looked at."""
     return any(_may_hold(arg) or (type(arg) in (List, tuple) and function.module == "numpy") for arg in args)
@@ -178,8 +187,17 @@ def _may_hold(arg: Node) -> bool:
     if type(arg) is tuple:
         return len(arg) > _LONG or any(type(part) in _MAY_HOLD for part in arg)
     if type(arg) is Object:
-        return bool(arg.steps) or type(arg.function) is not Global or arg.function not in ALLOWED
+        allowed = not arg.steps and type(arg.function) is Global and arg.function in ALLOWED
+        return not allowed and not _is_plainly_made(arg)
     return type(arg) is Global or (type(arg) is Dict and arg.attributes is not None)
+
+
+def _is_plainly_made(node: Object) -> bool:
+    """Whether data was made of a few plain values, and its state is such: the dtype on which NumPy pickles each number."""
+    if type(node.function) is not Global or node.function not in QUIET or len(node.steps) > _FEW:
+        return False
+    given = [node.args, *(step.state if type(step) is Build else None for step in node.steps)]
+    return all(type(part) is tuple and len(part) <= _LONG and PLAIN.issuperset(map(type, part)) for part in given)
 
 
 # --- the opcodes at which Python goes on and our own machine does not

@@ -195,10 +195,13 @@ class _Keys:
 
     def _spend(self, parts: int) -> None:
         self.parts += parts
-        limits.PATHS.check(self.parts, "The pickle has dict keys of more parts than any checkpoint.")
+        if self.parts > limits.PATHS.value:
+            raise limits.PATHS.error("The pickle has dict keys of more parts than any checkpoint.", self.parts)
 
     def _tuple(self, root: tuple[Node, ...]) -> _Tuple:
         """What is known of a tuple, worked out for parts before wholes. A deep one is refused: it crashes C pickle."""
+        if id(root) in self.tuples:
+            return self.tuples[id(root)]
         stack = [root]
         while stack:
             node = stack[-1]
@@ -213,10 +216,12 @@ class _Keys:
         if id(node) in self.tuples:
             return
         inner = [self.tuples[id(part)] for part in node if type(part) is tuple]
-        depth = 1 + max((part.depth for part in inner), default=0)
-        limits.JSON_DEPTH.check(depth, "The pickle uses tuples nested too deep as a dict key.")
-        parts = tuple(self.tuples[id(part)].stand_in if type(part) is tuple else self._part(part) for part in node)
-        count = len(node) + sum(part.parts for part in inner)
+        depth = 1
+        if inner:
+            depth += max(part.depth for part in inner)
+            limits.JSON_DEPTH.check(depth, "The pickle uses tuples nested too deep as a dict key.")
+        parts = tuple([self.tuples[id(part)].stand_in if type(part) is tuple else self._part(part) for part in node])
+        count = len(node) + sum([part.parts for part in inner])
         self.tuples[id(node)] = _Tuple(node, ("t", self.numbers.setdefault(parts, len(self.numbers))), depth, count)
 
 

@@ -66,9 +66,11 @@ def _is_old(node: Object) -> bool:
 def _modern(node: Node) -> Node:
     if type(node) is not Object or node.call == "none" or not _is_old(node):
         return node
-    if node.function in _OF_VALUES:
+    function = node.function
+    assert type(function) is Global
+    if function in _OF_VALUES:
         raise _of_values(node)
-    return _tensor(node, TENSOR_CLASSES[node.function]) if node.function in TENSOR_CLASSES else _variable(node)
+    return _tensor(node, TENSOR_CLASSES[function]) if function in TENSOR_CLASSES else _variable(node)
 
 
 def _of_values(node: Object) -> TensorError:

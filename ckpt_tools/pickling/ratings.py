@@ -106,7 +106,7 @@ def _of_special(name: Global, given: tuple[Node, ...]) -> Rating | None:
 def _of_harmless_use(name: Global, given: tuple[Node, ...]) -> Rating | None:
     """Of functions that can do harm, those uses of them that pickles of data have."""
     if name == callables.ENCODE:
-        return "data" if len(given) == 1 or _is_text_codec(given[1]) else "unknown"
+        return "data" if len(given) == 1 or encodes_text(given) else "unknown"
     if name == callables.GETATTR:
         return "data" if given == (callables.ZONE, callables.ZONE_MAKER) else "class" if _is_member(given) else None
     if name in callables.REDUCE:
@@ -135,8 +135,9 @@ def _is_type(node: Node) -> bool:
     return node.module == "builtins" or (last[:1].isupper() and not last.isupper())  # all capitals: a constant
 
 
-def _is_text_codec(codec: Node) -> bool:
-    return type(codec) is str and codec in callables.TEXT_CODECS
+def encodes_text(given: tuple[Node, ...]) -> bool:
+    """Whether `_codecs.encode` is given a codec of text: another may be the user's."""
+    return len(given) > 1 and type(given[1]) is str and given[1] in callables.TEXT_CODECS
 
 
 def _of_reconstructor(given: tuple[Node, ...]) -> Rating:

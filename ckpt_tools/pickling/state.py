@@ -19,6 +19,7 @@ PersistentLoad: TypeAlias = Callable[[Node], Node]
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 ORDERED_DICT = Global("collections", "OrderedDict")
 _UNNAMED = Global("", "")  # by identity nothing on the stack
+_NUMBERS = frozenset(Global(f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core"))
 _SHORT = frozenset((type(None), bool, int, float))  # what costs nothing when it is used again
 COST_OF_BYTES, COST_OF_BYTE_STRING = 2, 3  # containers; as much as what is written for them
 # What one more place costs: a tensor has a row in every report.
@@ -186,7 +187,8 @@ class State:
             length = len(value)
         elif type(value) is Global:
             length = len(value.name) + len(value.module)
-            if value not in self.makers and not value.name.endswith("Storage"):  # not for a tensor
+            # not for a tensor, nor for a NumPy number: whoever logs a loss at every step has thousands
+            if value not in self.makers and not value.name.endswith("Storage") and value not in _NUMBERS:
                 self.spend(self.shared.cost_of_global * times)
         else:
             self.spend(_COST_OF_PLACES.get(type(value), 1) * times)

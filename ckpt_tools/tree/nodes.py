@@ -104,15 +104,31 @@ class Entry:
 
 
 @final
-@frozen
 class Global:
-    """A class or function that the file names: module and name; never imported. Python 2 module names are already mapped."""
+    """A class or function that the file names: module and name; never imported. Python 2 module names are already mapped.
 
-    module: str
-    name: str
+    Every object refers to one, and whoever looks at an object looks that up: text and hash are made once.
+    """
+
+    __match_args__ = ("module", "name")
+    __slots__ = ("_hash", "_text", "module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+        self._text = f"{module}.{name}"
+        self._hash = hash((module, name))
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
+        return self._text
+
+    def __repr__(self) -> str:
+        return f"Global(module={self.module!r}, name={self.name!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is Global and self.name == other.name and self.module == other.module)
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @final

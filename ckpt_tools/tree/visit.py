@@ -12,6 +12,7 @@ from ckpt_tools.tree.nodes import (
     CONTAINERS,
     PLAIN,
     Append,
+    Build,
     Dict,
     Entry,
     Global,
@@ -77,7 +78,7 @@ _LONG_KEY = 1024
 
 def walk(
     root: Node, *, stop: Callable[[Node], bool] | None = None, plain: bool = True, values: frozenset[type] = frozenset(),
-    entries: bool = True,
+    entries: bool = True, bare: bool = True,
 ) -> Iterator[tuple[Where, Node]]:  # fmt: skip
     """Every node with its path, depth first in order, the root included.
 
@@ -90,12 +91,14 @@ def walk(
         plain: whether plain values (None, numbers, text, bytes) are wanted too. Without, a container that holds nothing
             else may be left out as well. values: the types of plain values that are wanted nevertheless.
         entries: whether entries are wanted; without, and with `plain=False`, only containers, objects and their like come.
+        bare: whether globals are wanted, and objects that hold nothing but them and plain values; without, and with
+            `plain=False`, of such objects only torch's own are, since some are tensors.
 
     Raises:
         LimitError: paths so deep or long, in so many places, that writing them down would take more than the file itself.
     """
     yield (), root
-    visits = _Visits(stop, plain=plain, values=values, entries=entries)
+    visits = _Visits(stop, plain=plain, values=values, entries=entries, bare=bare)
     path: list[str | int] = []
     costs = [0]  # what one path in each open container costs
     worthwhile = type(root) in CONTAINERS and (plain or visits.holds(root))
@@ -126,9 +129,10 @@ class _Visits:
     """Which containers a walk may enter, and what it sees there."""
 
     def __init__(
-        self, stop: Callable[[Node], bool] | None, *, plain: bool, values: frozenset[type], entries: bool
+        self, stop: Callable[[Node], bool] | None, *, plain: bool, values: frozenset[type], entries: bool, bare: bool
     ) -> None:  # fmt: skip
-        self.stop, self.plain, self.hollow = stop, plain, PLAIN - values
+        self.stop, self.plain, self.bare = stop, plain, bare
+        self.hollow = PLAIN - values if bare else _BARE - values
         self.unwanted = self.hollow if entries else self.hollow | {Entry}
         self.visits, self.width = _SPARE_VISITS, _SPARE_WIDTH
         self.seen: set[int] = set()
@@ -188,7 +192,7 @@ class _Visits:
             if width <= _NARROW:
                 return not _is_barren(node, self.hollow)
         else:
-            return True
+            return self.bare or type(node) is not Object or not _is_bare(node)
         if width <= _NARROW:
             return not is_hollow(node, self.hollow)
         if id(node) in self.seen or id(node) in self.wide_and_hollow:
@@ -306,6 +310,27 @@ def _is_barren(node: Node, values: frozenset[type], width: int = _NARROW, levels
     return True
 
 
+_BARE = PLAIN | {Global}
+
+
+def _is_bare(node: Object, levels: int = 1) -> bool:
+    """Whether an object holds nothing but plain values and globals, in few parts: a NumPy number on its dtype does."""
+    args, function = node.args, node.function
+    if node.kwargs is not None or type(args) is not tuple or len(args) > _NARROW or len(node.steps) > _FEW:
+        return False
+    if type(function) is not Global or function.module.startswith("torch"):
+        return False
+    for arg in args:
+        if type(arg) not in _BARE and not (levels and type(arg) is Object and _is_bare(arg, levels - 1)):
+            return False
+    return not node.steps or all(map(_sets_little, node.steps))
+
+
+def _sets_little(step: Step) -> bool:
+    """Whether a step sets a state of few plain values, which no module has."""
+    return type(step) is Build and type(step.state) is tuple and len(step.state) <= _WIDE and is_hollow(step.state, _BARE)
+
+
 def is_hollow(node: Node, values: frozenset[type] = PLAIN) -> bool:
     """Whether a dict, list or tuple holds values of these types only; as keys too, in a dict."""
     if type(node) is Dict:
@@ -335,11 +360,11 @@ def _items(node: Node) -> Sequence[Node]:
     return node.items if type(node) is List else node if type(node) is tuple else ()
 
 
-def reachable(root: Node, *, dicts: bool = True) -> Iterator[Node]:
+def reachable(root: Node, *, dicts: bool = True, bare: bool = True) -> Iterator[Node]:
     """Every container and record once, by identity, keys, functions and `__dict__` attributes included; in no promised order.
 
     Plain values are left out, and so may be lists and tuples of nothing else, and empty dicts; without `dicts` also dicts that
-    hold nothing else.
+    hold nothing else; without `bare` also what `walk` leaves out so.
     """
     seen: set[int] = set()
     met: set[int] = set()
@@ -347,7 +372,7 @@ def reachable(root: Node, *, dicts: bool = True) -> Iterator[Node]:
     while stack:
         node = stack.pop()
         if type(node) in CONTAINERS or type(node) is Entry:
-            if id(node) in seen:
+            if id(node) in seen or (not bare and type(node) is Object and _is_bare(node)):
                 continue
             seen.add(id(node))
             below = parts(node)

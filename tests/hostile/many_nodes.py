@@ -293,7 +293,8 @@ def row_62_most_lists_in_lists() -> bytes:
 @bomb
 def row_62_most_keys() -> bytes:
     """Tuples as keys of dicts."""
-    keys = b"".join(b"J" + index.to_bytes(4, "little") + p.TUPLE1 + p.NONE for index in range(bombs.SIZE // 32))
+    count = min((limits.Budget(bombs.SIZE).containers - 1000) // 3, bombs.SIZE // 8)
+    keys = b"".join(b"J" + index.to_bytes(4, "little") + p.TUPLE1 + p.NONE for index in range(count))
     return crowd(b"", p.EMPTY_DICT + p.MARK + keys, p.SETITEMS)
 
 

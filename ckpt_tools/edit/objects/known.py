@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree.nodes import Global
 
@@ -27,6 +29,7 @@ _SIMPLE = frozenset((
 ))  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def is_known(name: Global) -> bool:
     """Whether a global stands for plain data: what weights_only allows, NumPy scalars and arrays, Namespace, paths, dates."""
     if name in ALLOWED or str(name) in _NAMES:

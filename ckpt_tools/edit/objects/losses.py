@@ -96,7 +96,7 @@ def outside_state(root: Node) -> set[int]:
     (torch/nn/utils: `weight` from `weight_orig`, or from `weight_g` and `weight_v`).
     """
     found: set[int] = set()
-    for module in filter(is_module, reachable(root, dicts=False)):
+    for module in filter(is_module, reachable(root, dicts=False, bare=False)):
         state = attributes(module)
         assert state is not None
         hidden = hidden_names(state)
@@ -109,7 +109,7 @@ def outside_state(root: Node) -> set[int]:
 def packed_tensors(root: Node) -> list[Where]:
     """The tensors of modules that only their own code puts into a state dict: quantised layers pack their weights."""
     packed: set[int] = set()
-    for module in filter(is_module, reachable(root, dicts=False)):
+    for module in filter(is_module, reachable(root, dicts=False, bare=False)):
         state = attributes(module)
         assert state is not None
         packed |= {id(child) for _, child in mapping(state.get("_modules")) if type(child) is Object and not is_module(child)}

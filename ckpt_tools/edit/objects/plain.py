@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ckpt_tools import limits
@@ -130,7 +130,9 @@ _BYTES = frozenset((bytes,))
 _KEYS = frozenset((type(None), bool, int, float, str))
 
 
-def make_plain(root: Node, *, oldest: bool = False, file_bytes: int = 0) -> tuple[Node, list[Fate]]:
+def make_plain(
+    root: Node, *, oldest: bool = False, file_bytes: int = 0, unknown: Iterable[tuple[Where, str]] | None = None
+) -> tuple[Node, list[Fate]]:
     """Exchange every object for plain data; what has no plain form is dropped. Returns the root (None where
     that is dropped) and every object's fate.
 
@@ -138,13 +140,14 @@ def make_plain(root: Node, *, oldest: bool = False, file_bytes: int = 0) -> tupl
         root: the tree.
         oldest: whether torch 2.4's weights_only has to take it too: sets become lists, bytes and complex numbers tensors.
         file_bytes: the size of the file that it is from, by which the tensors that are made are limited.
+        unknown: what `find_unknown` found in it, where that was asked before.
 
     Raises:
         LimitError: they are more than a file of this size may have.
     """
     new, numbers = _New(file_bytes), iter(range(1 << 62))
     places = _places(root, values=oldest, made=_New(file_bytes).add)
-    unknown = find_unknown(root, places)
+    unknown = find_unknown(root, places) if unknown is None else unknown
 
     def key() -> str:
         new.add()
@@ -238,7 +241,7 @@ def _plain_tensor(entry: Entry) -> Entry:
 
 def newer_dtypes(root: Node) -> list[str]:
     """The dtypes of tensors below `root` that torch 2.4's weights_only does not know."""
-    found = {node.dtype.name: None for node in visit.reachable(root, dicts=False) if type(node) is Entry}
+    found = {node.dtype.name: None for node in visit.reachable(root, dicts=False, bare=False) if type(node) is Entry}
     return [name for name in found if Global("torch", name) not in ALLOWED_2_4]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from ckpt_tools.edit.objects.known import PATHS, is_known
@@ -90,6 +91,7 @@ def is_array(name: Global) -> bool:
     return _conversion(name) in (_numpy_array, _numpy_frombuffer)
 
 
+@lru_cache(maxsize=1024)
 def _conversion(name: Global) -> Converter | None:
     return _CONVERSIONS.get(str(name).replace("numpy._core.", "numpy.core.").replace("pathlib._local.", "pathlib."))
 

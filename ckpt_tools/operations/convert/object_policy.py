@@ -95,7 +95,7 @@ def apply_objects(
         report.objects.append(ObjectFate([], str(name), "dropped"))
     if policy in (None, "keep"):
         return root, frozenset()
-    root, used = _without_objects(root, checkpoint, policy, drop, report)
+    root, used = _without_objects(root, checkpoint, policy, unknown, drop, report)
     if policy == "plain" and (newer := plain.newer_dtypes(root)):
         text = f"weights_only takes {', '.join(newer)} since torch 2.5; torch 2.4 refuses the file."
         report.notes.append(Note("newer-dtypes", text))
@@ -105,16 +105,22 @@ def apply_objects(
 
 
 def _without_objects(
-    root: Node, checkpoint: Checkpoint, policy: str, drop: Sequence[str], report: Converted
+    root: Node,
+    checkpoint: Checkpoint,
+    policy: str,
+    unknown: Sequence[tuple[Where, str]],
+    drop: Sequence[str],
+    report: Converted,
 ) -> tuple[Node, frozenset[str]]:
     """Objects made plain or left out; and the globs of --drop that name tensors which go with them."""
-    attributes = tensor_attributes(root)
+    attributes = tensor_attributes(root) if policy == "drop" else {}
     outside = losses.outside_state(root) if checkpoint.has_modules else set()
     before = losses.Held(find_tensors(root))
     known = {tensor.where for tensor in before.tensors if id(tensor.node) in outside}
-    root, fates = (
-        plain.make_plain(root, oldest=True, file_bytes=checkpoint.file_bytes) if policy == "plain" else plain.drop_unknown(root)
-    )
+    if policy == "plain":
+        root, fates = plain.make_plain(root, oldest=True, file_bytes=checkpoint.file_bytes, unknown=unknown)
+    else:
+        root, fates = plain.drop_unknown(root)
     report.objects += [ObjectFate(list(fate.where), fate.name, fate.became) for fate in fates]
     lost = before.lost(root)
     if policy == "drop":

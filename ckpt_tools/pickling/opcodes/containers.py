@@ -115,14 +115,15 @@ def _setitems(machine: State) -> None:
     _set(machine, _pairs(machine, machine.pop_mark()))
 
 
-_TEXT = frozenset((str,))
+_TEXT, _SIMPLE = frozenset((str,)), frozenset((str, int, bool, float, bytes, type(None)))
 
 
 def _pairs(machine: State, items: list[Node]) -> list[tuple[Node, Node]]:
     if len(items) % 2:
         raise machine.error("takes pairs, and finds an odd number of values")
     # A pair takes less than a container; one whose key is not text takes more, until all keys have been compared.
-    machine.spend(len(items) // 4 if _TEXT.issuperset(map(type, items[::2])) else len(items) // 2)
+    kinds = set(map(type, items[::2]))
+    machine.spend(len(items) // 4 if kinds <= _TEXT else len(items) * 3 // 8 if kinds <= _SIMPLE else len(items))
     values = iter(items)
     return list(zip(values, values, strict=True))
 
