@@ -171,7 +171,7 @@ _GLOBAL, _GLOBAL_OF_INDEX = 6, 2  # to name one, mostly for an object, which eve
 BYTES_PER_NODE = 6  # beyond: tensors that share a storage take 66 bytes in a pickle
 LONG_TEXT = 1024  # characters; using a longer one again costs a container for every BYTES_OF_SHARED_TEXT of them
 BYTES_OF_SHARED_TEXT = 16
-FREE_LIGHT = 500_000  # texts, and uses of a memo, that cost nothing; each further one takes the memory of a container
+FREE_LIGHT = 700_000  # texts, and uses of a memo, that cost nothing; each further one takes the memory of a container
 
 
 class Budget:

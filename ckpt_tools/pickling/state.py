@@ -23,7 +23,7 @@ _NUMBERS = frozenset(Global(f"numpy.{core}.multiarray", "scalar") for core in ("
 _SHORT = frozenset((type(None), bool, int, float))  # what costs nothing when it is used again
 COST_OF_BYTES, COST_OF_BYTE_STRING = 2, 3  # containers; as much as what is written for them
 # What one more place costs: a tensor has a row in every report.
-_COST_OF_PLACES = {Entry: 3, Object: 2, Dict: 4, bytes: COST_OF_BYTES, ByteString: COST_OF_BYTE_STRING}
+_COST_OF_PLACES = {Entry: 4, Object: 2, Dict: 4, bytes: COST_OF_BYTES, ByteString: COST_OF_BYTE_STRING}
 _MOST_ARGUMENTS = 16  # more than anything takes that reads its arguments at once
 
 
@@ -96,7 +96,7 @@ class State:
             raise limits.CONTAINERS.error("The pickle makes more objects than a checkpoint of its size can hold.")
 
     def spend_lightly(self, count: int = 1) -> None:
-        """Count texts, and what is taken from the memo by an opcode of its own: 500,000 of a file are free."""
+        """Count texts, and what is taken from the memo by an opcode of its own: 700,000 of a file are free."""
         light = self.shared.light = self.shared.light + count
         if light > FREE_LIGHT:
             self.spend(min(count, light - FREE_LIGHT))
@@ -158,9 +158,11 @@ class State:
 
     def recall(self, index: int) -> None:
         """Push a memoized value."""
-        value = self.memoized(index)
-        self.spend_lightly()
-        if type(value) not in _SHORT:
+        value = self.memo[index] if 0 <= index < len(self.memo) else self.memoized(index)
+        light = self.shared.light = self.shared.light + 1  # as `spend_lightly`, in line: pickles are full of these
+        if light > FREE_LIGHT:
+            self.spend()
+        if type(value) not in _SHORT and (type(value) is not str or len(value) > LONG_TEXT):
             self.spend_on_sharing(value)
         self.stack.append(value)
 
@@ -187,13 +189,16 @@ class State:
             length = len(value)
         elif type(value) is Global:
             length = len(value.name) + len(value.module)
-            # not for a tensor, nor for a NumPy number: whoever logs a loss at every step has thousands
-            if value not in self.makers and not value.name.endswith("Storage") and value not in _NUMBERS:
+            if not self.is_of_numbers(value):
                 self.spend(self.shared.cost_of_global * times)
         else:
             self.spend(_COST_OF_PLACES.get(type(value), 1) * times)
         if length > LONG_TEXT:
             self.spend(length // BYTES_OF_SHARED_TEXT * times)
+
+    def is_of_numbers(self, name: Global) -> bool:
+        """Whether a global is one of a tensor's, or that of a NumPy number: who logs a loss at every step has thousands."""
+        return name in self.makers or name.name.endswith("Storage") or name in _NUMBERS
 
     def _cost_of_bytes(self, made: bytes) -> int:
         """What bytes that were pickled as text cost beyond their tuple and their call, which is COST_OF_BYTES.
@@ -207,10 +212,10 @@ class State:
 
     def name_global(self, module: str, name: str) -> None:
         """Push the inert record of a global."""
-        self.spend(self.shared.cost_of_global)
         if self.protocol < 3:
             module, name = python3_name(module, name)
         found = Global(module, name)
+        self.spend(1 if self.is_of_numbers(found) else self.shared.cost_of_global)
         if found == REBUILD and found in self.makers:
             self.rebuild = found
         elif found == ORDERED_DICT:

@@ -92,12 +92,13 @@ def are_short_bytes(items: Sequence[Any]) -> bool:
 
 
 def are_short(items: Sequence[Node]) -> bool:
-    """Whether these are plain values that are written as they are, each time. Most rows are of one type: no loop in Python."""
+    """Whether these are plain values that are written as they are, each time, found without a loop in Python."""
     kinds = set(map(type, items)) - _SHORT
-    if kinds == {int}:
-        numbers = [item for item in items if type(item) is int]
-        return max(max(numbers).bit_length(), min(numbers).bit_length()) <= 8 * _LONG
-    return not kinds or (kinds <= {int, str} and not any(map(is_long, items)))
+    if not kinds <= {int, str}:
+        return False
+    numbers = [item for item in items if type(item) is int] if int in kinds else [0]
+    texts = [item for item in items if type(item) is str] if str in kinds else [""]
+    return max(map(len, texts)) <= _LONG and max(max(numbers).bit_length(), min(numbers).bit_length()) <= 8 * _LONG
 
 
 def is_long(node: Node) -> bool:

@@ -97,19 +97,20 @@ def _memoize(machine: State) -> None:
     machine.remember(len(machine.memo) + len(machine.far_memo))
 
 
+_GET = ord("h")
 _MANY_GETS = re.compile(rb"(?:h.){16,4096}", re.DOTALL)
 
 
 @opcode(b"h")
 def _binget(machine: State) -> None:
-    start = machine.position
-    if machine.data[start + 1 : start + 2] == b"h":
-        row = _MANY_GETS.match(machine.data, start - 1, machine.limit)
+    start, data = machine.position, machine.data
+    if start + 1 < machine.limit and data[start + 1] == _GET:
+        row = _MANY_GETS.match(data, start - 1, machine.limit)
         if row is not None:
             machine.position = row.end()
             machine.recall_row(row[0][1::2])
             return
-    machine.recall(machine.data[machine.position])
+    machine.recall(data[start])
     machine.position += 1
     if machine.fused and machine.stack[-1] is machine.rebuild:
         fused.tensors(machine)
