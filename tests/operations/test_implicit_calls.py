@@ -179,6 +179,21 @@ def test_libraries_own_objects_are_not(protocol: int, tmp_path: Path) -> None:
         assert safety.verdict == verdict, (case, safety)
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_long_history_is_examined(protocol: int, tmp_path: Path) -> None:
+    """NumPy pickles each number as a call on one dtype: whoever logs a loss at every step saves thousands of them."""
+    losses = [np.float64(step) / 7 for step in range(40_000)]
+    assert examined(tmp_path / "a.pkl", pickle.dumps({"losses": losses}, protocol)).verdict == "needs-code"
+
+
+@pytest.mark.parametrize("inside", [RUN, RUN + b"\x85", b"]" + RUN + b"a", b"}" + text("a") + RUN + b"s"])
+def test_a_dtype_with_a_function_in_it(inside: bytes, tmp_path: Path) -> None:
+    """Only one whose state is plain values is taken for a dtype."""
+    dtype = call("numpy:dtype", text("f8")) + b"(K\x03" + text("<") + inside + b"tb"
+    number = call("numpy.core.multiarray:scalar", dtype, b"C\x08" + bytes(8))
+    assert verdict(tmp_path, number).verdict == "dangerous"
+
+
 @pytest.mark.parametrize("step", [b"K\x01a", b"h\x00b"])
 def test_looking_is_bounded(step: bytes, tmp_path: Path) -> None:
     """One instance that is used again and again is not examined each time."""

@@ -20,6 +20,7 @@ from ckpt_tools.tree import exchange, visit
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import (
     PLAIN,
+    Build,
     Dict,
     Entry,
     Global,
@@ -71,11 +72,24 @@ BUILDERS: list[Callable[[], Node]] = [
     lambda: Global("m", "C"),
     lambda: Object("reduce", Global("m", "C"), (1,)),
     lambda: List([Object("reduce", Global("m", "C"), (List([b"bytes"]),))]),
+    lambda: Object("reduce", Global("numpy", "scalar"), (_dtype(("<", None, -1)), b"12345678")),
+    lambda: Object("reduce", Global("numpy", "scalar"), (_dtype(("<", _entry(), -1)), b"12345678")),
+    lambda: _dtype(Dict([("w", _entry())])),
+    lambda: Object("reduce", Global("m", "C"), (Global("m", "D"), Object("new", Global("m", "C"), (_entry(),)))),
+    lambda: Object("new", Object("reduce", Global("m", "C"), (_entry(),)), ()),
+    lambda: Object("new", Global("m", "C"), (), Dict([("w", _entry())])),
+    lambda: Object("reduce", Global("torch._utils", "_rebuild_sparse_tensor"), (1,)),
 ]
 
 
 def _entry() -> Entry:
     return Entry(Storage("0", FLOAT, 4, "cpu", Literal(bytes(4))), FLOAT, (1,), (1,), 0)
+
+
+def _dtype(state: Node) -> Object:
+    made = Object("reduce", Global("numpy", "dtype"), ("f8", False, True))
+    made.steps.append(Build(state))
+    return made
 
 
 def _with_attributes(node: Dict) -> Dict:
@@ -144,6 +158,36 @@ def test_a_walk_finds_the_same(recipe: Recipe, kind: str) -> None:
     assert {where for where, _ in found(frozenset((bytes,)))} == {
         where for where, node in visit.walk(root) if type(node) in (bytes, Entry, Object, Global)
     }
+
+
+@rows
+def test_a_walk_past_bare_objects_finds_the_same_tensors(recipe: Recipe, kind: str) -> None:
+    """What it leaves out holds plain values and globals only, and is not torch's own."""
+    root = built(recipe, kind)
+
+    def found(*, bare: bool) -> list[tuple[Where, int]]:
+        return [(where, id(node)) for where, node in visit.walk(root, plain=False, bare=bare) if _may_be_tensor(node)]
+
+    def reached(*, bare: bool) -> set[int]:
+        return {id(node) for node in visit.reachable(root, bare=bare) if _may_be_tensor(node)}
+
+    both(lambda: found(bare=False))
+    assert found(bare=False) == found(bare=True)
+    assert reached(bare=False) == reached(bare=True)
+
+
+def _may_be_tensor(node: Node) -> bool:
+    return type(node) is Entry or (type(node) is Object and node.name.startswith("torch"))
+
+
+def test_bare_objects_are_passed_over() -> None:
+    """The quick way is taken for what it was made for: numbers of NumPy, and objects without a state."""
+    number = Object(
+        "reduce", Global("numpy.core.multiarray", "scalar"), (_dtype((3, "<", None, None, None, -1, -1, 0)), bytes(8))
+    )
+    root = List([number, Object("new", Global("m", "C"), ()), _entry(), List([number])])
+    assert [where for where, _ in visit.walk(root, plain=False, bare=False)] == [(), (2,), (3,)]
+    assert number not in list(visit.reachable(root, bare=False))
 
 
 @rows
