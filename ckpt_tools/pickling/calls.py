@@ -130,6 +130,10 @@ class Lister(Machine):
             self._listen(function, args)
         super().make(function, args)
 
+    def is_of_numbers(self, name: Global) -> bool:
+        """Those of tensors too, which this makes nothing of."""
+        return name in MAKERS or super().is_of_numbers(name)
+
     def settle(self) -> None:
         """Nothing: Python goes on with a pickle that changes a list after a call has read it, and so does this."""
 
