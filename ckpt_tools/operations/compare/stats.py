@@ -177,7 +177,7 @@ class _Measured:
     """Tensors as they are measured, tied ones once."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
-        self.known: dict[Any, tuple[Moments, list[int]]] = {}
+        self.known: dict[Any, tuple[Moments, dict[str, Any], list[int]]] = {}  # tied tensors share theirs
         self.total, self.progress, self.done = total, progress, 0
 
     def row(self, tensor: Tensor) -> tuple[TensorStats, Moments | None]:
@@ -189,9 +189,10 @@ class _Measured:
             return TensorStats(where, name, node.dtype.name, list(node.shape), None, [], "no numbers in torch"), None
         key = view_of(node)
         if key not in self.known:
-            self.known[key] = measure(node, self._advance)
-        moments, counts = self.known[key]
-        return TensorStats(where, name, tensor.scheme or node.dtype.name, list(node.shape), moments.to_json(), counts), moments
+            moments, counts = measure(node, self._advance)
+            self.known[key] = moments, moments.to_json(), counts
+        moments, told, counts = self.known[key]
+        return TensorStats(where, name, tensor.scheme or node.dtype.name, list(node.shape), told, counts), moments
 
     def _advance(self, count: int) -> None:
         self.done += count
