@@ -16,7 +16,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.arrays_behind import array_bytes, is_pickled_behind
-from ckpt_tools.pickling.callables import ENCODE, QUIET
+from ckpt_tools.pickling.callables import ENCODE, OF_CLASS, QUIET
 from ckpt_tools.pickling.ratings import Rating
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
 from ckpt_tools.pickling.reader import OPCODES, Machine
@@ -126,7 +126,7 @@ class Lister(Machine):
         self.check_callable(function)
         if len(args) > _LONG:
             self.spend(len(args) // _LONG)
-        if not _is_quiet(function, args):
+        if not is_quiet(function, args):
             self._listen(function, args)
         super().make(function, args)
 
@@ -175,16 +175,20 @@ def _stand_in(pids: dict[Node, tuple[Node, ...]], pid: Node) -> Node:
     return Object("none", _STORAGE, ())
 
 
-def _is_quiet(function: Node, args: tuple[Node, ...]) -> bool:
+def is_quiet(function: Node, args: tuple[Node, ...]) -> bool:
     """Whether a call makes data, as nearly all of a checkpoint do, and need not be looked at."""
     if type(function) is not Global:
         return False
-    return ratings.encodes_text(args) if function == ENCODE else function in QUIET and not _may_hand_over(function, args)
+    if function in QUIET:
+        return not _may_hand_over(function, args)
+    if function in OF_CLASS:  # an empty array
+        return bool(args) and type(args[0]) is Global and args[0] in QUIET and all(map(_is_plain, args[1:]))
+    return function == ENCODE and ratings.encodes_text(args)
 
 
 def _may_hand_over(function: Global, args: tuple[Node, ...]) -> bool:
     """Whether arguments are more than plain values and tensors: only what can hold a function is looked at."""
-    return any(_may_hold(arg) or (type(arg) in (List, tuple) and function.module == "numpy") for arg in args)
+    return any(_may_hold(arg) or (type(arg) in (List, tuple) and function.module.startswith("numpy")) for arg in args)
 
 
 def _may_hold(arg: Node) -> bool:
@@ -200,8 +204,13 @@ def _is_plainly_made(node: Object) -> bool:
     """Whether data was made of a few plain values, and its state is such: the dtype on which NumPy pickles each number."""
     if type(node.function) is not Global or node.function not in QUIET or len(node.steps) > _FEW:
         return False
-    given = [node.args, *(step.state if type(step) is Build else None for step in node.steps)]
-    return all(type(part) is tuple and len(part) <= _LONG and PLAIN.issuperset(map(type, part)) for part in given)
+    given = [node.args, *(step.state if type(step) is Build else Dict() for step in node.steps)]
+    return all(map(_is_plain, given))
+
+
+def _is_plain(node: Node) -> bool:
+    """Whether this is a plain value, or a tuple of a few."""
+    return type(node) in PLAIN or (type(node) is tuple and len(node) <= _LONG and PLAIN.issuperset(map(type, node)))
 
 
 # --- the opcodes at which Python goes on and our own machine does not

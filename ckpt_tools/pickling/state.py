@@ -19,7 +19,9 @@ PersistentLoad: TypeAlias = Callable[[Node], Node]
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 ORDERED_DICT = Global("collections", "OrderedDict")
 _UNNAMED = Global("", "")  # by identity nothing on the stack
-_NUMBERS = frozenset(Global(f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core"))
+_NUMBERS = frozenset((
+    Global("numpy.core.multiarray", "scalar"), Global("numpy._core.multiarray", "scalar"), Global("numpy", "ndarray"),
+))  # fmt: skip
 _SHORT = frozenset((type(None), bool, int, float))  # what costs nothing when it is used again
 COST_OF_BYTES, COST_OF_BYTE_STRING = 2, 3  # containers; as much as what is written for them
 # What one more place costs: a tensor has a row in every report.
@@ -197,7 +199,7 @@ class State:
             self.spend(length // BYTES_OF_SHARED_TEXT * times)
 
     def is_of_numbers(self, name: Global) -> bool:
-        """Whether a global is one of a tensor's, or that of a NumPy number: who logs a loss at every step has thousands."""
+        """Whether a global is one of a tensor's, or one of NumPy's numbers: who logs a loss at every step has thousands."""
         return name in self.makers or name.name.endswith("Storage") or name in _NUMBERS
 
     def _cost_of_bytes(self, made: bytes) -> int:

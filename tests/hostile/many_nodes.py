@@ -159,6 +159,17 @@ def row_62_most_numpy_numbers() -> bytes:
 
 
 @bomb
+def row_62_most_numpy_arrays() -> bytes:
+    """NumPy arrays of one number."""
+    dtype = p.glob("numpy", "dtype") + p.text("f8") + b"K\x00K\x01" + p.TUPLE3 + p.REDUCE + p.put(3) + b"0"
+    empty = p.glob("numpy", "ndarray") + p.put(5) + b"0K\x00" + p.TUPLE1 + p.put(6) + b"0"
+    before = dtype + empty + p.glob("numpy.core.multiarray", "_reconstruct") + p.put(2) + b"0" + p.EMPTY_LIST + p.MARK
+    made = p.get(2) + p.get(5) + p.get(6) + b"C\x01b" + p.TUPLE3 + p.REDUCE
+    state = p.MARK + b"K\x01K\x01" + p.TUPLE1 + p.get(3) + p.FALSE + b"C\x08" + bytes(8) + p.TUPLE
+    return crowd(made + state + p.BUILD, before)
+
+
+@bomb
 def row_62_most_complex_numbers() -> bytes:
     """Complex numbers, which an old torch takes only as tensors."""
     before = p.glob("builtins", "complex") + p.put(2) + b"0" + p.EMPTY_LIST + p.MARK

@@ -17,8 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckpt_tools.operations.safety import Safety
+from ckpt_tools.pickling import callables, calls, ratings
+from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.tree import visit
+from ckpt_tools.tree.nodes import Build, Dict, Global, List, Node, Object
 from tests.operations.test_safety import examined
 from tests.support.containers import Net
 
@@ -192,6 +198,43 @@ def test_a_dtype_with_a_function_in_it(inside: bytes, tmp_path: Path) -> None:
     dtype = call("numpy:dtype", text("f8")) + b"(K\x03" + text("<") + inside + b"tb"
     number = call("numpy.core.multiarray:scalar", dtype, b"C\x08" + bytes(8))
     assert verdict(tmp_path, number).verdict == "dangerous"
+
+
+def _instance(cls: Global, args: tuple[Node, ...], states: list[Node]) -> Object:
+    made = Object("reduce", cls, args)
+    made.steps += [Build(state) for state in states]
+    return made
+
+
+GLOBALS = st.one_of(
+    st.sampled_from(sorted(callables.QUIET | callables.OF_CLASS, key=str)),
+    st.sampled_from([callables.ENCODE, Global("os", "system"), Global("models", "run"), Global("numpy", "ndarray")]),
+)
+PARTS: st.SearchStrategy[Node] = st.recursive(
+    st.one_of(st.none(), st.integers(0, 3), st.sampled_from(["f8", "latin1", "rot13", "keys"]), st.just(bytes(8)), GLOBALS),
+    lambda parts: st.one_of(
+        st.lists(parts, max_size=3).map(tuple),
+        st.lists(parts, max_size=2).map(List),
+        st.lists(st.tuples(st.sampled_from(["keys", "append", "a"]), parts), max_size=2).map(lambda pairs: Dict([*pairs])),
+        st.builds(
+            _instance,
+            GLOBALS.filter(lambda name: name not in ALLOWED),
+            st.lists(parts, max_size=3).map(tuple),
+            st.lists(parts, max_size=3),
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@given(GLOBALS, st.lists(PARTS, max_size=4).map(tuple))
+def test_what_is_not_looked_at_is_data(function: Global, args: tuple[Node, ...]) -> None:
+    """A call that is passed over is rated as data, or a call in its arguments is dangerous, which was rated before."""
+    if calls.is_quiet(function, args) and ratings.is_dangerous(ratings.of_call(function, args)):
+        made = [node for node in visit.reachable(args) if type(node) is Object]
+        rated = [ratings.of_call(node.function, node.args) for node in made]
+        rated += [ratings.of_state(node, step.state) for node in made for step in node.steps if type(step) is Build]
+        assert any(map(ratings.is_dangerous, rated))
 
 
 @pytest.mark.parametrize("step", [b"K\x01a", b"h\x00b"])
