@@ -20,6 +20,7 @@ from ckpt_tools.tree.names import (
 )
 
 _AVERAGED = "n_averaged"  # beside the wrapped names of an AveragedModel
+_MOST_WRAPPERS = 8  # around one model; a stranger's name may be made of a million
 _Affixed: TypeAlias = tuple[str, str]  # what was taken from a name, and the name
 _ROLES = {".weight", ".bias"}  # no suffix: a matrix that is a parameter of its own may be kept as [in, out]
 
@@ -59,7 +60,10 @@ def match_whole_wrapper(pairing: Pairing) -> None:
     best = as_they_are = _meet(sources, targets)
     for side in ("source", "target"):
         names = sources if side == "source" else targets
-        while names and (wrapper := _around(names.values())):
+        for _ in range(_MOST_WRAPPERS):
+            wrapper = _around(names.values()) if names else ""
+            if not wrapper:
+                break
             shorter = {name: known if known == _AVERAGED else known.removeprefix(wrapper) for name, known in names.items()}
             if shorter == names or not all(shorter.values()):
                 break

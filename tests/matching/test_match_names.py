@@ -1,5 +1,7 @@
 """Matching by name: rules, exact names, wrappers, prefixes, position. Every name gets one fate."""
 
+from unittest import mock
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from ckpt_tools.errors import (
     NothingMatchedError,
     UsageError,
 )
-from ckpt_tools.matching import Matching, Stages, match
+from ckpt_tools.matching import Matching, Stages, by_name, match
 from ckpt_tools.matching.params import Param
 
 
@@ -69,6 +71,17 @@ def test_a_module_of_the_authors_own_is_not_the_wrapper(wrapper: str) -> None:
     )
     averaged = match(params("n_averaged", *wrapped), params(*names))
     assert {row.new: row.old for row in averaged.matched} == dict(zip(names, wrapped, strict=True))
+
+
+def test_a_name_of_nothing_but_wrappers() -> None:
+    """A stranger's name costs no more than a few looks; eight wrappers are told from a model's own module."""
+    long = params("module." * 100_000 + "w")
+    with mock.patch.object(by_name, "_meet", wraps=by_name._meet) as looks:
+        assert match(long, long).complete
+    assert looks.call_count < 20
+    wrapped = "module." * 8
+    found = match(params(f"{wrapped}w", f"{wrapped}module.w"), params("w", "module.w"))
+    assert {row.new: row.old for row in found.matched} == {"w": f"{wrapped}w", "module.w": f"{wrapped}module.w"}
 
 
 def test_a_module_of_the_authors_own_stays() -> None:
