@@ -7,6 +7,7 @@ import os
 import shutil
 import unicodedata
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -232,7 +233,8 @@ class Cases:
             return
         with _ExpectingOurErrors(), self.guard.watching():
             found = ckpt_tools.check(path, digest=True).digests
-        digests = {digest.where: digest.sha256 for digest in found}
+        told = Counter(digest.where for digest in found)  # keys that are tensors have one path
+        digests = {digest.where: digest.sha256 for digest in found if told[digest.where] == 1}
         for row, other in zip(oracle.without_arguments(rows), theirs, strict=True):
             mine = digests.get(tuple(row["where"]))
             if mine is not None and mine != other.get("sha256", mine):

@@ -294,6 +294,20 @@ def test_a_state_beside_that_is_each_ranks_own(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out.pth", weights_only=True)["rng_state"].tolist() == [0, 0, 0, 0]
 
 
+def test_a_tensor_that_is_all_that_a_rank_has(tmp_path: Path) -> None:
+    """Its path is empty: it is joined as any other, and cannot be left out."""
+
+    def cut(model: nn.Module, rank: int, world: int) -> Any:
+        return fsdp2(model, rank, world)["emb.weight"]
+
+    expected = save_ranks(tmp_path / "in", cut, 2)["emb.weight"]
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pth")
+    assert torch.equal(torch.load(tmp_path / "out.pth", weights_only=True), expected)
+    torch.save({"w": torch.ones(2)}, tmp_path / "in" / "model_world_size_2_rank_1.pt")
+    with pytest.raises(PartError, match="does not have"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "part.pth", partial=True)
+
+
 def test_boxes_that_overlap(tmp_path: Path) -> None:
     """Ranks that hold overlapping boxes, of which a hostile folder could show either, are refused."""
 

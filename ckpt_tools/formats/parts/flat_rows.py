@@ -28,7 +28,7 @@ _ALIGNMENT = 16  # bytes
 
 def is_flat(where: Where) -> bool:
     """Whether a tensor is a row of parameters, by its name."""
-    return str(where[-1]).rpartition(".")[2] in (FLAT, "flat_param")
+    return bool(where) and str(where[-1]).rpartition(".")[2] in (FLAT, "flat_param")
 
 
 @dataclass(frozen=True, slots=True)

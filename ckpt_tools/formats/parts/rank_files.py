@@ -174,7 +174,7 @@ class _Merging:
         try:
             return self._merged(where, nodes)
         except PartError as error:
-            if not (self.partial and error.rest and type(where[-1]) is str):  # lists would close up
+            if not (self.partial and error.rest and _is_named(where)):  # lists would close up
                 raise
             self.lost.append((dotted(where), error.what.removeprefix(f"{dotted(where)!r} ").rstrip(".")))
             return exchange.DROP
@@ -190,7 +190,7 @@ class _Merging:
         uneven: dict[Where, list[int]] = {}
         for rank, found in tensors.items():
             lacks = [where for where in every if where not in found]
-            if self.partial and all(type(where[-1]) is str for where in lacks):
+            if self.partial and all(map(_is_named, lacks)):
                 for where in lacks:
                     uneven.setdefault(where, []).append(rank)
             elif missing := [dotted(where) for where in lacks]:
@@ -287,6 +287,11 @@ def _values(root: Node) -> Iterator[tuple[Where, Node]]:
 
 def _same(one: Node, other: Node) -> bool:
     return type(one) is type(other) and (one == other or one != one)
+
+
+def _is_named(where: Where) -> bool:
+    """Whether a tensor is in a dict: one of a list cannot be left out, nor one that is all that there is."""
+    return bool(where) and type(where[-1]) is str
 
 
 def _first(lost: Sequence[tuple[str, str]]) -> str:
