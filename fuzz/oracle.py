@@ -144,9 +144,7 @@ def _named(name: str, file: Any) -> Row:
 
 def difference(ours: list[Row], theirs: list[Row]) -> str | None:
     """The first row in which the two lists differ, None when they agree on all that both know."""
-    ours = without_arguments(ours)
-    if not any("_modules" in row["where"] for row in theirs):  # a program's attributes are in no state dict, which is theirs
-        ours = [row for row in ours if "_modules" not in row["where"]]
+    ours = comparable(ours, theirs)
     for one, two in zip(ours, theirs, strict=False):
         keys = [key for key in two if one.get(key) is not None and (key not in _VIEW or one["kind"] in ("tensor", "parameter"))]
         if any(one[key] != two[key] for key in keys if key != "where") or not _same_path(one["where"], two["where"]):
@@ -154,9 +152,14 @@ def difference(ours: list[Row], theirs: list[Row]) -> str | None:
     return None if len(ours) == len(theirs) else f"ours has {len(ours)} tensors, theirs {len(theirs)}"
 
 
-def without_arguments(ours: list[Row]) -> list[Row]:
-    """Our rows but for what a call is given; torch alone knows what it makes of it: `set.__new__(set, tensor)` is empty."""
-    return [row for row in ours if not any(str(key).startswith("<arg ") for key in row["where"])]
+def comparable(ours: list[Row], theirs: list[Row]) -> list[Row]:
+    """Our rows but for what a call is given; torch alone knows what it makes of it: `set.__new__(set, tensor)` is empty.
+
+    A program's attributes are in no state dict either, where theirs is one.
+    """
+    found = [row for row in ours if not any(str(key).startswith("<arg ") for key in row["where"])]
+    whole = any("_modules" in row["where"] for row in theirs)
+    return found if whole else [row for row in found if "_modules" not in row["where"]]
 
 
 def _same_path(ours: list[str | int], theirs: list[str | int]) -> bool:
