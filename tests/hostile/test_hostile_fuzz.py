@@ -131,10 +131,13 @@ def test_a_class_of_storages_as_a_key_is_the_same_to_the_oracle(tmp_path: Path) 
 
 
 def test_what_a_call_is_given_is_not_expected_of_torch() -> None:
-    """Wherever it stands among the rows."""
+    """Wherever it stands among the rows; nor are the attributes of a program, where it gives a state dict."""
     given: oracle.Row = {"where": ["a", "<arg 0>"], "kind": "tensor", "shape": [2]}
     rows: list[oracle.Row] = [given, {"where": ["b"], "kind": "tensor", "shape": [3]}]
-    assert oracle.without_arguments(rows) == rows[1:]
+    assert oracle.comparable(rows, rows[1:]) == rows[1:]
+    attribute: oracle.Row = {"where": ["_modules", "b"], "kind": "tensor", "shape": [3]}
+    assert oracle.comparable([*rows, attribute], rows[1:]) == rows[1:]
+    assert oracle.comparable([*rows, attribute], [attribute]) == [rows[1], attribute]
     assert oracle.difference(rows, rows[1:]) is None
 
 
