@@ -165,7 +165,7 @@ def kept() -> Iterator[None]:
 # --- what the reading of one file may take in and make
 
 _BYTES_PER_CONTAINER = 32  # in a small file; a tensor makes 7, and takes 300 bytes with its record
-_INDEXES = frozenset((".metadata", "metadata.pkl"))  # torch.distributed.checkpoint's and torch_checkpointing's
+_INDEX = ".metadata"  # torch.distributed.checkpoint's
 _BYTES_PER_CONTAINER_OF_INDEX = 2  # torch takes 140 bytes for a chunk: 48 containers, and 16 texts and uses of the memo
 _GLOBAL, _GLOBAL_OF_INDEX = 6, 2  # to name one, mostly for an object, which every walk looks into; an index is walked once
 BYTES_PER_NODE = 6  # beyond: tensors that share a storage take 66 bytes in a pickle
@@ -241,7 +241,7 @@ _budget: ContextVar[Budget | None] = ContextVar("budget", default=None)
 @contextlib.contextmanager
 def of_file(file_bytes: int, name: str = "") -> Iterator[None]:
     """All that is read inside the block is of one file of this size and name, and shares its `Budget`."""
-    before = _budget.set(Budget(file_bytes, index=name in _INDEXES))
+    before = _budget.set(Budget(file_bytes, index=name == _INDEX))
     try:
         yield
     finally:

@@ -117,10 +117,9 @@ def test_parts_of_one_file_share_a_budget() -> None:
     assert limits.budget(320).containers == limits.CONTAINERS.value + 10
 
 
-@pytest.mark.parametrize("name", [".metadata", "metadata.pkl"])
-def test_an_index_of_other_files_has_a_budget_of_its_own(name: str) -> None:
+def test_an_index_of_other_files_has_a_budget_of_its_own() -> None:
     """It is nothing but objects: 140 bytes for a chunk."""
-    with limits.of_file(3200, name):
+    with limits.of_file(3200, ".metadata"):
         assert limits.budget(3200).containers == limits.CONTAINERS.value + 1600
         assert limits.budget(3200).cost_of_global < limits.Budget(3200).cost_of_global
 

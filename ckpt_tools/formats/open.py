@@ -391,7 +391,7 @@ def decode_zero(files: Files, names: Sequence[str], *, partial: bool = False) ->
 
 def decode_file(source: Source) -> Decoded:
     """Decode one file that stands for itself."""
-    with naming(source), limits.of_file(source.size, source.path.name):
+    with naming(source), limits.of_file(source.size):
         return _decode_content(source)
 
 

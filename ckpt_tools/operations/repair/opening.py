@@ -223,7 +223,7 @@ def _undone(source: Source, scratch: Path, stack: contextlib.ExitStack) -> Sourc
 def _salvage(source: Source, error: CkptError, keep_damaged: bool) -> Salvaged:
     """The containers that may be in the file, each tried."""
     try:
-        with naming(source), limits.of_file(source.size, source.path.name):
+        with naming(source), limits.of_file(source.size):
             return _by_kind(source, keep_damaged)
     except (NotACheckpointError, UnsupportedContainerError):  # the disk failed; a program
         raise
