@@ -129,10 +129,8 @@ class Lister(Machine):
         if not is_quiet(function, args):
             self._listen(function, args)
         super().make(function, args)
-
-    def is_of_numbers(self, name: Global) -> bool:
-        """Those of tensors too, which this makes nothing of."""
-        return name in MAKERS or super().is_of_numbers(name)
+        if type(function) is Global and function in MAKERS and function not in _MAKERS:  # a tensor, of which this makes nothing
+            self.give_back()
 
     def settle(self) -> None:
         """Nothing: Python goes on with a pickle that changes a list after a call has read it, and so does this."""

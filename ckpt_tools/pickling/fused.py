@@ -67,6 +67,7 @@ def tensors(machine: State) -> None:
     found = _compiled(_FIRST, re.DOTALL).match(data, machine.position, limit)
     if found is None or machine.far_memo or not _tensor(machine, found, ""):
         return
+    machine.give_back()  # for the rebuild function
     after_key = _compiled(_AFTER_KEY, re.DOTALL)
     while data[machine.position : machine.position + 1] == b"X":
         start = machine.position + 5

@@ -19,9 +19,8 @@ PersistentLoad: TypeAlias = Callable[[Node], Node]
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 ORDERED_DICT = Global("collections", "OrderedDict")
 _UNNAMED = Global("", "")  # by identity nothing on the stack
-_NUMBERS = frozenset((
-    Global("numpy.core.multiarray", "scalar"), Global("numpy._core.multiarray", "scalar"), Global("numpy", "ndarray"),
-))  # fmt: skip
+_NUMBER = frozenset(Global(f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core"))
+_ARRAY = frozenset(Global(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core"))
 _SHORT = frozenset((type(None), bool, int, float))  # what costs nothing when it is used again
 COST_OF_BYTES, COST_OF_BYTE_STRING = 2, 3  # containers; as much as what is written for them
 # What one more place costs: a tensor has a row in every report.
@@ -191,16 +190,17 @@ class State:
             length = len(value)
         elif type(value) is Global:
             length = len(value.name) + len(value.module)
-            if not self.is_of_numbers(value):
-                self.spend(self.shared.cost_of_global * times)
+            self.spend(self.shared.cost_of_global * times)
         else:
             self.spend(_COST_OF_PLACES.get(type(value), 1) * times)
+            if type(value) is tuple and any(type(part) is Global for part in value[:2]):
+                self.spend(self.shared.cost_of_global * times)
         if length > LONG_TEXT:
             self.spend(length // BYTES_OF_SHARED_TEXT * times)
 
-    def is_of_numbers(self, name: Global) -> bool:
-        """Whether a global is one of a tensor's, or one of NumPy's numbers: who logs a loss at every step has thousands."""
-        return name in self.makers or name.name.endswith("Storage") or name in _NUMBERS
+    def give_back(self, part: int = 1) -> None:
+        """Count less for a global that a tensor named, or half for a number: real checkpoints have many of those."""
+        self.budget += self.shared.cost_of_global // part
 
     def _cost_of_bytes(self, made: bytes) -> int:
         """What bytes that were pickled as text cost beyond their tuple and their call, which is COST_OF_BYTES.
@@ -217,7 +217,7 @@ class State:
         if self.protocol < 3:
             module, name = python3_name(module, name)
         found = Global(module, name)
-        self.spend(1 if self.is_of_numbers(found) else self.shared.cost_of_global)
+        self.spend(self.shared.cost_of_global)
         if found == REBUILD and found in self.makers:
             self.rebuild = found
         elif found == ORDERED_DICT:
@@ -241,6 +241,7 @@ class State:
         elif maker := self.makers.get(function):
             made = maker(args)
             if made is not None:
+                self.give_back()
                 self.spend(_cost(made) if type(made) is not bytes else self._cost_of_bytes(made))
                 self.stack.append(made)
                 if type(made) is Entry and made.extras is not None:
@@ -249,6 +250,8 @@ class State:
         self.stack.append(Object("reduce", function, args))
         if type(function) is Global and function in READS_AT_ONCE:
             self.note_given(args)
+        if type(function) is Global and (function in _NUMBER or (function in _ARRAY and args and type(args[0]) is Global)):
+            self.give_back(2)
 
     def note_given(self, args: tuple[Node, ...]) -> None:
         """Remember the lists and dicts in the arguments of what reads them at once: its result has nothing that comes later."""

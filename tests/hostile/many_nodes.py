@@ -93,6 +93,25 @@ def row_62_most_tuples_of_a_tensor() -> bytes:
 
 
 @bomb
+def row_62_most_tuples_of_a_storage_class() -> bytes:
+    """Tuples of a class that every tensor names."""
+    return crowd(p.get(5) + p.TUPLE1, p.glob("torch", "FloatStorage") + p.put(5) + b"0" + p.EMPTY_LIST + p.MARK)
+
+
+@bomb
+def row_62_most_instances_of_storages() -> bytes:
+    """Instances of it, which no pickle of torch makes."""
+    return crowd(p.get(5) + b")\x81", p.glob("torch", "FloatStorage") + p.put(5) + b"0" + p.EMPTY_LIST + p.MARK)
+
+
+@bomb
+def row_62_most_empty_numpy_numbers() -> bytes:
+    """Numbers of NumPy that are called with nothing."""
+    before = p.glob("numpy.core.multiarray", "scalar") + p.put(5) + b"0" + p.EMPTY_LIST + p.MARK
+    return crowd(p.get(5) + b")R", before)
+
+
+@bomb
 def row_62_most_tuples_in_lists() -> bytes:
     """Lists of an empty list."""
     return crowd(p.EMPTY_LIST + p.TUPLE1)

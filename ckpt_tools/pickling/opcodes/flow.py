@@ -10,6 +10,7 @@ from ckpt_tools import limits
 from ckpt_tools.pickling import fused
 from ckpt_tools.pickling.opcodes.values import parse_decimal
 from ckpt_tools.pickling.state import Opcodes, State, Stop
+from ckpt_tools.tree.nodes import Global
 
 opcode = Opcodes()
 _U32, _U64 = Struct("<I"), Struct("<Q")
@@ -131,7 +132,10 @@ def _get(machine: State) -> None:
 
 @opcode(b"Q")
 def _binpersid(machine: State) -> None:
-    machine.stack.append(machine.persistent_load(machine.stack.pop()))
+    pid = machine.stack.pop()
+    machine.stack.append(machine.persistent_load(pid))
+    if type(pid) is tuple and len(pid) > 1 and type(pid[1]) is Global:
+        machine.give_back()
 
 
 @opcode(b"P", unusual="PERSID")
