@@ -310,6 +310,33 @@ def test_what_is_written_is_within_the_limits_of_what_was_read(tmp_path: Path) -
     assert 0 < read < 50
 
 
+PID = p.MARK + p.text("storage") + p.glob("torch", "FloatStorage") + p.text("0") + p.text("cpu") + b"K\x06t"
+GIVEN_AGAIN = {
+    "the id of a storage": (PID + p.put(5) + b"0", p.get(5) + p.PERSID),
+    "the arguments of an array": (
+        p.glob("numpy", "ndarray") + b"K\x00\x85C\x01b\x87" + p.put(5) + b"0" + p.glob("numpy.core.multiarray", "_reconstruct")
+        + p.put(6) + b"0", p.get(6) + p.get(5) + p.REDUCE,
+    ),
+    "the arguments of a number": (
+        b"NC\x01b\x86" + p.put(5) + b"0" + p.glob("numpy.core.multiarray", "scalar") + p.put(6) + b"0",
+        p.get(6) + p.get(5) + p.REDUCE,
+    ),
+    "the class of ordered dicts": (p.glob("collections", "OrderedDict") + p.put(5) + b"0", p.get(5) + b")R"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GIVEN_AGAIN)
+def test_nothing_is_given_back_that_was_not_paid(name: str, tmp_path: Path) -> None:
+    """A tensor gets back what naming its globals cost; what names them once and is used again and again pays each time."""
+    before, unit = GIVEN_AGAIN[name]
+    with limits.raised(containers=1000):
+        for count, refused in ((20, False), (20_000, True)):
+            body = p.pickle(p.dict_of(**{"a.w": p.tensor()}), before, p.EMPTY_LIST, p.MARK, unit * count, p.APPENDS, b"0")
+            path = write(tmp_path, torch_zip(body, {"0": bytes(24)}))
+            with pytest.raises(LimitError, match="more objects") if refused else contextlib.nullcontext():
+                ckpt_tools.inspect(path)
+
+
 @pytest.mark.parametrize("unit", [b"C\x02xy", p.get(5)])
 def test_a_crowd_of_bytes_is_refused(unit: bytes, tmp_path: Path) -> None:
     """Millions of short bytes, or of places of one, took 380 MB and were written as what could not be read again."""
