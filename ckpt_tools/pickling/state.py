@@ -248,10 +248,11 @@ class State:
                     self.note_given(args)
                 return
         self.stack.append(Object("reduce", function, args))
-        if type(function) is Global and function in READS_AT_ONCE:
-            self.note_given(args)
-        if type(function) is Global and (function in _NUMBER or (function in _ARRAY and args and type(args[0]) is Global)):
-            self.give_back(2)
+        if type(function) is Global:
+            if function in READS_AT_ONCE:
+                self.note_given(args)
+            if function in _NUMBER or (function in _ARRAY and args and type(args[0]) is Global):
+                self.give_back(2)
 
     def note_given(self, args: tuple[Node, ...]) -> None:
         """Remember the lists and dicts in the arguments of what reads them at once: its result has nothing that comes later."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, final
 
 from ckpt_tools.errors import TensorError
 from ckpt_tools.frozen import frozen, unique
@@ -114,7 +114,8 @@ class Global:
     __slots__ = ("_hash", "_text", "module", "name")
 
     def __init__(self, module: str, name: str) -> None:
-        self.module, self.name = module, name
+        self.module: Final = module
+        self.name: Final = name
         self._text = f"{module}.{name}"
         self._hash = hash((module, name))
 
