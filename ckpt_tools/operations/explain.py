@@ -138,11 +138,12 @@ def _words(text: str) -> frozenset[str]:
 
 def _fit(page: Collection[str], given: Collection[str], weights: Mapping[str, float]) -> tuple[float, float]:
     """How well a page fits: the share of its words that are given (of a traceback) or of the given words that it has (of a
-    few words, of which one is not enough), each word by its weight; and the weight of those in common."""
+    few words, of which one is not enough), each word by its weight; and the weight of those in common. Sums are exact, so that
+    equal pages stay equal in whatever order a set gives its words."""
     both = [word for word in page if word in given]
-    common = sum(weights.get(word, 0.0) for word in both) if len(both) > 1 or len(given) == 1 else 0.0
+    common = math.fsum(weights.get(word, 0.0) for word in both) if len(both) > 1 or len(given) == 1 else 0.0
     strange = max(weights.values()) / 2  # the weight of a word that is on no page
-    wanted = max(_LEAST, sum(weights.get(word, 0.0) for word in page)), sum(weights.get(word, strange) for word in given)
+    wanted = max(_LEAST, math.fsum(weights.get(word, 0.0) for word in page)), math.fsum(weights.get(word, strange) for word in given)
     return round(max((common / total for total in wanted if total), default=0.0), 2), common
 
 
