@@ -17,7 +17,7 @@ from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Entry, Storage, contiguous_stride
 from ckpt_tools.values.boxes import Chunk, assemble
 from ckpt_tools.values.gather import View, by_position, gathered, is_by_position
-from ckpt_tools.values.numeric import lazy_bits, part, row_major, torch_dtype
+from ckpt_tools.values.numeric import part, row_major, torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def _element(value: float, dtype: DType) -> bytes:
 def _viewed(entry: Entry, view: Shape) -> tuple[Content, View]:
     """An entry with its dimensions cut up, on the bytes that it lies in."""
     _check_whole_bytes(entry)
-    steps = None if lazy_bits(entry) else _cut_up(entry, view)
+    steps = None if entry.lazy_bits else _cut_up(entry, view)
     if steps is None:
         return row_major(entry), View(0, view, contiguous_stride(view))
     return entry.storage.content, View(entry.offset, view, steps)
@@ -178,5 +178,5 @@ def own(entry: Entry, content: Content, shape: Shape) -> Entry:
     cut_anywhere = partial(part, content) if is_by_position(content) else None
     made = content if derived else Computed(content.length, work, entry.storage.content, cut_anywhere)
     storage = Storage(entry.storage.key, entry.dtype, made.length, entry.storage.device, made)
-    extras = None if entry.extras is None or lazy_bits(entry) else entry.extras
+    extras = None if entry.extras is None or entry.lazy_bits else entry.extras
     return replace(entry, storage=storage, shape=shape, stride=contiguous_stride(shape), offset=0, extras=extras)

@@ -11,6 +11,7 @@ Source: torch/serialization.py (`_save`, `_load`), caffe2/serialize/inline_conta
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping
 from functools import partial
@@ -61,7 +62,7 @@ def decode(source: Source, directory: Directory, folder: str, member: str = "", 
         root,
         source,
         globals=list(machine.globals),
-        unusual=list(machine.unusual),
+        unusual=[*machine.unusual, *_unreadable(source, records, folder)],
         warnings=warnings,
         storage_bytes=sum(record.compressed for name, record in records.items() if name.startswith(data)),
         byteorder=byteorder,
@@ -84,6 +85,7 @@ def _misplaced(source: Source, records: dict[str, Record], folder: str, storages
 
 
 _SMALL = 64  # bytes of a record that says one word
+_NEWEST = 10  # version of the format (kMaxSupportedFileFormatVersion in caffe2/serialize/versions.h)
 _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
 
 
@@ -207,11 +209,30 @@ def behind(source: Source, directory: Directory) -> list[Warned]:
 def odd_records(source: Source, records: dict[str, Record], folder: str, directory: Directory) -> list[Warned]:
     warnings = behind(source, directory)
     for name, good in ((".format_version", ("1",)), (".storage_alignment", ("64",)), ("version", ("2", "3", "4"))):
-        record = records.get(f"{folder}/{name}") or (records.get(f"{folder}/.data/version") if name == "version" else None)
-        text = None
-        if record is not None:
-            text = read_record(source, record, check=False).decode("utf-8", "replace").strip() if record.size < 64 else "..."
+        text = _small_record(source, records, folder, name)
         if text not in good and (text is not None or name == "version"):
             code = f"odd-{name.strip('.').replace('_', '-')}"
             warnings.append(Warned(code, f"{name} is {text!r}" if text is not None else f"no {name}", f"{name} {good[-1]!r}"))
     return warnings
+
+
+def _small_record(source: Source, records: Mapping[str, Record], folder: str, name: str) -> str | None:
+    """What a record of a few bytes says, or begins with; None where there is none. Of two versions torch takes `.data/version`."""
+    record = (records.get(f"{folder}/.data/version") if name == "version" else None) or records.get(f"{folder}/{name}")
+    if record is None:
+        return None
+    text = record_head(source, record, _SMALL).decode("utf-8", "replace").strip()
+    return text if record.size <= _SMALL else f"{text}..."
+
+
+def _unreadable(source: Source, records: Mapping[str, Record], folder: str) -> list[str]:
+    """Small records for which torch refuses the file: what its C++ and Python make no number of, or too large a one."""
+    version = _small_record(source, records, folder, "version")
+    alignment = _small_record(source, records, folder, ".storage_alignment")
+    number = re.match(r"\d{1,9}", version or "")
+    found = []
+    if number is None or not 1 <= int(number[0]) <= _NEWEST:
+        found.append(f"version {version!r} of the format, which torch does not read" if version else "no version of the format")
+    if alignment is not None and not re.fullmatch(r"\d{1,9}", alignment):
+        found.append(f"the .storage_alignment {alignment!r}, which is not a number")
+    return found

@@ -143,7 +143,10 @@ def _fit(page: Collection[str], given: Collection[str], weights: Mapping[str, fl
     both = [word for word in page if word in given]
     common = math.fsum(weights.get(word, 0.0) for word in both) if len(both) > 1 or len(given) == 1 else 0.0
     strange = max(weights.values()) / 2  # the weight of a word that is on no page
-    wanted = max(_LEAST, math.fsum(weights.get(word, 0.0) for word in page)), math.fsum(weights.get(word, strange) for word in given)
+    wanted = (
+        max(_LEAST, math.fsum(weights.get(word, 0.0) for word in page)),
+        math.fsum(weights.get(word, strange) for word in given),
+    )
     return round(max((common / total for total in wanted if total), default=0.0), 2), common
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from itertools import islice
 from operator import eq
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from ckpt_tools import limits
 from ckpt_tools.errors import PickleError, TensorError
+from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.tree.nodes import (
     PLAIN,
     Append,
@@ -27,7 +29,8 @@ from ckpt_tools.tree.visit import worth_a_look
 _WITH_STATE = (
     "torch._utils._rebuild_parameter_with_state", "torch._tensor._rebuild_from_type_v2", "torch.tensor._rebuild_from_type_v2",
 )  # fmt: skip
-_STATE = 3  # the last of their arguments
+_CLASS, _STATE = 1, 3  # of their arguments; the first has no class among them
+_SETS = ("builtins.set", "builtins.frozenset")
 _MAKES_ANOTHER = frozenset(("data", "requires_grad", "real", "imag", "__class__", "_grad_fn"))
 _VALUES = ("torch.Size", "torch.device", "torch.serialization._get_layout", "builtins.complex", "_codecs.encode")
 UNHASHABLE = ("builtins.bytearray", "builtins.set", "collections.OrderedDict", "collections.Counter", "collections.defaultdict")
@@ -69,22 +72,27 @@ def _validate_one(node: Node, keys: _Keys) -> Sequence[Node]:
             return ()
         node.items = keys.merge(node.items)
         values = [value for _, value in node.items]
-        return [*values, node.attributes] if node.attributes is not None else values
+        if node.attributes is None:
+            return values
+        _check_attributes(node.attributes)
+        return [*values, node.attributes]
     if type(node) is List:
         return node.items
     if type(node) is tuple:
         return node
     if type(node) is Entry and node.extras is not None:
-        keys.check_state(node.extras.state)
+        keys.check_state(node.extras.state, node.extras.python_type)
         return [node.extras.hooks, node.extras.metadata, node.extras.state]
     return _validate_object(node, keys) if type(node) is Object else []
 
 
 def _validate_object(node: Object, keys: _Keys) -> list[Node]:
     if node.name in _WITH_STATE and type(node.args) is tuple and len(node.args) == _STATE + 1:
-        keys.check_state(node.args[_STATE])
+        keys.check_state(node.args[_STATE], None if node.name == _WITH_STATE[0] else node.args[_CLASS])
     if node.name == "collections.Counter":
         _check_counter(node)
+    elif node.name in _SETS and node.call == "reduce":
+        keys.check_elements(node)
     below = [node.function, node.args, node.kwargs]
     for step in node.steps:
         if type(step) is SetItems:
@@ -115,15 +123,31 @@ class _Keys:
         self.parts = 0  # of all keys so far
         self.states: dict[int, Node] = {}  # by id
 
-    def check_state(self, state: Node) -> None:
-        """Refuse what sets more of a tensor than attributes that torch has none of (`torch._utils._set_obj_state`)."""
+    def check_state(self, state: Node, cls: Node) -> None:
+        """Refuse what sets more of a tensor than attributes that torch has none of (`torch._utils._set_obj_state`).
+
+        Args:
+            cls: the class of the tensor, which may take a state in its own way; None for torch's Parameter.
+        """
         for part in state if type(state) is tuple and len(state) == 2 else (state,):
+            if type(part) is Object and part.name != "collections.Counter" and (cls is None or cls in ALLOWED):
+                raise TensorError("The state of a tensor is an object: what that sets is not known.")
             if id(part) in self.states:
                 continue
             self.states[id(part)] = part
             for name in _keys_of(part):
                 if type(name) is str and name in _MAKES_ANOTHER:
                     raise TensorError(f"The state of a tensor sets its {name!r}, which makes another tensor of it.")
+
+    def check_elements(self, made: Object) -> None:
+        """Refuse a set of anything but different elements in a list or tuple: of a tensor or a dict it would hold the parts."""
+        args = made.args if type(made.args) is tuple else (made.args,)
+        given = args[0] if args else ()
+        if len(args) > 1 or type(given) not in (List, tuple):
+            raise PickleError("A set is made of something that is not a list.")
+        elements = given.items if type(given) is List else cast("tuple[Node, ...]", given)
+        if len(set(map(self.identity, elements))) < len(elements):
+            raise PickleError("A set is given an element twice.")
 
     def merge(self, pairs: list[Pair]) -> list[Pair]:
         """The pairs with each key once, at its first place with its last value."""
@@ -179,8 +203,8 @@ class _Keys:
         """
         args = _spread(key.args) if type(key.args) is tuple else ()
         if key.call == "reduce" and not key.steps:
-            if key.name == "torch.Size":
-                return self.identity(args[0] if len(args) == 1 and type(args[0]) is tuple else args)
+            if key.name == "torch.Size" and _INTS.issuperset(map(type, sizes := _of_one(args))):
+                return self.identity(sizes)
             if key.name in ("torch.device", "torch.serialization._get_layout") and len(args) == 1 and type(args[0]) is str:
                 return key.name, args[0]
             if key.name == "builtins.complex" and len(args) == 2 and all(type(arg) is float for arg in args):
@@ -247,6 +271,13 @@ class _Tuple(NamedTuple):
     parts: int
 
 
+def _check_attributes(attributes: Dict) -> None:
+    """Refuse attributes of an OrderedDict that hide its methods: `items` would tell something else than what it holds."""
+    for name, _ in attributes.items:
+        if type(name) is str and not name.startswith("__") and hasattr(OrderedDict, name):
+            raise PickleError(f"An OrderedDict is given an attribute {name!r}, which hides its method.")
+
+
 def _check_counter(node: Object) -> None:
     """Refuse a Counter that is made of a dict of more than plain values: those would be what it holds, and no arguments.
 
@@ -257,6 +288,14 @@ def _check_counter(node: Object) -> None:
     given = node.args[0] if type(node.args) is tuple and len(node.args) == 1 else None
     if type(given) is Object or (type(given) is Dict and not PLAIN.issuperset(type(value) for _, value in given.items)):
         raise PickleError("A Counter is made of more than numbers by key.")
+
+
+_INTS = frozenset((int, bool))
+
+
+def _of_one(args: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The arguments; of one tuple what it holds."""
+    return args[0] if len(args) == 1 and type(args[0]) is tuple else args
 
 
 def _spread(args: tuple[Node, ...]) -> tuple[Node, ...]:

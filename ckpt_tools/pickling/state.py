@@ -8,9 +8,9 @@ from struct import Struct
 from typing import Any, TypeAlias
 
 from ckpt_tools import limits
-from ckpt_tools.errors import PickleError
+from ckpt_tools.errors import TWO_FILES, PickleError
 from ckpt_tools.limits import BYTES_OF_SHARED_TEXT, BYTES_PER_NODE, FREE_LIGHT, LONG_TEXT
-from ckpt_tools.pickling.weights_only import BUILT, READS_AT_ONCE
+from ckpt_tools.pickling.weights_only import ALLOWED, BUILT, READS_AT_ONCE
 from ckpt_tools.tree.nodes import Build, ByteString, Dict, Entry, Global, List, Node, Object
 
 Maker: TypeAlias = Callable[[tuple[Node, ...]], Node]
@@ -19,6 +19,7 @@ PersistentLoad: TypeAlias = Callable[[Node], Node]
 REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 ORDERED_DICT = Global("collections", "OrderedDict")
 _UNNAMED = Global("", "")  # by identity nothing on the stack
+_BY_TEXT = {str(name): name for name in ALLOWED}  # as torch's weights_only looks them up
 _NUMBER = frozenset(Global(f"numpy.{core}.multiarray", "scalar") for core in ("core", "_core"))
 _ARRAY = frozenset(Global(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core"))
 _SHORT = frozenset((type(None), bool, int, float))  # what costs nothing when it is used again
@@ -44,6 +45,7 @@ class State:
         position: after `load`, where the stream ended.
         places: where in `data` the long byte strings lie: id -> (start, the bytes, kept so that the id stays their own).
         cut: after an error, whether more bytes behind `data` might have helped; needed: how long it must be at least.
+        two_names: a global that torch's weights_only takes for another one than Python does.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class State:
         self.unusual: dict[str, None] = {}
         self.places: dict[int, tuple[int, bytes]] = {}
         self.cut, self.needed = False, 0
+        self.two_names: Global | None = None
         self.most_marks = 2 * limits.DEPTH.value
         self.start, self.shared = offset, limits.budget(self.end - offset)
         self.budget = self.shared.containers
@@ -213,10 +216,14 @@ class State:
         return again // BYTES_PER_NODE
 
     def name_global(self, module: str, name: str) -> None:
-        """Push the inert record of a global."""
-        if self.protocol < 3:
-            module, name = python3_name(module, name)
-        found = Global(module, name)
+        """Push the inert record of a global.
+
+        torch's weights_only maps names of Python 2 in every protocol, and does not ask where a module's name ends.
+        """
+        taken = Global(*python3_name(module, name))
+        found = taken if self.protocol < 3 else Global(module, name)
+        if _BY_TEXT.get(str(taken), found) != found:
+            self.two_names = found
         self.spend(self.shared.cost_of_global)
         if found == REBUILD and found in self.makers:
             self.rebuild = found
@@ -276,8 +283,12 @@ class State:
         """At the end, leave out of states what came later.
 
         Raises:
-            PickleError: what a call was given has changed since.
+            PickleError: what a call was given has changed since; a global has two readings.
         """
+        if self.two_names is not None:
+            raise PickleError(
+                f"The pickle names {str(self.two_names)!r} so that torch's weights_only takes it for another.", why=TWO_FILES
+            )
         if any(len(node.items) != length for node, length in self.given):
             raise PickleError("The pickle changes a list or dict after a call has read it.")
         for step, state, length in self.states:

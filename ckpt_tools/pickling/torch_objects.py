@@ -33,6 +33,7 @@ from ckpt_tools.tree.nodes import (
     Pair,
     Storage,
     check,
+    contiguous_stride,
 )
 
 LOAD_FROM_BYTES = Global("torch.storage", "_load_from_bytes")
@@ -165,8 +166,25 @@ def _entry(
     if type(offset) is not int or type(requires_grad) is not bool or shape is None or stride is None:
         raise TensorError("A tensor has a size, stride, offset or requires_grad of the wrong type.")
     entry = Entry(storage_of(storage), dtype or UINT8, shape, stride, offset, requires_grad, "tensor", extras)
+    if extras is not None:
+        _check_bits(entry)
     check(entry)
     return entry
+
+
+_NEGATED = frozenset((
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "complex128", "complex64",
+    "complex32",
+))  # fmt: skip
+
+
+def _check_bits(entry: Entry) -> None:
+    """Refuse a bit that changes numbers where the dtype has none such: torch fails as soon as values are asked for."""
+    bits = entry.lazy_bits
+    if "conj" in bits and entry.dtype.family != "complex":
+        raise TensorError("A tensor that is not complex has the conjugate bit.")
+    if "neg" in bits and entry.dtype.name not in _NEGATED:
+        raise TensorError(f"A tensor of {entry.dtype.name} has the negative bit, which torch cannot apply to it.")
 
 
 _INTS = frozenset((int,))
@@ -203,7 +221,7 @@ def _parameter(data: Node, requires_grad: Node, extras: Extras | None) -> Node:
     return replace(data, requires_grad=requires_grad, kind="parameter", extras=extras)
 
 
-_PARAMETER = Global("torch.nn.parameter", "Parameter")
+_PARAMETER, _TENSOR = Global("torch.nn.parameter", "Parameter"), Global("torch", "Tensor")
 _DENSE_REBUILDS: dict[str, Maker] = {
     "_rebuild_tensor_v2": _rebuild_tensor_v2,
     "_rebuild_tensor_v3": _rebuild_tensor_v3,
@@ -224,7 +242,8 @@ def _rebuild_from_type_v2(args: tuple[Node, ...]) -> Node:
     entry = rebuild(inner)
     if type(entry) is not Entry or entry.extras is not None or python_type == _PARAMETER:
         return None
-    return replace(entry, extras=Extras(python_type=python_type, state=state))
+    kind = "tensor" if python_type == _TENSOR else entry.kind  # as torch does: `as_subclass` takes the class off
+    return replace(entry, kind=kind, extras=Extras(python_type=python_type, state=state))
 
 
 def _ordered_dict(args: tuple[Node, ...]) -> Node:
@@ -372,7 +391,10 @@ def _wrapper_subclass(args: Any) -> UnusualTensor:
 
 
 def _from_cpu_tensor(args: Any) -> UnusualTensor:
-    return UnusualTensor("device", dtype_of(args[1]), args[0].shape, args[0].stride)
+    """`tensor.to(dtype, device)`, which may lay out anew what is not contiguous."""
+    tensor = args[0]
+    stride = tensor.stride if tensor.stride == contiguous_stride(tensor.shape) else None
+    return UnusualTensor("device", dtype_of(args[1]), tensor.shape, stride)
 
 
 _UNUSUAL: dict[str, Callable[[Any], UnusualTensor]] = {

@@ -24,7 +24,7 @@ from ckpt_tools.tree.nodes import (
     Object,
     Storage,
 )
-from ckpt_tools.values.numeric import lazy_bits, torch_dtype
+from ckpt_tools.values.numeric import torch_dtype
 
 MapLocation = str | torch.device | Mapping[str, str] | None
 
@@ -107,7 +107,7 @@ class Builder:
         storage = self.value(entry.storage)
         tensor = torch.empty(0, dtype=torch_dtype(entry.dtype), device=storage.device)
         tensor.set_(storage, entry.offset, entry.shape, entry.stride)
-        bits = lazy_bits(entry)
+        bits = entry.lazy_bits
         tensor = tensor.conj() if "conj" in bits else tensor
         tensor = torch._neg_view(tensor) if "neg" in bits else tensor
         if entry.kind == "parameter":

@@ -8,6 +8,7 @@ tree belongs to whoever read it, and transforms edit those three in place.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -101,6 +102,17 @@ class Entry:
     def is_contiguous(self) -> bool:
         """Whether the elements lie row-major without gaps (strides of dimensions of size 1 do not matter)."""
         return is_contiguous(self.shape, self.stride)
+
+    @property
+    def lazy_bits(self) -> Set[str]:
+        """The math bits that torch applies on reading: "conj", "neg"."""
+        metadata = None if self.extras is None else self.extras.metadata
+        if type(metadata) is not Dict:
+            return _NO_BITS
+        return {key for key, value in metadata.items if value is True and type(key) is str}
+
+
+_NO_BITS: Set[str] = frozenset()
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from ckpt_tools.io.content import (
     read_into,
 )
 from ckpt_tools.tree.dtypes import DType
-from ckpt_tools.tree.nodes import Dict, Entry
+from ckpt_tools.tree.nodes import Entry
 
 if TYPE_CHECKING:
     import torch
@@ -222,7 +222,7 @@ def row_major(entry: Entry) -> Content:
     A gather holds the part of the storage that the entry spans in memory.
     """
     item, nbytes = entry.dtype.itemsize, entry.nbytes
-    if not nbytes or (entry.is_contiguous and not lazy_bits(entry)):
+    if not nbytes or (entry.is_contiguous and not entry.lazy_bits):
         return part(entry.storage.content, entry.offset * item if nbytes else 0, nbytes)
 
     def work() -> Iterator[memoryview]:
@@ -231,9 +231,9 @@ def row_major(entry: Entry) -> Content:
         data = bytearray(entry.span * item)
         read_into(part(entry.storage.content, entry.offset * item, len(data)), memoryview(data))
         values = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).as_strided(entry.shape, entry.stride)
-        if "conj" in lazy_bits(entry):
+        if "conj" in entry.lazy_bits:
             values = values.conj()
-        if "neg" in lazy_bits(entry):
+        if "neg" in entry.lazy_bits:
             values = -values
         yield from _row_major_bytes(values)
 
@@ -274,18 +274,7 @@ def view_of(entry: Entry) -> tuple[int, str]:
 
     Text, since Python's hash of text cannot be foreseen: a file could choose strides of one hash value.
     """
-    return id(entry.storage), str((entry.dtype.name, entry.shape, entry.stride, entry.offset, *sorted(lazy_bits(entry))))
-
-
-def lazy_bits(entry: Entry) -> Set[str]:
-    """The math bits that torch applies on reading: "conj", "neg"."""
-    metadata = None if entry.extras is None else entry.extras.metadata
-    if type(metadata) is not Dict:
-        return _NO_BITS
-    return {key for key, value in metadata.items if value is True and type(key) is str}
-
-
-_NO_BITS: Set[str] = frozenset()
+    return id(entry.storage), str((entry.dtype.name, entry.shape, entry.stride, entry.offset, *sorted(entry.lazy_bits)))
 
 
 # --- values

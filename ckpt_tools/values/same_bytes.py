@@ -12,7 +12,7 @@ from ckpt_tools.tree.nodes import (
     Storage,
 )
 from ckpt_tools.tree.visit import reachable, walk
-from ckpt_tools.values.numeric import lazy_bits, part, row_major
+from ckpt_tools.values.numeric import part, row_major
 
 
 def same_bytes(left: Entry, right: Entry) -> bool:
@@ -21,9 +21,9 @@ def same_bytes(left: Entry, right: Entry) -> bool:
     Strided entries of one layout are compared as they lie first: only where what lies between their elements differs are
     they gathered.
     """
-    if (left.stride, lazy_bits(left)) == (right.stride, lazy_bits(right)) and same_content(_span(left), _span(right)):
+    if (left.stride, left.lazy_bits) == (right.stride, right.lazy_bits) and same_content(_span(left), _span(right)):
         return True
-    if left.is_contiguous and right.is_contiguous and not lazy_bits(left) and not lazy_bits(right):
+    if left.is_contiguous and right.is_contiguous and not left.lazy_bits and not right.lazy_bits:
         return left.stride != right.stride and same_content(row_major(left), row_major(right))
     return same_content(row_major(left), row_major(right))
 

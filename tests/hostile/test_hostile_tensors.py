@@ -257,7 +257,7 @@ def test_76_deep_state_of_a_tensor(tmp_path: Path) -> None:
     function, cls = p.glob("torch._utils", "_rebuild_tensor_v2"), p.glob("torch.nn.parameter", "Parameter")
     inner = p.tuple_of(p.storage(), b"K\x00", p.sizes(2, 3), p.sizes(3, 1), p.FALSE, p.ORDERED_DICT)
     start = p.glob("torch._tensor", "_rebuild_from_type_v2") + p.MARK + function + cls + inner
-    body = start * 1000 + p.NONE + (p.TUPLE + p.REDUCE) * 1000
+    body = (start + p.EMPTY_DICT + p.text("x")) * 1000 + p.NONE + (p.SETITEM + p.TUPLE + p.REDUCE) * 1000
     path = write(tmp_path, one(body))
     assert json.dumps(ckpt_tools.inspect(path).to_json())
     with pytest.raises(ckpt_tools.CkptError):

@@ -496,10 +496,29 @@ def test_42_no_checksums(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [None, b"", b"1\n", b"99", b"\xff\xff", b"3\n" * 40])
 def test_43_odd_version(text: bytes | None, tmp_path: Path) -> None:
-    """`version` missing or strange."""
+    """`version` missing or strange; where torch does not take it, that is said too."""
     rows = [rec for rec in records() if not rec.name.endswith(b"version")]
     rows += [] if text is None else [Rec(b"archive/version", text)]
-    expect_warned(write(tmp_path, build(rows)), "odd-version")
+    path = write(tmp_path, build(rows))
+    expect_warned(path, "odd-version")
+    assert loads_as_said(path) is (text == b"1\n")
+
+
+@pytest.mark.parametrize("text", [b"3\n", b"10\n", b"3x", b"11", b"0", b"x3"])
+def test_43_the_version_that_torch_takes(text: bytes, tmp_path: Path) -> None:
+    """It looks at `.data/version` first, and reads a number as C does."""
+    rows = [*records(), Rec(b"archive/.data/version", text)]
+    loads_as_said(write(tmp_path, build(rows)))
+
+
+def loads_as_said(path: Path) -> bool:
+    """Whether torch loads a file, which `inspect` says too."""
+    try:
+        loads = bool(torch.load(path))
+    except (RuntimeError, ValueError):
+        loads = False
+    assert ckpt_tools.inspect(path).weights_only["loads"] is loads
+    return loads
 
 
 @pytest.mark.parametrize("text", [b"", b"Little", b"middle", b"little\n", b"x" * 100])

@@ -15,7 +15,7 @@ from math import isfinite
 from ckpt_tools.errors import PartError
 from ckpt_tools.io.content import read
 from ckpt_tools.tree.nodes import Entry
-from ckpt_tools.values.numeric import lazy_bits, row_major
+from ckpt_tools.values.numeric import row_major
 from ckpt_tools.values.same_bytes import same_bytes
 
 _LOOKED_AT = 1024  # elements of a part
@@ -30,7 +30,7 @@ def _head(entry: Entry) -> Entry:
 
 def _in_rows(entries: Iterable[Entry]) -> list[Entry]:
     """Those that have elements, row-major, as their bytes say them."""
-    return [entry for entry in entries if entry.numel and entry.is_contiguous and not lazy_bits(entry)]
+    return [entry for entry in entries if entry.numel and entry.is_contiguous and not entry.lazy_bits]
 
 
 def _is_varied(data: bytes, itemsize: int) -> bool:

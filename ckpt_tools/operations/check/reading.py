@@ -27,7 +27,7 @@ from ckpt_tools.operations.check.passes import (
 from ckpt_tools.tree.nodes import Entry, Storage, Where
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.counting import ValueCount
-from ckpt_tools.values.numeric import lazy_bits, row_major, view_of
+from ckpt_tools.values.numeric import row_major, view_of
 
 
 @frozen
@@ -218,7 +218,7 @@ def _streams(view: _View, byteorder: str, spans: dict[Source, list[Span]]) -> bo
     """Whether a view's bytes lie row-major in a file, so that they are taken in as the file is read."""
     content, entry = view.entry.storage.content, view.entry
     swapped = byteorder == "big" and max(entry.dtype.swap_width, entry.storage.swap_width) > 1
-    if swapped or not isinstance(content, Range) or not entry.is_contiguous or lazy_bits(entry):
+    if swapped or not isinstance(content, Range) or not entry.is_contiguous or entry.lazy_bits:
         return False
     file, start = in_file(content.source, content.offset + entry.offset * entry.dtype.itemsize)
     if entry.nbytes:

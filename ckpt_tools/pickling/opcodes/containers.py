@@ -23,7 +23,7 @@ def _empty_dict(machine: State) -> None:
 _SET = Global("builtins", "set")
 
 
-@opcode(b"\x8f", unusual="EMPTY_SET")
+@opcode(b"\x8f")
 def _empty_set(machine: State) -> None:
     elements = List()
     machine.spend()
