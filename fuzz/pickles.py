@@ -22,6 +22,7 @@ GLOBALS = (
     "torch._utils _rebuild_wrapper_subclass", "torch._tensor _rebuild_from_type_v2", "torch serialization _get_layout",
     "numpy._core.multiarray scalar", "numpy.core.multiarray _reconstruct", "numpy dtype", "numpy ndarray",
     "argparse Namespace", "pathlib PosixPath", "datetime datetime", "datetime timedelta", "decimal Decimal", "uuid UUID",
+    "UserDict OrderedDict", "__builtin__ set", "torch._utils _rebuild_device_tensor_from_cpu_tensor",
     "fractions Fraction", "types SimpleNamespace", "omegaconf.dictconfig DictConfig", "enum Enum", "functools partial",
 )  # fmt: skip
 _SNIPPETS = (
@@ -134,7 +135,12 @@ def _texts(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
 def _globals(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
     places = [at for at, op in enumerate(ops) if op[:1] == b"c"]
     new = rng.choice(GLOBALS).encode().replace(b" ", b"\n")
-    if places:
+    if places and rng.random() < 0.15:  # the same text, cut elsewhere
+        at = rng.choice(places)
+        parts = ops[at][1:-1].replace(b"\n", b".").split(b".")
+        cut = rng.randrange(len(parts))
+        ops[at] = b"c" + b".".join(parts[:cut]) + b"\n" + b".".join(parts[cut:]) + b"\n"
+    elif places:
         ops[rng.choice(places)] = b"c" + new + b"\n"
     else:
         ops.insert(_place(rng, ops), b"c" + new + b"\n")
@@ -151,6 +157,20 @@ def _wrap(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
         before, after = b"(", b"tR"
     ops[at:at] = [b"c" + module + b"\n" + name + b"\n" + before]
     ops.insert(min(len(ops), at + 1 + rng.randrange(4)), after)
+
+
+_SIZE = b"ctorch\nSize\n"
+_KEYS = (
+    _SIZE + b"((K\x02ttR", _SIZE + b"(" + _SIZE + b"((K\x02ttRtR", b"K\x02\x85", b"\x88", b"K\x01", b"G?\xf0\0\0\0\0\0\0",
+    b"ctorch\ndevice\nX\x03\0\0\0cpu\x85R", b"ctorch\nfloat32\n", b"c_codecs\nencode\nX\x01\0\0\0aX\x06\0\0\0latin1\x86R",
+)  # fmt: skip
+
+
+def _keys(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
+    """Names become keys that may be equal to one another."""
+    places = [at for at, op in enumerate(ops) if op[:1] in (b"X", b"\x8c")]
+    for at in rng.sample(places, min(len(places), rng.choice((1, 2, 2, 4)))):
+        ops[at] = rng.choice(_KEYS)
 
 
 def _memo(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
@@ -199,5 +219,5 @@ def _unicode(value: str) -> bytes:
 
 _MUTATIONS = (
     _delete, _duplicate, _swap, _replace, _insert, _splice, _cut, _argument, _argument, _numbers, _numbers, _texts, _texts,
-    _globals, _globals, _wrap, _memo,
+    _globals, _globals, _wrap, _memo, _keys,
 )  # fmt: skip

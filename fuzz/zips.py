@@ -69,7 +69,8 @@ def _mutate_contents(rng: Random, rows: list[Rec], others: tuple[Rec, ...]) -> N
 
 _TOKENS = (
     b'"', b"\\", b"[", b"]", b"__parameters__ = [", b"__buffers__ = [", b"class X(Module):\n", b'"weight", ', b'\\"', b"\n",
-    b"\xff", b'"' * 40, b'\\"' * 40, b"  __parameters__ = []\n" * 3, b"\x1b[1m",
+    b"\xff", b'"' * 40, b'\\"' * 40, b"  __parameters__ = []\n" * 3, b"\x1b[1m", b"  evil : Tensor\n", b": Tensor", b": int",
+    b"  def __setstate__(self: __torch__.M,\n    state: Dict[str, Tensor]) -> NoneType:\n    return None\n",
 )  # fmt: skip
 
 

@@ -217,7 +217,7 @@ def odd_records(source: Source, records: dict[str, Record], folder: str, directo
 
 
 def _small_record(source: Source, records: Mapping[str, Record], folder: str, name: str) -> str | None:
-    """What a record of a few bytes says, or begins with; None where there is none. Of two versions torch takes `.data/version`."""
+    """What a record of a few bytes says, or begins with; None where there is none. torch takes `.data/version` first."""
     record = (records.get(f"{folder}/.data/version") if name == "version" else None) or records.get(f"{folder}/{name}")
     if record is None:
         return None

@@ -501,7 +501,7 @@ def test_43_odd_version(text: bytes | None, tmp_path: Path) -> None:
     rows += [] if text is None else [Rec(b"archive/version", text)]
     path = write(tmp_path, build(rows))
     expect_warned(path, "odd-version")
-    assert loads_as_said(path) is (text == b"1\n")
+    assert loads_as_said(path) is (text is not None and text.startswith((b"1", b"3")))
 
 
 @pytest.mark.parametrize("text", [b"3\n", b"10\n", b"3x", b"11", b"0", b"x3"])
