@@ -6,7 +6,6 @@ as both. What cannot be examined is told.
 
 from __future__ import annotations
 
-import contextlib
 import lzma
 import math
 import re
@@ -21,6 +20,7 @@ from ckpt_tools.errors import CkptError, LimitError
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.packed.compressed import KINDS, new_xz, runs, zstd_blocks
+from ckpt_tools.formats.packed.tars import pay
 from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip import concatenated
 from ckpt_tools.formats.zip.directory import Record, has_end, read_directory
@@ -124,8 +124,9 @@ class _Walk:
             self.guarded(where, lambda: self.compressed(source, where, depth, *opener))
         behind = source
         if is_tar(head):
-            self.guarded(where, lambda: self.tar(source, where, depth))
-            behind = _behind_members(source)
+            ends = [0]
+            self.guarded(where, lambda: self.tar(source, where, depth, ends))
+            behind = Window(source, ends[-1], source.size - ends[-1]) if ends[-1] <= source.size else source
         if is_zip(head) or has_end(behind):
             self.guarded(where, lambda: self.archive(source, where, depth))
         if head.startswith(_NUMPY):
@@ -253,10 +254,14 @@ class _Walk:
         if self.left < 0:
             raise limits.INFLATED.error("The file inflates to more than any real one.")
 
-    def tar(self, source: Source, where: str, depth: int) -> None:
-        """The members of a tar, as Python's own reader finds them; none is extracted."""
-        with _opened_tar(source) as archive:
+    def tar(self, source: Source, where: str, depth: int, ends: list[int]) -> None:
+        """The members of a tar, as Python's own reader finds them; none is extracted. `ends` gets where each of them ends.
+
+        A zip that is a member is examined as one; which one stands behind them all is told by the last of the ends.
+        """
+        with tarfile.open(fileobj=_Headers(source), mode="r:") as archive:
             for info in archive:
+                ends.append(info.offset_data + info.size)
                 if info.isreg():
                     member = Window(source, info.offset_data, min(info.size, source.size - info.offset_data))
                     between = _IN_TAR.get(info.name.rstrip("/"), LegacyStorages)()
@@ -277,17 +282,17 @@ class _Walk:
         self.examine(opened, _inside(where, f"({kind})"), depth + 1)
 
 
-def _behind_members(source: Source) -> Source:
-    """What stands behind the last member of a tar: a zip that is a member of its own has been examined as one."""
-    end = 0
-    with contextlib.suppress(tarfile.TarError, OSError, ValueError, EOFError, CkptError), _opened_tar(source) as archive:
-        for info in archive:
-            end = info.offset_data + info.size
-    return Window(source, end, source.size - end) if end <= source.size else source
+class _Headers(Reader):
+    """What Python's tarfile reads of a tar: headers, and what headers say. All of it is counted."""
 
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self.budget = limits.budget(source.size)
 
-def _opened_tar(source: Source) -> tarfile.TarFile:
-    return tarfile.open(fileobj=Reader(source), mode="r:")
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        pay(self.budget, len(data))
+        return data
 
 
 # Raw bytes stand between the pickles of these members of a torch-tar.

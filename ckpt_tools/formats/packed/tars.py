@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ckpt_tools import limits
 from ckpt_tools.errors import DamagedFileError
 from ckpt_tools.formats.base import TAR_BLOCK
 from ckpt_tools.io.output import Source
@@ -19,6 +20,7 @@ _LINKS = (b"1", b"2")
 _WITHOUT_BYTES = (*_LINKS, b"3", b"4", b"5", b"6")
 _PAX, _GNU = (b"x", b"g"), (b"L", b"K")  # what they say is of the member behind them: its path, or that of its link
 _MOST_TEXT = 1 << 16  # bytes of a header of names
+BYTES_PER_CONTAINER = 16  # of headers, and of the names of folders: Python's tarfile keeps a kilobyte for each header
 _LENGTH = re.compile(rb"([1-9][0-9]{0,4}) ")
 _IDLE_KEYS = frozenset((b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"))
 _IDLE_PREFIXES = (b"LIBARCHIVE.", b"SCHILY.xattr.", b"SCHILY.fflags", b"RHT.security.", b"MSWINDOWS.")
@@ -62,12 +64,14 @@ def entries(source: Source, most: int, *, long_names: bool = False) -> Iterator[
         most: how many headers there may be. long_names: take names from headers of their own too, which torch never wrote.
 
     Raises:
-        DamagedFileError: a header is damaged, or the tar is cut off. OddHeaderError: readers may differ in it.
+        DamagedFileError: a header is damaged, or the tar is cut off. OddHeaderError: readers may differ in it. LimitError: more
+        headers than a file of its size can hold.
     """
-    position, said = 0, _Said()
+    position, said, budget = 0, _Said(), limits.budget(source.size)
     for _ in range(most):
         if position + TAR_BLOCK > source.size or not any(block := source.read(position, TAR_BLOCK)):
             return
+        pay(budget, TAR_BLOCK)
         header, start = _header(block, position, said, long_names=long_names), position + TAR_BLOCK
         if start + header.size > source.size:
             raise DamagedFileError(
@@ -76,13 +80,24 @@ def entries(source: Source, most: int, *, long_names: bool = False) -> Iterator[
                 fix="An interrupted download or a full disk does that: get it again.",
             )
         if header.kind in (*_PAX, *_GNU):
-            said = _told(source.read(start, min(header.size, _MOST_TEXT)), header, said, long_names=long_names)
+            text = source.read(start, min(header.size, _MOST_TEXT))
+            pay(budget, len(text))
+            said = _told(text, header, said, long_names=long_names)
         else:
             yield header, FilePart(source, start, start + header.size)
             said = _Said()
         position = start + -(-header.size // TAR_BLOCK) * TAR_BLOCK
     if position + TAR_BLOCK <= source.size and any(source.read(position, TAR_BLOCK)):
         raise OddHeaderError(f"more than {most} members")
+
+
+def pay(budget: limits.Budget, count: int) -> None:
+    """Count bytes of headers.
+
+    Raises:
+        LimitError: there are too many.
+    """
+    budget.make(count // BYTES_PER_CONTAINER, "The tar has more headers than a file of its size can hold.")
 
 
 def _header(block: bytes, position: int, said: _Said, *, long_names: bool) -> Header:
