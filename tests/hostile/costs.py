@@ -99,9 +99,10 @@ def main() -> None:
         long_names,
         many_nodes,
         small_files,
+        tars,
     )
 
-    assert long_names.bomb is many_nodes.bomb is formats.bomb is bombs.bomb  # their builders are in the table
+    assert long_names.bomb is many_nodes.bomb is formats.bomb is tars.bomb is bombs.bomb  # their builders are in the table
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.costs", description=__doc__)
     parser.add_argument("names", nargs="*", help="only bombs with one of these in their names")
     parser.add_argument("--size", type=int, default=9_900_000, help="bytes of a file (9900000)")

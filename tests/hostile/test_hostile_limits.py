@@ -40,6 +40,7 @@ from tests.hostile import (
     long_names,
     many_nodes,
     small_files,
+    tars,
 )
 from tests.hostile import pickles as p
 from tests.hostile.bombs import BOMBS
@@ -50,7 +51,7 @@ from tests.hostile.zips import torch_zip
 ROOT = Path(ckpt_tools.__file__).parent.parent
 FLOATS = {"0": bytes(24)}
 CPU_SECONDS, MEGABYTES = 5, 300
-assert long_names.bomb is many_nodes.bomb is formats.bomb is bombs.bomb  # their builders are in the table too
+assert long_names.bomb is many_nodes.bomb is formats.bomb is tars.bomb is bombs.bomb  # their builders are in the table too
 
 MEASURED = textwrap.dedent("""
     import json, resource, sys
@@ -108,7 +109,7 @@ ALL_MEASURED = textwrap.dedent("""
 REFUSED = (
     "LimitError", "SafetensorsError", "PickleError", "ZipError", "TensorError", "DamagedFileError", "NotACheckpointError",
     "UnsupportedContainerError", "ContainerLimitError", "NothingMatchedError", "ObjectsError", "ConvertError",
-    "MissingFileError",
+    "MissingFileError", "AmbiguousFileError",
 )  # fmt: skip
 
 

@@ -10,13 +10,14 @@ Source: SageMaker's "Model artifacts" (`model.tar.gz`), nemo/core/connectors/sav
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, AmbiguousFileError, NotACheckpointError
-from ckpt_tools.formats.folders import Layout, layout_of
-from ckpt_tools.formats.packed.tars import OddHeaderError, entries
+from ckpt_tools.formats.folders import layout_of
+from ckpt_tools.formats.packed.tars import BYTES_PER_CONTAINER, OddHeaderError, entries
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files, Window, is_plain_name
 from ckpt_tools.text import listed, printable
@@ -34,13 +35,12 @@ class Member(Window):
 
 
 class Folder(Files):
-    """A folder in an archive, as the files of one checkpoint."""
+    """A folder in an archive, as the files of one checkpoint. `order` is the names of all members, sorted, if that is known."""
 
-    def __init__(self, archive: Source, name: str, members: Mapping[str, Member]) -> None:
-        below = f"{name}/" if name else ""
+    def __init__(self, archive: Source, name: str, members: Mapping[str, Member], order: Sequence[str] | None = None) -> None:
         self.archive = archive
-        self.files = {path.removeprefix(below): member for path, member in members.items() if path.startswith(below)}
-        place = inside(archive.path, name) if name else archive.path
+        self.files = _below(name, members, sorted(members) if order is None else order)
+        place = inside(archive.path, name)
         super().__init__(place, place, self._member, lambda: list(dict.fromkeys(path.partition("/")[0] for path in self.files)))
 
     def _member(self, name: str) -> Source:
@@ -54,7 +54,9 @@ class Folder(Files):
 
 
 def inside(path: Path, name: str) -> Path:
-    """What a member of the archive at a path is called."""
+    """What a member of the archive at a path is called; the archive itself where there is no name."""
+    if not name:
+        return path
     return Path(f"{path}/{name}" if "!" in str(path) else f"{path}!{name}")
 
 
@@ -87,41 +89,70 @@ def members_of(tar: Source) -> dict[str, Member]:
     return found
 
 
+def _below(folder: str, members: Mapping[str, Member], order: Sequence[str]) -> dict[str, Member]:
+    """The members in a folder and in those below, by their names from there; of the sorted names they are some in a row."""
+    if not folder:
+        return dict(members)
+    first, last = (bisect_left(order, f"{folder}{end}") for end in ("/", chr(ord("/") + 1)))
+    return {name[len(folder) + 1 :]: members[name] for name in order[first:last]}
+
+
 def candidates(archive: Source, members: Mapping[str, Member], begins: Callable[[bytes], bool]) -> dict[str, Folder | Member]:
-    """What in an archive may be a checkpoint: folders that are one, and beside those the files that begin as one."""
+    """What in an archive may be a checkpoint: folders that are one, and beside those the files that begin as one.
+
+    Raises:
+        LimitError: more folders than a file of its size can hold.
+    """
     found: dict[str, Folder | Member] = {}
-    for name in _folders(members):
-        folder = Folder(archive, name, members)
-        if not any(name == above or not above or name.startswith(f"{above}/") for above in found) and _is_whole(folder):
-            found[name] = folder
-    folders = tuple(found)
+    taken: set[str] = set()  # folders that are one, and all below
+    held, order = _folders(members, limits.budget(archive.size)), sorted(members)
+    for name in sorted(held, key=lambda name: (name.count("/") if name else -1, name)):  # those above before those below
+        if name and _above(name) in taken:
+            taken.add(name)
+        elif _is_whole(inside(archive.path, name), name, sorted(held[name]), members):
+            found[name] = Folder(archive, name, members, order)
+            taken.add(name)
     for name, member in members.items():
-        within = any(not folder or name.startswith(f"{folder}/") for folder in folders)
-        if not within and begins(member.read(0, min(HEAD, member.size))):
+        if _above(name) not in taken and begins(member.read(0, min(HEAD, member.size))):
             found[name] = member
     return found
 
 
-def _folders(members: Mapping[str, Member]) -> Iterator[str]:
-    """The folders in an archive, those above before those below."""
-    found = {""}
+def _above(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def _folders(members: Mapping[str, Member], budget: limits.Budget) -> dict[str, set[str]]:
+    """The folders in an archive, and what is in each. Each name is paid for: a long path is of many folders.
+
+    Raises:
+        LimitError: more of them than a file of its size can hold.
+    """
+    found: dict[str, set[str]] = {"": set()}
     for path in members:
-        found |= {str(folder) for folder in Path(path).parents if folder.name}
-    return iter(sorted(found, key=lambda name: (name.count("/") if name else -1, name)))
+        folder, _, name = path.rpartition("/")
+        while folder not in found:
+            budget.make(1 + len(folder) // BYTES_PER_CONTAINER, "The tar has more folders than a file of its size can hold.")
+            found[folder] = {name}
+            folder, _, name = folder.rpartition("/")
+        found[folder].add(name)
+    return found
 
 
-def _is_whole(folder: Folder) -> bool:
-    """Whether a folder is one checkpoint; an index of something else makes none of it."""
-    layout = layout_of(folder.folder, sorted(folder.names()))
-    if layout is None or not all(name in folder.files for name in layout.names):
+def _is_whole(place: Path, folder: str, names: list[str], members: Mapping[str, Member]) -> bool:
+    """Whether a folder of these names is one checkpoint; an index of something else makes none of it."""
+    layout = layout_of(place, names)
+    if layout is None:
         return False
-    return layout.container != "sharded" or _indexes_shards(folder, layout)
+    files = [members.get(f"{folder}/{name}" if folder else name) for name in layout.names]
+    if layout.container == "sharded" and files[0] is not None:
+        return _indexes_shards(files[0])
+    return None not in files
 
 
-def _indexes_shards(folder: Folder, layout: Layout) -> bool:
+def _indexes_shards(index: Member) -> bool:
     from ckpt_tools.formats import sharded
 
-    index = folder.files[layout.names[0]]
     return sharded.sniff(index.read(0, min(HEAD, index.size)), index)
 
 
