@@ -11,10 +11,12 @@ variable CKPT_LIMITS for all commands, or in a program
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
-from ckpt_tools.errors import LimitError, UsageError
+from ckpt_tools.errors import CkptError, LimitError, UsageError
 
 SMALL_FILE = 10_000_000
 
@@ -96,6 +98,26 @@ _REPLACED = {
     "plan_bytes": "pickle_bytes", "archives": "records", "filled": "inflated", "proved": "work_bytes",
     "key_depth": "json_depth", "key_parts": "paths", "list_items": "records",
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def out_of_memory() -> Iterator[None]:
+    """What Python says where the system has no more memory is a MemoryError: it may also be that a module cannot be mapped.
+
+    Raises:
+        MemoryError: in place of another error of the block that means it.
+    """
+    try:
+        yield
+    except (ImportError, OSError) as error:
+        told = not isinstance(error, CkptError) and any(text in str(error) for text in _NO_MEMORY)
+        if not told:
+            raise
+        raise MemoryError from None
+
+
+# of ENOMEM, and of glibc where a module is loaded
+_NO_MEMORY = (os.strerror(errno.ENOMEM), "failed to map segment", "cannot allocate memory", "cannot create shared object")
 
 
 def exhausted(error: MemoryError | RecursionError, what: str) -> LimitError:

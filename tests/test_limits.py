@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools import limits
+from ckpt_tools.cli import main
 from ckpt_tools.errors import LimitError, UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -137,3 +140,23 @@ def test_a_large_file_may_list_many_small_tensors() -> None:
     entry = '"' + 20 * "n" + '":{"dtype":"F32","shape":[1],"data_offsets":[1000000,1000004]},'
     assert limits.TENSORS.most(200_000 * (len(entry) + 4)) > 200_000
     assert limits.TENSORS.most(limits.SMALL_FILE) < limits.SMALL_FILE // len(entry)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ImportError("array.so: failed to map segment from shared object"), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))],
+)
+def test_a_module_that_finds_no_memory(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was a MemoryError while a file was read may be another error where a module is loaded: no traceback either."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    torch.save({"a.w": torch.ones(2)}, tmp_path / "in.pth")
+    for place in ("ckpt_tools.formats.open._decode", "ckpt_tools.render.description.print_description"):
+        monkeypatch.setattr(place, fail)
+        result = CliRunner().invoke(main, ["inspect", str(tmp_path / "in.pth")])
+        assert (result.exit_code, "not enough memory" in result.output) == (3, True), result.output
+        monkeypatch.undo()
+    with pytest.raises(ImportError, match="no such module"), limits.out_of_memory():
+        raise ImportError("no such module")

@@ -135,7 +135,7 @@ class _Group(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with _terminable(), limits.kept():
+            with limits.out_of_memory(), _terminable(), limits.kept():
                 try:
                     return super().invoke(ctx)
                 finally:

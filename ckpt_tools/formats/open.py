@@ -241,7 +241,8 @@ def _in_folder(source: Source) -> Source:
 def naming(source: Source) -> Iterator[None]:
     """Errors inside the block say which file they are about."""
     try:
-        yield
+        with limits.out_of_memory():
+            yield
     except CkptError as error:
         if str(source.path) not in error.what:
             error.what = f"{source.path}: {error.what}"
