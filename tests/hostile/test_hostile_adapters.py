@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError
@@ -86,6 +87,10 @@ def test_tensors_that_are_no_adapter(tensors: dict[str, torch.Tensor], message: 
         (CONFIG | {"alpha_pattern": {"a?" * 60 + "a" * 60: 1}}, "could take forever"),
         (CONFIG | {"alpha_pattern": {"(x+x+)\\1*y": 1}}, "could take forever"),
         (CONFIG | {"alpha_pattern": {"a{99999999999}": 1}}, "alpha_pattern"),
+        (CONFIG | {"alpha_pattern": {"[" * 1_000_000: 1}}, "could take forever"),
+        (CONFIG | {"alpha_pattern": {"[\u0100-\uffff]" * 300: 1}}, "could take forever"),
+        (CONFIG | {"alpha_pattern": {"(?i:[!-~])" * 190: 1}}, "could take forever"),
+        (CONFIG | {"alpha_pattern": {"(?i)q": 1}}, "not a regular expression"),
         (CONFIG | {"peft_type": {"a": [1] * 1000}}, "only LoRA"),
     ],
 )
@@ -93,6 +98,27 @@ def test_configurations_that_mean_nothing(config: dict[str, Any] | str, message:
     """Numbers that are none, patterns that would run for ever, text that is not JSON."""
     names = {f"{P}{'a' * 60}.lora_{side}.weight": value for side, value in (("A", torch.ones(2, 6)), ("B", torch.ones(6, 2)))}
     assert message in refused(tmp_path, names, config)
+
+
+def test_a_crowd_of_patterns(tmp_path: Path) -> None:
+    """Six megabytes of short patterns took a minute to compile: what that takes counts."""
+    started = time.process_time()
+    said = refused(tmp_path, GOOD, CONFIG | {"alpha_pattern": {f"m{number}.(a|b)[cd]+": 1 for number in range(250_000)}})
+    assert time.process_time() - started < 20
+    assert "250000 patterns are held against 1 modules" in said
+
+
+def test_as_many_patterns_as_an_adapter_has(tmp_path: Path) -> None:
+    """PEFT writes one for each module."""
+    names = [f"model.layers.{number}.mlp.down_proj" for number in range(1000)]
+    save_file({f"{name}.weight": torch.zeros(1, 1) for name in names}, tmp_path / "base.safetensors")
+    factors = {f"{P}{name}.lora_{side}.weight": torch.ones(1, 1) for name in names for side in "AB"}
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    config = CONFIG | {"r": 1, "alpha_pattern": {name: number + 1 for number, name in enumerate(names)}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    ckpt_tools.convert(tmp_path / "base.safetensors", tmp_path / "out.safetensors", lora=tmp_path)
+    merged = load_file(tmp_path / "out.safetensors")
+    assert [merged[f"{name}.weight"].item() for name in names] == list(range(1, 1001))
 
 
 def test_a_deep_configuration(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def _configs(checkpoint: Checkpoint, modules: list[str]) -> dict[str, Config]:
         component, _, field_name = key.rpartition(".")
         by_component.setdefault(component, {})[field_name] = value
     return {
-        component: check_kind({"peft_type": "LORA", **values}, str(path), modules)
+        component: check_kind({"peft_type": "LORA", **values}, str(path), modules, among=len(by_component))
         for component, values in by_component.items()
         if "lora_alpha" in values
     }

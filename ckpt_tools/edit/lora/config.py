@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -29,7 +30,12 @@ _NOT_MERGED = {
     "trainable_token_indices": "it has rows of an embedding, which are not read here",
 }  # fmt: skip
 _ESCAPED = re.compile(r"\\.|\[\]?[^\]]*\]", re.DOTALL)
-_WORK = 1_000_000_000  # steps that the patterns of a file may take in all
+_WORK = 1_000_000_000  # steps that the patterns of a file may take in all, of some three nanoseconds
+_LONGEST = 2000  # characters of a pattern
+_STEPS_OF_MATCH = 200  # to begin one
+_STEPS_OF_CHARACTER, _CHARACTERS_AROUND = 1000, 50  # to compile a pattern
+# A range beyond ASCII takes milliseconds to compile, or a second; so do many in which upper and lower case are one.
+_WIDE_CLASS = re.compile(r"(?s)\[.*(?:[^\x00-\x7f]|\\[uUN])|\(\?[a-zA-Z-]*i.*\[")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,7 @@ class Config:
     def scale(self, module: str, rank: int) -> float:
         """What the product of a module's factors is multiplied with; `alpha_pattern` as PEFT's `get_pattern_key` reads it."""
         assert self.alpha is not None
-        alpha = next((value for key, value in self.alpha_pattern.items() if _matches(key, module)), self.alpha)
+        alpha = next((value for key, value in self.alpha_pattern.items() if _pattern(key).match(module)), self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
     def saves(self, name: str) -> bool:
@@ -92,8 +98,8 @@ def read_config(beside: Path) -> dict[str, Any] | None:
     return said
 
 
-def check_kind(said: Mapping[str, Any], path: str, modules: Iterable[str]) -> Config:
-    """The configuration of an adapter that can be merged.
+def check_kind(said: Mapping[str, Any], path: str, modules: Iterable[str], *, among: int = 1) -> Config:
+    """The configuration of an adapter that can be merged; `among` says of how many in one file.
 
     Raises:
         ConvertError: another kind of adapter, a LoRA that has no merged form, or values that mean nothing.
@@ -115,7 +121,7 @@ def check_kind(said: Mapping[str, Any], path: str, modules: Iterable[str]) -> Co
             fix="Save it with save_pretrained(path_initial_model_for_weight_conversion=...), which makes a plain LoRA of it.",
         )
     config = parse(said, path)
-    _check_cost(config, list(modules), path)
+    _check_cost(config, list(modules), path, _WORK / among)
     return config
 
 
@@ -171,22 +177,23 @@ def _is_number(value: object, *, whole: bool = False) -> bool:
     return (isinstance(value, int) and abs(value) < 1 << 53) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _check_cost(config: Config, modules: list[str], path: str) -> None:
+def _check_cost(config: Config, modules: list[str], path: str, most: float) -> None:
     """Refuse patterns that are not regular expressions, or that could take forever: a stranger wrote them."""
     longest, cost = max(map(len, modules), default=0), 0.0
     for key in config.alpha_pattern:
+        cost += _STEPS_OF_CHARACTER * (_CHARACTERS_AROUND + len(key)) + _steps(key, longest) * max(1, len(modules))
+        if cost > most:
+            raise ConvertError(
+                f"{path}: alpha_pattern in {CONFIG} has {key[:80]!r}, which could take forever to match.",
+                why=f"{len(config.alpha_pattern)} patterns are held against {len(modules)} modules.",
+                fix="Write the modules' names in full there.",
+            )
         try:
-            re.compile(key)
+            _pattern(key)
         except (re.error, OverflowError, RecursionError):
             raise ConvertError(
                 f"{path}: alpha_pattern in {CONFIG} has {key[:80]!r}, which is not a regular expression."
             ) from None
-        cost += _steps(key, longest) * len(modules)
-        if cost > _WORK:
-            raise ConvertError(
-                f"{path}: alpha_pattern in {CONFIG} has {key[:80]!r}, which could take forever to match.",
-                fix="Write the modules' names in full there.",
-            )
 
 
 def _steps(key: str, longest: int) -> float:
@@ -194,17 +201,20 @@ def _steps(key: str, longest: int) -> float:
 
     A repeated group and a reference back are told to take for ever: in one another they do.
     """
+    if len(key) > _LONGEST or _WIDE_CLASS.search(key):
+        return math.inf
     bare = _ESCAPED.sub("x", key)
-    if len(key) > 2000 or re.search(r"\)[*+{]", bare) or re.search(r"\\\d|\(\?P=", key):
+    if re.search(r"\)[*+{]", bare) or re.search(r"\\\d|\(\?P=", key):
         return math.inf
     repeats, optional = len(re.findall(r"[*+{]", bare)), len(re.findall(r"(?<!\()\?", bare))
     if repeats > 8 or optional > 24:
         return math.inf
     alternatives = math.prod(1 + part.count("|") for part in re.split(r"[()]", bare))
     ends: float = longest ** (1 + repeats) / math.factorial(1 + repeats)
-    return len(key) + ends * alternatives * 2.0**optional
+    return _STEPS_OF_MATCH + len(key) + ends * alternatives * 2.0**optional
 
 
-def _matches(key: str, module: str) -> bool:
+@functools.lru_cache(maxsize=1 << 15)
+def _pattern(key: str) -> re.Pattern[str]:
     """As PEFT's `get_pattern_key`: the end of the path, from a dot on."""
-    return re.match(rf"(.*\.)?({key})$", module) is not None
+    return re.compile(rf"(.*\.)?({key})$")
