@@ -11,6 +11,8 @@ Source: keras/src/saving/saving_lib.py (`H5IOStore`), h5py's low-level API.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 _MAGIC = b"\x89HDF\r\n\x1a\n"
 _OWN_FILTERS = frozenset((1, 2, 3))  # deflate, shuffle, fletcher32: others are libraries that HDF5 would load
 _MAX_DEPTH = 100
+_CHUNKED = 160  # containers for an array that h5py reads, which takes a millisecond
 _MOST_AT_ONCE = 32 << 20  # bytes of an array that HDF5 is asked for in one go, in a file that has not more itself
 _ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError)  # what h5py makes of damaged bytes
 
@@ -38,6 +41,22 @@ _ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, OverflowError
 def sniff(head: bytes) -> bool:
     """Whether a file that starts with these bytes is an HDF5."""
     return head.startswith(_MAGIC)
+
+
+class _Opened:
+    """The HDF5 file of a source, opened once for all arrays that h5py reads: opening takes longer than reading most of them."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._lock = source, threading.Lock()
+        self._file: Any = None
+
+    def __getitem__(self, path: str) -> Any:
+        """The array at a path."""
+        with self._lock:
+            if self._file is None:
+                self._file = _h5py().File(_Stream(self._source), "r")
+                weakref.finalize(self, self._file.close)  # at the exit too: HDF5 crashes where Python goes first
+        return self._file[path]
 
 
 class _Stream(Reader):
@@ -71,7 +90,7 @@ def decode(source: Source) -> Decoded:
     warnings: list[Warned] = []
     try:
         with h5py.File(_Stream(source), "r") as file:
-            items = list(_entries(h5py, file, source, warnings))
+            items = list(_entries(h5py, file, _Opened(source), source, warnings))
     except _ERRORS as error:
         raise DamagedFileError("HDF5 cannot read the file.", why=f"{str(error)[:200]}.") from None
     if (twice := repeated(items)) is not None:
@@ -81,7 +100,7 @@ def decode(source: Source) -> Decoded:
     return made
 
 
-def _entries(h5py: Any, file: Any, source: Source, warnings: list[Warned]) -> Iterator[tuple[str, Entry]]:
+def _entries(h5py: Any, file: Any, opened: _Opened, source: Source, warnings: list[Warned]) -> Iterator[tuple[str, Entry]]:
     """Every array under its dotted path; only what hard links lead to, each group once."""
     pending: list[tuple[tuple[str, ...], Any]] = [((), file)]
     seen: set[Any] = set()
@@ -91,7 +110,7 @@ def _entries(h5py: Any, file: Any, source: Source, warnings: list[Warned]) -> It
         budget.take(limits.TEXT_BYTES, sum(map(len, path)), "The HDF5 file has longer names than any has.")
         node = parent[path[-1]] if path else parent  # opened only now: HDF5 keeps the whole name of what is open
         if isinstance(node, h5py.Dataset):
-            if (entry := _entry(h5py, path, node, source, warnings)) is not None:
+            if (entry := _entry(h5py, path, node, opened, source, warnings)) is not None:
                 yield ".".join(path), entry
             continue
         if not isinstance(node, h5py.Group):  # a type with a name
@@ -109,7 +128,9 @@ def _entries(h5py: Any, file: Any, source: Source, warnings: list[Warned]) -> It
             pending.append(((*path, name), node))
 
 
-def _entry(h5py: Any, path: tuple[str, ...], data: Any, source: Source, warnings: list[Warned]) -> Entry | None:
+def _entry(
+    h5py: Any, path: tuple[str, ...], data: Any, opened: _Opened, source: Source, warnings: list[Warned]
+) -> Entry | None:
     where = "/".join(path)
     kind = data.dtype
     dtype = BY_NUMPY.get(f"{kind.kind}{kind.itemsize}")
@@ -121,7 +142,7 @@ def _entry(h5py: Any, path: tuple[str, ...], data: Any, source: Source, warnings
     filters = {settings.get_filter(number)[0] for number in range(settings.get_nfilters())}
     if data.is_virtual or settings.get_external_count() or not filters <= _OWN_FILTERS:
         raise UnsupportedContainerError(f"{where!r} of the HDF5 file is in other files, or needs a library to be read.")
-    content = _content(h5py, data, where, source, dtype)
+    content = _content(h5py, data, where, opened, source, dtype)
     storage = Storage(where, dtype, content.length, None, content)
     entry = Entry(storage, dtype, tuple(data.shape), contiguous_stride(tuple(data.shape)), 0)
     check(entry, repr(where))
@@ -131,7 +152,7 @@ def _entry(h5py: Any, path: tuple[str, ...], data: Any, source: Source, warnings
 _MOST_WARNINGS = 20
 
 
-def _content(h5py: Any, data: Any, where: str, source: Source, dtype: DType) -> Content:
+def _content(h5py: Any, data: Any, where: str, opened: _Opened, source: Source, dtype: DType) -> Content:
     """A range of the file where the elements lie in one run, as they are; else what h5py reads."""
     offset, nbytes = data.id.get_offset(), int(data.size) * dtype.itemsize
     # NumPy's type is the next larger one where HDF5's has other fields: bfloat16, numbers of 12 bits in 16
@@ -140,12 +161,13 @@ def _content(h5py: Any, data: Any, where: str, source: Source, dtype: DType) -> 
         whole = Range(source, offset, nbytes)
         return swapped(whole, dtype.swap_width) if data.dtype.byteorder == ">" else whole
     what = f"{where!r} of the HDF5 file"
+    limits.budget(source.size).make(_CHUNKED, "The HDF5 file has more arrays in chunks than one of its size can hold.")
     limits.budget(source.size).take(limits.INFLATED, nbytes, f"The arrays of the HDF5 file up to {what[:100]} are too large.")
     if _at_once(tuple(data.shape), data.chunks) * dtype.itemsize > max(_MOST_AT_ONCE, source.size):
         raise UnsupportedContainerError(
             f"{what} is in larger chunks than fit in memory.", fix="Write it without: h5repack -l CONTI IN.h5 OUT.h5"
         )
-    return Computed(nbytes, lambda: _rows(where, source))
+    return Computed(nbytes, lambda: _rows(where, opened))
 
 
 def _at_once(shape: tuple[int, ...], chunks: tuple[int, ...] | None) -> int:
@@ -172,16 +194,14 @@ def _boxes(shape: tuple[int, ...], chunks: tuple[int, ...], most: int) -> Iterat
         yield (slice(start, start + step),)
 
 
-def _rows(path: str, source: Source) -> Iterator[bytes]:
+def _rows(path: str, opened: _Opened) -> Iterator[bytes]:
     import numpy as np
 
-    h5py = _h5py()
     try:
-        with h5py.File(_Stream(source), "r") as file:
-            data = file[path]
-            kind = data.dtype.newbyteorder("<")
-            shape = tuple(data.shape) if data.size else (0,)
-            for box in _boxes(shape, data.chunks or (), CHUNK // kind.itemsize):
-                yield np.asarray(data[box]).astype(kind, copy=False).tobytes()
+        data = opened[path]
+        kind = data.dtype.newbyteorder("<")
+        shape = tuple(data.shape) if data.size else (0,)
+        for box in _boxes(shape, data.chunks or (), CHUNK // kind.itemsize):
+            yield np.asarray(data[box]).astype(kind, copy=False).tobytes()
     except _ERRORS as error:
         raise DamagedFileError(f"HDF5 cannot read {path!r}.", why=f"{str(error)[:200]}.") from None
