@@ -298,3 +298,28 @@ def damaged_header_of_dicts() -> bytes:
         + EMPTY.decode() * (bombs.SIZE // 7)
         + "0]}"
     )
+
+
+# --- metadata of other frameworks
+
+
+def field(number: int, value: bytes) -> bytes:
+    """A field of protobuf with bytes in it, fewer than 128."""
+    return bytes([number << 3 | 2, len(value)]) + value
+
+
+@small
+def onnx_of_metadata_bytes() -> bytes:
+    """A model of one number and hundreds of thousands of pairs of text."""
+    tensor = b"\x08\x02\x10\x01\x42\x03a.w\x4a\x08" + bytes(8)
+    return b"\x08\x07" + field(7, field(5, tensor)) + b"".join(field(14, field(1, b"%x" % index)) for index in range(300_000))
+
+
+@small
+def gguf_of_keys_bytes() -> bytes:
+    """A model of one number and hundreds of thousands of keys, each with a number of one byte."""
+    names = [b"%x" % index for index in range(550_000)]
+    keys = b"".join(struct.pack("<Q", len(name)) + name + struct.pack("<IB", 0, 1) for name in names)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, len(names)) + keys + struct.pack("<Q", 3) + b"a.w"
+    head += struct.pack("<IQIQ", 1, 1, 0, 0)
+    return head + bytes(-len(head) % 32) + bytes(4)

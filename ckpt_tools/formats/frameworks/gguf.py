@@ -116,7 +116,7 @@ class _Values:
     def read(self, count: int) -> dict[str, str]:
         metadata: dict[str, str] = {}
         types: dict[str, str] = {}
-        self.budget.make(count, f"The GGUF file has {count} keys.")
+        self.budget.make(_CONTAINERS_OF_KEY * count, f"The GGUF file has {count} keys.")
         for _ in range(count):
             key = _name(self.cursor, "key")
             if key in metadata:
@@ -168,6 +168,7 @@ class _Values:
 
 
 _ITEMS_PER_CONTAINER = 4
+_CONTAINERS_OF_KEY = 2  # and its type
 
 
 def _name(cursor: Cursor, what: str) -> str:

@@ -183,6 +183,8 @@ class _Reader:
             elif number == 7:
                 self.graphs += 1
                 self._graph(place)
+            elif self.look_only:
+                continue
             elif number == 8:
                 domain, version = self._opset(place)
                 opsets[domain] = version
@@ -211,6 +213,7 @@ class _Reader:
         return place.source.read(place.offset, place.length).decode(errors="backslashreplace")
 
     def _pair(self, place: Range) -> tuple[str, str]:
+        self.budget.make(1, _TOO_MANY)
         fields = _Message(place, _PAIR, self.budget)
         texts = {number: self._text(inner) for number, _, inner in fields if number in (1, 2)}
         return texts.get(1, ""), texts.get(2, "")
