@@ -123,9 +123,13 @@ class Checkpoint:
     @property
     def warnings(self) -> list[Warned]:
         """Oddities that did not keep the file from being read."""
-        source = self.decoded.source
-        files = source.members.values() if isinstance(source, Files) else (source,)
-        return [*self.decoded.warnings, *(warned for file in files for warned in journals_of(file))]
+        return [*self.decoded.warnings, *(warned for file in self.files for warned in journals_of(file))]
+
+    @property
+    def files(self) -> list[Source]:
+        """The files that it is read from; of a packed one the file that it lies in."""
+        source = self.decoded.source if self.packed is None else self.packed.source
+        return list(source.members.values()) if isinstance(source, Files) else [source]
 
     @property
     def refused_globals(self) -> list[str]:

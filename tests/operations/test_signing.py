@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools.errors import ChecksumError, SignatureError, UsageError
+from ckpt_tools.errors import ChecksumError, DamagedFileError, SignatureError, UsageError
+from ckpt_tools.io.in_place import rollback
+from ckpt_tools.io.in_place.marks import journal_path
 from tests.cli.test_cli import ROOT, ckpt
 from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES
@@ -334,3 +336,17 @@ def test_five_conversions_in_a_row(signed: tuple[Path, Path, Path]) -> None:
     for name, options in steps.items():
         ckpt_tools.convert(path, path := path.with_name(name), **options)
         assert ckpt_tools.verify(path, key=public, signature=signature), name
+
+
+def test_half_edited_is_not_verified(signed: tuple[Path, Path, Path]) -> None:
+    """What is read through a journal is not what lies there, and what other programs read."""
+    path, public, signature = signed
+    whole = path.read_bytes()
+    regions = (rollback.Region(0, whole[:8], whole[:8]), rollback.Region(len(whole), b"", b""))
+    record = rollback.Record(0, path.stat().st_ino, len(whole), len(whole), rollback.new_mark(), regions)
+    path.write_bytes(record.mark + whole[8:])
+    journal_path(path).write_bytes(record.pack())
+    assert ckpt_tools.inspect(path).tensors
+    for work in (lambda: ckpt_tools.verify(path, key=public, signature=signature), lambda: ckpt_tools.sign(path, key=public)):
+        with pytest.raises(DamagedFileError, match="is half edited"):
+            work()

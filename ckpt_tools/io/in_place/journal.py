@@ -24,6 +24,7 @@ from ckpt_tools.io.in_place.rollback import Record, Region, beside, close, half_
 from ckpt_tools.io.temporaries import sync_folder
 
 _PATIENCE = 1.0  # seconds for a lock: a reader has it for the moment in which it looks whether an editor lives
+_HALF = ("torn", "between")
 Patch = tuple[int, bytes]
 
 
@@ -203,10 +204,10 @@ def _concerns(path: Path) -> bool:
 def _recover(path: Path, fd: int) -> bool:
     rolled_back, read = False, partial(read_at, fd)
     found = list(beside(path, os.fstat(fd), read, every=True))
-    if is_marked(read) and not any(journal.state == "between" for journal in found):
+    if is_marked(read) and not any(journal.state in _HALF for journal in found):
         raise half_edited(str(path), found)
     for journal in found:
-        if journal.state == "between" and journal.record is not None:
+        if journal.state in _HALF and journal.record is not None:
             _put(fd, journal.record, new=False)
             rolled_back = True
         if not journal.why:  # the file is whole: the old one, or the new one

@@ -9,7 +9,10 @@ time after a crash.
 While the edit is under way, the file's first eight bytes are the mark: 0xFF, "CKP" and a number drawn for this journal. No
 program takes such a file for a checkpoint, so that a half-edited one that lost its journal is refused, and one that begins
 otherwise is whole, whatever lies beside it. A file is half edited when it is the journal's by inode, begins with its mark, and
-every byte of its regions is the old one or the new one. It is read through the journal then; only an edit writes to it.
+every byte of its regions is the old one or the new one. It is read through the journal then; only an edit writes to it. No file
+that torch opens is: of all that it reads only a tar can begin so, with a member of that name, and no tar is half edited. Where
+the first eight bytes are a part of the mark and a part of the old or new ones ("torn": no kill leaves that, a disk may), torch
+may open the file as it lies: no command reads it, and the next edit rolls it back.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import shlex
 import stat
 import struct
+import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +37,9 @@ _REGION = struct.Struct("<3Q")  # offset, length of the old bytes, length of the
 _BLOCK = 512  # bytes of a file that are compared at once
 MAX_JOURNAL = 1 << 30  # bytes; it holds a pickle, a directory or a header
 _FOREIGN = "it is another user's"
-State = Literal["before", "between", "after"]
+_TAR_HEADER = 512  # bytes
+State = Literal["before", "torn", "between", "after"]
+_WHY: dict[State | None, str] = {None: "it is not whole", "torn": "the file's first bytes are written in part"}
 
 
 def new_mark() -> bytes:
@@ -112,11 +118,10 @@ class Record:
         if start == first.new and status.st_size == self.new_size and _are(others, read, new=True):
             return "after"
         ends = [self.size, self.new_size, *(region.offset + len(region.new) for region in others)]
-        between = start not in (first.old, first.new) and min(ends[:2]) <= status.st_size <= max(ends)
-        between = between and all(
-            byte in choices for byte, *choices in zip(start, first.old, first.new, self.mark, strict=False)
-        )
-        return "between" if between and all(row.mixed(read(row.offset, row.length)) for row in others) else None
+        state: State | None = "between" if start == self.mark else "torn" if self.tore(start) else None
+        if state is None or not min(ends[:2]) <= status.st_size <= max(ends) or _is_tar(read):
+            return None
+        return state if all(row.mixed(read(row.offset, row.length)) for row in others) else None
 
     def tore(self, start: bytes) -> bool:
         """Whether a file that begins so was left while its first bytes, or the mark in their place, were written."""
@@ -148,6 +153,15 @@ def _are(regions: Sequence[Region], read: Reader, *, new: bool) -> bool:
     return all(read(offset, len(data)) == data for offset, data in wanted)
 
 
+def _is_tar(read: Reader) -> bool:
+    """Whether Python's tarfile takes this for a tar, whose first eight bytes are a name, so that torch may load it."""
+    try:
+        tarfile.TarInfo.frombuf(read(0, _TAR_HEADER), "utf-8", "surrogateescape")
+    except (tarfile.TarError, ValueError):
+        return False
+    return True
+
+
 def unpack(data: bytes) -> Record | None:
     """The journal with these bytes; None when it is not whole."""
     body, crc = data[:-4], data[-4:]
@@ -175,7 +189,7 @@ class Journal:
         place: where it is. state: how far its edit of the file came; None where it is not this file's, or says nothing.
         why: why it is not this file's; empty for one that is, and for one that was never finished.
         record: what it says; None when it cannot be trusted or read. forbidden: it may be good, but not for this user.
-        torn: whether the file is a copy of one that was left in the middle of its first bytes.
+        torn: whether the file, or the one that it is a copy of, was left in the middle of its first bytes.
     """
 
     place: Path
@@ -259,7 +273,7 @@ def _told(path: Path, place: Path, data: bytes, locked: bool, status: os.stat_re
         return Journal(place)
     state = record.state(status, read)
     why = "the file has other bytes than it was made for" if mine else "it was made for another file"
-    return Journal(place, state, "" if state else why, record, torn=state is None and record.tore(read(0, MARKED)))
+    return Journal(place, state, "" if state else why, record, torn=state in (None, "torn") and record.tore(read(0, MARKED)))
 
 
 def _is_locked(fd: int) -> bool:
@@ -277,8 +291,10 @@ def _is_locked(fd: int) -> bool:
 
 def half_edited(path: str, journals: Sequence[Journal]) -> DamagedFileError:
     """The error for a file that begins with a mark, and that no journal makes whole."""
-    why = "; ".join(f"{found.place}: {found.why or 'it is not whole'}" for found in journals) or "Its journal is not beside it."
+    why = "; ".join(f"{found.place}: {found.why or _WHY[found.state]}" for found in journals) or "Its journal is not beside it."
     fix = "Put its journal (.NAME.ckpt-journal) into its folder, and the file where it was edited; else get the file again."
+    if any(found.state == "torn" for found in journals):
+        fix = f"Put the old bytes back: ckpt repair {shlex.quote(path)}"
     if any(found.forbidden for found in journals):
         fix = f"The journal's owner, or root, puts the old bytes back: ckpt repair {shlex.quote(path)}"
     return DamagedFileError(f"{path} is half edited: an edit in place was interrupted.", why=why, fix=fix)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from ckpt_tools import limits
 from ckpt_tools.edit import casts, flatten
-from ckpt_tools.errors import RepairError, UsageError
+from ckpt_tools.errors import DamagedFileError, RepairError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.open import (
@@ -150,11 +150,8 @@ def roll_back(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repaire
         DamagedFileError: its journal is not there.
     """
     started = time.perf_counter()
-    with contextlib.closing(open_source(path)) as source:
-        if not source.half_edited:
-            strays = "; ".join(f"{stray.place} is not its journal: {stray.why}" for stray in source.strays)
-            fix = f"To repair anything else, name an OUT: {mending('repair', str(path))}"
-            raise UsageError(f"No edit of {path} was interrupted.", why=strays, fix=fix)
+    with contextlib.suppress(DamagedFileError):  # in the middle of its first bytes: not to be read, but to be rolled back
+        _check_interrupted(path)
     if not dry_run:
         recover(Path(os.path.realpath(path)))
     with collector_paused(), open_checkpoint(path) as checkpoint:
@@ -165,6 +162,15 @@ def roll_back(path: str | os.PathLike[str], *, dry_run: bool = False) -> Repaire
     report.notes.append(("rolled-back", "The file is as it was before the edit."))
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _check_interrupted(path: str | os.PathLike[str]) -> None:
+    """Raise UsageError where no edit of the file was interrupted, DamagedFileError where it is half edited and not read."""
+    with contextlib.closing(open_source(path)) as source:
+        if not source.half_edited:
+            strays = "; ".join(f"{stray.place} is not its journal: {stray.why}" for stray in source.strays)
+            fix = f"To repair anything else, name an OUT: {mending('repair', str(path))}"
+            raise UsageError(f"No edit of {path} was interrupted.", why=strays, fix=fix)
 
 
 def _is_one_file(one: Path, two: str | os.PathLike[str]) -> bool:

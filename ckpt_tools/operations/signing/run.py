@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckpt_tools.errors import ChecksumError, SignatureError
+from ckpt_tools.errors import ChecksumError, DamagedFileError, SignatureError
 from ckpt_tools.formats.open import collector_paused, open_checkpoint
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.output import replacing
@@ -142,6 +143,10 @@ def _signature_of(path: str | os.PathLike[str]) -> str:
 def _digests(path: str | os.PathLike[str], *, whole: bool) -> list[Digest]:
     """The digests of all tensors. `whole`: refuse what a checksum shows to be damaged; else its tensors' digests tell."""
     with collector_paused(), open_checkpoint(path) as checkpoint:
+        if half := [file.path for file in checkpoint.files if file.half_edited]:
+            why = "It is read as it was before, and other programs do not read these bytes."
+            fix = f"ckpt repair {shlex.quote(str(half[0]))}"
+            raise DamagedFileError(f"{half[0]} is half edited: an edit in place was interrupted.", why=why, fix=fix)
         checkpoint.locate()
         read = read_checkpoint(checkpoint, digest=True)
     if whole and read.mismatches:
