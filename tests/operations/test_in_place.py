@@ -800,3 +800,57 @@ def test_first_bytes_that_are_written_in_part(pth: Path) -> None:
         assert CliRunner().invoke(main, ["repair", str(pth)]).exit_code == 0
         assert pth.read_bytes() == old
         place.write_bytes(kept)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks")
+@pytest.mark.parametrize("name", ["model", "model.pth.1"])
+def test_the_journal_of_another_file_whose_name_begins_alike(pth: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by an attack: an edit of `model` removed the new journal of `model.pth`, which left nothing to roll back."""
+    other, real = pth.with_name(name), os.open
+    torch.save(weights(), other)
+    first, second = (pth, other) if name == "model" else (other, pth)
+    made = marks.journal_path(first)  # `.model.pth.1.ckpt-journal` may be one of `model.pth` too
+
+    def opened(place: Path, flags: int, mode: int = 0o777) -> int:
+        fd = real(place, flags, mode)
+        if place == made and flags & os.O_CREAT:
+            monkeypatch.setattr(os, "open", real)
+            ckpt_tools.edit_in_place(second, strip_module=True)
+            assert made.exists()
+        return fd
+
+    monkeypatch.setattr(os, "open", opened)
+    ckpt_tools.edit_in_place(first, strip_module=True)
+    assert not list(pth.parent.glob(".*ckpt-journal"))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locks")
+def test_an_edit_beside_one_under_way(pth: Path) -> None:
+    """`model` is edited while the journal of `model.pth` is locked, and not written yet."""
+    import fcntl
+
+    marks.journal_path(pth).touch()
+    torch.save(weights(), pth.with_name("model"))
+    with marks.journal_path(pth).open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        ckpt_tools.edit_in_place(pth.with_name("model"), strip_module=True)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links")
+@pytest.mark.parametrize("what", ["journal", "file", "another journal"])
+def test_a_journal_that_goes_before_the_file_changes(pth: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written without a journal in its place: a kill would leave bytes that are not the old ones nor the new."""
+    old, place, real = pth.read_bytes(), marks.journal_path(pth), journal.sync_folder
+
+    def late(folder: Path) -> None:
+        real(folder)
+        monkeypatch.setattr(journal, "sync_folder", real)
+        (pth if what == "file" else place).rename(pth.with_name("gone"))
+        if what == "another journal":
+            place.write_bytes(b"x")
+
+    monkeypatch.setattr(journal, "sync_folder", late)
+    with pytest.raises(ChangedFileError, match="renamed, or its journal removed"):
+        ckpt_tools.edit_in_place(pth, strip_module=True)
+    assert (pth.with_name("gone") if what == "file" else pth).read_bytes() == old
+    assert place.exists() == (what == "another journal")

@@ -20,7 +20,7 @@ from pathlib import Path
 from ckpt_tools.errors import ChangedFileError, CkptError, OutputError
 from ckpt_tools.io import attributes
 from ckpt_tools.io.in_place.marks import BINARY, MARKED, is_marked, journal_path, read_at
-from ckpt_tools.io.in_place.rollback import Record, Region, beside, close, half_edited, new_mark
+from ckpt_tools.io.in_place.rollback import Journal, Record, Region, beside, close, half_edited, new_mark, unpack
 from ckpt_tools.io.temporaries import sync_folder
 
 _PATIENCE = 1.0  # seconds for a lock: a reader has it for the moment in which it looks whether an editor lives
@@ -98,6 +98,8 @@ def _journal(path: Path, fd: int, record: Record) -> Iterator[None]:
         _write(journal, 0, record.pack())
         os.fsync(journal)
         sync_folder(path.parent)
+        if not (_lies_at(path, fd) and _lies_at(place, journal)):
+            raise ChangedFileError(f"{path} was renamed, or its journal removed.", fix="Run this again.")
     except BaseException:
         _remove(place, journal)
         raise
@@ -147,8 +149,19 @@ def _undo(path: Path, fd: int, record: Record, place: Path, journal: int) -> Non
         raise OutputError(f"{path} may be half edited.", why=why, fix=fix) from None
 
 
+def _lies_at(path: Path, fd: int) -> bool:
+    """Whether an open file is still the one that has this name."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
 def _remove(place: Path, journal: int) -> None:
     """Unlink before unlocking, so that no process sees an unwanted journal; Windows unlinks closed files only."""
+    if not _lies_at(place, journal):
+        close(journal)
+        return
     if os.name != "posix":
         close(journal)
         journal = -1
@@ -212,20 +225,38 @@ def _recover(path: Path, fd: int) -> bool:
             rolled_back = True
         if not journal.why:  # the file is whole: the old one, or the new one
             os.fsync(fd)
-            _put_away(path, journal.place)
+            _put_away(path, journal)
     return rolled_back
 
 
-def _put_away(path: Path, place: Path) -> None:
+def _put_away(path: Path, found: Journal) -> None:
     """Remove the journal of a file that is whole."""
     try:
-        os.unlink(place)
-        sync_folder(path.parent)
+        if found.record is None:
+            _remove_unfinished(found.place)
+        else:
+            os.unlink(found.place)
+            sync_folder(path.parent)
+    except CkptError:  # some of ours are an OSError too
+        raise
     except OSError as error:
         raise OutputError(
             f"{path} is whole, but the journal of an edit that was interrupted cannot be removed.",
-            why=f"{place}: {error.strerror or error}.", fix="Remove the journal.",
+            why=f"{found.place}: {error.strerror or error}.", fix="Remove the journal.",
         ) from None  # fmt: skip
+
+
+def _remove_unfinished(place: Path) -> None:
+    """Remove a journal that is not whole; not one that another process makes for a file that had this name before."""
+    journal = os.open(place, os.O_RDWR | BINARY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        _lock(journal)
+        if unpack(read_at(journal, 0, os.fstat(journal).st_size)) is not None:
+            raise OutputError("The file is being edited by another process.", why=f"{place} is its journal.")
+    except BaseException:
+        close(journal)
+        raise
+    _remove(place, journal)
 
 
 def _write(fd: int, offset: int, data: bytes) -> None:

@@ -6,6 +6,7 @@ Every file that is opened is asked, so this is apart from what reads a journal (
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -24,6 +25,11 @@ def journal_path(path: Path) -> Path:
     return path.with_name(f".{path.name}{SUFFIX}")
 
 
+def is_journal_of(name: str, file: str) -> bool:
+    """Whether this is what a file's journal is called: `.FILE.ckpt-journal`, or `.FILE.2.ckpt-journal` where that was taken."""
+    return re.fullmatch(rf"\.{re.escape(file)}(\.[0-9]+)?{re.escape(SUFFIX)}", name) is not None
+
+
 def is_marked(read: Reader) -> bool:
     """Whether a file begins as one that is being edited, or was when the edit was killed."""
     return read(0, len(MARK)) == MARK
@@ -35,9 +41,8 @@ def has_traces(path: Path) -> bool:
     Args:
         path: links resolved. What cannot be opened has none: whoever reads or replaces it says what is wrong.
     """
-    start = f".{path.name}."
     try:
-        beside = any(name.startswith(start) and name.endswith(SUFFIX) for name in os.listdir(path.parent))
+        beside = any(is_journal_of(name, path.name) for name in os.listdir(path.parent) if name.endswith(SUFFIX))
     except OSError:  # a folder that may be entered and not listed
         beside = os.path.lexists(journal_path(path))
     if beside:

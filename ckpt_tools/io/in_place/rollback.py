@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckpt_tools.errors import DamagedFileError, OutputError
-from ckpt_tools.io.in_place.marks import BINARY, MARK, MARKED, SUFFIX, Reader, is_marked, journal_path, read_at
+from ckpt_tools.io.in_place.marks import BINARY, MARK, MARKED, SUFFIX, Reader, is_journal_of, is_marked, journal_path, read_at
 
 _MAGIC = b"ckpt journal 2\n"
 _HEAD = struct.Struct("<4Q8sQ")  # device, inode, size before, size after, mark, number of regions
@@ -187,7 +187,7 @@ class Journal:
 
     Attributes:
         place: where it is. state: how far its edit of the file came; None where it is not this file's, or says nothing.
-        why: why it is not this file's; empty for one that is, and for one that was never finished.
+        why: why it is not this file's; empty for one that is, and for one under its own name that was never finished.
         record: what it says; None when it cannot be trusted or read. forbidden: it may be good, but not for this user.
         torn: whether the file, or the one that it is a copy of, was left in the middle of its first bytes.
     """
@@ -215,8 +215,8 @@ def beside(path: Path, status: os.stat_result, read: Reader, *, every: bool = Fa
     places = [own] if os.path.lexists(own) else []
     marked = is_marked(read)
     if marked or every:
-        start = f".{path.name}."
-        places += [place for place in _journals(path.parent) if place != own and (marked or place.name.startswith(start))]
+        others = [place for place in _journals(path.parent) if place != own]
+        places += [place for place in others if marked or is_journal_of(place.name, path.name)]
     for place in places:
         if (found := _judged(path, place, status, read)) is not None:
             yield found
@@ -266,6 +266,8 @@ def _told(path: Path, place: Path, data: bytes, locked: bool, status: os.stat_re
     record = unpack(data)
     if record is None and not data.startswith(_MAGIC) and not _MAGIC.startswith(data):
         return Journal(place, why="this version writes no such journal")
+    if record is None and place != journal_path(path):  # `.model.1.ckpt-journal` is of `model`, or of `model.1`
+        return Journal(place, why="it is not whole")
     mine = record is None or record.inode == status.st_ino
     if locked and mine:
         raise OutputError(f"{path} is being edited by another process.", why=f"Its journal {place} is locked.")
