@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.errors import DamagedFileError
+from ckpt_tools.errors import ContainerLimitError, DamagedFileError
 from ckpt_tools.io.in_place import marks, rollback
+from ckpt_tools.operations.repair.run import roll_back
 from tests.operations.test_in_place import as_read
 
 
@@ -92,3 +93,87 @@ def test_a_tar_whose_first_name_is_a_mark(forged: Forged) -> None:
     with pytest.raises(DamagedFileError, match="is half edited"):
         as_read(forged.path)
     assert ckpt_tools.scan(forged.path)[0].verdict == "unexamined"
+
+
+Regions = list[tuple[int, bytes, bytes]]
+
+
+def half(path: Path, regions: Regions, size: int, new_size: int) -> Path:
+    """A file with a mark for its first bytes, beside a journal with these regions, its checksum made right."""
+    old = path.read_bytes()
+    mark = marks.MARK + b"aaaa"
+    path.write_bytes(mark + old[8:])
+    made = tuple(rollback.Region(*region) for region in [(0, old[:8], old[:8]), *regions])
+    place = marks.journal_path(path)
+    place.write_bytes(rollback.Record(0, path.stat().st_ino, size, new_size, mark, made).pack())
+    return place
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A file of some kilobytes."""
+    torch.save({"w": torch.ones(3000)}, tmp_path / "m.pth")
+    return tmp_path / "m.pth"
+
+
+@pytest.mark.parametrize("head", [b"", b"ckpt journal 2\n"])
+@pytest.mark.parametrize("size", [1 << 22, 1 << 30])
+def test_a_journal_that_is_a_hole(small: Path, head: bytes, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gigabyte of zeros took 16 s and 2 GB: what does not begin as a journal, or is far larger than the file, is not read."""
+    place, real, asked = marks.journal_path(small), rollback.read_at, list[int]()
+    with place.open("wb") as file:
+        file.write(head)
+        file.truncate(size)
+    monkeypatch.setattr(rollback, "read_at", lambda fd, at, length: asked.append(length) or real(fd, at, length))
+    report = ckpt_tools.inspect(small)
+    assert sum(asked) < (1 << 20 if size == 1 << 30 or not head else 1 << 23)
+    assert ("stray-journal" in {row.code for row in report.findings}) == (size == 1 << 30 or not head)
+
+
+CRAFTED: dict[str, Regions] = {
+    "empty": [(100, b"", b"")] * 3000,
+    "overlapping": [(100, b"abcd", b"abcd"), (102, b"abcd", b"abcd")],
+    "not in order": [(200, b"abcd", b"abcd"), (100, b"abcd", b"abcd")],
+    "old bytes that are not there": [(100, b"", b"abcd")],
+    "in the first bytes": [(4, b"abcd", b"abcd")],
+    "beyond the end": [(12_000_000, b"", b"abcd")],
+    "too many": [(100 + at, b"a", b"a") for at in range(10_001)],
+}
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_regions_that_no_edit_writes(small: Path, name: str) -> None:
+    """300,000 empty regions took 46 s: a journal has what an edit writes, in order, or says nothing."""
+    size = small.stat().st_size
+    data = small.read_bytes()
+    true = [(at, data[at : at + len(old)], data[at : at + len(new)] or new) for at, old, new in CRAFTED[name]]
+    half(small, [*true, (size, b"", b"")], size, size)
+    with pytest.raises(DamagedFileError, match="is half edited"):
+        ckpt_tools.inspect(small)
+
+
+def test_regions_in_order_are_read(small: Path) -> None:
+    """As many as may be, each byte by itself: every read takes those that it is about."""
+    data, size = small.read_bytes(), small.stat().st_size
+    half(small, [*((100 + at, b"%c" % data[100 + at], b"x") for at in range(9_998)), (size, b"", b"")], size, size)
+    assert as_read(small) == data
+
+
+def test_a_size_that_the_journal_does_not_hold(small: Path) -> None:
+    """One old byte at the far end had inspect tell 64 GiB, and repair make them: all that is cut off is in the journal."""
+    size, far = small.stat().st_size, 1 << 36
+    for last in [(far - 1, b"\0", b"")], [(size, b"\0" * 8, b""), (far - 1, b"\0", b"")], [(size, b"\0" * 8, b"")]:
+        half(small, last, far, size)
+        with pytest.raises(DamagedFileError, match="is half edited"):
+            ckpt_tools.inspect(small)
+        with pytest.raises(DamagedFileError, match="is half edited"):
+            roll_back(small)
+    assert small.stat().st_size == size
+
+
+def test_an_edit_whose_journal_would_be_too_large(small: Path) -> None:
+    """What no reader would believe is not written: the command says what to do, and the file stays."""
+    old = small.read_bytes()
+    with pytest.raises(ContainerLimitError, match="Convert it to another file"):
+        ckpt_tools.edit_in_place(small, add_prefix="a" * (9 << 20))
+    assert small.read_bytes() == old

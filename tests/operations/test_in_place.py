@@ -532,7 +532,8 @@ def test_a_copy_whose_first_bytes_are_half_written(at: int, tmp_path: Path) -> N
     torch.save(weights(), tmp_path / "in.pth", _use_new_zipfile_serialization=False)
     old = (tmp_path / "in.pth").read_bytes()
     mark = rollback.new_mark()
-    regions = (rollback.Region(0, old[:8], old[:8]), rollback.Region(600, old[600:608], old[600:608]))
+    cut = (rollback.Region(600, old[600:608], old[600:608]), rollback.Region(len(old), b"", b""))
+    regions = (rollback.Region(0, old[:8], old[:8]), *cut)
     record = rollback.Record(0, 1, len(old), len(old), mark, regions)
     marks.journal_path(tmp_path / "in.pth").write_bytes(record.pack())
     assert ckpt_tools.inspect(tmp_path / "in.pth").container == "torch-legacy"  # a journal of another file, and a whole one

@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from ckpt_tools.errors import ChangedFileError, CkptError, OutputError
+from ckpt_tools.errors import ChangedFileError, CkptError, ContainerLimitError, OutputError
 from ckpt_tools.io import attributes
 from ckpt_tools.io.in_place.marks import BINARY, MARKED, is_marked, journal_path, read_at
-from ckpt_tools.io.in_place.rollback import Journal, Record, Region, beside, close, half_edited, new_mark, unpack
+from ckpt_tools.io.in_place.rollback import Journal, Record, Region, beside, close, half_edited, most_bytes, new_mark, unpack
 from ckpt_tools.io.temporaries import sync_folder
 
 _PATIENCE = 1.0  # seconds for a lock: a reader has it for the moment in which it looks whether an editor lives
+_ROOM = 1 << 20  # bytes of a journal for what is not in the file: 24 for each region
 _HALF = ("torn", "between")
 Patch = tuple[int, bytes]
 
@@ -38,8 +39,8 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: object) -> 
         identity: what `files.identity_of` gave, (device, inode, size, modification time), and must still give.
 
     Raises:
-        ChangedFileError: the file is not what was read. OutputError: it cannot be written, or another edit is under way;
-        the old bytes are back in place then.
+        ChangedFileError: the file is not what was read. ContainerLimitError: too much would change. OutputError: it cannot be
+        written, or another edit is under way; the old bytes are back in place then.
     """
     try:
         fd = os.open(path, os.O_RDWR | BINARY)
@@ -51,6 +52,7 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: object) -> 
         if (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) != identity:
             raise ChangedFileError(f"{path} changed while it was read.", fix="Run this again.")
         record = Record(status.st_dev, status.st_ino, status.st_size, size, new_mark(), tuple(_regions(fd, patches, size)))
+        _check_room(path, record)
         with _journal(path, fd, record):
             _put(fd, record, new=True)
     except CkptError:  # some of ours are an OSError too
@@ -61,6 +63,14 @@ def patch(path: Path, patches: Sequence[Patch], size: int, identity: object) -> 
         close(fd)
 
 
+def _check_room(path: Path, record: Record) -> None:
+    """Raise ContainerLimitError where the journal would not be believed, since it has to be held in memory."""
+    held = sum(len(region.old) + len(region.new) for region in record.regions)
+    if not record.is_sound() or held > most_bytes(min(record.size, record.new_size)) - _ROOM:
+        why = "The old bytes and the new ones have to be kept beside it until the edit is done."
+        raise ContainerLimitError(f"{held} bytes of {path} would change.", why=why, fix="Convert it to another file.")
+
+
 def _regions(fd: int, patches: Sequence[Patch], size: int) -> Iterator[Region]:
     """What changes, the first bytes by themselves: while the rest changes, the mark is in their place."""
     old = read_at(fd, 0, MARKED)
@@ -69,7 +79,7 @@ def _regions(fd: int, patches: Sequence[Patch], size: int) -> Iterator[Region]:
         head = data[: max(0, MARKED - offset)]
         first[offset : offset + len(head)] = head
     yield Region(0, old, bytes(first))
-    for offset, data in patches:
+    for offset, data in sorted(patches):
         skipped = max(0, MARKED - offset)
         if data[skipped:]:
             yield Region(offset + skipped, read_at(fd, offset + skipped, len(data) - skipped), data[skipped:])

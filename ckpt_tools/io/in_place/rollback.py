@@ -23,6 +23,7 @@ import stat
 import struct
 import tarfile
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +35,9 @@ from ckpt_tools.io.in_place.marks import BINARY, MARK, MARKED, SUFFIX, Reader, i
 _MAGIC = b"ckpt journal 2\n"
 _HEAD = struct.Struct("<4Q8sQ")  # device, inode, size before, size after, mark, number of regions
 _REGION = struct.Struct("<3Q")  # offset, length of the old bytes, length of the new ones
-_BLOCK = 512  # bytes of a file that are compared at once
-MAX_JOURNAL = 1 << 30  # bytes; it holds a pickle, a directory or a header
+_BLOCK = 1 << 16  # bytes of a file that are compared at once
+_MAX_JOURNAL = 1 << 30  # bytes; it holds a pickle, a directory or a header
+_MAX_REGIONS = 10_000
 _FOREIGN = "it is another user's"
 _TAR_HEADER = 512  # bytes
 State = Literal["before", "torn", "between", "after"]
@@ -74,9 +76,13 @@ def _blocks(data: bytes) -> range:
 
 
 def _mixed(data: bytes, old: bytes, new: bytes) -> bool:
-    if data in (old[: len(data)], new[: len(data)]):
-        return True
-    return all(byte in pair for byte, *pair in zip(data, old, new, strict=False))
+    return not _differing(data, old[: len(data)]) & _differing(data, new[: len(data)])
+
+
+def _differing(one: bytes, two: bytes) -> int:
+    """The highest bit of every byte that differs: of a byte that is not zero adding 0x7f to the rest sets it."""
+    difference, low = int.from_bytes(one) ^ int.from_bytes(two), int.from_bytes(b"\x7f" * len(one))
+    return ((difference & low) + low | difference) & low + int.from_bytes(b"\1" * len(one))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +102,23 @@ class Record:
     regions: tuple[Region, ...]
 
     def is_sound(self) -> bool:
-        """Whether an edit could have written this: a checksum is easily made right."""
-        end = max(self.size, self.new_size)
-        inside = all(row.offset + row.length <= end < 1 << 62 for row in self.regions)
-        held = max((row.offset + len(row.old) for row in self.regions), default=0)  # what is cut off is in the journal
-        return (
-            inside
-            and self.size <= max(self.new_size, held)
-            and self.mark.startswith(MARK)
-            and [(row.offset, len(row.old), len(row.new)) for row in self.regions[:1]] == [(0, MARKED, MARKED)]
-        )
+        """Whether an edit could have written this: a checksum is easily made right.
+
+        The first bytes; what changes, in order and without overlaps, with every old byte that was there; what is cut off.
+        """
+        if not 2 <= len(self.regions) <= _MAX_REGIONS or not self.mark.startswith(MARK) or self.size < MARKED:
+            return False
+        first, *others, last = self.regions
+        ends = (0, MARKED, MARKED, self.new_size, max(0, self.size - self.new_size), b"")
+        if (first.offset, len(first.old), len(first.new), last.offset, len(last.old), last.new) != ends:
+            return False
+        at = MARKED
+        for row in others:
+            there = max(0, min(len(row.new), self.size - row.offset))
+            if row.offset < at or not row.new or len(row.old) != there:
+                return False
+            at = row.offset + len(row.new)
+        return at <= self.new_size and self.size < 1 << 62
 
     def state(self, status: os.stat_result, read: Reader) -> State | None:
         """How far the edit of a file came; None when these are not the bytes that the journal was made for."""
@@ -117,9 +130,9 @@ class Record:
             return "before"
         if start == first.new and status.st_size == self.new_size and _are(others, read, new=True):
             return "after"
-        ends = [self.size, self.new_size, *(region.offset + len(region.new) for region in others)]
+        ends = (self.size, self.new_size)
         state: State | None = "between" if start == self.mark else "torn" if self.tore(start) else None
-        if state is None or not min(ends[:2]) <= status.st_size <= max(ends) or _is_tar(read):
+        if state is None or not min(ends) <= status.st_size <= max(ends) or _is_tar(read):
             return None
         return state if all(row.mixed(read(row.offset, row.length)) for row in others) else None
 
@@ -133,7 +146,8 @@ class Record:
         """The old bytes of a range whose bytes in the half-edited file are `data`."""
         length = max(0, min(length, self.size - offset))
         whole = bytearray(data[:length].ljust(length, b"\0"))
-        for region in self.regions:
+        first = max(0, bisect_right(self.regions, offset, key=_start) - 1)
+        for region in self.regions[first : bisect_left(self.regions, offset + length, key=_start)]:
             start, end = max(offset, region.offset), min(offset + length, region.offset + len(region.old))
             if start < end:
                 whole[start - offset : end - offset] = region.old[start - region.offset : end - region.offset]
@@ -146,6 +160,10 @@ class Record:
             parts += [_REGION.pack(region.offset, len(region.old), len(region.new)), region.old, region.new]
         body = b"".join(parts)
         return body + struct.pack("<I", zlib.crc32(body))
+
+
+def _start(region: Region) -> int:
+    return region.offset
 
 
 def _are(regions: Sequence[Region], read: Reader, *, new: bool) -> bool:
@@ -164,21 +182,26 @@ def _is_tar(read: Reader) -> bool:
 
 def unpack(data: bytes) -> Record | None:
     """The journal with these bytes; None when it is not whole."""
-    body, crc = data[:-4], data[-4:]
-    if not body.startswith(_MAGIC) or struct.pack("<I", zlib.crc32(body)) != crc:
+    body = memoryview(data)[:-4]
+    if not data.startswith(_MAGIC) or struct.pack("<I", zlib.crc32(body)) != data[-4:]:
         return None
     try:
         device, inode, size, new_size, mark, count = _HEAD.unpack_from(body, len(_MAGIC))
         at, regions = len(_MAGIC) + _HEAD.size, []
-        for _ in range(count):
+        for _ in range(min(count, _MAX_REGIONS)):
             offset, old, new = _REGION.unpack_from(body, at)
             at += _REGION.size
-            regions.append(Region(offset, body[at : at + old], body[at + old : at + old + new]))
+            regions.append(Region(offset, bytes(body[at : at + old]), bytes(body[at + old : at + old + new])))
             at += old + new
     except struct.error:
         return None
     record = Record(device, inode, size, new_size, mark, tuple(regions))
     return record if at == len(body) and record.is_sound() else None
+
+
+def most_bytes(size: int) -> int:
+    """How large the journal of a file may be, by its size before or after the edit: what reads it holds it in memory."""
+    return min(3 * size + (8 << 20), _MAX_JOURNAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +265,7 @@ def _judged(path: Path, place: Path, status: os.stat_result, read: Reader) -> Jo
         own = os.fstat(fd)
         if why := _distrust(own, status):
             return Journal(place, why=why, forbidden=why == _FOREIGN)
-        data = read_at(fd, 0, own.st_size)
+        data = _read(fd, own.st_size, status.st_ino if place != journal_path(path) else None)
         locked = _is_locked(fd)
         if not os.fstat(fd).st_nlink:
             return None
@@ -253,13 +276,25 @@ def _judged(path: Path, place: Path, status: os.stat_result, read: Reader) -> Jo
     return _told(path, place, data, locked, status, read)
 
 
+def _read(fd: int, size: int, inode: int | None) -> bytes:
+    """A journal's bytes; the first ones of what is none, or of one that is not made for the file with this inode."""
+    head = read_at(fd, 0, len(_MAGIC) + _HEAD.size)
+    if head.startswith(_MAGIC) and inode in (None, _inode_in(head)):
+        head += read_at(fd, len(head), size - len(head))
+    return head
+
+
+def _inode_in(data: bytes) -> int | None:
+    return _HEAD.unpack_from(data, len(_MAGIC))[1] if len(data) >= len(_MAGIC) + _HEAD.size else None
+
+
 def _distrust(journal: os.stat_result, file: os.stat_result) -> str:
     """Why a journal is not acted upon, from what the system says of it. A file's owner may write it anyway."""
     if not stat.S_ISREG(journal.st_mode):
         return "it is not a regular file"
     if hasattr(os, "geteuid") and journal.st_uid not in (os.geteuid(), file.st_uid, 0):
         return _FOREIGN
-    return f"it has {journal.st_size} bytes, and none is so large" if journal.st_size > MAX_JOURNAL else ""
+    return f"it has {journal.st_size} bytes, and none is so large" if journal.st_size > most_bytes(file.st_size) else ""
 
 
 def _told(path: Path, place: Path, data: bytes, locked: bool, status: os.stat_result, read: Reader) -> Journal:
@@ -267,7 +302,8 @@ def _told(path: Path, place: Path, data: bytes, locked: bool, status: os.stat_re
     if record is None and not data.startswith(_MAGIC) and not _MAGIC.startswith(data):
         return Journal(place, why="this version writes no such journal")
     if record is None and place != journal_path(path):  # `.model.1.ckpt-journal` is of `model`, or of `model.1`
-        return Journal(place, why="it is not whole")
+        another = _inode_in(data) not in (None, status.st_ino)
+        return Journal(place, why="it was made for another file" if another else "it is not whole")
     mine = record is None or record.inode == status.st_ino
     if locked and mine:
         raise OutputError(f"{path} is being edited by another process.", why=f"Its journal {place} is locked.")
@@ -275,7 +311,13 @@ def _told(path: Path, place: Path, data: bytes, locked: bool, status: os.stat_re
         return Journal(place)
     state = record.state(status, read)
     why = "the file has other bytes than it was made for" if mine else "it was made for another file"
-    return Journal(place, state, "" if state else why, record, torn=state in (None, "torn") and record.tore(read(0, MARKED)))
+    return Journal(
+        place,
+        state,
+        "" if state else why,
+        record if state else None,
+        torn=state in (None, "torn") and record.tore(read(0, MARKED)),
+    )
 
 
 def _is_locked(fd: int) -> bool:
