@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +144,7 @@ class Decoded:
         dead_bytes: counts the bytes that nothing refers to: gaps, and storages that no tensor is built on.
         lost: what could not be put together and was left out, by `partial`: path and reason.
         locate: finds the bytes of the tree's tensors, for containers that put it off until they are wanted.
+        misplaced: tells what does not lie where another file says, which takes a look into each; for `ckpt check`.
         others: what `--select` takes beside the tree, by name; made when it is wanted.
         beside: what a file beside it says of it, by the name under which `inspect` shows its values.
         packed: the archive or compressed file that it lies in, if any; `source` is then the part of that which is read.
@@ -166,6 +167,7 @@ class Decoded:
     dead_bytes: Callable[[], int] = lambda: 0
     lost: list[tuple[str, str]] = field(default_factory=list)
     locate: Callable[[Node], Node] | None = None
+    misplaced: Callable[[], Iterator[str]] | None = None
     others: Mapping[str, Callable[[], Node]] = field(default_factory=dict)
     beside: Mapping[str, Node] = field(default_factory=dict)
     packed: Packed | None = None

@@ -70,6 +70,7 @@ from ckpt_tools.values.numeric import part as range_of
 from ckpt_tools.values.numeric import row_major, swapped
 
 _MODULE = "torch.distributed.checkpoint."
+_END = 22  # bytes of the record that ends a zip
 _EXPECTED = ("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.Path",
              "pathlib._local.PosixPath", "pathlib._local.WindowsPath", "pathlib._local.Path")  # fmt: skip
 
@@ -125,7 +126,7 @@ def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
     decoded.has_checksums = False  # those of the chunks' archives are not looked at
     decoded.globals = [*_unexpected(machine), *decoded.globals]
     decoded.storage_bytes = sum(content.length for content, _ in reader.waiting.values())
-    decoded.locate = reader.locate
+    decoded.locate, decoded.misplaced = reader.locate, reader.misplaced
     if missing:
         decoded.lost = lost
         decoded.warnings.append(partly(f"{len(missing)} files are", sorted(missing)))
@@ -302,6 +303,18 @@ class _Reader:
         except CkptError as error:
             error.what = f"{source.path}, at byte {place.offset}, {name!r}: {error.what}"
             raise
+
+    def misplaced(self) -> Iterator[str]:
+        """The archives that do not end where .metadata says, by the record at the end of a zip (torch writes no comment)."""
+        for (name, _), place in self.places.items():
+            if place.file in self.missing:
+                continue
+            source, end = self.files.open(place.file), place.offset + place.length
+            if 0 <= place.offset <= source.size - 4 and not is_zip(source.read(place.offset, 4)):  # one safetensors a rank
+                continue
+            inside = 0 <= place.offset <= end - _END <= source.size - _END
+            if not inside or source.read(end - _END, 4) != b"PK\5\6":
+                yield f"{name} ({place.file}, at byte {place.offset})"
 
     def content(self, name: str, dtype: DType, sizes: Sizes, place: _Place) -> Content:
         """The bytes of one chunk, row-major; a range of its file where they lie so."""

@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
 
 import ckpt_tools
 from ckpt_tools.cli import main
@@ -620,7 +621,7 @@ def test_a_shard_is_read_through_its_journal_too(pth: Path, tmp_path: Path) -> N
     folder = tmp_path / "shards"
     ckpt_tools.convert(pth, folder, select="model", shard_size=20_000, format="pth")
     shard = folder / "pytorch_model-00001-of-00003.bin"
-    old = interrupted(shard)
+    old = interrupted(shard, map_location="cuda")
     before = states(folder)
     with ckpt_tools.open_checkpoint(folder) as checkpoint:
         assert len(checkpoint.tensors) == 14
@@ -855,3 +856,41 @@ def test_a_journal_that_goes_before_the_file_changes(pth: Path, what: str, monke
         ckpt_tools.edit_in_place(pth, strip_module=True)
     assert (pth.with_name("gone") if what == "file" else pth).read_bytes() == old
     assert place.exists() == (what == "another journal")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_part_of_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """Found by an attack: torch found no archive any more where .metadata says that it lies, and check found nothing."""
+    folder, link = tmp_path / "saved", tmp_path / "link.pth"
+    dcp.save({"module.a": torch.ones(10)}, checkpoint_id=folder, no_dist=True)
+    part = folder / "__0_0.distcp"
+    link.symlink_to(part)
+    old = part.read_bytes()
+    assert ckpt_tools.check(folder, ignore=["wrapper-prefix"]).verdict == "healthy"
+    for path in (part, link):
+        with pytest.raises(ContainerLimitError, match=r"ckpt convert \S*saved OUT"):
+            ckpt_tools.edit_in_place(path, map_location="cuda")
+    assert part.read_bytes() == old
+    for changed in (old[:-100], old[:-22] + b"x" * 22, b"PK\3\4", b""):
+        part.write_bytes(changed)
+        report = ckpt_tools.check(folder)
+        assert report.exit_code
+        assert report.container is None or "misplaced-chunk" in {row.code for row in report.findings}
+    part.write_bytes(old)
+    part.rename(tmp_path / "alone.distcp")
+    ckpt_tools.edit_in_place(tmp_path / "alone.distcp", map_location="cuda")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+def test_a_shard_beside_its_index(pth: Path, tmp_path: Path, kind: str) -> None:
+    """Names in a shard stand in the index too: they stay as they are, and what is in no index changes."""
+    folder = tmp_path / "shards"
+    ckpt_tools.convert(pth, folder, select="model", shard_size=20_000, format=kind)
+    for shard in sorted(folder.glob("*-of-*")):
+        old = shard.read_bytes()
+        with pytest.raises(ContainerLimitError, match=r"\.index\.json too.*\n.*ckpt convert \S*shards OUT"):
+            ckpt_tools.edit_in_place(shard, strip_module=True)
+        assert shard.read_bytes() == old
+        ckpt_tools.edit_in_place(shard, **({"map_location": "cuda"} if kind == "pth" else {"drop_metadata": "format"}))
+        assert shard.read_bytes() != old
+    assert len(load_state_dict(folder, unwrap=False)) == 14

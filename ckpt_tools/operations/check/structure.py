@@ -30,6 +30,10 @@ def disorder(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield from _zip(checkpoint)
     if isinstance(checkpoint.decoded.source, Files):
         yield from _sharded(checkpoint)
+    if checkpoint.decoded.misplaced is not None and (found := list(checkpoint.decoded.misplaced())):
+        text = f"{len(found)} archives do not lie where .metadata says: {listed(found)}"
+        fix = "Get the files again, or take an earlier checkpoint."
+        yield Finding("misplaced-chunk", "problem", [], text, "archives as .metadata says: torch loads no others", fix)
     if checkpoint.container == "safetensors":
         yield from _safetensors(checkpoint)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from pathlib import Path
 from ckpt_tools.edit import flatten
 from ckpt_tools.errors import ContainerLimitError, OutputError
 from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX
 from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
 from ckpt_tools.formats.parts.named import part_error, partition
@@ -29,6 +31,8 @@ from ckpt_tools.operations.convert.edits import Edits
 from ckpt_tools.operations.convert.names import Names
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.report import Converted, Note
+from ckpt_tools.operations.in_folders import indexed_files
+from ckpt_tools.text import printable
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import Node
 from ckpt_tools.tree.options import as_keywords
@@ -50,7 +54,8 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
         The report of `convert`; its `bytes` are the file's new size.
 
     Raises:
-        ContainerLimitError: the edit would move tensor bytes, or there is no room for it before them.
+        ContainerLimitError: the edit would move tensor bytes, or there is no room for it before them; the file is one of
+            several, and another one says where in it things lie, or what they are called.
         CkptError: see `ckpt_tools.errors`; the file is as it was then.
     """
     started = time.perf_counter()
@@ -66,6 +71,7 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
             raise ContainerLimitError(
                 f"{path} is a {checkpoint.described} file, which cannot be edited in place.", fix="Convert it to another file."
             )
+        _check_alone(checkpoint.path)
         part = partition(checkpoint)
         if part is not None and options.objects in ("plain", "drop"):
             raise part_error(checkpoint, part)
@@ -74,6 +80,8 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
             report.notes.append(Note("partition", f"The file is a part of a model, and stays one: {part.found}."))
         edits = Edits(asked, kind)
         pieces = _lay_out(edits.apply(checkpoint, report, stack).root, checkpoint, edits, report)
+        if any(row.renamed for row in report.state_dicts):
+            _check_not_indexed(checkpoint.path)
         report.bytes = total(pieces)
         patches = _differing(source, _patches(pieces, source))
         rewritten = sum(len(data) for _, data in patches)
@@ -82,6 +90,27 @@ def edit_in_place(path: str | os.PathLike[str], options: InPlaceOptions) -> Conv
             journal.patch(Path(os.path.realpath(source.path)), patches, report.bytes, source.identity)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _check_alone(path: Path) -> None:
+    """Raise ContainerLimitError for a part of a distributed checkpoint: each place in it stands in .metadata too."""
+    for place in (path, Path(os.path.realpath(path))):
+        if place.suffix == ".distcp" and (place.parent / DCP_METADATA).exists():
+            why = f"{DCP_METADATA} says where everything in it lies, and would not be true any more."
+            raise ContainerLimitError(f"{path} is a part of a distributed checkpoint.", why=why, fix=_whole(place.parent))
+
+
+def _check_not_indexed(path: Path) -> None:
+    """Raise ContainerLimitError for a shard whose index has its names, when these change."""
+    for place in (path, Path(os.path.realpath(path))):
+        for index in place.parent.glob(f"*{INDEX_SUFFIX}"):
+            if place.name in (indexed_files(index) or ()):
+                why = f"The names in it stand in {index.name} too, and would not be true any more."
+                raise ContainerLimitError(f"{path} is a shard of a model.", why=why, fix=_whole(place.parent))
+
+
+def _whole(folder: Path) -> str:
+    return f"Convert the whole to another place: {printable(f'ckpt convert {shlex.quote(str(folder))} OUT')}"
 
 
 def _lay_out(root: Node, checkpoint: Checkpoint, edits: Edits, report: Converted) -> list[Piece]:
