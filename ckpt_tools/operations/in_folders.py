@@ -20,6 +20,7 @@ from ckpt_tools.formats.base import is_zip
 from ckpt_tools.formats.folders import DCP_METADATA, INDEX_SUFFIX, Layout, layout_of
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.parts.grouping import COMMON, MP_RANK, ShardName, describes_items, shard_name
+from ckpt_tools.io.in_place import marks
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.parsers import load_json
@@ -54,7 +55,7 @@ class FolderContent:
 
     Attributes:
         checkpoints: files, and folders that are one checkpoint, in the order of their paths.
-        others: the other files, likewise.
+        others: the other files, likewise, but for the journals of edits in place.
     """
 
     checkpoints: list[Path] = field(default_factory=list)
@@ -80,11 +81,17 @@ def find_checkpoints(top: Path) -> FolderContent:
         for path in (Path(folder, name) for name in names if name not in parts):
             if path.is_symlink():
                 linked.add(_led_to(path))
-            (found.checkpoints if _is_checkpoint(path) else found.others).append(path)
+            if (is_one := _is_checkpoint(path)) or not _is_journal(path.name):
+                (found.checkpoints if is_one else found.others).append(path)
         linked |= {_led_to(Path(folder, name)) for name in parts if Path(folder, name).is_symlink()}
     found.checkpoints = sorted(path for path in found.checkpoints if path.is_symlink() or str(path.absolute()) not in linked)
     found.others.sort()
     return found
+
+
+def _is_journal(name: str) -> bool:
+    """Whether a file is called as the journal of an edit in place; what is to be said of it is said of the file beside it."""
+    return name.startswith(".") and name.endswith(marks.SUFFIX)
 
 
 def _led_to(link: Path) -> str:

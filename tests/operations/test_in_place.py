@@ -626,6 +626,7 @@ def test_a_shard_is_read_through_its_journal_too(pth: Path, tmp_path: Path) -> N
     with ckpt_tools.open_checkpoint(folder) as checkpoint:
         assert len(checkpoint.tensors) == 14
     assert codes(folder)["half-edited"] == "problem"
+    assert "ckpt-journal" not in CliRunner().invoke(main, ["inspect", str(folder)]).output
     loaded = load_state_dict(folder, unwrap=False)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights().items())
     assert states(folder) == before
