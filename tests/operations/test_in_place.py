@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.io.in_place import journal, marks, rollback
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.temporaries import sync_folder
 from ckpt_tools.torch import load_state_dict, save
 
 
@@ -843,7 +844,7 @@ def test_an_edit_beside_one_under_way(pth: Path) -> None:
 @pytest.mark.parametrize("what", ["journal", "file", "another journal"])
 def test_a_journal_that_goes_before_the_file_changes(pth: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written without a journal in its place: a kill would leave bytes that are not the old ones nor the new."""
-    old, place, real = pth.read_bytes(), marks.journal_path(pth), journal.sync_folder
+    old, place, real = pth.read_bytes(), marks.journal_path(pth), sync_folder
 
     def late(folder: Path) -> None:
         real(folder)
@@ -883,7 +884,7 @@ def test_a_part_of_a_distributed_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "pth"])
-def test_a_shard_beside_its_index(pth: Path, tmp_path: Path, kind: str) -> None:
+def test_a_shard_beside_its_index(pth: Path, tmp_path: Path, kind: Literal["safetensors", "pth"]) -> None:
     """Names in a shard stand in the index too: they stay as they are, and what is in no index changes."""
     folder = tmp_path / "shards"
     ckpt_tools.convert(pth, folder, select="model", shard_size=20_000, format=kind)
@@ -892,6 +893,7 @@ def test_a_shard_beside_its_index(pth: Path, tmp_path: Path, kind: str) -> None:
         with pytest.raises(ContainerLimitError, match=r"\.index\.json too.*\n.*ckpt convert \S*shards OUT"):
             ckpt_tools.edit_in_place(shard, strip_module=True)
         assert shard.read_bytes() == old
-        ckpt_tools.edit_in_place(shard, **({"map_location": "cuda"} if kind == "pth" else {"drop_metadata": "format"}))
+        other: dict[str, Any] = {"map_location": "cuda"} if kind == "pth" else {"drop_metadata": "format"}
+        ckpt_tools.edit_in_place(shard, **other)
         assert shard.read_bytes() != old
     assert len(load_state_dict(folder, unwrap=False)) == 14
