@@ -54,3 +54,10 @@ def tar_of_numbers() -> bytes:
     said = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
     ranges = b"20000000\n" + b"1\n" * 40_000_000
     return gzip.compress(beside_a_checkpoint(member(b"x", said, b"x"), member(b"y", ranges)))
+
+
+@bomb
+def tar_of_several_crowds() -> bytes:
+    """Twenty checkpoints without a tensor, each with as many lists as one file may have: which is the one with tensors?"""
+    crowd = torch_zip(p.pickle(p.list_of(*[p.EMPTY_LIST * 390_000])), {})
+    return gzip.compress(beside_a_checkpoint(*(member(b"%d.pth" % index, crowd) for index in range(20))))

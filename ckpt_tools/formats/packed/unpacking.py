@@ -107,30 +107,40 @@ def _in_tar(source: Source, tar: Source, kind: str, wanted: str, readers: Reader
     found = {wanted: chosen(tar, members, wanted)} if wanted else candidates(tar, members, readers.begins)
     if not found:
         raise none_inside(tar, members)
+    read: dict[str, Decoded] = {}
     if len(found) > 1:
-        found = _with_tensors(found, readers)
+        found = _with_tensors(found, readers, read)
     if len(found) > 1:
         raise several_inside(source.path, list(found))
     name, place = next(iter(found.items()))
-    decoded = _read(place, readers)
+    decoded = read[name] if name in read else _read(place, readers)
     folder = place if isinstance(place, Folder) else Folder(tar, name.rpartition("/")[0], members)
     path = place.path if wanted else source.path
     decoded.packed = Packed(kind, name, source, tar, path, folder)
     return decoded
 
 
-def _with_tensors(found: Mapping[str, Folder | Member], readers: Readers) -> dict[str, Folder | Member]:
-    """Of several, those with tensors, and those that cannot be read; all where that leaves none."""
-    left = {}
+def _with_tensors(
+    found: Mapping[str, Folder | Member], readers: Readers, read: dict[str, Decoded]
+) -> dict[str, Folder | Member]:
+    """Of several, those with tensors, and those that cannot be read; all where that leaves none.
+
+    Each is read once, into `read`, from the one budget of the file; behind two with tensors none is, for then there are several.
+    """
+    left: dict[str, Folder | Member] = {}
     for name, place in found.items():
-        before = limits.budget(place.size).copy()
         try:
-            if readers.tensors(_read(place, readers)):
-                left[name] = place
+            decoded = _read(place, readers) if len(left) < _SEVERAL else None
         except CkptError:
+            decoded = None
+        if decoded is None or readers.tensors(decoded):
             left[name] = place
-        limits.budget(place.size).restore(before)
+        if decoded is not None and name in left:
+            read[name] = decoded
     return left or dict(found)
+
+
+_SEVERAL = 2
 
 
 def _read(place: Folder | Member, readers: Readers) -> Decoded:
