@@ -57,7 +57,6 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
     start = folder + _WEIGHTS
     program = Decoded(
         "torch-export", Dict(), source, unusual=[PROGRAMS["torch-export"][1]], root_folder=folder, records=directory.records,
-        byteorder=torch_zip.read_byteorder(source, records.get(f"{folder}/byteorder")),
         has_checksums=any(record.crc for record in directory.records),
     )  # fmt: skip
     weights = _Weights(program, records, start)
@@ -86,6 +85,7 @@ class _Weights:
         self.storages: dict[str, Storage] = {}
         self.inflated = Inflated(program.source)
         self.unpickled: set[str] = set()
+        self.byteorders: set[str] = set()
 
     def read(self, name: str) -> Dict:
         """The state dict that one model's table describes."""
@@ -110,6 +110,7 @@ class _Weights:
         dtype = DTYPES.get(_SCALAR_TYPES.get(meta["dtype"], ""))
         if dtype is None or meta["layout"] != _STRIDED:
             raise TensorError(f"{name!r} has the unknown dtype {meta['dtype']!r} or layout {meta['layout']!r}.")
+        self._follow("little", name)  # torch.export.load takes the elements as they lie, whatever the record says
         storage = self.storages.get(record.name)
         if storage is None:
             device = meta["device"]["type"] + ("" if meta["device"]["index"] is None else f":{_whole(meta['device']['index'])}")
@@ -133,12 +134,16 @@ class _Weights:
             raise ZipError(f"The record {record.name!r} holds a pickle, and is used for {name!r} and another weight.")
         self.unpickled.add(record.name)
         part = decode_archive(*self.inflated.place(record), record)
-        if part.byteorder != program.byteorder:
-            raise ZipError(
-                f"The bytes of {name!r} are {part.byteorder}-endian, those of the archive {program.byteorder}-endian."
-            )
+        self._follow(part.byteorder, name)
         program.merge(part, record.name)
         return self.keys.renew(part.root)
+
+    def _follow(self, byteorder: str, name: str) -> None:
+        """The file's tensors are of one byte order."""
+        self.byteorders.add(byteorder)
+        self.program.byteorder = byteorder
+        if len(self.byteorders) > 1:
+            raise ZipError(f"The bytes of {name!r} are {byteorder}-endian, those of other weights are not.")
 
 
 def _whole(number: object) -> int:

@@ -161,9 +161,39 @@ def test_a_pickled_weight_in_a_deflated_archive_is_inflated(program: Path, tmp_p
 
 
 def test_a_pickled_weight_of_the_other_byte_order_is_refused(program: Path) -> None:
-    """Its bytes would be read as the archive's are."""
-    with pytest.raises(ZipError, match="'view' are big-endian, those of the archive little-endian"):
+    """Its bytes would be read as those of the others are."""
+    with pytest.raises(ZipError, match="endian, those of other weights are not"):
         ckpt_tools.inspect(edited(program, _pickled(), weight_99=_saved(b"big")))
+
+
+def in_big_endian(path: Path) -> Path:
+    """The file with `big` in its record `byteorder`."""
+    other = path.with_name("big.pt2")
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(other, "w") as copy:
+        for name in archive.namelist():
+            copy.writestr(name, b"big" if name.endswith("/byteorder") else archive.read(name))
+    return other
+
+
+def test_a_program_has_no_byte_order(program: Path) -> None:
+    """torch.export.load takes the elements as they lie, whatever the record `byteorder` says."""
+    path = in_big_endian(program)
+    assert_same(dict(load_state_dict(path)), dict(torch.export.load(path).state_dict), storages=False)
+    assert torch.equal(load_state_dict(path)["view"], torch.arange(12.0).view(3, 4).t())
+
+
+def test_pickled_weights_alone_follow_their_own_byte_order(program: Path) -> None:
+    """torch.export.load hands each to torch.load, which swaps."""
+
+    def alone(rows: dict[str, Any]) -> None:
+        row = rows["view"] | {"use_pickle": True, "path_name": "weight_99"}
+        rows.clear()
+        rows["view"] = row
+
+    path = edited(program, alone, weight_99=_saved(b"big"))
+    expected = torch.load(io.BytesIO(_saved(b"big")))
+    assert not torch.equal(expected, torch.arange(3.0))
+    assert torch.equal(load_state_dict(path)["view"], expected)
 
 
 def test_what_is_odd_about_a_pickled_weight_is_told(program: Path) -> None:
