@@ -2,7 +2,7 @@
 
     since 1.2   ROOT/data.pkl          the module as a pickle: `__torch__` classes whose state is a dict of attributes
                 ROOT/data/KEY          one record a storage
-                ROOT/code/**.py        the classes; `__parameters__` and `__buffers__` say which attributes are which
+                ROOT/code/**.py        the classes: their attributes, and which of them are parameters and buffers
                 ROOT/constants.pkl     constants of the code, their bytes under ROOT/constants/
     1.0, 1.1    ROOT/model.json        modules, parameters and tensors as JSON (protobuf's), bytes under ROOT/tensors/
                 ROOT/attributes.pkl    attributes of other types (1.1)
@@ -19,12 +19,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, TensorError, ZipError
+from ckpt_tools.errors import TWO_FILES, CkptError, TensorError, ZipError
 from ckpt_tools.formats import torch_zip
 from ckpt_tools.formats.base import PROGRAMS, Decoded, Warned, unique
 from ckpt_tools.formats.zip.directory import Directory, Record
+from ckpt_tools.frozen import frozen
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.tree.nodes import (
     Build,
@@ -33,6 +35,7 @@ from ckpt_tools.tree.nodes import (
     Global,
     Node,
     Object,
+    Pair,
     Storage,
     check,
     contiguous_stride,
@@ -43,9 +46,35 @@ _CLASS = re.compile(r"^class (\w++)(\(Module\)|\(\w++\))?:\n", re.MULTILINE)
 _OTHER_HAND = re.compile(  # a class that is written otherwise, a string over several lines
     r"""^[^\S\n]*+class\b(?! \w++(?:\(\w++\))?:\n)|\"{3}|'{3}|\\\n""", re.MULTILINE
 )
-_DECLARED = re.compile(r"  __(parameters|buffers)__ = \[(.*+)\n")
+_LINE = re.compile(  # of those that a class begins with: a list of names; an attribute and its type; anything else
+    r"[ ]{2}(?:__(parameters|buffers)__[ ]=[ ]\[(.*+)"
+    r"""|(?:(\w++)[ ]:|__annotations__\["([^"\\\n]++)"\][ ]=)[ ]([\w., \[\]()]++)"""
+    r"|\w++[ ]:[ ]Final\[[^=\n]++=[ ].*+|__annotations__[ ]=[ ]\[\]|__forward_(?:pre_)?hooks__[ ]=[ ]\[.*+|pass)\n"
+)
+_NO_METHOD = re.compile(r"^(?!    |  def \w++\(|\n|\Z)|\A    ", re.MULTILINE)  # a line that is neither one nor inside one
+_OUTSIDE = re.compile(r"^\S++", re.MULTILINE)
 _QUOTED = re.compile(r'"([^"\\]*+(?:\\.[^"\\]*+)*+)(?:"|\\?\Z)')  # one that does not end goes up to the end of the line
-_Declared = Mapping[str, tuple[frozenset[str], frozenset[str]] | None]  # None: not a module
+_MODULE, _INTERFACE = "(Module)", "(ModuleInterface)"
+
+
+@frozen
+class _Class:
+    """What the code says of a class.
+
+    Attributes:
+        kind: "(Module)", or what else stands behind its name.
+        types: of its attributes, by name, in their order. parameters, buffers: the names of some of them.
+        computes: whether its code makes the attributes of an object, from what was saved of it.
+    """
+
+    kind: str
+    types: Mapping[str, str]
+    parameters: frozenset[str]
+    buffers: frozenset[str]
+    computes: bool
+
+
+_Declared = Mapping[str, _Class]
 
 
 def sniff(names: set[str], folder: str) -> bool:
@@ -65,10 +94,7 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
     elif f"{folder}/data.pkl" in records:
         decoded = torch_zip.decode(source, directory, folder)
         decoded.byteorder = "little"  # torch.jit.load takes the elements as they lie, whatever the record says
-        declared = _declared(source, records, folder)
-        for node in list(reachable(decoded.root)):
-            if type(node) is Object and (names := _names_of(node, declared)) is not None:
-                _as_module(node, *names, declared)
+        decoded.warnings += _as_modules(decoded.root, _declared(source, records, folder))
     else:
         raise ZipError("The TorchScript program has no data.pkl.", why="Its modules and parameters would be in there.")
     decoded.container = "torchscript"
@@ -92,12 +118,12 @@ def _program(records: Mapping[str, Record], folder: str) -> Warned:
 
 
 def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _Declared:
-    """For each class in the code that is a module's, the names of its parameters and of its buffers.
+    """What the code says of each class in it.
 
     torch reads more than it writes: other spaces, comments, long strings. Only what it writes is read here; other code could
-    hide a class, or show one that is only text.
+    hide a class or an attribute, or show one that is only text.
     """
-    found: dict[str, tuple[frozenset[str], frozenset[str]] | None] = {}
+    found: dict[str, _Class] = {}
     budget = limits.budget(source.size)
     for name, record in records.items():
         if not name.startswith(f"{folder}/code/") or not name.endswith(".py"):
@@ -105,58 +131,105 @@ def _declared(source: Source, records: Mapping[str, Record], folder: str) -> _De
         budget.take(limits.TEXT_BYTES, record.size, "The program's code is longer than that of any model.")
         text = torch_zip.read_record(source, record, check=False).decode("utf-8", "replace")
         module = name.removeprefix(f"{folder}/code/").removesuffix(".py").replace("/", ".")
-        lines = text.count("__parameters__") + text.count("__buffers__")
-        for match in _CLASS.finditer(text):
-            lists = _names_behind(text, match.end(), budget)
-            lines -= len(lists)
-            lines += f"{module}.{match[1]}" in found  # a second one of this name
-            names = (frozenset(lists.get("parameters", ())), frozenset(lists.get("buffers", ())))
-            found[f"{module}.{match[1]}"] = names if match[2] == "(Module)" else None
-        if lines or _OTHER_HAND.search(text) is not None:
+        odd = _OTHER_HAND.search(text) is not None
+        for match in () if odd else _CLASS.finditer(text):
+            kind = _class(text, match, budget)
+            odd |= kind is None or f"{module}.{match[1]}" in found
+            found[f"{module}.{match[1]}"] = kind or _NO_CLASS
+        if odd:
             raise ZipError(f"{name!r} is not written as torch writes a program's code.", why=_OTHER_CODE)
     return found
 
 
-def _names_behind(text: str, at: int, budget: limits.Budget) -> dict[str, list[str]]:
-    """The lists of names that a class begins with, each on a line of its own."""
-    lists: dict[str, list[str]] = {}
-    budget.make(1, _TOO_MANY)
-    while (line := _DECLARED.match(text, at)) is not None and line[2].endswith("]") and line[1] not in lists:
-        budget.make(line[2].count('"') // 2, _TOO_MANY)
-        lists[line[1]] = _QUOTED.findall(line[2])
-        at = line.end()
-    return lists
-
-
+_NO_CLASS = _Class("", {}, frozenset(), frozenset(), computes=False)
 _OTHER_CODE = "It says which attributes are parameters and buffers; only the form that `torch.jit.save` gives it is read."
 
 
-def _names_of(node: Object, declared: _Declared) -> tuple[frozenset[str], frozenset[str]] | None:
-    """The parameters and buffers of a module; None for another object."""
-    name = str(node.function) if type(node.function) is Global else ""
+def _class(text: str, start: re.Match[str], budget: limits.Budget) -> _Class | None:
+    """What is said of a class that starts here; None where it is not written as torch writes it."""
+    after = _OUTSIDE.search(text, start.end())
+    end = after.start() if after else len(text)
+    lists: dict[str, list[str]] = {}
+    types: dict[str, str] = {}
+    at, kind = start.end(), start[2] or ""
+    budget.make(1, _TOO_MANY)
+    while (line := _LINE.match(text, at, end)) is not None:
+        at, name = line.end(), line[3] or line[4]
+        if line[1] in lists or name in types or not (line[2] or "]").endswith("]"):
+            return None
+        budget.make((line[2] or "").count('"') // 2 + bool(name), _TOO_MANY)
+        if name:
+            types[name] = line[5]
+        elif line[1]:
+            lists[line[1]] = _QUOTED.findall(line[2])
+    if kind in ("", _MODULE) and (_NO_METHOD.search(text[at:end]) or (after and after[0] not in ("class", "def"))):
+        return None
+    parameters, buffers = (frozenset(lists.get(which, ())) for which in ("parameters", "buffers"))
+    computes = all(f"\n  def {name}(" in text[at - 1 : end] for name in ("__getstate__", "__setstate__"))
+    return _Class(kind, types, parameters, buffers, computes)
+
+
+def _class_of(node: Node, declared: _Declared) -> _Class:
+    """What the code says of an object's class; one without a kind for anything else."""
+    name = str(node.function) if type(node) is Object and type(node.function) is Global else ""
     if name.startswith("__torch__.") and not name.startswith("__torch__.torch.classes.") and name not in declared:
         raise ZipError(f"The class {name!r} is not in the program's code.", why=_OTHER_CODE)
-    return declared.get(name)
+    return declared.get(name, _NO_CLASS)
 
 
 _TOO_MANY = "The program declares more than a model of its size can hold."
 
 
-def _as_module(node: Object, parameters: frozenset[str], buffers: frozenset[str], declared: _Declared) -> None:
-    """Sort the attributes of a program's module into the tables of an nn.Module, in their order."""
-    state = node.state
-    if type(state) is not Dict:
-        return
-    tables: dict[str, list[tuple[Node, Node]]] = {"_parameters": [], "_buffers": [], "_modules": []}
-    others = []
-    for name, value in state.items:
-        if name in parameters or name in buffers:
-            tables["_parameters" if name in parameters else "_buffers"].append((name, value))
-        elif type(value) is Object and _names_of(value, declared) is not None:
-            tables["_modules"].append((name, value))
+def _as_modules(root: Node, declared: _Declared) -> list[Warned]:
+    """Make modules of a program's objects, but of those that come to be by code: of these it is said."""
+    computed: dict[str, None] = {}
+    for node in list(reachable(root)):
+        if type(node) is not Object:
+            continue
+        kind = _class_of(node, declared)
+        if kind.computes:
+            computed[node.name] = None
+            node.steps[:] = [_tables([], [], [], [("<saved>", node.state)])]  # nothing that a state dict would hold
+        elif kind.kind == _MODULE:
+            _as_module(node, kind, declared)
+    if not computed:
+        return []
+    found = f"the code of {some(list(computed))} makes its tensors when it is loaded; shown is what it makes them from"
+    fix = "torch.jit.load runs that code: where you trust the file, save the state dict of what it returns."
+    return [Warned("computed-tensors", found, "modules whose state is their attributes", fix=fix)]
+
+
+def _as_module(node: Object, kind: _Class, declared: _Declared) -> None:
+    """Sort the attributes of a program's module into the tables of an nn.Module, in the order of the code."""
+    state, types = node.state, kind.types
+    if type(state) is not Dict or len(node.steps) != 1:
+        raise ZipError(f"A module of the class {node.name!r} has no state, or not a dict of its attributes.", why=TWO_FILES)
+    values = dict(state.items)
+    for name in (*values, *types):
+        if name not in values or name not in types:
+            which = "state, and not in its code" if name in values else "code, and not in its state"
+            raise ZipError(f"{node.name!r} has the attribute {str(name)[:100]!r} in its {which}.", why=TWO_FILES)
+    parameters: list[Pair] = []
+    buffers: list[Pair] = []
+    modules: list[Pair] = []
+    others: list[Pair] = []
+    for name, said in types.items():
+        value = values[name]
+        is_module = _class_of(value, declared).kind == _MODULE
+        if is_module and declared.get(said, _NO_CLASS).kind not in (_MODULE, _INTERFACE):
+            raise ZipError(f"{node.name!r} has a module for {name!r}, which is {said!r} in its code.", why=TWO_FILES)
+        if name in kind.parameters:
+            parameters.append((name, value))
+        elif name in kind.buffers and said == "Tensor":  # torch passes over those that are optional
+            buffers.append((name, value))
         else:
-            others.append((name, value))
-    node.steps[:] = [Build(Dict([*((table, Dict(pairs)) for table, pairs in tables.items()), *others]))]
+            (modules if is_module else others).append((name, value))
+    node.steps[:] = [_tables(parameters, buffers, modules, others)]
+
+
+def _tables(parameters: list[Pair], buffers: list[Pair], modules: list[Pair], others: list[Pair]) -> Build:
+    """The state of an nn.Module."""
+    return Build(Dict([("_parameters", Dict(parameters)), ("_buffers", Dict(buffers)), ("_modules", Dict(modules)), *others]))
 
 
 # --- 1.0 and 1.1

@@ -45,8 +45,8 @@ CODES = frozenset((
     "dangerous", "unexamined",
     # oddities of the containers
     "trailing-bytes", "trailing-pickle-bytes", "repeated-key", "odd-format-version", "odd-storage-alignment", "odd-version",
-    "other-members", "several-archives", "torchscript-program", "exported-program", "embedded-source", "null-metadata",
-    "extra-field", "not-utf-8", "stored-types", "left-out", "unread-member",
+    "other-members", "several-archives", "torchscript-program", "exported-program", "computed-tensors", "embedded-source",
+    "null-metadata", "extra-field", "not-utf-8", "stored-types", "left-out", "unread-member",
     "half-edited", "stray-journal", "cut-archive", "distributed-tensors", "no-index",
     "beside-the-weights", "stacked-layers", "adapter",
 ))  # fmt: skip

@@ -11,7 +11,7 @@ import tempfile
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -140,6 +140,14 @@ def test_a_traced_program(tmp_path: Path) -> None:
         (b'__buffers__ = ["', b'__buffers__ = ["""'),
         (b"class ", b"class BatchNorm2d(Module):\n  training : bool\nclass "),
         (b"class ", b"class  BatchNorm2d(Module):\n  training : bool\nclass "),
+        (b"  weight : Tensor", b"  weight: Tensor"),
+        (b"  weight : Tensor\n", b"  weight : Tensor\n  weight : Tensor\n"),
+        (b"  weight : Tensor", b"  # none\n  weight : Tensor"),
+        (b"  weight : Tensor\n", b""),
+        (b"  weight : Tensor\n", b"  weight : Tensor\n  more : Tensor\n"),
+        (b"  def forward", b"  # none\n  def forward"),
+        (b"  def forward", b"  def  forward"),
+        (b"  def forward", b"    def forward"),
     ],
 )
 def test_code_in_another_hand_is_refused(tmp_path: Path, old: bytes, new: bytes) -> None:
@@ -150,8 +158,85 @@ def test_code_in_another_hand_is_refused(tmp_path: Path, old: bytes, new: bytes)
         for name in archive.namelist():
             content = archive.read(name)
             edited.writestr(name, content.replace(old, new) if name.endswith("batchnorm.py") else content)
-    with pytest.raises(ZipError, match=r"not written as torch writes|is not in the program's code"):
+    with pytest.raises(ZipError, match=r"not written as torch writes|is not in the program's code|not in its"):
         open_checkpoint(other)
+
+
+class Optionals(nn.Module):
+    """A buffer that may be absent, which torch.jit.load leaves out of the state dict, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = "(\n"
+        self.register_buffer("mean", torch.ones(2))
+        self.layers = nn.Sequential(nn.Linear(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+Optionals.__annotations__ |= {"mean": torch.Tensor | None, "text": Final[str]}  # torch.jit reads no text here
+
+
+def test_an_optional_buffer_is_no_part_of_the_state_dict(tmp_path: Path) -> None:
+    """Its type is Optional[Tensor], and torch takes those that are tensors."""
+    path = program(tmp_path / "net.pt", Optionals())
+    expected = jit_state_dict(path)
+    assert list(expected) == ["layers.0.weight", "layers.0.bias"]
+    assert [row["name"] for row in ckpt_tools.inspect(path).tensors] == [*expected, None]
+
+
+class Computed(nn.Module):
+    """What is saved of it is half of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.arange(6.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+    @torch.jit.export
+    def __getstate__(self):  # type: ignore[no-untyped-def]
+        return {"weight": self.weight / 2}
+
+    @torch.jit.export
+    def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
+        self.weight = state["weight"] * 2
+        self.training = True
+
+
+def test_what_code_computes_is_not_shown_as_saved(tmp_path: Path) -> None:
+    """A module with `__setstate__` beside a plain one: it stays an object, which is said, and no state dict is made of it."""
+    path = program(tmp_path / "net.pt", nn.Sequential(nn.Linear(6, 6), Computed()))
+    assert jit_state_dict(path)["1.weight"].tolist() == [0, 1, 2, 3, 4, 5]
+    found = ckpt_tools.inspect(path)
+    assert [row["name"] for row in found.tensors] == ["0.weight", "0.bias", None]
+    assert "<saved>" in found.tensors[-1]["where"]
+    assert "Computed' makes its tensors" in next(row.found for row in found.findings if row.code == "computed-tensors")
+    with pytest.raises(ObjectsError, match="would be lost"):
+        ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
+
+
+class SetAlone(nn.Module):
+    """Without `__getstate__` torch saves and loads the attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.arange(6.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+    @torch.jit.export
+    def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
+        self.weight = state["weight"] * 2
+
+
+def test_setstate_alone_computes_nothing(tmp_path: Path) -> None:
+    """torch asks for both methods."""
+    path = program(tmp_path / "net.pt", SetAlone())
+    assert_programs_state_dict(path, jit_state_dict(path), tmp_path)
 
 
 def test_a_program_under_data_parallel_is_stripped(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import tarfile
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -21,8 +23,10 @@ from tests.hostile.pickles import (
     integer,
     list_of,
     pickle,
+    storage,
     tensor,
     text,
+    tuple_of,
 )
 from tests.hostile.refusals import expect_refused, write
 from tests.hostile.zips import (
@@ -299,6 +303,97 @@ def test_records_that_torch_computes_to_be_elsewhere(tmp_path: Path) -> None:
         assert torch.load(good, mmap=True)["b.w"].tolist() == [0] * 7
     assert "odd-storage-alignment" in [row.code for row in ckpt_tools.inspect(path).findings]
     assert ckpt_tools.inspect(good).findings == []
+
+
+class Small(torch.nn.Module):
+    """A buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.arange(6.0).reshape(2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+SETSTATE = b"""\
+  def __setstate__(self: SELF,
+    state: Dict[str, Tensor]) -> NoneType:
+    self.w = torch.mul(state["w"], 100)
+    self.training = True
+    return None
+  def __getstate__(self: SELF) -> Dict[str, Tensor]:
+    return {"w": self.w}
+"""
+NEW = b"NEW)\x81"  # an object of the class, in a pickle
+
+
+def scripted(tmp_path: Path, *, code: tuple[bytes, bytes] = (b"", b""), more: bytes = b"", state: bytes | None = None) -> Path:
+    """The program of a module with its code changed, or with another state."""
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(Small()), buffer)
+    rows = records(buffer.getvalue())
+    data = next(row for row in rows if row.name.endswith(b"/data.pkl"))
+    found = re.search(rb"c(__torch__\S*)\n(\w+)\n", data.data)
+    assert found is not None
+    if state is not None:
+        data.data = pickle(NEW, state, b"b").replace(b"NEW", found[0])
+    for row in rows:
+        if row.name.endswith(b"polyglots.py"):
+            row.data = row.data.replace(*code) + more.replace(b"SELF", found[1] + b"." + found[2])
+    return write(tmp_path, build(rows), "bad.pt")
+
+
+def jit_loaded(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict that torch.jit.load gives."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state: dict[str, torch.Tensor] = torch.jit.load(path).state_dict()
+    return state
+
+
+SHORT = storage(numel=b"K\6")  # torch.jit reads no other whole numbers of one byte
+W, V = (tensor(tuple_of(*shape), tuple_of(*shape[1:], b"K\1"), on=SHORT) for shape in ((b"K\2", b"K\3"), (b"K\3",)))
+FLAGS = {"training": b"\x88", "_is_full_backward_hook": b"N"}
+
+
+def test_a_state_that_code_computes_from(tmp_path: Path) -> None:
+    """A dict like a plain module's under a class that makes its own of it: it is not shown as the module's."""
+    path = scripted(tmp_path, more=SETSTATE, state=dict_of(w=W))
+    assert jit_loaded(path)["w"].flatten().tolist()[-1] == 500
+    found = ckpt_tools.inspect(path)
+    assert [row["name"] for row in found.tensors] == [None]
+    assert "computed-tensors" in [row.code for row in found.findings]
+
+
+def test_attributes_that_the_code_does_not_declare(tmp_path: Path) -> None:
+    """torch.jit.load passes over them, and over the names of buffers that are no attributes."""
+    path = scripted(tmp_path, state=dict_of(w=W, evil=W, **FLAGS))
+    assert list(jit_loaded(path)) == ["w"]
+    expect_refused(path, ZipError, "has the attribute 'evil' in its state, and not in its code")
+    path = scripted(tmp_path, code=(b"  w : Tensor\n", b""))
+    assert list(jit_loaded(path)) == []
+    expect_refused(path, ZipError, "has the attribute 'w' in its state, and not in its code")
+    expect_refused(scripted(tmp_path, state=dict_of(**FLAGS)), ZipError, "'w' in its code, and not in its state")
+
+
+def test_attributes_in_another_order(tmp_path: Path) -> None:
+    """The order of the code is the one that counts."""
+    path = scripted(
+        tmp_path,
+        code=(b"  w : Tensor\n", b"  v : Tensor\n  w : Tensor\n"),
+        state=dict_of(w=W, v=V, **FLAGS),
+    )
+    assert [row["name"] for row in ckpt_tools.inspect(path).tensors if row["name"]] == list(jit_loaded(path))
+
+
+def test_a_module_that_is_declared_as_something_else(tmp_path: Path) -> None:
+    """torch.jit.load goes by the type in the code."""
+    inner = NEW + dict_of(w=W, **FLAGS) + b"b"
+    path = scripted(tmp_path, code=(b"  training", b"  sub : Any\n  training"), state=dict_of(w=W, sub=inner, **FLAGS))
+    expect_refused(path, ZipError, "has a module for 'sub', which is 'Any' in its code")
 
 
 def exported(tmp_path: Path) -> list[Rec]:
