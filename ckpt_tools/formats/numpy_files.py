@@ -22,10 +22,12 @@ from typing import TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.errors import (
+    TWO_FILES,
     DamagedFileError,
     PickleError,
     TensorError,
     UnsupportedContainerError,
+    ZipError,
 )
 from ckpt_tools.formats.base import (
     Decoded,
@@ -113,20 +115,31 @@ def decode_npz(source: Source, directory: Directory) -> Decoded:
 
     Raises:
         DamagedFileError: it breaks a promise of the format. UnsupportedContainerError: elements that torch has not.
+        ZipError: numpy.load finds another array under a name.
     """
     arrays = Arrays(source)
     items: list[tuple[Node, Node]] = []
+    names = {record.name for record in directory.records}
     for record in directory.records:
         name = record.name.removesuffix(".npy")
+        if name in names:
+            raise ZipError(f"Two arrays may be called {name!r}: the records {name!r} and {record.name!r}.", why=TWO_FILES)
+        if not (name.isascii() or record.flags & _UTF_8):
+            raise ZipError(f"The zip record {record.name!r} does not say that its name is UTF-8.", why=_OTHER_NAME)
         header = parse_header(record_head(source, record, _MAX_HEADER + 12), name)
         node = arrays.node(header, record_content(source, record), _part(source, record, header), f"the array {name!r}")
         if arrays.left:
             raise TensorError(f"The array {name!r} has {arrays.left} bytes more than its shape.")
         items.append((name, node))
+    items += [(name, b"") for name in dict.fromkeys(directory.folders)]  # as numpy.load gives them
     decoded = arrays.decoded("npz", Dict(items), source)
     decoded.warnings += trailing(directory.trailing, "the archive")
     decoded.records = directory.records
     return decoded
+
+
+_UTF_8 = 1 << 11  # of a record's flags
+_OTHER_NAME = "numpy.load would read it as cp437, which gives another name."
 
 
 def _part(source: Source, record: Record, header: Header) -> Part:

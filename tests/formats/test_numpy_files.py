@@ -21,6 +21,7 @@ from ckpt_tools.errors import (
     PickleError,
     TensorError,
     UnsupportedContainerError,
+    ZipError,
 )
 from tests.formats.test_oracle import described
 from tests.hostile.pickles import call, text
@@ -245,3 +246,39 @@ def test_objects_as_old_numpy_wrote_them(tmp_path: Path) -> None:
     (tmp_path / "old.npy").write_bytes(data)
     assert np.load(tmp_path / "old.npy", allow_pickle=True)[()]["w"].tolist() == [1, 1, 1]
     assert [row["where"] for row in ckpt_tools.inspect(tmp_path / "old.npy").tensors] == [["w"]]
+
+
+# --- names
+
+
+def test_a_name_of_two_arrays(tmp_path: Path) -> None:
+    """numpy.load looks for the record before it looks for NAME.npy."""
+    path = tmp_path / "two.npz"
+    two: Any = {"a": np.ones(2), "a.npy": np.zeros(1)}
+    np.savez(path, **two)
+    assert np.load(path)["a.npy"].shape == (2,)
+    expect_refused(path, ZipError, "Two arrays may be called 'a.npy'", "Two programs would read two files")
+    two.pop("a")
+    np.savez(path, **two)
+    assert [row["where"] for row in described(path)["tensors"]] == [["a.npy"]]
+
+
+def test_a_name_that_may_be_cp437(tmp_path: Path) -> None:
+    """Without the flag for UTF-8 Python's zipfile reads another name than torch would."""
+    np.savez(tmp_path / "good.npz", é=np.ones(2))
+    assert [row["where"] for row in described(tmp_path / "good.npz")["tensors"]] == [["é"]]
+    path = write(tmp_path, build([Rec("é.npy".encode(), npy(np.ones(2)), flags=0)]), "bad.npz")
+    assert np.load(path).files == ["├⌐"]
+    expect_refused(path, ZipError, "'é.npy' does not say that its name is UTF-8", "cp437")
+
+
+@pytest.mark.parametrize("target", ["out.pth", "out.safetensors"])
+def test_folders_among_arrays(target: str, tmp_path: Path) -> None:
+    """Packed again by a zip tool, a .npz with paths for names has folders: numpy.load gives them as no bytes, and so do we."""
+    path = write(tmp_path, build([Rec(b"d/"), Rec(b"d/a.npy", npy(np.ones(2))), Rec(b"d/")]), "in.npz")
+    loaded = np.load(path)
+    found = ckpt_tools.inspect(path)
+    assert {*found.values, *(row["where"][0] for row in found.tensors)} == {*loaded.files}
+    assert (loaded["d/"], found.values["d/"]) == (b"", "0 bytes")
+    ckpt_tools.convert(path, tmp_path / target)
+    assert [row["where"] for row in ckpt_tools.inspect(tmp_path / target).tensors] == [["d/a"]]

@@ -7,7 +7,7 @@ Python's zipfile is not an alternative: the last duplicate wins there, CRC 0 is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools import limits
@@ -79,11 +79,15 @@ class RecordRange(Range):
 
 @frozen
 class Directory:
-    """The records in file order, where the central directory starts, and how many bytes come after the end record."""
+    """The records in file order, where the central directory starts, and how many bytes come after the end record.
+
+    `folders` are the names of entries that are folders, which torch passes over.
+    """
 
     records: list[Record]
     start: int
     trailing: int
+    folders: Sequence[str] = ()
 
 
 class MissingDirectoryError(ZipError):
@@ -120,12 +124,12 @@ def _read_directory(source: Source) -> Directory:
         raise ZipError("The zip is one part of several.", why="torch writes single archives.")
     limits.RECORDS.check(count, f"The zip directory lists {count} records.")
     _check_place(start, size, directory_end)
-    records = _read_central(source, source.read(start, size), count, start)
+    records, folders = _read_central(source, source.read(start, size), count, start)
     _check_names(records)
     inflated = sum(record.size for record in records if record.deflated)
     what = f"The file's deflated records come to {inflated} bytes, and the file has {source.size}."
     limits.budget(source.size).take(limits.INFLATED, inflated, what)
-    return Directory(_in_file_order(records, start), start, trailing)
+    return Directory(_in_file_order(records, start), start, trailing, folders)
 
 
 def has_end(source: Source) -> bool:
@@ -213,8 +217,11 @@ def _text_mode(source: Source) -> ZipError | None:
     )
 
 
-def _read_central(source: Source, data: bytes, count: int, start: int) -> list[Record]:
-    records, at = [], 0
+def _read_central(source: Source, data: bytes, count: int, start: int) -> tuple[list[Record], list[str]]:
+    """The records, and the names of the folders."""
+    records: list[Record] = []
+    folders: list[str] = []
+    at = 0
     if source.fd < 0:
         source.prefetch(list(_local_headers(data)))
     headers = _Headers(source, start)
@@ -224,11 +231,13 @@ def _read_central(source: Source, data: bytes, count: int, start: int) -> list[R
                 f"The zip directory is damaged at offset {start + at}.", why="There is no entry where one is counted."
             )
         record, at = _read_entry(headers, data, at)
-        if record is not None:
+        if type(record) is Record:
             records.append(record)
+        else:
+            folders.append(str(record))
     if at != len(data):
         raise ZipError(f"The zip directory lists more than the {count} records that the end record counts.")
-    return records
+    return records, folders
 
 
 class _Headers:
@@ -269,8 +278,8 @@ def _local_headers(data: bytes) -> Iterator[tuple[int, int]]:
         at = extra_end + entry.comment_length
 
 
-def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | None, int]:
-    """One entry of the central directory, with its local header checked; None for an empty folder entry."""
+def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | str, int]:
+    """One entry of the central directory, with its local header checked; the name alone of an empty folder."""
     fields = CENTRAL.unpack_from(data, at)
     _, _, _, flags, method, _, _, crc, compressed, size, name_length, extra_length, comment, disk, _, attributes, header = (
         fields
@@ -291,7 +300,7 @@ def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | None,
             raise ZipError(f"The zip record {name!r} is marked as a folder and has data.")
         if not name.endswith("/"):  # a name like any other to torch, which finds it, and empty
             raise ZipError(f"The zip record {name!r} is marked as a folder and not named as one.", why=TWO_FILES)
-        return None, following
+        return name, following
     if flags & _ODD_FLAGS or method or size != compressed:
         _check_kind(name, flags, method, size, compressed)
     start = _check_local(headers, raw_name, name, flags, method, header, (crc, compressed, size))
