@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 
 import ckpt_tools
 from ckpt_tools.errors import AmbiguousFileError, ZipError
+from ckpt_tools.torch import load_state_dict
 from tests.hostile.calls import COMMAND, SYSTEM
 from tests.hostile.pickles import (
     REDUCE,
@@ -229,6 +230,34 @@ def test_byteorder_in_capitals_is_torchs(tmp_path: Path) -> None:
     rows = records(saved({"a.w": torch.ones(2)}))
     swapped = [Rec(b"archive/BYTEORDER", b"big") if row.name == b"archive/byteorder" else row for row in rows]
     assert torch.load(write(tmp_path, build(swapped)))["a.w"][0] != 1
+
+
+def under(root: bytes, *more: bytes) -> bytes:
+    """A checkpoint that says it is big-endian, under another root, with more records."""
+    rows = records(saved({"a.w": torch.ones(2)}))
+    for row in rows:
+        row.data = b"big" if row.name.endswith(b"/byteorder") else row.data
+        row.name = root + row.name.removeprefix(b"archive")
+    return build([*rows, *(Rec(root + b"/" + name) for name in more)])
+
+
+@pytest.mark.parametrize(("root", "name"), [(498, b"constants.pkl"), (497, b"constants.pklXX"), (505, b"data/1"), (503, b"")])
+def test_names_that_torch_cuts(root: int, name: bytes, tmp_path: Path) -> None:
+    """torch tells a program by a list of names that are cut after 511 bytes."""
+    path = write(tmp_path, under(b"r" * root, *([name] if name else [])))
+    if root == 498:
+        assert torch.load(path)["a.w"][0] != 1
+    elif name == b"constants.pklXX":
+        with pytest.raises(UserWarning, match="looks like a TorchScript archive"):
+            torch.load(path)
+    expect_refused(path, ZipError, "names of more than 511 bytes")
+
+
+def test_the_longest_names(tmp_path: Path) -> None:
+    """Up to there torch reads them whole."""
+    root = b"r" * (511 - len(b"/.data/serialization_id"))
+    path = write(tmp_path, under(root))
+    assert torch.equal(load_state_dict(path)["a.w"], torch.load(path)["a.w"])
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -14,6 +14,7 @@ from ckpt_tools.text import some
 
 _PICKLE, _CONSTANTS, _EXPORTED = "data.pkl", "constants.pkl", "archive_format"  # what load, jit.load and export.load go by
 _OTHERS = ("model.json", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment")
+_LONGEST = 511  # bytes of a name that torch reads where it lists the records, and cuts the rest
 _LOOKED_UP = frozenset((_PICKLE, _CONSTANTS, _EXPORTED, *_OTHERS))
 
 
@@ -40,6 +41,8 @@ def refuse_two_readings(records: Sequence[Record]) -> None:
     if single_folder(records) is None:
         roots = _roots(records)
         raise ZipError(f"The zip has {len(roots)} root folders ({some(roots)}); torch writes one.", why=TWO_FILES)
+    if any(len(record.name.encode()) > _LONGEST for record in records):
+        raise ZipError(f"The zip has record names of more than {_LONGEST} bytes: torch cuts them where it lists them.")
     for name in below:
         if name not in _LOOKED_UP and name.lower() in _LOOKED_UP:
             raise ZipError(f"The zip record {name!r} is not written as torch writes it; torch takes it for {name.lower()!r}.")
