@@ -86,10 +86,12 @@ class _Weights:
         self.inflated = Inflated(program.source)
         self.unpickled: set[str] = set()
         self.byteorders: set[str] = set()
+        self.grads: dict[str, bool] = {}
 
     def read(self, name: str) -> Dict:
         """The state dict that one model's table describes."""
         record = self.records[name]
+        self.grads = {}
         torch_zip.check_text(self.program.source, record)
         data = torch_zip.read_record(self.program.source, record, check=self.program.has_checksums)
         try:
@@ -104,7 +106,7 @@ class _Weights:
         record = self.records.get(self.start + str(row["path_name"]))
         if record is None:
             raise ZipError(f"The bytes of {name!r} are not in the file.", why=f"Its record would be {row['path_name']!r}.")
-        if row["use_pickle"]:
+        if _truth(row["use_pickle"]):
             return self._unpickled(name, record)
         meta = row["tensor_meta"]
         dtype = DTYPES.get(_SCALAR_TYPES.get(meta["dtype"], ""))
@@ -119,10 +121,11 @@ class _Weights:
         if storage.dtype is not dtype or storage.nbytes % dtype.itemsize:
             raise TensorError(f"The bytes of {name!r} are used with two types, or are not a whole number of elements.")
         shape, stride = ([_whole(size["as_int"]) for size in meta[field]] for field in ("sizes", "strides"))
-        parameter = row["is_param"] is True
+        parameter, grad = _truth(row["is_param"]), _truth(meta["requires_grad"])
+        base_grad = self.grads.setdefault(record.name, grad)  # a buffer has what the model's first row on its record says
         entry = Entry(
             storage, dtype, tuple(shape), tuple(stride), _whole(meta["storage_offset"]["as_int"]),
-            parameter and meta["requires_grad"] is True, "parameter" if parameter else "tensor",
+            grad if parameter else base_grad, "parameter" if parameter else "tensor",
         )  # fmt: skip
         check(entry, repr(name))
         return entry
@@ -144,6 +147,12 @@ class _Weights:
         self.program.byteorder = byteorder
         if len(self.byteorders) > 1:
             raise ZipError(f"The bytes of {name!r} are {byteorder}-endian, those of other weights are not.")
+
+
+def _truth(value: object) -> bool:
+    if type(value) is not bool:
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
 
 
 def _whole(number: object) -> int:

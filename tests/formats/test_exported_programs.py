@@ -150,6 +150,23 @@ def _saved(byteorder: bytes = b"little") -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_buffer_on_the_record_of_a_parameter(program: Path, first: bool) -> None:
+    """torch.export.load makes it require gradients where the first row on the record does."""
+
+    def share(rows: dict[str, Any]) -> None:
+        buffer = {**rows["first.weight"], "is_param": False}
+        others = dict(rows)
+        rows.clear()
+        rows.update({"buffer": buffer, **others} if first else {**others, "buffer": buffer})
+        rows["second.weight" if first else "buffer"]["tensor_meta"] = buffer["tensor_meta"] | {"requires_grad": False}
+
+    path = edited(program, share)
+    expected = {name: tensor.requires_grad for name, tensor in torch.export.load(path).state_dict.items()}
+    assert expected["buffer"]
+    assert {row["name"]: row["requires_grad"] for row in ckpt_tools.inspect(path).tensors} == expected
+
+
 def test_a_pickled_weight_in_a_deflated_archive_is_inflated(program: Path, tmp_path: Path) -> None:
     """Packed again by a zip tool, it reads as before."""
     path = edited(program, _pickled(), weight_99=_saved())
@@ -222,6 +239,10 @@ def _meta(name: str, **change: Any) -> Callable[[dict[str, Any]], object]:
     (lambda rows: rows["view"].update(use_pickle=True), CkptError, "zip"),
     (lambda rows: rows["view"].pop("path_name"), ZipError, "is malformed"),
     (lambda rows: rows.update(more=7), ZipError, "is malformed"),
+    (lambda rows: rows["view"].update(is_param=1), ZipError, "1 is neither true nor false"),
+    (lambda rows: rows["view"].update(is_param="x"), ZipError, "neither true nor false"),
+    (lambda rows: rows["view"].update(use_pickle=0), ZipError, "neither true nor false"),
+    (_meta("view", requires_grad=None), ZipError, "neither true nor false"),
     (_meta("view", dtype=99), TensorError, "unknown dtype 99"),
     (_meta("view", layout=1), TensorError, "layout 1"),
     (_meta("view", sizes=[{"as_int": 4}, {"as_int": 300}]), TensorError, "reaches outside its storage"),
