@@ -72,7 +72,7 @@ def _findings(facts: Facts) -> Iterator[Finding]:
     """Each finding, and last the command that mends several at once."""
     sources = (
         _alone, _adapters, _wrappers, _wrapped_parts, _prefixes, _devices,
-        _big_endian, _oversized, _dead_bytes, _loading, _warnings,
+        _big_endian, _oversized, _dead_bytes, _loading, _warnings, _tied_names,
     )  # fmt: skip
     options: dict[str, None] = {}
     for finding, option in chain.from_iterable(source(facts) for source in sources):
@@ -187,6 +187,19 @@ def _loading(facts: Facts) -> Iterator[_Advised]:
     if loads.is_refused:
         found = f"torch.load(weights_only=True) refuses it: {listed(loads.refused or loads.reasons)}"
         yield Finding("weights-only-refused", "warning", [], found, "plain data and tensors only", facts.fix(_PLAIN)), _PLAIN
+
+
+def _tied_names(facts: Facts) -> Iterator[_Advised]:
+    """Names that a safetensors file has in its metadata alone."""
+    metadata = facts.checkpoint.decoded.metadata
+    if facts.checkpoint.container != "safetensors" or not metadata:
+        return
+
+    from ckpt_tools.formats.safetensors import aliases_in
+
+    if count := len(aliases_in(metadata)):
+        names = "1 tied name stands" if count == 1 else f"{count} tied names stand"
+        yield Finding("tied-names", "info", [], f"{names} in the metadata only; safetensors itself does not return them"), ""
 
 
 def _warnings(facts: Facts) -> Iterator[_Advised]:

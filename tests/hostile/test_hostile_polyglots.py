@@ -181,6 +181,17 @@ def test_lengths_that_look_like_opcodes(size: int, tmp_path: Path) -> None:
     assert named(path) == list(load_file(path))
 
 
+def test_names_in_the_metadata(tmp_path: Path) -> None:
+    """Tied names that our own files carry are put back, and it is said that safetensors knows nothing of them."""
+    path = write(tmp_path, save({"w": torch.ones(2)}, {"ckpt_tools.aliases": '{"tied":{"of":"w"}}'}), "a.safetensors")
+    found = ckpt_tools.inspect(path)
+    assert ([*load_file(path)], named(path)) == (["w"], ["w", "tied"])
+    assert [(row.code, row.severity) for row in found.findings] == [("tied-names", "info")]
+    assert found.findings[0].found == "1 tied name stands in the metadata only; safetensors itself does not return them"
+    plain = write(tmp_path, save({"w": torch.ones(2)}), "b.safetensors")
+    assert ckpt_tools.inspect(plain).findings == []
+
+
 def test_a_zip_that_is_safetensors_too(tmp_path: Path) -> None:
     """PK is a length of 67 MB to safetensors, where the header begins in the ninth byte."""
     data = saved({"a.w": torch.ones(2)})
