@@ -125,7 +125,7 @@ def _with_tensors(
 ) -> dict[str, Folder | Member]:
     """Of several, those with tensors, and those that cannot be read; all where that leaves none.
 
-    Each is read once, into `read`, from the one budget of the file; behind two with tensors none is, for then there are several.
+    Each is read once, into `read`, from the one budget of the file; behind two with tensors none is: there are several.
     """
     left: dict[str, Folder | Member] = {}
     for name, place in found.items():
