@@ -1,5 +1,6 @@
 """`ckpt repair` of several archives in one file, and of programs: nothing is joined, nothing said to be whole that is not."""
 
+import io
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,3 +119,55 @@ def test_programs_are_refused_whatever_is_wrong(tmp_path: Path) -> None:
     for broken in [data, *(data[:at] for at in range(100, len(data), 499)), *flips(data)]:
         assert repaired(path, broken) == (3, [])
         assert not (tmp_path / "out.pth").exists()
+
+
+def one(value: float) -> bytes:
+    """An archive of one tensor."""
+    file = io.BytesIO()
+    torch.save(torch.full((600,), value), file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_an_end_and_the_next_beginning_are_gone(tmp_path: Path, count: int) -> None:
+    """Zeros over the end of one archive and the next one's first header: the one keeps its own tensor, the next is lost."""
+    parts = [one(float(index + 1)) for index in range(count)]
+    seam, data = len(parts[0]), bytearray(b"".join(parts))
+    data[seam - 98 : seam + 64] = bytes(162)
+    code, tensors = repaired(tmp_path / "__0_0.distcp", bytes(data))
+    assert (code, [tensor[0].item() for tensor in tensors]) == (1, [1.0, 3.0, 4.0][: count - 1])
+
+
+def test_an_archive_without_a_trace(tmp_path: Path) -> None:
+    """Zeros over a whole archive and more: nothing tells how many there were, so that exit code 0 is not said."""
+    parts = [one(float(index + 1)) for index in range(4)]
+    size = len(parts[0])
+    for start, end in ((size, 2 * size), (size - 300, 2 * size), (0, size), (size // 2, size + size // 2)):
+        data = bytearray(b"".join(parts))
+        data[start:end] = bytes(end - start)
+        code, tensors = repaired(tmp_path / "__0_0.distcp", bytes(data))
+        assert code == 1
+        assert {tensor[0].item() for tensor in tensors} <= {1.0, 2.0, 3.0, 4.0}
+        assert len({tensor[0].item() for tensor in tensors}) == len(tensors)
+
+
+def test_a_pickle_takes_no_tensor_across_a_hole(tmp_path: Path) -> None:
+    """Zeros from behind the pickle of one archive to the tensor's header of the next: that tensor is not the pickle's."""
+    first, second = one(1.0), one(2.0)
+    at = second.index(b"archive/data/0") - 30
+    for more in (b"", one(3.0)):
+        data = bytearray(first + second + more)
+        begin = data.index(b"archive/.format_version") - 30
+        data[begin : len(first) + at] = bytes(len(first) + at - begin)
+        code, tensors = repaired(tmp_path / "__0_0.distcp", bytes(data))
+        assert (code, [tensor[0].item() for tensor in tensors]) in ((3, []), (1, [3.0]))
+
+
+@pytest.mark.parametrize("block", [512, 4096])
+def test_a_zeroed_block_of_a_part(part: bytes, tmp_path: Path, block: int) -> None:
+    """Whichever aligned block of a disk is zeros: exit code 0 means that every tensor is there."""
+    for start in range(0, len(part), block):
+        data = part[:start] + bytes(len(part[start : start + block])) + part[start + block :]
+        code, tensors = repaired(tmp_path / "__0_0.distcp", data)
+        assert are_whole(tensors)
+        assert code != 0 or len(tensors) == len(STATE)

@@ -25,8 +25,10 @@ from ckpt_tools.operations.repair.flipped_bits import told
 from ckpt_tools.operations.repair.zip_walk import (
     Found,
     Walked,
+    ambiguous,
     by_name,
-    names_of_pickles,
+    pickles_of,
+    without_contradicted,
 )
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.reader import Machine
@@ -93,9 +95,10 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
     Raises:
         ZipError: no record is a pickle that lists tensors. ChecksumError: the pickle is damaged. PickleError: it is malformed.
     """
+    walked = without_contradicted(walked)
     pickle = _pickle(source, walked)
     folder = pickle.name.removesuffix("/data.pkl")
-    locator = _Locator(source, by_name(walked.records), folder)
+    locator = _Locator(source, by_name(walked.records), ambiguous(walked.records), folder)
     storages = Storages(locator.locate)
     machine = Machine(read(pickle.content(source)), MAKERS, storages.storage)
     try:
@@ -125,7 +128,7 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
 
 def _pickle(source: Source, walked: Walked) -> Found:
     """The pickle that lists the tensors: the last that is proved, else the last."""
-    pickles = list(by_name(list(names_of_pickles(walked.records))).values())
+    pickles = list(by_name(pickles_of(walked.records)).values())
     if not pickles:
         raise ZipError("No pickle that lists tensors is left in the file.", why="Without it no name and no shape is known.")
     proved = [found for found in pickles if found.proof]
@@ -140,6 +143,7 @@ class _Locator:
 
     source: Source
     records: dict[str, Found]
+    ambiguous: set[str]
     folder: str
     lost: dict[str, str] = field(default_factory=dict)
 
@@ -151,10 +155,12 @@ class _Locator:
         if found is None:
             self.lost[key] = "its record is not in the file"
             return filled(None, nbytes)
-        if found.proof and found.size == nbytes:
+        if found.proof and found.size == nbytes and found.name not in self.ambiguous:
             return found.content(self.source)
         there = min(nbytes, self.source.size - found.data)
-        if found.proof:
+        if found.name in self.ambiguous:
+            self.lost[key] = "two whole records have its name, with different bytes"
+        elif found.proof:
             self.lost[key] = f"its record has {found.size} bytes, and the pickle says {nbytes}"
         elif there < nbytes:
             self.lost[key] = f"the file ends after {there} of its {nbytes} bytes"

@@ -1,23 +1,26 @@
 """Several archives in one file, as a part of a `torch.distributed.checkpoint` has them: each is saved for itself.
 
 All of them call their records `archive/data.pkl`, `archive/data/0` ..., so that a record says nothing of whose it is. The file
-is cut into parts where an archive ends, and where a second pickle begins; no part ever sees the records of another.
+is cut into parts where an archive ends, and where a second pickle or a second record of any name begins; no part ever sees
+the records of another. Where bytes are gone, what is left of two archives may stand in one part: a record counts as the
+pickle's own where the directory places it, or where whole records lead from the pickle to it without a gap.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from ckpt_tools.errors import CkptError, NotACheckpointError, UnsupportedContainerError, ZipError
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.sharded import Keys
-from ckpt_tools.formats.zip.headers import END, END64, LOCATOR64
+from ckpt_tools.formats.zip.headers import END, END64, LOCAL, LOCATOR64, SIGNATURE_LOCAL
 from ckpt_tools.io.content import CHUNK
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
 from ckpt_tools.operations.repair.salvage import LostArchive, Salvaged, salvage_walked
-from ckpt_tools.operations.repair.zip_walk import Found, Walked, names_of_pickles, walk_zip
+from ckpt_tools.operations.repair.zip_walk import Found, Walked, follows, pickles_of, walk_zip
 from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.nodes import List, Node, Storage
 from ckpt_tools.tree.visit import reachable
@@ -27,8 +30,10 @@ _LAST = END64.size + LOCATOR64.size + END.size  # as torch ends every archive
 _ENDS = {b"PK\x06\x06": _LAST, b"PK\x06\x07": LOCATOR64.size + END.size, b"PK\x05\x06": END.size}
 _ANY_END = re.compile(b"|".join(map(re.escape, _ENDS)))
 _PROGRAM = re.compile(r"/code/|/constants\.pkl$|/archive_format$")
+_SUFFIX = ".distcp"
 _PART = "The file is a part of a distributed checkpoint; its tensors have no names."
 _CUT = "The file ends within an archive or behind one; only the .metadata of its folder says which others there were."
+_GAP = "Between its archives are bytes of none; only the .metadata of its folder says which others there were."
 
 
 def salvage_zips(source: Source, *, keep_damaged: bool) -> Salvaged:
@@ -41,16 +46,19 @@ def salvage_zips(source: Source, *, keep_damaged: bool) -> Salvaged:
     if any(_PROGRAM.search(found.name) for found in walked.records):
         raise no_program(str(source.path))
     spans = list(_spans(source, walked))
+    is_part = len(spans) > 1 or source.path.suffix == _SUFFIX
     if len(spans) < 2:
-        salvaged = salvage_walked(source, walked, keep_damaged=keep_damaged)
+        salvaged = salvage_walked(source, _own(walked) if is_part else walked, keep_damaged=keep_damaged)
     else:
         salvaged = _joined(source, spans, keep_damaged)
     if any(name.module.split(".")[0] == "__torch__" for name in salvaged.decoded.globals):  # cut before its code
         raise no_program(str(source.path))
-    if len(spans) > 1 or source.path.suffix == ".distcp":
+    if is_part:
         salvaged.notes.append(("several-archives", _PART))
-        if not _ends_whole(source):
+        if not _ends_whole(source, source.size):
             salvaged.notes.append(("cut-archives", _CUT))
+        elif not all(_begins_whole(source, start) and _ends_whole(source, end) for start, end in spans):
+            salvaged.notes.append(("cut-archives", _GAP))
     return salvaged
 
 
@@ -60,22 +68,44 @@ def no_program(path: str) -> UnsupportedContainerError:
     return UnsupportedContainerError(f"{path} is a program, and ckpt repair does not mend programs.", fix=fix)
 
 
-def _ends_whole(source: Source) -> bool:
-    return source.size >= END.size and source.read(source.size - END.size, 4) == b"PK\x05\x06"
+def _begins_whole(source: Source, start: int) -> bool:
+    """Whether a record begins here; its signature may be damaged, and not gone."""
+    head = source.read(start, min(LOCAL.size, source.size - start))
+    return sum(one != other for one, other in zip(head, SIGNATURE_LOCAL, strict=False)) < 2
+
+
+def _ends_whole(source: Source, end: int) -> bool:
+    """Whether an archive ends here, as one of the three records at its end says."""
+    return any(end >= size and source.read(end - size, 4) == signature for signature, size in _ENDS.items())
 
 
 def _spans(source: Source, walked: Walked) -> Iterator[tuple[int, int]]:
     """Start and end of every part that has records."""
+    pickles = {found.header for found in pickles_of(walked.records)}
+    several = len(pickles) > 1 or source.path.suffix == _SUFFIX
     start = 0
     for end in [*_boundaries(source, walked.records), source.size]:
         records = [found for found in walked.records if start <= found.header < end]
+        for begin in _repeats(records, pickles) if several else ():
+            yield start, begin
+            start = begin
         if records:
-            pickles = sorted(found.header for found in names_of_pickles(records))
-            for begin in pickles[1:]:
-                yield start, begin
-                start = begin
             yield start, end
             start = end
+
+
+def _repeats(records: Sequence[Found], pickles: Collection[int]) -> Iterator[int]:
+    """Where another archive begins without the end of the one before it: at a pickle, or at a whole record of a known name."""
+    seen: set[str] = set()
+    has_pickle = False
+    for found in records:
+        is_pickle = found.header in pickles
+        if (is_pickle and has_pickle) or (found.proof and found.name in seen):
+            yield found.header
+            seen, has_pickle = set(), False
+        if found.proof:
+            seen.add(found.name)
+        has_pickle |= is_pickle
 
 
 def _boundaries(source: Source, records: Sequence[Found]) -> list[int]:
@@ -91,6 +121,18 @@ def _boundaries(source: Source, records: Sequence[Found]) -> list[int]:
     return sorted(ends)
 
 
+def _own(walked: Walked) -> Walked:
+    """The records of a part with no proof for those that may be another archive's."""
+    last = next(iter(pickles_of(walked.records)), None)
+    records = []
+    for found in walked.records:
+        listed = any(claim.header == found.header and claim.crc == found.crc for claim in walked.directory.get(found.name, ()))
+        leads_here = last is not None and (found.data == last.data or follows(found, last))
+        last = found if leads_here else last
+        records.append(found if listed or leads_here else replace(found, proof=""))
+    return replace(walked, records=records)
+
+
 def _joined(source: Source, spans: Sequence[tuple[int, int]], keep_damaged: bool) -> Salvaged:
     """The parts as a list, as `formats.zip.concatenated` reads a whole file; those without a pickle are lost archives."""
     parts: list[Salvaged | None] = []
@@ -99,7 +141,7 @@ def _joined(source: Source, spans: Sequence[tuple[int, int]], keep_damaged: bool
         window = Window(source, start, end - start)
         walked = walk_zip(window)
         try:
-            parts.append(salvage_walked(window, walked, keep_damaged=keep_damaged))
+            parts.append(salvage_walked(window, _own(walked), keep_damaged=keep_damaged))
         except NotACheckpointError:  # the disk failed
             raise
         except CkptError as error:

@@ -3,15 +3,17 @@
 A record begins with a local header. torch's say no sizes: those follow the bytes, in a data descriptor that names the
 distance back to its record's first byte, and a CRC-32. What is left of the central directory says both once more. A record is
 proved when the bytes between give one of those CRC-32s, so no signature is believed by itself: a storage may hold any bytes,
-a whole zip too.
+a whole zip too. No checksum covers a name: where the directory says other bytes of a name, and has it elsewhere, it is damaged.
 
 Source: PKWARE's APPNOTE 6.3.10, sections 4.3.7 (local header), 4.3.9 (data descriptor), 4.3.12 (central directory).
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,6 +23,7 @@ from ckpt_tools.formats.zip.headers import (
     ALIGNMENT,
     CENTRAL,
     DESCRIPTOR,
+    DESCRIPTOR_64,
     LOCAL,
     SIGNATURE_CENTRAL,
     SIGNATURE_DESCRIPTOR,
@@ -47,13 +50,17 @@ Proof = Literal["directory", "descriptor", "header", "size", "flipped bit", ""]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one place says about a record: its size in the file, its size, its CRC-32, and where its local header should be."""
+    """What one place says about a record: its size in the file, its size, its CRC-32, and where its local header should be.
+
+    `at` is where an entry of the directory stands.
+    """
 
     proof: Proof
     compressed: int
     size: int
     crc: int
     header: int = 0
+    at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +87,14 @@ class Found:
 
 @dataclass(slots=True)
 class Walked:
-    """The records of a file, in file order; a name may come twice. `has_checksums`: whether any place names a CRC-32."""
+    """The records of a file, in file order; a name may come twice. `has_checksums`: whether any place names a CRC-32.
+
+    `directory` is what is left of it, without entries that lie in a record's bytes.
+    """
 
     records: list[Found] = field(default_factory=list)
     has_checksums: bool = True
+    directory: dict[str, list[Claim]] = field(default_factory=dict)
 
 
 def walk_zip(source: Source) -> Walked:
@@ -102,7 +113,7 @@ def walk_zip(source: Source) -> Walked:
         walk.add(at, following)
     walk.add_headerless(centrals)
     walk.records.sort(key=lambda found: found.header)
-    return Walked(walk.records, walk.has_checksums)
+    return Walked(walk.records, walk.has_checksums, _outside(walk.records, centrals))
 
 
 def _signatures(source: Source) -> dict[bytes, list[int]]:
@@ -131,7 +142,7 @@ def _centrals(source: Source, places: Sequence[int]) -> dict[str, list[Claim]]:
             size, compressed, header = zip64_fields(
                 raw[name_end : name_end + entry.extra_length], size, compressed, header, name
             )
-        found.setdefault(name, []).append(Claim("directory", compressed, size, entry.crc, header))
+        found.setdefault(name, []).append(Claim("directory", compressed, size, entry.crc, header, at))
     return found
 
 
@@ -194,16 +205,19 @@ class _Walk:
 
     def add_headerless(self, centrals: Mapping[str, list[Claim]]) -> None:
         """Records in the directory whose local header is gone: where the directory has it, or behind a record that is whole."""
-        known = {found.name for found in self.records}
+        known = {found.name for found in self.records if found.proof}
         ends = [found.data + found.compressed + DESCRIPTOR for found in self.records if found.proof]
+        added: list[Found] = []
         for name, claims in centrals.items():
             stored = [claim for claim in claims if claim.size == claim.compressed]
             for header in (*(claim.header for claim in stored), *ends) if name not in known else ():
                 start = header + LOCAL.size + len(name.encode()) + 4
                 found = self.proved(name, header, start + -start % ALIGNMENT, False, stored)
                 if found is not None:
-                    self.records.append(found)
+                    added.append(found)
                     break
+        again = {found.header for found in added}
+        self.records = [found for found in self.records if found.proof or found.header not in again] + added
 
     def proved(self, name: str, header: int, data: int, deflated: bool, claims: Sequence[Claim]) -> Found | None:
         """The record, if one of the claims is true."""
@@ -247,6 +261,32 @@ class _Walk:
         return value
 
 
+def _outside(records: Sequence[Found], centrals: Mapping[str, list[Claim]]) -> dict[str, list[Claim]]:
+    """What the directory says, without the entries of a zip that is a record's bytes."""
+    inside = sorted((found.data, found.data + found.compressed) for found in records if found.proof)
+
+    def is_outside(claim: Claim) -> bool:
+        before = bisect.bisect_right(inside, (claim.at, len(inside) and inside[-1][1])) - 1
+        return before < 0 or inside[before][1] <= claim.at
+
+    kept = {name: [claim for claim in claims if is_outside(claim)] for name, claims in centrals.items()}
+    return {name: claims for name, claims in kept.items() if claims}
+
+
+def without_contradicted(walked: Walked) -> Walked:
+    """The records of one archive, with no proof for those that have the name of another.
+
+    The directory has that name with other bytes, and elsewhere: at the same place another process wrote a record of it.
+    """
+
+    def is_right(found: Found) -> bool:
+        claims = walked.directory.get(found.name, [])
+        rows = {(claim.crc, claim.size) for claim in claims}
+        return not claims or (found.crc, found.size) in rows or any(claim.header == found.header for claim in claims)
+
+    return replace(walked, records=[found if is_right(found) else replace(found, proof="") for found in walked.records])
+
+
 def by_name(records: Sequence[Found]) -> dict[str, Found]:
     """One record for each name: of several the last that the directory proves, else the last that is proved, else the last."""
     chosen: dict[str, Found] = {}
@@ -257,10 +297,37 @@ def by_name(records: Sequence[Found]) -> dict[str, Found]:
     return chosen
 
 
+def ambiguous(records: Sequence[Found]) -> set[str]:
+    """The names of which two records are proved alike, and have different bytes."""
+    chosen = by_name(records)
+    rivals = (found for found in records if found.proof and _rank(found) == _rank(chosen[found.name]))
+    return {found.name for found in rivals if _bytes(found) != _bytes(chosen[found.name])}
+
+
+def _bytes(found: Found) -> tuple[int, int | None, int]:
+    """What tells a record's bytes from others; without a checksum where they lie."""
+    return found.crc, found.size, found.data if found.proof == "size" else 0
+
+
 def _rank(found: Found) -> int:
     return 3 if found.proof == "directory" else 1 if found.proof == "flipped bit" else 2 if found.proof else 0
 
 
-def names_of_pickles(records: Sequence[Found]) -> Iterator[Found]:
-    """The records that may be the pickle which lists the tensors."""
-    return (found for found in records if found.name.endswith("/data.pkl"))
+def follows(found: Found, before: Found) -> bool:
+    """Whether a record stands right behind another whose size is known."""
+    end = before.data + before.compressed
+    return before.size is not None and found.header - end in (0, DESCRIPTOR, DESCRIPTOR_64)
+
+
+def pickles_of(records: Sequence[Found]) -> list[Found]:
+    """The records that may be the pickle which lists the tensors; of two names for the same bytes that in the usual folder."""
+    folders = Counter(found.name.partition("/")[0] for found in records)
+    chosen: dict[int, Found] = {}
+
+    def weight(found: Found) -> tuple[bool, int]:
+        return bool(found.proof), folders[found.name.partition("/")[0]]
+
+    for found in records:
+        if found.name.endswith("/data.pkl"):
+            chosen[found.data] = max(chosen.get(found.data, found), found, key=weight)
+    return list(chosen.values())
