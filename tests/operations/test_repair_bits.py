@@ -106,3 +106,36 @@ def test_many_damaged_records_cost_little(tmp_path: Path) -> None:
     (tmp_path / "in.pth").write_bytes(data)
     report = repair(tmp_path / "in.pth", tmp_path / "out.pth")
     assert report.saved == MOST
+
+
+def records_of(data: bytes) -> dict[str, int]:
+    """Where the local header of each record is."""
+    starts = [at for at in range(len(data)) if data.startswith(b"PK\x03\x04", at)]
+    return {data[at + 30 : at + 30 + data[at + 26]].decode(): at for at in starts}
+
+
+def test_flips_in_any_local_header(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """Signature, flags, method, lengths, name, the folder's too: the directory has it all, so that nothing is lost."""
+    path, made = saved
+    data, out = path.read_bytes(), path.with_name("out.pth")
+    for name, start in records_of(data).items():
+        for at in [*range(4), 6, 7, 8, 9, 26, 27, 28, 29, *range(30, 30 + len(name))]:
+            for bit in (0, 1, 3, 4, 7):
+                flipped = bytearray(data)
+                flipped[start + at] ^= 1 << bit
+                path.write_bytes(flipped)
+                report = repair(path, out, overwrite=True)
+                assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), (name, at, bit)
+
+
+def test_flips_in_any_name_of_the_directory(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    """The local headers and what stands behind the bytes have it all."""
+    path, made = saved
+    data, out = path.read_bytes(), path.with_name("out.pth")
+    for start in (at for at in range(len(data)) if data.startswith(b"PK\x01\x02", at)):
+        for at in range(46, 46 + data[start + 28]):
+            flipped = bytearray(data)
+            flipped[start + at] ^= 2
+            path.write_bytes(flipped)
+            report = repair(path, out, overwrite=True)
+            assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), (start, at)

@@ -96,7 +96,19 @@ def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack
     cut = next((warned.found for warned in checkpoint.warnings if warned.code == CUT_ARCHIVE), "")
     if cut:
         return _salvage(checkpoint.decoded.source, DamagedFileError(f"{cut}."), keep_damaged), cut
-    return proved(checkpoint), ""
+    salvaged = proved(checkpoint)
+    return (_searched(salvaged, keep_damaged) if checkpoint.container == "torch-zip" else salvaged), ""
+
+
+def _searched(salvaged: Salvaged, keep_damaged: bool) -> Salvaged:
+    """What is whole in a file that opens, but has records that do not match: often a header alone is wrong."""
+    if not salvaged.lost:
+        return salvaged
+    try:
+        walked = _salvage(salvaged.decoded.source, DamagedFileError("Records do not match."), keep_damaged)
+    except RepairError:
+        return salvaged
+    return walked if len(walked.lost) < len(salvaged.lost) else salvaged
 
 
 def refuse_packed(source: Source) -> None:

@@ -195,9 +195,11 @@ class _Walk:
         claims = [*self.centrals.get(name, []), *self.descriptors.get(data, [])]
         if not header.flags & _HAS_DESCRIPTOR:
             claims.append(Claim("header", header.compressed, header.size, header.crc))
-        found = self.proved(name, at, data, deflated, claims) or self.mended(name, at, data, claims)
+        found = None
+        if data <= following:  # else the bytes are another record's: a damaged length of the extra field leads there
+            found = self.proved(name, at, data, deflated, claims) or self.mended(name, at, data, claims)
         if found is None:
-            size_in_file = claims[0].compressed if claims else following - data
+            size_in_file = claims[0].compressed if claims else max(0, following - data)
             found = Found(name, at, data, size_in_file, claims[0].size if claims else None, deflated, "")
         else:
             self.end = found.data + found.compressed
