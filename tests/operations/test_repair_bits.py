@@ -1,6 +1,8 @@
 """`ckpt repair` of a single flipped bit: a CRC-32 tells which one it was."""
 
+import io
 import random
+import zipfile
 import zlib
 from pathlib import Path
 
@@ -139,3 +141,71 @@ def test_flips_in_any_name_of_the_directory(saved: tuple[Path, dict[str, torch.T
             path.write_bytes(flipped)
             report = repair(path, out, overwrite=True)
             assert (report.exit_code, report.saved, equal(out, made)) == (0, 3, True), (start, at)
+
+
+@pytest.fixture(scope="module")
+def ten() -> bytes:
+    """A checkpoint of ten tensors, each of which says its number."""
+    file = io.BytesIO()
+    torch.save({f"l{index}": torch.full((100,), float(index)) for index in range(10)}, file)
+    return file.getvalue()
+
+
+def with_names(data: bytes, *pairs: tuple[int, int]) -> bytes:
+    """The same with a storage's number changed in its local header."""
+    changed = bytearray(data)
+    for number, other in pairs:
+        changed[data.index(f"archive/data/{number}".encode()) + 13] = ord(str(other))
+    return bytes(changed)
+
+
+def right(path: Path, data: bytes) -> tuple[int, int]:
+    """Exit code of the repair, and how many tensors there are, each of which is right."""
+    path.write_bytes(data)
+    try:
+        report = repair(path, path.with_name("out.pth"), overwrite=True)
+    except CkptError:
+        return 3, 0
+    found = torch.load(path.with_name("out.pth"), weights_only=True)
+    assert all(tensor.equal(torch.full((100,), float(name[1:]))) for name, tensor in found.items())
+    return report.exit_code, len(found)
+
+
+@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("other", range(10))
+def test_a_flipped_name_gives_no_tensor_another_ones_bytes(ten: bytes, tmp_path: Path, number: int, other: int) -> None:
+    """A storage with the number of another: with its directory nothing is lost, without at most these two are."""
+    damaged = with_names(ten, (number, other))
+    assert right(tmp_path / "in.pth", damaged) == (0, 10)
+    code, count = right(tmp_path / "in.pth", damaged[: ten.index(b"PK\x01\x02")])
+    assert (code, count) == (0, 10) if number == other else (code == 1 and count >= 8)
+    for whole in range(1, 10):
+        code, count = right(tmp_path / "in.pth", damaged[: ten.index(f"archive/data/{whole}".encode()) - 30])
+        assert code in (1, 3)
+        assert count >= whole - 2
+
+
+def test_names_in_any_order_that_is_whole(ten: bytes, tmp_path: Path) -> None:
+    """A writer with another order: nothing is lost where every name is there once."""
+    pairs = [(0, 5), (5, 2), (2, 0)]
+    damaged = with_names(ten, *pairs)[: ten.index(b"PK\x01\x02")]
+    (tmp_path / "in.pth").write_bytes(damaged)
+    report = repair(tmp_path / "in.pth", tmp_path / "out.pth")
+    assert (report.exit_code, report.saved) == (0, 10)
+
+
+def test_keys_in_the_order_of_text(tmp_path: Path) -> None:
+    """As older versions wrote them: 0, 1, 10, 11, 2 ... A cut costs what is behind it."""
+    made = {f"l{index}": torch.full((100,), float(index)) for index in range(12)}
+    torch.save(made, tmp_path / "new.pth")
+    with zipfile.ZipFile(tmp_path / "new.pth") as new:
+        records = {name.partition("/")[2]: new.read(name) for name in new.namelist()}
+    writer = torch._C.PyTorchFileWriter(str(tmp_path / "in.pth"))
+    for name in ("data.pkl", *(f"data/{key}" for key in sorted(map(str, range(12))))):
+        writer.write_record(name, records[name], len(records[name]))
+    writer.write_end_of_file()
+    data = (tmp_path / "in.pth").read_bytes()
+    for count, key in enumerate(sorted(map(str, range(12)))):
+        code, found = right(tmp_path / "in.pth", data[: data.index(f"in/data/{key}".encode() + b"FB") - 30])
+        assert (code, found) == ((1, count) if count else (3, 0))
+    assert right(tmp_path / "in.pth", data[: data.index(b"PK\x01\x02")]) == (0, 12)

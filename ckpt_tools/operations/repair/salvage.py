@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.edit.devices import map_storages
@@ -22,6 +22,7 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.repair.flipped_bits import told
+from ckpt_tools.operations.repair.order import misplaced
 from ckpt_tools.operations.repair.zip_walk import (
     Found,
     Walked,
@@ -116,6 +117,7 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
             "The pickle that lists the tensors is damaged or cut.", why="Names and shapes could be wrong.",
             fix="Take it as it is: `keep_damaged=True`.",
         )  # fmt: skip
+    locator.tell_misplaced(walked.records, storages.by_key)
     made = {key: storage for key, (_, storage) in storages.by_key.items()}
     decoded = Decoded(
         "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, [],
@@ -167,6 +169,12 @@ class _Locator:
         else:
             self.lost[key] = "its bytes match no checksum"
         return filled(found.content(self.source) if found.deflated else Range(self.source, found.data, there), nbytes)
+
+    def tell_misplaced(self, records: Sequence[Found], keys: Collection[str]) -> None:
+        """Those whose bytes may be another's are lost too."""
+        prefix = f"{self.folder}/data/"
+        for name in misplaced(records, prefix, keys):
+            self.lost.setdefault(name.removeprefix(prefix), "its record is not where its name belongs: the name may be damaged")
 
     def byteorder(self) -> str:
         """What the record of that name says; little where it is lost."""
