@@ -286,7 +286,8 @@ def test_a_damaged_pickle(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
     with pytest.raises(RepairError, match="Nothing can be saved") as caught:
         repaired(damaged, tmp_path)
     assert "`keep_damaged=True`" in caught.value.fix
-    _, found = repaired(damaged, tmp_path, keep_damaged=True)
+    report, found = repaired(damaged, tmp_path, keep_damaged=True)
+    assert (report.exit_code, "damaged-pickle" in dict(report.notes)) == (1, True)
     assert found["layerX.weight"].equal(tensors["layer3.weight"])
 
 

@@ -8,7 +8,8 @@ from typing import Any
 from ckpt_tools.operations.repair.mends import Mended
 from ckpt_tools.text import brief, notebook
 
-_UNSAVED = ("cut-archives", "damaged-names", "damaged-values")  # notes about what could not be saved
+# Notes about what could not be saved.
+_UNSAVED = ("cut-archives", "damaged-names", "damaged-pickle", "damaged-values")
 
 
 @dataclass(frozen=True, slots=True)

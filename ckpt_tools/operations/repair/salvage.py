@@ -125,6 +125,8 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
     )  # fmt: skip
     lost = {id(made[key]): why for key, why in locator.lost.items()}
     notes = list(_notes(walked, locator, source))
+    if not pickle.proof:
+        notes.append(("damaged-pickle", "The pickle matches no checksum: names, shapes and values in it may be wrong."))
     return Salvaged(decoded, lost, notes)
 
 
