@@ -896,3 +896,29 @@ def test_a_damaged_gradient_in_legacy_is_not_written_as_whole(tmp_path: Path) ->
     (tmp_path / "in.pth").write_bytes(whole.replace(b"\x89ccollections", b"\x88ccollections"))
     with pytest.raises(RepairError, match="w needs a gradient, and holds int64"):
         repair(tmp_path / "in.pth", tmp_path / "out.pth")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b"ctorch._utils\n", b"ch._utils\n", "'h._utils._rebuild_tensor_v2', where 'torch._utils._rebuild_tensor_v2'"),
+        (b"\n_rebuild_tensor_v2\n", b"\n_reb_tensor_v2\n", "it names storages, and makes no tensor of them"),
+    ],
+)
+def test_a_legacy_pickle_that_makes_no_tensors(
+    whole_legacy: tuple[bytes, Tensors], tmp_path: Path, old: bytes, new: bytes, said: str
+) -> None:
+    """Bytes are gone from the name of what makes tensors: storages without tensors are nothing that is saved."""
+    (tmp_path / "in.pth").write_bytes(whole_legacy[0].replace(old, new, 1))
+    with pytest.raises(RepairError) as caught:
+        repair(tmp_path / "in.pth", tmp_path / "out.pth")
+    assert said in str(caught.value)
+    assert not (tmp_path / "out.pth").exists()
+    assert repair(tmp_path / "in.pth", tmp_path / "out.pth", keep_damaged=True).exit_code == 1
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_legacy_file_of_storages_alone(tmp_path: Path) -> None:
+    """It is whole without a tensor."""
+    torch.save({"a": torch.FloatStorage([1.0, 2.0])}, tmp_path / "in.pth", _use_new_zipfile_serialization=False)
+    assert repair(tmp_path / "in.pth", tmp_path / "out.pth").exit_code == 0

@@ -7,20 +7,28 @@ from collections.abc import Iterable
 from ckpt_tools.edit.devices import is_device
 from ckpt_tools.errors import RepairError
 from ckpt_tools.formats.open import find_tensors
+from ckpt_tools.pickling.torch_objects import MAKERS
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import dotted
-from ckpt_tools.tree.nodes import Entry, Global, Node
+from ckpt_tools.tree.nodes import Entry, Global, Node, Object, Storage
+from ckpt_tools.tree.visit import reachable
+
+_REBUILDS = {name.name: str(name) for name in ALLOWED if name.module == "torch._utils"}
 
 
 def damaged_names(names: Iterable[Global]) -> list[tuple[str, str]]:
-    """Each name that torch does not allow, but that differs from an allowed one in one letter; and that one."""
+    """Each name that torch does not allow, but that differs from an allowed one in one letter; and that one.
+
+    So is one of torch's private functions in a module that is not torch's.
+    """
     known: dict[int, list[str]] = {}
     for allowed in map(str, ALLOWED):
         known.setdefault(len(allowed), []).append(allowed)
     found = []
-    for name in (str(name) for name in names if name not in ALLOWED):
+    for name in (str(name) for name in names if name not in ALLOWED and name not in MAKERS):
         near = (allowed for allowed in known.get(len(name), ()) if _one_differs(name, allowed))
-        found += [(name, allowed) for allowed in [next(near, None)] if allowed is not None]
+        meant = next(near, None) or _REBUILDS.get(name.rpartition(".")[2])
+        found += [(name, meant)] if meant is not None else []
     return found
 
 
@@ -29,8 +37,14 @@ def _one_differs(one: str, other: str) -> bool:
 
 
 def impossible_values(root: Node) -> list[str]:
-    """What torch refuses to make of tensors: a device of no kind that it has, a gradient of whole numbers; a sentence each."""
+    """What torch refuses to make of tensors: a device of no kind that it has, a gradient of whole numbers; a sentence each.
+
+    So is what no tensor is made of: where there are storages and objects alone, what makes tensors has another name.
+    """
     found = []
+    kinds = {type(node) for node in reachable(root)}
+    if Storage in kinds and Object in kinds and next(find_tensors(root), None) is None:
+        found.append("it names storages, and makes no tensor of them")
     for tensor in find_tensors(root):
         node, name = tensor.node, dotted(tensor.where)
         if type(node) is Entry and not is_device(node.storage.device or "cpu"):
