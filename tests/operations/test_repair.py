@@ -312,6 +312,32 @@ def test_big_endian(tmp_path: Path) -> None:
     assert equal(found, tensors)
 
 
+@pytest.mark.parametrize("name", [b"byteordeq", b"byt\0order"])
+def test_the_order_of_bytes_is_lost(tmp_path: Path, name: bytes) -> None:
+    """Without its record and the directory the order is assumed, which is not all that was asked for; it may be wrong."""
+    tensors = model(tmp_path / "model.pth")
+    data = (tmp_path / "model.pth").read_bytes()
+    cut = data[: data.index(b"PK\x01\x02")]
+    report, found = repaired(cut.replace(b"byteorder", name), tmp_path)
+    assert (report.exit_code, "assumed-byteorder" in dict(report.notes)) == (1, True)
+    assert equal(found, tensors)
+    assert repaired(data.replace(b"byteorder", name, 1), tmp_path)[0].exit_code == 0
+
+
+def test_files_that_never_had_an_order_of_bytes(tmp_path: Path) -> None:
+    """As torch wrote them before 2.1: without their directory all is saved, and nothing assumed."""
+    tensors = model(tmp_path / "new.pth")
+    with zipfile.ZipFile(tmp_path / "new.pth") as new:
+        records = {name.partition("/")[2]: new.read(name) for name in new.namelist()}
+    writer = torch._C.PyTorchFileWriter(str(tmp_path / "old.pth"))
+    for name in ("data.pkl", *(f"data/{index}" for index in sorted(map(str, range(20))))):
+        writer.write_record(name, records[name], len(records[name]))
+    writer.write_end_of_file()
+    data = (tmp_path / "old.pth").read_bytes()
+    report, found = repaired(data[: data.index(b"PK\x01\x02")], tmp_path)
+    assert (report.exit_code, equal(found, tensors), "assumed-byteorder" in dict(report.notes)) == (0, True, False)
+
+
 # --- text mode
 
 

@@ -9,7 +9,7 @@ from ckpt_tools.operations.repair.mends import Mended
 from ckpt_tools.text import brief, notebook
 
 # Notes about what could not be saved.
-_UNSAVED = ("cut-archives", "damaged-names", "damaged-pickle", "damaged-values")
+_UNSAVED = ("assumed-byteorder", "cut-archives", "damaged-names", "damaged-pickle", "damaged-values")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from ckpt_tools.operations.repair.zip_walk import (
     Walked,
     ambiguous,
     by_name,
+    follows,
     pickles_of,
     without_contradicted,
 )
@@ -121,10 +122,13 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
     made = {key: storage for key, (_, storage) in storages.by_key.items()}
     decoded = Decoded(
         "torch-zip", root, source, list(machine.globals), list(machine.unusual), {}, [],
-        sum(storage.nbytes for storage in made.values()), locator.byteorder(), walked.has_checksums, folder,
+        sum(storage.nbytes for storage in made.values()), locator.byteorder() or "little", walked.has_checksums, folder,
     )  # fmt: skip
     lost = {id(made[key]): why for key, why in locator.lost.items()}
     notes = list(_notes(walked, locator, source))
+    if made and locator.assumes_order(pickle):
+        text = "The record that says the order of bytes is lost: little-endian is assumed, and may be wrong."
+        notes.append(("assumed-byteorder", text))
     if not pickle.proof:
         notes.append(("damaged-pickle", "The pickle matches no checksum: names, shapes and values in it may be wrong."))
     return Salvaged(decoded, lost, notes)
@@ -179,11 +183,18 @@ class _Locator:
             self.lost.setdefault(name.removeprefix(prefix), "its record is not where its name belongs: the name may be damaged")
 
     def byteorder(self) -> str:
-        """What the record of that name says; little where it is lost."""
+        """What the record of that name says; "" where it is lost."""
         found = self.records.get(f"{self.folder}/byteorder")
-        if found is None or not found.proof or (found.size or 0) > 16:
-            return "little"
+        if found is None or not found.proof or (found.size or 0) > 16 or found.name in self.ambiguous:
+            return ""
         return "big" if read(found.content(self.source)) == b"big" else "little"
+
+    def assumes_order(self, pickle: Found) -> bool:
+        """Whether the order of bytes is not known: before torch 2.1 the storages came right behind the pickle, without it."""
+        prefix = f"{self.folder}/data/"
+        storages = [found for name, found in self.records.items() if name.startswith(prefix) and found.header > pickle.header]
+        first = min(storages, key=lambda found: found.header, default=None)
+        return not self.byteorder() and (first is None or not follows(first, pickle))
 
 
 def _notes(walked: Walked, locator: _Locator, source: Source) -> Iterator[tuple[str, str]]:
