@@ -190,6 +190,24 @@ def test_no_checksums(tmp_path: Path) -> None:
     assert "no-checksums" in dict(report.notes)
 
 
+@pytest.mark.parametrize("count", [-4096, -37, 37, 64])
+@pytest.mark.parametrize("has_directory", [True, False])
+def test_bytes_missing_or_added_without_checksums(tmp_path: Path, count: int, has_directory: bool) -> None:
+    """What is behind a record no longer stands where its size says: its tensor is lost, and those behind have moved."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        tensors = model(tmp_path / "model.pth", tensors=6, rows=100)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    data = (tmp_path / "model.pth").read_bytes()
+    at = data.index(tensors["layer2.weight"].numpy().tobytes()) + 1500
+    changed = data[:at] + bytes(count) + data[at:] if count > 0 else data[:at] + data[at - count :]
+    report, found = repaired(changed if has_directory else changed[: changed.index(b"PK\x01\x02")], tmp_path)
+    assert report.exit_code == 1
+    assert equal(found, tensors)
+    assert set(found) == set(tensors) - {"layer2.weight"}
+
+
 # --- damage in the middle
 
 

@@ -206,16 +206,21 @@ class _Walk:
         self.records.append(found)
 
     def add_headerless(self, centrals: Mapping[str, list[Claim]]) -> None:
-        """Records in the directory whose local header is gone: where the directory has it, or behind a record that is whole."""
-        known = {found.name for found in self.records if found.proof}
-        ends = [found.data + found.compressed + DESCRIPTOR for found in self.records if found.proof]
+        """Records in the directory whose local header is gone: where the directory has it, or behind a record that is whole.
+
+        Without checksums only where the directory has it, and nothing else is: a size is no proof of a name.
+        """
+        proved = [found for found in self.records if found.proof]
+        ends = [found.data + found.compressed + DESCRIPTOR for found in proved] if self.has_checksums else []
+        taken = set() if self.has_checksums else {found.data for found in proved}
+        known = {found.name for found in proved}
         added: list[Found] = []
         for name, claims in centrals.items():
             stored = [claim for claim in claims if claim.size == claim.compressed]
             for header in (*(claim.header for claim in stored), *ends) if name not in known else ():
                 start = header + LOCAL.size + len(name.encode()) + 4
                 found = self.proved(name, header, start + -start % ALIGNMENT, False, stored)
-                if found is not None:
+                if found is not None and found.data not in taken:
                     added.append(found)
                     break
         again = {found.header for found in added}
@@ -229,13 +234,22 @@ class _Walk:
                 continue
             found = Found(name, header, data, claim.compressed, claim.size, deflated, claim.proof, claim.crc)
             if not self.has_checksums and claim.size:
-                return replace(found, proof="size")
+                if self.ends(found):
+                    return replace(found, proof="size")
+                continue
             lengths = claim.compressed, claim.size
             if lengths not in sums:
                 sums[lengths] = self.crc(found)
             if sums[lengths] == claim.crc:
                 return found
         return None
+
+    def ends(self, found: Found) -> bool:
+        """Whether a record without a checksum has the size that is claimed: what comes behind the bytes stands there."""
+        if any(claim.compressed == found.compressed for claim in self.descriptors.get(found.data, ())):
+            return True
+        end = found.data + found.compressed
+        return self.source.read(end, min(4, self.source.size - end)) in (SIGNATURE_LOCAL, SIGNATURE_CENTRAL)
 
     def mended(self, name: str, header: int, data: int, claims: Sequence[Claim]) -> Found | None:
         """The record, if with one bit flipped back one of the claims is true."""
