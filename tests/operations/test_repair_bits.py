@@ -185,6 +185,12 @@ def test_a_flipped_name_gives_no_tensor_another_ones_bytes(ten: bytes, tmp_path:
         assert count >= whole - 2
 
 
+def test_a_name_that_the_pickle_does_not_know(ten: bytes, tmp_path: Path) -> None:
+    """Its storage is lost, and no other one."""
+    damaged = ten[: ten.index(b"PK\x01\x02")].replace(b"archive/data/4", b"archive/data/t")
+    assert right(tmp_path / "in.pth", damaged) == (1, 9)
+
+
 def test_names_in_any_order_that_is_whole(ten: bytes, tmp_path: Path) -> None:
     """A writer with another order: nothing is lost where every name is there once."""
     pairs = [(0, 5), (5, 2), (2, 0)]

@@ -38,7 +38,7 @@ def _misplaced(records: Sequence[Found], prefix: str, order: Sequence[str]) -> I
         for found, at in zip(storages, ranks, strict=True):
             if at is not None and at == first:
                 fitting.append(found)
-            elif found.proof != "directory":
+            elif found.proof != "directory" and found.name in rank:
                 yield found.name
     in_order = _longest([rank[found.name] for found in fitting])
     yield from (found.name for place, found in enumerate(fitting) if place not in in_order and found.proof != "directory")

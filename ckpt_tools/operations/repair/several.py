@@ -57,7 +57,7 @@ def salvage_zips(source: Source, *, keep_damaged: bool) -> Salvaged:
         salvaged.notes.append(("several-archives", _PART))
         if not _ends_whole(source, source.size):
             salvaged.notes.append(("cut-archives", _CUT))
-        elif not all(_begins_whole(source, start) and _ends_whole(source, end) for start, end in spans):
+        elif not all(_begins_whole(source, start) and _is_long(source, start, end) for start, end in spans):
             salvaged.notes.append(("cut-archives", _GAP))
     return salvaged
 
@@ -77,6 +77,16 @@ def _begins_whole(source: Source, start: int) -> bool:
 def _ends_whole(source: Source, end: int) -> bool:
     """Whether an archive ends here, as one of the three records at its end says."""
     return any(end >= size and source.read(end - size, 4) == signature for signature, size in _ENDS.items())
+
+
+def _is_long(source: Source, start: int, end: int) -> bool:
+    """Whether one of the two records at an archive's end that know its length says this one."""
+    if end - start < _LAST:
+        return False
+    raw = source.read(end - _LAST, _LAST)
+    *_, wide, wide_at = END64.unpack_from(raw)
+    *_, size, at, _ = END.unpack_from(raw, _LAST - END.size)
+    return end - start - _LAST in (wide + wide_at, size + at)
 
 
 def _spans(source: Source, walked: Walked) -> Iterator[tuple[int, int]]:
