@@ -142,7 +142,7 @@ _HARMFUL_MODULES = _words(
     "logging.config operator _operator unittest cmd this antigravity threading _thread concurrent compileall py_compile "
     "modulefinder rlcompleter torch.hub torch.utils.cpp_extension torch.utils.bottleneck torch.utils.collect_env "
     "torch.utils.model_zoo torch.package numpy.testing numpy.f2py numpy.distutils numpy.lib.npyio numpy.lib._npyio_impl "
-    "numpy.ctypeslib jsonpickle joblib.parallel paramiko fabric pexpect ptyprocess "
+    "numpy.lib._datasource numpy.ctypeslib jsonpickle joblib.parallel paramiko fabric pexpect ptyprocess "
     # their classes evaluate, compile or open what a pickle gives them
     "sympy torch.utils._sympy jinja2 mako fsspec.implementations "
 )  # fmt: skip
@@ -156,7 +156,7 @@ _HARMFUL = _named(
     "_forward_from_src,_exec_with_source "
     "torch.utils.data.datapipes.datapipe:_IterDataPipeSerializationWrapper,_MapDataPipeSerializationWrapper,"
     "_DataPipeSerializationWrapper fsspec.core:OpenFile "
-    "torch._utils_internal:get_file_path numpy:load,memmap,fromfile,loadtxt,genfromtxt,save,savez,savetxt,vectorize,"
+    "torch._utils_internal:get_file_path numpy:DataSource,load,memmap,fromfile,loadtxt,genfromtxt,save,savez,savetxt,vectorize,"
     "apply_along_axis,frompyfunc,piecewise numpy.core._internal:_ufunc_reconstruct numpy.core:_ufunc_reconstruct "
     "numpy._core:_ufunc_reconstruct numpy.core.records:fromfile numpy.core.memmap:memmap numpy._core.memmap:memmap "
     "pandas:read_pickle,eval,read_csv,read_sql pandas.io.pickle:read_pickle pandas.core.computation.eval:eval joblib:load "
