@@ -144,7 +144,7 @@ _HARMFUL_MODULES = _words(
     "torch.utils.model_zoo torch.package numpy.testing numpy.f2py numpy.distutils numpy.lib.npyio numpy.lib._npyio_impl "
     "numpy.lib._datasource numpy.ctypeslib jsonpickle joblib.parallel paramiko fabric pexpect ptyprocess "
     # their classes evaluate, compile or open what a pickle gives them
-    "sympy torch.utils._sympy jinja2 mako fsspec.implementations "
+    "sympy torch.utils._sympy jinja2 mako fsspec s3fs gcsfs adlfs smart_open "
 )  # fmt: skip
 _HARMFUL = _named(
     "builtins:eval,exec,execfile,compile,__import__,open,file,input,raw_input,getattr,setattr,delattr,globals,locals,vars,"
@@ -155,7 +155,7 @@ _HARMFUL = _named(
     "torch.serialization:load torch.fx.graph_module:reduce_graph_module,reduce_package_graph_module,reduce_deploy_graph_module,"
     "_forward_from_src,_exec_with_source "
     "torch.utils.data.datapipes.datapipe:_IterDataPipeSerializationWrapper,_MapDataPipeSerializationWrapper,"
-    "_DataPipeSerializationWrapper fsspec.core:OpenFile "
+    "_DataPipeSerializationWrapper "
     "torch._utils_internal:get_file_path numpy:DataSource,load,memmap,fromfile,loadtxt,genfromtxt,save,savez,savetxt,vectorize,"
     "apply_along_axis,frompyfunc,piecewise numpy.core._internal:_ufunc_reconstruct numpy.core:_ufunc_reconstruct "
     "numpy._core:_ufunc_reconstruct numpy.core.records:fromfile numpy.core.memmap:memmap numpy._core.memmap:memmap "

@@ -25,7 +25,10 @@ CLASSES = {
     + state(_istmpdest=b"\x88", _destpath=text("/home")),
     "the same under another name": new("numpy:DataSource") + state(_istmpdest=b"\x88", _destpath=text("/home")),
     "the same by its module's": new("numpy.lib.npyio:DataSource") + state(_istmpdest=b"\x88", _destpath=text("/home")),
-}
+    "a file that is written": new("fsspec.caching:MMapCache") + state(size=b"K\x09", location=text("/home/x")),
+    "a file that is opened": new("fsspec.implementations.local:LocalFileOpener") + state(mode=text("rb"), path=text("x")),
+    "a file that is flushed": new("fsspec.spec:AbstractBufferedFile") + state(mode=text("wb")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CLASSES)
