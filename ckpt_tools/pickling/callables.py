@@ -145,6 +145,9 @@ _HARMFUL_MODULES = _words(
     "numpy.lib._datasource numpy.ctypeslib jsonpickle joblib.parallel paramiko fabric pexpect ptyprocess "
     # their classes evaluate, compile or open what a pickle gives them
     "sympy torch.utils._sympy jinja2 mako fsspec s3fs gcsfs adlfs smart_open "
+    # thrown away, their instances call what a pickle has put into them, or close and remove what it says
+    "torch.utils.data.datapipes torch.cuda.gds torch.cuda._sanitizer torch.mps.event torch._inductor torch._native "
+    "torch.distributed.elastic joblib.externals scipy.io._fast_matrix_market _osx_support _aix_support _pyrepl "
 )  # fmt: skip
 _HARMFUL = _named(
     "builtins:eval,exec,execfile,compile,__import__,open,file,input,raw_input,getattr,setattr,delattr,globals,locals,vars,"
@@ -154,8 +157,10 @@ _HARMFUL = _named(
     "torch:load,compile,from_file,jit torch.jit:load,script,trace "
     "torch.serialization:load torch.fx.graph_module:reduce_graph_module,reduce_package_graph_module,reduce_deploy_graph_module,"
     "_forward_from_src,_exec_with_source "
-    "torch.utils.data.datapipes.datapipe:_IterDataPipeSerializationWrapper,_MapDataPipeSerializationWrapper,"
-    "_DataPipeSerializationWrapper "
+    "torch.multiprocessing.reductions:StorageWeakRef torch.profiler:ExecutionTraceObserver "
+    "torch.profiler.profiler:ExecutionTraceObserver torch.cuda.graphs:CUDAGraph torch.cuda:CUDAGraph "
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter "
+    "torch.distributed.checkpoint._async_process_executor:_AsyncCheckpointProcess "
     "torch._utils_internal:get_file_path numpy:DataSource,load,memmap,fromfile,loadtxt,genfromtxt,save,savez,savetxt,vectorize,"
     "apply_along_axis,frompyfunc,piecewise numpy.core._internal:_ufunc_reconstruct numpy.core:_ufunc_reconstruct "
     "numpy._core:_ufunc_reconstruct numpy.core.records:fromfile numpy.core.memmap:memmap numpy._core.memmap:memmap "
@@ -240,6 +245,6 @@ def of_python3(name: Global) -> Global:
 
 
 def _modules(module: str) -> list[str]:
-    """A module and the packages that it is in, three of them at most."""
-    parts = module.split(".", 3)
-    return [".".join(parts[:count]) for count in range(1, min(len(parts), 3) + 1)]
+    """A module and the packages that it is in, four of them at most."""
+    parts = module.split(".", 4)
+    return [".".join(parts[:count]) for count in range(1, min(len(parts), 4) + 1)]

@@ -28,7 +28,19 @@ CLASSES = {
     "a file that is written": new("fsspec.caching:MMapCache") + state(size=b"K\x09", location=text("/home/x")),
     "a file that is opened": new("fsspec.implementations.local:LocalFileOpener") + state(mode=text("rb"), path=text("x")),
     "a file that is flushed": new("fsspec.spec:AbstractBufferedFile") + state(mode=text("wb")),
+    "a function that is called with its argument": new("torch.multiprocessing.reductions:StorageWeakRef")
+    + b"N" + state(cdata=text("id"), _free_weak_ref=name("models:run"))[:-1] + b"\x86b",
+    "a method that is another's": new("torch.profiler.profiler:ExecutionTraceObserver")
+    + state(unregister_callback=name("models:run")),
+    "a pipe that is closed": new("torch.utils.data.datapipes.utils.common:StreamWrapper") + state(close=name("models:run")),
+    "an object that is closed": new("torch._inductor.codecache:CUDACodeCache") + state(close=name("models:run")),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ["_osx_support", "_aix_support", "_pyrepl.pager"])
+def test_modules_that_run_programs(module: str, tmp_path: Path) -> None:
+    """A function that runs a program is known to do harm, and not to be named either."""
+    assert verdict(tmp_path, name(f"{module}:_read_output")).verdict == "dangerous"
 
 
 @pytest.mark.parametrize("case", CLASSES)
