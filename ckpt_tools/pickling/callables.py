@@ -205,6 +205,16 @@ _STANDARD = _words(
     "uuid venv warnings wave weakref webbrowser winreg winsound wsgiref xdrlib xml xmlrpc zipapp zipfile zipimport zlib "
     "zoneinfo "
 )  # fmt: skip
+# A distribution of scipy.stats runs the text under this name when its state is set; what it writes itself makes functions.
+PARSED, PARSER = "scipy.stats", "_parse_arg_template"
+_TAKES, _GIVES, _SHAPES = r"loc=0(?:, scale=1)?", r"loc, (?:scale|1)", r"((?:[A-Za-z_]\w*, ){0,32})"
+PARSER_TEXT = re.compile(
+    rf"\ndef _parse_args\(self, {_SHAPES} {_TAKES}\):\n    return \(\1\), {_GIVES}\n"
+    rf"\ndef _parse_args_rvs\(self, \1 {_TAKES}, size=None\):\n    return self._argcheck_rvs\(\1 {_GIVES}, size=size\)\n"
+    rf"\ndef _parse_args_stats\(self, \1 {_TAKES}, moments='mv'\):\n    return \(\1\), {_GIVES}, moments\n",
+    re.ASCII,
+)
+
 # Nearly all calls of a checkpoint: these make data of whatever they are given.
 QUIET = _DATA - FROM_TYPE - CALLING - OF_CLASS - HOLDS_CALLABLES - {RECONSTRUCTOR, ENCODE, LOAD_FROM_BYTES}
 

@@ -232,10 +232,31 @@ def of_state(target: Node, state: Node) -> Rating:
     if is_shared(target) or is_armed(target) or (type(target) is Object and _takes_over(target.function, state)):
         return "unknown"
     parts_of_it = state if type(state) is tuple else (state,)
+    rating: Rating = "unknown" if _may_hide_source(target, parts_of_it) else "data"
     for key, value in (pair for part in parts_of_it if type(part) is Dict for pair in part.items):
         if type(key) is str and key in _CALLED_ATTRIBUTES and type(value) in (Global, Object):
             return worst("unknown", of_reference(value))
-    return "data"
+        if key == callables.PARSER and not (type(value) is str and callables.PARSER_TEXT.fullmatch(value)):
+            return "harmful"
+    return rating
+
+
+def _may_hide_source(target: Node, state: tuple[Node, ...]) -> bool:
+    """Whether what runs a text in its state is given one under a computed name, or as a computed dict."""
+    made = made_of(target) if type(target) is Object else None
+    if type(made) is not Global or not made.module.startswith(callables.PARSED):
+        return False
+    return any(
+        part is not None and (type(part) is not Dict or any(type(key) is not str for key, _ in part.items)) for part in state
+    )
+
+
+def made_of(target: Object) -> Node:
+    """What makes an object: of functions that make an instance of a class that they are given, the class."""
+    function, args = target.function, target.args
+    if type(function) is not Global or (function != callables.RECONSTRUCTOR and function not in callables.OF_CLASS):
+        return function
+    return args[0] if type(args) is tuple and args else function
 
 
 def _takes_over(made: Node, state: Node) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
 
-from tests.operations.test_implicit_calls import name, text, verdict
+from ckpt_tools.pickling.callables import PARSER_TEXT
+from tests.operations.test_implicit_calls import call, name, text, verdict
+from tests.operations.test_safety import examined
 
 
 def new(path: str) -> bytes:
@@ -47,3 +50,35 @@ def test_modules_that_run_programs(module: str, tmp_path: Path) -> None:
 def test_instances_that_do_harm(case: str, tmp_path: Path) -> None:
     """Classes whose `__setstate__` or `__del__` does harm are known."""
     assert verdict(tmp_path, CLASSES[case]).verdict == "dangerous"
+
+
+NORM = new("scipy.stats._continuous_distns:norm_gen")
+SOURCE = text("import os;os.system('id')")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        NORM + state(_parse_arg_template=SOURCE),
+        new("models:Distribution") + state(_parse_arg_template=SOURCE),
+        NORM + state(_parse_arg_template=call("builtins:str", SOURCE)),
+        NORM + b"}" + call("builtins:str", text("_parse_arg_template")) + SOURCE + b"sb",
+        NORM + b"](" + text("_parse_arg_template") + SOURCE + b"\x86eb",
+        call("copyreg:_reconstructor", name("scipy.stats:norm_gen"), name("builtins:object"), b"N") + b"](K\x01eb",
+    ],
+    ids=["text", "another's class", "computed text", "a computed name", "pairs", "as protocol 0 makes it"],
+)
+def test_source_in_a_distribution(data: bytes, tmp_path: Path) -> None:
+    """Distributions of scipy run a text in their state: only the one that they have written themselves is none."""
+    assert verdict(tmp_path, data).verdict == "dangerous"
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_honest_distributions(protocol: int, tmp_path: Path) -> None:
+    """What scipy itself pickles needs code."""
+    stats = pytest.importorskip("scipy.stats")
+    for value in (stats.norm, stats.beta, stats.uniform(0, 1), stats.gaussian_kde([1.0, 2.0, 4.0])):
+        assert examined(tmp_path / "a.pkl", pickle.dumps(value, protocol)).verdict == "needs-code"
+    for value in vars(stats).values():
+        if isinstance(value, stats.rv_continuous | stats.rv_discrete):
+            assert PARSER_TEXT.fullmatch(vars(value)["_parse_arg_template"]), value
