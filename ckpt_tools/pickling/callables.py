@@ -93,6 +93,9 @@ _NUMPY_DTYPE = re.compile(r"\w+DType")
 CALLING = _named("numpy.random._pickle:__randomstate_ctor,__generator_ctor,__bit_generator_ctor")
 # (function, class, arguments, state): the function is called with the arguments.
 FROM_TYPE = _named("torch._tensor:_rebuild_from_type_v2 torch.tensor:_rebuild_from_type_v2")
+# (tensor, requires_grad, hooks, state): attributes are set.
+WITH_STATE = _named("torch._utils:_rebuild_parameter_with_state")
+STATEFUL = FROM_TYPE | WITH_STATE
 # The first argument is a class, of which an instance is made without its `__init__`.
 OF_CLASS = _named(
     "torch._utils:_rebuild_wrapper_subclass numpy.core.multiarray:_reconstruct numpy._core.multiarray:_reconstruct "
@@ -216,7 +219,7 @@ PARSER_TEXT = re.compile(
 )
 
 # Nearly all calls of a checkpoint: these make data of whatever they are given.
-QUIET = _DATA - FROM_TYPE - CALLING - OF_CLASS - HOLDS_CALLABLES - {RECONSTRUCTOR, ENCODE, LOAD_FROM_BYTES}
+QUIET = _DATA - STATEFUL - CALLING - OF_CLASS - HOLDS_CALLABLES - {RECONSTRUCTOR, ENCODE, LOAD_FROM_BYTES}
 
 
 def is_data(name: Global) -> bool:

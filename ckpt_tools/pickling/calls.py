@@ -16,7 +16,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.arrays_behind import array_bytes, is_pickled_behind
-from ckpt_tools.pickling.callables import ENCODE, OF_CLASS, QUIET
+from ckpt_tools.pickling.callables import ENCODE, OF_CLASS, QUIET, STATEFUL
 from ckpt_tools.pickling.ratings import Rating
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
 from ckpt_tools.pickling.reader import OPCODES, Machine
@@ -63,6 +63,7 @@ _MAKERS = {
 }
 _STARTS = frozenset((b"\x80", b"c", b"(", b"]", b"}"))  # of pickles that make a call
 _SHORTEST, _MOST_NESTED = 8, 64  # bytes of a pickle that makes a call, and how many are looked at in one state
+_STATELESS = ALLOWED - STATEFUL
 _MAY_HOLD = frozenset((Global, Object, Dict, tuple))
 _KEY = 2  # in the persistent id of a storage
 _STORAGE = Global("torch.storage", "UntypedStorage")
@@ -193,7 +194,7 @@ def _may_hold(arg: Node) -> bool:
     if type(arg) is tuple:
         return len(arg) > _LONG or any(type(part) in _MAY_HOLD for part in arg)
     if type(arg) is Object:
-        allowed = not arg.steps and type(arg.function) is Global and arg.function in ALLOWED
+        allowed = not arg.steps and type(arg.function) is Global and arg.function in _STATELESS
         return not allowed and not _is_plainly_made(arg)
     return type(arg) is Global or (type(arg) is Dict and arg.attributes is not None)
 
@@ -351,7 +352,8 @@ def _extend(machine: Lister, items: list[Node]) -> None:
 
 def _rate_items(machine: Lister, target: Object, step: type[Append] | type[SetItems], items: list[Node]) -> None:
     """Items for an instance, by a method of its class, or a function that was set as its `append`."""
-    if len(target.steps) > 1 or (target.steps and type(target.steps[0]) is not step):
+    has_state = target.steps and (len(target.steps) > 1 or type(target.steps[0]) is not step)
+    if has_state or (type(target.function) is Global and target.function in STATEFUL):
         machine.spend(_COST_OF_LOOKING)
     taken_over = ratings.is_shared(target) or (step is Append and ratings.is_armed(target))
     machine.rate("unknown" if taken_over else ratings.of_items(target, items), target.function, (), "changes")

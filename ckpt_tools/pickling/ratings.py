@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from typing import Literal, TypeAlias
 
@@ -96,6 +96,8 @@ def _of_special(name: Global, given: tuple[Node, ...]) -> Rating | None:
         return _of_reconstructor(given)
     if name in callables.FROM_TYPE:
         return _of_rebuild(given)
+    if name in callables.WITH_STATE:
+        return worst(_of_given(name, given), *(of_state(None, state) for state in given[3:]))
     if name in callables.OF_CLASS:
         return worst(of_instance(given[0], given[1:]) if given else "unknown", _of_references(given[1:]))
     if name in callables.CALLING:
@@ -177,9 +179,8 @@ def _is_member(given: Node) -> bool:
         return _is_instance(owner)
     if type(owner) is not Global:
         return False
-    cls = callables.of_python3(owner)
-    is_class = cls.name.rpartition(".")[2].lstrip("_")[:1].isupper()  # no module: `getattr(torch.os, "system")`
-    return is_class and not callables.is_standard(cls) and not callables.is_harmful(cls)
+    cls = callables.of_python3(owner)  # no module: `getattr(torch.os, "system")`
+    return _is_class(cls) and not callables.is_standard(cls) and not callables.is_harmful(cls)
 
 
 def _is_instance(node: Object) -> bool:
@@ -286,9 +287,16 @@ def is_shared(target: Node) -> bool:
 def is_armed(target: Node) -> bool:
     """Whether a state was set that holds a function. Items come before states: what comes next may call it."""
     if type(target) is Object:
-        states = tuple(step.state for step in target.steps[:_MOST_STEPS] if type(step) is Build)
+        states = _states_given(target) + tuple(step.state for step in target.steps[:_MOST_STEPS] if type(step) is Build)
         return len(target.steps) > _MOST_STEPS or (bool(states) and _holds_function(states))
     return type(target) is Dict and target.attributes is not None and _holds_function(target.attributes)
+
+
+def _states_given(target: Object) -> tuple[Node, ...]:
+    """The states among the arguments of what makes an object: hooks and attributes of a tensor."""
+    function, args = target.function, target.args
+    is_stateful = type(function) is Global and function in callables.STATEFUL
+    return args[2:] if is_stateful and type(args) is tuple else ()
 
 
 def hands_over(given: Node, in_lists: bool = False) -> bool:
@@ -305,19 +313,37 @@ def hands_over(given: Node, in_lists: bool = False) -> bool:
                 return True
             stack += below
         elif type(node) in (Global, Object):
-            if _holds_function(node):
+            if _holds_function(node) or (type(node) is Object and _holds_function(_states_given(node), _is_stray)):
                 return True
         elif is_armed(node):
             return True
     return False
 
 
-def _holds_function(root: Node) -> bool:
+def _is_function(node: Node) -> bool:
+    if type(node) is Object:
+        return type(node.function) is Global and callables.of_python3(node.function) in callables.MAKES_CALLABLES
+    return type(node) is Global and not callables.is_data(callables.of_python3(node))
+
+
+def _is_stray(node: Node) -> bool:
+    """Whether this is a function and no class: tensors of a library's own have instances and members of enumerations."""
+    if type(node) is Object:
+        return node.function != callables.GETATTR and _is_function(node)
+    return type(node) is Global and _is_function(node) and not _is_class(node)
+
+
+def _is_class(name: Global) -> bool:
+    """Whether a name is one of a class, by its first letter."""
+    return name.name.rpartition(".")[2].lstrip("_")[:1].isupper()
+
+
+def _holds_function(root: Node, is_function: Callable[[Node], bool] = _is_function) -> bool:
     """Whether a global that is not data is in a node; so it is said of what has too many parts to look at."""
     stack, seen, looked = [root], set(), 0
     while stack:
         node = stack.pop()
-        if _is_function(node):
+        if is_function(node):
             return True
         if type(node) not in _HOLDERS or id(node) in seen:
             continue
@@ -328,12 +354,6 @@ def _holds_function(root: Node) -> bool:
             return True
         stack += below
     return False
-
-
-def _is_function(node: Node) -> bool:
-    if type(node) is Object:
-        return type(node.function) is Global and callables.of_python3(node.function) in callables.MAKES_CALLABLES
-    return type(node) is Global and not callables.is_data(callables.of_python3(node))
 
 
 def _held(node: Node) -> list[Node]:

@@ -82,3 +82,62 @@ def test_honest_distributions(protocol: int, tmp_path: Path) -> None:
     for value in vars(stats).values():
         if isinstance(value, stats.rv_continuous | stats.rv_discrete):
             assert PARSER_TEXT.fullmatch(vars(value)["_parse_arg_template"]), value
+
+
+TENSOR = call("torch:FloatTensor")
+FUNCTION = name("models:run")
+
+
+def parameter(attributes: bytes) -> bytes:
+    """A parameter with these attributes."""
+    return call("torch._utils:_rebuild_parameter_with_state", TENSOR, b"\x89", b"N", attributes)
+
+
+def attribute(key: bytes, value: bytes = FUNCTION) -> bytes:
+    """A dict of one."""
+    return b"}" + key + value + b"s"
+
+
+COMPUTED = call("builtins:str", text("append"))
+OF_TYPE = "torch._tensor:_rebuild_from_type_v2"
+REBUILD = name("torch._utils:_rebuild_tensor_v2")
+TENSORS = {
+    "a state": parameter(attribute(text("__setstate__"))) + text("id") + b"b",
+    "an item": parameter(attribute(text("append"))) + text("id") + b"a",
+    "an item under a computed name": parameter(attribute(COMPUTED)) + text("id") + b"a",
+    "slots": parameter(b"N" + attribute(text("__setstate__")) + b"\x86") + text("id") + b"b",
+    "a tensor of a type": call(OF_TYPE, REBUILD, name("models:Quantised"), b")", attribute(COMPUTED)) + text("id") + b"a",
+    "a parameter of a type": call(
+        OF_TYPE, name("torch._utils:_rebuild_parameter_with_state"), name("torch.nn.parameter:Parameter"),
+        b"(" + TENSOR + b"\x89N" + attribute(COMPUTED) + b"t", b"N",
+    ) + text("id") + b"a",
+    "a number of it": call("numpy:float64", parameter(attribute(text("__array__")))),
+    "a parameter of it": call(
+        "torch._utils:_rebuild_parameter",
+        call(OF_TYPE, REBUILD, name("models:Quantised"), b")", attribute(text("detach"))),
+        b"\x88N",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_attributes_of_tensors(case: str, tmp_path: Path) -> None:
+    """A function among the attributes that a tensor is made with may be called by the next opcode, or by who is given it."""
+    assert verdict(tmp_path, TENSORS[case]).verdict == "dangerous"
+
+
+@pytest.mark.parametrize(
+    "value", [call("builtins:getattr", new("models:Loader"), text("load_weight")), new("models:Layout"), name("models:Layout")]
+)
+def test_honest_attributes_of_tensors(value: bytes, tmp_path: Path) -> None:
+    """A bound method, an instance or a class as an attribute is none, also where the tensor goes on into a parameter."""
+    held = attribute(text("layout"), value)
+    made = call(
+        OF_TYPE,
+        name("torch._utils:_rebuild_wrapper_subclass"),
+        name("models:Quantised"),
+        name("models:Quantised") + b"\x85",
+        held,
+    )
+    for data in (parameter(held), call("torch._utils:_rebuild_parameter", made, b"\x88N")):
+        assert verdict(tmp_path, data).verdict == "needs-code"
