@@ -172,6 +172,9 @@ _HARMFUL = _named(
     "itertools:starmap,accumulate,takewhile,dropwhile,filterfalse,groupby copyreg:add_extension,pickle,constructor "
     "codecs:open,decode,encode,lookup _codecs:decode,lookup,register dataclasses:make_dataclass enum:Enum typing:get_type_hints"
 )  # fmt: skip
+# Names that lead to a module wherever they stand last; other modules share theirs with functions, as `torch.trace`.
+_MODULES_BY_NAME = _HARMFUL_MODULES - _words("cmd code commands pipes platform profile signal site this timeit trace")
+_INSIDES = re.compile("__.*__", re.DOTALL)
 # To call them does harm or makes nothing that harms by itself; to name them, as programs and enumerations do, does none.
 _NAMED_FREELY = _named(
     "functools:reduce builtins:getattr,type,map,filter,property,iter,next,super,memoryview collections:namedtuple enum:Enum "
@@ -235,16 +238,26 @@ def is_harmful(name: Global) -> bool:
 
 
 def _leads_to_harm(name: Global) -> bool:
-    """Whether a dotted name leads through a module that another one has imported: `torch`, `serialization.os.system`."""
+    """Whether a name leads into a module that another one has imported, `torch`, `serialization.os.system`, or to the names
+    of a module or the insides of a class: `__dict__`, `__globals__`."""
     *path, last = name.name.split(".", _MOST_DOTS)
-    return any(part in _HARMFUL_MODULES for part in path) or (bool(path) and Global(path[-1], last) in _HARMFUL)
+    if (
+        last in _MODULES_BY_NAME
+        or "." in last
+        or not _HARMFUL_MODULES.isdisjoint(path)
+        or any(map(_INSIDES.fullmatch, (*path, last)))
+    ):
+        return True
+    return bool(path) and Global(path[-1], last) in _HARMFUL
 
 
 def is_harmful_to_name(name: Global) -> bool:
     """Whether it counts as a danger to name this global without a call: no data and no module refers to it."""
     if name in _NAMED_FREELY or any(module in _NAMED_FREELY_MODULES for module in _modules(name.module)):
         return False
-    return is_harmful(name) and (name in _HARMFUL or not name.name[:1].isupper() or name.module == "subprocess")
+    if not is_harmful(name):
+        return False
+    return name in _HARMFUL or not name.name[:1].isupper() or name.module == "subprocess" or _leads_to_harm(name)
 
 
 def is_standard(name: Global) -> bool:

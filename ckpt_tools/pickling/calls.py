@@ -351,11 +351,11 @@ def _extend(machine: Lister, items: list[Node]) -> None:
 
 
 def _rate_items(machine: Lister, target: Object, step: type[Append] | type[SetItems], items: list[Node]) -> None:
-    """Items for an instance, by a method of its class, or a function that was set as its `append`."""
+    """Items for an instance, by a method of its class, a function that was set as its `append`, or for what it keeps."""
     has_state = target.steps and (len(target.steps) > 1 or type(target.steps[0]) is not step)
     if has_state or (type(target.function) is Global and target.function in STATEFUL):
         machine.spend(_COST_OF_LOOKING)
-    taken_over = ratings.is_shared(target) or (step is Append and ratings.is_armed(target))
+    taken_over = ratings.is_shared(target) or ratings.is_armed(target)
     machine.rate("unknown" if taken_over else ratings.of_items(target, items), target.function, (), "changes")
 
 

@@ -141,3 +141,33 @@ def test_honest_attributes_of_tensors(value: bytes, tmp_path: Path) -> None:
     )
     for data in (parameter(held), call("torch._utils:_rebuild_parameter", made, b"\x88N")):
         assert verdict(tmp_path, data).verdict == "needs-code"
+
+
+KEEPER = new("collections:UserDict")
+MODULES = {
+    "a table of a module": KEEPER + state(data=name("models:table")) + text("a") + FUNCTION + b"s",
+    "several tables": new("collections:ChainMap")
+    + state(maps=b"]" + name("models:table") + b"a")
+    + text("a")
+    + FUNCTION
+    + b"s",
+    "the names of a module": name("models:__dict__"),
+    "the names that a function sees": name("models:Net.forward.__globals__"),
+    "the builtins": name("models:__builtins__"),
+    "a class's class": name("models:Net.__class__"),
+    "a longer way than is looked at": name("models:" + "a." * 17 + "os"),
+    "a module of a module": name("torch.serialization:os"),
+    "a module of a module's module": name("torch:serialization.os"),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_names_of_modules(case: str, tmp_path: Path) -> None:
+    """Who may write into a module makes any other name of it mean what he likes."""
+    assert verdict(tmp_path, MODULES[case]).verdict == "dangerous"
+
+
+@pytest.mark.parametrize("path", ["torch:trace", "models:signal", "numpy:trace", "models:__init_weights", "models:Net.forward"])
+def test_names_of_functions(path: str, tmp_path: Path) -> None:
+    """A function that is called as a module is, or has underscores, is one."""
+    assert verdict(tmp_path, name(path)).verdict == "needs-code"
