@@ -129,7 +129,9 @@ KEEPS_ITEMS = _named("collections:OrderedDict,defaultdict,Counter,deque,UserDict
 # What calls of these give is no copy: it belongs to the program, which a state set on it changes.
 SHARED = _ENUMERATIONS | _named(
     "builtins:getattr,type operator:getitem _operator:getitem logging:getLogger pytz:_UTC,_p "
-    "zoneinfo:ZoneInfo._unpickle typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias"
+    "zoneinfo:ZoneInfo._unpickle typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias "
+    # these give what they are given
+    "torch.jit._pickle:build_intlist,build_floatlist,build_doublelist,build_boollist,build_tensorlist,restore_type_tag"
 )
 # What calls of these make can be called in turn, or be given to what calls it.
 MAKES_CALLABLES = frozenset((Global("functools", "partial"), GETATTR))

@@ -171,3 +171,16 @@ def test_names_of_modules(case: str, tmp_path: Path) -> None:
 def test_names_of_functions(path: str, tmp_path: Path) -> None:
     """A function that is called as a module is, or has underscores, is one."""
     assert verdict(tmp_path, name(path)).verdict == "needs-code"
+
+
+ENTRY = attribute(text("update"))
+SHARED = {
+    path: call(f"torch.jit._pickle:{path}", name("collections:UserDict"), text("")) + b"N" + ENTRY + b"\x86b"
+    for path in ("restore_type_tag", "build_intlist", "build_doublelist", "build_boollist", "build_tensorlist")
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_what_is_not_the_pickles_own(case: str, tmp_path: Path) -> None:
+    """A state for what a call or an instance stands for, a class of the program, changes that."""
+    assert verdict(tmp_path, SHARED[case]).verdict == "dangerous"
