@@ -278,9 +278,9 @@ def of_items(target: Object, items: list[Node]) -> Rating:
 
 def is_shared(target: Node) -> bool:
     """Whether what a call has given belongs to the program: a member of a class, a logger, a module out of `sys.modules`."""
-    if type(target) is not Object or target.call != "reduce":
+    if type(target) is not Object or target.call == "none":
         return False
-    function = target.function
+    function = made_of(target)
     return callables.of_python3(function) in callables.SHARED if type(function) is Global else _is_zone_maker(function)
 
 

@@ -178,6 +178,13 @@ SHARED = {
     path: call(f"torch.jit._pickle:{path}", name("collections:UserDict"), text("")) + b"N" + ENTRY + b"\x86b"
     for path in ("restore_type_tag", "build_intlist", "build_doublelist", "build_boollist", "build_tensorlist")
 }
+ALIAS = name("typing:_GenericAlias")
+SHARED |= {
+    "an alias": ALIAS + b")\x81N" + ENTRY + b"\x86b",
+    "an alias by a function": call("copyreg:__newobj__", ALIAS) + b"N" + ENTRY + b"\x86b",
+    "an alias of protocol 0": call("copyreg:_reconstructor", ALIAS, name("builtins:object"), b"N") + b"N" + ENTRY + b"\x86b",
+    "a member of an enumeration": name("peft.utils.peft_types:TaskType") + text("LORA") + b"\x85\x81" + ENTRY + b"b",
+}
 
 
 @pytest.mark.parametrize("case", SHARED)
