@@ -67,7 +67,9 @@ _STATELESS = ALLOWED - STATEFUL
 _MAY_HOLD = frozenset((Global, Object, Dict, tuple))
 _KEY = 2  # in the persistent id of a storage
 _STORAGE = Global("torch.storage", "UntypedStorage")
-_COMPUTED = Global("", "<a computed name>")
+_MODULE = ("module", b"module")
+_KINDS = (*_MODULE, "storage", b"storage")
+_COMPUTED, _PERSISTENT = Global("", "<a computed name>"), Global("", "<a persistent id>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +170,26 @@ class Lister(Machine):
 
 
 def _stand_in(pids: dict[Node, tuple[Node, ...]], pid: Node) -> Node:
-    """Something in the place of a storage. No method: a machine that referred to itself would outlive its reading."""
+    """Something in the place of a storage, or the class of a model, which torch gives as it is.
+
+    ("module", class, file, source) in torch-legacy, (class, file, source) in torch-tar. No method: a machine that referred to
+    itself would outlive its reading.
+    """
+    kind = pid[0] if type(pid) is tuple and pid else None
+    if type(pid) is tuple and kind in _MODULE and len(pid) > 1:
+        return pid[1]
+    if type(kind) in (Global, Object):
+        return kind
     if type(pid) is tuple and len(pid) > _KEY and type(pid[_KEY]) is str:
         pids[pid[_KEY]] = pid
     return Object("none", _STORAGE, ())
+
+
+def _is_known(pid: Node) -> bool:
+    """Whether torch knows what a persistent id stands for: the key of a storage, a storage, a class."""
+    if type(pid) is tuple and pid:
+        return pid[0] in _KINDS or type(pid[0]) in (Global, Object)
+    return type(pid) in PLAIN
 
 
 def is_quiet(function: Node, args: tuple[Node, ...]) -> bool:
@@ -257,6 +275,14 @@ def _stack_global(machine: Lister) -> None:
     else:
         machine.rate("unknown", _COMPUTED, (module, name))
         machine.stack.append(Object("none", _COMPUTED, (module, name)))
+
+
+def _persistent(machine: Lister) -> None:
+    """What the program that loads the pickle keeps under an id."""
+    pid = machine.stack[-1]
+    if not _is_known(pid):
+        machine.rate("unknown", _PERSISTENT, (pid,))
+    OPCODES[b"Q"[0]](machine)
 
 
 def _reduce(machine: Lister) -> None:
@@ -391,7 +417,7 @@ def _of_change(target: Global) -> Rating:
 
 for _code, _handler in (
     (b"\x80", _proto), (b"\x82", _extension(1)), (b"\x83", _extension(2)), (b"\x84", _extension(4)), (b"\x97", _buffer),
-    (b"\x98", _nothing),
+    (b"\x98", _nothing), (b"Q", _persistent),
     (b"\x95", _frame), (b"\x93", _stack_global), (b"R", _reduce), (b"\x81", _new), (b"\x92", _newobj_ex), (b"i", _inst),
     (b"o", _obj), (b"b", _build), (b"a", _append), (b"e", _appends), (b"s", _setitem), (b"u", _setitems), (b"\x90", _additems),
     (b".", _stop),

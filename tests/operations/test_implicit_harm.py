@@ -191,3 +191,31 @@ SHARED |= {
 def test_what_is_not_the_pickles_own(case: str, tmp_path: Path) -> None:
     """A state for what a call or an instance stands for, a class of the program, changes that."""
     assert verdict(tmp_path, SHARED[case]).verdict == "dangerous"
+
+
+def module(path: str) -> bytes:
+    """A global as torch-legacy has the class of a model, where it comes first."""
+    return b"(" + text("module") + name(path) + b"NNtQ"
+
+
+PERSISTENT = {
+    "a function that is called": module("models:run") + text("id") + b"\x85R",
+    "a function that a generator calls": call("numpy.random._pickle:__generator_ctor", text("id"), module("models:run")),
+    "under bytes": b"(C\x06module" + name("models:run") + b"NNtQ" + text("id") + b"\x85R",
+    "as torch-tar has it": name("models:run") + b"NN\x87Q" + text("id") + b"\x85R",
+    "a class that is changed": module("collections:UserDict") + b"N" + ENTRY + b"\x86b",
+    "of another program": text("reduce_package") + name("models:run") + b"\x86Q",
+    "a computed one": call("builtins:tuple", b"](" + text("module") + name("models:run") + b"NNe") + b"Q",
+}
+
+
+@pytest.mark.parametrize("case", PERSISTENT)
+def test_persistent_ids(case: str, tmp_path: Path) -> None:
+    """What torch gives for the persistent id of a model's class is the class itself, or a function in its place."""
+    assert verdict(tmp_path, PERSISTENT[case]).verdict == "dangerous"
+
+
+@pytest.mark.parametrize("pid", [module("models:Net"), name("models:Net") + text("a.py") + text("class Net") + b"\x87Q"])
+def test_classes_of_old_models(pid: bytes, tmp_path: Path) -> None:
+    """An instance of a class that stands there with its source needs code."""
+    assert verdict(tmp_path, pid + b")\x81" + state(training=b"\x88")).verdict == "needs-code"
