@@ -293,9 +293,11 @@ def _reduce(machine: Lister) -> None:
 def _new(machine: Lister, kwargs: Node = None) -> None:
     args = machine.stack.pop()
     given = args if type(args) is tuple else (args,)
+    if kwargs is not None:
+        given = (*given, kwargs)
     cls = machine.stack.pop()
     machine.spend(_COST_OF_RATING if given else 1)
-    machine.rate(ratings.of_instance(cls, given), cls, given if kwargs is None else (*given, kwargs))
+    machine.rate(ratings.of_instance(cls, given), cls, given)
     machine.stack.append(Object("new", cls, given))
 
 

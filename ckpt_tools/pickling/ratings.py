@@ -220,10 +220,15 @@ def of_instance(cls: Node, args: tuple[Node, ...]) -> Rating:
         return "unknown"
     name = callables.of_python3(cls)
     if callables.is_data(name):
-        return _of_given(name, args)
+        return _of_given(name, (*args, *_keywords(args)))
     if callables.is_harmful(name):
         return "harmful"
     return "unknown" if callables.is_standard(name) else worst("class", _of_references(args))
+
+
+def _keywords(args: tuple[Node, ...]) -> tuple[Node, ...]:
+    """The values of the keyword arguments, which come last, of NEWOBJ_EX and of `copyreg.__newobj_ex__`."""
+    return tuple(value for _, value in args[-1].items) if args and type(args[-1]) is Dict else ()
 
 
 def of_state(target: Node, state: Node) -> Rating:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.pickling.callables import PARSER_TEXT
-from tests.operations.test_implicit_calls import call, name, text, verdict
+from tests.operations.test_implicit_calls import call, holding, name, text, verdict
 from tests.operations.test_safety import examined
 
 
@@ -219,3 +219,17 @@ def test_persistent_ids(case: str, tmp_path: Path) -> None:
 def test_classes_of_old_models(pid: bytes, tmp_path: Path) -> None:
     """An instance of a class that stands there with its source needs code."""
     assert verdict(tmp_path, pid + b")\x81" + state(training=b"\x88")).verdict == "needs-code"
+
+
+MASKED, INSTANCE = name("numpy.ma.core:MaskedArray"), holding("__array__")
+ARGUMENTS = {
+    "a keyword": MASKED + b")" + attribute(text("data"), INSTANCE) + b"\x92",
+    "a keyword of a function": call("copyreg:__newobj_ex__", MASKED, b")", attribute(text("data"), INSTANCE)),
+    "a computed keyword": MASKED + b")" + call("builtins:dict", b"](" + text("data") + INSTANCE + b"\x86e") + b"\x92",
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_what_arrays_are_given(case: str, tmp_path: Path) -> None:
+    """NumPy calls the `__array__` of an instance wherever it is given one: a keyword, a part of a state, an item."""
+    assert verdict(tmp_path, ARGUMENTS[case]).verdict == "dangerous"
