@@ -116,7 +116,7 @@ GETATTR = Global("builtins", "getattr")  # of a class and a plain name: a member
 GETITEM = frozenset((Global("_operator", "getitem"), Global("operator", "getitem")))  # of a type: typing.List[int]
 # What is given to these may be called later: a default factory.
 HOLDS_CALLABLES = _named("functools:partial collections:defaultdict")
-MASKED = _named("numpy.ma.core:_mareconstruct")  # sets a state whose last part becomes an array
+MASKED = _named("numpy.ma.core:_mareconstruct,MaskedArray")  # sets a state whose last part becomes an array
 DEFAULTDICT = Global("collections", "defaultdict")  # keeps its first argument
 # What these are given is kept as it is: no attribute of it is looked up.
 KEEPS = _named(

@@ -10,6 +10,7 @@ from ckpt_tools.pickling import callables
 from ckpt_tools.pickling.weights_only import ALLOWED
 from ckpt_tools.text import printable
 from ckpt_tools.tree.nodes import (
+    PLAIN,
     Append,
     Build,
     ByteString,
@@ -228,14 +229,14 @@ def of_instance(cls: Node, args: tuple[Node, ...]) -> Rating:
 
 def _keywords(args: tuple[Node, ...]) -> tuple[Node, ...]:
     """The values of the keyword arguments, which come last, of NEWOBJ_EX and of `copyreg.__newobj_ex__`."""
-    return tuple(value for _, value in args[-1].items) if args and type(args[-1]) is Dict else ()
+    return (tuple(value for _, value in args[-1].items[: _MOST_HELD + 1]),) if args and type(args[-1]) is Dict else ()
 
 
 def of_state(target: Node, state: Node) -> Rating:
     """BUILD: sets a state. On a class or function it changes the program; some attributes are called by the next opcodes."""
     if type(target) is Global:
         return "harmful" if callables.is_harmful(callables.of_python3(target)) else "unknown"
-    if is_shared(target) or is_armed(target) or (type(target) is Object and _takes_over(target.function, state)):
+    if is_shared(target) or is_armed(target) or (type(target) is Object and _takes_over(target, state)):
         return "unknown"
     parts_of_it = state if type(state) is tuple else (state,)
     rating: Rating = "unknown" if _may_hide_source(target, parts_of_it) else "data"
@@ -265,20 +266,40 @@ def made_of(target: Object) -> Node:
     return args[0] if type(args) is tuple and args else function
 
 
-def _takes_over(made: Node, state: Node) -> bool:
+def _takes_over(target: Object, state: Node) -> bool:
     """Whether a class of data is given a state that it may look up functions in; a dict it only keeps."""
-    if type(made) is not Global or type(state) is not tuple or not callables.is_data(made):
+    made = _maker(target)
+    if type(made) is not Global or type(state) is Dict or not callables.is_data(made):
         return False
     if made in callables.KEEPS or made in callables.CALLING:
         return False
-    return hands_over(state) or (made in callables.MASKED and hands_over(state[-1:], in_lists=True))
+    if type(state) is not tuple:
+        return hands_over((state,), made.module.startswith("numpy"))
+    as_arrays = state if any(map(_may_have_fields, state[2:3])) else state[-1:] if made in callables.MASKED else ()
+    return hands_over(state) or hands_over(as_arrays, in_lists=True)
+
+
+def _may_have_fields(dtype: Node) -> bool:
+    """Whether what stands for a dtype may be one of records: a field of several elements is set from arrays."""
+    if type(dtype) is not Object:
+        return False
+    given = [dtype.args, *(step.state if type(step) is Build else None for step in dtype.steps[:_MOST_STEPS])]
+    parts = [part for whole in given for part in (whole[:_MOST_PARTS] if type(whole) is tuple else (whole,))]
+    return any(type(part) not in PLAIN or (type(part) is str and "," in part) for part in parts)
+
+
+def _maker(target: Object) -> Node:
+    """What makes an object, and may take over its state and items; of copyreg's functions the class."""
+    function = target.function
+    return made_of(target) if type(function) is Global and function.module == "copyreg" else function
 
 
 def of_items(target: Object, items: list[Node]) -> Rating:
     """Items for what a call of a known function made: an array or a tensor looks up functions in them."""
-    if type(target.function) is not Global or not callables.is_data(name := callables.of_python3(target.function)):
+    made = _maker(target)
+    if type(made) is not Global or not callables.is_data(name := callables.of_python3(made)) or name in callables.KEEPS_ITEMS:
         return "data"
-    return "unknown" if name not in callables.KEEPS_ITEMS and hands_over(tuple(items)) else "data"
+    return "unknown" if hands_over(tuple(items), name.module.startswith("numpy")) else "data"
 
 
 def is_shared(target: Node) -> bool:
@@ -367,7 +388,8 @@ def _held(node: Node) -> list[Node]:
         return list(islice(parts(node), _MOST_HELD + 1))
     seen = type(node.function) is Global and node.function in _SEEN_WHEN_MADE  # else it may take for ever to hash
     later = chain.from_iterable(map(_given_later, node.steps))
-    return [None if seen else node.args, node.kwargs, *islice(later, _MOST_HELD)]
+    args = node.args if made_of(node) is node.function or type(node.args) is not tuple else node.args[1:]  # its class
+    return [None if seen else args, node.kwargs, *islice(later, _MOST_HELD)]
 
 
 def _given_later(step: Step) -> Iterable[Node]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckpt_tools.pickling.callables import PARSER_TEXT
 from tests.operations.test_implicit_calls import call, holding, name, text, verdict
 from tests.operations.test_safety import examined
+from tests.support.containers import Net
 
 
 def new(path: str) -> bytes:
@@ -222,9 +224,26 @@ def test_classes_of_old_models(pid: bytes, tmp_path: Path) -> None:
 
 
 MASKED, INSTANCE = name("numpy.ma.core:MaskedArray"), holding("__array__")
+ARRAY = call("numpy.core.multiarray:_reconstruct", name("numpy:ndarray"), b"K\0\x85", b"C\x01b")
+MASK = call("numpy.ma.core:_mareconstruct", MASKED, name("numpy:ndarray"), b"K\0\x85", b"C\x01b")
+F8, O8 = call("numpy:dtype", text("f8")), call("numpy:dtype", text("O"))
+SEVERAL = call("numpy:dtype", text("V8")) + b"(K\x03" + text("|") + F8 + b"K\x01\x85\x86NNK\x08K\x01K\0tb"
+FIELDS = b"}(" + text("a") + O8 + b"K\0\x86" + text("b") + SEVERAL + b"K\x08\x86u"
+NAMES = b"N" + text("a") + text("b") + b"\x86"
+RECORD = call("numpy:dtype", text("V16")) + b"(K\x03" + text("|") + NAMES + FIELDS + b"K\x10K\x01K\x1btb"
+PAIR = call("numpy:dtype", text("O,(1,)f8"))
+PART = call("builtins:slice", b"N")
 ARGUMENTS = {
     "a keyword": MASKED + b")" + attribute(text("data"), INSTANCE) + b"\x92",
     "a keyword of a function": call("copyreg:__newobj_ex__", MASKED, b")", attribute(text("data"), INSTANCE)),
+    "a list as a state": MASK + b"](K\x01" + b"K\x01\x85" + F8 + b"\x89C\x08" + bytes(8) + b"C\x01\0" + INSTANCE + b"eb",
+    "a computed state": MASK + call("builtins:tuple", b"](K\x01" + INSTANCE + b"e") + b"b",
+    "a state without a function": MASKED + b")\x81](K\x01" + INSTANCE + b"eb",
+    "an array by a function": call("copyreg:__newobj__", MASKED) + b"(K\x01]" + INSTANCE + b"atb",
+    "fields": ARRAY + b"(K\x01K\x01\x85" + RECORD + b"\x89](N" + INSTANCE + b"\x86etb",
+    "fields in a text": ARRAY + b"(K\x01K\x01\x85" + PAIR + b"\x89](N" + INSTANCE + b"\x86etb",
+    "a list as an item": ARRAY + b"(K\x01K\x01\x85" + F8 + b"\x89C\x08" + bytes(8) + b"tbK\0]" + INSTANCE + b"as",
+    "a list for a part": ARRAY + b"(K\x01K\x01\x85" + F8 + b"\x89C\x08" + bytes(8) + b"tb" + PART + b"]" + INSTANCE + b"as",
     "a computed keyword": MASKED + b")" + call("builtins:dict", b"](" + text("data") + INSTANCE + b"\x86e") + b"\x92",
 }
 
@@ -233,3 +252,13 @@ ARGUMENTS = {
 def test_what_arrays_are_given(case: str, tmp_path: Path) -> None:
     """NumPy calls the `__array__` of an instance wherever it is given one: a keyword, a part of a state, an item."""
     assert verdict(tmp_path, ARGUMENTS[case]).verdict == "dangerous"
+
+
+def test_honest_arrays(tmp_path: Path) -> None:
+    """Arrays of objects, records among them, and masked arrays keep what they hold."""
+    values = [
+        np.array([Net().forward, Net], dtype=object), np.array([(1.0, Net())], dtype=[("a", "f8"), ("b", "O")]),
+        np.ma.masked_array([1.0, 2.0], [True, False]), np.ma.masked_array(np.array([Net, None], dtype=object), [True, False]),
+    ]  # fmt: skip
+    for protocol in (0, 2, 4):
+        assert examined(tmp_path / "a.pkl", pickle.dumps(values, protocol)).verdict == "needs-code"
