@@ -28,6 +28,7 @@ from ckpt_tools.tree.nodes import (
     PLAIN,
     Append,
     Build,
+    ByteString,
     Dict,
     Global,
     List,
@@ -63,6 +64,8 @@ _MAKERS = {
 }
 _STARTS = frozenset((b"\x80", b"c", b"(", b"]", b"}"))  # of pickles that make a call
 _SHORTEST, _MOST_NESTED = 8, 64  # bytes of a pickle that makes a call, and how many are looked at in one state
+_MOST_DEEP = 3  # containers in one another that are looked into
+_BYTEARRAY = Global("builtins", "bytearray")
 _STATELESS = ALLOWED - STATEFUL
 _MAY_HOLD = frozenset((Global, Object, Dict, tuple))
 _KEY = 2  # in the persistent id of a storage
@@ -298,6 +301,8 @@ def _new(machine: Lister, kwargs: Node = None) -> None:
     cls = machine.stack.pop()
     machine.spend(_COST_OF_RATING if given else 1)
     machine.rate(ratings.of_instance(cls, given), cls, given)
+    if given:
+        machine.nested += _pickles_in(machine, cls, given)
     machine.stack.append(Object("new", cls, given))
 
 
@@ -328,25 +333,41 @@ def _build(machine: Lister) -> None:
         target.attributes.items.append((None, state))
     if type(target) is Object:
         target.steps.append(Build(state))
-        machine.nested += _pickles_in(target, state)
+        machine.nested += _pickles_in(machine, ratings.made_of(target), state)
         machine.position += array_bytes(target, machine)
         if is_pickled_behind(target):
             machine.outer.append((machine.stack, machine.marks, machine.memo, machine.far_memo))
             machine.stack, machine.marks, machine.memo, machine.far_memo = [], [], [], {}
 
 
-def _pickles_in(target: Object, state: Node) -> list[bytes]:
-    """Bytes that look like pickles in the state of an instance, whose class may load them."""
-    if type(target.function) is not Global or ratings.of_instance(target.function, ()) == "data":
+def _pickles_in(machine: Lister, cls: Node, given: Node) -> list[bytes]:
+    """Bytes that look like pickles in what an instance is given, whose class may load them."""
+    if type(cls) is not Global or ratings.of_instance(cls, ()) == "data":
         return []
-    parts = [part for whole in (state if type(state) is tuple else (state,)) for part in _values(whole)]
-    return [part for part in parts if type(part) is bytes and part[:1] in _STARTS and len(part) >= _SHORTEST][:_MOST_NESTED]
+    parts: list[Node] = [given]
+    for _ in range(_MOST_DEEP):
+        parts = [part for whole in parts for part in _values(machine, whole)]
+    found = [data for data in map(_bytes, parts) if data[:1] in _STARTS and len(data) >= _SHORTEST]
+    return found[:_MOST_NESTED]
 
 
-def _values(node: Node) -> list[Node]:
+def _values(machine: Lister, node: Node) -> list[Node]:
+    """The parts of a container, or what is none."""
     if type(node) is Dict:
-        return [value for _, value in node.items]
-    return node.items if type(node) is List else list(node) if type(node) is tuple else [node]
+        values = [value for _, value in node.items]
+    else:
+        values = node.items if type(node) is List else list(node) if type(node) is tuple else [node]
+    machine.spend(len(values) // _LONG)
+    return values
+
+
+def _bytes(node: Node) -> bytes:
+    """The bytes that a value is, or that a bytearray is made of; else none."""
+    if type(node) is Object and node.function == _BYTEARRAY and type(node.args) is tuple and node.args:
+        node = node.args[0]
+    if type(node) is ByteString:
+        return node.data
+    return node if type(node) is bytes else b""
 
 
 def _stop(machine: Lister) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckpt_tools.pickling.callables import PARSER_TEXT
-from tests.operations.test_implicit_calls import call, holding, name, text, verdict
+from tests.operations.test_implicit_calls import PAYLOAD, call, holding, name, text, verdict
 from tests.operations.test_safety import examined
 from tests.support.containers import Net
 
@@ -262,3 +262,24 @@ def test_honest_arrays(tmp_path: Path) -> None:
     ]  # fmt: skip
     for protocol in (0, 2, 4):
         assert examined(tmp_path / "a.pkl", pickle.dumps(values, protocol)).verdict == "needs-code"
+
+
+BYTES = b"C" + bytes([len(PAYLOAD)]) + PAYLOAD
+OLD = call("copyreg:_reconstructor", name("models:Net"), name("builtins:object"), b"N")
+NESTED = {
+    "protocol 0": OLD + state(data=BYTES),
+    "a function": call("copyreg:__newobj__", name("models:Net")) + state(data=BYTES),
+    "a bytearray": new("models:Net") + state(data=call("builtins:bytearray", BYTES)),
+    "a list": new("models:Net") + state(data=b"]" + BYTES + b"a"),
+    "a dict": new("models:Net") + state(data=b"}" + text("a") + BYTES + b"s"),
+    "a tuple's dict": new("models:Net") + b"N" + state(data=BYTES)[:-1] + b"\x86b",
+    "an argument": name("models:Net") + BYTES + b"\x85\x81",
+    "a keyword": name("models:Net") + b")" + attribute(text("data"), BYTES) + b"\x92",
+    "text of Python 2": new("models:Net") + b"}" + text("a") + b"U" + BYTES[1:] + b"sb",
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_pickles_in_instances(case: str, tmp_path: Path) -> None:
+    """Bytes that are a pickle count as one, however the instance that gets them is made, and a list deeper."""
+    assert verdict(tmp_path, NESTED[case]).verdict == "dangerous"
