@@ -180,9 +180,11 @@ _INSIDES = re.compile("__.*__", re.DOTALL)
 # To call them does harm or makes nothing that harms by itself; to name them, as programs and enumerations do, does none.
 _NAMED_FREELY = _named(
     "functools:reduce builtins:getattr,type,map,filter,property,iter,next,super,memoryview collections:namedtuple enum:Enum "
-    "itertools:groupby,accumulate numpy:vectorize"
+    "itertools:groupby,accumulate numpy:vectorize _functools:reduce uuid:uuid4 time:time,perf_counter,monotonic"
 )
 _NAMED_FREELY_MODULES = _words("operator _operator threading _thread io _io unittest")
+# Functions of these compute, and those of no other module of the standard library are known to do no more.
+_COMPUTING = _words("builtins math cmath statistics copy json")
 
 # The top-level modules of Python's standard library, 2.7 to 3.14: what they define is no user's own class.
 _STANDARD = _words(
@@ -260,6 +262,15 @@ def is_harmful_to_name(name: Global) -> bool:
     if not is_harmful(name):
         return False
     return name in _HARMFUL or not name.name[:1].isupper() or name.module == "subprocess" or _leads_to_harm(name)
+
+
+def is_function_of_python(name: Global) -> bool:
+    """Whether this is a function of the standard library, by its first letter, that may do more than compute: what holds one
+    may call it, when a state is set or when it is thrown away."""
+    is_free = name in _NAMED_FREELY or name.module.partition(".")[0] in _NAMED_FREELY_MODULES
+    if is_free or not is_standard(name) or (name.module in _COMPUTING and name.name.isidentifier()):
+        return False
+    return name.name.rpartition(".")[2].lstrip("_")[:1].islower()
 
 
 def is_standard(name: Global) -> bool:

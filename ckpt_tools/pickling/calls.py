@@ -64,7 +64,7 @@ _MAKERS = {
 }
 _STARTS = frozenset((b"\x80", b"c", b"(", b"]", b"}"))  # of pickles that make a call
 _SHORTEST, _MOST_NESTED = 8, 64  # bytes of a pickle that makes a call, and how many are looked at in one state
-_MOST_DEEP = 3  # containers in one another that are looked into
+_MOST_DEEP, _FEW_PARTS = 3, 16  # containers in one another that are looked into
 _BYTEARRAY = Global("builtins", "bytearray")
 _STATELESS = ALLOWED - STATEFUL
 _MAY_HOLD = frozenset((Global, Object, Dict, tuple))
@@ -167,8 +167,9 @@ class Lister(Machine):
         """The calls, and globals that nothing harmless names."""
         called = {call.function for call in self.calls.values()}
         for name in self.globals:
-            if ratings.of_reference(name) == "harmful" and ratings.function_text(name) not in called:
-                self.rate("harmful", name, (), "names")
+            rating = ratings.of_reference(name)
+            if ratings.is_dangerous(rating) and ratings.function_text(name) not in called:
+                self.rate(rating, name, (), "names")
         return list(self.calls.values())
 
 
@@ -347,6 +348,7 @@ def _pickles_in(machine: Lister, cls: Node, given: Node) -> list[bytes]:
     parts: list[Node] = [given]
     for _ in range(_MOST_DEEP):
         parts = [part for whole in parts for part in _values(machine, whole)]
+        machine.spend(len(parts) // _FEW_PARTS)
     found = [data for data in map(_bytes, parts) if data[:1] in _STARTS and len(data) >= _SHORTEST]
     return found[:_MOST_NESTED]
 

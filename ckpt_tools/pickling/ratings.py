@@ -407,7 +407,9 @@ def of_reference(node: Node) -> Rating:
     name = callables.of_python3(node)
     if callables.is_data(name):
         return "data"
-    return "harmful" if callables.is_harmful_to_name(name) else "class"
+    if callables.is_harmful_to_name(name):
+        return "harmful"
+    return "unknown" if callables.is_function_of_python(name) else "class"
 
 
 def _of_references(args: Node) -> Rating:

@@ -283,3 +283,15 @@ NESTED = {
 def test_pickles_in_instances(case: str, tmp_path: Path) -> None:
     """Bytes that are a pickle count as one, however the instance that gets them is made, and a list deeper."""
     assert verdict(tmp_path, NESTED[case]).verdict == "dangerous"
+
+
+@pytest.mark.parametrize("path", ["mailcap:test", "dbm.dumb:open", "uuid:_get_command_stdout", "glob:glob", "copy:_copy.x"])
+def test_functions_of_the_standard_library(path: str, tmp_path: Path) -> None:
+    """One that an instance holds may be called by its class, when a state is set or when it is thrown away."""
+    assert verdict(tmp_path, new("models:Net") + state(close=name(path))).verdict == "dangerous"
+
+
+@pytest.mark.parametrize("path", ["math:sqrt", "builtins:len", "operator:add", "uuid:uuid4", "copy:deepcopy", "models:run"])
+def test_functions_that_compute(path: str, tmp_path: Path) -> None:
+    """Those that compute, and those of a program's own, need code."""
+    assert verdict(tmp_path, new("argparse:Namespace") + state(key=name(path))).verdict == "needs-code"
