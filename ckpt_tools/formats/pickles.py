@@ -38,6 +38,7 @@ _BLOCK = 4 << 20
 _COST_OF_PICKLE = 5  # in members
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
+_OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks like
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
 _ZFILE = 2 + len(hex(2**64))
 _NUMPY = b"\x93NUMPY"
@@ -177,7 +178,7 @@ class _Walk:
 
     def stream(self, source: Source, where: str, depth: int, start: int = 0, between: Between | None = None) -> int:
         """Pickles one behind another, if there are any; returns where the last one ends."""
-        last, certain = source.size, False
+        last, certain = source.size, where.endswith(_OF_TORCH)
         for pickle in list_pickles(FilePart(source, min(start, last), last), between):
             certain = certain or _is_pickle(source, pickle.start, pickle)
             if not certain:  # text may begin so, and a pickle may follow: `].` is one, of an empty list
@@ -314,15 +315,19 @@ def _is_raw(name: str, names: set[str]) -> bool:
 
 
 def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
-    """Whether bytes that could be read as a pickle are one: they say so, or they name what can be a module, and go through."""
+    """Whether bytes that could be read as a pickle are one: they say so, or they name what can be a module, and go through.
+
+    torch imports nothing for a name that has `Storage` in it: there the module may be called anything.
+    """
     head = source.read(start, min(2, source.size - start))
     if isinstance(pickle.error, LimitError):  # a call may stand behind what was read
         return True
     if _STARTS.match(head):
         return pickle.error is None or bool(pickle.names) or pickle.end > pickle.start + _BY_CHANCE
-    if not pickle.names or not _MODULE.fullmatch(pickle.names[0].module):  # Python would go no further than such an import
+    imported = next((name for name in pickle.names if "Storage" not in name.name), None)
+    if imported is not None and not _MODULE.fullmatch(imported.module):  # Python would go no further than such an import
         return False
-    return bool(pickle.calls) or pickle.error is None
+    return bool(pickle.calls) or (bool(pickle.names) and pickle.error is None)
 
 
 def _may_hold_pickles(head: bytes) -> bool:

@@ -171,9 +171,19 @@ def of_checkpoint(checkpoint: Checkpoint) -> Safety:
 def _of_checkpoint(checkpoint: Checkpoint) -> Safety:
     decoded = checkpoint.decoded
     if checkpoint.packed is not None:  # whatever else is in there is unpacked with it
-        found = examine(checkpoint.packed.whole)
-        return replace(found, verdict="plain") if found.verdict == "nothing" else found
+        return _of_data(examine(checkpoint.packed.whole), decoded.globals)
     if decoded.is_examined:
         return Safety("plain")
-    found = examine(decoded.source, decoded.examined)
-    return replace(found, verdict="plain") if found.verdict == "nothing" else found
+    return _of_data(examine(decoded.source, decoded.examined), decoded.globals)
+
+
+def _of_data(found: Safety, names: Sequence[Global]) -> Safety:
+    """The answer for a checkpoint without a pickle: plain, unless its reader has read one that names more than data."""
+    if found.verdict != "nothing":
+        return found
+    if ALLOWED.issuperset(names):
+        return replace(found, verdict="plain")
+    return replace(found, verdict="unexamined", unexamined=[("", _MISSED)])
+
+
+_MISSED = "its reader found a pickle that could not be told from other bytes"

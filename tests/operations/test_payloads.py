@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import ckpt_tools
 from ckpt_tools import scan
 from ckpt_tools.operations.safety import Safety
+from ckpt_tools.pickling.raw_between import MAGIC_NUMBER
 from tests.hostile import pickles as p
 
 # What a stranger's pickle has been seen to call: runs code or programs, opens files, connects, loads more.
@@ -115,6 +117,7 @@ def computed(module: bytes, name: bytes) -> bytes:
 # fmt: off
 EVIL_ZIP = zipped({"archive/data.pkl": E, "archive/version": b"3"})
 BEFORE_A_BREAK = p.PROTO2 + CALL + b"0"
+STORAGE = b"c!!\nFloatStorage\n0"  # which torch takes as a storage without an import of `!!`
 # How a call of os.system is hidden.
 HIDDEN = {
     "a result that is popped": p.pickle(CALL, b"0N"),
@@ -158,6 +161,9 @@ HIDDEN = {
     "numbers that end at a NUL": b"I1\0x\n0F1.5\0x\n0L1\0x\n0" + CALL + b".",
     "a small pickle without a name in front": b"]." + CALL + b".",
     "three of them": b"K\1.N.]q\1." + CALL + b".",
+    "a storage of no module in front": STORAGE + CALL + b".",
+    "a storage of no module in front, in torch-zip": zipped({"a/data.pkl": STORAGE + CALL + b".", "a/version": b"3"}),
+    "a storage of no module in front, in torch-legacy": p.pickle(p.integer(MAGIC_NUMBER)) + STORAGE + CALL + b".",
     "gzip in gzip": gzip.compress(gzip.compress(E)),
     "xz": lzma.compress(E),
     "lzma alone": lzma.compress(E, lzma.FORMAT_ALONE),
@@ -212,6 +218,14 @@ OTHERS = {
     "items of sys.modules": (p.pickle(p.glob("sys", "modules"), p.text("os"), b"Ns"), "sys.modules"),
 }
 # fmt: on
+
+
+def test_a_storage_of_no_module_is_not_nothing(tmp_path: Path) -> None:
+    """What torch.load reads as a pickle is one, and a checkpoint whose pickle names more than data is not plain."""
+    path = tmp_path / "a.pth"
+    body = STORAGE + p.glob("models", "Net") + b")\x81."
+    assert said(path, zipped({"a/data.pkl": body, "a/version": b"3"})).verdict == "needs-code"
+    assert ckpt_tools.inspect(path).safety.verdict == "needs-code"
 
 
 CASES = {name: (data, "os.system('id')") for name, data in HIDDEN.items()} | OTHERS
