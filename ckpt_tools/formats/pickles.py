@@ -263,7 +263,9 @@ class _Walk:
         with tarfile.open(fileobj=_Headers(source), mode="r:") as archive:
             for info in archive:
                 ends.append(info.offset_data + info.size)
-                if info.isreg():
+                if info.issparse() or ((info.islnk() or info.issym()) and info.name in _OF_TORCH_TAR):
+                    self.skip(_inside(where, info.name), "a link, or a file with holes, which has to be unpacked first")
+                elif _has_bytes(info):
                     member = Window(source, info.offset_data, min(info.size, source.size - info.offset_data))
                     between = _IN_TAR.get(info.name.rstrip("/"), LegacyStorages)()
                     self.examine(member, _inside(where, info.name), depth + 1, between)
@@ -296,8 +298,14 @@ class _Headers(Reader):
         return data
 
 
+def _has_bytes(info: tarfile.TarInfo) -> bool:
+    """Whether bytes stand behind a header: Python unpacks what it does not know as a file."""
+    return info.isreg() or info.type not in tarfile.SUPPORTED_TYPES
+
+
 # Raw bytes stand between the pickles of these members of a torch-tar.
 _IN_TAR: dict[str, type[Between]] = {"storages": TarStorages, "tensors": TarTensors}
+_OF_TORCH_TAR = ("sys_info", "storages", "tensors", "pickle")
 _OF_PROGRAMS = ("/constants.pkl", "/archive_format", "/model.json", "/models/model.json", "/serialized_exported_program.json")
 
 

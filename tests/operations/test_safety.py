@@ -342,6 +342,40 @@ def test_behind_raw_bytes(data: bytes, tmp_path: Path) -> None:
     assert set(ran(examined(tmp_path / "file", data))) == {RUNS}
 
 
+def reached(kind: bytes, name: str = "storages", target: bytes = PAYLOAD) -> bytes:
+    """A torch-tar of which one member is of another kind than a file: a link to `blob`, or with holes."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for member in ("blob", "sys_info", "storages", "tensors", "pickle"):
+            info = tarfile.TarInfo(member)
+            data = p.pickle(p.integer(1)) if member != "blob" else target
+            info.type, info.linkname = (kind, "blob") if member == name else (tarfile.REGTYPE, "")
+            info.size = len(data) if kind == tarfile.GNUTYPE_SPARSE or member != name else 0
+            archive.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("name", ["sys_info", "storages", "tensors", "pickle"])
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.GNUTYPE_SPARSE])
+def test_a_member_of_torch_tar_that_is_no_plain_file(kind: bytes, name: str, tmp_path: Path) -> None:
+    """torch reads what a link leads to as what the link is called, and a file with holes as a longer one: not plain."""
+    path = tmp_path / "a.tar"
+    found = examined(path, reached(kind, name, p.pickle(b"N")))
+    assert found.verdict == "unexamined"
+    assert name in found.text
+
+
+def test_a_member_of_a_kind_that_python_does_not_know(tmp_path: Path) -> None:
+    """It is unpacked as a file, so it is looked at as one."""
+    data = tarred(PAYLOAD, tarfile.GNU_FORMAT)
+    block = bytearray(data)
+    at = next(at for at in range(len(block) - 512, -1, -512) if block[at + 257 : at + 262] == b"ustar")
+    block[at + 156 : at + 157] = b"9"
+    block[at + 148 : at + 156] = b" " * 8
+    block[at + 148 : at + 156] = b"%06o\0 " % sum(block[at : at + 512])
+    assert ran(examined(tmp_path / "a.tar", bytes(block))) == [RUNS]
+
+
 def test_what_stands_behind_a_computed_storage_is_not_known(tmp_path: Path) -> None:
     """Where the bytes between two pickles cannot be counted, the file could not be examined; a cut one has no more."""
     stored = p.pickle(p.integer(1)) + p.pickle(p.call("builtins", "int", p.text("3"))) + floats(1, 2)
