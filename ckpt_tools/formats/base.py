@@ -185,7 +185,7 @@ class Decoded:
         if any(use.startswith("call of") for use in self.unusual) or any(row.code in _MORE_BYTES for row in self.warnings):
             return True
         storages, known = f"{self.root_folder}/data/", {f"{self.root_folder}/{name}" for name in _RECORDS}
-        return not known.issuperset([row.name for row in self.records if not row.name.startswith(storages)])
+        return not known.issuperset([row.name for row in self.records if row.is_array or not row.name.startswith(storages)])
 
     def merge(self, part: Decoded, name: str) -> None:
         """What must be told of a checkpoint that lies in this one under a name: its globals, odd uses and warnings."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, LimitError
+from ckpt_tools.errors import CkptError, LimitError, ZipError
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.packed.compressed import KINDS, new_xz, runs, zstd_blocks
 from ckpt_tools.formats.packed.tars import pay
 from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip import concatenated
-from ckpt_tools.formats.zip.directory import Record, has_end, read_directory
+from ckpt_tools.formats.zip.directory import NUMPY, Record, has_end, read_directory
 from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader, signatures
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
@@ -41,7 +41,6 @@ _MODULE = re.compile(r"[\w.+-]+")
 _OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks like
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
 _ZFILE = 2 + len(hex(2**64))
-_NUMPY = b"\x93NUMPY"
 _LOCKED = (
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive"), (b"Rar!", "a RAR archive"),
     (b"\x04\x22\x4d\x18", "an lz4 archive"),
@@ -130,7 +129,7 @@ class _Walk:
             behind = Window(source, ends[-1], source.size - ends[-1]) if ends[-1] <= source.size else source
         if is_zip(head) or has_end(behind):
             self.guarded(where, lambda: self.archive(source, where, depth))
-        if head.startswith(_NUMPY):
+        if head.startswith(NUMPY):
             self.arrays(source, where, depth)
         else:
             self.stream(source, where, depth, between=between)
@@ -170,7 +169,7 @@ class _Walk:
         at = 0
         while at < source.size and not self.has_enough():
             head = source.read(at, min(_NPY_HEAD, source.size - at))
-            if not head.startswith(_NUMPY):
+            if not head.startswith(NUMPY):
                 self.stream(source, where, depth, at)
                 return
             length = _array_bytes(head)
@@ -215,7 +214,7 @@ class _Walk:
         names = {record.name for record in records}
         self.found.program |= any(name.endswith(_OF_PROGRAMS) for name in names)
         for record in records:
-            if not _is_raw(record.name, names) and not self.is_full:
+            if not _is_raw(source, record, names) and not self.is_full:
                 self.member(source, record, where, depth)
 
     def damaged_archive(self, source: Source, where: str, depth: int, error: CkptError) -> None:
@@ -314,12 +313,22 @@ def _behind_length(source: Source) -> int:
     return _ZFILE + (source.read(_ZFILE, min(1, source.size - _ZFILE)) == b" ") if source.size > _ZFILE else source.size
 
 
-def _is_raw(name: str, names: set[str]) -> bool:
-    """Whether a record holds the numbers of a storage: `data/7` or `constants/7` beside a pickle of that name."""
-    folder, _, key = name.rpartition("/")
-    if not key.isdecimal():
+def _is_raw(source: Source, record: Record, names: set[str]) -> bool:
+    """Whether a record holds the numbers of a storage, `data/7` or `constants/7` beside a pickle of that name, and no .npy.
+
+    `numpy.load` reads an array from any record that starts as one, whatever its name.
+    """
+    folder, _, key = record.name.rpartition("/")
+    if not key.isdecimal() or folder.rpartition("/")[2] not in ("data", "constants") or f"{folder}.pkl" not in names:
         return False
-    return folder.rpartition("/")[2] in ("data", "constants") and f"{folder}.pkl" in names
+    return not record.is_array or (record.deflated and not _starts_as_array(source, record))
+
+
+def _starts_as_array(source: Source, record: Record) -> bool:
+    try:
+        return record_head(source, record, _HEAD).startswith(NUMPY)
+    except ZipError:  # whoever looks at it will say so
+        return True
 
 
 def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
@@ -340,7 +349,7 @@ def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
 
 def _may_hold_pickles(head: bytes) -> bool:
     """Whether it is worth inflating what begins so: an archive, an array of objects, or what can be read as a pickle so far."""
-    if head.startswith(_NUMPY):
+    if head.startswith(NUMPY):
         return _array_bytes(head) is None
     if is_zip(head) or is_tar(head) or head.startswith(_PACKED):
         return True

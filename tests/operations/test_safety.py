@@ -269,6 +269,17 @@ def misnamed() -> bytes:
     return zipped(data=pickle.dumps(SYSTEM)).replace(b"data", b"date", 1)
 
 
+def numbered(name: str, kind: int = zipfile.ZIP_STORED) -> bytes:
+    """An empty torch-zip with an array of objects where the numbers of a tensor are."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", kind) as archive:
+        for member, data in (("a/data.pkl", b"\x80\x02}."), ("a/constants.pkl", b"\x80\x02}."), ("a/version", b"3")):
+            if member.startswith((name[:6], "a/v")):
+                archive.writestr(member, data)
+        archive.writestr(name, object_array() + bytes(5000))
+    return file.getvalue()
+
+
 PAYLOAD = pickle.dumps(SYSTEM)
 CONTAINERS = {
     "torch-zip": torch_saved(),
@@ -280,6 +291,9 @@ CONTAINERS = {
     "zip of a torch-zip": zipped(**{"policy.pth": torch_saved()}),
     "npz": zipped(**{"arr_0.npy": object_array()}),
     "npy": object_array(),
+    "npy as a tensor": numbered("a/data/0"),
+    "npy as a tensor, deflated": numbered("a/data/0", zipfile.ZIP_DEFLATED),
+    "npy as a constant": numbered("a/constants/0"),
     "tar": tarred(PAYLOAD),
     "GNU tar": tarred(PAYLOAD, tarfile.GNU_FORMAT),
     "tar of a zip": tarred(zipped(evil=PAYLOAD)),
@@ -389,6 +403,14 @@ def test_what_stands_behind_a_computed_storage_is_not_known(tmp_path: Path) -> N
 def test_every_container(data: bytes, tmp_path: Path) -> None:
     """A pickle is found by its content wherever it lies, also in archives that no reader takes, and its call is named."""
     assert set(ran(examined(tmp_path / "file", data))) == {RUNS}
+
+
+@pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_inspect_tells_of_an_array_among_tensors(kind: int, tmp_path: Path) -> None:
+    """`numpy.load` reads it from a checkpoint of torch, whose own reader takes it for the numbers of a tensor, or leaves it."""
+    path = tmp_path / "a.pth"
+    path.write_bytes(numbered("a/data/0", kind))
+    assert inspect(path).safety.verdict == "dangerous"
 
 
 @pytest.mark.parametrize("magic", [b"7z\xbc\xaf\x27\x1c", b"Rar!\x1a\x07", b"\x28\xb5\x2f\xfd"])

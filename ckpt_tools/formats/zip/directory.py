@@ -44,7 +44,7 @@ class Record:
     """One record.
 
     `header` is where its local header starts, `data` where its bytes do, `following` where whatever comes next does; `line` is
-    its entry in the directory.
+    its entry in the directory. `is_array`: whether its bytes start as a .npy does, or are deflated and may.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Record:
     deflated: bool
     flags: int
     line: bytes
+    is_array: bool = False
     following: int = 0
 
     @property
@@ -255,13 +256,21 @@ class _Headers:
             return self.block[at : at + length]
         if offset + length > self.end:
             return b""
-        if not 0 <= offset - last < self.near:
-            return self.source.read(offset, length)
-        self.start, self.block = offset, self.source.read(offset, min(max(_AT_ONCE, length), self.end - offset))
+        more = _AT_ONCE if 0 <= offset - last < self.near else _WITH_START
+        self.start, self.block = offset, self.source.read(offset, min(max(more, length), self.end - offset))
         return self.block[:length]
+
+    def is_array(self, start: int) -> bool:
+        """Whether the bytes of a .npy start here; they have been read with the header, unless it is a long one."""
+        at = start - self.start
+        if 0 <= at <= len(self.block) - len(NUMPY):
+            return self.block.startswith(NUMPY, at)
+        return start + len(NUMPY) <= self.end and self.source.read(start, len(NUMPY)) == NUMPY
 
 
 _NEAR, _AT_ONCE = 12 << 10, 64 << 10  # reading a block takes as long as reading five headers one by one
+_WITH_START = 256  # a header, the padding in front of a tensor, and the first bytes of it
+NUMPY = b"\x93NUMPY"
 
 
 def _local_headers(data: bytes) -> Iterator[tuple[int, int]]:
@@ -274,7 +283,7 @@ def _local_headers(data: bytes) -> Iterator[tuple[int, int]]:
         extra_end = name_end + entry.extra_length
         if header == FULL_32:
             *_, header = zip64_fields(data[name_end:extra_end], entry.size, entry.compressed, header, "")
-        yield header, LOCAL.size + entry.name_length
+        yield header, max(LOCAL.size + entry.name_length, _WITH_START)
         at = extra_end + entry.comment_length
 
 
@@ -304,7 +313,8 @@ def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | str, 
     if flags & _ODD_FLAGS or method or size != compressed:
         _check_kind(name, flags, method, size, compressed)
     start = _check_local(headers, raw_name, name, flags, method, header, (crc, compressed, size))
-    return Record(name, header, start, size, compressed, crc, method == 8, flags, data[at:following]), following
+    is_array = method == 8 or headers.is_array(start)
+    return Record(name, header, start, size, compressed, crc, method == 8, flags, data[at:following], is_array), following
 
 
 def is_record_name(name: str) -> bool:
