@@ -48,13 +48,23 @@ _LOCKED = (
 
 
 _JOBLIB = "zlib of joblib 0.8"  # `ZF`, 19 characters of its length in hexadecimal, perhaps a space
-# Of zlib and lzma two or three bytes tell, which other files begin with too: what cannot be inflated is not one.
+_LZMA = b"]\x00"
+# Of zlib one or two bytes tell, which other files begin with too: what cannot be inflated is not one.
 _COMPRESSED: tuple[tuple[bytes, str, Callable[[], Any] | None], ...] = (
-    *((kind.magic, kind.name, kind.make) for kind in KINDS), (b"]\x00\x00", "lzma", new_xz),
+    *((kind.magic, kind.name, kind.make) for kind in KINDS), (_LZMA, "lzma", new_xz),
     (b"\x78\x01", "zlib", zlib.decompressobj), (b"\x78\x5e", "zlib", zlib.decompressobj),
     (b"\x78\x9c", "zlib", zlib.decompressobj), (b"\x78\xda", "zlib", zlib.decompressobj),
-    (b"ZF0x", _JOBLIB, zlib.decompressobj),
+    (b"ZF", _JOBLIB, zlib.decompressobj),
 )  # fmt: skip
+# What may stand behind such a run and is read on, where that is not another one of its own kind.
+_AGAIN: dict[str, tuple[bytes, ...]] = {
+    "zlib": (b"x",),
+    _JOBLIB: (),
+    "xz": (b"\xfd7zXZ\x00", _LZMA),
+    "lzma": (b"\xfd7zXZ\x00", _LZMA),
+}
+_BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib
+_MOST_LZMA = 1 << 38  # bytes; as liblzma has it
 _PACKED = (*(magic for magic, _ in _LOCKED), *(magic for magic, _, _ in _COMPRESSED))
 
 
@@ -120,7 +130,7 @@ class _Walk:
         if locked:
             self.skip(where, f"{locked}, which has to be unpacked first")
         opener = next(((magic, kind, make) for magic, kind, make in _COMPRESSED if head.startswith(magic)), None)
-        if opener:
+        if opener and (opener[0] != _LZMA or _is_lzma(head)):
             self.guarded(where, lambda: self.compressed(source, where, depth, *opener))
         behind = source
         if is_tar(head):
@@ -272,16 +282,37 @@ class _Walk:
     def compressed(
         self, source: Source, where: str, depth: int, magic: bytes, kind: str, make: Callable[[], Any] | None
     ) -> None:
-        """What a compressed file holds."""
-        start = _behind_length(source) if kind == _JOBLIB else 0
-        blocks = zstd_blocks(source, self.spend) if make is None else runs(source, start, make, magic, self.spend)
-        try:
-            opened = Spooled(source, blocks)
-        except (zlib.error, lzma.LZMAError):
-            if kind in ("zlib", "lzma", _JOBLIB):
-                return
-            raise
-        self.examine(opened, _inside(where, f"({kind})"), depth + 1)
+        """What a compressed file holds; of a damaged one what comes before the damage, as loaders read it."""
+        start, found = _behind_length(source) if kind == _JOBLIB else 0, len(self.found.pickles)
+        again = _AGAIN.get(kind, (magic,))
+        blocks = zstd_blocks(source, self.spend) if make is None else runs(source, start, make, again, self.spend)
+        damage: list[Exception] = []
+        opened = Spooled(source, _up_to_damage(blocks, damage))
+        if opened.size:
+            self.examine(opened, _inside(where, f"({kind})"), depth + 1)
+        by_accident = kind in ("zlib", _JOBLIB) and opened.size < _BY_ACCIDENT and len(self.found.pickles) == found
+        if damage and not by_accident:
+            self.skip(where, f"it cannot be inflated to its end: {damage[0]}")
+
+
+def _up_to_damage(blocks: Iterator[bytes], damage: list[Exception]) -> Iterator[bytes]:
+    """What is inflated before an error, which is kept."""
+    try:
+        yield from blocks
+    except CkptError:  # some of ours are an OSError too
+        raise
+    except (zlib.error, lzma.LZMAError, EOFError, OSError, ValueError) as error:
+        damage.append(error)
+
+
+def _is_lzma(head: bytes) -> bool:
+    """Whether liblzma takes this for an LZMA file: a dictionary of 2^n bytes or half as much again, a length.
+
+    Source: liblzma's alone_decoder.c.
+    """
+    size, length = int.from_bytes(head[1:5], "little"), int.from_bytes(head[5:13], "little")
+    bits = f"{size:b}".rstrip("0")
+    return (bits in ("", "1", "11") or size == 2**32 - 1) and (length < _MOST_LZMA or length == 2**64 - 1)
 
 
 class _Headers(Reader):

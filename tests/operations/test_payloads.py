@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import random
 import struct
 import zipfile
 import zlib
@@ -114,6 +115,8 @@ def computed(module: bytes, name: bytes) -> bytes:
     return p.PROTO4 + module + name + b"\x93" + p.tuple_of(ID) + b"R."
 
 
+NOISE = random.Random(0).randbytes(3_000_000)  # which cannot be packed
+
 # fmt: off
 EVIL_ZIP = zipped({"archive/data.pkl": E, "archive/version": b"3"})
 BEFORE_A_BREAK = p.PROTO2 + CALL + b"0"
@@ -167,6 +170,16 @@ HIDDEN = {
     "gzip in gzip": gzip.compress(gzip.compress(E)),
     "xz": lzma.compress(E),
     "lzma alone": lzma.compress(E, lzma.FORMAT_ALONE),
+    "lzma alone with a small dictionary": lzma.compress(
+        E, lzma.FORMAT_ALONE, filters=[{"id": lzma.FILTER_LZMA1, "dict_size": 4096}]),
+    "lzma alone behind xz": lzma.compress(b"\x80\x02") + lzma.compress(E[2:], lzma.FORMAT_ALONE),
+    "zlib behind zlib of another level": zlib.compress(b"\x80\x02", 1) + zlib.compress(E[2:], 9),
+    "zlib of joblib 0.8 without 0x": b"ZF" + b"%19x" % len(E) + zlib.compress(E),
+    "zlib with a wrong checksum": zlib.compress(E)[:-4] + b"abcd",
+    "zlib with a wrong checksum behind 3 MB": zlib.compress(E + NOISE, 1)[:-4] + b"abcd",
+    "zlib with a wrong byte": zlib.compress(E + NOISE, 1)[:-400] + b"\xff" * 400,
+    "lzma with a wrong byte": lzma.compress(E + NOISE, lzma.FORMAT_ALONE)[:-400] + b"\xff" * 400,
+    "gzip with a wrong checksum": gzip.compress(E)[:-8] + b"abcdefgh",
     "bzip2": bz2.compress(E),
 }
 # Other ways to a call: (the bytes, what must be named).
@@ -237,6 +250,25 @@ def test_what_it_hides_is_named(data: bytes, named: str, tmp_path: Path) -> None
     found = said(tmp_path / "file", data)
     assert found.verdict == "dangerous"
     assert any(named in call.text for _, call in found.calls), [call.text for _, call in found.calls]
+
+
+@pytest.mark.parametrize("damaged", [
+    zlib.compress(p.pickle(b"N") + NOISE, 1)[:-4] + b"abcd", zlib.compress(p.pickle(b"N"))[:-4] + b"abcd",
+    b"ZF" + b"0x%-17x" % 9 + zlib.compress(NOISE)[:-4] + b"abcd", b"]\0\0\0\x40" + b"\xff" * 8 + bytes(50),
+], ids=["checksum", "short", "joblib 0.8", "dictionary of 1 GB"])  # fmt: skip
+def test_what_is_damaged_is_not_examined(damaged: bytes, tmp_path: Path) -> None:
+    """Of zlib and lzma with an error loaders read what comes before it: the file is never plain, and not nothing to run."""
+    assert said(tmp_path / "file", damaged).verdict == "unexamined"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"x^2 + y^2 = z^2, for whole numbers\n" * 9, b"x\x01yz" * 20, b"ZFS, a file system" * 20, b"]\0\1abc" * 9],
+    ids=["formula", "control", "ZFS", "bracket"],
+)
+def test_what_only_begins_as_zlib_is_nothing(text: bytes, tmp_path: Path) -> None:
+    """Two bytes make no compressed file."""
+    assert said(tmp_path / "file", text).verdict == "nothing"
 
 
 def test_an_extension_that_is_only_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import lzma
 import zlib
 from collections.abc import Callable, Generator, Iterator
@@ -16,6 +17,8 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled
 
 _BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 20
+_MAGIC = 6  # bytes of the longest one
+_COST_OF_STEP = 64  # in bytes that are inflated: what one byte by itself costs
 _AFTER_RUN = 4096  # bytes that are read first of what stands behind a run: runs may be short
 _XZ_MEMORY = 1 << 28  # bytes; `xz -9` needs a quarter of that
 Spend = Callable[[int], None]
@@ -99,10 +102,14 @@ def _whole(source: Source, kind: Kind, spend: Spend) -> Iterator[bytes]:
         raise _damaged(source, kind, f"{source.size - end} bytes of something else stand behind what was compressed.")
 
 
-def runs(source: Source, start: int, make: Callable[[], Any], again: bytes, spend: Spend) -> Generator[bytes, None, int | None]:
+Again = bytes | tuple[bytes, ...]
+
+
+def runs(source: Source, start: int, make: Callable[[], Any], again: Again, spend: Spend) -> Generator[bytes, None, int | None]:
     """What a compressed run of bytes from `start` on gives, in blocks, up to where it ends; `spend` counts them first.
 
     With `again` also the runs behind it that begin so, zeros between them: gzip, bz2 and lzma read them as one.
+    What zlib inflates before an error is given too, to the last byte: loaders read as much.
 
     Returns:
         Where the last one ends, behind the zeros; None where it is cut off.
@@ -111,19 +118,43 @@ def runs(source: Source, start: int, make: Callable[[], Any], again: bytes, spen
     while at < source.size:
         data = source.read(at, min(size, source.size - at))
         at += len(data)
-        piece = opened.decompress(data, _BLOCK)
-        while piece:
+        while piece := (yield from _next_block(opened, data, spend)):
             spend(len(piece))
             yield piece
-            piece = b"" if opened.eof else opened.decompress(getattr(opened, "unconsumed_tail", b""), _BLOCK)
+            if opened.eof:
+                break
+            data = getattr(opened, "unconsumed_tail", b"")
         size = min(2 * size, _PACKED_BLOCK)
         if opened.eof:
             at = _next_run(source, at - len(opened.unused_data))
-            if not again or source.read(at, min(len(again), source.size - at)) != again:
+            if not again or not source.read(at, min(_MAGIC, source.size - at)).startswith(again):
                 return at
             spend(4 * _AFTER_RUN)  # what another one costs
             opened, size = make(), _AFTER_RUN
     return None
+
+
+def _next_block(opened: Any, data: bytes, spend: Spend) -> Generator[bytes, None, bytes]:
+    """The next block; where zlib finds an error, what comes before it is given first."""
+    before = opened.copy() if hasattr(opened, "copy") else None
+    try:
+        return bytes(opened.decompress(data, _BLOCK))
+    except zlib.error:
+        if before is not None:
+            spend(_COST_OF_STEP * len(data))
+            yield _up_to_error(before, data, spend)
+        raise
+
+
+def _up_to_error(opened: Any, data: bytes, spend: Spend) -> bytes:
+    """What bytes that hold an error inflate to before it: they are given one by one."""
+    made = bytearray()
+    with contextlib.suppress(zlib.error):
+        for at in range(len(data)):
+            piece = opened.decompress(data[at : at + 1])
+            spend(len(piece))
+            made += piece
+    return bytes(made)
 
 
 def _next_run(source: Source, at: int) -> int:
