@@ -363,7 +363,8 @@ def _starts_as_array(source: Source, record: Record) -> bool:
 
 
 def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
-    """Whether bytes that could be read as a pickle are one: they say so, or they name what can be a module, and go through.
+    """Whether bytes that could be read as a pickle are one: they say so, or name what can be a module, and make something of it
+    or go through.
 
     torch imports nothing for a name that has `Storage` in it: there the module may be called anything.
     """
@@ -375,7 +376,7 @@ def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
     imported = next((name for name in pickle.names if "Storage" not in name.name), None)
     if imported is not None and not _MODULE.fullmatch(imported.module):  # Python would go no further than such an import
         return False
-    return bool(pickle.calls) or (bool(pickle.names) and pickle.error is None)
+    return bool(pickle.calls) or (bool(pickle.names) and (pickle.makes or pickle.error is None))
 
 
 def _may_hold_pickles(head: bytes) -> bool:

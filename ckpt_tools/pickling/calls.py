@@ -101,6 +101,7 @@ class Pickle:
         names: every global. nested: bytes that it has loaded in turn. unusual: uses that weights_only refuses.
         error: why it could not be read to its end. cut: whether it goes on beyond the end of what there is.
         unread: why what stands behind the raw bytes that follow it cannot be found.
+        makes: whether it has called anything or made an instance, dangerous or not.
     """
 
     start: int
@@ -113,6 +114,7 @@ class Pickle:
     error: CkptError | None = None
     cut: bool = False
     unread: str = ""
+    makes: bool = False
 
 
 class Lister(Machine):
@@ -124,12 +126,13 @@ class Lister(Machine):
         self.opcodes = _LENIENT
         self.calls: dict[tuple[str, str], Call] = {}
         self.nested: list[bytes] = []
-        self.told = 0
+        self.told, self.makes = 0, False
         self.outer: list[tuple[list[Node], list[list[Node]], list[Node], dict[int, Node]]] = []  # pickles around this one
 
     def make(self, function: Node, args: tuple[Node, ...]) -> None:
         """Rate a call, then stand in for its result."""
         self.check_callable(function)
+        self.makes = True
         if len(args) > _LONG:
             self.spend(len(args) // _LONG)
         if not is_quiet(function, args):
@@ -300,6 +303,7 @@ def _new(machine: Lister, kwargs: Node = None) -> None:
     if kwargs is not None:
         given = (*given, kwargs)
     cls = machine.stack.pop()
+    machine.makes = True
     machine.spend(_COST_OF_RATING if given else 1)
     machine.rate(ratings.of_instance(cls, given), cls, given)
     if given:
@@ -503,5 +507,5 @@ def _list_one(pickles: Pickles) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
     found = Pickle(start, end, error=error)
     found.calls, found.names = lister.listed(), list(lister.globals)
     found.cut = error is not None and pickles.cut
-    found.nested, found.unusual = lister.nested, list(lister.unusual)
+    found.nested, found.unusual, found.makes = lister.nested, list(lister.unusual), lister.makes
     return found, value, lister.pids

@@ -252,6 +252,14 @@ def test_what_it_hides_is_named(data: bytes, named: str, tmp_path: Path) -> None
     assert any(named in call.text for _, call in found.calls), [call.text for _, call in found.calls]
 
 
+@pytest.mark.parametrize("body", [instance(x=p.text("os.system()")), p.glob("models", "Net") + b")\x81"])
+def test_an_instance_before_a_break(body: bytes, tmp_path: Path) -> None:
+    """Without a protocol in front too a pickle counts that makes an instance, whose class may do anything, and breaks then."""
+    found = said(tmp_path / "file", body + b"\xff")
+    assert found.verdict == "unexamined"
+    assert found.classes == ["models.Net"]
+
+
 @pytest.mark.parametrize("damaged", [
     zlib.compress(p.pickle(b"N") + NOISE, 1)[:-4] + b"abcd", zlib.compress(p.pickle(b"N"))[:-4] + b"abcd",
     b"ZF" + b"0x%-17x" % 9 + zlib.compress(NOISE)[:-4] + b"abcd", b"]\0\0\0\x40" + b"\xff" * 8 + bytes(50),
