@@ -28,7 +28,7 @@ from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader, 
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled, Window
-from ckpt_tools.pickling.calls import Pickle, list_pickles
+from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, TarStorages, TarTensors
 from ckpt_tools.pickling.stream import BytesPart, FilePart
 
@@ -187,7 +187,7 @@ class _Walk:
 
     def stream(self, source: Source, where: str, depth: int, start: int = 0, between: Between | None = None) -> int:
         """Pickles one behind another, if there are any; returns where the last one ends."""
-        last, certain = source.size, where.endswith(_OF_TORCH)
+        last, certain, first = source.size, where.endswith(_OF_TORCH), len(self.found.pickles)
         for pickle in list_pickles(FilePart(source, min(start, last), last), between):
             certain = certain or _is_pickle(source, pickle.start, pickle)
             if not certain:  # text may begin so, and a pickle may follow: `].` is one, of an empty list
@@ -204,7 +204,28 @@ class _Walk:
                 self.examine(_InMemory(data, source), _inside(where, "bytes that it loads"), depth + 1)
             if self.has_enough(_COST_OF_PICKLE):
                 break
+        if any(pickle.has_arrays for pickle in self.found.pickles[first:]):
+            self.as_opcodes(source, where, depth, start, between)
         return last
+
+    def as_opcodes(self, source: Source, where: str, depth: int, start: int, between: Between | None) -> None:
+        """The same pickles as any loader but joblib reads them, which takes the bytes of its arrays for opcodes.
+
+        They are numbers in real files, so only what this reading finds is told, and not where it breaks. An array of objects
+        is a pickle whose memo is not its own here: a real one names `dtype` in whatever is there in the place of `numpy`.
+        """
+        told = {call.text for pickle in self.found.pickles for call in pickle.calls}
+        part = FilePart(source, start, source.size)
+        for pickle in list_pickles(part, type(between)() if between else None, arrays=False):
+            pickle.where, pickle.calls = where, [call for call in pickle.calls if call.text not in told and not _is_dtype(call)]
+            if isinstance(pickle.error, LimitError):
+                self.skip(where, pickle.error.what)
+            if pickle.calls:
+                self.found.pickles.append(pickle)
+            for data in pickle.nested:
+                self.examine(_InMemory(data, source), _inside(where, "bytes that it loads"), depth + 1)
+            if self.has_enough(_COST_OF_PICKLE):
+                break
 
     # --- archives
 
@@ -342,6 +363,10 @@ _OF_PROGRAMS = ("/constants.pkl", "/archive_format", "/model.json", "/models/mod
 def _behind_length(source: Source) -> int:
     """Where the data of an old file of joblib's starts. Source: `joblib.numpy_pickle_compat.read_zfile`."""
     return _ZFILE + (source.read(_ZFILE, min(1, source.size - _ZFILE)) == b" ") if source.size > _ZFILE else source.size
+
+
+def _is_dtype(call: Call) -> bool:
+    return call.rating == "unknown" and call.function.endswith(".dtype")
 
 
 def _is_raw(source: Source, record: Record, names: set[str]) -> bool:

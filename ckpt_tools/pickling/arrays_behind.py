@@ -1,64 +1,125 @@
-"""Arrays that joblib writes into the stream right behind the object that describes them, where no opcode is."""
+"""Arrays that joblib writes into the stream right behind the object that describes them, where no opcode is.
+
+Only joblib passes over them: to any other loader what stands there are opcodes.
+"""
 
 from __future__ import annotations
+
+import re
 
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.tree.dtypes import BY_NUMPY
 from ckpt_tools.tree.nodes import (
+    Build,
     Dict,
     Global,
     Node,
     Object,
 )
 
-_WRAPPER = Global("joblib.numpy_pickle", "NumpyArrayWrapper")
+_WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once had a copy of
+_BY_COPYREG = frozenset(Global("copyreg", name) for name in ("_reconstructor", "__newobj__", "__newobj_ex__"))
+_DTYPE = Global("numpy", "dtype")
+_TEXT, _HAS_OBJECTS = 4, 1  # bytes of a character; a flag of a dtype
+_CODE = re.compile(r"[USV]\d{1,9}")
+_SIZES = {code: known.itemsize for code, known in BY_NUMPY.items()} | {"M8": 8, "m8": 8, "f16": 16, "c32": 32}
+_STATES = (8, 9)  # how long the state of a dtype is, without and with what it says of units of time
+_SUBARRAY, _ITEMSIZE, _FLAGS = 2, 5, 7  # in it
+_MOST = 1 << 50
 
 
-def array_bytes(node: Object, machine: Machine) -> int:
-    """How many bytes of the stream an object's array takes, with the padding before it; 0 for any other object.
+def is_wrapper(node: Object) -> bool:
+    """Whether an object stands for an array that joblib reads from behind it."""
+    made_of = node.function
+    if type(made_of) is Global and made_of in _BY_COPYREG and type(node.args) is tuple and node.args:
+        made_of = node.args[0]
+    return type(made_of) is Global and made_of.name.rpartition(".")[2] == _WRAPPER
+
+
+def array_bytes(node: Object, machine: Machine) -> int | None:
+    """How many bytes of the stream the array of a wrapper takes, with the padding before it.
+
+    None where a pickle of its own follows, with a memo of its own: joblib writes arrays of objects so.
 
     Source: joblib/numpy_pickle.py, `NumpyArrayWrapper.read_array`: a byte with the length of the padding comes first
-    where the wrapper has an alignment. An array of objects is a pickle of its own, which is read on as such.
+    where the wrapper has an alignment.
+
+    Raises:
+        PickleError: what follows cannot be told, or it is cut off.
     """
-    state = node.state if type(node.function) is Global and node.function == _WRAPPER else None
-    if type(state) is not Dict:
-        return 0
-    itemsize, count = _itemsize(state.get("dtype")), _count(state.get("shape"))
-    if not itemsize or count is None:
-        return 0
-    padding = 0
-    if type(state.get("numpy_array_alignment_bytes")) is int and machine.position < machine.end:
-        padding = 1 + machine.data[machine.position]
-    length = padding + count * itemsize
+    given = _given(node)
+    size, count = _itemsize(given.get("dtype")), _count(given.get("shape"))
+    if size is None or count is None:
+        raise machine.error("is followed by an array of joblib's whose length cannot be told")
+    if size < 0:
+        return None
+    length = count * size
+    if _is_padded(given.get("numpy_array_alignment_bytes"), machine):
+        if machine.position >= machine.end:
+            raise machine.short("is followed by an array that is cut off", machine.position + 1)
+        length += 1 + machine.data[machine.position]
     if length > machine.end - machine.position:
         raise machine.short("is followed by an array that is cut off", machine.position + length)
     return length
 
 
-def is_pickled_behind(node: Object) -> bool:
-    """Whether a pickle of its own follows, with a memo of its own: joblib writes arrays of objects so."""
-    state = node.state if type(node.function) is Global and node.function == _WRAPPER else None
-    return type(state) is Dict and not _itemsize(state.get("dtype"))
+def _given(node: Object) -> dict[str, Node]:
+    """What the state of a wrapper gives it; nothing where it is set twice or in another way."""
+    step = node.steps[0] if len(node.steps) == 1 else None
+    state = step.state if type(step) is Build else None
+    if type(state) is not Dict or not all(type(name) is str for name, _ in state.items):
+        return {}
+    return state.named
 
 
-def _itemsize(dtype: Node) -> int:
-    code = dtype.args[0] if type(dtype) is Object and type(dtype.args) is tuple and dtype.args else None
+def _is_padded(alignment: Node, machine: Machine) -> bool:
+    if type(alignment) is not int and type(alignment) is not bool and alignment is not None:
+        raise machine.error("is followed by an array of joblib's whose alignment is no number")
+    return alignment is not None
+
+
+def _itemsize(dtype: Node) -> int | None:
+    """How many bytes an element takes; -1 where it is or holds an object, None where that cannot be told.
+
+    Whether it holds objects a dtype goes by the flags in its state alone. (Source: numpy/_core/src/multiarray/descriptor.c,
+    `arraydescr_setstate`.)
+    """
+    if type(dtype) is not Object or dtype.call != "reduce" or dtype.function != _DTYPE or len(dtype.steps) > 1:
+        return None
+    code = dtype.args[0] if type(dtype.args) is tuple and dtype.args else None
     if type(code) is not str:
-        return 0
-    known = BY_NUMPY.get(code)
-    return (
-        known.itemsize
-        if known is not None
-        else int(code[1:])
-        if code[:1] in "USV" and code[1:].isdecimal() and len(code) < 9
-        else 0
-    )
+        return None
+    is_object = code in ("O", "O8")
+    size = -1 if is_object else _size(code)
+    if not dtype.steps or size is None:
+        return size
+    step = dtype.steps[0]
+    holds = _holds_objects(step.state, size, code) if type(step) is Build else None
+    if holds is None or (holds is not is_object and code[0] != "V"):
+        return None
+    return -1 if holds else size
+
+
+def _size(code: str) -> int | None:
+    if _CODE.fullmatch(code):
+        return int(code[1:]) * (_TEXT if code[0] == "U" else 1)
+    return _SIZES.get(code)
+
+
+def _holds_objects(state: Node, size: int, code: str) -> bool | None:
+    """Whether a dtype with this state holds objects; None where it is not one that NumPy writes for such a code."""
+    if type(state) is not tuple or len(state) not in _STATES or state[_SUBARRAY] is not None:
+        return None
+    itemsize, flags = state[_ITEMSIZE], state[_FLAGS]
+    if type(itemsize) is not int or type(flags) is not int or (code[0] in "USV" and itemsize != size):
+        return None
+    return bool(flags & _HAS_OBJECTS)
 
 
 def _count(shape: Node) -> int | None:
     count = 1
     for size in shape if type(shape) is tuple else (None,):
-        if type(size) is not int or size < 0 or count > 1 << 50:
+        if type(size) is not int or size < 0 or count > _MOST:
             return None
         count *= size
     return count

@@ -15,7 +15,7 @@ from functools import partial
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import ratings
-from ckpt_tools.pickling.arrays_behind import array_bytes, is_pickled_behind
+from ckpt_tools.pickling.arrays_behind import array_bytes, is_wrapper
 from ckpt_tools.pickling.callables import ENCODE, OF_CLASS, QUIET, STATEFUL
 from ckpt_tools.pickling.ratings import Rating
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
@@ -72,6 +72,7 @@ _KEY = 2  # in the persistent id of a storage
 _STORAGE = Global("torch.storage", "UntypedStorage")
 _MODULE = ("module", b"module")
 _KINDS = (*_MODULE, "storage", b"storage")
+_STR = Global("builtins", "str")
 _COMPUTED, _PERSISTENT = Global("", "<a computed name>"), Global("", "<a persistent id>")
 
 
@@ -102,6 +103,7 @@ class Pickle:
         error: why it could not be read to its end. cut: whether it goes on beyond the end of what there is.
         unread: why what stands behind the raw bytes that follow it cannot be found.
         makes: whether it has called anything or made an instance, dangerous or not.
+        has_arrays: whether an array of joblib's stands in it, which other loaders read as opcodes.
     """
 
     start: int
@@ -115,18 +117,26 @@ class Pickle:
     cut: bool = False
     unread: str = ""
     makes: bool = False
+    has_arrays: bool = False
 
 
 class Lister(Machine):
-    """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does."""
+    """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does.
 
-    def __init__(self, data: bytes, offset: int = 0) -> None:
+    Args:
+        data: the stream. offset: where in it the pickle starts.
+        arrays: whether it passes over arrays of joblib's, as joblib does; to any other loader their bytes are opcodes.
+    """
+
+    def __init__(self, data: bytes, offset: int = 0, *, arrays: bool = True) -> None:
         self.pids: dict[Node, tuple[Node, ...]] = {}  # of storages, by their keys
         super().__init__(data, _MAKERS, partial(_stand_in, self.pids), offset, fast=False)
         self.opcodes = _LENIENT
         self.calls: dict[tuple[str, str], Call] = {}
         self.nested: list[bytes] = []
         self.told, self.makes = 0, False
+        self.arrays, self.has_arrays = arrays, False
+        self.frame = 0  # where the last one ends
         self.outer: list[tuple[list[Node], list[list[Node]], list[Node], dict[int, Node]]] = []  # pickles around this one
 
     def make(self, function: Node, args: tuple[Node, ...]) -> None:
@@ -273,6 +283,7 @@ def _frame(machine: Lister) -> None:
         raise machine.short(
             f"opens a frame of {length} bytes where {machine.end - machine.position} are left", machine.position + length
         )
+    machine.frame = machine.position + length
 
 
 def _stack_global(machine: Lister) -> None:
@@ -280,6 +291,8 @@ def _stack_global(machine: Lister) -> None:
     if type(name) is str and type(module) is str:
         machine.name_global(module, name)
     else:
+        if not machine.arrays and (_is_no_text(module) or _is_no_text(name)):
+            raise machine.error("names a global by something that is no text")
         machine.rate("unknown", _COMPUTED, (module, name))
         machine.stack.append(Object("none", _COMPUTED, (module, name)))
 
@@ -290,6 +303,11 @@ def _persistent(machine: Lister) -> None:
     if not _is_known(pid):
         machine.rate("unknown", _PERSISTENT, (pid,))
     OPCODES[b"Q"[0]](machine)
+
+
+def _is_no_text(node: Node) -> bool:
+    """Whether Python would go no further with this as a name: it is not what a call has made, and no text."""
+    return type(node) is not str and (type(node) is not Object or (node.call == "new" and node.function != _STR))
 
 
 def _reduce(machine: Lister) -> None:
@@ -303,6 +321,7 @@ def _new(machine: Lister, kwargs: Node = None) -> None:
     if kwargs is not None:
         given = (*given, kwargs)
     cls = machine.stack.pop()
+    machine.check_callable(cls)
     machine.makes = True
     machine.spend(_COST_OF_RATING if given else 1)
     machine.rate(ratings.of_instance(cls, given), cls, given)
@@ -339,10 +358,26 @@ def _build(machine: Lister) -> None:
     if type(target) is Object:
         target.steps.append(Build(state))
         machine.nested += _pickles_in(machine, ratings.made_of(target), state)
-        machine.position += array_bytes(target, machine)
-        if is_pickled_behind(target):
-            machine.outer.append((machine.stack, machine.marks, machine.memo, machine.far_memo))
-            machine.stack, machine.marks, machine.memo, machine.far_memo = [], [], [], {}
+        if machine.arrays and not machine.outer and is_wrapper(target):
+            _pass_array(machine, target)
+
+
+def _pass_array(machine: Lister, target: Object) -> None:
+    """Go on behind an array of joblib's, or in the pickle that it is, in which joblib looks for no further ones."""
+    machine.has_arrays = True
+    _check_frame(machine)
+    length = array_bytes(target, machine)
+    if length is not None:
+        machine.position += length
+        return
+    machine.outer.append((machine.stack, machine.marks, machine.memo, machine.far_memo))
+    machine.stack, machine.marks, machine.memo, machine.far_memo = [], [], [], {}
+
+
+def _check_frame(machine: Lister) -> None:
+    """joblib's unpickler has read the whole frame at once: what is no part of the pickle it reads from behind that."""
+    if machine.frame > machine.position:
+        raise machine.error("is followed by an array of joblib's in the middle of a frame")
 
 
 def _pickles_in(machine: Lister, cls: Node, given: Node) -> list[bytes]:
@@ -379,6 +414,7 @@ def _bytes(node: Node) -> bytes:
 def _stop(machine: Lister) -> None:
     if not machine.outer:
         raise Stop(machine.stack.pop())
+    _check_frame(machine)
     machine.stack, machine.marks, machine.memo, machine.far_memo = machine.outer.pop()
 
 
@@ -457,19 +493,20 @@ for _code, _handler in (
 # --- the pickles of a part
 
 
-def list_pickles(part: Part, between: Between | None = None) -> Iterator[Pickle]:
+def list_pickles(part: Part, between: Between | None = None, *, arrays: bool = True) -> Iterator[Pickle]:
     """The pickles of a part, one behind another from its start, and behind the raw bytes between them.
 
     The first one comes whether it can be read or not, another one that breaks only where it names something.
 
     Args:
         part: where they are. between: what raw bytes there are; storages, where it is torch-legacy, unless told otherwise.
+        arrays: whether arrays of joblib's are passed over (`Lister`).
     """
     between = between or LegacyStorages()
     pickles = Pickles(part, between.window if part.end - part.start > _WINDOW else _WINDOW)
     first = True
     while pickles.left:
-        found, value, pids = _list_one(pickles)
+        found, value, pids = _list_one(pickles, arrays)
         if not first and not found.names and found.error is not None and not isinstance(found.error, LimitError):
             return
         first = False
@@ -489,13 +526,13 @@ def _pass_over(between: Between, pickles: Pickles, value: Node, pids: Mapping[No
         return "" if isinstance(error, PickleError) else error.what
 
 
-def _list_one(pickles: Pickles) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
+def _list_one(pickles: Pickles, arrays: bool) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
     """A pickle, what it holds, the persistent ids in it."""
     start, lister, error = pickles.position, Lister(b""), None
 
     def make(data: bytes, offset: int) -> Machine:
         nonlocal lister
-        lister = Lister(data, offset)
+        lister = Lister(data, offset, arrays=arrays)
         return lister
 
     try:
@@ -508,4 +545,5 @@ def _list_one(pickles: Pickles) -> tuple[Pickle, Node, Mapping[Node, Pid]]:
     found.calls, found.names = lister.listed(), list(lister.globals)
     found.cut = error is not None and pickles.cut
     found.nested, found.unusual, found.makes = lister.nested, list(lister.unusual), lister.makes
+    found.has_arrays = lister.has_arrays
     return found, value, lister.pids

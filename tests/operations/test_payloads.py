@@ -10,6 +10,7 @@ import random
 import struct
 import zipfile
 import zlib
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,33 @@ def computed(module: bytes, name: bytes) -> bytes:
 
 NOISE = random.Random(0).randbytes(3_000_000)  # which cannot be packed
 
+
+def dtype(code: str, *state: bytes) -> bytes:
+    """A dtype of NumPy's, with this state."""
+    return p.call("numpy", "dtype", p.text(code)) + (p.tuple_of(*state) + p.BUILD if state else b"")
+
+
+def wrapped(
+    kind: bytes, count: int, made: bytes = p.glob("joblib.numpy_pickle", "NumpyArrayWrapper") + b")\x81", **more: bytes
+) -> bytes:
+    """What joblib writes before the bytes of an array."""
+    return made + p.dict_of(dtype=kind, shape=p.tuple_of(p.integer(count)), **more) + p.BUILD
+
+
+def framed(body: bytes) -> bytes:
+    """A pickle of protocol 4 with a frame around these opcodes, and numbers behind it."""
+    return p.PROTO4 + b"\x95" + struct.pack("<Q", len(body)) + body
+
+
+IN_ARRAY = CALL + b"0"
+RECONSTRUCTED = p.call(
+    "copyreg", "_reconstructor", p.glob("joblib.numpy_pickle", "NumpyArrayWrapper"), p.glob("builtins", "object"), b"N"
+)
+FIELDS = p.dict_of(a=p.tuple_of(dtype("O8"), p.integer(0)))
+OF_OBJECTS = dtype(
+    "V8", p.integer(3), p.text("|"), b"N", p.tuple_of(p.text("a")), FIELDS, p.integer(8), p.integer(1), p.integer(27)
+)
+
 # fmt: off
 EVIL_ZIP = zipped({"archive/data.pkl": E, "archive/version": b"3"})
 BEFORE_A_BREAK = p.PROTO2 + CALL + b"0"
@@ -167,6 +195,20 @@ HIDDEN = {
     "a storage of no module in front": STORAGE + CALL + b".",
     "a storage of no module in front, in torch-zip": zipped({"a/data.pkl": STORAGE + CALL + b".", "a/version": b"3"}),
     "a storage of no module in front, in torch-legacy": p.pickle(p.integer(MAGIC_NUMBER)) + STORAGE + CALL + b".",
+    "the bytes of joblib's array": p.pickle(wrapped(dtype("u1"), len(IN_ARRAY)), IN_ARRAY),
+    "the bytes of an array of scikit-learn's own joblib": p.pickle(
+        wrapped(dtype("u1"), len(IN_ARRAY), p.glob("sklearn.externals.joblib.numpy_pickle", "NumpyArrayWrapper") + b")\x81"),
+        IN_ARRAY),
+    "behind an array in another class's name": p.pickle(wrapped(dtype("u1"), 2, RECONSTRUCTED), b"\xff\xff", IN_ARRAY),
+    "joblib's array of structures with objects": p.PROTO2 + wrapped(OF_OBJECTS, 9) + E + b".",
+    "joblib's array, its dtype given twice":
+        p.PROTO2 + wrapped(dtype("u1"), 99)[:-2] + p.text("dtype") + dtype("O8") + b"ub" + E + b".",
+    "in a frame with joblib's array": framed(wrapped(dtype("u1"), len(IN_ARRAY)) + IN_ARRAY) + b"." * len(IN_ARRAY),
+    "padding in front of joblib's array": p.pickle(
+        wrapped(dtype("u1"), 1, numpy_array_alignment_bytes=p.TRUE), b"\x02\xff\xff.", IN_ARRAY),
+    "a memo that is another's to joblib":
+        p.PROTO4 + p.text("os") + b"\x94" + p.text("system") + b"\x94" + wrapped(dtype("O8"), 1)
+        + p.PROTO4 + p.text("numpy") + b"\x94" + p.text("dtype") + b"\x94h\0h\1\x93" + p.tuple_of(ID) + b"R..",
     "gzip in gzip": gzip.compress(gzip.compress(E)),
     "xz": lzma.compress(E),
     "lzma alone": lzma.compress(E, lzma.FORMAT_ALONE),
@@ -250,6 +292,48 @@ def test_what_it_hides_is_named(data: bytes, named: str, tmp_path: Path) -> None
     found = said(tmp_path / "file", data)
     assert found.verdict == "dangerous"
     assert any(named in call.text for _, call in found.calls), [call.text for _, call in found.calls]
+
+
+UNKNOWN_ARRAYS = {
+    "in a frame": framed(wrapped(dtype("u1"), 2) + b"N0") + b"..N.",
+    "a shape that is computed": p.pickle(wrapped(dtype("u1"), 0)[:-2] + p.text("shape") + b"Nub", b"N."),
+    "an alignment that is computed": p.pickle(wrapped(dtype("u1"), 1, numpy_array_alignment_bytes=instance()), b"N."),
+    "flags of objects on numbers, in an old state": p.pickle(
+        wrapped(dtype("f8", p.integer(3), p.text("<"), b"NNN", p.integer(-1), p.integer(-1)), 0), b"N."
+    ),
+    "no dtype": p.pickle(wrapped(instance(), 0), b"N."),
+    "a state that is set twice": p.pickle(wrapped(dtype("u1"), 0), p.dict_of(dtype=dtype("O8")), b"b", b"N."),
+    "cut off": p.PROTO2 + wrapped(dtype("f8"), 9) + b".",
+}
+
+
+@pytest.mark.parametrize("data", UNKNOWN_ARRAYS.values(), ids=UNKNOWN_ARRAYS.keys())
+def test_an_array_whose_end_is_not_known(data: bytes, tmp_path: Path) -> None:
+    """Where joblib would go on cannot be told: it could not be examined."""
+    assert said(tmp_path / "file", data).verdict == "unexamined"
+
+
+ARRAYS = {
+    "text": np.array(["ab"]), "bytes": np.array([b"ab"]), "dates": np.array(["2020-01-01"], "M8[D]"),
+    "spans": np.array([3], "m8[ns]"),
+    "long": np.zeros(3, np.longdouble), "complex": np.zeros(3, np.clongdouble),
+    "structures": np.zeros(2, [("a", "f4", (2, 3)), ("b", "i8")]),
+    "structures with objects": np.array([(1, None)], dtype=[("a", "i4"), ("b", "O")]),
+    "objects": np.array(["a", None, b"a" * 300], dtype=object),
+    "arrays in an array": {
+        "a": np.array([np.arange(3), np.array([None, 1]), [1.5]], dtype=object), "b": np.arange(3, dtype=">i4")},
+    "a list": [np.arange(3), np.array([{"x": 1}, OrderedDict(a=1)], dtype=object), np.arange(9, dtype="u1")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_joblib_are_not_dangerous(name: str, protocol: int, tmp_path: Path) -> None:
+    """joblib's own files need its code, and nothing in them is dangerous or unknown."""
+    joblib = pytest.importorskip("joblib")
+    joblib.dump(ARRAYS[name], tmp_path / "file", protocol=protocol)
+    found = scan(tmp_path / "file")[0].safety
+    assert found.verdict == "needs-code", found.text
 
 
 @pytest.mark.parametrize("body", [instance(x=p.text("os.system()")), p.glob("models", "Net") + b")\x81"])
