@@ -18,7 +18,7 @@ from ckpt_tools.io.sources import Reader, Spooled
 
 _BLOCK, _PACKED_BLOCK = 4 << 20, 1 << 20
 _MAGIC = 6  # bytes of the longest one
-_COST_OF_STEP = 64  # in bytes that are inflated: what one byte by itself costs
+_COST_OF_STEP = 128  # in bytes that are inflated: what one byte by itself costs
 _AFTER_RUN = 4096  # bytes that are read first of what stands behind a run: runs may be short
 _XZ_MEMORY = 1 << 28  # bytes; `xz -9` needs a quarter of that
 Spend = Callable[[int], None]
