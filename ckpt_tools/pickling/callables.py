@@ -184,7 +184,7 @@ _NAMED_FREELY = _named(
 )
 _NAMED_FREELY_MODULES = _words("operator _operator threading _thread io _io unittest")
 # Functions of these compute, and those of no other module of the standard library are known to do no more.
-_COMPUTING = _words("builtins math cmath statistics copy json")
+_COMPUTING = _words("builtins math cmath statistics copy json itertools random re string")
 
 # The top-level modules of Python's standard library, 2.7 to 3.14: what they define is no user's own class.
 _STANDARD = _words(

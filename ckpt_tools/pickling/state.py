@@ -287,7 +287,8 @@ class State:
         """
         if self.two_names is not None:
             raise PickleError(
-                f"The pickle names {str(self.two_names)!r} so that torch's weights_only takes it for another.", why=TWO_FILES
+                f"The pickle names {self.two_names.name!r} of {self.two_names.module!r}: weights_only takes it for another.",
+                why=TWO_FILES,
             )
         if any(len(node.items) != length for node, length in self.given):
             raise PickleError("The pickle changes a list or dict after a call has read it.")

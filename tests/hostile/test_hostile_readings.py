@@ -48,7 +48,7 @@ def test_a_name_that_weights_only_takes_for_another(module: str, name: str, prot
     """torch maps names of Python 2 in every protocol, and does not see where a module's name ends: Python does."""
     path = file_of(p.dict_of(w=p.tensor(), x=p.glob(module, name)), tmp_path, protocol)
     assert torch.load(path, weights_only=True)["x"] is not None
-    expect_refused(path, PickleError, f"'{module}.{name}'", "Two programs would read two files.")
+    expect_refused(path, PickleError, f"names '{name}' of '{module}'", "Two programs would read two files.")
 
 
 def test_a_name_of_python_2_in_its_protocol(tmp_path: Path) -> None:

@@ -291,7 +291,12 @@ def test_functions_of_the_standard_library(path: str, tmp_path: Path) -> None:
     assert verdict(tmp_path, new("models:Net") + state(close=name(path))).verdict == "dangerous"
 
 
-@pytest.mark.parametrize("path", ["math:sqrt", "builtins:len", "operator:add", "uuid:uuid4", "copy:deepcopy", "models:run"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "math:sqrt", "builtins:len", "operator:add", "uuid:uuid4", "copy:deepcopy", "itertools:chain", "re:compile", "models:run",
+    ],
+)  # fmt: skip
 def test_functions_that_compute(path: str, tmp_path: Path) -> None:
     """Those that compute, and those of a program's own, need code."""
     assert verdict(tmp_path, new("argparse:Namespace") + state(key=name(path))).verdict == "needs-code"
