@@ -294,7 +294,8 @@ def test_functions_of_the_standard_library(path: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "math:sqrt", "builtins:len", "operator:add", "uuid:uuid4", "copy:deepcopy", "itertools:chain", "re:compile", "models:run",
+        "math:sqrt", "builtins:len", "operator:add", "uuid:uuid4", "copy:deepcopy", "itertools:chain", "re:compile",
+        "models:run",
     ],
 )  # fmt: skip
 def test_functions_that_compute(path: str, tmp_path: Path) -> None:
