@@ -28,6 +28,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.text import some
 from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.modules import SAVED
 from ckpt_tools.tree.nodes import (
     Build,
     Dict,
@@ -189,7 +190,7 @@ def _as_modules(root: Node, declared: _Declared) -> list[Warned]:
         kind = _class_of(node, declared)
         if kind.computes:
             computed[node.name] = None
-            node.steps[:] = [_tables([], [], [], [("<saved>", node.state)])]  # nothing that a state dict would hold
+            node.steps[:] = [_tables([], [], [], [(SAVED, node.state)])]  # nothing that a state dict would hold
         elif kind.kind == _MODULE:
             _as_module(node, kind, declared)
     if not computed:

@@ -74,7 +74,7 @@ def _given(node: Object) -> dict[str, Node]:
 
 def _is_padded(alignment: Node, machine: Machine) -> bool:
     if type(alignment) is not int and type(alignment) is not bool and alignment is not None:
-        raise machine.error("is followed by an array of joblib's whose alignment is no number")
+        raise machine.error("is followed by an array of joblib's whose alignment is not a number")
     return alignment is not None
 
 

@@ -292,7 +292,7 @@ def _stack_global(machine: Lister) -> None:
         machine.name_global(module, name)
     else:
         if not machine.arrays and (_is_no_text(module) or _is_no_text(name)):
-            raise machine.error("names a global by something that is no text")
+            raise machine.error("names a global by something that is not text")
         machine.rate("unknown", _COMPUTED, (module, name))
         machine.stack.append(Object("none", _COMPUTED, (module, name)))
 
@@ -375,7 +375,7 @@ def _pass_array(machine: Lister, target: Object) -> None:
 
 
 def _check_frame(machine: Lister) -> None:
-    """joblib's unpickler has read the whole frame at once: what is no part of the pickle it reads from behind that."""
+    """joblib has read the whole frame at once: what does not belong to the pickle comes from behind that."""
     if machine.frame > machine.position:
         raise machine.error("is followed by an array of joblib's in the middle of a frame")
 

@@ -26,6 +26,7 @@ from ckpt_tools.tree.visit import component
 # In one state dict: modules that hold themselves, or one another twice, would have endless names.
 _MAX_DEPTH = 900
 _TABLES = ("_parameters", "_buffers", "_modules")
+SAVED = "<saved>"  # the attribute of a module that holds what its own code makes its tensors from
 _COMPILED = (Global("torch._dynamo.eval_frame", "OptimizedModule"),)
 _ORIGINAL = "_orig_mod"
 _TRACED = Global("torch.fx.graph_module", "reduce_graph_module")

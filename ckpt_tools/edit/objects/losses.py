@@ -21,6 +21,7 @@ from ckpt_tools.formats.open import (
 from ckpt_tools.text import dotted, listed
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.tree.modules import (
+    SAVED,
     attributes,
     hidden_names,
     is_module,
@@ -113,7 +114,7 @@ def packed_tensors(root: Node) -> list[Where]:
         state = attributes(module)
         assert state is not None
         packed |= {id(child) for _, child in mapping(state.get("_modules")) if type(child) is Object and not is_module(child)}
-        packed |= {id(value) for _, value in state.items if _is_script_object(value)}
+        packed |= {id(value) for name, value in state.items if name == SAVED or _is_script_object(value)}
     if not packed:
         return []
     outer = [

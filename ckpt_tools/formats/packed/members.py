@@ -40,7 +40,7 @@ class Folder(Files):
     def __init__(self, archive: Source, name: str, members: Mapping[str, Member], order: Sequence[str] | None = None) -> None:
         self.archive = archive
         self.files = _below(name, members, sorted(members) if order is None else order)
-        place = inside(archive.path, name)
+        place = inside(archive.path, name) if name else archive.path
         super().__init__(place, place, self._member, lambda: list(dict.fromkeys(path.partition("/")[0] for path in self.files)))
 
     def _member(self, name: str) -> Source:
@@ -54,9 +54,7 @@ class Folder(Files):
 
 
 def inside(path: Path, name: str) -> Path:
-    """What a member of the archive at a path is called; the archive itself where there is no name."""
-    if not name:
-        return path
+    """What a member of the archive at a path is called; one without a name ends in the `!`."""
     return Path(f"{path}/{name}" if "!" in str(path) else f"{path}!{name}")
 
 

@@ -169,7 +169,7 @@ def _lies_at(path: Path, fd: int) -> bool:
 
 def _remove(place: Path, journal: int) -> None:
     """Unlink before unlocking, so that no process sees an unwanted journal; Windows unlinks closed files only."""
-    if not _lies_at(place, journal):
+    if not os.fstat(journal).st_nlink:  # removed already: what has its name now is another's
         close(journal)
         return
     if os.name != "posix":

@@ -208,7 +208,7 @@ class _Walk:
     def add_headerless(self, centrals: Mapping[str, list[Claim]]) -> None:
         """Records in the directory whose local header is gone: where the directory has it, or behind a record that is whole.
 
-        Without checksums only where the directory has it, and nothing else is: a size is no proof of a name.
+        Without checksums only where the directory has it, and nothing else is: a size does not prove a name.
         """
         proved = [found for found in self.records if found.proof]
         ends = [found.data + found.compressed + DESCRIPTOR for found in proved] if self.has_checksums else []
