@@ -122,7 +122,7 @@ def decode_npz(source: Source, directory: Directory) -> Decoded:
     names = {record.name for record in directory.records}
     for record in directory.records:
         name = record.name.removesuffix(".npy")
-        if name in names:
+        if name != record.name and name in names:
             raise ZipError(f"Two arrays may be called {name!r}: the records {name!r} and {record.name!r}.", why=TWO_FILES)
         if not (name.isascii() or record.flags & _UTF_8):
             raise ZipError(f"The zip record {record.name!r} does not say that its name is UTF-8.", why=_OTHER_NAME)

@@ -279,15 +279,16 @@ def _check_attributes(attributes: Dict) -> None:
 
 
 def _check_counter(node: Object) -> None:
-    """Refuse a Counter that is made of a dict of more than plain values: those would be what it holds, and no arguments.
+    """Refuse a Counter that is made of anything but a dict of plain values: what it holds, and no arguments, or their order.
 
     Nor is one given a state by any pickle of Python's: those would be attributes, and look like what it holds.
     """
     if any(type(step) is Build for step in node.steps):
         raise PickleError("A Counter is given a state.")
-    given = node.args[0] if type(node.args) is tuple and len(node.args) == 1 else None
-    if type(given) is Object or (type(given) is Dict and not PLAIN.issuperset(type(value) for _, value in given.items)):
-        raise PickleError("A Counter is made of more than numbers by key.")
+    given = node.args if type(node.args) is tuple else (node.args,)
+    is_plain = len(given) == 1 and type(given[0]) is Dict and PLAIN.issuperset(type(value) for _, value in given[0].items)
+    if given and not is_plain:
+        raise PickleError("A Counter is made of something that is not a dict of numbers.")
 
 
 _INTS = frozenset((int, bool))

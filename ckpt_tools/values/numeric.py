@@ -230,7 +230,8 @@ def row_major(entry: Entry) -> Content:
 
         data = bytearray(entry.span * item)
         read_into(part(entry.storage.content, entry.offset * item, len(data)), memoryview(data))
-        values = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).as_strided(entry.shape, entry.stride)
+        bits = torch_dtype(entry.dtype) if entry.lazy_bits else _same_width(item)
+        values = torch.frombuffer(data, dtype=bits).as_strided(entry.shape, entry.stride)
         if "conj" in entry.lazy_bits:
             values = values.conj()
         if "neg" in entry.lazy_bits:
@@ -238,6 +239,13 @@ def row_major(entry: Entry) -> Content:
         yield from _row_major_bytes(values)
 
     return Computed(entry.nbytes, work)
+
+
+def _same_width(itemsize: int) -> torch.dtype:
+    """A dtype of elements of so many bytes, which torch can copy: quantised ones and others have no copy of their own."""
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[itemsize]
 
 
 def live_content(tensor: torch.Tensor) -> Computed:

@@ -282,3 +282,24 @@ def test_folders_among_arrays(target: str, tmp_path: Path) -> None:
     assert (loaded["d/"], found.values["d/"]) == (b"", "0 bytes")
     ckpt_tools.convert(path, tmp_path / target)
     assert [row["where"] for row in ckpt_tools.inspect(tmp_path / target).tensors] == [["d/a"]]
+
+
+def test_names_that_differ_in_case(tmp_path: Path) -> None:
+    """numpy.savez writes them, and no loader of torch's looks at a .npz."""
+    path = tmp_path / "case.npz"
+    np.savez(path, W=np.ones(2), w=np.zeros(3))
+    assert [(row["where"], row["shape"]) for row in described(path)["tensors"]] == [(["W"], [2]), (["w"], [3])]
+    rows = [Rec(b"W.npy", npy(np.ones(2))), Rec(b"w.npy", npy(np.ones(2))), Rec(b"w.npy", npy(np.ones(2)))]
+    expect_refused(write(tmp_path, build(rows), "twice.npz"), ZipError, "two records named 'w.npy'")
+
+
+def test_arrays_without_an_ending(tmp_path: Path) -> None:
+    """numpy.load gives a record that begins as an array under its own name."""
+    path = write(tmp_path, build([Rec(b"a.npy", npy(np.ones(2))), Rec(b"b", npy(np.ones(3)))]), "some.npz")
+    with np.load(path) as loaded:
+        assert {name: [*loaded[name].shape] for name in loaded.files} == {"a": [2], "b": [3]}
+    assert [(row["where"], row["shape"]) for row in ckpt_tools.inspect(path).tensors] == [(["a"], [2]), (["b"], [3])]
+    path = write(tmp_path, build([Rec(b"a.npy", npy(np.ones(2))), Rec(b"a", npy(np.ones(3)))]), "two.npz")
+    with np.load(path) as loaded:
+        assert loaded["a"].shape == (3,)
+    expect_refused(path, ZipError, "Two arrays may be called 'a'", "Two programs would read two files")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from pathlib import Path
 
@@ -185,3 +186,27 @@ def test_a_bit_that_no_number_has(bit: str, kind: str, count: int, tmp_path: Pat
     )  # fmt: skip
     made = p.glob("torch._utils", "_rebuild_tensor_v2") + given + p.REDUCE
     expect_refused(file_of(p.dict_of(w=made), tmp_path), TensorError, "bit")
+
+
+def test_a_counter_of_a_list(tmp_path: Path) -> None:
+    """torch keeps the order of the list, which is not that of what the Counter is given later."""
+    made = p.call("collections", "Counter", p.list_of(p.text("b"), p.text("a")))
+    body = made + p.pairs([(p.text("a"), p.tensor()), (p.text("b"), OTHER)])
+    assert list(torch.load(file_of(body, tmp_path), weights_only=True)) == ["b", "a"]
+    expect_refused(file_of(body, tmp_path), PickleError, "A Counter is made of something that is not a dict of numbers")
+
+
+@pytest.mark.parametrize("dtype", ["qint8", "quint8", "int4", "uint2", "bits8", "float8_e8m0fnu"])
+def test_bytes_of_a_dtype_that_torch_does_not_copy(dtype: str, tmp_path: Path) -> None:
+    """A view that is not contiguous is gathered by its width: quantised ones crashed the interpreter."""
+    storage = p.storage(
+        "0", 24, "QInt8Storage" if dtype == "qint8" else "QUInt8Storage" if dtype == "quint8" else "ByteStorage"
+    )
+    given = [storage, b"K\x00", p.sizes(2, 3), p.sizes(1, 2), p.FALSE, p.ORDERED_DICT]
+    kind = "_rebuild_tensor_v2" if dtype.startswith(("qint", "quint")) else "_rebuild_tensor_v3"
+    given += [p.glob("torch", dtype)] if kind.endswith("v3") else []
+    path = file_of(p.dict_of(w=p.call("torch._utils", kind, *given)), tmp_path)
+    (digest,) = ckpt_tools.check(path, digest=True).digests
+    data = FLOATS["0"]
+    rows = bytes(data[row + 2 * column] for row in range(2) for column in range(3))
+    assert digest.sha256 == hashlib.sha256(f"{dtype} [2,3]\n".encode() + rows).hexdigest()

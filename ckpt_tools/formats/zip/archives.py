@@ -56,7 +56,9 @@ def _decode_rarer(source: Source, directory: Directory, folder: str | None, name
     from ckpt_tools.formats.zip import bundle
 
     if bundle.sniff(source, directory):
-        return bundle.decode(source, directory)
+        return (
+            numpy_files.decode_npz(source, directory) if bundle.is_npz(source, directory) else bundle.decode(source, directory)
+        )
     raise _unknown(directory.records)
 
 

@@ -72,6 +72,11 @@ def sniff(source: Source, directory: Directory) -> bool:
     return any(head.startswith(_ZIP) or _kind(head) is not None for head in heads)
 
 
+def is_npz(source: Source, directory: Directory) -> bool:
+    """Whether every member is an array of NumPy's by its first bytes: `numpy.load` takes one without `.npy` in its name, too."""
+    return all(numpy_files.sniff(torch_zip.record_head(source, record, _HEAD)) for record in directory.records)
+
+
 def _kind(head: bytes) -> _Decode | None:
     return next((decode for starts, decode in _KINDS if starts(head)), None)
 

@@ -371,12 +371,14 @@ def _check_local(
 
 
 def _check_names(records: list[Record]) -> None:
-    if len({record.name.casefold() for record in records}) == len(records):
+    """Raise ZipError for a name that two records have, by torch's rule but for arrays alone, which torch does not look up."""
+    fold = str if all(record.name.endswith(".npy") for record in records) else str.casefold
+    if len({fold(record.name) for record in records}) == len(records):
         return
     folded: dict[str, Record] = {}
     for record in records:
-        other, name = folded.setdefault(record.name.casefold(), record).name, record.name
-        if folded[name.casefold()] is record:
+        other, name = folded.setdefault(fold(record.name), record).name, record.name
+        if folded[fold(name)] is record:
             continue
         if other == name:
             raise ZipError(f"The zip holds two records named {name!r}.", why="Two programs would read two different ones.")
