@@ -73,7 +73,7 @@ def sniff(source: Source, directory: Directory) -> bool:
 
 
 def is_npz(source: Source, directory: Directory) -> bool:
-    """Whether every member is an array of NumPy's by its first bytes: `numpy.load` takes one without `.npy` in its name, too."""
+    """Whether every member is an array of NumPy's by its first bytes; `numpy.load` takes one without `.npy` in its name too."""
     return all(numpy_files.sniff(torch_zip.record_head(source, record, _HEAD)) for record in directory.records)
 
 
