@@ -168,10 +168,20 @@ def _lies_at(path: Path, fd: int) -> bool:
 
 
 def _remove(place: Path, journal: int) -> None:
+    """Unlink a journal, whatever comes in between. Where it was removed already, its name may be that of another's."""
+    links = 1
+    try:
+        with contextlib.suppress(OSError):
+            links = os.fstat(journal).st_nlink
+    finally:
+        if links:
+            _unlink(place, journal)
+        else:
+            close(journal)
+
+
+def _unlink(place: Path, journal: int) -> None:
     """Unlink before unlocking, so that no process sees an unwanted journal; Windows unlinks closed files only."""
-    if not os.fstat(journal).st_nlink:  # removed already: what has its name now is another's
-        close(journal)
-        return
     if os.name != "posix":
         close(journal)
         journal = -1
