@@ -168,13 +168,13 @@ def _lies_at(path: Path, fd: int) -> bool:
 
 
 def _remove(place: Path, journal: int) -> None:
-    """Unlink a journal, whatever comes in between. Where it was removed already, its name may be that of another's."""
-    links = 1
+    """Unlink a journal, whatever comes in between; not where it was removed already, and its name is another's."""
+    is_there = True
     try:
         with contextlib.suppress(OSError):
-            links = os.fstat(journal).st_nlink
+            is_there = _lies_at(place, journal)
     finally:
-        if links:
+        if is_there:
             _unlink(place, journal)
         else:
             close(journal)
