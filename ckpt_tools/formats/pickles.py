@@ -11,7 +11,7 @@ import math
 import re
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip import concatenated
 from ckpt_tools.formats.zip.directory import NUMPY, Record, has_end, read_directory
 from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader, signatures
+from ckpt_tools.formats.zip.names import single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled, Window
@@ -242,10 +243,10 @@ class _Walk:
             if not spans:
                 self.damaged_archive(source, where, depth, error)
             return
-        names = {record.name for record in records}
-        self.found.program |= any(name.endswith(_OF_PROGRAMS) for name in names)
+        self.found.program |= any(record.name.endswith(_OF_PROGRAMS) for record in records)
+        raw = _raw_folders(records)
         for record in records:
-            if not _is_raw(source, record, names) and not self.is_full:
+            if not _is_raw(source, record, raw) and not self.is_full:
                 self.member(source, record, where, depth)
 
     def damaged_archive(self, source: Source, where: str, depth: int, error: CkptError) -> None:
@@ -365,17 +366,35 @@ def _behind_length(source: Source) -> int:
     return _ZFILE + (source.read(_ZFILE, min(1, source.size - _ZFILE)) == b" ") if source.size > _ZFILE else source.size
 
 
+# Only torch.export writes these; it reads names without regard to case.
+_OF_EXPORT = re.compile(r"(?:^|/)(?:archive_format|models/[^/]*\.json|[^/]*_config\.json|serialized_exported_program\.json)$")
+
+
 def _is_dtype(call: Call) -> bool:
     return call.rating == "unknown" and call.function.endswith(".dtype")
 
 
-def _is_raw(source: Source, record: Record, names: set[str]) -> bool:
-    """Whether a record holds the numbers of a storage, `data/7` or `constants/7` beside a pickle of that name, and no .npy.
+def _raw_folders(records: Sequence[Record]) -> set[str]:
+    """The folders of a zip in which only storages of `torch.load` and `torch.jit.load` lie: `data` and `constants`, right below
+    its single folder or its root, beside a pickle of that name.
+
+    In a program of torch.export there are none: what lies where is for its own JSON to say, which may call a record a pickle.
+    """
+    names = {record.name for record in records}
+    if any(_OF_EXPORT.search(name.lower()) for name in names):
+        return set()
+    root = single_folder(records)
+    folders = {"data", "constants"} if root is None else {f"{root}/data", f"{root}/constants"}
+    return {folder for folder in folders if f"{folder}.pkl" in names}
+
+
+def _is_raw(source: Source, record: Record, raw: set[str]) -> bool:
+    """Whether a record holds the numbers of a storage, `data/7` in one of the folders of those, and no .npy.
 
     `numpy.load` reads an array from any record that starts as one, whatever its name.
     """
     folder, _, key = record.name.rpartition("/")
-    if not key.isdecimal() or folder.rpartition("/")[2] not in ("data", "constants") or f"{folder}.pkl" not in names:
+    if folder not in raw or not key.isdecimal():
         return False
     return not record.is_array or (record.deflated and not _starts_as_array(source, record))
 
