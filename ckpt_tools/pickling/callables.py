@@ -134,7 +134,19 @@ SHARED = _ENUMERATIONS | _named(
     "torch.jit._pickle:build_intlist,build_floatlist,build_doublelist,build_boollist,build_tensorlist,restore_type_tag"
 )
 # What calls of these make can be called in turn, or be given to what calls it.
-MAKES_CALLABLES = frozenset((Global("functools", "partial"), GETATTR))
+PARTIAL, ITEMGETTER = Global("functools", "partial"), Global("operator", "itemgetter")
+MAKES_CALLABLES = frozenset((PARTIAL, ITEMGETTER, GETATTR))
+# These hash the elements that they are given, and those the first of each pair.
+HASHES = _named("builtins:set,frozenset collections:Counter")
+HASHES_KEYS = _named("builtins:dict collections:OrderedDict,defaultdict,UserDict")
+SCALAR = _named("numpy.core.multiarray:scalar numpy._core.multiarray:scalar")  # of a dtype and bytes: a number or a text
+NUMPY_TEXT = _named("numpy:str_,bytes_")
+# Methods that `__setstate__`, `__hash__` or `__del__` of torch, scipy and scikit-learn call; a state that sets one shadows it.
+CALLED_METHODS = _words(
+    "_attach_methods _attach_argparser_methods _build_f _initialize _make_methods _patch_step_function _post_init "
+    "_load_container_from_state _convert_mask set_weight_bias _ddp_init_helper _build_params_for_reducer "
+    "_build_debug_param_to_name_mapping _deserialize_metadata set_ _hash_impl _hash_key _compute_hash unregister"
+)
 
 # Modules of which every function does harm in the hands of a stranger: it runs programs or code, opens files, connects.
 _HARMFUL_MODULES = _words(
@@ -153,6 +165,19 @@ _HARMFUL_MODULES = _words(
     # thrown away, their instances call what a pickle has put into them, or close and remove what it says
     "torch.utils.data.datapipes torch.cuda.gds torch.cuda._sanitizer torch.mps.event torch._inductor torch._native "
     "torch.distributed.elastic joblib.externals scipy.io._fast_matrix_market _osx_support _aix_support _pyrepl "
+    "torch.distributed._symmetric_memory torch._dynamo.backends "
+    # their functions run a text, import what it names or load a library; no data has a class of theirs
+    "torch.jit.unsupported_tensor_ops torch.testing._internal.jit_utils torch.testing._internal.common_utils "
+    "torch.testing._internal.common_distributed torch.testing._internal.torchbind_impls torch._dynamo.functional_export "
+    "torch.distributed.nn.jit torch.fx.experimental.rewriter torch.export._unlift "
+    "torch._functorch._aot_autograd.subclass_codegen torch._higher_order_ops.triton_kernel_wrap "
+    "torch._dynamo.bytecode_debugger torch._dynamo.trace_rules torch._dynamo.dynamo_profiler torch._dynamo.repro "
+    "torch._strobelight torch._vendor.quack torch._classes torch.utils._strobelight torch.utils.model_dump "
+    "torch.backends.xeon torch.cuda._memory_viz torch.cuda._utils torch.distributed.flight_recorder "
+    "torch.distributed._tools.memory_tracker torch.profiler._cupti_monitor torch.onnx._internal._lazy_import "
+    "torch.nn.utils._deprecation_utils scipy._lib._bunch scipy._lib._testutils scipy._lib._uarray scipy._lib.deprecation "
+    "scipy._lib.array_api_compat._internal sklearn.externals.array_api_compat._internal sklearn.utils._testing "
+    "sklearn.utils.discovery joblib.testing "
 )  # fmt: skip
 _HARMFUL = _named(
     "builtins:eval,exec,execfile,compile,__import__,open,file,input,raw_input,getattr,setattr,delattr,globals,locals,vars,"
@@ -162,6 +187,11 @@ _HARMFUL = _named(
     "torch:load,compile,from_file,jit torch.jit:load,script,trace "
     "torch.serialization:load torch.fx.graph_module:reduce_graph_module,reduce_package_graph_module,reduce_deploy_graph_module,"
     "_forward_from_src,_exec_with_source "
+    "torch.ops:load_library,import_module torch._ops:load_library,import_module,ops torch:classes,ops "
+    "torch.classes:load_library torch.fx.operator_schemas:_torchscript_type_to_python_type torch.jit.annotations:_eval_no_call "
+    "torch.jit.frontend:build_ignore_context_manager torch._dynamo.utils:import_submodule "
+    "torch._dynamo.package:load_guards_state scipy.optimize._nonlin:_nonlin_wrapper "
+    "torch._export.serde.serialize:deserialize_torch_artifact torch.export.pt2_archive._package:load_pt2 "
     "torch.multiprocessing.reductions:StorageWeakRef torch.profiler:ExecutionTraceObserver "
     "torch.profiler.profiler:ExecutionTraceObserver torch.cuda.graphs:CUDAGraph torch.cuda:CUDAGraph "
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter "
@@ -268,9 +298,14 @@ def is_function_of_python(name: Global) -> bool:
     """Whether this is a function of the standard library, by its first letter, that may do more than compute: what holds one
     may call it, when a state is set or when it is thrown away."""
     is_free = name in _NAMED_FREELY or name.module.partition(".")[0] in _NAMED_FREELY_MODULES
-    if is_free or not is_standard(name) or (name.module in _COMPUTING and name.name.isidentifier()):
+    if is_free or not is_standard(name) or computes(name):
         return False
     return name.name.rpartition(".")[2].lstrip("_")[:1].islower()
+
+
+def computes(name: Global) -> bool:
+    """Whether this is of a module of the standard library whose functions compute."""
+    return name.module in _COMPUTING and name.name.isidentifier()
 
 
 def is_standard(name: Global) -> bool:

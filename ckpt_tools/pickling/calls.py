@@ -16,7 +16,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.arrays_behind import array_bytes, is_wrapper
-from ckpt_tools.pickling.callables import ENCODE, OF_CLASS, QUIET, STATEFUL
+from ckpt_tools.pickling.callables import ENCODE, HASHES, HASHES_KEYS, OF_CLASS, QUIET, STATEFUL
 from ckpt_tools.pickling.ratings import Rating
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
 from ckpt_tools.pickling.reader import OPCODES, Machine
@@ -72,7 +72,8 @@ _KEY = 2  # in the persistent id of a storage
 _STORAGE = Global("torch.storage", "UntypedStorage")
 _MODULE = ("module", b"module")
 _KINDS = (*_MODULE, "storage", b"storage")
-_STR = Global("builtins", "str")
+_STR, _HASH = Global("builtins", "str"), Global("builtins", "hash")
+HASHING = HASHES | HASHES_KEYS
 _COMPUTED, _PERSISTENT = Global("", "<a computed name>"), Global("", "<a persistent id>")
 
 
@@ -145,6 +146,7 @@ class Lister(Machine):
         self.makes = True
         if len(args) > _LONG:
             self.spend(len(args) // _LONG)
+        self.spend(sum(len(arg.items) // _LONG for arg in args if type(arg) is List))
         if not is_quiet(function, args):
             self._listen(function, args)
         super().make(function, args)
@@ -222,6 +224,8 @@ def is_quiet(function: Node, args: tuple[Node, ...]) -> bool:
 
 def _may_hand_over(function: Global, args: tuple[Node, ...]) -> bool:
     """Whether arguments are more than plain values and tensors: only what can hold a function is looked at."""
+    if function in HASHING and any(type(arg) is List and not PLAIN.issuperset(map(type, arg.items)) for arg in args):
+        return True
     return any(_may_hold(arg) or (type(arg) in (List, tuple) and function.module.startswith("numpy")) for arg in args)
 
 
@@ -446,7 +450,10 @@ def _rate_items(machine: Lister, target: Object, step: type[Append] | type[SetIt
     has_state = target.steps and (len(target.steps) > 1 or type(target.steps[0]) is not step)
     if has_state or (type(target.function) is Global and target.function in STATEFUL):
         machine.spend(_COST_OF_LOOKING)
-    taken_over = ratings.is_shared(target) or ratings.is_armed(target)
+    is_item = step is SetItems
+    taken_over = (
+        ratings.is_shared(target) or ratings.is_armed(target, is_item) or (is_item and ratings.arms_items(target, items))
+    )
     machine.rate("unknown" if taken_over else ratings.of_items(target, items), target.function, (), "changes")
 
 
@@ -461,6 +468,7 @@ def _setitems(machine: Lister) -> None:
 
 def _set(machine: Lister, items: list[Node]) -> None:
     machine.spend(1 + len(items) // 4)
+    _hash(machine, items[::2])
     target = machine.stack[-1]
     if type(target) is Dict:
         target.items.extend(zip(items[::2], items[1::2], strict=False))
@@ -472,7 +480,27 @@ def _set(machine: Lister, items: list[Node]) -> None:
 
 
 def _additems(machine: Lister) -> None:
-    _extend(machine, machine.pop_mark())
+    items = machine.pop_mark()
+    _hash(machine, items)
+    _extend(machine, items)
+
+
+def _dict(machine: Lister) -> None:
+    OPCODES[b"d"[0]](machine)
+    made = machine.stack[-1]
+    _hash(machine, [key for key, _ in made.items] if type(made) is Dict else [])
+
+
+def _hash(machine: Lister, keys: list[Node]) -> None:
+    """Keys and elements, of which `__hash__` is called."""
+    if PLAIN.issuperset(map(type, keys)):
+        return
+    for key in keys:
+        if type(key) in PLAIN or type(key) is Global:
+            continue
+        machine.spend(_COST_OF_LOOKING if type(key) is Object and key.steps else len(key) // _LONG if type(key) is tuple else 0)
+        if ratings.calls_when_hashed(key):
+            machine.rate("unknown", _HASH, (key,))
 
 
 def _of_change(target: Global) -> Rating:
@@ -484,8 +512,8 @@ for _code, _handler in (
     (b"\x80", _proto), (b"\x82", _extension(1)), (b"\x83", _extension(2)), (b"\x84", _extension(4)), (b"\x97", _buffer),
     (b"\x98", _nothing), (b"Q", _persistent),
     (b"\x95", _frame), (b"\x93", _stack_global), (b"R", _reduce), (b"\x81", _new), (b"\x92", _newobj_ex), (b"i", _inst),
-    (b"o", _obj), (b"b", _build), (b"a", _append), (b"e", _appends), (b"s", _setitem), (b"u", _setitems), (b"\x90", _additems),
-    (b".", _stop),
+    (b"o", _obj), (b"d", _dict), (b"b", _build), (b"a", _append), (b"e", _appends), (b"s", _setitem), (b"u", _setitems),
+    (b"\x90", _additems), (b".", _stop),
 ):  # fmt: skip
     _LENIENT[_code[0]] = _handler  # type: ignore[assignment]  # only a Lister has this table
 

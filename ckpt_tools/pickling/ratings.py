@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import Literal, TypeAlias
 
@@ -41,6 +41,7 @@ _BASES = frozenset(
     for name in ("object", "dict", "list", "tuple", "set", "frozenset", "int", "float", "str", "bytes", "bytearray", "complex")
 ) | {Global("collections", name) for name in ("OrderedDict", "defaultdict", "Counter", "deque")}  # fmt: skip
 # What the pickle machine of Python calls on an instance, if its `__dict__` has it: BUILD, APPENDS, ADDITEMS.
+_MOST_HASHED = 4  # containers and instances in one another that a hash is taken of
 _CALLED_ATTRIBUTES = frozenset(("__setstate__", "__class__", "append", "extend", "add"))
 
 
@@ -88,6 +89,8 @@ def _of_given(name: Global, given: tuple[Node, ...]) -> Rating:
     """What makes data may look up attributes of what it is given, and call them: `dict(x)` calls `x.keys()`."""
     if name == callables.DEFAULTDICT:
         given = given[1:]
+    if _hashes_instances(name, given):
+        return "unknown"
     return "unknown" if name not in callables.KEEPS and hands_over(given, name.module.startswith("numpy")) else "data"
 
 
@@ -116,6 +119,10 @@ def _of_harmless_use(name: Global, given: tuple[Node, ...]) -> Rating | None:
         return _of_union(given)
     if name == callables.TYPE:
         return "data" if len(given) == 1 and (given[0] is None or given[0] in callables.CONSTANTS) else None
+    if name == callables.PARTIAL and len(given) > 1:  # pickle writes its arguments as a state
+        return worst("unknown", _of_references(given[:1]))
+    if name == callables.ITEMGETTER:
+        return "data" if given and all(type(arg) in PLAIN for arg in given) else None
     harmless = (name == callables.ITER and len(given) == 1) or (name in callables.GETITEM and _is_typing(given))
     return "data" if harmless else None
 
@@ -148,7 +155,8 @@ def _of_reconstructor(given: tuple[Node, ...]) -> Rating:
     if len(given) != 3:
         return "unknown"
     cls, base, state = given
-    instance = worst(of_instance(cls, ()), "unknown" if hands_over((state,)) else "data")
+    is_called = hands_over((state,)) or (type(base) is Global and _hashes_instances(callables.of_python3(base), (state,)))
+    instance = worst(of_instance(cls, ()), "unknown" if is_called else "data")
     return (
         instance
         if type(base) is Global and callables.of_python3(base) in _BASES
@@ -221,7 +229,8 @@ def of_instance(cls: Node, args: tuple[Node, ...]) -> Rating:
         return "unknown"
     name = callables.of_python3(cls)
     if callables.is_data(name):
-        return _of_given(name, (*args, *_keywords(args)))
+        made = _of_harmless_use(name, args) if name == callables.PARTIAL else None
+        return made or _of_given(name, (*args, *_keywords(args)))
     if callables.is_harmful(name):
         return "harmful"
     return "unknown" if callables.is_standard(name) else worst("class", _of_references(args))
@@ -236,16 +245,85 @@ def of_state(target: Node, state: Node) -> Rating:
     """BUILD: sets a state. On a class or function it changes the program; some attributes are called by the next opcodes."""
     if type(target) is Global:
         return "harmful" if callables.is_harmful(callables.of_python3(target)) else "unknown"
-    if is_shared(target) or is_armed(target) or (type(target) is Object and _takes_over(target, state)):
+    if is_shared(target) or is_armed(target) or _is_callable_state(state):
+        return "unknown"
+    if type(target) is Object and (_takes_over(target, state) or _gives_text(target, state)):
         return "unknown"
     parts_of_it = state if type(state) is tuple else (state,)
     rating: Rating = "unknown" if _may_hide_source(target, parts_of_it) else "data"
     for key, value in (pair for part in parts_of_it if type(part) is Dict for pair in part.items):
-        if type(key) is str and key in _CALLED_ATTRIBUTES and type(value) in (Global, Object):
+        if _arms(key, value):
             return worst("unknown", of_reference(value))
         if key == callables.PARSER and not (type(value) is str and callables.PARSER_TEXT.fullmatch(value)):
             return "harmful"
     return rating
+
+
+def _arms(key: Node, value: Node) -> bool:
+    """Whether a value is a function under a name that the next opcode, or a method of its class, calls."""
+    name = key.data.decode("latin-1") if type(key) is ByteString else key
+    if type(name) is not str:
+        return type(key) is Object and _is_called(value)  # a computed name
+    return type(value) in (Global, Object) and (
+        name in _CALLED_ATTRIBUTES or (name in callables.CALLED_METHODS and _is_called(value))
+    )
+
+
+def _is_callable_state(state: Node) -> bool:
+    """Whether a state is an instance that holds a function: who updates a `__dict__` from it calls its `keys` and `items`."""
+    given = state if type(state) is tuple and len(state) == 2 else (state,)
+    return any(type(part) is Object and hands_over((part,)) for part in given)
+
+
+def _gives_text(target: Object, state: Node) -> bool:
+    """Whether a partial gets a text as a positional argument, and a function that may run it."""
+    if made_of(target) != callables.PARTIAL:
+        return False
+    return type(state) is not tuple or len(state) < 2 or (_may_run(state[0]) and _holds_text(state[1]))
+
+
+def _may_run(function: Node) -> bool:
+    """Whether a function may do anything with a text: not known, and no class, instance or method of one."""
+    if type(function) is Object and function.function == callables.GETATTR and type(function.args) is tuple:
+        owner, last = (*function.args, None, None)[:2]
+        function = owner
+        if type(owner) is Global and type(last) is str:
+            function = Global(owner.module, f"{owner.name}.{last}")
+    if type(function) is Object:
+        return function.call != "new" and _is_function(function)
+    if type(function) is not Global or _is_class(function):
+        return False
+    name = callables.of_python3(function)
+    return not callables.is_data(name) and not callables.computes(name)
+
+
+def _holds_text(root: Node) -> bool:
+    """Whether text or bytes are in arguments, or in what calls of data make of such."""
+    stack, looked = [root], 0
+    while stack:
+        node = stack.pop()
+        if type(node) in (str, bytes, ByteString):
+            return True
+        below = _made_of_text(node) if type(node) is Object else list(islice(parts(node), _MOST_HELD + 1))
+        looked += len(below)
+        if looked > _MOST_HELD:
+            return True
+        stack += below
+    return False
+
+
+def _made_of_text(node: Object) -> list[Node]:
+    """The arguments of which data was made, but of tensors, numbers and instances."""
+    name, args = node.function, node.args if type(node.args) is tuple else (node.args,)
+    if type(name) is not Global or not callables.is_data(callables.of_python3(name)):
+        return []
+    if name in callables.SCALAR:
+        dtype = args[0] if args else None
+        given = dtype.args if type(dtype) is Object and type(dtype.args) is tuple else ()
+        return [] if given and type(given[0]) is str and given[0][:1] in "?biufc" else list(args[1:])
+    if name.module.startswith(("torch", "numpy")) and name not in callables.NUMPY_TEXT:
+        return []
+    return list(args)
 
 
 def _may_hide_source(target: Node, state: tuple[Node, ...]) -> bool:
@@ -310,12 +388,33 @@ def is_shared(target: Node) -> bool:
     return callables.of_python3(function) in callables.SHARED if type(function) is Global else _is_zone_maker(function)
 
 
-def is_armed(target: Node) -> bool:
-    """Whether a state was set that holds a function. Items come before states: what comes next may call it."""
+def is_armed(target: Node, is_item: bool = False) -> bool:
+    """Whether a state was set that holds a function. Items come before states: what comes next may call it.
+
+    Items are attributes too where a class says so: a function among them may be called by what is no further item.
+    """
     if type(target) is Object:
         states = _states_given(target) + tuple(step.state for step in target.steps[:_MOST_STEPS] if type(step) is Build)
-        return len(target.steps) > _MOST_STEPS or (bool(states) and _holds_function(states))
+        is_full = len(target.steps) > _MOST_STEPS
+        return is_full or (bool(states) and _holds_function(states)) or (not is_item and _has_called_items(target))
     return type(target) is Dict and target.attributes is not None and _holds_function(target.attributes)
+
+
+def _has_called_items(target: Object) -> bool:
+    """Whether a function, and no class, is among the items of an instance of a class that may look up attributes there."""
+    made = made_of(target)
+    if type(made) is Global and callables.is_data(callables.of_python3(made)):
+        return False
+    items = [pair for step in target.steps[:_MOST_STEPS] if type(step) is SetItems for pair in step.pairs]
+    return any(_is_called(value) for _, value in items)
+
+
+def arms_items(target: Object, items: list[Node]) -> bool:
+    """Whether items of an instance are functions under names that the next opcode calls, as its class may look them up."""
+    made = made_of(target)
+    if type(made) is Global and callables.is_data(callables.of_python3(made)):
+        return False
+    return any(map(_arms, items[::2], items[1::2]))
 
 
 def _states_given(target: Object) -> tuple[Node, ...]:
@@ -357,6 +456,64 @@ def _is_stray(node: Node) -> bool:
     if type(node) is Object:
         return node.function != callables.GETATTR and _is_function(node)
     return type(node) is Global and _is_function(node) and not _is_class(node)
+
+
+def _is_called(node: Node) -> bool:
+    """Whether this is a function, one with arguments or a method; no class, and no member of an enumeration."""
+    if type(node) is Object and node.function == callables.GETATTR:
+        owner, name = (*node.args, None, None)[:2] if type(node.args) is tuple else (None, None)
+        return type(owner) is not Global or type(name) is not str or name[:1].islower()
+    return _is_stray(node)
+
+
+def _hashes_instances(name: Global, given: tuple[Node, ...]) -> bool:
+    """Whether what makes a set or a dict is given an element or a key whose hash may call a function."""
+    if name not in callables.HASHES and name not in callables.HASHES_KEYS:
+        return False
+    for arg in given[:_MOST_PARTS]:
+        if type(arg) is Object and _holds_function(arg, _is_called):
+            return True
+        elements = _elements(arg)
+        if any(map(calls_when_hashed, map(_first, elements) if name in callables.HASHES_KEYS else elements)):
+            return True
+    return False
+
+
+def _elements(node: Node) -> Sequence[Node]:
+    return node if type(node) is tuple else node.items if type(node) is List else ()
+
+
+def _first(pair: Node) -> Node:
+    """The first of a pair; a computed one as it is."""
+    return next(iter(_elements(pair)), None) if type(pair) in (List, tuple) else pair
+
+
+def calls_when_hashed(key: Node) -> bool:
+    """Whether a key is an instance that holds a function, or a tuple with one: `__hash__` and `__eq__` may call it.
+
+    The hash of a function or a method calls nothing.
+    """
+    instances, tuples, looked = [], [key], 0
+    while tuples:
+        node = tuples.pop()
+        if type(node) is Object and not _is_function(node):
+            instances.append(node)
+        below = [part for part in _elements(node) if type(part) not in PLAIN]
+        looked += len(below)
+        if looked > _MOST_HELD:
+            return True
+        tuples += below
+    return bool(instances) and _may_call_its_own(instances)
+
+
+def _may_call_its_own(instances: Sequence[Node]) -> bool:
+    """Whether a function is in instances or, a few levels down, in what they hold; or more than is looked at."""
+    level = list(instances)
+    for _ in range(_MOST_HASHED):
+        level = [part for node in level if type(node) in _HOLDERS for part in _held(node) if type(part) not in PLAIN]
+        if len(level) > _MOST_HELD or any(map(_is_called, level)):
+            return True
+    return False
 
 
 def _is_class(name: Global) -> bool:
