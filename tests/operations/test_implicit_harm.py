@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import operator
 import pickle
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
+from ckpt_tools import scan
 from ckpt_tools.pickling.callables import PARSER_TEXT
 from tests.operations.test_implicit_calls import PAYLOAD, call, holding, name, text, verdict
 from tests.operations.test_safety import examined
@@ -301,3 +309,151 @@ def test_functions_of_the_standard_library(path: str, tmp_path: Path) -> None:
 def test_functions_that_compute(path: str, tmp_path: Path) -> None:
     """Those that compute, and those of a program's own, need code."""
     assert verdict(tmp_path, new("argparse:Namespace") + state(key=name(path))).verdict == "needs-code"
+
+
+HOLDER = "scipy.optimize._optimize:OptimizeResult"
+MESH = holding("_hash_key", "torch.distributed.device_mesh:DeviceMesh", FUNCTION)
+KEYED = "torch.nn.modules.module:Module"
+DEFERRED = call("functools:partial", FUNCTION)
+
+
+def deferred(function: bytes, *args: bytes) -> bytes:
+    """A partial as pickle writes it: its arguments are a state."""
+    return call("functools:partial", function) + b"(" + function + b"(" + b"".join(args) + b"t}}tb"
+
+
+SHADOWS = {
+    "an item before a state": new(HOLDER) + text("x") + FUNCTION + b"s" + state(a=b"N"),
+    "an item under __setstate__": new(HOLDER) + text("__setstate__") + FUNCTION + b"s",
+    "an item under append": new(HOLDER) + text("append") + FUNCTION + b"s" + text("id") + b"a",
+    "an item under a computed name": new(HOLDER) + COMPUTED + FUNCTION + b"s" + text("id") + b"a",
+    "a method that __setstate__ calls": new("scipy.stats._continuous_distns:norm_gen") + state(_attach_methods=DEFERRED),
+    "the same under a computed name": new("models:Net")
+    + b"}"
+    + call("builtins:str", text("_attach_methods"))
+    + DEFERRED
+    + b"sb",
+    "the same under a text of Python 2": new("models:Net") + b"}U\x08_build_f" + DEFERRED + b"sb",
+    "keys of a state": new(KEYED) + holding("keys") + b"b",
+    "items of a state": new("torch.fx.node:Node") + holding("items", "models:Thing", FUNCTION) + b"b",
+    "items of a state's slots": new("models:Net") + b"N" + holding("items") + b"\x86b",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHADOWS)
+def test_attributes_that_shadow_methods(case: str, tmp_path: Path) -> None:
+    """What an instance's class, or the opcode behind, looks up there and calls is the pickle's own function."""
+    assert verdict(tmp_path, SHADOWS[case]).verdict == "dangerous"
+
+
+HASHED = {
+    "a key": b"}" + MESH + b"Ns",
+    "one of several keys": b"}(K\x01N" + MESH + b"Nu",
+    "a key of protocol 0": b"(" + MESH + b"Nd",
+    "a key in a tuple": b"}" + MESH + b"K\x01\x86\x85Ns",
+    "a key of an instance": new("models:Table") + MESH + b"Ns",
+    "an element": b"\x8f(" + MESH + b"\x90",
+    "a frozen element": b"(" + MESH + b"\x91",
+    "an element of a list": call("builtins:set", b"]" + MESH + b"a"),
+    "an element of a computed list": call("builtins:frozenset", call("builtins:list", b"]" + MESH + b"a")),
+    "a count": call("collections:Counter", b"]" + MESH + b"a"),
+    "a pair": call("collections:OrderedDict", b"]" + MESH + b"N\x86a"),
+    "a list for a base": call("copyreg:_reconstructor", name("models:Bag"), name("builtins:set"), b"]" + MESH + b"a"),
+    "an instance in a key": b"}" + new("models:Spec") + state(mesh=MESH) + b"Ns",
+    "a method": b"}" + new("models:Mesh") + state(_x=call("builtins:getattr", new("models:Net"), text("run"))) + b"Ns",
+}
+
+
+@pytest.mark.parametrize("case", HASHED)
+def test_keys_that_call(case: str, tmp_path: Path) -> None:
+    """The hash of an instance may call what it holds."""
+    assert verdict(tmp_path, HASHED[case]).verdict == "dangerous"
+
+
+PARTIALS = {
+    "as no pickle writes it": call("functools:partial", FUNCTION, b"K\x01"),
+    "without a call": name("functools:partial") + FUNCTION + text("id") + b"\x86\x81",
+    "a text": deferred(FUNCTION, text("id")),
+    "bytes": deferred(FUNCTION, b"C\x02id"),
+    "a computed text": deferred(FUNCTION, call("builtins:str", text("id"))),
+    "a text in a list": deferred(FUNCTION, b"]" + text("id") + b"a"),
+    "a text of NumPy's": deferred(FUNCTION, call("numpy.core.multiarray:scalar", call("numpy:dtype", text("U2")), b"C\x01i")),
+    "a text for a method": deferred(call("builtins:getattr", name("models:Net"), text("run")), text("id")),
+    "a computed state": call("functools:partial", FUNCTION) + call("builtins:tuple", b"]") + b"b",
+}
+
+
+@pytest.mark.parametrize("case", PARTIALS)
+def test_partials_of_texts(case: str, tmp_path: Path) -> None:
+    """A function that is given a text may run it, whoever calls it."""
+    assert verdict(tmp_path, PARTIALS[case]).verdict == "dangerous"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.jit.unsupported_tensor_ops:execWrapper", "torch.ops:load_library", "torch._ops:import_module",
+        "torch.testing._internal.common_utils:shell", "torch.export._unlift:_convert_guards_code_to_fn",
+        "scipy._lib._bunch:_make_tuple_bunch", "torch._dynamo.backends.debugging:aot_eager",
+    ],
+)  # fmt: skip
+def test_functions_that_run_text(path: str, tmp_path: Path) -> None:
+    """Functions of torch and scipy that run a text or load a library are not even to be named."""
+    assert verdict(tmp_path, name(path)).verdict == "dangerous"
+
+
+def test_a_registration_that_is_taken_back(tmp_path: Path) -> None:
+    """Thrown away, it calls its `unregister`."""
+    path = "torch.distributed._symmetric_memory._nccl:NcclCommRegistration"
+    assert verdict(tmp_path, holding("unregister", path, FUNCTION)).verdict == "dangerous"
+
+
+ACT: Any = F
+HONEST: list[Any] = [
+    functools.partial(ACT.interpolate, mode="nearest"), functools.partial(torch.nn.Linear, 3),
+    functools.partial(ACT.pad, (1, 2)), functools.partial(max, "a"), functools.partial(ACT.relu, np.float64(1)),
+    {F.relu: "relu", torch.nn.Linear: 1, (F.relu, (F.gelu,)): 2}, {Net(): "net"}, {Net(), 1}, frozenset([Net().forward]),
+    {(Net(), 1): 2}, operator.itemgetter(1), {"key": operator.itemgetter("a", "b")}, {"layer": torch.nn.ReLU},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("at", range(len(HONEST)))
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_honest_functions_and_keys(at: int, protocol: int, tmp_path: Path) -> None:
+    """Functions that nobody has armed, and keys that hold none, need code."""
+    assert examined(tmp_path / "a.pkl", pickle.dumps(HONEST[at], protocol)).verdict == "needs-code"
+
+
+def test_honest_items(tmp_path: Path) -> None:
+    """A class as an item of an instance, as configurations have it, stays one; so does a function that nothing follows."""
+    data = new("models:Config") + text("layer") + name("torch.nn.modules.linear:Linear") + b"s" + state(layer=b"N")
+    assert verdict(tmp_path, data).verdict == "needs-code"
+    assert verdict(tmp_path, new(HOLDER) + text("fun") + FUNCTION + b"s" + text("x") + FUNCTION + b"s").verdict == "needs-code"
+
+
+def test_pickles_where_storages_would_lie(tmp_path: Path) -> None:
+    """A record `data/0` beside `data.pkl` that is no storage of the archive's own: torch.export loads it by its JSON."""
+    torch.export.save(torch.export.export(Net(), (torch.ones(1, 3),)), tmp_path / "a.pt2")
+    with zipfile.ZipFile(tmp_path / "a.pt2") as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    config = next(path for path in records if path.endswith("weights_config.json"))
+    root, folder = config.partition("/")[0], config.rpartition("/")[0].replace("config", "")
+    described = json.loads(records[config])
+    for weight in described["config"].values():
+        weight["path_name"], weight["use_pickle"] = "x/data/0", True
+    records[config] = json.dumps(described).encode()
+    for place in (f"{root}/data/weights/x/data", f"{root}/data", f"{folder}/constants"):
+        edited = records | {f"{place}.pkl": b"\x80\x02}.", f"{place}/0": PAYLOAD}
+        with zipfile.ZipFile(tmp_path / "b.pt2", "w") as archive:
+            for path, data in edited.items():
+                archive.writestr(path, data)
+        assert scan(tmp_path / "b.pt2")[0].verdict == "dangerous", place
+
+
+@pytest.mark.parametrize("place", ["archive/deeper/data", "archive/data/constants", "archive/x/y/data"])
+def test_pickles_deep_in_an_archive(place: str, tmp_path: Path) -> None:
+    """Storages lie right below the archive's folder, and nowhere else."""
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        for path, data in (("archive/data.pkl", b"\x80\x02}."), (f"{place}.pkl", b"\x80\x02}."), (f"{place}/0", PAYLOAD)):
+            archive.writestr(path, data)
+    assert scan(tmp_path / "a.pt")[0].verdict == "dangerous"

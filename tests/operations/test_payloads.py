@@ -37,7 +37,7 @@ uuid:_get_command_stdout ctypes:CDLL ctypes.util:_findLib_gcc pydoc:pipepager py
 mailcap:test tkinter:Tcl turtle:write_docstringdict py_compile:compile zipapp:create_archive zipimport:zipimporter
 site:addpackage _xxsubinterpreters:run_string _testcapi:run_in_subinterp multiprocessing.util:spawnv_passfds
 concurrent.futures.process:_process_worker threading:Timer atexit:register signal:signal weakref:finalize
-operator:attrgetter operator:methodcaller _operator:attrgetter _operator:methodcaller operator:itemgetter
+operator:attrgetter operator:methodcaller _operator:attrgetter _operator:methodcaller
 functools:reduce itertools:starmap types:FunctionType types:CodeType marshal:loads pickle:loads _pickle:loads dill:loads
 dill._dill:_create_function cloudpickle.cloudpickle:_make_function cloudpickle.cloudpickle:_make_skeleton_class
 joblib:load pandas:read_pickle pandas.core.frame:DataFrame.eval yaml:unsafe_load string:Formatter.format numpy:load
