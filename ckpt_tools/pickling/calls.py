@@ -159,6 +159,8 @@ class Lister(Machine):
     def _listen(self, function: Node, args: tuple[Node, ...]) -> None:
         has_parts = any((type(arg) is Object and arg.steps) or (type(arg) is tuple and len(arg) > _LONG) for arg in args)
         self.spend(_COST_OF_LOOKING if has_parts else _COST_OF_RATING)
+        if type(function) is Global and function in HASHING:
+            self.spend(sum(_cost_of_hash(item) for arg in args if type(arg) is List for item in arg.items))
         self.rate(ratings.of_call(function, args), function, args)
         if type(function) is Global and function == LOAD_FROM_BYTES:
             self._load_from_bytes(args)
@@ -186,6 +188,11 @@ class Lister(Machine):
             if ratings.is_dangerous(rating) and ratings.function_text(name) not in called:
                 self.rate(rating, name, (), "names")
         return list(self.calls.values())
+
+
+def _cost_of_hash(key: Node) -> int:
+    """What it takes to look at a key or an element: the parts of an instance are looked through."""
+    return 4 * _COST_OF_LOOKING if type(key) is Object and key.steps else _COST_OF_RATING
 
 
 def _stand_in(pids: dict[Node, tuple[Node, ...]], pid: Node) -> Node:
@@ -352,6 +359,7 @@ def _obj(machine: Lister) -> None:
 
 def _build(machine: Lister) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
+    _spend_on_items(machine, target)
     machine.spend(_COST_OF_LOOKING if type(target) is Object and target.steps else 0)
     machine.spend(1 + sum(len(part.items) for part in (state if type(state) is tuple else (state,)) if type(part) is Dict) // 8)
     changed = target.function if type(target) is Object else target
@@ -364,6 +372,12 @@ def _build(machine: Lister) -> None:
         machine.nested += _pickles_in(machine, ratings.made_of(target), state)
         if machine.arrays and not machine.outer and is_wrapper(target):
             _pass_array(machine, target)
+
+
+def _spend_on_items(machine: Lister, target: Node) -> None:
+    """Count the items of an instance, which are looked through for functions."""
+    if type(target) is Object and target.steps:
+        machine.spend(sum(len(step.pairs) // 8 for step in target.steps[:_FEW_PARTS] if type(step) is SetItems))
 
 
 def _pass_array(machine: Lister, target: Object) -> None:
@@ -437,6 +451,7 @@ def _extend(machine: Lister, items: list[Node]) -> None:
     if type(target) is List:
         target.items.extend(items)
     elif type(target) is Object:
+        _spend_on_items(machine, target)
         _rate_items(machine, target, Append, items)
         target.append(items)
     elif type(target) is Dict and ratings.is_armed(target):
@@ -498,7 +513,9 @@ def _hash(machine: Lister, keys: list[Node]) -> None:
     for key in keys:
         if type(key) in PLAIN or type(key) is Global:
             continue
-        machine.spend(_COST_OF_LOOKING if type(key) is Object and key.steps else len(key) // _LONG if type(key) is tuple else 0)
+        machine.spend(
+            4 * _COST_OF_LOOKING if type(key) is Object and key.steps else len(key) // _LONG if type(key) is tuple else 0
+        )
         if ratings.calls_when_hashed(key):
             machine.rate("unknown", _HASH, (key,))
 

@@ -496,7 +496,7 @@ def calls_when_hashed(key: Node) -> bool:
     instances, tuples, looked = [], [key], 0
     while tuples:
         node = tuples.pop()
-        if type(node) is Object and not _is_function(node):
+        if type(node) is Object and not _is_function(node) and not _is_union(node):
             instances.append(node)
         below = [part for part in _elements(node) if type(part) not in PLAIN]
         looked += len(below)
@@ -504,6 +504,11 @@ def calls_when_hashed(key: Node) -> bool:
             return True
         tuples += below
     return bool(instances) and _may_call_its_own(instances)
+
+
+def _is_union(node: Object) -> bool:
+    """Whether this is `int | None`, whose hash goes by its types."""
+    return type(node.function) is Global and node.function in callables.REDUCE
 
 
 def _may_call_its_own(instances: Sequence[Node]) -> bool:

@@ -414,6 +414,7 @@ HONEST: list[Any] = [
     functools.partial(ACT.pad, (1, 2)), functools.partial(max, "a"), functools.partial(ACT.relu, np.float64(1)),
     {F.relu: "relu", torch.nn.Linear: 1, (F.relu, (F.gelu,)): 2}, {Net(): "net"}, {Net(), 1}, frozenset([Net().forward]),
     {(Net(), 1): 2}, operator.itemgetter(1), {"key": operator.itemgetter("a", "b")}, {"layer": torch.nn.ReLU},
+    {int | None: 1, (1, 2): 3},
 ]  # fmt: skip
 
 
