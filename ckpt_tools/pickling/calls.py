@@ -191,7 +191,7 @@ class Lister(Machine):
 
 
 def _cost_of_hash(key: Node) -> int:
-    """What it takes to look at a key or an element: the parts of an instance are looked through."""
+    """What it takes to look at a key or an element: the parts of an instance are examined."""
     return 4 * _COST_OF_LOOKING if type(key) is Object and key.steps else _COST_OF_RATING
 
 
@@ -375,7 +375,7 @@ def _build(machine: Lister) -> None:
 
 
 def _spend_on_items(machine: Lister, target: Node) -> None:
-    """Count the items of an instance, which are looked through for functions."""
+    """Count the items of an instance, which are examined for functions."""
     if type(target) is Object and target.steps:
         machine.spend(sum(len(step.pairs) // 8 for step in target.steps[:_FEW_PARTS] if type(step) is SetItems))
 

@@ -391,7 +391,7 @@ def is_shared(target: Node) -> bool:
 def is_armed(target: Node, is_item: bool = False) -> bool:
     """Whether a state was set that holds a function. Items come before states: what comes next may call it.
 
-    Items are attributes too where a class says so: a function among them may be called by what is no further item.
+    Items are attributes too where a class says so: a function among them may be called by whatever is not another item.
     """
     if type(target) is Object:
         states = _states_given(target) + tuple(step.state for step in target.steps[:_MOST_STEPS] if type(step) is Build)
