@@ -6,6 +6,7 @@ Nothing here depends on the machine: what is installed, which Python runs, and w
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES
 from ckpt_tools.pickling.weights_only import ALLOWED
@@ -264,6 +265,7 @@ def is_data(name: Global) -> bool:
     return name in _DATA or (name.module == "numpy.dtypes" and _NUMPY_DTYPE.fullmatch(name.name) is not None)
 
 
+@lru_cache(maxsize=1024)
 def is_harmful(name: Global) -> bool:
     """Whether to call this global is known to run code or programs, to open files or to connect."""
     if name in _DATA:

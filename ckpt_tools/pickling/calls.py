@@ -66,6 +66,7 @@ _STARTS = frozenset((b"\x80", b"c", b"(", b"]", b"}"))  # of pickles that make a
 _SHORTEST, _MOST_NESTED = 8, 64  # bytes of a pickle that makes a call, and how many are looked at in one state
 _MOST_DEEP, _FEW_PARTS = 3, 16  # containers in one another that are looked into
 _BYTEARRAY = Global("builtins", "bytearray")
+_MAY_HOLD_BYTES = frozenset((Dict, List, tuple, bytes, ByteString, Object))
 _STATELESS = ALLOWED - STATEFUL
 _MAY_HOLD = frozenset((Global, Object, Dict, tuple))
 _KEY = 2  # in the persistent id of a storage
@@ -404,7 +405,9 @@ def _pickles_in(machine: Lister, cls: Node, given: Node) -> list[bytes]:
         return []
     parts: list[Node] = [given]
     for _ in range(_MOST_DEEP):
-        parts = [part for whole in parts for part in _values(machine, whole)]
+        parts = [part for whole in parts for part in _values(machine, whole) if type(part) in _MAY_HOLD_BYTES]
+        if not parts:
+            return []
         machine.spend(len(parts) // _FEW_PARTS)
     found = [data for data in map(_bytes, parts) if data[:1] in _STARTS and len(data) >= _SHORTEST]
     return found[:_MOST_NESTED]
@@ -513,10 +516,8 @@ def _hash(machine: Lister, keys: list[Node]) -> None:
     for key in keys:
         if type(key) in PLAIN or type(key) is Global:
             continue
-        machine.spend(
-            4 * _COST_OF_LOOKING if type(key) is Object and key.steps else len(key) // _LONG if type(key) is tuple else 0
-        )
-        if ratings.calls_when_hashed(key):
+        machine.spend(len(key) // _LONG if type(key) is tuple else 0)
+        if ratings.calls_when_hashed(key, machine.spend):
             machine.rate("unknown", _HASH, (key,))
 
 

@@ -488,10 +488,14 @@ def _first(pair: Node) -> Node:
     return next(iter(_elements(pair)), None) if type(pair) in (List, tuple) else pair
 
 
-def calls_when_hashed(key: Node) -> bool:
+def _freely(count: int) -> None:
+    """What has been paid for."""
+
+
+def calls_when_hashed(key: Node, spend: Callable[[int], None] = _freely) -> bool:
     """Whether a key is an instance that holds a function, or a tuple with one: `__hash__` and `__eq__` may call it.
 
-    The hash of a function or a method calls nothing.
+    The hash of a function or a method calls nothing. `spend` is told how many parts are looked at.
     """
     instances, tuples, looked = [], [key], 0
     while tuples:
@@ -503,7 +507,7 @@ def calls_when_hashed(key: Node) -> bool:
         if looked > _MOST_HELD:
             return True
         tuples += below
-    return bool(instances) and _may_call_its_own(instances)
+    return bool(instances) and _may_call_its_own(instances, spend)
 
 
 def _is_union(node: Object) -> bool:
@@ -511,11 +515,12 @@ def _is_union(node: Object) -> bool:
     return type(node.function) is Global and node.function in callables.REDUCE
 
 
-def _may_call_its_own(instances: Sequence[Node]) -> bool:
+def _may_call_its_own(instances: Sequence[Node], spend: Callable[[int], None]) -> bool:
     """Whether a function is in instances or, a few levels down, in what they hold; or more than is looked at."""
     level = list(instances)
     for _ in range(_MOST_HASHED):
         level = [part for node in level if type(node) in _HOLDERS for part in _held(node) if type(part) not in PLAIN]
+        spend(len(level))
         if len(level) > _MOST_HELD or any(map(_is_called, level)):
             return True
     return False
