@@ -400,10 +400,15 @@ def is_armed(target: Node, is_item: bool = False) -> bool:
     return type(target) is Dict and target.attributes is not None and _holds_function(target.attributes)
 
 
+def _is_of_data(target: Object) -> bool:
+    """Whether an object is made by what is in the list of data."""
+    made = made_of(target)
+    return type(made) is Global and callables.is_data(callables.of_python3(made))
+
+
 def _has_called_items(target: Object) -> bool:
     """Whether a function, and no class, is among the items of an instance of a class that may look up attributes there."""
-    made = made_of(target)
-    if type(made) is Global and callables.is_data(callables.of_python3(made)):
+    if _is_of_data(target):
         return False
     items = [pair for step in target.steps[:_MOST_STEPS] if type(step) is SetItems for pair in step.pairs]
     return any(_is_called(value) for _, value in items)
@@ -411,10 +416,7 @@ def _has_called_items(target: Object) -> bool:
 
 def arms_items(target: Object, items: list[Node]) -> bool:
     """Whether items of an instance are functions under names that the next opcode calls, as its class may look them up."""
-    made = made_of(target)
-    if type(made) is Global and callables.is_data(callables.of_python3(made)):
-        return False
-    return any(map(_arms, items[::2], items[1::2]))
+    return not _is_of_data(target) and any(map(_arms, items[::2], items[1::2]))
 
 
 def _states_given(target: Object) -> tuple[Node, ...]:
