@@ -289,6 +289,10 @@ def _terminable() -> Iterator[None]:
         return
     try:
         yield
+    except RuntimeError as error:  # what Python 3.11 makes of a signal that comes while a class is made, as in an import
+        if isinstance(error.__cause__, KeyboardInterrupt | _Terminated):
+            raise error.__cause__ from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

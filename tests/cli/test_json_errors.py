@@ -100,6 +100,22 @@ def test_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (document["error"], document["exit_code"], result.exit_code) == ("Terminated", 143, 143)
 
 
+@pytest.mark.parametrize(("number", "said", "code"), [(signal.SIGTERM, "Terminated", 143), (signal.SIGINT, "Interrupted", 130)])
+def test_a_signal_while_a_class_is_made(number: int, said: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 makes a RuntimeError of what is raised while a class is made, as in an import: it was a traceback."""
+
+    class Named:
+        def __set_name__(self, owner: type, name: str) -> None:
+            signal.raise_signal(number)
+
+    def importing(*_: Any) -> None:
+        type("Made", (), {"name": Named()})
+
+    monkeypatch.setattr("ckpt_tools.formats.open.open_source", importing)
+    result = ckpt("convert", "in.pth", "out.pth", "--json")
+    assert (json.loads(result.stdout)["error"], result.exit_code) == (said, code)
+
+
 @pytest.mark.parametrize(("rank", "documents"), [("0", 1), ("1", 0)])
 def test_of_several_processes_one_speaks(rank: str, documents: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the processes of a job only the first writes the document; each says its own error in words."""

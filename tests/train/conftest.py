@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.train.runs import free_ports
+from tests.train.runs import meeting_place
 from train import metrics
 
 
@@ -43,12 +43,13 @@ def curves() -> None:
 
 
 @pytest.fixture
-def only_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def only_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Makes this process the only one of a process group, as `torchrun --nproc-per-node 1` would."""
+    store, meet = meeting_place()
 
     def enter() -> None:
-        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **meet}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("MASTER_PORT", *free_ports(1))
 
-    return enter
+    yield enter
+    del store  # nobody meets any more

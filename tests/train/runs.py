@@ -2,14 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 import train as package
 from train.config import Config
@@ -26,16 +25,17 @@ NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 # Several runs in each process, since starting one takes longer than training. A run is [options, rank, step]: that rank
-# sends itself SIGTERM after so many steps; rank -1 is nobody.
+# sends itself SIGTERM after so many steps; rank -1 is nobody. A rank that waits for another for minutes says where, and ends.
 RANKS = """
-import json, os, signal, sys
+import faulthandler, json, os, signal, sys
 from train import metrics, train as loop
 from train.cli import command
 
+faulthandler.dump_traceback_later(200, exit=True)
 metrics.draw = lambda rows, path: None
 step = loop.train_step
 for number, (options, rank, after) in enumerate(json.loads(sys.argv[1])):
-    os.environ["MASTER_PORT"] = json.loads(sys.argv[2])[number]
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
     done = 0
 
     def stopping(*arguments):
@@ -63,13 +63,10 @@ def last(out: Path) -> dict[str, Any]:
     return checkpoint
 
 
-def free_ports(number: int) -> list[str]:
-    """So many ports that nothing listens on, no two the same: a rank that is ahead would find the store of the last run."""
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [str(listener.getsockname()[1]) for listener in listeners]
+def meeting_place() -> tuple[TCPStore, dict[str, str]]:
+    """A store at which ranks meet while somebody holds it, as torchrun has one, and how they are told of it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -78,14 +75,14 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def ranks(size: int, *runs: list[str] | tuple[list[str], int, int]) -> None:
-    """Runs each list of options in `size` processes, one after the other; see RANKS."""
+    """Runs each list of options in `size` processes, one after the other, each under a number of its own; see RANKS."""
     plans = json.dumps([each if isinstance(each, tuple) else (each, -1, 0) for each in runs])
-    ports = json.dumps(free_ports(len(runs)))
-    world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    _store, meet = meeting_place()
+    world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", RANKS, plans, ports],
-            env=environment(**world, RANK=str(rank), LOCAL_RANK=str(rank)),
+            [sys.executable, "-c", RANKS, plans],
+            env=environment(**world, **meet, RANK=str(rank), LOCAL_RANK=str(rank)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
