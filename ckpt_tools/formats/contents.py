@@ -90,9 +90,9 @@ class Modules:
 
     def state_dict(self, node: Node) -> Dict | None:
         """The names and values of a module; None for anything else, and for modules that hold one another for ever."""
-        if not is_module(node):
-            return None
         if id(node) not in self.known:
+            if not is_module(node):
+                return None
             try:
                 self.known[id(node)] = Dict(list(named_tensors(node)), ordered=True)
             except LimitError:
@@ -128,15 +128,15 @@ def _tensor(where: Where, node: Entry | Object) -> Tensor:
     return Tensor(where, node, unusual_tensor(node) if type(node) is Object else None)
 
 
-def list_state_dicts(root: Node) -> list[StateDict]:
+def list_state_dicts(root: Node, modules: Modules) -> list[StateDict]:
     """Every state dict below `root`, and what pickled modules would give: a Dict of its own, editing it edits no module."""
     found = {state_dict.where for state_dict in find_state_dicts(root)}
-    modules, listed = Modules(), []
+    listed = []
     made: dict[int, Dict] = {}
     for where, node in walk(root, stop=modules.stop, plain=False):
         if type(node) is Dict and where in found:
             listed.append(StateDict(where, node))
-        elif is_module(node) and modules.state_dict(node) is not None:
+        elif type(node) is Object and modules.state_dict(node) is not None:
             if id(node) not in made:
                 made[id(node)] = module_state_dict(node)
             if made[id(node)].items:

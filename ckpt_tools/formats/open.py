@@ -154,7 +154,7 @@ class Checkpoint:
     @cached_property
     def state_dicts(self) -> list[StateDict]:
         """Every state dict with its path, in order; a pickled module counts as the one that it would give."""
-        found = list_state_dicts(self.root) if self.has_modules else find_state_dicts(self.root)
+        found = list_state_dicts(self.root, self._modules) if self.has_modules else find_state_dicts(self.root)
         if sum(len(state_dict.node.items) for state_dict in found) > self._listed:
             raise self._too_often("modules", len(found))
         return found

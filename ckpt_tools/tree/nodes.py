@@ -165,7 +165,10 @@ class Dict:
 
     def get(self, key: str) -> Node:
         """The value under `key`, or None."""
-        return next((value for name, value in self.items if type(name) is str and name == key), None)
+        for name, value in self.items:
+            if type(name) is str and name == key:
+                return value
+        return None
 
     @property
     def named(self) -> dict[str, Node]:
@@ -255,7 +258,10 @@ class Object:
     @property
     def state(self) -> Node:
         """What its last `Build` gives it, or None."""
-        return next((step.state for step in reversed(self.steps) if type(step) is Build), None)
+        for step in reversed(self.steps):
+            if type(step) is Build:
+                return step.state
+        return None
 
     @property
     def appended(self) -> list[Node]:

@@ -6,7 +6,7 @@ from ckpt_tools.pickling.state import ORDERED_DICT, Opcodes, State
 from ckpt_tools.pickling.weights_only import BUILT, READS_AT_ONCE
 from ckpt_tools.tree.nodes import Build, Call, Dict, Entry, Global, List, Node, Object
 
-_COST_OF_STATE = 6  # in containers: whoever asks whether an object is a module looks at its state, again and again
+_COST_OF_STATE = 8  # in containers: whoever asks whether an object is a module looks at its state, again and again
 
 opcode = Opcodes()
 
