@@ -13,6 +13,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ckpt_tools import limits
@@ -460,7 +461,7 @@ def _inside(where: str, name: str) -> str:
 def _by_signatures(source: Source, walk: _Walk) -> Iterator[tuple[str, Source]]:
     """What stands behind every local header of a zip that is damaged or not to be trusted."""
     places = [at for _, at in signatures(source, SIGNATURE_LOCAL)]
-    for place, following in zip(places, [*places[1:], source.size], strict=True):
+    for place, following in pairwise([*places, source.size]):
         if place + LOCAL.size > source.size:
             return
         header = LocalHeader.at(source, place)

@@ -507,6 +507,16 @@ def test_what_to_do_names_the_file(tmp_path: Path) -> None:
     assert torch.load(command[2], weights_only=True)["a.weight"].tolist() == [1, 1]
 
 
+def test_a_misplaced_directory_with_nothing_before_it(tmp_path: Path) -> None:
+    """A zip without a single record, whose directory is misplaced, is unexamined for that; Python's own error was told."""
+    entry = zipped(evil=PAYLOAD)
+    path = tmp_path / "a.zip"
+    path.write_bytes(b"\0" + entry[entry.index(b"PK\x01\x02") :])
+    told = CliRunner().invoke(main, ["scan", str(path)])
+    assert "could not be examined: The zip directory is not where the file says" in told.stdout
+    assert "zip()" not in CliRunner().invoke(main, ["scan", "--json", str(path)]).stdout
+
+
 def test_a_missing_path_is_worded_as_elsewhere(tmp_path: Path) -> None:
     """`ckpt scan` says of a path that is not there what every other command says, with names that are near."""
     torch.save({"a.weight": torch.ones(2)}, tmp_path / "model.pth")
