@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,19 @@ def ranks(size: int, *runs: list[str] | tuple[list[str], int, int]) -> None:
         )
         for rank in range(size)
     ]
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    _wait_for(processes)
+    outputs = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * size, "\n".join(outputs)
+
+
+def _wait_for(processes: list[subprocess.Popen[str]]) -> None:
+    """Until all have ended. Once one has failed, or after minutes, the others are ended: they would wait for it."""
+    end = time.monotonic() + 240
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes) or time.monotonic() > end:
+            for process in processes:
+                process.kill()
+        time.sleep(0.05)
 
 
 def bare(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
