@@ -24,6 +24,7 @@ from typing import Any, TypeGuard
 
 from ckpt_tools import limits
 from ckpt_tools.errors import (
+    TWO_FILES,
     CkptError,
     DamagedFileError,
     PartError,
@@ -152,6 +153,8 @@ def _fields(node: Node, kind: str) -> dict[str, Node]:
     known = type(function) is Global and function.module.startswith(_MODULE) and function.name == kind
     if type(node) is not Object or not known or type(node.state) is not Dict:
         raise DamagedFileError(f"The metadata has something else where a {kind} is expected.")
+    if len(node.steps) > 1 or node.args != ():  # Python keeps of the first what the second does not name
+        raise DamagedFileError(f"The metadata has a {kind} that is given attributes more than once.", why=TWO_FILES)
     return node.state.named
 
 
@@ -191,8 +194,13 @@ def _paths(node: Node) -> dict[str, tuple[str | int, ...]]:
         steps: list[str | int] = [step for step in path if _is_step(step)] if type(path) is tuple else []
         if type(name) is not str or type(path) is not tuple or len(steps) != len(path) or not path or type(path[0]) is not str:
             raise DamagedFileError("The metadata has a path that cannot be read.")
+        if ".".join(map(str, steps)) != name:
+            raise DamagedFileError(f"The metadata has {name!r} under the path of another name.", why=_OTHER_PATH)
         found[name] = tuple(steps)
     return found
+
+
+_OTHER_PATH = "torch makes the name of the path, and would read what is saved under that name."
 
 
 def _is_step(node: Node) -> TypeGuard[str | int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import pickletools
 import subprocess
 import sys
 from itertools import pairwise
@@ -342,6 +343,19 @@ def _tensor_of(metadata: Metadata, name: str) -> TensorStorageMetadata:
     return found
 
 
+def _rename(metadata: Metadata, name: str, *path: str | int) -> None:
+    """A value under another path, and under the name that torch makes of it."""
+    new = ".".join(map(str, path))
+    metadata.state_dict_metadata[new] = metadata.state_dict_metadata.pop(name)
+    metadata.storage_data[MetadataIndex(new)] = metadata.storage_data.pop(MetadataIndex(name))
+    metadata.planner_data[new] = path
+
+
+def _swap(metadata: Metadata, one: str, other: str) -> None:
+    paths = metadata.planner_data
+    paths[one], paths[other] = paths[other], paths[one]
+
+
 CHANGES: dict[str, tuple[Any, str]] = {
     "outside": (lambda m: _place(m, relative_path="../secret"), "not a name inside its folder"),
     "no file": (lambda m: _place(m, relative_path="__9_0.distcp"), "__9_0.distcp"),
@@ -360,7 +374,9 @@ CHANGES: dict[str, tuple[Any, str]] = {
         lambda m: _tensor_of(m, "model.a.w").chunks.append(ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([9, 9]))),
         r"not what \.metadata says",
     ),
-    "two things": (lambda m: m.planner_data.update({"epoch": ("model", "a.w")}), "puts two things"),
+    "two things": (lambda m: _rename(m, "epoch", "model"), "puts two things"),
+    "swapped": (lambda m: _swap(m, "model.b", "model.a.w"), "under the path of another name"),
+    "another path": (lambda m: m.planner_data.update({"epoch": ("where",)}), "under the path of another name"),
     "long list": (lambda m: m.planner_data.update({"epoch": ("x", 10**12)}), "path that cannot be read"),
     "no paths": (lambda m: m.planner_data.update({"epoch": 3}), "path that cannot be read"),
     "not metadata": (lambda m: {"a": 1}, "a Metadata is expected"),
@@ -380,6 +396,18 @@ def test_metadata_that_lies(folder: Path, tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "out.pth").exists()
 
 
+def test_metadata_that_is_set_twice(folder: Path) -> None:
+    """Python keeps of the first state what the second does not name: here the paths, without which all names are flat."""
+    path = folder / ".metadata"
+    data = pickletools.optimize(pickle.dumps(pickle.loads(path.read_bytes()), 2))
+    metadata = pickle.loads(data)
+    second = pickle.dumps({"state_dict_metadata": metadata.state_dict_metadata, "storage_data": metadata.storage_data}, 2)
+    path.write_bytes(data[:-1] + second[2:-1] + b"b.")
+    assert pickle.loads(path.read_bytes()).planner_data
+    with pytest.raises(DamagedFileError, match="a Metadata that is given attributes more than once"):
+        inspect(folder)
+
+
 def test_what_metadata_calls_is_listed_and_never_called(folder: Path) -> None:
     """A global that torch's metadata does not have is shown, as in any pickle."""
 
@@ -395,8 +423,12 @@ def test_what_metadata_calls_is_listed_and_never_called(folder: Path) -> None:
 
 def test_many_gaps_in_a_list_are_refused(folder: Path) -> None:
     """Lists of a million holes cost memory for nothing."""
-    paths = {"epoch": ("x", 999_999), "row": ("y", 999_999), "where": ("z", 999_999)}
-    rewrite(folder, lambda metadata: metadata.planner_data.update(paths))
+
+    def change(metadata: Metadata) -> None:
+        for name in ("epoch", "row", "where"):
+            _rename(metadata, name, f"{name}s", 999_999)
+
+    rewrite(folder, change)
     with pytest.raises(LimitError):
         inspect(folder)
 
