@@ -42,7 +42,8 @@ def decode(source: Source, directory: Directory, folder: str, member: str = "", 
         ZipError, PickleError, TensorError: the file breaks a promise.
     """
     records = by_name(directory, member)
-    warnings = odd_records(source, records, folder, directory)
+    small = {name: _small_record(source, records, folder, name) for name in _GOOD}
+    warnings = [*behind(source, directory), *_odd_records(small)]
     has_checksums = any(record.crc for record in directory.records)
     byteorder = read_byteorder(source, records.get(f"{folder}/byteorder"))
     storages = Storages(Locator(source, records, f"{folder}/data").locate, keys)
@@ -62,7 +63,7 @@ def decode(source: Source, directory: Directory, folder: str, member: str = "", 
         root,
         source,
         globals=list(machine.globals),
-        unusual=[*machine.unusual, *_unreadable(source, records, folder)],
+        unusual=[*machine.unusual, *_unreadable(small)],
         warnings=warnings,
         storage_bytes=sum(record.compressed for name, record in records.items() if name.startswith(data)),
         byteorder=byteorder,
@@ -206,10 +207,15 @@ def behind(source: Source, directory: Directory) -> list[Warned]:
     return [Warned(CUT_ARCHIVE, found, "the whole part, with its folder's .metadata", "problem", fix)]
 
 
-def odd_records(source: Source, records: dict[str, Record], folder: str, directory: Directory) -> list[Warned]:
-    warnings = behind(source, directory)
-    for name, good in ((".format_version", ("1",)), (".storage_alignment", ("64",)), ("version", ("2", "3", "4"))):
-        text = _small_record(source, records, folder, name)
+_GOOD = {".format_version": ("1",), ".storage_alignment": ("64",), "version": ("2", "3", "4")}
+_Small = Mapping[str, str | None]
+
+
+def _odd_records(small: _Small) -> list[Warned]:
+    """Small records that say something else than torch writes; `version` where it is missing, too."""
+    warnings = []
+    for name, good in _GOOD.items():
+        text = small[name]
         if text not in good and (text is not None or name == "version"):
             code = f"odd-{name.strip('.').replace('_', '-')}"
             warnings.append(Warned(code, f"{name} is {text!r}" if text is not None else f"no {name}", f"{name} {good[-1]!r}"))
@@ -225,10 +231,9 @@ def _small_record(source: Source, records: Mapping[str, Record], folder: str, na
     return text if record.size <= _SMALL else f"{text}..."
 
 
-def _unreadable(source: Source, records: Mapping[str, Record], folder: str) -> list[str]:
+def _unreadable(small: _Small) -> list[str]:
     """Small records for which torch refuses the file: what its C++ and Python make no number of, or too large a one."""
-    version = _small_record(source, records, folder, "version")
-    alignment = _small_record(source, records, folder, ".storage_alignment")
+    version, alignment = small["version"], small[".storage_alignment"]
     number = re.match(r"\d{1,9}", version or "")
     found = []
     if number is None or not 1 <= int(number[0]) <= _NEWEST:
