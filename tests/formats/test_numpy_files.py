@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -303,3 +304,18 @@ def test_arrays_without_an_ending(tmp_path: Path) -> None:
     with np.load(path) as loaded:
         assert loaded["a"].shape == (3,)
     expect_refused(path, ZipError, "Two arrays may be called 'a'", "Two programs would read two files")
+
+
+@pytest.mark.parametrize("said", [b"\1" + zlib.crc32(b"w.npy").to_bytes(4, "little"), bytes(5)])
+def test_a_name_in_an_extra_field(said: bytes, tmp_path: Path) -> None:
+    """Python follows it since 3.12, where its checksum is right: two Pythons would give the array two names."""
+    file = io.BytesIO()
+    np.save(file, np.zeros(3))
+    for name in (b"w.npy", b"v.npy"):
+        body = said + name
+        field = b"up" + len(body).to_bytes(2, "little") + body
+        path = write(tmp_path, build([Rec(b"w.npy", file.getvalue(), extra=field)]), "in.npz")
+        if name == b"w.npy":
+            assert described(path)["tensors"][0]["where"] == ["w"]
+        else:
+            expect_refused(path, ZipError, "another name in an extra field")

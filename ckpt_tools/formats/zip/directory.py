@@ -24,7 +24,9 @@ from ckpt_tools.formats.zip.headers import (
     LOCATOR64,
     SIGNATURE_CENTRAL,
     SIGNATURE_LOCAL,
+    UNICODE_PATH,
     CentralEntry,
+    check_unicode_name,
     zip64_fields,
 )
 from ckpt_tools.frozen import frozen
@@ -301,7 +303,10 @@ def _read_entry(headers: _Headers, data: bytes, at: int) -> tuple[Record | str, 
     raw_name = data[at + CENTRAL.size : name_end]
     name = _checked_name(raw_name)
     if extra_length:
-        size, compressed, header = zip64_fields(data[name_end:extra_end], size, compressed, header, name)
+        extra = data[name_end:extra_end]
+        size, compressed, header = zip64_fields(extra, size, compressed, header, name)
+        if UNICODE_PATH in extra:
+            check_unicode_name(extra, raw_name, name)
     if disk:  # 0xFFFF ("see the zip64 field") too: torch refuses it
         raise ZipError("The zip is one part of several.", why="torch writes single archives.")
     if name.endswith("/") or attributes & 0x10:

@@ -93,6 +93,19 @@ def zip64_fields(extra: bytes, size: int, compressed: int, header: int, name: st
     return size, compressed, header
 
 
+UNICODE_PATH = b"up"  # the tag of the field with a name in UTF-8, which Info-ZIP writes
+
+
+def check_unicode_name(extra: bytes, raw: bytes, name: str) -> None:
+    """Raise ZipError where an extra field gives a record another name than its entry does."""
+    for tag, body in _extra_fields(extra, name):
+        if tag == int.from_bytes(UNICODE_PATH, "little") and body[5:] != raw:
+            raise ZipError(
+                f"The zip record {name!r} has another name in an extra field, {body[5:105]!r}.",
+                why="unzip and Python since 3.12 take that one, others the first.",
+            )
+
+
 def _extra_fields(extra: bytes, name: str) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at < len(extra):
