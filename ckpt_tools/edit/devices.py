@@ -12,11 +12,11 @@ from ckpt_tools.tree.nodes import Entry, Node, Storage
 
 # --- devices
 
-_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|maia|xla|meta|privateuseone)(:\d+)?")
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|hpu|npu|mtia|maia|xla|privateuseone)(:\d+)?")
 
 
 def is_device(tag: str) -> bool:
-    """Whether a device tag names a kind of device that torch has."""
+    """Whether a device tag names a kind of device on which torch has values: any but `meta`."""
     return _DEVICE.fullmatch(tag) is not None
 
 
@@ -27,7 +27,8 @@ def parse_map_location(spec: str) -> Callable[[str], str]:
         for device in (source, target) if equals else (source,):
             if not is_device(device):
                 raise UsageError(
-                    f"`map_location={spec!r}`: {device!r} is not a device.", fix="For example: cpu, cuda:1, cuda:0=cpu."
+                    f"`map_location={spec!r}`: {device!r} is not a device where tensors have values.",
+                    fix="For example: cpu, cuda:1, cuda:0=cpu.",
                 )
     if len(pairs) == 1 and not pairs[0][1]:
         return lambda tag: spec.strip()

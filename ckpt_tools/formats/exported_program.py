@@ -22,8 +22,9 @@ from ckpt_tools.formats.zip.bundle import Inflated, decode_archive
 from ckpt_tools.formats.zip.directory import Directory, Record
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.parsers import load_json
+from ckpt_tools.pickling.torch_objects import META, meta_tensor, parameter_of
 from ckpt_tools.text import some
-from ckpt_tools.tree.dtypes import DTYPES
+from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
@@ -87,6 +88,7 @@ class _Weights:
         self.unpickled: set[str] = set()
         self.byteorders: set[str] = set()
         self.grads: dict[str, bool] = {}
+        self.on_meta: dict[str, DType | None] = {}
 
     def read(self, name: str) -> Dict:
         """The state dict that one model's table describes."""
@@ -113,6 +115,14 @@ class _Weights:
         if dtype is None or meta["layout"] != _STRIDED:
             raise TensorError(f"{name!r} has the unknown dtype {meta['dtype']!r} or layout {meta['layout']!r}.")
         self._follow("little", name)  # torch.export.load takes the elements as they lie, whatever the record says
+        shape, stride = (tuple(_whole(size["as_int"]) for size in meta[field]) for field in ("sizes", "strides"))
+        parameter, grad = _truth(row["is_param"]), _truth(meta["requires_grad"])
+        on_meta = dtype if meta["device"]["type"] == META else None
+        if self.on_meta.setdefault(record.name, on_meta) is not on_meta:  # for torch the first row on a record decides
+            raise TensorError(f"The bytes of {name!r} are used on the meta device and on another, or there with two types.")
+        if on_meta:
+            made = meta_tensor(dtype, shape, stride, grad)
+            return parameter_of(made, grad) if parameter else made
         storage = self.storages.get(record.name)
         if storage is None:
             device = meta["device"]["type"] + ("" if meta["device"]["index"] is None else f":{_whole(meta['device']['index'])}")
@@ -120,11 +130,9 @@ class _Weights:
             storage = self.storages[record.name] = Storage(self.keys.next(), dtype, record.size, device, content)
         if storage.dtype is not dtype or storage.nbytes % dtype.itemsize:
             raise TensorError(f"The bytes of {name!r} are used with two types, or are not a whole number of elements.")
-        shape, stride = ([_whole(size["as_int"]) for size in meta[field]] for field in ("sizes", "strides"))
-        parameter, grad = _truth(row["is_param"]), _truth(meta["requires_grad"])
         base_grad = self.grads.setdefault(record.name, grad)  # a buffer has what the model's first row on its record says
         entry = Entry(
-            storage, dtype, tuple(shape), tuple(stride), _whole(meta["storage_offset"]["as_int"]),
+            storage, dtype, shape, stride, _whole(meta["storage_offset"]["as_int"]),
             grad if parameter else base_grad, "parameter" if parameter else "tensor",
         )  # fmt: skip
         check(entry, repr(name))

@@ -25,18 +25,23 @@ from ckpt_tools.io.content import Content, Deflated, read
 from ckpt_tools.io.crc import crc32
 from ckpt_tools.io.output import Source
 from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.state import Maker
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
 from ckpt_tools.tree.findings import mending
+from ckpt_tools.tree.nodes import Global
 
 _RECORD = b"PK\x03\x04"
 
 
-def decode(source: Source, directory: Directory, folder: str, member: str = "", keys: str = "") -> Decoded:
+def decode(
+    source: Source, directory: Directory, folder: str, member: str = "", keys: str = "", *, program: bool = False
+) -> Decoded:
     """Read the pickle of a torch-zip; no tensor bytes.
 
     Args:
         source: the file. directory: its records. folder: their root folder.
         member: for an archive inside another, how its records' names start. keys: what its storage keys get in front.
+        program: whether it is a TorchScript program's.
 
     Raises:
         ZipError, PickleError, TensorError: the file breaks a promise.
@@ -46,9 +51,10 @@ def decode(source: Source, directory: Directory, folder: str, member: str = "", 
     warnings = [*behind(source, directory), *_odd_records(small)]
     has_checksums = any(record.crc for record in directory.records)
     byteorder = read_byteorder(source, records.get(f"{folder}/byteorder"))
-    storages = Storages(Locator(source, records, f"{folder}/data").locate, keys)
+    of_program = _of_program() if program else None
+    storages = (of_program[0] if of_program else Storages)(Locator(source, records, f"{folder}/data").locate, keys)
     stream = read_pickle(source, records[f"{folder}/data.pkl"], check=has_checksums)
-    machine = _machine(stream, storages, keys)
+    machine = Machine(stream, of_program[1], storages.storage) if of_program else _machine(stream, storages, keys)
     root = machine.load()
     if any(name.name.endswith(_OLD_CLASSES) for name in machine.globals):
         from ckpt_tools.pickling.old_tensors import modernise
@@ -88,6 +94,13 @@ def _misplaced(source: Source, records: dict[str, Record], folder: str, storages
 _SMALL = 64  # bytes of a record that says one word
 _NEWEST = 10  # version of the format (kMaxSupportedFileFormatVersion in caffe2/serialize/versions.h)
 _OLD_CLASSES = ("Tensor", "Parameter", "Variable")
+
+
+def _of_program() -> tuple[type[Storages], Mapping[Global, Maker]]:
+    """How a TorchScript program's pickle is read."""
+    from ckpt_tools.formats.zip.program_objects import PROGRAM_MAKERS, ProgramStorages
+
+    return ProgramStorages, PROGRAM_MAKERS
 
 
 def _machine(stream: bytes, storages: Storages, keys: str) -> Machine:

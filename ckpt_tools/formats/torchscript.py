@@ -34,6 +34,7 @@ from ckpt_tools.tree.nodes import (
     Dict,
     Entry,
     Global,
+    List,
     Node,
     Object,
     Pair,
@@ -41,20 +42,19 @@ from ckpt_tools.tree.nodes import (
     check,
     contiguous_stride,
 )
-from ckpt_tools.tree.visit import reachable
+from ckpt_tools.tree.visit import parts, reachable
 
 _CLASS = re.compile(r"^class (\w++)(\(Module\)|\(\w++\))?:\n", re.MULTILINE)
 _OTHER_HAND = re.compile(  # a class that is written otherwise, a string over several lines
     r"""^[^\S\n]*+class\b(?! \w++(?:\(\w++\))?:\n)|\"{3}|'{3}|\\\n""", re.MULTILINE
 )
 _LINE = re.compile(  # of those that a class begins with: a list of names; an attribute and its type; anything else
-    r"[ ]{2}(?:__(parameters|buffers)__[ ]=[ ]\[(.*+)"
+    r"[ ]{2}(?:__(parameters|buffers)__[ ]=[ ]\[((?:\"[^\"\\\n]*+\",[ ])*+)\]"
     r"""|(?:(\w++)[ ]:|__annotations__\["([^"\\\n]++)"\][ ]=)[ ]([\w., \[\]()]++)"""
     r"|\w++[ ]:[ ]Final\[[^=\n]++=[ ].*+|__annotations__[ ]=[ ]\[\]|__forward_(?:pre_)?hooks__[ ]=[ ]\[.*+|pass)\n"
 )
 _NO_METHOD = re.compile(r"^(?!    |  def \w++\(|\n|\Z)|\A    ", re.MULTILINE)  # a line that is neither one nor inside one
 _OUTSIDE = re.compile(r"^\S++", re.MULTILINE)
-_QUOTED = re.compile(r'"([^"\\]*+(?:\\.[^"\\]*+)*+)(?:"|\\?\Z)')  # one that does not end goes up to the end of the line
 _MODULE, _INTERFACE = "(Module)", "(ModuleInterface)"
 
 
@@ -93,7 +93,7 @@ def decode(source: Source, directory: Directory, folder: str) -> Decoded:
     if f"{folder}/model.json" in records:
         decoded = _decode_json(source, directory, folder, records)
     elif f"{folder}/data.pkl" in records:
-        decoded = torch_zip.decode(source, directory, folder)
+        decoded = torch_zip.decode(source, directory, folder, program=True)
         decoded.byteorder = "little"  # torch.jit.load takes the elements as they lie, whatever the record says
         decoded.warnings += _as_modules(decoded.root, _declared(source, records, folder))
     else:
@@ -156,13 +156,13 @@ def _class(text: str, start: re.Match[str], budget: limits.Budget) -> _Class | N
     budget.make(1, _TOO_MANY)
     while (line := _LINE.match(text, at, end)) is not None:
         at, name = line.end(), line[3] or line[4]
-        if line[1] in lists or name in types or not (line[2] or "]").endswith("]"):
+        if line[1] in lists or name in types:
             return None
         budget.make((line[2] or "").count('"') // 2 + bool(name), _TOO_MANY)
         if name:
             types[name] = line[5]
         elif line[1]:
-            lists[line[1]] = _QUOTED.findall(line[2])
+            lists[line[1]] = line[2].split('"')[1::2]
     if kind in ("", _MODULE) and (_NO_METHOD.search(text[at:end]) or (after and after[0] not in ("class", "def"))):
         return None
     parameters, buffers = (frozenset(lists.get(which, ())) for which in ("parameters", "buffers"))
@@ -184,7 +184,9 @@ _TOO_MANY = "The program declares more than a model of its size can hold."
 def _as_modules(root: Node, declared: _Declared) -> list[Warned]:
     """Make modules of a program's objects, but of those that come to be by code: of these it is said."""
     computed: dict[str, None] = {}
-    for node in list(reachable(root)):
+    nodes = list(reachable(root))
+    _check_storages(nodes)
+    for node in nodes:
         if type(node) is not Object:
             continue
         kind = _class_of(node, declared)
@@ -198,6 +200,16 @@ def _as_modules(root: Node, declared: _Declared) -> list[Warned]:
     found = f"the code of {some(list(computed))} makes its tensors when it is loaded; shown is what it makes them from"
     fix = "torch.jit.load runs that code: where you trust the file, save the state dict of what it returns."
     return [Warned("computed-tensors", found, "modules whose state is their attributes", fix=fix)]
+
+
+def _check_storages(nodes: list[Node]) -> None:
+    """Refuse a storage that is a value: it is a tensor to torch, of one dimension, and torch writes none such."""
+    arguments = {id(node.args) for node in nodes if type(node) is Object}
+    for node in nodes:
+        if type(node) not in (Dict, List, tuple) or id(node) in arguments:
+            continue
+        if any(type(part) is Storage for part in parts(node)):
+            raise TensorError("The program has a storage where a value is expected.", why=TWO_FILES)
 
 
 def _as_module(node: Object, kind: _Class, declared: _Declared) -> None:

@@ -5,7 +5,7 @@ Source: torch/_utils.py and torch/_tensor.py, the functions of the same names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -48,7 +48,13 @@ class Storages:
     Args:
         locate: (key, size in bytes) -> where the bytes are, None when they are nowhere; raises when their size differs.
         prefix: what the keys get in front, where several archives become one checkpoint.
+
+    Attributes:
+        kinds: the classes of storages by name. on_meta: whether some may be on the meta device, and have no bytes.
     """
+
+    kinds: Mapping[str, DType] = BY_STORAGE
+    on_meta = False
 
     def __init__(self, locate: Locate, prefix: str = "") -> None:
         self.locate, self.prefix = locate, prefix
@@ -69,9 +75,11 @@ class Storages:
             if known[0] != pid:
                 raise TensorError(f"Storage {key!r} is used with two types, sizes or devices.")
             return known[1]
-        dtype = storage_dtype(kind)
+        dtype = storage_dtype(kind, self.kinds)
         nbytes = numel * (dtype or UINT8).itemsize
-        content = self.locate(key, nbytes)
+        if device == META and not self.on_meta:
+            raise on_meta(key)
+        content = self.locate(key, 0 if device == META else nbytes)
         storage = Storage(self.prefix + key, dtype, nbytes, device, _NOT_THERE if content is None else content)
         self.by_key[key] = (pid, storage)
         return storage
@@ -86,13 +94,22 @@ class Storages:
             )
 
 
-def storage_dtype(kind: Node) -> DType | None:
+META = "meta"
+
+
+def on_meta(key: str) -> TensorError:
+    """The error for a storage that is on the meta device, and has bytes: torch.save writes none such."""
+    why = "torch.load makes a tensor without values of it, and with map_location one with them."
+    return TensorError(f"Storage {key!r} is said to be on the meta device, where nothing has values.", why=why)
+
+
+def storage_dtype(kind: Node, kinds: Mapping[str, DType] = BY_STORAGE) -> DType | None:
     """The dtype of a storage class; None for an UntypedStorage. As torch does, the name alone decides."""
     if type(kind) is Global:
         if kind.name == "UntypedStorage":
             return None
-        if kind.name in BY_STORAGE and kind.module in ("torch", "torch.cuda", "torch.storage"):
-            return BY_STORAGE[kind.name]
+        if kind.name in kinds and kind.module in ("torch", "torch.cuda", "torch.storage"):
+            return kinds[kind.name]
     raise TensorError(f"The pickle uses an unknown kind of storage, {_brief(kind)}.")
 
 
@@ -118,7 +135,7 @@ def rebuild_tensor(args: tuple[Node, ...]) -> Node:
     return _entry(storage, storage_of(storage).dtype, offset, shape, stride, False, None)
 
 
-def _rebuild_tensor_v2(args: tuple[Node, ...]) -> Node:
+def rebuild_tensor_v2(args: tuple[Node, ...]) -> Node:
     storage, offset, shape, stride, requires_grad, hooks, *rest = _arguments(args, 6, 7, "_rebuild_tensor_v2")
     return _entry(storage, storage_of(storage).dtype, offset, shape, stride, requires_grad, extras_of(hooks, rest))
 
@@ -161,7 +178,7 @@ def extras_of(hooks: Node, rest: list[Node]) -> Extras | None:
 
 def _entry(
     storage: Node, dtype: DType | None, offset: Node, shape: Node, stride: Node, requires_grad: Node, extras: Extras | None
-) -> Entry:
+) -> Entry | Object:
     shape, stride = sizes_of(shape), sizes_of(stride)
     if type(offset) is not int or type(requires_grad) is not bool or shape is None or stride is None:
         raise TensorError("A tensor has a size, stride, offset or requires_grad of the wrong type.")
@@ -169,7 +186,18 @@ def _entry(
     if extras is not None:
         _check_bits(entry)
     check(entry)
-    return entry
+    return meta_tensor(entry.dtype, shape, stride, requires_grad) if entry.storage.device == META else entry
+
+
+def meta_tensor(dtype: DType, shape: tuple[int, ...], stride: tuple[int, ...], requires_grad: bool) -> Object:
+    """A tensor on the meta device, in the form that `torch.save` has for it."""
+    made = (Global("torch", dtype.name), shape, stride, requires_grad)
+    return Object("reduce", Global("torch._utils", "_rebuild_meta_tensor_no_storage"), made)
+
+
+def parameter_of(tensor: Object, requires_grad: bool) -> Object:
+    """A parameter around an unusual tensor, as `torch.save` writes it."""
+    return Object("reduce", Global("torch._utils", "_rebuild_parameter"), (tensor, requires_grad, Dict(ordered=True)))
 
 
 _NEGATED = frozenset((
@@ -223,7 +251,7 @@ def _parameter(data: Node, requires_grad: Node, extras: Extras | None) -> Node:
 
 _PARAMETER, _TENSOR = Global("torch.nn.parameter", "Parameter"), Global("torch", "Tensor")
 _DENSE_REBUILDS: dict[str, Maker] = {
-    "_rebuild_tensor_v2": _rebuild_tensor_v2,
+    "_rebuild_tensor_v2": rebuild_tensor_v2,
     "_rebuild_tensor_v3": _rebuild_tensor_v3,
     "_rebuild_parameter": _rebuild_parameter,
 }
@@ -240,6 +268,8 @@ def _rebuild_from_type_v2(args: tuple[Node, ...]) -> Node:
     if rebuild is None:
         return None
     entry = rebuild(inner)
+    if type(entry) is Object and type(entry.function) is Global and entry.function.name.startswith("_rebuild_meta"):
+        raise TensorError("A tensor on the meta device has a class or attributes of its own.")
     if type(entry) is not Entry or entry.extras is not None or python_type == _PARAMETER:
         return None
     kind = "tensor" if python_type == _TENSOR else entry.kind  # as torch does: `as_subclass` takes the class off
@@ -292,7 +322,7 @@ MAKERS: dict[Global, Maker] = {
     Global("_codecs", "encode"): _encode,
     Global("builtins", "bytes"): _empty_bytes,
     Global("torch._utils", "_rebuild_tensor"): rebuild_tensor,
-    Global("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+    Global("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor_v2,
     Global("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
     Global("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     Global("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter_with_state,

@@ -278,3 +278,27 @@ def test_a_table_that_is_none_is_refused(program: Path, table: bytes) -> None:
     path = edited(program, lambda rows: None, **{"model_weights_config.json": table})
     with pytest.raises((ZipError, LimitError)):
         ckpt_tools.inspect(path)
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    """One empty record for all weights, which have no values; on a record of another device's they are refused."""
+    path = tmp_path / "in.pt2"
+    model = nn.Linear(3, 2).to("meta")
+    torch.export.save(torch.export.export(model, (torch.ones(1, 3, device="meta"),)), path)
+    loaded = torch.export.load(path).state_dict
+    found = ckpt_tools.inspect(path).tensors
+    assert [(row["name"], row["kind"], tuple(row["shape"])) for row in found] == [
+        (name, "meta", tuple(value.shape)) for name, value in loaded.items()
+    ]
+    assert ckpt_tools.check(path, digest=True).digests == []
+    ckpt_tools.convert(path, tmp_path / "out.pth", objects="plain")
+    assert all(value.is_meta for value in torch.load(tmp_path / "out.pth").values())
+    with zipfile.ZipFile(path) as file:
+        rows = {name: file.read(name) for name in file.namelist()}
+    table = next(name for name in rows if name.endswith(TABLE))
+    rows[table] = b'"cpu"'.join(rows[table].rsplit(b'"meta"', 1))
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in rows.items():
+            file.writestr(name, data)
+    with pytest.raises(TensorError, match="on the meta device and on another"):
+        ckpt_tools.inspect(path)

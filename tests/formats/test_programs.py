@@ -10,6 +10,7 @@ import pickle
 import tempfile
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -604,3 +605,59 @@ def test_a_program_has_no_byte_order(tmp_path: Path) -> None:
     loaded = torch.jit.load(other).state_dict()
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in load_state_dict(other).items())
     assert torch.equal(loaded["weight"], torch.jit.load(path).state_dict()["weight"])
+
+
+class Held(nn.Module):
+    """One buffer."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("w", value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def numbers(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Six of them."""
+    return torch.arange(6.0).reshape(2, 3).to(dtype)
+
+
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "float8": lambda: numbers(torch.float8_e8m0fnu),
+    "float8, transposed": lambda: numbers(torch.float8_e5m2).t(),
+    "uint16": lambda: numbers(torch.uint16),
+    "uint64": lambda: numbers(torch.uint64),
+    "bits8": lambda: numbers(torch.uint8).view(torch.bits8),
+    "complex32": lambda: numbers(torch.complex32),
+    "conjugate": lambda: numbers(torch.complex64).conj(),
+    "negative": lambda: numbers(torch.complex64).conj().imag,
+    "sparse": lambda: numbers().to_sparse(),
+    "sparse rows": lambda: numbers().to_sparse_csr(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:ComplexHalf:UserWarning")
+def test_buffers_of_every_kind(kind: str, tmp_path: Path) -> None:
+    """C++ has a class of storages for each dtype, tags the dict of bits, and writes sparse tensors in a form of its own."""
+    value, path, target = KINDS[kind](), tmp_path / "in.pt", tmp_path / "out.pth"
+    torch.jit.save(torch.jit.script(Held(value)), path)
+    theirs = torch.jit.load(path).state_dict()["w"]
+    (row,) = ckpt_tools.inspect(path).tensors
+    assert (row["name"], row["dtype"], row["shape"]) == ("w", str(value.dtype)[6:], list(value.shape))
+    assert row["stride"] == (list(theirs.stride()) if theirs.layout is torch.strided else None)
+    ckpt_tools.convert(path, target, objects="plain")
+    ours = torch.load(target)["w"]
+    assert (ours.dtype, ours.shape, ours.layout) == (theirs.dtype, theirs.shape, theirs.layout)
+    one, other = (found.to_dense() if found.layout is not torch.strided else found for found in (ours, theirs))
+    assert element_bytes(one) == element_bytes(other)
+
+
+def test_a_buffer_on_the_meta_device(tmp_path: Path) -> None:
+    """Its record is empty, and it has no values."""
+    torch.jit.save(torch.jit.script(Held(torch.empty(2, 3, device="meta").t())), tmp_path / "in.pt")
+    assert torch.jit.load(tmp_path / "in.pt").state_dict()["w"].is_meta
+    (row,) = ckpt_tools.inspect(tmp_path / "in.pt").tensors
+    assert (row["name"], row["kind"], row["shape"], row["stride"]) == ("w", "meta", [3, 2], [1, 3])
+    assert ckpt_tools.check(tmp_path / "in.pt", digest=True).digests == []

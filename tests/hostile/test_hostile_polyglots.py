@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save
 
 import ckpt_tools
-from ckpt_tools.errors import AmbiguousFileError, ZipError
+from ckpt_tools.errors import AmbiguousFileError, TensorError, ZipError
 from ckpt_tools.torch import load_state_dict
 from tests.hostile.calls import COMMAND, SYSTEM
 from tests.hostile.pickles import (
@@ -417,6 +417,21 @@ def test_attributes_that_the_code_does_not_declare(tmp_path: Path) -> None:
     assert list(jit_loaded(path)) == []
     expect_refused(path, ZipError, "has the attribute 'w' in its state, and not in its code")
     expect_refused(scripted(tmp_path, state=dict_of(**FLAGS)), ZipError, "'w' in its code, and not in its state")
+
+
+@pytest.mark.parametrize("names", [b"['w', ]", b'["\\167", ]', b'[] # "w", ]', b'["w" "x", ]'])
+def test_a_list_of_buffers_by_another_hand(names: bytes, tmp_path: Path) -> None:
+    """torch.jit.load reads other quotes and escapes, and comments: who looks for names in quotes reads another list."""
+    path = scripted(tmp_path, code=(b'["w", ]', names))
+    assert list(jit_loaded(path)) == ([] if b"#" in names or b"x" in names else ["w"])
+    expect_refused(path, ZipError, "is not written as torch writes a program's code")
+
+
+def test_a_storage_as_a_buffer(tmp_path: Path) -> None:
+    """torch.jit.load makes a tensor of one dimension of it, where we listed nothing."""
+    path = scripted(tmp_path, state=dict_of(w=SHORT, **FLAGS))
+    assert jit_loaded(path)["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    expect_refused(path, TensorError, "a storage where a value is expected")
 
 
 def test_attributes_in_another_order(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.hostile.zips import (
     torch_records,
     torch_zip,
 )
+from tests.support.legacy import floats, persistent, stream
 
 FLOATS = {"0": struct.pack("<6f", *range(6))}
 
@@ -128,6 +129,16 @@ def test_72_one_storage_two_types(tmp_path: Path) -> None:
         expect_refused(
             write(tmp_path, torch_zip(p.pickle(body), FLOATS)), TensorError, "'0' is used with two types, sizes or devices"
         )
+
+
+def test_72_a_storage_on_the_meta_device(tmp_path: Path) -> None:
+    """torch.load makes a tensor without values of it, and with `map_location` one of the bytes."""
+    path = write(tmp_path, one(p.tensor(on=p.storage(device="meta"))))
+    assert torch.load(path)["a.w"].is_meta
+    assert torch.load(path, map_location="cpu")["a.w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    expect_refused(path, TensorError, "'0' is said to be on the meta device")
+    old = write(tmp_path, stream(p.dict_of(w=p.tensor(on=persistent(device="meta"))), ("0", floats(*range(6)))), "old.pth")
+    expect_refused(old, TensorError, "'0' is said to be on the meta device")
 
 
 @pytest.mark.parametrize("key", ["../../etc/passwd", "/etc/passwd", "a/b", "..", "0\0", "\n", "0/", "00"])

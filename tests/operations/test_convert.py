@@ -251,6 +251,7 @@ def test_a_near_miss_is_suggested(tmp_path: Path) -> None:
         {"rename": ["(=x"]},
         {"rename": [r"a=\1"]},
         {"map_location": "gpu"},
+        {"map_location": "meta"},
         {"map_location": "cuda:0=cpu,cpu"},
         {"map_location": "cuda:0=cpu,cuda=cpu"},
         {"map_location": ""},
@@ -361,7 +362,7 @@ def tags_of(path: Path) -> list[str]:
     return list(load_with_tags(path)[1].values())
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda", "cuda:1", "mps", "meta"])
+@pytest.mark.parametrize("target", ["cpu", "cuda", "cuda:1", "mps", "xpu:1"])
 def test_map_location_for_all(target: str, tmp_path: Path) -> None:
     """One device for every storage; cpu makes the file load on a machine without CUDA."""
     report = ckpt_tools.convert(FIXTURES / "mixed_devices.pth", tmp_path / "out.pth", map_location=target)

@@ -42,7 +42,7 @@ from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.state import Maker
 from ckpt_tools.pickling.stream import FilePart, Pickles, SmallPickles
-from ckpt_tools.pickling.torch_objects import MAKERS, rebuild_tensor, storage_dtype
+from ckpt_tools.pickling.torch_objects import MAKERS, META, on_meta, rebuild_tensor, storage_dtype
 from ckpt_tools.tree.dtypes import UINT8
 from ckpt_tools.tree.nodes import (
     MAX_DIMENSIONS,
@@ -227,6 +227,8 @@ def _read_storages(small: SmallPickles, objects: _Objects) -> None:
         key, location, kind = _record(small, 3)
         if type(location) is not str:
             raise PickleError("The tar gives a storage a location that is not text.")
+        if location == META:
+            raise on_meta(str(_key(key)))
         dtype = storage_dtype(kind)
         numel = struct.unpack("<q", pickles.take(8))[0]
         nbytes = numel * (dtype or UINT8).itemsize
