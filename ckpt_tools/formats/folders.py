@@ -74,6 +74,11 @@ def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
     return found[0] if _CONFIG in names and len(found) == 1 and layout_of(folder, sorted(names)) is None else None
 
 
+def taken_before(index: str, names: list[str]) -> list[str]:
+    """The files of a whole model in a folder that transformers and diffusers take before an index in it."""
+    return [name for name in names if name in _ONE_FILE and (".safetensors" in name or ".safetensors" not in index)]
+
+
 def layout_of(folder: str | os.PathLike[str], names: list[str]) -> Layout | None:
     """The layout of a folder with these files."""
     indexes = tuple(name for name in names if name.endswith(INDEX_SUFFIX) and not name.endswith(_OTHER_LIBRARIES))
@@ -103,6 +108,10 @@ def _layout_of_parts(folder: str | os.PathLike[str], names: list[str]) -> Layout
     if groups:
         return Layout("shards", groups[0])
     if consolidated := consolidated_files(names):
+        if whole := [name for name in names if name in _ONE_FILE]:
+            raise _several(
+                folder, [*consolidated[:4], *whole], "transformers and diffusers take the last, Meta's code the others."
+            )
         return Layout("consolidated", consolidated)
     if megatron := megatron_files(names):
         return Layout("megatron", megatron)

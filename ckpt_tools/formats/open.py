@@ -371,7 +371,8 @@ def decode_folder(files: Files, *, partial: bool = False) -> Decoded:
         from ckpt_tools.formats.parts import loose_shards
 
         return loose_shards.decode(loose_shards.read(layout.names, files, decode_file, partial=partial), files)
-    return sharded.decode(files.open(layout.names[0]), files, decode_file, partial=partial)
+    index, before = layout.names[0], folders.taken_before(layout.names[0], files.names())
+    return sharded.decode(files.open(index), files, decode_file, partial=partial, before=before)
 
 
 def decode_ranks(files: Files, name: str, names: Sequence[str], *, partial: bool = False) -> Decoded:

@@ -60,17 +60,27 @@ def sniff(head: bytes, source: Source) -> bool:
 # --- reading
 
 
-def decode(index: Source, files: Files, decode_file: DecodeFile, *, partial: bool = False) -> Decoded:
+def decode(
+    index: Source, files: Files, decode_file: DecodeFile, *, partial: bool = False, before: Sequence[str] = ()
+) -> Decoded:
     """Read an index and the structure of every file that it names, as one checkpoint; no tensor bytes.
 
     Args:
         index: the index. files: the folder that its names are in. decode_file: reads one shard.
         partial: what is in the shards that are there; the rest is listed in `Decoded.lost`.
+        before: files beside the index that other programs take before it: they must be shards of it.
 
     Raises:
+        NotACheckpointError: one of these is another checkpoint.
         DamagedFileError: the index is malformed; a shard or a tensor is missing, in the wrong shard, or in two.
     """
     weight_map, metadata = _read_index(index)
+    if others := sorted({*before} - {*weight_map.values()}):
+        raise NotACheckpointError(
+            f"{files.path} holds several checkpoints: {index.path.name}, and {listed(others)} beside its shards.",
+            why="transformers and diffusers take the one file before an index.",
+            fix=f"Name one of them: {index.path}",
+        )
     missing = sorted({*weight_map.values()} - {*files.names()}) if partial else []
     lost = [(name, f"in {file}, which is missing") for name, file in weight_map.items() if file in missing]
     weight_map = {name: file for name, file in weight_map.items() if file not in missing}

@@ -437,3 +437,34 @@ def test_a_quoted_glob_is_said_to_be_one(tmp_path: Path) -> None:
     """A * that no shell has replaced is told from a name that is missing."""
     with pytest.raises(MissingFileError, match="Without quotes"):
         open_checkpoint(tmp_path / "epoch_*.pth")
+
+
+@pytest.mark.parametrize(
+    ("index", "whole", "said"),
+    [
+        ("model.safetensors.index.json", "model.safetensors", "beside its shards"),
+        ("pytorch_model.bin.index.json", "model.safetensors", "beside its shards"),
+        ("pytorch_model.bin.index.json", "pytorch_model.bin", "beside its shards"),
+        ("model.safetensors.index.json", "pytorch_model.bin", ""),
+        ("", "model.safetensors", "holds several checkpoints"),
+    ],
+)
+def test_one_file_beside_an_index(index: str, whole: str, said: str, tmp_path: Path) -> None:
+    """transformers takes a whole `model.safetensors` before an index, whatever is in it; it may be the index's only shard."""
+    torch.save({"w": torch.zeros(1)}, tmp_path / "consolidated.00.pth")
+    save_file({"w": torch.ones(1)}, tmp_path / "shard.safetensors")
+    if index:
+        (tmp_path / "consolidated.00.pth").unlink()
+        (tmp_path / index).write_text(json.dumps({"weight_map": {"w": "shard.safetensors"}}))
+    assert inspect(tmp_path).tensors[0]["shape"] == [1]
+    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / whole)
+    if not said:
+        assert inspect(tmp_path).tensors[0]["shape"] == [1]
+        return
+    with pytest.raises(NotACheckpointError, match=said):
+        inspect(tmp_path)
+    if index:
+        assert inspect(tmp_path / index).tensors[0]["shape"] == [1]
+        (tmp_path / index).write_text(json.dumps({"weight_map": {"w": whole}}))
+        assert inspect(tmp_path).tensors[0]["shape"] == [2]
