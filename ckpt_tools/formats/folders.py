@@ -32,7 +32,7 @@ _DCP_SAFETENSORS = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors
 # What transformers and diffusers call the weights of a model that is in one file, beside its config.json
 _ADAPTER = "adapter_config.json"  # PEFT's
 _CONFIG = "config.json"
-_ONE_FILE = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
+ONE_FILE = ("model.safetensors", "pytorch_model.bin", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin")
 
 
 @frozen
@@ -70,13 +70,13 @@ def folder_of_files(folder: Path) -> Path:
 
 def weights_of(folder: str | os.PathLike[str], names: list[str]) -> str | None:
     """The one file of weights in the folder of a model as transformers and diffusers save it; None for any other folder."""
-    found = [name for name in names if name in _ONE_FILE]
+    found = [name for name in names if name in ONE_FILE]
     return found[0] if _CONFIG in names and len(found) == 1 and layout_of(folder, sorted(names)) is None else None
 
 
 def taken_before(index: str, names: list[str]) -> list[str]:
     """The files of a whole model in a folder that transformers and diffusers take before an index in it."""
-    return [name for name in names if name in _ONE_FILE and (".safetensors" in name or ".safetensors" not in index)]
+    return [name for name in names if name in ONE_FILE and (".safetensors" in name or ".safetensors" not in index)]
 
 
 def layout_of(folder: str | os.PathLike[str], names: list[str]) -> Layout | None:
@@ -108,7 +108,7 @@ def _layout_of_parts(folder: str | os.PathLike[str], names: list[str]) -> Layout
     if groups:
         return Layout("shards", groups[0])
     if consolidated := consolidated_files(names):
-        if whole := [name for name in names if name in _ONE_FILE]:
+        if whole := [name for name in names if name in ONE_FILE]:
             raise _several(
                 folder, [*consolidated[:4], *whole], "transformers and diffusers take the last, Meta's code the others."
             )

@@ -332,6 +332,14 @@ def test_overwriting_removes_what_the_new_one_lacks(folder: Path, tmp_path: Path
         convert(folder, folder, shard_size="1MB", format="pth", overwrite=True)
 
 
+def test_a_model_in_one_file_is_not_overwritten(folder: Path) -> None:
+    """Shards beside a whole model's file would be two checkpoints, of which transformers takes the old one."""
+    (folder / "model.safetensors.index.json").unlink()
+    whole = (folder / "model-00001-of-00002.safetensors").rename(folder / "model.safetensors")
+    with pytest.raises(OutputError, match=r"checkpoint of another kind \(model.safetensors\)"):
+        convert(whole, folder, shard_size="1MB", overwrite=True)
+
+
 def test_dry_run_and_usage(folder: Path, tmp_path: Path) -> None:
     """A dry run writes nothing and knows the size; sizes and targets that make no sense are refused as usage."""
     report = convert(folder, tmp_path / "out", shard_size=20, dry_run=True)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import CkptError, OutputError
+from ckpt_tools.formats import folders
 from ckpt_tools.formats.open import Checkpoint, collector_paused
 from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.content import Literal, Piece, total
@@ -52,7 +53,7 @@ class FolderTarget:
             OutputError: the folder cannot be written, or holds a checkpoint of another kind.
         """
         others = "|".join(rule for kind, rule in _STALE.items() if kind != self.kind)
-        found = sorted(name for name in self._names() if re.fullmatch(others, name))
+        found = sorted(name for name in self._names() if name in folders.ONE_FILE or re.fullmatch(others, name))
         if found:
             raise OutputError(
                 f"{self.path} holds a checkpoint of another kind ({found[0]}).",
