@@ -252,9 +252,20 @@ def naming(source: Source) -> Iterator[None]:
             error.what = f"{source.path}: {error.what}"
         if isinstance(error, DamagedFileError) and error.whole is not None:
             error.fix = error.fix or getting_again(str(source.path), error.whole)
+        if "ckpt repair" in error.fix and not isinstance(source, Files):
+            error.fix = _without_repair(source, error.fix)
         raise
     except (MemoryError, RecursionError) as error:
         raise limits.exhausted(error, str(source.path)) from None
+
+
+def _without_repair(source: Source, fix: str) -> str:
+    """The advice, where repair takes such a file."""
+    from ckpt_tools.formats.zip.kinds import is_mended
+
+    with contextlib.suppress(CkptError):  # the disk failed
+        return fix if is_mended(source) else "Get it again."
+    return fix
 
 
 def _decode(source: Source, member: str) -> Decoded:

@@ -295,6 +295,20 @@ def test_two_writers(tmp_path: Path) -> None:
     assert found["a.weight"].equal(twos)
     assert found["b.weight"].equal(ones)
     assert "mixed-writers" in dict(report.notes)
+    assert report.exit_code == 1  # the tensors may be of two moments
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_containers_without_checksums_are_said(tmp_path: Path, legacy: bool) -> None:
+    """Nothing in a legacy stream or in safetensors tells that a tensor's bytes were changed: every report says so."""
+    path = tmp_path / "model.bin"
+    if legacy:
+        torch.save({"a": torch.ones(9)}, path, _use_new_zipfile_serialization=False)
+    else:
+        save_file({"a": torch.ones(9)}, path)
+    data = path.read_bytes()
+    report, _ = repaired(data[:-1] + bytes([data[-1] ^ 1]), tmp_path)
+    assert dict(report.notes)["no-checksums"].startswith("The file carries no checksums")
 
 
 def test_a_damaged_pickle(whole: tuple[bytes, Tensors], tmp_path: Path) -> None:
@@ -413,10 +427,19 @@ def test_safetensors_without_its_tail(whole_safetensors: tuple[bytes, Tensors], 
 def test_garbage_around_safetensors(
     whole_safetensors: tuple[bytes, Tensors], tmp_path: Path, before: bytes, behind: bytes
 ) -> None:
-    """Bytes that do not belong to the file are left out."""
+    """Bytes that do not belong to the file are left out; of those behind it nothing proves that they were added there."""
     data, tensors = whole_safetensors
     report, found = repaired(before + data + behind, tmp_path, suffix=".safetensors")
-    assert (report.exit_code, len(found), equal(found, tensors)) == (0, 20, True)
+    assert (report.exit_code, len(found), equal(found, tensors)) == (1 if behind else 0, 20, True)
+    assert ("unproved-places" in dict(report.notes)) is bool(behind)
+
+
+def test_bytes_amid_safetensors_are_not_all_saved(whole_safetensors: tuple[bytes, Tensors], tmp_path: Path) -> None:
+    """Bytes that were put in between the tensors move those behind them: exit code 0 is not said."""
+    data, tensors = whole_safetensors
+    report, found = repaired(data[:-300] + b"\0" * 16 + data[-300:], tmp_path, suffix=".safetensors")
+    assert not equal(found, tensors)
+    assert report.exit_code == 1
 
 
 def test_safetensors_headers_are_written_anew(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """`ckpt repair` of several archives in one file, and of programs: nothing is joined, nothing said to be whole that is not."""
 
 import io
+import tarfile
 import warnings
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,8 @@ from torch.distributed import checkpoint as dcp
 
 from ckpt_tools import check, inspect, repair
 from ckpt_tools.errors import CkptError
+from tests.hostile import pickles as p
+from tests.hostile.zips import torch_zip
 
 STATE = {f"layer{index}.weight": torch.arange(210.0).reshape(21, 10) + 1000 * index for index in range(4)}
 
@@ -119,6 +124,80 @@ def test_programs_are_refused_whatever_is_wrong(tmp_path: Path) -> None:
     for broken in [data, *(data[:at] for at in range(100, len(data), 499)), *flips(data)]:
         assert repaired(path, broken) == (3, [])
         assert not (tmp_path / "out.pth").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_exported_programs_are_refused_wherever_they_are_cut(tmp_path: Path) -> None:
+    """The archive of its sample inputs, which stands in an exported program, is not taken for all that the file held."""
+    path = tmp_path / "program.pt2"
+    torch.export.save(torch.export.export(nn.Linear(7, 3), (torch.ones(1, 7),)), path)
+    data = path.read_bytes()
+    for at in range(100, len(data), 99):
+        assert repaired(path, data[:at]) == (3, [])
+
+
+def test_a_checkpoint_in_an_archive_that_is_cut(tmp_path: Path) -> None:
+    """The first of two files in a zip is saved, and is not all that the zip held; a pickle cut in it is no changed file."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("first.pth", one(1.0))
+        archive.writestr("second.pth", one(2.0))
+    data, path = packed.getvalue(), tmp_path / "models.zip"
+    path.write_bytes(data[: data.index(b"second.pth") - 60])
+    report = repair(path, tmp_path / "out.pth")
+    assert (report.exit_code, report.saved) == (1, 1)
+    assert "first.pth" in dict(report.notes)["enclosed"]
+    second = data.index(b"archive/data.pkl", data.index(b"second.pth"))
+    path.write_bytes(data[: second + 100])
+    with pytest.raises(CkptError) as refused:
+        repair(path, tmp_path / "out.pth", overwrite=True)
+    assert "changed while" not in str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_repair_is_advised_where_it_may_help(tmp_path: Path) -> None:
+    """Not for damaged programs, arrays, tars, legacy pickles and pickles with two readings; for a cut legacy stream it is."""
+    for name, data in _damaged(tmp_path).items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        report = check(path)
+        assert report.exit_code != 0, name
+        advised = any("ckpt repair" in finding.fix for finding in report.findings)
+        assert advised == name.startswith("helped"), (name, report.findings)
+        assert advised == _saves(path), name
+
+
+def _saves(path: Path) -> bool:
+    try:
+        return repair(path, path.with_name("out.pth"), overwrite=True).saved > 0
+    except CkptError:
+        return False
+
+
+def _damaged(folder: Path) -> dict[str, bytes]:
+    """Damaged files by name."""
+    linear, whole = nn.Linear(7, 3), folder / "whole"
+    torch.jit.save(torch.jit.script(linear), whole)
+    scripted = whole.read_bytes()
+    torch.export.save(torch.export.export(linear, (torch.ones(1, 7),)), folder / "whole.pt2")
+    exported = (folder / "whole.pt2").read_bytes()
+    numpy.savez(whole.with_suffix(".npz"), a=numpy.ones(90))
+    arrays = whole.with_suffix(".npz").read_bytes()
+    torch.save(STATE, whole, _use_new_zipfile_serialization=False)
+    legacy = whole.read_bytes()
+    with tarfile.open(whole, "w") as tar:
+        tar.add(folder / "whole.npz", "model.npz")
+        tar.add(folder / "whole.pt2", "model.pt2")
+    tarred = whole.read_bytes()
+    second = tarred.index(b"model.pt2")
+    twice = torch_zip(p.pickle(p.dict_of(a=p.tensor(), b=p.glob("torch", "_utils._rebuild_tensor_v2"))), {"0": bytes(24)})
+    return {
+        "cut.pt": scripted[:-200], "longer.pt": b"x" + scripted, "flipped.pt": scripted[:150] + b"\7\7" + scripted[152:],
+        "longer.pt2": exported[:-700] + b"x" + exported[-700:], "short.npz": arrays[:300] + arrays[308:],
+        "model.tar": tarred[: second + 148] + b"9" + tarred[second + 149 :],
+        "legacy.pth": legacy.replace(b"layer0.weight", b"layer0.\xff\xfeight", 1), "twice.pth": twice,
+        "helped.pth": legacy[:-100], "helped.two.pth": one(1.0)[:-500] + one(1.0)[-499:],
+    }  # fmt: skip
 
 
 def one(value: float) -> bytes:

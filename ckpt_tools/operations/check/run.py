@@ -297,20 +297,20 @@ def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
             size = source.size
             if not isinstance(source, Files):
                 says = _torch_says(source, error)
-                repairable = isinstance(error, DamagedFileError) and _may_be_saved(source)
+                repairable = isinstance(error, DamagedFileError) and _may_be_saved(source, error)
     found = error.what + (f" {error.why}" if error.why else "")
     fix = error.fix or (mending("repair", str(path)) if repairable else "")
     findings = [Finding("unreadable", "problem", [], found, "", fix, says)]
     safety = of_unreadable(path, error)
     if safety is not None and safety.calls:
-        findings += safety.findings(str(path))
+        findings += [replace(row, fix="Do not load it." if row.fix else "") for row in safety.findings(str(path))]
     return Checked(str(path), None, size, "unreadable", findings=findings, safety=safety)
 
 
-def _may_be_saved(source: Source) -> bool:
+def _may_be_saved(source: Source, error: DamagedFileError) -> bool:
     from ckpt_tools.operations.repair.opening import may_be_saved  # few files need it
 
-    return may_be_saved(source)
+    return may_be_saved(source, error)
 
 
 def _torch_says(source: Source, error: CkptError) -> str:

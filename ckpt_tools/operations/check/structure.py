@@ -6,7 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.base import PROGRAMS, Decoded
 from ckpt_tools.formats.folders import INDEX_SUFFIX
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.zip.directory import Record
@@ -49,7 +49,8 @@ def damage(checkpoint: Checkpoint, mismatches: Sequence[DamagedRecord]) -> Itera
         of = f" of {row.source.path.name}" if row.source is not checkpoint.decoded.source else ""
         text = f"the record {record.name!r}{of}{on} does not match its CRC-32: the file says {record.crc:08x}, {given}"
         part = f"Get {row.source.path.name} again, or take an earlier checkpoint."
-        fix = part if isinstance(row.source, Window) else mending("repair", str(row.source.path))
+        no_repair = isinstance(row.source, Window) or checkpoint.container in (*PROGRAMS, "npz")
+        fix = part if no_repair else mending("repair", str(row.source.path))
         yield Finding("damaged-record", "problem", [], text, "the bytes that were saved; torch.load does not notice", fix)
     if written_twice:
         text = (

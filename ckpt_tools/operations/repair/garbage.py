@@ -97,6 +97,8 @@ def salvage_safetensors(source: Source, start: int) -> Salvaged:
     behind = source.size - start - claimed.size
     if behind > 0:
         salvaged.notes.append(("trailing-bytes", f"{counted_bytes(behind)} behind the tensors are left out."))
+        text = f"{counted_bytes(behind)} are too many, and nothing proves that they are the last: tensors may begin too early."
+        salvaged.notes.append(("unproved-places", text))
 
     def cut_short(storage: Storage) -> Storage:
         content = storage.content

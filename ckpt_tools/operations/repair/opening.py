@@ -17,6 +17,7 @@ from ckpt_tools.errors import (
     DamagedFileError,
     LimitError,
     NotACheckpointError,
+    PickleError,
     RepairError,
     UnsupportedContainerError,
 )
@@ -32,6 +33,7 @@ from ckpt_tools.formats.open import (
     open_source,
 )
 from ckpt_tools.formats.zip.directory import RecordRange
+from ckpt_tools.formats.zip.kinds import is_mended
 from ckpt_tools.io import temporaries
 from ckpt_tools.io.content import Content, Deflated, Range
 from ckpt_tools.io.member_paths import archive_and_member
@@ -57,6 +59,7 @@ from ckpt_tools.operations.repair.several import salvage_zips
 from ckpt_tools.tree.findings import counted_bytes, mending
 from ckpt_tools.tree.nodes import Storage
 
+_LONG = 1 << 20  # bytes of a header
 _REPAIRED = ("torch-zip", "torch-legacy", "torch-tar", "safetensors", "dcp-part")
 
 
@@ -270,12 +273,32 @@ def _begins(source: Source) -> tuple[str, int]:
     return ("torch-legacy", start) if start is not None else ("", 0)
 
 
-def may_be_saved(source: Source) -> bool:
-    """Whether anything begins in a damaged file that repair could read, told from its first megabyte."""
+def may_be_saved(source: Source, error: DamagedFileError) -> bool:
+    """Whether repair may help with a damaged file, told from what is wrong with it and from its first megabyte.
+
+    Not where a whole pickle is malformed, or has two readings; a legacy stream that is cut says so itself.
+    """
+    if not source.size or may_be_packed(source.read(0, min(HEAD, source.size))):
+        return False
+    if is_text_mode(source):
+        return is_mended(source)
     kind, start = _begins(source)
     if kind == "safetensors":
-        return header_end(source, start) is not None
-    return bool(kind) or _has_zip(source) or (source.size > 0 and is_text_mode(source))
+        return _has_tensors(source, start)
+    if kind == "torch-legacy" or isinstance(error, PickleError):
+        return kind == "torch-legacy" and start > 0
+    return _has_zip(source) and is_mended(source)
+
+
+def _has_tensors(source: Source, start: int) -> bool:
+    """Whether a safetensors header can be read; a long one is not read twice."""
+    if header_end(source, start) is None:
+        return False
+    try:
+        with limits.of_file(source.size):
+            return int.from_bytes(source.read(start, 8), "little") > _LONG or bool(salvage_safetensors(source, start))
+    except CkptError:
+        return False
 
 
 def _has_zip(source: Source) -> bool:

@@ -9,7 +9,10 @@ from ckpt_tools.operations.repair.mends import Mended
 from ckpt_tools.text import brief, notebook
 
 # Notes about what could not be saved.
-_UNSAVED = ("assumed-byteorder", "cut-archives", "damaged-names", "damaged-pickle", "damaged-values")
+_UNSAVED = (
+    "assumed-byteorder", "cut-archives", "damaged-names", "damaged-pickle", "damaged-values", "enclosed", "mixed-writers",
+    "unproved-places",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

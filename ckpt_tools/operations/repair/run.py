@@ -40,7 +40,7 @@ from ckpt_tools.operations.repair.mends import Mended, mend, tie
 from ckpt_tools.operations.repair.missing_tensors import MissingTensors
 from ckpt_tools.operations.repair.opening import opened, scratch_place
 from ckpt_tools.operations.repair.report import Missing, Repaired
-from ckpt_tools.operations.repair.salvage import Salvaged, find_lost, leave_out
+from ckpt_tools.operations.repair.salvage import NO_CHECKSUMS, Salvaged, find_lost, leave_out
 from ckpt_tools.operations.repair.verification import entries, verify
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import mending
@@ -184,6 +184,8 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list
     """Leave out what is lost, mend the rest, lay it out; fill in the report."""
     decoded = salvaged.decoded
     report.notes += salvaged.notes
+    if not (decoded.has_checksums or "no-checksums" in dict(report.notes)):
+        report.notes.append(("no-checksums", NO_CHECKSUMS))
     _check_names(decoded, choices, report)
     _check_part(decoded, choices, report)
     _count(salvaged, choices.keep_damaged, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,7 @@ from ckpt_tools.operations.repair.zip_walk import (
 from ckpt_tools.pickling.checks import validate
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.torch_objects import MAKERS, Storages
+from ckpt_tools.text import listed
 from ckpt_tools.tree.exchange import DROP, Drop, replace
 from ckpt_tools.tree.nodes import (
     Entry,
@@ -44,6 +46,8 @@ from ckpt_tools.tree.nodes import (
     Where,
 )
 from ckpt_tools.tree.visit import reachable
+
+NO_CHECKSUMS = "The file carries no checksums: bytes of tensors that were changed look whole."
 
 
 @dataclass(slots=True)
@@ -126,6 +130,7 @@ def salvage_walked(source: Source, walked: Walked, *, keep_damaged: bool = False
     )  # fmt: skip
     lost = {id(made[key]): why for key, why in locator.lost.items()}
     notes = list(_notes(walked, locator, source))
+    notes += _around(walked, folder)
     if made and locator.assumes_order(pickle):
         text = "The record that says the order of bytes is lost: little-endian is assumed, and may be wrong."
         notes.append(("assumed-byteorder", text))
@@ -202,13 +207,29 @@ def _notes(walked: Walked, locator: _Locator, source: Source) -> Iterator[tuple[
     if first:
         yield "leading-bytes", f"{first} bytes before the archive are left out."
     if not walked.has_checksums:
-        yield "no-checksums", "The file carries no checksums: records were told by their sizes alone."
+        yield "no-checksums", f"{NO_CHECKSUMS} Records were told by their sizes alone."
     yield from (
         told(found.name, found.bit, found.size or 0) for found in locator.records.values() if found.proof == "flipped bit"
     )
     twice = len(walked.records) - len(locator.records)
     if twice:
         yield "repeated-records", f"{twice} records have the name of another; of each name the last whole one was taken."
+
+
+_OWN = re.compile(r"data\.pkl|data/[^/]+|byteorder|version|\.data/.*|\.format_version|\.storage_alignment")
+
+
+def _around(walked: Walked, folder: str) -> Iterator[tuple[str, str]]:
+    """A checkpoint that is a member of another archive: what else that held is not in it."""
+    own = [found.header for found in walked.records if _is_own(found.name, folder)]
+    others = [found.name for found in walked.records if found.header < min(own, default=0)]
+    if others:
+        text = f"It stands in another archive, behind {listed(others)}: what else was in that is not saved."
+        yield "enclosed", text
+
+
+def _is_own(name: str, folder: str) -> bool:
+    return name.startswith(f"{folder}/") and _OWN.fullmatch(name, len(folder) + 1) is not None
 
 
 def salvage_legacy(source: Source) -> Salvaged:

@@ -16,6 +16,7 @@ from ckpt_tools.errors import CkptError, NotACheckpointError, UnsupportedContain
 from ckpt_tools.formats.base import Decoded
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.headers import END, END64, LOCAL, LOCATOR64, SIGNATURE_LOCAL
+from ckpt_tools.formats.zip.kinds import PROGRAM
 from ckpt_tools.io.content import CHUNK
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Window
@@ -29,7 +30,6 @@ _LAST = END64.size + LOCATOR64.size + END.size  # as torch ends every archive
 # Signature -> how many bytes from there to the archive's end: one of the three tells it.
 _ENDS = {b"PK\x06\x06": _LAST, b"PK\x06\x07": LOCATOR64.size + END.size, b"PK\x05\x06": END.size}
 _ANY_END = re.compile(b"|".join(map(re.escape, _ENDS)))
-_PROGRAM = re.compile(r"/code/|/constants\.pkl$|/archive_format$")
 _SUFFIX = ".distcp"
 _PART = "The file is a part of a distributed checkpoint; its tensors have no names."
 _CUT = "The file ends within an archive or behind one; only the .metadata of its folder says which others there were."
@@ -43,7 +43,7 @@ def salvage_zips(source: Source, *, keep_damaged: bool) -> Salvaged:
         ZipError, ChecksumError, PickleError: nothing is. See `salvage.salvage_walked`.
     """
     walked = walk_zip(source)
-    if any(_PROGRAM.search(found.name) for found in walked.records):
+    if any(PROGRAM.search(found.name) for found in walked.records):
         raise no_program(str(source.path))
     spans = list(_spans(source, walked))
     is_part = len(spans) > 1 or source.path.suffix == _SUFFIX

@@ -199,7 +199,7 @@ class _Walk:
         if data <= following:  # else the bytes are another record's: a damaged length of the extra field leads there
             found = self.proved(name, at, data, deflated, claims) or self.mended(name, at, data, claims)
         if found is None:
-            size_in_file = claims[0].compressed if claims else max(0, following - data)
+            size_in_file = min(claims[0].compressed, self.source.size - data) if claims else max(0, following - data)
             found = Found(name, at, data, size_in_file, claims[0].size if claims else None, deflated, "")
         else:
             self.end = found.data + found.compressed
