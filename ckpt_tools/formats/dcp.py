@@ -95,11 +95,7 @@ def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
     Raises:
         DamagedFileError: malformed, or a chunk is missing. UnsupportedContainerError: transformed (compressed) chunks.
     """
-    limits.PICKLE_BYTES.check(source.size, f"{source.path} has {source.size} bytes.")
-    with limits.of_file(source.size, source.path.name):
-        machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
-        record = machine.load()
-    validate(record)
+    record, machine = _record(source)
     fields = _fields(record, "Metadata")
     places = dict(_places(fields.get("storage_data")))
     missing = {place.file for place in places.values()} - {*files.names()} if partial else set[str]()
@@ -132,6 +128,28 @@ def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
         decoded.lost = lost
         decoded.warnings.append(partly(f"{len(missing)} files are", sorted(missing)))
     return decoded
+
+
+def length_of(source: Source, name: str) -> int:
+    """Where the last chunk in a file of the folder ends, as `.metadata` says; 0 for a file that it does not name.
+
+    Raises:
+        CkptError: as for `decode`.
+    """
+    fields = _fields(_record(source)[0], "Metadata")
+    return max(
+        (place.offset + place.length for _, place in _places(fields.get("storage_data")) if place.file == name), default=0
+    )
+
+
+def _record(source: Source) -> tuple[Node, Machine]:
+    """What `.metadata` says, and what read it."""
+    limits.PICKLE_BYTES.check(source.size, f"{source.path} has {source.size} bytes.")
+    with limits.of_file(source.size, source.path.name):
+        machine = Machine(source.read(0, source.size), MAKERS, _no_storages)
+        record = machine.load()
+    validate(record)
+    return record, machine
 
 
 def _no_storages(pid: Node) -> Node:

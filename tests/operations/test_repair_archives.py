@@ -83,6 +83,20 @@ def test_cuts_are_never_all_that_there_was(part: bytes, tmp_path: Path) -> None:
         assert code == 3 or len(tensors) >= sum(end <= at for end in ends)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_cut_between_two_archives_that_metadata_tells(tmp_path: Path) -> None:
+    """Nothing in the part shows such a cut; the .metadata beside it says how long it was."""
+    dcp.save(STATE, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / "__0_0.distcp"
+    whole = path.read_bytes()
+    assert repaired(path, whole)[0] == 0
+    for end in archives(whole)[:-1]:
+        code, tensors = repaired(path, whole[:end])
+        assert (code, are_whole(tensors)) == (1, True)
+    (tmp_path / ".metadata").write_bytes(b"\x80")
+    assert repaired(path, whole)[0] == 0
+
+
 def test_bytes_that_are_missing(part: bytes, tmp_path: Path) -> None:
     """From the middle of one archive to the middle of the next: the pickle of the one takes no tensor of the other."""
     first, second, *_ = archives(part)

@@ -76,7 +76,9 @@ def opened(path: str | os.PathLike[str], *, keep_damaged: bool, scratch: Path) -
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(collector_paused())
-        yield _open(path, keep_damaged, scratch, stack)
+        salvaged, was = _open(path, keep_damaged, scratch, stack)
+        salvaged.notes += several.cut_by_metadata(salvaged.decoded.source)
+        yield salvaged, was
 
 
 def _open(path: str | os.PathLike[str], keep_damaged: bool, scratch: Path, stack: contextlib.ExitStack) -> tuple[Salvaged, str]:

@@ -8,12 +8,16 @@ pickle's own where the directory places it, or where whole records lead from the
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ckpt_tools.errors import CkptError, NotACheckpointError, UnsupportedContainerError, ZipError
+from ckpt_tools.formats import dcp
 from ckpt_tools.formats.base import Decoded
+from ckpt_tools.formats.folders import DCP_METADATA
 from ckpt_tools.formats.sharded import Keys
 from ckpt_tools.formats.zip.headers import END, END64, LOCAL, LOCATOR64, SIGNATURE_LOCAL
 from ckpt_tools.formats.zip.kinds import PROGRAM
@@ -60,6 +64,17 @@ def salvage_zips(source: Source, *, keep_damaged: bool) -> Salvaged:
         elif not all(_begins_whole(source, start) and _is_long(source, start, end) for start, end in spans):
             salvaged.notes.append(("cut-archives", _GAP))
     return salvaged
+
+
+def cut_by_metadata(source: Source) -> Iterator[tuple[str, str]]:
+    """A note where the `.metadata` beside a part says that it had more: a cut between two archives leaves no trace in it."""
+    beside = source.path.parent / DCP_METADATA
+    if source.path.suffix != _SUFFIX or not os.path.isfile(beside):
+        return
+    with contextlib.suppress(CkptError), contextlib.closing(Source(beside)) as metadata:  # a damaged one tells nothing
+        length = dcp.length_of(metadata, source.path.name)
+        if length > source.size:
+            yield "cut-archives", f"The file has {source.size} bytes, and the folder's .metadata says that it had {length}."
 
 
 def no_program(path: str) -> UnsupportedContainerError:
