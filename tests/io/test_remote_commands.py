@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ckpt_tools import (
     stats,
 )
 from ckpt_tools.cli import main
-from ckpt_tools.errors import OutputError, RemoteError
+from ckpt_tools.errors import OutputError, RemoteError, UnsupportedContainerError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.conftest import small_model
 from tests.support.servers import Server
@@ -112,6 +113,14 @@ def test_repair(far: str, name: str, tmp_path: Path) -> None:
     local = repair(tmp_path / "far" / name, tmp_path / "two.pth")
     assert (tmp_path / "one.pth").read_bytes() == (tmp_path / "two.pth").read_bytes()
     assert remote.saved == local.saved < remote.tensors
+
+
+def test_repair_of_what_is_packed(server: Server, tmp_path: Path) -> None:
+    """The command that unpacks it takes the file, which is fetched before; no shell unpacks an address."""
+    (tmp_path / "a.pth.gz").write_bytes(gzip.compress(b"packed"))
+    with pytest.raises(UnsupportedContainerError) as refused:
+        repair(server.url("a.pth.gz"), tmp_path / "out.pth")
+    assert "(gunzip a.pth.gz)" in refused.value.fix
 
 
 def test_loading(far: str, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from ckpt_tools.formats.packed.members import (
     none_inside,
     several_inside,
 )
-from ckpt_tools.io.output import Source
+from ckpt_tools.io.output import Source, is_address
 from ckpt_tools.io.sources import Files
 
 _TAR_NAME = re.compile(r"\.(?:tar(?:\.\w+)?|tgz|tbz2?|txz|nemo)$", re.IGNORECASE)
@@ -50,8 +50,8 @@ class Readers:
 
 
 def unpack_command(source: Source, head: bytes) -> str:
-    """The line for a shell that unpacks a packed file; "" for any other."""
-    kind, path = kind_of(head), shlex.quote(str(source.path))
+    """The line for a shell that unpacks a packed file, once it is here; "" for any other."""
+    kind, path = kind_of(head), shlex.quote(source.path.name if is_address(source.path) else str(source.path))
     if kind is None:
         return f"tar xf {path}" if _is_tar(source, head) else ""
     return f"tar xf {path}" if _TAR_NAME.search(source.path.name) else f"{kind.shell} {path}"
