@@ -85,7 +85,7 @@ def print_failure(path: Path, error: CkptError, *, as_json: bool, safety: Safety
     from ckpt_tools.render.text import console, print_error, print_finding
 
     print_error(error)
-    for finding in safety.findings(str(path)) if safety is not None and safety.calls else ():
+    for finding in safety.findings(str(path), opens=False) if safety is not None and safety.calls else ():
         print_finding(finding, console(stderr=True))
 
 

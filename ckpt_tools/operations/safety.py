@@ -77,9 +77,14 @@ class Safety:
         unexamined = [{"where": where, "why": why} for where, why in self.unexamined]
         return {"verdict": self.verdict, "calls": calls, "classes": self.classes, "unexamined": unexamined}
 
-    def findings(self, path: str) -> list[Finding]:
-        """The dangers of the file at a path as findings; what to do about them stands once, at the first."""
-        fix = f"Do not load it. This takes its tensors alone: {mending('convert', path, '--objects plain')}"
+    def findings(self, path: str, *, opens: bool = True) -> list[Finding]:
+        """The dangers of the file at a path as findings; what to do about them stands once, at the first.
+
+        Args:
+            opens: whether its tensors can be had.
+        """
+        taken = f" This takes its tensors alone: {mending('convert', path, '--objects plain')}"
+        fix = f"Do not load it.{taken if opens else ''}"
         advice = [(_EXPECTED, fix)] + [("", "")] * _SHOWN_CALLS
         shown = [sentence(where, call) for where, call in self.calls[:_SHOWN_CALLS]]
         if len(self.calls) > _SHOWN_CALLS:

@@ -64,6 +64,8 @@ def mending(command: str, path: str, options: str = "", *, suffix: str | None = 
     """
     if path.startswith("<"):  # an open file, standard input: whatever it is called where it is saved
         path = "FILE.pth"
+    if path.startswith("-"):  # else it would be options
+        path = f"./{path}"
     stem, own = (path.rstrip("/"), ".pth") if os.path.isdir(path) else stem_and_extension(path)
     stem = stem.rpartition("/")[2] if "://" in path else stem  # the output of what has an address is written here
     own = ".pth" if own.lower() in _NOT_WRITTEN or not writes(own) else own

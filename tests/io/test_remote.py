@@ -421,4 +421,5 @@ def test_what_mends_a_remote_file_is_written_here() -> None:
     """The output of a command that is shown for an address is a local name: addresses are not all writable."""
     assert mending("convert", "s3://bucket/runs/model.pth") == "ckpt convert s3://bucket/runs/model.pth model.fixed.pth"
     assert mending("convert", "MODEL.NPZ") == "ckpt convert MODEL.NPZ MODEL.fixed.pth"
+    assert mending("repair", "-r.pth") == "ckpt repair ./-r.pth ./-r.fixed.pth"  # not an option
     assert mending("convert", "runs/model.pth") == "ckpt convert runs/model.pth runs/model.fixed.pth"

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools import check, inspect, repair
+from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError
 from tests.hostile import pickles as p
 from tests.hostile.zips import torch_zip
@@ -179,6 +181,17 @@ def test_repair_is_advised_where_it_may_help(tmp_path: Path) -> None:
         advised = any("ckpt repair" in finding.fix for finding in report.findings)
         assert advised == name.startswith("helped"), (name, report.findings)
         assert advised == _saves(path), name
+
+
+def test_no_tensors_are_taken_from_a_dangerous_file_that_does_not_open(tmp_path: Path) -> None:
+    """check and inspect say not to load it, and no command that could not read it either."""
+    evil = torch_zip(p.pickle(p.dict_of(a=p.call("os", "system", p.text("id")), b=p.tensor())), {"0": bytes(24)})
+    path = tmp_path / "evil.pth"
+    path.write_bytes(evil[:-30])
+    assert "Do not load it." in [finding.fix for finding in check(path).findings if finding.code == "dangerous"]
+    shown = CliRunner().invoke(main, ["inspect", str(path)]).output
+    assert "Do not load it." in shown
+    assert "ckpt convert" not in shown
 
 
 def _saves(path: Path) -> bool:

@@ -303,7 +303,7 @@ def _unreadable(path: str | os.PathLike[str], error: CkptError) -> Checked:
     findings = [Finding("unreadable", "problem", [], found, "", fix, says)]
     safety = of_unreadable(path, error)
     if safety is not None and safety.calls:
-        findings += [replace(row, fix="Do not load it." if row.fix else "") for row in safety.findings(str(path))]
+        findings += safety.findings(str(path), opens=False)
     return Checked(str(path), None, size, "unreadable", findings=findings, safety=safety)
 
 
