@@ -64,7 +64,7 @@ _DATA = ALLOWED | _ENUMERATIONS | _EXCEPTIONS | _named(
     "pathlib:Path,PosixPath,WindowsPath,PurePath,PurePosixPath,PureWindowsPath "
     "pathlib._local:Path,PosixPath,WindowsPath,PurePath,PurePosixPath,PureWindowsPath "
     "typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias "
-    "dataclasses:Field,_MISSING_TYPE inspect:Signature,Parameter string:Template contextlib:nullcontext "
+    "dataclasses:Field,_MISSING_TYPE inspect:Signature,Parameter,_empty string:Template contextlib:nullcontext "
     "ipaddress:IPv4Address,IPv6Address,IPv4Network,IPv6Network,IPv4Interface,IPv6Interface "
     "re:_compile logging:getLogger,Logger zoneinfo:ZoneInfo._unpickle pytz:_UTC,_p dateutil.tz.tz:tzutc "
     "numpy:dtype,ndarray,bool_,bool,float16,float32,float64,int8,int16,int32,int64,uint8,uint16,uint32,uint64,str_,bytes_,"
@@ -72,7 +72,7 @@ _DATA = ALLOWED | _ENUMERATIONS | _EXCEPTIONS | _named(
     "numpy.core.multiarray:_reconstruct,scalar numpy._core.multiarray:_reconstruct,scalar "
     "numpy.core.numeric:_frombuffer numpy._core.numeric:_frombuffer numpy.ma.core:_mareconstruct,MaskedArray "
     "numpy.random._pickle:__randomstate_ctor,__generator_ctor,__bit_generator_ctor numpy.random._mt19937:MT19937 "
-    "numpy.random.bit_generator:__pyx_unpickle_SeedSequence numpy.random._pcg64:PCG64,PCG64DXSM "
+    "numpy.random.bit_generator:SeedSequence,__pyx_unpickle_SeedSequence numpy.random._pcg64:PCG64,PCG64DXSM "
     "numpy.random._philox:Philox numpy.random._sfc64:SFC64 "
     "torch.storage:_load_from_bytes,UntypedStorage,TypedStorage torch._utils:_rebuild_sparse_csr_tensor,_rebuild_xla_tensor "
     "torch.tensor:_rebuild_from_type_v2 torch.nn.parameter:Buffer,UninitializedParameter,UninitializedBuffer "
@@ -106,6 +106,7 @@ OF_CLASS = _named(
 RECONSTRUCTOR = Global("copyreg", "_reconstructor")  # of (class, base, state): the base is called
 ENCODE = Global("_codecs", "encode")
 TEXT_CODECS = frozenset(("latin1", "latin-1", "utf-8", "utf8", "ascii"))
+SIGNATURE = Global("inspect", "Signature")
 ITER = Global("builtins", "iter")  # of one argument harmless, of two it calls the first
 TYPE = Global("builtins", "type")  # of a constant: the class of None
 CONSTANTS = frozenset(Global("builtins", name) for name in ("Ellipsis", "NotImplemented"))
@@ -122,8 +123,7 @@ DEFAULTDICT = Global("collections", "defaultdict")  # keeps its first argument
 # What these are given is kept as it is: no attribute of it is looked up.
 KEEPS = _named(
     "functools:partial typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias "
-    "builtins:iter,slice,object "
-    "inspect:Signature,Parameter"
+    "builtins:slice,object"
 )
 # Items of these are kept as they are; whatever else takes items, an array or a tensor, looks up attributes of them.
 KEEPS_ITEMS = _named("collections:OrderedDict,defaultdict,Counter,deque,UserDict,UserList,ChainMap builtins:dict,list,set")
@@ -162,7 +162,8 @@ _HARMFUL_MODULES = _words(
     "torch.utils.model_zoo torch.package numpy.testing numpy.f2py numpy.distutils numpy.lib.npyio numpy.lib._npyio_impl "
     "numpy.lib._datasource numpy.ctypeslib jsonpickle joblib.parallel paramiko fabric pexpect ptyprocess "
     # their classes evaluate, compile or open what a pickle gives them
-    "sympy torch.utils._sympy jinja2 mako fsspec s3fs gcsfs adlfs smart_open "
+    "sympy torch.utils._sympy jinja2 mako fontTools click.utils matplotlib.dviread torch.utils._config_module "
+    "fsspec s3fs gcsfs adlfs smart_open "
     # thrown away, their instances call what a pickle has put into them, or close and remove what it says
     "torch.utils.data.datapipes torch.cuda.gds torch.cuda._sanitizer torch.mps.event torch._inductor torch._native "
     "torch.distributed.elastic joblib.externals scipy.io._fast_matrix_market _osx_support _aix_support _pyrepl "

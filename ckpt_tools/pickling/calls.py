@@ -312,7 +312,10 @@ def _stack_global(machine: Lister) -> None:
 def _persistent(machine: Lister) -> None:
     """What the program that loads the pickle keeps under an id."""
     pid = machine.stack[-1]
-    if not _is_known(pid):
+    beside = pid[2 if pid[:1] and pid[0] in _KINDS else 1 :] if type(pid) is tuple else ()  # its class, or that of the storage
+    if not PLAIN.issuperset(map(type, beside)):
+        machine.spend(_COST_OF_RATING)
+    if not _is_known(pid) or ratings.hands_over(beside):
         machine.rate("unknown", _PERSISTENT, (pid,))
     OPCODES[b"Q"[0]](machine)
 
@@ -470,7 +473,9 @@ def _rate_items(machine: Lister, target: Object, step: type[Append] | type[SetIt
         machine.spend(_COST_OF_LOOKING)
     is_item = step is SetItems
     taken_over = (
-        ratings.is_shared(target) or ratings.is_armed(target, is_item) or (is_item and ratings.arms_items(target, items))
+        ratings.is_shared(target)
+        or ratings.is_armed(target, is_item)
+        or (ratings.arms_items(target, items) if is_item else ratings.is_set(target))
     )
     machine.rate("unknown" if taken_over else ratings.of_items(target, items), target.function, (), "changes")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeGuard
 
 from ckpt_tools.pickling import callables
 from ckpt_tools.pickling.weights_only import ALLOWED
@@ -123,8 +123,19 @@ def _of_harmless_use(name: Global, given: tuple[Node, ...]) -> Rating | None:
         return worst("unknown", _of_references(given[:1]))
     if name == callables.ITEMGETTER:
         return "data" if given and all(type(arg) in PLAIN for arg in given) else None
-    harmless = (name == callables.ITER and len(given) == 1) or (name in callables.GETITEM and _is_typing(given))
-    return "data" if harmless else None
+    if name == callables.SIGNATURE:  # it asks its parameters for their names
+        parameters = given[0] if given else ()
+        return "data" if type(parameters) is tuple and all(map(_is_data_or_value, parameters)) else "unknown"
+    if name == callables.ITER and len(given) == 1:
+        return "data" if _is_data_or_value(given[0]) and (type(given[0]) is tuple or not hands_over(given)) else "unknown"
+    if name in callables.GETITEM and _is_typing(given):  # it asks for attributes of what it is given, and hashes it
+        return "unknown" if calls_when_hashed(given[1]) or _holds_function(given[1], _has_steps) else "data"
+    return None
+
+
+def _is_data_or_value(node: Node) -> bool:
+    """Whether this is anything but an instance of a class outside the list."""
+    return type(node) is not Object or _is_of_data(node)
 
 
 def _of_union(given: tuple[Node, ...]) -> Rating | None:
@@ -245,7 +256,7 @@ def of_state(target: Node, state: Node) -> Rating:
     """BUILD: sets a state. On a class or function it changes the program; some attributes are called by the next opcodes."""
     if type(target) is Global:
         return "harmful" if callables.is_harmful(callables.of_python3(target)) else "unknown"
-    if is_shared(target) or is_armed(target) or _is_callable_state(state):
+    if is_shared(target) or is_armed(target) or _is_callable_state(state) or is_set(target):
         return "unknown"
     if type(target) is Object and (_takes_over(target, state) or _gives_text(target, state)):
         return "unknown"
@@ -270,7 +281,7 @@ def _arms(key: Node, value: Node) -> bool:
 
 
 def _is_callable_state(state: Node) -> bool:
-    """Whether a state is an instance that holds a function: who updates a `__dict__` from it calls its `keys` and `items`."""
+    """Whether a state is an instance that has one or holds a function: who updates a `__dict__` from it looks up its `keys`."""
     given = state if type(state) is tuple and len(state) == 2 else (state,)
     return any(type(part) is Object and hands_over((part,)) for part in given)
 
@@ -354,7 +365,7 @@ def _takes_over(target: Object, state: Node) -> bool:
     if type(state) is not tuple:
         return hands_over((state,), made.module.startswith("numpy"))
     as_arrays = state if any(map(_may_have_fields, state[2:3])) else state[-1:] if made in callables.MASKED else ()
-    return hands_over(state) or hands_over(as_arrays, in_lists=True)
+    return hands_over(state) or hands_over(as_arrays, in_lists=True, counts_states=False)
 
 
 def _may_have_fields(dtype: Node) -> bool:
@@ -400,6 +411,18 @@ def is_armed(target: Node, is_item: bool = False) -> bool:
     return type(target) is Dict and target.attributes is not None and _holds_function(target.attributes)
 
 
+def is_set(target: Node) -> bool:
+    """Whether an instance of a class outside the list has a state: to look up an attribute of it may run its `__getattr__`."""
+    return _has_steps(target) and any(type(step) is Build for step in target.steps[:_MOST_STEPS])
+
+
+def _has_steps(node: Node) -> TypeGuard[Object]:
+    """Whether an instance of a class outside the list has a state or items, which its `__getattr__` may look at."""
+    if type(node) is not Object or not node.steps:
+        return False
+    return (node.call == "new" or made_of(node) is not node.function) and not _is_of_data(node)
+
+
 def _is_of_data(target: Object) -> bool:
     """Whether an object is made by what is in the list of data."""
     made = made_of(target)
@@ -426,8 +449,13 @@ def _states_given(target: Object) -> tuple[Node, ...]:
     return args[2:] if is_stateful and type(args) is tuple else ()
 
 
-def hands_over(given: Node, in_lists: bool = False) -> bool:
-    """Whether arguments are instances that hold a function, which may be found there by its name and called, or functions."""
+def _states_of(node: Node) -> tuple[Node, ...]:
+    return _states_given(node) if type(node) is Object else ()
+
+
+def hands_over(given: Node, in_lists: bool = False, counts_states: bool = True) -> bool:
+    """Whether arguments are instances that hold a function, which may be found there by its name and called, or functions;
+    or such that have a state."""
     stack = list(given) if type(given) is tuple else [given]
     looked = 0
     while stack:
@@ -440,7 +468,7 @@ def hands_over(given: Node, in_lists: bool = False) -> bool:
                 return True
             stack += below
         elif type(node) in (Global, Object):
-            if _holds_function(node) or (type(node) is Object and _holds_function(_states_given(node), _is_stray)):
+            if (counts_states and _has_steps(node)) or _holds_function(node) or _holds_function(_states_of(node), _is_stray):
                 return True
         elif is_armed(node):
             return True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import operator
 import pickle
+import typing
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,9 @@ CLASSES = {
     "a method that is another's": new("torch.profiler.profiler:ExecutionTraceObserver")
     + state(unregister_callback=name("models:run")),
     "a pipe that is closed": new("torch.utils.data.datapipes.utils.common:StreamWrapper") + state(close=name("models:run")),
+    "a text that is evaluated": new("fontTools.ttLib.tables.otBase:BaseTable") + state(reader=b"\x88"),
+    "a file that is opened late": new("click.utils:LazyFile") + state(name=text("x"), mode=text("w")),
+    "a module that is imported": new("torch.utils._config_module:ConfigModule") + state(_config=b"}"),
     "an object that is closed": new("torch._inductor.codecache:CUDACodeCache") + state(close=name("models:run")),
 }  # fmt: skip
 
@@ -216,6 +221,12 @@ PERSISTENT = {
     "a class that is changed": module("collections:UserDict") + b"N" + ENTRY + b"\x86b",
     "of another program": text("reduce_package") + name("models:run") + b"\x86Q",
     "a computed one": call("builtins:tuple", b"](" + text("module") + name("models:run") + b"NNe") + b"Q",
+    "a device that holds a function": b"("
+    + text("storage")
+    + name("torch:FloatStorage")
+    + text("0")
+    + holding("startswith")
+    + b"K\1tQ",
 }
 
 
@@ -269,6 +280,59 @@ def test_honest_arrays(tmp_path: Path) -> None:
         np.ma.masked_array([1.0, 2.0], [True, False]), np.ma.masked_array(np.array([Net, None], dtype=object), [True, False]),
     ]  # fmt: skip
     for protocol in (0, 2, 4):
+        assert examined(tmp_path / "a.pkl", pickle.dumps(values, protocol)).verdict == "needs-code"
+
+
+TABLE = new("models:Table") + state(text=text("import os"))
+LOOKED_UP = {
+    "a second state": TABLE + b"}b",
+    "an item behind a state": TABLE + b"Na",
+    "an element behind a state": TABLE + b"(N\x90",
+    "a text of it": call("builtins:str", TABLE),
+    "a list of it": call("builtins:list", TABLE),
+    "a dict of it": call("builtins:dict", TABLE),
+    "an instance of protocol 0": call(
+        "builtins:dict", call("copyreg:_reconstructor", name("models:Table"), name("builtins:object"), b"N") + state(text=b"N")
+    ),
+    "a dtype of it": call("numpy:dtype", TABLE),
+    "a UUID of it": call("uuid:UUID", TABLE),
+    "a state that is one": new("models:Net") + TABLE + b"b",
+    "an iterator of it": call("builtins:iter", TABLE),
+    "an iterator of an instance": call("builtins:iter", new("models:Loader")),
+    "a part of a type": call("_operator:getitem", name("typing:List"), TABLE),
+    "a literal": call("_operator:getitem", name("typing:Literal"), holding("_hash_key")),
+    "a kind of parameter": call("inspect:Parameter", text("x"), TABLE),
+    "a signature": call("inspect:Signature", TABLE + b"\x85"),
+    "the parameters of one": call("inspect:Signature", TABLE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LOOKED_UP)
+def test_attributes_of_instances_that_have_a_state(case: str, tmp_path: Path) -> None:
+    """To look up an attribute of an instance with a state runs the `__getattr__` of its class on that, which no data needs."""
+    assert verdict(tmp_path, LOOKED_UP[case]).verdict == "dangerous"
+
+
+BEFORE = {
+    "items before a state": new("models:Runs") + b"(Ne" + state(name=text("a")),
+    "pairs before a state": new("models:Runs") + b"NNs" + state(name=text("a")),
+    "an instance in a list": call("builtins:list", b"]" + TABLE + b"a"),
+    "a partial of an instance": call("functools:partial", TABLE),
+    "an iterator of a list": call("builtins:iter", b"]" + TABLE + b"a"),
+    "a type of a class": call("_operator:getitem", name("typing:List"), name("models:Net")),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE)
+def test_states_that_are_not_looked_at(case: str, tmp_path: Path) -> None:
+    """Items come before a state, and what only keeps an instance looks up nothing."""
+    assert verdict(tmp_path, BEFORE[case]).verdict == "needs-code"
+
+
+def test_honest_signatures_and_iterators(tmp_path: Path) -> None:
+    """What `pickle` writes of signatures, iterators and types is no more than that."""
+    values = [inspect.signature(Net.forward), iter([1, 2]), iter((Net(),)), list[Net], typing.Callable[[Net], int]]
+    for protocol in (2, 4):
         assert examined(tmp_path / "a.pkl", pickle.dumps(values, protocol)).verdict == "needs-code"
 
 

@@ -302,7 +302,6 @@ UNKNOWN_ARRAYS = {
         wrapped(dtype("f8", p.integer(3), p.text("<"), b"NNN", p.integer(-1), p.integer(-1)), 0), b"N."
     ),
     "no dtype": p.pickle(wrapped(instance(), 0), b"N."),
-    "a state that is set twice": p.pickle(wrapped(dtype("u1"), 0), p.dict_of(dtype=dtype("O8")), b"b", b"N."),
     "cut off": p.PROTO2 + wrapped(dtype("f8"), 9) + b".",
 }
 
