@@ -13,7 +13,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from ckpt_tools import limits
@@ -22,6 +22,7 @@ from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.packed.compressed import KINDS, new_xz, runs, zstd_blocks
 from ckpt_tools.formats.packed.tars import pay
+from ckpt_tools.formats.programs import harm
 from ckpt_tools.formats.torch_zip import record_content, record_head
 from ckpt_tools.formats.zip import concatenated
 from ckpt_tools.formats.zip.directory import NUMPY, Record, has_end, read_directory
@@ -38,6 +39,7 @@ _HEAD = 4096
 _NPY_HEAD = 10_012  # as much as our reader of arrays takes
 _BLOCK = 4 << 20
 _COST_OF_PICKLE = 5  # in members
+_MOST_EVALUATED = 100  # texts of a program that are told
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
 _OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks like
@@ -77,11 +79,13 @@ class Pickles:
     Attributes:
         pickles: in the order in which they were found. unexamined: (member or "", why).
         program: whether an archive in it is a program of torch's, which loading makes ready to run.
+        evaluated: (member, call): what loading it runs that is in no pickle.
     """
 
     pickles: list[Pickle] = field(default_factory=list)
     unexamined: list[tuple[str, str]] = field(default_factory=list)
     program: bool = False
+    evaluated: list[tuple[str, Call]] = field(default_factory=list)
 
 
 def find_pickles(source: Source) -> Pickles:
@@ -247,8 +251,23 @@ class _Walk:
         self.found.program |= any(record.name.endswith(_OF_PROGRAMS) for record in records)
         raw = _raw_folders(records)
         for record in records:
+            self.program(source, record, where)
             if not _is_raw(source, record, raw) and not self.is_full:
                 self.member(source, record, where, depth)
+
+    def program(self, source: Source, record: Record, where: str) -> None:
+        """What torch.export.load runs of a record, if it is a part of a program."""
+        compiled = harm.compiled(record.name)
+        if compiled is not None and len(self.found.evaluated) < _MOST_EVALUATED:
+            self.found.evaluated.append((_inside(where, record.name), compiled))
+        if harm.is_model(record.name):
+            self.guarded(_inside(where, record.name), lambda: self.model(source, record, where))
+
+    def model(self, source: Source, record: Record, where: str) -> None:
+        """The graph of a program."""
+        data = self.opened(source, record).read(0, record.size)
+        for call in islice(harm.evaluated(data), _MOST_EVALUATED):
+            self.found.evaluated.append((_inside(where, record.name), call))
 
     def damaged_archive(self, source: Source, where: str, depth: int, error: CkptError) -> None:
         """What stands behind the local headers, since readers may differ in what the directory says."""
@@ -359,7 +378,14 @@ def _has_bytes(info: tarfile.TarInfo) -> bool:
 # Raw bytes stand between the pickles of these members of a torch-tar.
 _IN_TAR: dict[str, type[Between]] = {"storages": TarStorages, "tensors": TarTensors}
 _OF_TORCH_TAR = ("sys_info", "storages", "tensors", "pickle")
-_OF_PROGRAMS = ("/constants.pkl", "/archive_format", "/model.json", "/models/model.json", "/serialized_exported_program.json")
+_OF_PROGRAMS = (
+    "/constants.pkl",
+    "/archive_format",
+    "/archive_version",
+    "/model.json",
+    "/models/model.json",
+    "/serialized_exported_program.json",
+)
 
 
 def _behind_length(source: Source) -> int:

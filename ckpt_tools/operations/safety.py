@@ -113,7 +113,7 @@ def _does(call: Call) -> str:
 
 def of_pickles(found: Pickles) -> Safety:
     """The answer for what was found in a file."""
-    calls = [(pickle.where, call) for pickle in found.pickles for call in pickle.calls]
+    calls = [*found.evaluated, *((pickle.where, call) for pickle in found.pickles for call in pickle.calls)]
     names = list(dict.fromkeys(name for pickle in found.pickles for name in pickle.names))
     verdict: Verdict = "plain" if found.pickles else "nothing"
     if found.program or not ALLOWED.issuperset(names):
@@ -145,6 +145,7 @@ def examine(source: Source, known: Mapping[Source, Sequence[Global]] | None = No
         whole.pickles += found.pickles
         whole.unexamined += [(f"{name}: {where}" if where else name, why) for where, why in found.unexamined]
         whole.program |= found.program
+        whole.evaluated += [(f"{name}: {where}", call) for where, call in found.evaluated]
     return of_pickles(whole)
 
 

@@ -18,6 +18,7 @@ from ckpt_tools.tree.nodes import (
 )
 
 _WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once had a copy of
+_BESIDE = ("NDArrayWrapper", "ZNDArrayWrapper")  # of joblib before 0.10: the array is in another file
 _BY_COPYREG = frozenset(Global("copyreg", name) for name in ("_reconstructor", "__newobj__", "__newobj_ex__"))
 _DTYPE = Global("numpy", "dtype")
 _TEXT, _HAS_OBJECTS = 4, 1  # bytes of a character; a flag of a dtype
@@ -30,10 +31,20 @@ _MOST = 1 << 50
 
 def is_wrapper(node: Object) -> bool:
     """Whether an object stands for an array that joblib reads from behind it."""
+    return _class_of(node) == _WRAPPER
+
+
+def is_beside(node: Object) -> bool:
+    """Whether an object stands for an array in another file, which joblib loads whatever is in it, a pickle too."""
+    return _class_of(node) in _BESIDE
+
+
+def _class_of(node: Object) -> str:
+    """The last part of the name of an object's class."""
     made_of = node.function
     if type(made_of) is Global and made_of in _BY_COPYREG and type(node.args) is tuple and node.args:
         made_of = node.args[0]
-    return type(made_of) is Global and made_of.name.rpartition(".")[2] == _WRAPPER
+    return made_of.name.rpartition(".")[2] if type(made_of) is Global else ""
 
 
 def array_bytes(node: Object, machine: Machine) -> int | None:

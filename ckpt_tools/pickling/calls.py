@@ -15,7 +15,7 @@ from functools import partial
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, PickleError
 from ckpt_tools.pickling import ratings
-from ckpt_tools.pickling.arrays_behind import array_bytes, is_wrapper
+from ckpt_tools.pickling.arrays_behind import array_bytes, is_beside, is_wrapper
 from ckpt_tools.pickling.callables import ENCODE, HASHES, HASHES_KEYS, OF_CLASS, QUIET, STATEFUL
 from ckpt_tools.pickling.ratings import Rating
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
@@ -374,7 +374,7 @@ def _build(machine: Lister) -> None:
     if type(target) is Object:
         target.steps.append(Build(state))
         machine.nested += _pickles_in(machine, ratings.made_of(target), state)
-        if machine.arrays and not machine.outer and is_wrapper(target):
+        if machine.arrays and not machine.outer:
             _pass_array(machine, target)
 
 
@@ -386,6 +386,11 @@ def _spend_on_items(machine: Lister, target: Node) -> None:
 
 def _pass_array(machine: Lister, target: Object) -> None:
     """Go on behind an array of joblib's, or in the pickle that it is, in which joblib looks for no further ones."""
+    if is_beside(target):
+        machine.has_arrays = True
+        raise machine.error("names an array of joblib's in another file, which joblib loads whatever is in it")
+    if not is_wrapper(target):
+        return
     machine.has_arrays = True
     _check_frame(machine)
     length = array_bytes(target, machine)

@@ -303,6 +303,9 @@ UNKNOWN_ARRAYS = {
     ),
     "no dtype": p.pickle(wrapped(instance(), 0), b"N."),
     "cut off": p.PROTO2 + wrapped(dtype("f8"), 9) + b".",
+    "in another file": p.pickle(
+        b"cjoblib.numpy_pickle_compat\nNDArrayWrapper\n)\x81", p.dict_of(filename=p.text("x_01.npy")), b"b"
+    ),
 }
 
 

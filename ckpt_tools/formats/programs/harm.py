@@ -1,0 +1,100 @@
+"""What loading a program of `torch.export` runs: texts that it evaluates, machine code that lies beside it.
+
+Source: torch/_export/serde/serialize.py, `_parse_sym_expr`, which gives every `expr_str` of a model to `sympy.sympify`, which
+evaluates it as Python; torch/export/pt2_archive/_package.py, `load_pt2`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from ckpt_tools import limits
+from ckpt_tools.pickling import ratings
+from ckpt_tools.pickling.calls import Call
+from ckpt_tools.tree.nodes import Global
+
+# Of a record, in small letters: torch finds names without regard to case.
+_MODEL = re.compile(r"(?:^|/)(?:models/|[^/]*serialized_exported_program\.json$)")
+_COMPILED = re.compile(r"(?:^|/)data/aotinductor/.*[^/](?<!\.json)$", re.DOTALL)
+_STRING = rb'"([^"\\]*(?:\\.[^"\\]*){0,1000000})"'
+# Strings one after another, a key with its text; or one without an end.
+_PAIR = re.compile(_STRING + rb"(?:\s*:\s*" + _STRING + rb')?|"', re.DOTALL)
+_COST_OF_TEXT = 4  # in containers
+_KEY = "expr_str"
+_SYMPIFY, _LOAD = Global("sympy", "sympify"), Global("torch._C._aoti", "AOTIModelPackageLoader")
+# What sympy prints of sizes, and nothing that a function of Python's own could be reached by.
+_TOKEN = re.compile(
+    r"\s+|\d+(?:\.\d*)?(?:e[+-]?\d+)?|'-?[\w.+-]*'|\"-?[\w.+-]*\"|(?P<word>[A-Za-z_]\w*)(?P<call>\s*\()?|[-+*/%(),=<>!&|~]",
+    re.ASCII,
+)
+_WORD = re.compile(r"[A-Z]\w*|[a-z]{1,4}\d+", re.ASCII)
+_KNOWN = (
+    "positive negative nonnegative nonpositive nonzero zero integer real extended_real finite infinite commutative even odd "
+    "precision dps evaluate oo int_oo zoo nan pi and or not"
+)
+_CALLED = "floor ceiling sqrt log exp sin cos tan asin acos atan sinh cosh tanh abs sign min max"
+_WORDS, _FUNCTIONS = frozenset(_KNOWN.split()), frozenset(_CALLED.split())
+
+
+def is_model(name: str) -> bool:
+    """Whether torch.export.load reads the record of this name as the graph of a model."""
+    return _MODEL.search(name.lower()) is not None
+
+
+def compiled(name: str) -> Call | None:
+    """That a record is code for the machine, or is compiled to it, where it is."""
+    if not _COMPILED.search(name.lower()):
+        return None
+    return Call(ratings.call_text(_LOAD, (name,)), str(_LOAD), 0, "harmful")
+
+
+def evaluated(data: bytes) -> Iterator[Call]:
+    """The texts in the JSON of a model that are evaluated and are not sizes as sympy prints them."""
+    budget, what = limits.budget(len(data)), "The program is longer than any model's."
+    budget.take(limits.TEXT_BYTES, len(data), what)
+    for found in _PAIR.finditer(data):
+        key, text = found.groups()
+        if key is None:
+            raise ValueError("a text without an end, or with more than a million backslashes")
+        if text is None or (key != b"expr_str" and b"\\" not in key):
+            continue
+        budget.make(_COST_OF_TEXT + len(text) // 4, what)
+        if _decoded(key) != _KEY:
+            continue
+        if not is_size(shown := _decoded(text)):
+            yield Call(ratings.call_text(_SYMPIFY, (shown,)), str(_SYMPIFY), found.start(), "harmful")
+
+
+def _decoded(string: bytes) -> str:
+    """The text of a JSON string; empty where it is not one."""
+    try:
+        text = json.loads(b'"' + string + b'"')
+    except ValueError:
+        return ""
+    return text if type(text) is str else ""
+
+
+def is_size(text: str) -> bool:
+    """Whether a text is an expression of sizes: numbers, symbols and functions of sympy's, and nothing that leads elsewhere."""
+    at, before = 0, ""
+    while at < len(text):
+        found = _TOKEN.match(text, at)
+        if found is None:
+            return False
+        word, called = found["word"], found["call"]
+        if word is not None and not _is_known(word, called is not None):
+            return False
+        if found[0] == "(" and before[-1:] in (")", "'", '"'):  # what a call has made is called
+            return False
+        before, at = found[0].strip() or before, found.end()
+    return True
+
+
+def _is_known(word: str, is_called: bool) -> bool:
+    if "__" in word:
+        return False
+    if is_called:
+        return word[0].isupper() or word in _FUNCTIONS
+    return word in _WORDS or _WORD.fullmatch(word) is not None
