@@ -35,14 +35,16 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def changed(program: Path, out: Path, change: Callable[[bytes], bytes], name: str = "model.json", **more: bytes) -> Path:
+def changed(
+    program: Path, out: Path, change: Callable[[bytes], bytes], name: str = "model.json", more: dict[str, bytes] | None = None
+) -> Path:
     """The program with another graph, and with more records."""
     with zipfile.ZipFile(program) as old, zipfile.ZipFile(out, "w") as new:
         for entry in old.namelist():
             data = old.read(entry)
             is_model = entry.endswith("models/model.json")
             new.writestr(entry.replace("model.json", name) if is_model else entry, change(data) if is_model else data)
-        for entry, data in more.items():
+        for entry, data in (more or {}).items():
             new.writestr(f"model/{entry}", data)
     return out
 
@@ -80,7 +82,7 @@ def test_a_graph_that_is_not_json_takes_no_time(program: Path, tmp_path: Path) -
 def test_compiled_code(program: Path, tmp_path: Path) -> None:
     """Of a program that was compiled `torch.export.load` loads the library."""
     library = {"data/aotinductor/model/a.wrapper.so": b"\x7fELF", "data/aotinductor/model/a_metadata.json": b"{}"}
-    path = changed(program, tmp_path / "model.pt2", bytes, **library)
+    path = changed(program, tmp_path / "model.pt2", bytes, more=library)
     assert [where for where, _ in scan(path)[0].safety.calls] == ["model/data/aotinductor/model/a.wrapper.so"]
 
 
