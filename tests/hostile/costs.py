@@ -35,7 +35,7 @@ COMMANDS: dict[str, Sequence[str]] = {
     "report": ("report", "IN", "-o", "out.html"),
 }
 
-_MEASURED = textwrap.dedent("""
+PACED = textwrap.dedent("""
     import json, resource, sys, time
     resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
     resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
@@ -47,6 +47,8 @@ _MEASURED = textwrap.dedent("""
         return time.process_time() - start
 
     before = pace()
+""")
+_MEASURED = PACED + textwrap.dedent("""
     from ckpt_tools.cli import main
     try:
         main(sys.argv[2:], prog_name="ckpt")
@@ -88,7 +90,12 @@ def cost(path: Path, command: Sequence[str]) -> Cost:
         if not found.exists():  # killed, or our own limits were hit
             return Cost(None, 60, 2048, last)
         code, seconds, megabytes, pace = json.loads(found.read_text())
-        return Cost(code, seconds * min(1, PACE / pace), megabytes, last)
+        return Cost(code, alone(seconds, pace), megabytes, last)
+
+
+def alone(seconds: float, pace: float) -> float:
+    """What took so many CPU seconds, on a core that has nothing else to do."""
+    return seconds * min(1, PACE / pace)
 
 
 def main() -> None:
