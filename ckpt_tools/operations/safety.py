@@ -107,7 +107,7 @@ def sentence(where: str, call: Call) -> str:
 
 def _does(call: Call) -> str:
     if call.does == "names" and call.rating == "harmful":
-        return f"names {call.text}, which runs code when it is called"
+        return f"names {call.text}, which can run code"
     return f"{call.does} {call.text}{'' if call.rating == 'harmful' else ', which is not known: treat it as dangerous'}"
 
 

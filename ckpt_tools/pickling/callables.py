@@ -215,6 +215,7 @@ _NAMED_FREELY = _named(
     "itertools:groupby,accumulate numpy:vectorize _functools:reduce uuid:uuid4 time:time,perf_counter,monotonic"
 )
 _NAMED_FREELY_MODULES = _words("operator _operator threading _thread io _io unittest")
+_RUN_WHEN_IMPORTED = _words("antigravity this idlelib.idle test.autotest")
 # Functions of these compute, and those of no other module of the standard library are known to do no more.
 _COMPUTING = _words("builtins math cmath statistics copy json itertools random re string")
 
@@ -271,7 +272,8 @@ def is_harmful(name: Global) -> bool:
     """Whether to call this global is known to run code or programs, to open files or to connect."""
     if name in _DATA:
         return False
-    return name in _HARMFUL or any(module in _HARMFUL_MODULES for module in _modules(name.module)) or _leads_to_harm(name)
+    in_module = any(module in _HARMFUL_MODULES for module in _modules(name.module))
+    return name in _HARMFUL or in_module or _runs_when_imported(name.module) or _leads_to_harm(name)
 
 
 def _leads_to_harm(name: Global) -> bool:
@@ -290,11 +292,18 @@ def _leads_to_harm(name: Global) -> bool:
 
 def is_harmful_to_name(name: Global) -> bool:
     """Whether it counts as a danger to name this global without a call: no data and no module refers to it."""
+    if _runs_when_imported(name.module):
+        return True
     if name in _NAMED_FREELY or any(module in _NAMED_FREELY_MODULES for module in _modules(name.module)):
         return False
     if not is_harmful(name):
         return False
     return name in _HARMFUL or not name.name[:1].isupper() or name.module == "subprocess" or _leads_to_harm(name)
+
+
+def _runs_when_imported(module: str) -> bool:
+    """Whether to import a module, as naming anything in it does, runs a program: opens a window, runs tests of the folder."""
+    return module in _RUN_WHEN_IMPORTED or module.endswith(".__main__")
 
 
 def is_function_of_python(name: Global) -> bool:

@@ -18,7 +18,7 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools import scan
-from ckpt_tools.operations.safety import Safety
+from ckpt_tools.operations.safety import Safety, sentence
 from ckpt_tools.pickling.raw_between import MAGIC_NUMBER
 from tests.hostile import pickles as p
 
@@ -363,6 +363,13 @@ def test_what_is_damaged_is_not_examined(damaged: bytes, tmp_path: Path) -> None
 def test_what_only_begins_as_zlib_is_nothing(text: bytes, tmp_path: Path) -> None:
     """Two bytes make no compressed file."""
     assert said(tmp_path / "file", text).verdict == "nothing"
+
+
+@pytest.mark.parametrize("module", ["antigravity", "idlelib.idle", "unittest.__main__", "venv.__main__", "test.autotest"])
+def test_modules_that_run_when_they_are_imported(module: str, tmp_path: Path) -> None:
+    """To name anything in them, by whatever name, imports them: a browser opens, or the tests of this folder run."""
+    found = said(tmp_path / "file", p.pickle(p.glob(module, "Thing")))
+    assert [sentence(*call) for call in found.calls] == [f"this names {module}.Thing, which can run code"]
 
 
 def test_an_extension_that_is_only_named(tmp_path: Path) -> None:
