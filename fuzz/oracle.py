@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 from tests.support.graphs import element_bytes, parts_of
 
@@ -114,6 +115,8 @@ def _tensors(root: Any) -> Iterator[tuple[tuple[str | int, ...], torch.Tensor]]:
 
 
 def _row(where: tuple[str | int, ...], tensor: torch.Tensor) -> Row:
+    if isinstance(tensor, DTensor):  # has no bytes of its own: torch mostly says so, and died on one with another part
+        raise TypeError("a DTensor")
     row: Row = {"where": list(where), "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested and tensor.device.type == "cpu":
         kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
