@@ -13,6 +13,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -249,19 +250,21 @@ class _Walk:
                 self.damaged_archive(source, where, depth, error)
             return
         self.found.program |= any(record.name.endswith(_OF_PROGRAMS) for record in records)
+        self.program(source, records, where)
         raw = _raw_folders(records)
         for record in records:
-            self.program(source, record, where)
             if not _is_raw(source, record, raw) and not self.is_full:
                 self.member(source, record, where, depth)
 
-    def program(self, source: Source, record: Record, where: str) -> None:
-        """What torch.export.load runs of a record, if it is a part of a program."""
-        compiled = harm.compiled(record.name)
-        if compiled is not None and len(self.found.evaluated) < _MOST_EVALUATED:
-            self.found.evaluated.append((_inside(where, record.name), compiled))
-        if harm.is_model(record.name):
-            self.guarded(_inside(where, record.name), lambda: self.model(source, record, where))
+    def program(self, source: Source, records: Sequence[Record], where: str) -> None:
+        """What torch.export.load runs of the records of a program."""
+        is_program = harm.is_program(record.name for record in records)
+        for record in records:
+            compiled = harm.compiled(record.name)
+            if compiled is not None and len(self.found.evaluated) < _MOST_EVALUATED:
+                self.found.evaluated.append((_inside(where, record.name), compiled))
+            if harm.is_model(record.name, is_program):
+                self.guarded(_inside(where, record.name), partial(self.model, source, record, where))
 
     def model(self, source: Source, record: Record, where: str) -> None:
         """The graph of a program."""
@@ -383,7 +386,6 @@ _OF_PROGRAMS = (
     "/archive_format",
     "/archive_version",
     "/model.json",
-    "/models/model.json",
     "/serialized_exported_program.json",
 )
 

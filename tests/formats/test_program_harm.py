@@ -61,6 +61,19 @@ def test_a_program_of_sizes_needs_code(program: Path) -> None:
     assert scan(program)[0].verdict == "needs-code"
 
 
+def test_files_that_are_called_models(program: Path, tmp_path: Path) -> None:
+    """torch names the folder in a file after the file: weights in `models/` are no graphs of a program."""
+    weights = torch.frombuffer(bytearray(KEY + b': "' + EVIL.encode() + b'" "'), dtype=torch.uint8)
+    torch.save({"a.weight": weights}, tmp_path / "models.pth")
+    assert scan(tmp_path / "models.pth")[0].verdict == "plain"
+    named = tmp_path / "models.pt2"
+    with zipfile.ZipFile(program) as old, zipfile.ZipFile(named, "w") as new:
+        for entry in old.namelist():
+            new.writestr(entry.replace("model/", "models/", 1), old.read(entry))
+        new.writestr("models/data/weights/weight_9", weights.numpy().tobytes())
+    assert scan(named)[0].verdict == "needs-code"
+
+
 @pytest.mark.parametrize("key", [KEY, b'"expr\\u005fstr"'])
 @pytest.mark.parametrize("name", ["model.json", "model.txt"])
 def test_a_text_that_is_evaluated(key: bytes, name: str, program: Path, tmp_path: Path) -> None:

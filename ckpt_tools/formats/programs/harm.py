@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ckpt_tools import limits
 from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.calls import Call
 from ckpt_tools.tree.nodes import Global
 
-# Of a record, in small letters: torch finds names without regard to case.
-_MODEL = re.compile(r"(?:^|/)(?:models/|[^/]*serialized_exported_program\.json$)")
+# Of a record, in small letters: torch finds names without regard to case. A folder of the name of the file is around all.
+_FORMAT = re.compile(r"[^/]*/archive_format")
+_MODEL = re.compile(r"[^/]*/models/")
+_OLD_MODEL = "serialized_exported_program.json"
 _COMPILED = re.compile(r"(?:^|/)data/aotinductor/.*[^/](?<!\.json)$", re.DOTALL)
 _STRING = rb'"([^"\\]*+(?:\\.[^"\\]*+)*+)"'
 # Strings one after another, a key with its text; or one without an end.
@@ -38,9 +40,15 @@ _CALLED = "floor ceiling sqrt log exp sin cos tan asin acos atan sinh cosh tanh 
 _WORDS, _FUNCTIONS = frozenset(_KNOWN.split()), frozenset(_CALLED.split())
 
 
-def is_model(name: str) -> bool:
-    """Whether torch.export.load reads the record of this name as the graph of a model."""
-    return _MODEL.search(name.lower()) is not None
+def is_program(names: Iterable[str]) -> bool:
+    """Whether torch.export.load takes an archive of these records: it asks for the format first."""
+    return any(_FORMAT.fullmatch(name.lower()) for name in names)
+
+
+def is_model(name: str, of_program: bool) -> bool:
+    """Whether torch.export.load reads the record of this name as the graph of a model; torch before 2.8 wrote zips of one."""
+    small = name.lower()
+    return (of_program and _MODEL.match(small) is not None) or small.endswith(_OLD_MODEL)
 
 
 def compiled(name: str) -> Call | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 
-from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader
+from ckpt_tools.formats.zip.headers import LOCAL, SIGNATURE_LOCAL, LocalHeader, signatures
 from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Window
 
 _SEARCHED = 1 << 20
 _NAMES = 64  # of records that are looked at
@@ -20,14 +22,15 @@ def is_mended(source: Source) -> bool:
     """Whether `ckpt repair` may take a damaged zip: not one of a program or of arrays, as its first names say, nor one without
     the name of a pickle.
     """
-    data = source.read(0, min(_SEARCHED, source.size))
+    head = Window(source, 0, min(_SEARCHED, source.size))
+    data = head.read(0, head.size)
     if SIGNATURE_LOCAL in data and source.size <= _SEARCHED and b"data.pkl" not in data:
         return False
-    names: list[str] = []
-    at = data.find(SIGNATURE_LOCAL)
-    while 0 <= at <= len(data) - LOCAL.size and len(names) < _NAMES:
+    for _, at in islice(signatures(head, SIGNATURE_LOCAL), _NAMES):
         start = at + LOCAL.size
-        name = data[start : start + LocalHeader._make(LOCAL.unpack_from(data, at)).name_length]
-        names.append(name.decode(errors="replace"))
-        at = data.find(SIGNATURE_LOCAL, at + 1)
-    return not any(PROGRAM.search(name) or _ARRAY.search(name) for name in names)
+        if start > head.size:
+            break
+        name = data[start : start + LocalHeader.at(head, at).name_length].decode(errors="replace")
+        if PROGRAM.search(name) or _ARRAY.search(name):
+            return False
+    return True
