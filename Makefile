@@ -42,13 +42,13 @@ coverage: install
 matrix: install
 	$(PYTEST) -m matrix
 
-# A minute of mutated files; more with FUZZ="--seconds 3600 --seed 1" (python -m fuzz --help).
+# A minute of mutated files; more with FUZZ="--seconds 3600 --seed 1" (python -m tests.fuzz --help).
 fuzz: install
-	$(BIN)/python -m fuzz $(FUZZ)
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 # Every system call of everything that writes fails once in every way: thousands of runs, some minutes.
 faults: install
-	$(BIN)/python -m faults
+	$(BIN)/python -m tests.faults
 
 check: install
 	$(BIN)/ruff check .
@@ -61,7 +61,7 @@ format: install
 	$(BIN)/ruff format .
 
 bench: install
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m tests.benchmarks
 
 fixtures: install
 	$(BIN)/python fixtures/make.py

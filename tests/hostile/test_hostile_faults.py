@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
-from faults.jobs import JOBS
-from faults.layer import Fault
-from faults.runs import Rig, TornError
+from tests.faults.jobs import JOBS
+from tests.faults.layer import Fault
+from tests.faults.runs import Rig, TornError
 
 ROOT = Path(ckpt_tools.__file__).parent.parent
 
 
 def test_no_fault_tears_anything() -> None:
     """Killed, interrupted, EIO, ENOSPC, a short write, at one call after the other: the old files or the new ones."""
-    command = [sys.executable, "-m", "faults", "--every", "20"]
+    command = [sys.executable, "-m", "tests.faults", "--every", "20"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert " 0 torn" in done.stdout

@@ -22,8 +22,8 @@ from ckpt_tools.errors import (
     TensorError,
     ZipError,
 )
-from fuzz import cases, frameworks, headers, journals, oracle
-from fuzz.guard import ForbiddenError, TooSlowError
+from tests.fuzz import cases, frameworks, headers, journals, oracle
+from tests.fuzz.guard import ForbiddenError, TooSlowError
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
 from tests.hostile.zips import (
@@ -40,7 +40,7 @@ ROOT = Path(ckpt_tools.__file__).parent.parent
 
 def fuzz(*options: str) -> subprocess.CompletedProcess[str]:
     """A run of the fuzzer."""
-    command = [sys.executable, "-m", "fuzz", *options]
+    command = [sys.executable, "-m", "tests.fuzz", *options]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
@@ -68,7 +68,7 @@ def test_the_guard_sees_something(code: str, error: type[BaseException] | None) 
     Of temporary files it lets one pass that has no name and can get none.
     """
     script = (
-        "import sys, os, socket, tempfile\nfrom fuzz import guard\nguard.CPU_SECONDS = 0.2\nwatch = guard.Guard('/nowhere')\n"
+        "import sys, os, socket, tempfile\nfrom tests.fuzz import guard\nguard.CPU_SECONDS = 0.2\nwatch = guard.Guard('/nowhere')\n"
         "watch.armed = True\ntry:\n    with watch.watching():\n        try:\n"
         f"            {code}\n        except Exception:\n            pass\n"
         "except (guard.ForbiddenError, guard.TooSlowError) as error:\n    print(type(error).__name__)\n"

@@ -11,7 +11,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import PickleError, TensorError
-from fuzz import oracle
+from tests.fuzz import oracle
 from tests.hostile import pickles as p
 from tests.hostile.refusals import expect_refused, write
 from tests.hostile.zips import torch_zip

@@ -18,7 +18,7 @@ from ckpt_tools.errors import (
     TensorError,
     ZipError,
 )
-from fuzz import oracle
+from tests.fuzz import oracle
 from tests.hostile import pickles as p
 from tests.hostile.refusals import expect_convert_refused, expect_refused, write
 from tests.hostile.zips import (

@@ -1,1 +1,0 @@
-"""Whole-process timings, side by side with what a user would do instead: python -m benchmarks."""

@@ -1,1 +1,0 @@
-"""Fault injection: `python -m faults`, or `make faults`. Every system call of what writes fails once, in every way."""

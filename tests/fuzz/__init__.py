@@ -1,0 +1,1 @@
+"""A structure-aware fuzzer: `python -m tests.fuzz`, or `make fuzz`. It attacks ckpt_tools with mutated checkpoints."""
