@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help install demo test lint coverage check matrix fuzz faults format bench fixtures pictures docs man wheel clean
+.PHONY: help install demo test lint coverage check matrix fuzz faults format bench fixtures golden pictures docs man wheel clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -69,6 +69,9 @@ bench: install  ## the figures of docs/benchmarks.md, side by side
 
 fixtures: install  ## fixtures/ again, by torch itself
 	$(BIN)/python fixtures/make.py
+
+golden: install  ## tests/golden/kept again: what commands and functions say; read the diff
+	$(BIN)/python -m tests.golden
 
 pictures: install  ## docs/images again, from real commands
 	$(BIN)/python -m docs.pictures

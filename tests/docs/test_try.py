@@ -33,7 +33,8 @@ py.runPython("import sys; sys.path[:0] = ['/site/ckpt.pyz', '/site']");
 const page = py.pyimport("in_page");
 const text = page.run("inspect", "NAME") + page.run("scan", "NAME");
 const made = ["strip", "safetensors"].map((to) => page.convert(to).toJs({ dict_converter: Object.fromEntries }));
-const plain = made.map(({ name, parts }) => [name, parts.map((part) => Array.isArray(part) ? part : Buffer.from(part).toString("hex"))]);
+const hex = (part) => (Array.isArray(part) ? part : Buffer.from(part).toString("hex"));
+const plain = made.map(({ name, parts }) => [name, parts.map(hex)]);
 console.log(JSON.stringify({ text, made: plain, memory: py._module.HEAPU8.length }));
 """
 
@@ -129,7 +130,7 @@ def test_a_file_is_shown_and_converted_in_the_browser(tab: tuple[Tab, str], tmp_
 
 @needs_browser
 def test_rubbish_gets_the_sentence_of_inspect(tab: tuple[Tab, str], tmp_path: Path) -> None:
-    """A file that is no checkpoint is named as `ckpt inspect` names it, and there is nothing to download; the next file works."""
+    """A file that is no checkpoint is named as `ckpt inspect` names it, and is not converted; the next file works."""
     page, address = tab
     page.show(address, tmp_path)
     rubbish = tmp_path / "<b>notes.txt"

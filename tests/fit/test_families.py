@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,23 +15,7 @@ from ckpt_tools.fit.patterns.rows import PatternPlan
 from ckpt_tools.fit.patterns.shipped import other_way, shipped_names
 from ckpt_tools.fit.plan_files import read_any_plan
 from tests.support import families as make
-from tests.support.families import HEAD, HEADS, KV_HEADS, WIDTH, WORDS, State
-
-SIZES = {"heads": HEADS}
-MEGATRON = {"heads": HEADS, "groups": KV_HEADS, "vocab_size": WORDS}
-SIDES: dict[str, tuple[Callable[[], State], Callable[[], State], dict[str, int]]] = {
-    "llama-meta-to-hf": (make.meta, make.llama, SIZES),
-    "llama-torchtitan-to-hf": (make.meta, make.llama, SIZES),
-    "llama-meta-to-torchtitan": (make.meta, make.meta, {}),
-    "llama-megatron-to-hf": (make.megatron, make.llama, MEGATRON),
-    "gpt2-hf-to-nanogpt": (lambda: make.gpt2(transformers=True), lambda: make.gpt2(transformers=False), {}),
-    "bert-hf-to-torch": (make.bert, make.torch_encoder, {}),
-    "vit-timm-to-hf": (lambda: make.vit("timm"), lambda: make.vit("hf"), {}),
-    "vit-timm-to-hf5": (lambda: make.vit("timm"), lambda: make.vit("hf5"), {}),
-    "vit-torchvision-to-hf": (lambda: make.vit("torchvision"), lambda: make.vit("hf"), {}),
-    "vit-torchvision-to-hf5": (lambda: make.vit("torchvision"), lambda: make.vit("hf5"), {}),
-    "vit-timm-to-torchvision": (lambda: make.vit("timm"), lambda: make.vit("torchvision"), {}),
-}
+from tests.support.families import HEAD, HEADS, KV_HEADS, MEGATRON, SIDES, SIZES, WIDTH, WORDS, State
 
 
 def converted(state: Mapping[str, object], folder: Path, plan: str, **options: object) -> State:

@@ -1,0 +1,54 @@
+"""Where rows run: a folder with fixtures, keys, inputs of plans and a server."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from torch import nn
+
+import ckpt_tools
+import ckpt_tools.torch
+from fixtures.make import network
+from tests.golden import inputs
+from tests.golden.running import workplace
+from tests.support.samples import FIXTURES
+from tests.support.servers import Server
+
+
+@contextmanager
+def prepared(folder: Path) -> Iterator[dict[str, Any]]:
+    """A workplace with keys, a signature, inputs of the shipped plans and a server; the names that Python rows may use."""
+    with workplace(folder), Server(FIXTURES) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        key = Ed25519PrivateKey.from_private_bytes(bytes(32))
+        Path("key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        Path("public.pem").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+        ckpt_tools.sign("fixtures/single.pth", key="key.pem", output="single.sig")
+        for name, source in (("copy.pth", "ddp.pth"), ("copy2.pth", "ddp.pth"), ("copy2.safetensors", "single.safetensors")):
+            Path(name).write_bytes((FIXTURES / source).read_bytes())  # for edits in place, which later rows see
+        with warnings.catch_warnings():
+            inputs.make(Path("made"))
+        yield {"server": server.url("")[7:-1], "network": network, "guarded_load": guarded_load, "guarded_miss": guarded_miss}
+        server.shutdown()
+
+
+def guarded_load() -> str:
+    """What a guard says where all is loaded."""
+    with ckpt_tools.torch.guard(model := network()) as seen:
+        ckpt_tools.torch.load_into(model, "fixtures/ddp.pth")
+    return str(seen)
+
+
+def guarded_miss() -> str:
+    """What a guard says of a model that got one layer only."""
+    with ckpt_tools.torch.guard(model := network()) as seen:
+        nn.Module.load_state_dict(model, {"fc1.bias": torch.zeros(8)}, strict=False)
+    return str(seen)
