@@ -29,7 +29,7 @@ COLUMNS = 100
 MASKS = [
     (re.compile(r"\x1b\[[\d;]*m"), ""),
     (re.compile(r"(?<=[ (])\d+\.\d+ s\b(?:, [\d.]+ [KMG]?i?B/s)?"), "<time>"),
-    (re.compile(r'(\bseconds(?:["']: ?|=))[\d.e-]+'), r"\g<1>0"),
+    (re.compile(r"(\bseconds(?:[\"']: ?|=))[\d.e-]+"), r"\g<1>0"),
     (re.compile(r'\btime="[\d.]+"'), 'time="0"'),
     (re.compile(r"127\.0\.0\.1:\d+"), "127.0.0.1:<port>"),
     (re.compile(r"0x[0-9a-f]{8,}"), "0x<address>"),
