@@ -23,6 +23,7 @@ import click
 import ckpt_tools
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError
+from ckpt_tools.values.pytorch import torch_told
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -137,7 +138,8 @@ class _Group(click.Group):
         try:
             with limits.out_of_memory(), _terminable(), limits.kept():
                 try:
-                    return super().invoke(ctx)
+                    with torch_told():
+                        return super().invoke(ctx)
                 finally:
                     sys.stdout.flush()  # what cannot be printed is told now, not at the exit
         except (CkptError, MemoryError, RecursionError) as problem:

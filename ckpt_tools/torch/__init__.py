@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.values.pytorch import need_torch
+
 if TYPE_CHECKING:
     from ckpt_tools.torch.building import MapLocation
     from ckpt_tools.torch.guarding.fates import Fate
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from ckpt_tools.torch.loading import load, load_state_dict
     from ckpt_tools.torch.report import LoadReport
     from ckpt_tools.torch.saving import save
+
+need_torch("Load code works on live tensors and modules.")
 
 __all__ = [
     "Fate",
