@@ -84,5 +84,15 @@ man: install
 wheel: man
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --disable-pip-version-check -w dist .
 
+# dist/ckpt.pyz, all of `ckpt` but PyTorch in one file for any Python from 3.11 on, and its SHA-256.
+.PHONY: pyz
+pyz: install
+	$(BIN)/python -m docs.pyz
+
+# What is published (wheel, source archive, one file), built and tried in environments of its own. It downloads PyTorch.
+.PHONY: release-check
+release-check: man
+	$(BIN)/python -m docs.release_check
+
 clean:
 	rm -rf $(VENV) build dist site man htmlcov .coverage* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

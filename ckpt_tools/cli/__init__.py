@@ -308,7 +308,7 @@ def _show_version(ctx: click.Context, _option: click.Parameter, asked: bool) -> 
     if verbose and not asked:
         raise click.UsageError("--verbose here is for --version.")
     if asked:
-        click.echo(f"ckpt, version {ckpt_tools.__version__}")
+        click.echo(f"ckpt, version {ckpt_tools.__version__} (ckpt_tools)")
         if verbose:
             from ckpt_tools.cli.shell.version import print_surroundings
 

@@ -61,10 +61,11 @@ def hide(folder: Path, names: Sequence[str] = OPTIONAL) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
 
 
-def run(commands: Sequence[Sequence[str]], where: Path, environment: dict[str, str]) -> list[Done]:
-    """Run commands one after another in a folder."""
+def run(commands: Sequence[Sequence[str]], where: Path, environment: dict[str, str], start: Sequence[str] = ()) -> list[Done]:
+    """Run commands one after another in a folder; `start` are options of Python, and the path of a zip to import from."""
+    before = "".join(f"import sys; sys.path.insert(0, {path!r})" for path in start[-1:])
     done = subprocess.run(
-        [sys.executable, "-c", _RUNNING],
+        [sys.executable, *start[:-1], "-c", before + _RUNNING],
         input=json.dumps(commands),
         capture_output=True,
         encoding="utf-8",
