@@ -2,11 +2,13 @@
 
 Builds the source archive, a wheel of it and ckpt.pyz; looks at their files and metadata; installs the wheel into a new
 environment with PyTorch and the source archive into one without; and runs the commands of the README in each, and from
-ckpt.pyz with a bare Python, which must print what the environment without PyTorch prints. Exits with 1 at the first failure.
+ckpt.pyz with a bare Python, which must print what the environment without PyTorch prints. Exits with 1 at the first failure;
+else what was tried lies in dist/release/, with the recipe for conda-forge.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -24,6 +26,7 @@ from pathlib import Path
 from docs import pyz
 
 ROOT = Path(__file__).parents[1]
+RELEASE = ROOT / "dist" / "release"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 WITHOUT_TORCH = ("click", "rich", "jinja2", "fsspec")
 _FILES = {
@@ -61,6 +64,7 @@ def main() -> None:
         for python in (whole, bare):
             check_scripts(python)
         check_readme(place, whole, bare, one_file)
+        keep(archive, wheel, one_file)
 
 
 def check_readme(place: Path, whole: Path, bare: Path, one_file: Path) -> None:
@@ -74,6 +78,23 @@ def check_readme(place: Path, whole: Path, bare: Path, one_file: Path) -> None:
     check(not any("This needs" in text for _, _, text in ran[0]), "a package is missing where all are installed")
     check(ran[1] == ran[2], "ckpt.pyz prints something else than the environment without PyTorch")
     say("ckpt.pyz prints what ckpt prints without PyTorch")
+
+
+def keep(archive: Path, wheel: Path, one_file: Path) -> None:
+    """Put what was tried into dist/release/, the packages in a folder of their own; and the recipe of this archive."""
+    shutil.rmtree(RELEASE, ignore_errors=True)
+    (RELEASE / "python").mkdir(parents=True)
+    for path in (archive, wheel):
+        shutil.copy(path, RELEASE / "python")
+    for path in (one_file, one_file.with_name(f"{one_file.name}.sha256")):
+        shutil.copy(path, RELEASE)
+    version = archive.name.removeprefix("ckpt_tools-").removesuffix(".tar.gz")
+    recipe = (ROOT / ".github" / "conda" / "meta.yaml").read_text("utf-8")
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    (RELEASE / "meta.yaml").write_text(
+        recipe.replace('"VERSION"', f'"{version}"').replace(" SHA256\n", f" {digest}\n"), "utf-8"
+    )
+    say("all of it is in dist/release/")
 
 
 def say(text: str) -> None:
