@@ -23,7 +23,7 @@ _LEFT_OUT = re.compile(r"\.\.|.*(__pycache__|\.(so|pyd|pyi|c|exe)$|dist-info/(?!
 _MADE = (2000, 1, 1, 0, 0, 0)
 
 # Every Python runs this much, so that an older one has a sentence to say. Modules are not compiled beforehand: only the Python
-# that compiled them would start faster (0.1 s for 0.5), and the file would be twice as large.
+# that compiled them would start faster (0.1 s for 0.4), and the file would be twice as large.
 _MAIN = """\
 import sys
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from importlib.util import find_spec
 
 from ckpt_tools.errors import CkptError, MissingPackageError, missing
 
@@ -25,6 +24,8 @@ def need_torch(why: str) -> None:
 
 @cache
 def _is_installed() -> bool:
+    from importlib.util import find_spec  # few commands ask
+
     try:
         return find_spec("torch") is not None
     except (ImportError, ValueError):
