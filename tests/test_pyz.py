@@ -167,3 +167,13 @@ def test_torch_is_used_where_it_is(one_file: Path, place: Path) -> None:
         [sys.executable, "-m", "ckpt_tools", "stats", "ddp.pth"], cwd=place, capture_output=True, text=True, check=True
     )
     assert done.stdout == plain.stdout
+
+
+@pytest.mark.parametrize("line", ["stats ddp.pth", "check --values ddp.pth", "convert ddp.pth x.pth --dtype bf16"])
+def test_a_folder_left_behind_is_no_torch(line: str, one_file: Path, place: Path, tmp_path: Path) -> None:
+    """A folder `torch` without a package in it, as uninstalling may leave one, is as none."""
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-S", str(one_file), *line.split()]
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (3, "Error: This needs PyTorch: pip install torch")

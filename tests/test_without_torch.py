@@ -31,6 +31,12 @@ def bare(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Don
     return tried(place, hide(tmp_path_factory.mktemp("hidden")))
 
 
+@pytest.fixture(scope="module")
+def full(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """What came of every command line where all that is installed here can be imported."""
+    return tried(place, hide(tmp_path_factory.mktemp("nothing"), []))
+
+
 def needing(done: dict[str, Done]) -> set[str]:
     """The names of what said that it needs PyTorch."""
     return {name for name, one in done.items() if one.err.startswith(f"Error: {PYTORCH}\n")}
@@ -80,9 +86,9 @@ def by_option() -> dict[str, set[str]]:
     return found
 
 
-def test_the_rest_is_the_same(bare: dict[str, Done], place: Path, tmp_path: Path) -> None:
+def test_the_rest_is_the_same(bare: dict[str, Done], full: dict[str, Done]) -> None:
     """What does not need PyTorch or another package prints what it prints where all are installed, and ends alike."""
-    full, checked = tried(place, hide(tmp_path / "nothing", [])), 0
+    checked = 0
     for name, one in bare.items():
         if "This needs" not in one.err:
             assert without_times(one) == without_times(full[name]), name
@@ -90,6 +96,13 @@ def test_the_rest_is_the_same(bare: dict[str, Done], place: Path, tmp_path: Path
         elif name in needing(bare) and "models.py" not in " ".join(dict(asked())[name].split()):
             assert full[name].code in (0, 1), (name, full[name].err)
     assert checked > 100
+
+
+def test_numpy_and_others_are_not_missed(full: dict[str, Done], place: Path, tmp_path: Path) -> None:
+    """With PyTorch, and without NumPy, safetensors, h5py and isal, every command does all that it does with them."""
+    done = tried(place, hide(tmp_path / "hidden", ["numpy", "safetensors", "h5py", "isal"]))
+    for name, one in done.items():
+        assert without_times(one) == without_times(full[name]), name
 
 
 OTHERS = {

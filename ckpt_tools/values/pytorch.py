@@ -27,9 +27,10 @@ def _is_installed() -> bool:
     from importlib.util import find_spec  # few commands ask
 
     try:
-        return find_spec("torch") is not None
+        found = find_spec("torch")
     except (ImportError, ValueError):
         return False
+    return found is not None and found.origin is not None  # a folder that an uninstalled one left behind has none
 
 
 @contextmanager
@@ -59,4 +60,4 @@ def _failed_to_import(error: Exception) -> bool:
     import traceback
 
     where = "".join(traceback.format_exception(error))
-    return re.search(r"[/\\]torch[/\\]__init__\.py\", line \d+, in <module>", where) is not None
+    return re.search(r"[/\\]torch[/\\]([\w.]+[/\\])*\w+\.py\", line \d+, in <module>", where) is not None
