@@ -1,4 +1,4 @@
-# make demo | test | coverage | check | matrix | fuzz | faults | bench | docs | man | wheel | clean; everything installs itself into .venv first.
+# `make help` lists what there is. Each target installs what it needs into .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,9 +15,12 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: install demo test coverage check matrix fuzz faults format bench fixtures pictures docs man wheel clean
+.PHONY: help install demo test lint coverage check matrix fuzz faults format bench fixtures pictures docs man wheel pyz release-check clean
 
-install: $(STAMP)
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: $(STAMP)  ## what everything else needs, into .venv
 
 # Installs once, and again only when the requirements change. Python compiles what is imported, a small part of all files.
 $(STAMP): pyproject.toml constraints.txt
@@ -25,52 +28,53 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev,train]'
 	touch $(STAMP)
 
-demo: install
+demo: install  ## train on two processes, strip the names, load, see the same accuracy
 	$(BIN)/python -m docs.demo
 
-test: install
+test: install  ## all tests, in two processes (WORKERS=8 for more)
 	$(PYTEST) -m "not matrix"
 
 # Lines and branches that the tests reach, processes that they start included, into htmlcov/; of a part: TESTS=tests/formats.
-coverage: install
+coverage: install  ## lines and branches that the tests reach; of a part: TESTS=tests/formats
 	$(BIN)/python -m coverage erase
 	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile -m "not matrix" $(TESTS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage html --quiet
 	$(BIN)/python -m coverage report
 
-matrix: install
+matrix: install  ## every network in every training mode, minutes
 	$(PYTEST) -m matrix
 
 # A minute of mutated files; more with FUZZ="--seconds 3600 --seed 1" (python -m tests.fuzz --help).
-fuzz: install
+fuzz: install  ## a minute of mutated files; longer: FUZZ="--seconds 3600 --seed 1"
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 # Every system call of everything that writes fails once in every way: thousands of runs, some minutes.
-faults: install
+faults: install  ## each system call of all that writes fails in every way, minutes
 	$(BIN)/python -m tests.faults
 
-check: install
+lint: install  ## ruff, and mypy strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(MAKE) test
 
-format: install
+check: lint test  ## lint, then the tests
+
+format: install  ## ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: install
+bench: install  ## the figures of docs/benchmarks.md, side by side
 	$(BIN)/python -m tests.benchmarks
 
-fixtures: install
+fixtures: install  ## fixtures/ again, by torch itself
 	$(BIN)/python fixtures/make.py
 
-pictures: install
+pictures: install  ## docs/images again, from real commands
 	$(BIN)/python -m docs.pictures
 
 # The site goes to site/; a broken link or a page outside the nav is an error.
-docs: $(DOCS_STAMP)
+docs: $(DOCS_STAMP)  ## the site, in site/
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 $(DOCS_STAMP): $(STAMP)
@@ -78,21 +82,17 @@ $(DOCS_STAMP): $(STAMP)
 	touch $(DOCS_STAMP)
 
 # ckpt.1, ckpt-inspect.1 ... from --help, into man/; `make wheel` puts them into the wheel, so that `man ckpt` finds them.
-man: install
+man: install  ## the man pages, from --help
 	$(BIN)/python -m docs.man
 
-wheel: man
+wheel: man  ## the wheel, in dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --disable-pip-version-check -w dist .
 
-# dist/ckpt.pyz, all of `ckpt` but PyTorch in one file for any Python from 3.11 on, and its SHA-256.
-.PHONY: pyz
-pyz: install
+pyz: install  ## dist/ckpt.pyz, ckpt in one file without PyTorch, and its SHA-256
 	$(BIN)/python -m docs.pyz
 
-# What is published (wheel, source archive, one file), built and tried in environments of its own. It downloads PyTorch.
-.PHONY: release-check
-release-check: man
+release-check: man  ## build what is published, into dist/release/, and try it in new environments
 	$(BIN)/python -m docs.release_check
 
-clean:
+clean:  ## remove all that make made
 	rm -rf $(VENV) build dist site man htmlcov .coverage* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

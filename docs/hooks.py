@@ -12,6 +12,7 @@ from mkdocs.structure.files import File, Files
 
 from ckpt_tools.cli import main
 from ckpt_tools.cli.help import WHOLE
+from docs import pyz, try_page
 
 ROOT = Path(__file__).parents[1]
 ROOT_PAGES = {
@@ -20,6 +21,7 @@ ROOT_PAGES = {
     "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
 }
+TRY = ("try.html", "try/page.css", "try/page.mjs", "try/worker.mjs")
 _LINK = re.compile(r"\[([^\[\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 _TITLE = re.compile(r"\A# ([^`\n]*)$", re.MULTILINE)
 _OPTIONS = re.compile(r"<!-- options of (\S+) -->")
@@ -28,11 +30,22 @@ _SETUP = re.compile(r"<!-- setup\n.*?\n-->\n*", re.DOTALL)
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
-    """SECURITY.md and its like become pages; README's place is taken by index.md."""
+    """SECURITY.md and its like become pages; README's place is taken by index.md. Without Pyodide there is no try.html."""
+    if try_page.pyodide() is None:
+        print("The site is built without try.html: npm, or its package of Pyodide, is not to be had here.")
+        for name in TRY:
+            files.remove(files.src_uris[name])
     for source, page in ROOT_PAGES.items():
         if files.get_file_from_path(page) is None:
             files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     return files
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """What try.html loads: Pyodide, and ckpt in one file."""
+    package = try_page.pyodide()
+    if package is not None:
+        try_page.put(package, pyz.archive(), Path(config["site_dir"]))
 
 
 def commands() -> str:
@@ -76,7 +89,7 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
         made = ROOT_PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
         if made is not None and files.get_file_from_path(made) is not None:
             return f"[{text}]({posixpath.relpath(made, posixpath.dirname(here) or '.')}{anchor})"
-        outside = not path.startswith("docs/") and (ROOT / path).exists()
+        outside = path == "docs/try.html" or (not path.startswith("docs/") and (ROOT / path).exists())
         return text if outside else found[0]  # a file that is nowhere stays a link, which the strict build refuses
 
     text = _in_this_dialect(_LINK.sub(link, _SETUP.sub("", markdown)))

@@ -50,6 +50,8 @@ def report(
     """
     from ckpt_tools.render.html import report as write_report
 
+    if other is not None and output is None and other.suffix in (".html", ".htm"):
+        raise click.UsageError(f"{other} would be compared with {path}; to write the page there: -o {other}")
     with show_progress(quiet=quiet) as progress:
         written = write_report(
             path,

@@ -85,7 +85,12 @@ def explain(words: str) -> list[Explanation]:
 
 def meanings() -> dict[str, str]:
     """What each code of a finding means, as plain text."""
-    return {code: _LINK.sub(r"\1", _ASIDE.sub("", row["text"])).replace("`", "") for code, row in _known()["findings"].items()}
+    return {code: without_links(row["text"]).replace("`", "") for code, row in _known()["findings"].items()}
+
+
+def without_links(text: str) -> str:
+    """Markdown with the words of its links alone: outside the site they lead nowhere."""
+    return _LINK.sub(r"\1", _ASIDE.sub("", text))
 
 
 def severities() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -15,24 +14,27 @@ from ckpt_tools.text import printable
 if TYPE_CHECKING:
     from ckpt_tools.operations.explain import Explanation
 
+_WIDTH = 100  # columns, in a pipe too
+
 
 def show_explained(found: Sequence[Explanation]) -> None:
-    """The best page whole, and the titles of others that fit as well; Markdown as it is in a pipe, drawn on a terminal."""
+    """The best page whole, and the titles of others that fit as well."""
     best, *others = found
-    text = f"# {best.title}\n\n{best.text}\n\n({best.page})\n"
+    text = f"{best.text}\n\n({best.page})\n"
     if others:
         text += "\nOr is it one of these? `ckpt explain` with its words shows it:\n\n"
         text += "".join(f"* {other.title} ({other.page})\n" for other in others)
-    if sys.stdout.isatty() or os.environ.get("FORCE_COLOR"):
-        show(partial(_draw, text))
-    else:
-        sys.stdout.write(text)
+    show(partial(_draw, best.title, text))
 
 
-def _draw(text: str, out: Page) -> None:
+def _draw(title: str, text: str, out: Page) -> None:
+    from rich.constrain import Constrain
     from rich.markdown import Markdown
 
-    out.print(Markdown(text))
+    from ckpt_tools.operations.explain import without_links
+
+    out.print(f"{title}\n", style="bold")
+    out.print(Constrain(Markdown(without_links(text)), _WIDTH))
 
 
 def show_topics(topics: Sequence[tuple[str, str]]) -> None:

@@ -68,7 +68,8 @@ def test_the_guard_sees_something(code: str, error: type[BaseException] | None) 
     Of temporary files it lets one pass that has no name and can get none.
     """
     script = (
-        "import sys, os, socket, tempfile\nfrom tests.fuzz import guard\nguard.CPU_SECONDS = 0.2\nwatch = guard.Guard('/nowhere')\n"
+        "import sys, os, socket, tempfile\nfrom tests.fuzz import guard\n"
+        "guard.CPU_SECONDS = 0.2\nwatch = guard.Guard('/nowhere')\n"
         "watch.armed = True\ntry:\n    with watch.watching():\n        try:\n"
         f"            {code}\n        except Exception:\n            pass\n"
         "except (guard.ForbiddenError, guard.TooSlowError) as error:\n    print(type(error).__name__)\n"

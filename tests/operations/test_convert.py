@@ -209,6 +209,20 @@ def test_a_prefix_that_is_not_there_is_noted(tmp_path: Path, option: dict[str, A
     assert codes(report) == ["no-prefix"]
 
 
+@pytest.mark.parametrize(
+    ("prefixes", "option"),
+    [(["module."], "`strip_module`"), (["_orig_mod."], "`unwrap`"), (["module._orig_mod."], "`unwrap`"), (["", ""], None)],
+)
+def test_a_copy_tells_that_names_are_still_wrapped(tmp_path: Path, prefixes: list[str], option: str | None) -> None:
+    """Without an option of names the wrapper stays, and one note says which option removes it, not one a state dict."""
+    states = {f"net{i}": {f"{prefix}fc.{name}": torch.ones(1) for name in "ab"} for i, prefix in enumerate(prefixes * 2)}
+    _, report = run(tmp_path, states)
+    notes = [note.text for note in report.notes if note.code == "still-wrapped"]
+    assert notes == ([] if option is None else [note for note in notes[:1] if f"{option} removes it" in note])
+    assert bool(notes) == (option is not None)
+    assert "still-wrapped" not in codes(run(tmp_path, states, add_module=True)[1])
+
+
 def test_a_prefix_that_is_not_there_is_told_with_the_one_that_is(tmp_path: Path) -> None:
     """Lightning's `model.` is another word in another project: what all names begin with stands in the note."""
     named = {f"net.{name}": value for name, value in network().state_dict().items()}
@@ -303,12 +317,11 @@ def test_keep_and_drop(tmp_path: Path) -> None:
     assert list(loaded["model"]) == ["module.features.0.weight", "module.features.1.weight", "module.fc1.weight"]
     assert ("optimizer", "`keep` / `drop`") in report.dropped
     assert ("model.module.fc2.weight", "`keep` / `drop`") in report.dropped
-    assert not report.notes
+    assert [note.code for note in report.notes] == ["still-wrapped"]
     loaded, report = run(tmp_path, {**training_state(), "mean": torch.ones(2)}, keep=["*.weight"], drop=["optimizer"])
     assert "mean" in loaded
-    assert [note.text for note in report.notes] == [
-        "`keep`: what lies outside state dicts stays, mean; `drop` takes it by path."
-    ]
+    text = "`keep`: what lies outside state dicts stays, mean; `drop` takes it by path."
+    assert [note.text for note in report.notes if note.code != "still-wrapped"] == [text]
 
 
 # --- one dict under several paths
@@ -533,7 +546,7 @@ def test_step_counters_keep_their_dtype(tmp_path: Path) -> None:
     loaded, report = run(tmp_path, training_state(), dtype="bf16")
     assert {row["step"].dtype for row in loaded["optimizer"]["state"].values()} == {torch.float32}
     assert loaded["optimizer"]["state"][0]["exp_avg"].dtype is torch.bfloat16
-    assert codes(report) == ["steps-kept"]
+    assert codes(report) == ["still-wrapped", "steps-kept"]
     loaded, report = run(tmp_path, training_state(), dtype="bf16", dtype_only=["*.step"])
     assert {row["step"].dtype for row in loaded["optimizer"]["state"].values()} == {torch.bfloat16}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
@@ -89,7 +90,7 @@ def _blocks(source: Source) -> Iterator[tuple[int, memoryview]]:
         source.read_into(starts[index], part)
         return part
 
-    if len(starts) < 2:
+    if len(starts) < 2 or sys.platform == "emscripten":  # a browser has no threads
         yield from ((start, fill(index)) for index, start in enumerate(starts))
         return
     with ThreadPoolExecutor(1, "ckpt-read") as reader:

@@ -67,7 +67,8 @@ class Edits:
             option = "set_metadata" if options.set_metadata else "drop_metadata"
             what = f"`{option}` is for a safetensors header and an index of shards; {_CALLED[kind]} has no metadata."
             raise UsageError(what, fix="Name OUT .safetensors or .gguf.")
-        self.options, self.kind, self.names = options, kind, Names(options)
+        self.options, self.kind = options, kind
+        self.names = Names(options, fitted=bool(options.targeted))
         self.map_location = _spec(options.map_location)
         self.retag = _retagging(self.map_location)
         self.retargeting = _retargeting(options)

@@ -8,6 +8,7 @@ from ckpt_tools.errors import NothingMatchedError
 from ckpt_tools.formats.open import StateDict, find_state_dicts
 from ckpt_tools.operations.convert.options import NameOptions
 from ckpt_tools.operations.convert.report import Converted, Note, RenamedNames
+from ckpt_tools.text import listed
 from ckpt_tools.tree import names
 from ckpt_tools.tree.nodes import Node
 
@@ -15,7 +16,8 @@ from ckpt_tools.tree.nodes import Node
 class Names:
     """The name options, checked and put together into one function of a name."""
 
-    def __init__(self, options: NameOptions) -> None:
+    def __init__(self, options: NameOptions, *, fitted: bool = False) -> None:
+        self.fitted = fitted  # a target says later what becomes of the names
         strip_prefix, add_prefix = options.strip_prefix, options.add_prefix
         self.steps: list[tuple[str, Rename]] = []
         self.known: dict[str, str] = {}  # names that have been renamed already, each asked for several times
@@ -48,6 +50,8 @@ class Names:
             renamed = done[id(state_dict.node)]
             examples = list(renamed.changes.items())[:3]
             report.state_dicts.append(RenamedNames(list(state_dict.where), renamed.tensors, len(renamed.changes), examples))
+        if not self.steps and not self.fitted:
+            _note_wrapped(found, report)
         if self.steps:
             report.optimizer_names = renaming.rename_optimizers(root, self.rename)
 
@@ -84,6 +88,15 @@ class Names:
                 text = f"`{options[0]}`: {pair[0]!r} loses one 'module.', {pair[1]!r} more. "
                 fix = r"Where the model itself has a sub-module of that name, remove one only: `rename='^module\\.='`."
                 report.notes.append(Note("uneven-prefix", text + fix))
+
+
+def _note_wrapped(found: list[StateDict], report: Converted) -> None:
+    """Names keep the wrapper that most people want gone, where no option is about names."""
+    wrappers = list(dict.fromkeys(wrapper for state_dict in found for wrapper in names.wrappers_in(state_dict.names)))
+    if wrappers:
+        option = "strip_module" if wrappers == [names.MODULE] else "unwrap"
+        text = f"Names still begin with {listed([repr(wrapper) for wrapper in wrappers])}; `{option}` removes it."
+        report.notes.append(Note("still-wrapped", text))
 
 
 def _inside(option: str, current: list[str]) -> str:
