@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help install demo test lint coverage check matrix fuzz faults format bench fixtures golden pictures docs man wheel clean
+.PHONY: help install demo test lint coverage check matrix fuzz faults format bench fixtures golden pictures docs man wheel pyz release-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -90,6 +90,12 @@ man: install  ## the man pages, from --help
 
 wheel: man  ## the wheel, in dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --disable-pip-version-check -w dist .
+
+pyz: install  ## dist/ckpt.pyz, ckpt in one file without PyTorch, and its SHA-256
+	$(BIN)/python -m docs.pyz
+
+release-check: man  ## build what is published, into dist/release/, and try it in new environments
+	$(BIN)/python -m docs.release_check
 
 clean:  ## remove all that make made
 	rm -rf $(VENV) build dist site man htmlcov .coverage* *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

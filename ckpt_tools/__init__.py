@@ -129,7 +129,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'ckpt_tools' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"ckpt_tools.{_HOMES[name]}"), name)
+    from ckpt_tools.values.pytorch import torch_told
+
+    with torch_told():  # `prove` is load code
+        return getattr(import_module(f"ckpt_tools.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

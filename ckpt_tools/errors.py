@@ -19,6 +19,7 @@ CkptError                      exit code 3 unless noted
 │   ├── RemoteMissingError         nothing is there; a FileNotFoundError too
 │   ├── RemoteForbiddenError       the server refuses this user; a PermissionError too
 │   └── RemoteTimeoutError         no whole answer in time; a TimeoutError too
+├── MissingPackageError        a package that is needed is not installed, or is broken; an ImportError too
 ├── ChangedFileError           the input changed while it was read
 ├── ValuesError                a tensor whose values cannot be told: sparse, quantised, on the meta device
 ├── DigestError                a digest file that cannot be read
@@ -197,6 +198,15 @@ class RemoteTimeoutError(RemoteError, TimeoutError):
     """No whole answer came in time."""
 
     errno = ETIMEDOUT
+
+
+class MissingPackageError(CkptError, ImportError):
+    """A package that this needs is not installed, or cannot be imported."""
+
+
+def missing(package: str, distribution: str, why: str) -> MissingPackageError:
+    """The error for a package that is not installed; `why` says what it is needed for."""
+    return MissingPackageError(f"This needs {package}: pip install {distribution}", why=why)
 
 
 class ChangedFileError(CkptError):

@@ -21,7 +21,6 @@ ROOT_PAGES = {
     "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
 }
-TRY = ("try.html", "try/page.css", "try/page.mjs", "try/worker.mjs")
 _LINK = re.compile(r"\[([^\[\]]+)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 _TITLE = re.compile(r"\A# ([^`\n]*)$", re.MULTILINE)
 _OPTIONS = re.compile(r"<!-- options of (\S+) -->")
@@ -33,7 +32,7 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     """SECURITY.md and its like become pages; README's place is taken by index.md. Without Pyodide there is no try.html."""
     if try_page.pyodide() is None:
         print("The site is built without try.html: npm, or its package of Pyodide, is not to be had here.")
-        for name in TRY:
+        for name in try_page.PAGE:
             files.remove(files.src_uris[name])
     for source, page in ROOT_PAGES.items():
         if files.get_file_from_path(page) is None:

@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "pyodide@314.0.7"
 INTEGRITY = "sha512-0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
+PAGE = ("try.html", "try/page.css", "try/page.mjs", "try/worker.mjs")  # in docs/
 _FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json", "package.json")
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -105,3 +106,18 @@ def test_the_installed_command(environment: Path, tmp_path: Path) -> None:
     where = [str(environment / "python"), "-c", "import ckpt_tools; print(ckpt_tools.__file__)"]
     found = subprocess.run(where, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}).stdout
     assert Path(found.strip()).is_relative_to(environment.parent)
+
+
+def test_the_conda_recipe_wants_what_the_project_wants() -> None:
+    """Packages with their oldest versions, and both scripts; PyTorch has another name there."""
+    recipe = (ROOT / ".github" / "conda" / "meta.yaml").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (wanted,) = re.findall(r"\n  run:\n((?:    - .*\n)+)", recipe)
+    rows = {line.removeprefix("    - ").replace(" ", "") for line in wanted.splitlines()}
+    assert rows == {line.replace("torch", "pytorch") for line in project["dependencies"]} | {
+        f"python{project['requires-python']}"
+    }
+    assert set(re.findall(r"    - (\S+ = \S+:main)\n", recipe)) == {
+        f"{name} = {place}" for name, place in project["scripts"].items()
+    }
+    assert project["description"] in recipe

@@ -71,7 +71,7 @@ def load(name: str, folder: Path = Path("data"), *, shape: str = "1x28x28", samp
 
 def digits() -> tuple[Images, Images]:
     """scikit-learn's 1,797 images of 8 x 8 (values 0 to 16), a fixed fifth of them, drawn at random, held out."""
-    datasets = needed("sklearn.datasets", "--data digits needs scikit-learn: pip install 'ckpt-tools[train]'")
+    datasets = needed("sklearn.datasets", "--data digits needs scikit-learn: pip install -e '.[train]'")
     source = datasets.load_digits()
     pixels = (torch.as_tensor(source.images) * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
     return held_out(pixels, torch.as_tensor(source.target, dtype=torch.int64))
@@ -103,7 +103,7 @@ def from_torchvision(name: str, data_dir: Path) -> tuple[Images, Images]:
     kind, files = TORCHVISION[name]
     datasets = needed(
         "torchvision.datasets",
-        f"--data {name} needs a torchvision that fits torch {torch.__version__}: pip install 'ckpt-tools[vision]'; "
+        f"--data {name} needs a torchvision that fits torch {torch.__version__}: pip install -e '.[vision]'; "
         "--data digits works now",
     )
     try:

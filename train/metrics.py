@@ -29,7 +29,7 @@ class Log:
     def __init__(self, config: Config, epoch: int, rows: list[dict[str, Any]], *, silent: bool = False) -> None:
         self.path, self.epochs, self.silent = config.out / "metrics.jsonl", config.epochs, silent
         self.rows = [row for row in rows if row["epoch"] <= epoch]
-        sentence = "--tensorboard needs the package: pip install 'ckpt-tools[tensorboard]'"
+        sentence = "--tensorboard needs the package: pip install -e '.[tensorboard]'"
         board = needed("torch.utils.tensorboard", sentence) if config.tensorboard else None
         self.board = board.SummaryWriter(str(config.out), purge_step=epoch + 1) if board and not silent else None
 

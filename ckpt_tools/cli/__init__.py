@@ -23,6 +23,7 @@ import click
 import ckpt_tools
 from ckpt_tools import limits
 from ckpt_tools.errors import CkptError
+from ckpt_tools.values.pytorch import torch_told
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -137,7 +138,8 @@ class _Group(click.Group):
         try:
             with limits.out_of_memory(), _terminable(), limits.kept():
                 try:
-                    return super().invoke(ctx)
+                    with torch_told():
+                        return super().invoke(ctx)
                 finally:
                     sys.stdout.flush()  # what cannot be printed is told now, not at the exit
         except (CkptError, MemoryError, RecursionError) as problem:
@@ -306,7 +308,7 @@ def _show_version(ctx: click.Context, _option: click.Parameter, asked: bool) -> 
     if verbose and not asked:
         raise click.UsageError("--verbose here is for --version.")
     if asked:
-        click.echo(f"ckpt, version {ckpt_tools.__version__}")
+        click.echo(f"ckpt, version {ckpt_tools.__version__} (ckpt_tools)")
         if verbose:
             from ckpt_tools.cli.shell.version import print_surroundings
 

@@ -27,6 +27,7 @@ from ckpt_tools.cli.options import (
 from ckpt_tools.cli.shell.settings import from_settings, give_way
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.run import convert as convert_checkpoint
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.convert.report import Converted
@@ -132,6 +133,8 @@ def _check_provable(asked: dict[str, Any], prove: tuple[str, ...], prove_model: 
         raise click.UsageError("--prove compares IN with the OUT that was written; --in-place and --dry-run write none.")
     if prove and "like" not in asked:
         raise click.UsageError("--prove runs the model of --like: give --like PACKAGE.MODULE:CALLABLE.")
+    if prove:
+        need_torch("Models are run with it.")
 
 
 def _prove(

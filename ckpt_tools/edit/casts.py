@@ -31,6 +31,7 @@ from ckpt_tools.tree.nodes import (
 )
 from ckpt_tools.tree.visit import reachable
 from ckpt_tools.values.numeric import CastCount, cast, swapped
+from ckpt_tools.values.pytorch import need_torch
 
 
 @dataclass(slots=True)
@@ -119,6 +120,7 @@ def _cast_storage(storage: Storage, views: Sequence[_View], target: DType | None
         raise ConvertError(f"{views[0][0]!r} is {before.name}, which torch cannot cast.", fix="Choose with `dtype_only`.")
     move = f"{before.name} -> {target.name}"
     casting.moves[move] = casting.moves.get(move, 0) + len(views)
+    need_torch("`dtype` casts tensors with it.")
     count = CastCount()
     casting.counts.append((views[0][0], count))
     content = cast(storage.content, before, target, count)

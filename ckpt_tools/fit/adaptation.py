@@ -25,6 +25,7 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.numeric import part, row_major, torch_dtype
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,7 @@ def overlap(entry: Entry, blank: Blank, scheme: Scheme | None, seed: int, rows: 
         scheme: resolved; None where nothing is left to initialise.
         rows: rows of the tensor, in the order in which they come; else the first ones.
     """
+    need_torch("Tensors are fitted to another shape with it.")
     kept = kept_shape(entry, blank.shape, rows)
     assert kept is not None
     where = "x".join(map(str, kept))
@@ -220,6 +222,7 @@ def _side(count: int) -> int:
 
 def _changed(entry: Entry, shape: tuple[int, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> Computed:
     """The tensor through a function on float32 (float64 stays), back in its dtype."""
+    need_torch("Tensors are fitted to another shape with it.")
     dtype = torch_dtype(entry.dtype)
 
     def work() -> Iterator[memoryview]:

@@ -17,6 +17,7 @@ from ckpt_tools.io.content import Computed
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.globs import Globs
 from ckpt_tools.values import random_bits
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     import torch
@@ -181,6 +182,7 @@ def _of_no_weight(blank: Blank) -> Scheme | None:
 
 
 def _check_bound(scheme: Scheme, blank: Blank) -> None:
+    need_torch("Initial values are drawn with it.")
     import torch
 
     from ckpt_tools.values.numeric import torch_dtype
@@ -357,6 +359,7 @@ def threads_for(scheme: Scheme) -> AbstractContextManager[None]:
 
 def content(scheme: Scheme, blank: Blank, seed: int) -> Computed:
     """The bytes of an initialised tensor; worked out in chunks while they are written. `scheme` is resolved."""
+    need_torch("Initial values are drawn with it.")
     count = math.prod(blank.shape)
 
     def work() -> Iterator[memoryview]:

@@ -18,6 +18,7 @@ from ckpt_tools.tree.nodes import Entry, Storage, contiguous_stride
 from ckpt_tools.values.boxes import Chunk, assemble
 from ckpt_tools.values.gather import View, by_position, gathered, is_by_position
 from ckpt_tools.values.numeric import part, row_major, torch_dtype
+from ckpt_tools.values.pytorch import need_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ def _filled(element: bytes, length: int) -> Content:
 def _element(value: float, dtype: DType) -> bytes:
     if not value:
         return bytes(dtype.itemsize)
+    need_torch("Padding with a number is made with it.")
     import torch
 
     made = torch.tensor([value], dtype=torch.float64).to(torch_dtype(dtype))

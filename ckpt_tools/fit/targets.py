@@ -31,6 +31,7 @@ from ckpt_tools.matching.params import Framework, Param
 from ckpt_tools.pickling.torch_objects import unusual_tensor
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.nodes import Dict, Entry, Node
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:  # most checkpoints have names
     from ckpt_tools.formats.parts.flat_rows import Names
@@ -203,6 +204,7 @@ def _keywords(args: str | Mapping[str, Any] | None, option: str) -> dict[str, An
 
 
 def _from_callable(spec: str, keywords: dict[str, Any], option: str) -> Target:
+    need_torch("A model that is named as code is built with it.")
     import torch
 
     factory = _imported(spec)

@@ -62,6 +62,7 @@ from ckpt_tools.values.numeric import (
     view_of,
     weighted_sum,
 )
+from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
         UsageError: weights that do not fit. ConvertError: names, shapes or integers that disagree. CkptError: see `convert`.
     """
     parts = _weights(options.weights, len(sources))
+    need_torch("A mean is worked out with it.")
     paths, target = [as_path(source) for source in sources], as_path(target)
     kind = output_format(target, options.format)
     to_folder = kind == "dcp"

@@ -36,6 +36,7 @@ from ckpt_tools.tree.options import as_keywords
 from ckpt_tools.values.factors import Factors, difference, difference_norm, factors
 from ckpt_tools.values.low_rank import Matrix
 from ckpt_tools.values.numeric import row_major
+from ckpt_tools.values.pytorch import need_torch
 
 _TENSORS = "adapter_model.safetensors"
 
@@ -112,6 +113,7 @@ def extract_lora(sources: Sequence[File], target: File, options: ExtractOptions)
     """
     if len(sources) != 2:
         raise UsageError("An adapter is extracted from two checkpoints: the base, and the tuned model.")
+    need_torch("The matrices of an adapter are worked out with it.")
     paths, target = [as_path(source) for source in sources], as_path(target)
     report = Extracted(str(paths[0]), str(paths[1]), str(target), int(options.rank or 0), options.dry_run)
     check_folder(target, overwrite=options.overwrite or options.dry_run)

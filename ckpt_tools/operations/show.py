@@ -20,6 +20,7 @@ from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values import windows
 from ckpt_tools.values.numeric import has_numbers
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +103,7 @@ def show(
         NothingMatchedError: no tensor has the name. UsageError: the index cannot be read, or more than a million values.
         ValuesError: sparse, quantised, without values. CkptError: it cannot be read, or the output not be written.
     """
+    need_torch("The values of a tensor are read with it.")
     with open_whole(path) as checkpoint:
         restore_named_ties(checkpoint.root, checkpoint.decoded.metadata)
         tensors, _ = tensors_in(place_in(checkpoint, select), "beside")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools._version import __version__
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import UsageError, missing
 from ckpt_tools.io.attributes import Inputs
 from ckpt_tools.io.content import Literal, Piece
 from ckpt_tools.io.member_paths import File, as_path
@@ -123,13 +123,13 @@ def page(description: Description, stats: Stats | None = None, difference: Diffe
         difference: what `diff` tells about it and another file.
 
     Raises:
-        CkptError: jinja2 is not installed.
+        MissingPackageError: jinja2 is not installed.
     """
     try:
         from jinja2 import Environment
         from markupsafe import Markup
     except ImportError:
-        raise CkptError("ckpt report needs jinja2.", fix="pip install jinja2") from None
+        raise missing("jinja2", "jinja2", "The page is made with it.") from None
     parts = resources.files("ckpt_tools.render") / "page"
     template, style, script = (parts.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
     policy = (

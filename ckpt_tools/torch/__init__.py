@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.values.pytorch import need_torch
+
 if TYPE_CHECKING:
     from ckpt_tools.torch.building import MapLocation
     from ckpt_tools.torch.guarding.fates import Fate
@@ -46,6 +48,7 @@ def __getattr__(name: str) -> Any:
     """Imported when first used: who only wants a state dict does not wait for the matching, nor `ckpt_tools.open` for torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'ckpt_tools.torch' has no attribute {name!r}")
+    need_torch("Load code works on live tensors and modules.")
     from importlib import import_module
 
     return getattr(import_module(f"ckpt_tools.torch.{_HOMES[name]}"), name)

@@ -15,6 +15,7 @@ from ckpt_tools.operations.convert.options import ConvertOptions, ObjectsPolicy,
 from ckpt_tools.operations.convert.run import convert_with
 from ckpt_tools.tree.arguments import Location, Renames, natural
 from ckpt_tools.tree.options import as_keywords_of_method
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,6 +168,7 @@ class Steps:
         Raises:
             NothingMatchedError: none is left, or several. CkptError: see `convert`.
         """
+        need_torch("Live tensors are PyTorch's.")
         from ckpt_tools.torch.edited import load_edited
 
         return load_edited(as_path(self.path), self.options)

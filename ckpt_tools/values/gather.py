@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.io.content import CHUNK, Computed, Content, Deflated, Joined, Literal, read, read_into
 from ckpt_tools.tree.nodes import is_contiguous
-from ckpt_tools.values.numeric import part, trimmed
+from ckpt_tools.values.numeric import GATHERING, part, trimmed
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,7 @@ def gathered(content: Content, itemsize: int, view: View) -> Content:
         return Literal(b"")
     if is_contiguous(view.sizes, view.steps):
         return part(content, view.offset * itemsize, view.count * itemsize)
+    need_torch(GATHERING)
     merged = _merged(view)
 
     def work() -> Iterator[memoryview]:

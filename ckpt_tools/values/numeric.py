@@ -22,6 +22,7 @@ from ckpt_tools.io.content import (
 )
 from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Entry
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 # Elements that are worked on at once: fewer than torch shares among threads (at::internal::GRAIN_SIZE, 32768). They fit a
 # cache, and threads that wait for each other on a busy machine take a hundred times as long.
 ELEMENTS = 32_704
+GATHERING = "Elements that are not stored one after another (of a transposed tensor, say) are put in order with it."
 _ARRAY_TYPES = {2: "H", 4: "I", 8: "Q"}
 
 
@@ -224,6 +226,8 @@ def row_major(entry: Entry) -> Content:
     item, nbytes = entry.dtype.itemsize, entry.nbytes
     if not nbytes or (entry.is_contiguous and not entry.lazy_bits):
         return part(entry.storage.content, entry.offset * item if nbytes else 0, nbytes)
+
+    need_torch(GATHERING)
 
     def work() -> Iterator[memoryview]:
         import torch

@@ -184,7 +184,7 @@ def test_the_version_shows_each_setting(project: Path, monkeypatch: pytest.Monke
             ["limits.depth", "50000", "CKPT_LIMITS"],
         ]
         assert f"torch {torch.__version__}" in result.stdout
-    assert ckpt("--version").stdout == f"ckpt, version {ckpt_tools.__version__}\n"
+    assert ckpt("--version").stdout == f"ckpt, version {ckpt_tools.__version__} (ckpt_tools)\n"
     assert ckpt("--verbose", "check", "ddp.pth").exit_code == 2
     write(project, "ignroe = []")
     assert "ignroe" in ckpt("--version", "--verbose").stderr

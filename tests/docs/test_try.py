@@ -14,7 +14,7 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError
-from docs import hooks, in_page, pyz, try_page
+from docs import in_page, pyz, try_page
 from tests.support.browser import CHROMIUM, Browser
 from tests.support.samples import FIXTURES, PTH, SAFETENSORS
 
@@ -53,7 +53,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if package is None:
         pytest.skip("npm, or its package of Pyodide, is not to be had here")
     folder = tmp_path_factory.mktemp("site")
-    for name in hooks.TRY:
+    for name in try_page.PAGE:
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / "docs" / name, folder / name)
     try_page.put(package, pyz.archive(), folder)

@@ -104,12 +104,12 @@ def _models(folder: Path) -> None:
     torch.save(wide, folder / "wide.pth")
     torch.save(small, folder / "small.pth")
     torch.save(parametrizations.weight_norm(nn.Linear(3, 2)).state_dict(), folder / "normed.pth")
-    model = network()
-    adam = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
+    trained = network()
+    adam = torch.optim.AdamW(trained.parameters())
+    for parameter in trained.parameters():
         parameter.grad = torch.ones_like(parameter)
     adam.step()
-    torch.save({"state_dict": model.state_dict(), "optimizer": adam.state_dict(), "step": 1}, folder / "adam.pth")
+    torch.save({"state_dict": trained.state_dict(), "optimizer": adam.state_dict(), "step": 1}, folder / "adam.pth")
     numbers = torch.tensor([0.0, 1e-9, 1e-5, 65504.0, 1e6, float("inf"), float("nan"), -3.0])
     torch.save({"a.weight": numbers, "b.weight": numbers.double()}, folder / "numbers.pth")
     torch.save({"a.weight": torch.zeros(4), "b.weight": torch.full((3,), float("nan"))}, folder / "nans.pth")

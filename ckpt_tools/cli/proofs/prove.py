@@ -11,6 +11,7 @@ import click
 
 from ckpt_tools.cli.options import LOCATION, OUT_PATH, Once, quiet_option
 from ckpt_tools.cli.shell.waiting import waiting
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.proved import Proved
@@ -55,12 +56,13 @@ def prove(old: Path, new: Path, quiet: bool, as_json: bool, **options: Any) -> N
 
     Exit code: 0 equal, 1 different or not all of it proved, 2 usage, 3 refused.
     """
-    from ckpt_tools.torch.proving.prove import prove as prove_models
-
     for name in ("model", "model_args"):
         if len(options[name]) > 2:
             raise click.UsageError(f"--{name.replace('_', '-')} is given once for both, or twice: for OLD and for NEW.")
     options["model_args"] = options["model_args"] or None
+    need_torch("Models are run with it.")
+    from ckpt_tools.torch.proving.prove import prove as prove_models
+
     with waiting(quiet=quiet):
         report = prove_models(old, new, **options)
     show_proved(report, quiet=quiet, as_json=as_json)

@@ -27,7 +27,7 @@ def sign(path: Path, key: Path, output: Path | None, overwrite: bool, quiet: boo
     ckpt sign model.pth --key key.pem
     ckpt convert model.pth model.safetensors && ckpt verify model.safetensors --key key.pub --signature model.pth.sig
 
-    Needs the extra `sign`: pip install 'ckpt-tools[sign]'.
+    Needs cryptography (the extra `sign`): pip install cryptography.
 
     Exit code: 0 signed, 2 usage, 3 refused.
     """

@@ -14,6 +14,7 @@ from ckpt_tools.tree.dtypes import DType
 from ckpt_tools.tree.nodes import Dict, Entry, Node, Storage, contiguous_stride
 from ckpt_tools.values.low_rank import Addend, Delta, Matrix, biased, merged, recast
 from ckpt_tools.values.numeric import row_major, view_of
+from ckpt_tools.values.pytorch import need_torch
 
 
 class Merging:
@@ -68,6 +69,7 @@ class Merging:
         Raises:
             ConvertError: a tensor that shares memory with one that is to be changed.
         """
+        need_torch("`lora` adds an adapter to the weights with it.")
         self._check_alone()
         made = {key: self._made(key, number) for number, key in enumerate(self.entries)}
 

@@ -15,6 +15,7 @@ from ckpt_tools.text import dotted
 from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry, Node, Storage, Where, contiguous_stride
 from ckpt_tools.values.numeric import CastCount, view_of
+from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.quantised.plain import box, plain_content
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def dequantise(root: Node, target: DType, config: Config) -> Dequantised:
             "There is no quantised weight.", why="No tensor has codes with a scale beside them.",
             fix="ckpt inspect --all FILE lists the names; leave `dequantize` out for plain weights.",
         )  # fmt: skip
+    need_torch("`dequantize` works numbers out with it.")
     done, maker = Dequantised(), _Maker(target, config)
     made = [{name: maker.entry(tensor) for name, tensor in one.quantised.items()} for one in found]
     for state_dict, one, entries in zip(state_dicts, found, made, strict=True):

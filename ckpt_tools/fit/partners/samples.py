@@ -20,6 +20,7 @@ from ckpt_tools.matching.params import Param
 from ckpt_tools.matching.sides.places import places_of
 from ckpt_tools.tree.nodes import Dict, Entry, Node, as_dict
 from ckpt_tools.values.numeric import has_numbers, live_content, numbers, part, row_major
+from ckpt_tools.values.pytorch import need_torch
 
 _BLOCK = 1 << 16  # bytes: places so near to each other are read at once
 
@@ -77,6 +78,7 @@ def _digested(params: Sequence[Param], tensors: Tensors, wanted: Set[object]) ->
 
 
 def _sample(value: Any) -> tuple[float, ...] | None:
+    need_torch("Numbers are compared with it (`match='values'`).")
     import torch
 
     found = _of_live(value) if isinstance(value, torch.Tensor) else _of_entry(value)

@@ -13,6 +13,7 @@ from ckpt_tools.formats.safetensors import GGUF_TYPES
 from ckpt_tools.io.content import Content, Literal, Piece
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.ggml.types import BY_NAME, BlockType
+from ckpt_tools.values.pytorch import need_torch
 
 _ALIGNMENT = 32
 _MAX_NAME, _MAX_DIMENSIONS = 63, 4  # ggml's own: GGML_MAX_NAME with its end, GGML_MAX_DIMS
@@ -57,6 +58,7 @@ def _stored(name: str, entry: Entry, content: Content, *, quantise: bool) -> tup
     """A tensor's type, and its bytes in that."""
     dtype = entry.dtype
     if quantise and becomes_q8_0(entry):
+        need_torch("`quantize` works blocks out with it.")
         from ckpt_tools.values.ggml.quantising import Q8_0, quantised
 
         return Q8_0, quantised(content, dtype, name)

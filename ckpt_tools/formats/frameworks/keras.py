@@ -74,7 +74,7 @@ def _h5py() -> types.ModuleType:
     except ImportError:
         raise UnsupportedContainerError(
             "This is an HDF5 file, as Keras writes, and h5py, which reads those, is not installed.",
-            fix="pip install 'ckpt_tools[keras]', or pip install h5py",
+            fix="pip install h5py (the extra 'keras')",
         ) from None
     module: types.ModuleType = h5py
     return module

@@ -47,7 +47,7 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise RemoteError(f"{url} needs fsspec.", fix="Run: pip install fsspec") from None
+        raise RemoteError("This needs fsspec: pip install fsspec", why=f"It reads {url}.") from None
     try:
         fs, name = bounded(url, lambda: url_to_fs(url))
     except ForeignError as error:

@@ -15,6 +15,7 @@ from ckpt_tools.errors import (
     CkptError,
     DamagedFileError,
     DigestError,
+    MissingPackageError,
     PartError,
     RemoteError,
     UsageError,
@@ -56,6 +57,7 @@ from ckpt_tools.tree.findings import CODES, Finding, mending
 from ckpt_tools.tree.nodes import Entry, Where
 from ckpt_tools.tree.output_names import check_document_name
 from ckpt_tools.values.numeric import one_thread
+from ckpt_tools.values.pytorch import need_torch, torch_told
 
 _EQUAL_FROM = 1024
 _ORDER = ("problem", "warning", "info")
@@ -148,9 +150,13 @@ def save_digests(report: Checked, path: str | os.PathLike[str], *, overwrite: bo
 def check_one(path: AnyPath, wanted: Wanted, advance: Advance | None = None) -> Checked:
     """Check one checkpoint; see `check`."""
     started = time.perf_counter()
+    if wanted.values:
+        need_torch("Values are counted with it.")
     try:
-        with collector_paused(), open_checkpoint(path) as checkpoint:
+        with torch_told(), collector_paused(), open_checkpoint(path) as checkpoint:
             report = _check_open(checkpoint, wanted, advance)
+    except MissingPackageError:
+        raise
     except CkptError as error:
         report = _unreadable(path, error)
     report.findings = [finding for finding in report.findings if finding.code not in wanted.ignore]

@@ -51,6 +51,7 @@ from ckpt_tools.values.numeric import (
     row_major,
     view_of,
 )
+from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.same_bytes import same_bytes, same_unusual
 
 if TYPE_CHECKING:
@@ -384,6 +385,7 @@ def _compare_tensor(pair: _Paired, *, measure: bool) -> _Compared:
 
 def _gap(left: Entry, right: Entry | None) -> Gap:
     """How far two tensors are apart; without a right one, the same bytes, how long they are."""
+    need_torch("How far numbers are apart is worked out with it.")
     from ckpt_tools.values.measures import Gap
 
     gap = Gap()

@@ -25,6 +25,7 @@ from ckpt_tools.values.numeric import (
     row_major,
     view_of,
 )
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     from ckpt_tools.io.writer import Progress
@@ -103,6 +104,7 @@ def stats(
     Raises:
         CkptError: it cannot be read. NothingMatchedError: select or filter matches nothing.
     """
+    need_torch("Statistics of tensors are worked out with it.")
     with collector_paused(), open_whole(path) as checkpoint:
         listed, notes = _listed(checkpoint, select)
         tensors = _chosen(listed, filter)

@@ -26,6 +26,7 @@ from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.sharding import Shards
 from ckpt_tools.tree.nodes import Node
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
@@ -50,8 +51,10 @@ class FolderTarget:
         """What can be refused before the input is read.
 
         Raises:
-            OutputError: the folder cannot be written, or holds a checkpoint of another kind.
+            OutputError: the folder cannot be written, or holds a checkpoint of another kind. MissingPackageError: no torch.
         """
+        if self.kind == "dcp":
+            need_torch("A distributed checkpoint is written by PyTorch's own writer.")
         others = "|".join(rule for kind, rule in _STALE.items() if kind != self.kind)
         found = sorted(name for name in self._names() if name in folders.ONE_FILE or re.fullmatch(others, name))
         if found:

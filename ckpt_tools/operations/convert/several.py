@@ -14,6 +14,7 @@ from ckpt_tools.io.processes import in_processes
 from ckpt_tools.text import some
 from ckpt_tools.tree.findings import stem_and_extension
 from ckpt_tools.tree.output_names import writes
+from ckpt_tools.values.pytorch import torch_told
 
 if TYPE_CHECKING:
     from ckpt_tools.operations.convert.report import Converted
@@ -85,9 +86,10 @@ def _converted(asked: dict[str, Any], pair: tuple[Path, Path]) -> Converted | Ck
 
     source, target = pair
     try:
-        if not asked.get("dry_run"):
-            return convert(source, target, **asked)
-        report = convert(source, _existing(target.parent) / target.name, **asked)  # the folder itself may not be there yet
+        with torch_told():
+            if not asked.get("dry_run"):
+                return convert(source, target, **asked)
+            report = convert(source, _existing(target.parent) / target.name, **asked)  # the folder may not be there yet
         report.target = str(target)
         return report
     except CkptError as error:

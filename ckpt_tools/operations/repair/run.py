@@ -52,6 +52,7 @@ from ckpt_tools.tree.nodes import (
 )
 from ckpt_tools.tree.output_names import output_format
 from ckpt_tools.tree.visit import reachable
+from ckpt_tools.values.pytorch import need_torch
 
 Expected: TypeAlias = list[tuple[Where, Entry]]
 
@@ -261,6 +262,7 @@ def _header_mends(salvaged: Salvaged, container: str) -> list[Mended]:
 
 def _equal(checkpoint: Checkpoint) -> dict[Where, str]:
     """The digests of matrices that are not all zero."""
+    need_torch("`tie_equal` counts values with it: zeros are equal and not tied.")
     read = read_checkpoint(checkpoint, digest=True, count_values=True)
     matrices = {
         row.where

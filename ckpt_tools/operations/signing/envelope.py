@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import NotACheckpointError, SignatureError, UsageError
+from ckpt_tools.errors import NotACheckpointError, SignatureError, missing
 from ckpt_tools.formats.base import unique
 from ckpt_tools.io.output import open_regular
 from ckpt_tools.io.parsers import load_json
@@ -32,7 +32,7 @@ def seal(payload: bytes, key_path: str | os.PathLike[str]) -> tuple[str, str]:
     """An envelope around a payload, as JSON text, and the id of the key.
 
     Raises:
-        SignatureError: the key cannot be read. UsageError: cryptography is not installed.
+        SignatureError: the key cannot be read. MissingPackageError: cryptography is not installed.
     """
     key = _private_key(key_path)
     keyid = _keyid(key.public_key())
@@ -51,9 +51,9 @@ def open_sealed(path: str | os.PathLike[str], key_path: str | os.PathLike[str]) 
     Raises:
         SignatureError: it is not an envelope, or not signed by this key; the key cannot be read.
     """
+    key = _public_key(key_path)
     from cryptography.exceptions import InvalidSignature
 
-    key = _public_key(key_path)
     payload, kind, signatures = _parse(path)
     for signature in signatures:
         try:
@@ -122,7 +122,7 @@ def _cryptography() -> tuple[Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError:
-        raise UsageError("Signatures need the package cryptography.", fix="pip install 'ckpt-tools[sign]'") from None
+        raise missing("cryptography", "cryptography", "Signatures are made and checked with it (the extra 'sign').") from None
     return serialization, ed25519
 
 

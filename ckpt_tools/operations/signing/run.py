@@ -88,7 +88,7 @@ def sign(
 
     Raises:
         SignatureError: the key cannot be read; tensors of the checkpoint have no digest, or there are none.
-        UsageError: cryptography is not installed.
+        MissingPackageError: cryptography is not installed.
         OutputError: the signature exists, or cannot be written. CkptError: the checkpoint cannot be read, or is damaged.
     """
     target = _signature_of(path) if output is None else os.fspath(output)
@@ -118,7 +118,7 @@ def verify(
 
     Raises:
         SignatureError: the signature is not valid for this key, or cannot be read; tensors of the checkpoint have no digest.
-        UsageError: cryptography is not installed. CkptError: the checkpoint cannot be read, or is damaged.
+        MissingPackageError: cryptography is not installed. CkptError: the checkpoint cannot be read, or is damaged.
     """
     place = _beside(path) if signature is None else os.fspath(signature)
     payload, keyid = open_sealed(place, key)

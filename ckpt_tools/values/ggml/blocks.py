@@ -13,6 +13,7 @@ from ckpt_tools.tree.dtypes import DTYPES
 from ckpt_tools.values.ggml.grids import grid, signs
 from ckpt_tools.values.ggml.types import BlockType
 from ckpt_tools.values.numeric import ELEMENTS, as_bytes, part, trimmed
+from ckpt_tools.values.pytorch import need_torch
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ def numbers_of(content: Content, kind: BlockType) -> Content:
     unpack, whole = _KINDS[kind.name], kind.elements * _FLOAT32.itemsize
 
     def work() -> Iterator[memoryview]:
+        need_torch("The numbers of quantised blocks are worked out with it.")
         import torch
 
         for data in equal_chunks(content, ELEMENTS // kind.elements * kind.nbytes):

@@ -1,0 +1,229 @@
+"""Every command and option where click and rich alone are installed: a sentence says what needs PyTorch, and the rest works."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.every_option import asked, make_files, tried, without_times
+from tests.support.without import ROOT, Done, hide, run
+
+PYTORCH = "This needs PyTorch: pip install torch"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files."""
+    folder = tmp_path_factory.mktemp("files") / "here"
+    make_files(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """What came of every command line where no optional package is there."""
+    return tried(place, hide(tmp_path_factory.mktemp("hidden")))
+
+
+@pytest.fixture(scope="module")
+def full(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """What came of every command line where all that is installed here can be imported."""
+    return tried(place, hide(tmp_path_factory.mktemp("nothing"), []))
+
+
+def needing(done: dict[str, Done]) -> set[str]:
+    """The names of what said that it needs PyTorch."""
+    return {name for name, one in done.items() if one.err.startswith(f"Error: {PYTORCH}\n")}
+
+
+def test_nothing_ends_in_a_traceback(bare: dict[str, Done]) -> None:
+    """Every option of every command is tried, a new one too; each works, or says in a sentence what it needs."""
+    assert {
+        name: one.err for name, one in bare.items() if one.code == -1 or "Traceback" in one.err or "No module" in one.err
+    } == {}
+    assert {name: one.err for name, one in bare.items() if one.code == 2} == {"match --ask": bare["match --ask"].err}
+    refused = {name for name, one in bare.items() if one.code == 3}
+    assert {name for name in refused if "needs" not in bare[name].err} == set()
+    assert needing(bare) <= refused
+
+
+def test_each_says_what_for(bare: dict[str, Done]) -> None:
+    """Behind the sentence stands what PyTorch is needed for; under --json the document has both."""
+    for name in needing(bare):
+        assert len(bare[name].err.splitlines()) == 2, name
+        if name.endswith(" --json"):
+            document = json.loads(bare[name].out)
+            assert (document["what"], document["exit_code"]) == (PYTORCH, 3)
+            assert document["why"] == bare[name].err.splitlines()[1]
+
+
+def test_the_page_has_the_list(bare: dict[str, Done]) -> None:
+    """docs/without-torch.md names each command and option that needs PyTorch, and no other."""
+    needs, whole = needing(bare), {name for name in needing(bare) if " " not in name}
+    for name, choices in by_option().items():
+        if needs.issuperset(choices):
+            needs = needs - choices | {name}
+    beside = {f"diff --sort {key}" for key in ("max-abs", "max-rel", "l2", "cosine", "changed")} | {
+        "convert --dtype-only",
+        "convert --rows",
+    }
+    needs = {name for name in needs - beside if name in whole or name.split()[0] not in whole}
+    table = (ROOT / "docs" / "without-torch.md").read_text("utf-8").partition("\n| ")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`ckpt ([^`]*)`", table)) == needs
+
+
+def by_option() -> dict[str, set[str]]:
+    """The choices that were tried of each option."""
+    found: dict[str, set[str]] = {}
+    for name, _ in asked():
+        found.setdefault(" ".join(name.split()[:2]), set()).add(name)
+    return found
+
+
+def test_the_rest_is_the_same(bare: dict[str, Done], full: dict[str, Done]) -> None:
+    """What does not need PyTorch or another package prints what it prints where all are installed, and ends alike."""
+    checked = 0
+    for name, one in bare.items():
+        if "This needs" not in one.err:
+            assert without_times(one) == without_times(full[name]), name
+            checked += 1
+        elif name in needing(bare) and "models.py" not in " ".join(dict(asked())[name].split()):
+            assert full[name].code in (0, 1), (name, full[name].err)
+    assert checked > 100
+
+
+def test_numpy_and_others_are_not_missed(full: dict[str, Done], place: Path, tmp_path: Path) -> None:
+    """With PyTorch, and without NumPy, safetensors, h5py and isal, every command does all that it does with them."""
+    done = tried(place, hide(tmp_path / "hidden", ["numpy", "safetensors", "h5py", "isal"]))
+    for name, one in done.items():
+        assert without_times(one) == without_times(full[name]), name
+
+
+OTHERS = {
+    "report ddp.pth -o x.html": "This needs jinja2: pip install jinja2",
+    "inspect s3://bucket/model.pth": "This needs fsspec: pip install fsspec",
+    "sign ddp.pth --key key.pem": "This needs cryptography: pip install cryptography",
+    "inspect frameworks/tiny.weights.h5": "pip install h5py",
+    "convert frameworks/types.gguf x.pth": PYTORCH,
+    "check --digest views.pth": PYTORCH,
+    "convert views.pth x.safetensors": PYTORCH,
+    "inspect some.zst": "pip install zstandard",
+}
+
+
+def test_other_packages(place: Path, tmp_path: Path) -> None:
+    """What needs a package that is not there names it, in one sentence; nothing is written."""
+    (place / "some.zst").write_bytes(b"\x28\xb5\x2f\xfd" + bytes(20))
+    for line, one in zip(OTHERS, run([line.split() for line in OTHERS], place, hide(tmp_path / "hidden")), strict=True):
+        assert OTHERS[line] in one.err, line
+        assert (one.code, "Traceback" in one.err) == (3, False)
+    assert not [name for name in ("x.html", "x.pth", "x.safetensors") if (place / name).exists()]
+
+
+BROKEN = {
+    "raise OSError('libtorch_cpu.so: cannot open shared object file')": "OSError: libtorch_cpu.so",
+    "import torch._C": "ModuleNotFoundError: No module named 'torch._C'",
+    "name": "NameError: name 'name' is not defined",
+}
+
+
+@pytest.mark.parametrize("code", BROKEN)
+def test_a_broken_torch(code: str, place: Path, tmp_path: Path) -> None:
+    """Where torch is installed and its import fails, one sentence says so and why; what needs no torch works."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(code)
+    lines = [
+        "stats ddp.pth",
+        "check --values ddp.pth single.pth",
+        f"convert ddp.pth {tmp_path}/x.pth --dtype bf16",
+        f"convert ddp.pth {tmp_path}/folder --format dcp",
+        f"convert ddp.pth single.pth --to-dir {tmp_path}/many --jobs 2 --dtype bf16",
+        "prove ddp.pth ddp.pth --model models.py:net --input 1x4",
+    ]
+    done = run([line.split() for line in [*lines, "inspect ddp.pth"]], place, hide(tmp_path, []))
+    for line, one in zip(lines, done, strict=False):
+        assert "PyTorch is installed and cannot be imported." in one.err, line
+        assert BROKEN[code] in one.err
+        assert one.code == 3
+    assert done[-1].code == 0
+    assert not (tmp_path / "x.pth").exists()
+
+
+LIBRARY = """
+import ckpt_tools, ckpt_tools.torch
+
+print(ckpt_tools.inspect("ddp.pth").container)
+print(ckpt_tools.open("ddp.pth").strip_module().save("opened.pth").tensors)
+calls = [
+    lambda: ckpt_tools.stats("ddp.pth"),
+    lambda: ckpt_tools.prove,
+    lambda: ckpt_tools.torch.load,
+    lambda: ckpt_tools.open("ddp.pth").state_dict(),
+    lambda: ckpt_tools.open("ddp.pth").cast("bf16").save("cast.pth"),
+]
+for call in calls:
+    try:
+        call()
+    except ImportError as error:
+        print(isinstance(error, ckpt_tools.CkptError) and error.what)
+"""
+
+
+def test_the_library(place: Path, tmp_path: Path) -> None:
+    """In Python it is an error of ours and an ImportError; reading, and steps that work on no numbers, need nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIBRARY], cwd=place, env=hide(tmp_path), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["torch-zip", "11", *[PYTORCH] * 5]
+
+
+def test_what_is_not_needed_is_not_imported(place: Path) -> None:
+    """Where they are installed, `inspect` of a local file imports neither torch nor what pages and addresses need."""
+    code = (
+        "import sys\nfrom ckpt_tools.cli import main\n"
+        "try:\n    main(['inspect', 'ddp.pth'])\nexcept SystemExit:\n    print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "ckpt_tools.operations.inspect" in loaded
+    assert {"torch", "numpy", "safetensors", "fsspec", "jinja2", "markupsafe", "cryptography", "h5py"}.isdisjoint(loaded)
+
+
+NO_NETWORK = """
+import socket
+
+def refuse(*_, **__):
+    raise AssertionError("a network call")
+
+class Refused(socket.socket):
+    __init__ = refuse
+
+socket.socket = Refused
+for name in ("create_connection", "getaddrinfo", "gethostbyname"):
+    setattr(socket, name, refuse)
+"""
+
+
+def test_no_network(place: Path, tmp_path: Path) -> None:
+    """`inspect`, `check`, `scan` and `convert` of local files open no socket: one that raises is in the place of all."""
+    (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
+    lines = [
+        "inspect ddp.pth",
+        "check ddp.pth",
+        "check --values ddp.pth",
+        "scan .",
+        f"convert ddp.pth {tmp_path}/x.safetensors --strip-module",
+    ]
+    done = run(
+        [line.split() for line in [*lines, "inspect https://localhost:1/x.pth"]],
+        place,
+        {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
+    )
+    assert [one.code for one in done[:-1]] == [0, 1, 1, 1, 0], [one.err for one in done]
+    assert "a network call" in done[-1].err
