@@ -137,6 +137,9 @@ class Global:
     def __repr__(self) -> str:
         return f"Global(module={self.module!r}, name={self.name!r})"
 
+    def __reduce__(self) -> tuple[type[Global], tuple[str, str]]:  # from a worker: a hash is one process's own
+        return Global, (self.module, self.name)
+
     def __eq__(self, other: object) -> bool:
         return self is other or (type(other) is Global and self.name == other.name and self.module == other.module)
 

@@ -42,6 +42,7 @@ from tests.hostile import pickles as p
 from tests.support import tars
 from tests.support.legacy import MAGIC, floats, legacy
 from tests.support.samples import (
+    FIXTURES,
     PTH,
     SAFETENSORS,
     by_name,
@@ -739,3 +740,9 @@ def test_a_call_is_shown_as_it_stands(command: list[str], tmp_path: Path) -> Non
     out += page.read_text() if page.exists() else ""
     assert written in out
     assert "--id" not in out
+
+
+def test_processes_say_the_same_as_one() -> None:
+    """Which names a file needs does not depend on the process that read it: each has hashes of its own."""
+    alone, shared = (ckpt_tools.scan(FIXTURES / "found", jobs=jobs) for jobs in (1, 2))
+    assert [row.to_json() for row in alone] == [row.to_json() for row in shared]
