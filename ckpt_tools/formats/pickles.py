@@ -207,13 +207,19 @@ class _Walk:
                 self.skip(where, f"{pickle.error.what} {pickle.error.why}".strip())
             if pickle.unread:
                 self.skip(where, f"behind its pickles: {pickle.unread}")
-            for data in pickle.nested:
-                self.examine(_InMemory(data, source), _inside(where, "bytes that it loads"), depth + 1)
+            self.nested(pickle, source, where, depth)
             if self.has_enough(_COST_OF_PICKLE):
                 break
         if any(pickle.has_arrays for pickle in self.found.pickles[first:]):
             self.as_opcodes(source, where, depth, start, between)
         return last
+
+    def nested(self, pickle: Pickle, source: Source, where: str, depth: int) -> None:
+        """Bytes that a pickle loads, or may load."""
+        for data in pickle.nested:
+            held = _InMemory(data, source)
+            if _may_hold_pickles(data[:_HEAD]) or has_end(held):
+                self.examine(held, _inside(where, "bytes that it loads"), depth + 1)
 
     def as_opcodes(self, source: Source, where: str, depth: int, start: int, between: Between | None) -> None:
         """The same pickles as any loader but joblib reads them, which takes the bytes of its arrays for opcodes.
@@ -225,12 +231,11 @@ class _Walk:
         part = FilePart(source, start, source.size)
         for pickle in list_pickles(part, type(between)() if between else None, arrays=False):
             pickle.where, pickle.calls = where, [call for call in pickle.calls if call.text not in told and not _is_dtype(call)]
-            if isinstance(pickle.error, LimitError):
+            if pickle.error is not None and (pickle.two_ways or isinstance(pickle.error, LimitError)):
                 self.skip(where, pickle.error.what)
             if pickle.calls:
                 self.found.pickles.append(pickle)
-            for data in pickle.nested:
-                self.examine(_InMemory(data, source), _inside(where, "bytes that it loads"), depth + 1)
+            self.nested(pickle, source, where, depth)
             if self.has_enough(_COST_OF_PICKLE):
                 break
 
@@ -442,7 +447,7 @@ def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
     torch imports nothing for a name that has `Storage` in it: there the module may be called anything.
     """
     head = source.read(start, min(2, source.size - start))
-    if isinstance(pickle.error, LimitError):  # a call may stand behind what was read
+    if pickle.two_ways or isinstance(pickle.error, LimitError):  # a call may stand behind what was read
         return True
     if _STARTS.match(head):
         return pickle.error is None or bool(pickle.names) or pickle.end > pickle.start + _BY_CHANCE
@@ -453,12 +458,12 @@ def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
 
 
 def _may_hold_pickles(head: bytes) -> bool:
-    """Whether it is worth inflating what begins so: an archive, an array of objects, or what can be read as a pickle so far."""
+    """Whether it is worth looking at what starts so: an archive, an array of objects, what reads as a pickle so far."""
     if head.startswith(NUMPY):
         return _array_bytes(head) is None
     if is_zip(head) or is_tar(head) or head.startswith(_PACKED):
         return True
-    return any(pickle.names or pickle.cut or pickle.error is None for pickle in list_pickles(BytesPart(head)))
+    return any(pickle.may_matter or pickle.cut for pickle in list_pickles(BytesPart(head)))
 
 
 def _npy_header(head: bytes) -> int:

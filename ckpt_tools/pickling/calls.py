@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, LimitError, PickleError
+from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
 from ckpt_tools.pickling import ratings
 from ckpt_tools.pickling.arrays_behind import array_bytes, is_beside, is_wrapper
 from ckpt_tools.pickling.callables import ENCODE, HASHES, HASHES_KEYS, OF_CLASS, QUIET, STATEFUL
@@ -43,6 +43,7 @@ _COST_OF_RATING = 8  # in containers: arguments are examined
 _FEW = 2  # states
 _LONG = 64  # parts of a tuple that are looked at for nothing
 _COST_OF_LOOKING = 64  # where one of them had a state set, which is examined too
+_MOST_FRAME = 1 << 40  # bytes; other bytes may look like a longer one
 _WINDOW = limits.SMALL_FILE  # of a part that is no longer: a pickle of it is read once
 
 
@@ -62,7 +63,10 @@ _MAKERS = {
     name: _leniently(MAKERS[name])
     for name in (Global("collections", "OrderedDict"), Global("_codecs", "encode"), Global("builtins", "bytes"))
 }
-_STARTS = frozenset((b"\x80", b"c", b"(", b"]", b"}"))  # of pickles that make a call
+# Opcodes that take nothing from the stack: a pickle begins with one.
+_STARTS = frozenset(
+    bytes((code,)) for code in b"\x80\x95(])}NcPKMJIGFLSTUVXBC\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x96\x97"
+)
 _SHORTEST, _MOST_NESTED = 8, 64  # bytes of a pickle that makes a call, and how many are looked at in one state
 _MOST_DEEP, _FEW_PARTS = 3, 16  # containers in one another that are looked into
 _BYTEARRAY = Global("builtins", "bytearray")
@@ -104,6 +108,7 @@ class Pickle:
         names: every global. nested: bytes that it has loaded in turn. unusual: uses that weights_only refuses.
         error: why it could not be read to its end. cut: whether it goes on beyond the end of what there is.
         unread: why what stands behind the raw bytes that follow it cannot be found.
+        two_ways: whether loaders read it in more than one way.
         makes: whether it has called anything or made an instance, dangerous or not.
         has_arrays: whether an array of joblib's stands in it, which other loaders read as opcodes.
     """
@@ -118,8 +123,14 @@ class Pickle:
     error: CkptError | None = None
     cut: bool = False
     unread: str = ""
+    two_ways: bool = False
     makes: bool = False
     has_arrays: bool = False
+
+    @property
+    def may_matter(self) -> bool:
+        """Whether it names something, or can be read, or loaders may come further than this reading did."""
+        return bool(self.names) or self.error is None or self.two_ways or isinstance(self.error, LimitError)
 
 
 class Lister(Machine):
@@ -138,7 +149,6 @@ class Lister(Machine):
         self.nested: list[bytes] = []
         self.told, self.makes = 0, False
         self.arrays, self.has_arrays = arrays, False
-        self.frame = 0  # where the last one ends
         self.outer: list[tuple[list[Node], list[list[Node]], list[Node], dict[int, Node]]] = []  # pickles around this one
 
     def make(self, function: Node, args: tuple[Node, ...]) -> None:
@@ -155,7 +165,30 @@ class Lister(Machine):
             self.give_back()
 
     def settle(self) -> None:
-        """Nothing: Python goes on with a pickle that changes a list after a call has read it, and so does this."""
+        """Python goes on with a pickle that changes a list after a call has read it, and so does this.
+
+        Raises:
+            PickleError: something goes on behind its frame, of which C's unpickler drops the part in the frame, and may take
+                another name than this; or the frame goes on behind the pickle, and the next one may begin in it or behind it.
+        """
+        if self.two_ways:
+            raise PickleError("The pickle does not keep to its frames.", why=TWO_FILES)
+
+    def go_beyond(self, what: str, needed: int) -> None:
+        """Go on behind a frame, and remember it."""
+        if needed > self.end or needed < self.position:
+            raise self.short(what, needed)
+        self.limit, self.two_ways = self.end, True
+
+    def line(self) -> bytes:
+        """The next line. Of one that does not end Python's own unpickler drops the last byte, and goes on."""
+        if self.data.find(b"\n", self.position, self.limit) >= 0 or self.position >= self.end:
+            return super().line()
+        if self.limit < self.end:
+            self.go_beyond("needs a line that does not end", self.end)
+            return self.line()
+        line, self.position, self.cut = self.data[self.position : self.end - 1], self.end, True
+        return line
 
     def _listen(self, function: Node, args: tuple[Node, ...]) -> None:
         has_parts = any((type(arg) is Object and arg.steps) or (type(arg) is tuple and len(arg) > _LONG) for arg in args)
@@ -290,12 +323,11 @@ def _nothing(machine: Lister) -> None:
 
 
 def _frame(machine: Lister) -> None:
+    """Of a frame that is too long Python's own unpickler takes what there is."""
     length = int.from_bytes(machine.take(8), "little")
-    if length > machine.end - machine.position:
-        raise machine.short(
-            f"opens a frame of {length} bytes where {machine.end - machine.position} are left", machine.position + length
-        )
+    machine.two_ways |= machine.position < machine.frame
     machine.frame = machine.position + length
+    machine.limit = min(machine.frame, machine.end)
 
 
 def _stack_global(machine: Lister) -> None:
@@ -326,13 +358,17 @@ def _is_no_text(node: Node) -> bool:
 
 
 def _reduce(machine: Lister) -> None:
-    args = machine.stack.pop()
-    machine.make(machine.stack.pop(), args if type(args) is tuple else (args,))
+    args = _unpacked(machine.stack.pop())
+    machine.make(machine.stack.pop(), args)
+
+
+def _unpacked(args: Node) -> tuple[Node, ...]:
+    """Arguments of a call; Python's own unpickler takes a list as well, and whatever else has elements."""
+    return args if type(args) is tuple else tuple(args.items) if type(args) is List else (args,)
 
 
 def _new(machine: Lister, kwargs: Node = None) -> None:
-    args = machine.stack.pop()
-    given = args if type(args) is tuple else (args,)
+    given = _unpacked(machine.stack.pop())
     if kwargs is not None:
         given = (*given, kwargs)
     cls = machine.stack.pop()
@@ -394,6 +430,7 @@ def _pass_array(machine: Lister, target: Object) -> None:
     machine.has_arrays = True
     _check_frame(machine)
     length = array_bytes(target, machine)
+    machine.limit = machine.end
     if length is not None:
         machine.position += length
         return
@@ -442,6 +479,7 @@ def _bytes(node: Node) -> bytes:
 
 def _stop(machine: Lister) -> None:
     if not machine.outer:
+        machine.two_ways |= machine.position < machine.frame < machine.position + _MOST_FRAME
         raise Stop(machine.stack.pop())
     _check_frame(machine)
     machine.stack, machine.marks, machine.memo, machine.far_memo = machine.outer.pop()
@@ -563,7 +601,7 @@ def list_pickles(part: Part, between: Between | None = None, *, arrays: bool = T
     first = True
     while pickles.left:
         found, value, pids = _list_one(pickles, arrays)
-        if not first and not found.names and found.error is not None and not isinstance(found.error, LimitError):
+        if not first and not found.may_matter:
             return
         first = False
         if found.error is None:
@@ -601,5 +639,5 @@ def _list_one(pickles: Pickles, arrays: bool) -> tuple[Pickle, Node, Mapping[Nod
     found.calls, found.names = lister.listed(), list(lister.globals)
     found.cut = error is not None and pickles.cut
     found.nested, found.unusual, found.makes = lister.nested, list(lister.unusual), lister.makes
-    found.has_arrays = lister.has_arrays
+    found.has_arrays, found.two_ways = lister.has_arrays, lister.two_ways
     return found, value, lister.pids

@@ -63,8 +63,10 @@ class Machine(State):
                 opcode = data[self.position]
                 self.position += 1
                 opcodes[opcode](self)
-            if self.position > self.limit or self.limit == self.end:
+            if self.limit == self.end:
                 raise self.short("ends beyond its frame or the stream")
+            if self.position > self.limit:
+                self.go_beyond("ends beyond its frame or the stream", self.position)
             self.limit = self.end
 
 

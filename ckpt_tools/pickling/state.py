@@ -42,9 +42,11 @@ class State:
     Attributes:
         globals: every global that the stream names, in order, also those whose result is popped.
         unusual: opcodes and uses that torch's weights_only unpickler refuses.
-        position: after `load`, where the stream ended.
+        position: after `load`, where the stream ended. frame: where the last frame ends. limit: the same while it is open, or
+            the end of `data`.
         places: where in `data` the long byte strings lie: id -> (start, the bytes, kept so that the id stays their own).
         cut: after an error, whether more bytes behind `data` might have helped; needed: how long it must be at least.
+        two_ways: whether loaders read it in more than one way.
         two_names: a global that torch's weights_only takes for another one than Python does.
     """
 
@@ -59,6 +61,7 @@ class State:
     ) -> None:
         self.data, self.position, self.end = data, offset, len(data)
         self.limit: int = self.end
+        self.frame = 0
         self.makers, self.persistent_load, self.fused = makers, persistent_load, fast
         self.stack: list[Node] = []
         self.marks: list[list[Node]] = []
@@ -76,7 +79,7 @@ class State:
         self.globals: dict[Global, None] = {}
         self.unusual: dict[str, None] = {}
         self.places: dict[int, tuple[int, bytes]] = {}
-        self.cut, self.needed = False, 0
+        self.cut, self.needed, self.two_ways = False, 0, False
         self.two_names: Global | None = None
         self.most_marks = 2 * limits.DEPTH.value
         self.start, self.shared = offset, limits.budget(self.end - offset)
@@ -92,6 +95,10 @@ class State:
         """A PickleError where bytes are missing: those of the frame, or those behind `data`."""
         self.cut, self.needed = self.limit == self.end, needed
         return self.error(what)
+
+    def go_beyond(self, what: str, needed: int) -> None:
+        """Whether an opcode may end behind its frame: never, since readers differ in what they take then."""
+        raise self.short(what, needed)
 
     def spend(self, count: int = 1) -> None:
         """Count containers against the budget."""
@@ -109,7 +116,7 @@ class State:
         """The next `length` bytes of the stream."""
         start = self.position
         if length < 0 or length > self.limit - start:
-            raise self.short(f"claims {length} bytes where {self.limit - start} are left", start + length)
+            self.go_beyond(f"claims {length} bytes where {self.limit - start} are left", start + length)
         self.position = start + length
         return self.data[start : start + length]
 

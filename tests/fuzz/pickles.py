@@ -148,7 +148,7 @@ def _globals(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
 
 def _wrap(rng: Random, ops: list[bytes], other: tuple[bytes, ...]) -> None:
     """A value becomes the argument of a call, or the state of an object."""
-    module, name = rng.choice(GLOBALS).encode().split(b" ")
+    module, name = rng.choice(GLOBALS).encode().split(b" ", 1)
     at = _place(rng, ops)
     before, after = rng.choice(
         ((b"", b"\x85R"), (b"", b"\x85\x81"), (b")\x81", b"b"), (b")R", b"b"), (b"]", b"e"), (b"", b"b"))

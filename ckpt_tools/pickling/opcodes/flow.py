@@ -35,11 +35,13 @@ def _frame(machine: State) -> None:
     if length > machine.end - machine.position:
         left = machine.end - machine.position
         raise machine.short(f"opens a frame of {length} bytes where {left} are left", machine.position + length)
-    machine.limit = machine.position + length
+    machine.limit = machine.frame = machine.position + length
 
 
 @opcode(b".")
 def _stop(machine: State) -> None:
+    if machine.position < machine.frame:
+        raise machine.error("is a STOP before the end of its frame")
     raise Stop(machine.stack.pop())
 
 

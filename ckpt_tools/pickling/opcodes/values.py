@@ -69,14 +69,15 @@ def _long4(machine: State) -> None:
     machine.stack.append(int.from_bytes(machine.take(machine.number(_I32)), "little", signed=True))
 
 
-_OCTAL = re.compile(rb"\s*([+-]?)0([0-7]{1,20})\s*")  # to C's strtol, which pickle asks first
+_OCTAL = re.compile(rb"\s*([+-]?)0+([0-7]{1,21})\s*")  # to C's strtol, which pickle asks first
 
 
 @opcode(b"I", unusual="INT")
 def _int(machine: State) -> None:
     line = machine.line()
-    octal = _OCTAL.fullmatch(line.partition(b"\0")[0])
-    number = int(octal[1] + octal[2], 8) if octal else parse_decimal(machine, line)
+    text = b"0" if line.startswith(b"\0") else line.partition(b"\0")[0]
+    octal = _OCTAL.fullmatch(text)
+    number = int(octal[1] + octal[2], 8) if octal else parse_decimal(machine, text)
     machine.stack.append(bool(number) if len(line) == 2 and 0 <= number <= 1 else number)  # 01 and 00, to C also +1 and -0
 
 
@@ -135,7 +136,7 @@ def _short_binstring(machine: State) -> None:
 
 @opcode(b"T", unusual="BINSTRING")
 def _binstring(machine: State) -> None:
-    _push_byte_string(machine, machine.take(machine.number(_I32)))
+    _push_byte_string(machine, machine.take(machine.number(_U32)))
 
 
 @opcode(b"S", unusual="STRING")
@@ -218,9 +219,13 @@ def _bytearray8(machine: State) -> None:
     machine.make(Global("builtins", "bytearray"), (machine.take(machine.number(_U64)),))
 
 
+_LONG_NUMBER = re.compile(rb"\s*[+-]?[\d_]{4301}")  # which Python before 3.11 reads
+
+
 def parse_decimal(machine: State, line: bytes, base: int = 0) -> int:
     """A decimal number, which ends at a NUL; longer ones than Python converts by default (4300 digits) are refused: n² time."""
     try:
         return int(line.partition(b"\0")[0], base)
     except ValueError:
+        machine.two_ways |= _LONG_NUMBER.match(line) is not None
         raise machine.error("holds a whole number that cannot be read") from None
