@@ -18,7 +18,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from ckpt_tools import limits
-from ckpt_tools.errors import CkptError, LimitError, ZipError
+from ckpt_tools.errors import CkptError, LimitError, PickleError, ZipError
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.numpy_files import parse_header
 from ckpt_tools.formats.packed.compressed import KINDS, new_xz, runs, zstd_blocks
@@ -32,7 +32,7 @@ from ckpt_tools.formats.zip.names import single_folder
 from ckpt_tools.io.content import chunks, read
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Reader, Spooled, Window
-from ckpt_tools.pickling.calls import Call, Pickle, list_pickles
+from ckpt_tools.pickling.calls import EXTENSION, Call, Pickle, list_pickles
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, TarStorages, TarTensors
 from ckpt_tools.pickling.stream import BytesPart, FilePart
 
@@ -70,6 +70,7 @@ _AGAIN: dict[str, tuple[bytes, ...]] = {
 }
 _BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib
 _MOST_LZMA = 1 << 38  # bytes; as liblzma has it
+_A_NAME = re.compile(rb"[ci][^\n]*\n|\x93")  # the opcodes by which a pickle names something by words
 _PACKED = (*(magic for magic, _ in _LOCKED), *(magic for magic, _, _ in _COMPRESSED))
 
 
@@ -218,7 +219,7 @@ class _Walk:
         """Bytes that a pickle loads, or may load."""
         for data in pickle.nested:
             held = _InMemory(data, source)
-            if _may_hold_pickles(data[:_HEAD]) or has_end(held):
+            if has_end(held) or (not _is_by_chance(data) and _may_hold_pickles(data[:_HEAD])):
                 self.examine(held, _inside(where, "bytes that it loads"), depth + 1)
 
     def as_opcodes(self, source: Source, where: str, depth: int, start: int, between: Between | None) -> None:
@@ -455,6 +456,18 @@ def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
     if imported is not None and not _MODULE.fullmatch(imported.module):  # Python would go no further than such an import
         return False
     return bool(pickle.calls) or (bool(pickle.names) and (pickle.makes or pickle.error is None))
+
+
+def _is_by_chance(data: bytes) -> bool:
+    """Whether bytes read as a pickle so far, and name nothing by words: any random ones may."""
+    head = data[:_HEAD]
+    if head.startswith((NUMPY, *_PACKED)) or is_zip(head) or is_tar(head):
+        return False
+    if not _A_NAME.search(data):
+        return True
+    read = [pickle for pickle in list_pickles(BytesPart(data)) if pickle.may_matter]
+    named = any(not name.name.startswith(EXTENSION) for pickle in read for name in pickle.names)
+    return not named and all(type(pickle.error) is PickleError for pickle in read)
 
 
 def _may_hold_pickles(head: bytes) -> bool:

@@ -67,7 +67,8 @@ _MAKERS = {
 _STARTS = frozenset(
     bytes((code,)) for code in b"\x80\x95(])}NcPKMJIGFLSTUVXBC\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x96\x97"
 )
-_SHORTEST, _MOST_NESTED = 8, 64  # bytes of a pickle that makes a call, and how many are looked at in one state
+EXTENSION = "<extension"  # what the name begins with of one that has a number
+_SHORTEST = 8  # bytes of a pickle that makes a call
 _MOST_DEEP, _FEW_PARTS = 3, 16  # containers in one another that are looked into
 _BYTEARRAY = Global("builtins", "bytearray")
 _MAY_HOLD_BYTES = frozenset((Dict, List, tuple, bytes, ByteString, Object))
@@ -307,7 +308,7 @@ def _extension(width: int) -> Callable[[Lister], None]:
     """A global that the program which loads the pickle has given a number, by `copyreg.add_extension`."""
 
     def push(machine: Lister) -> None:
-        machine.name_global("copyreg", f"<extension {int.from_bytes(machine.take(width), 'little')}>")
+        machine.name_global("copyreg", f"{EXTENSION} {int.from_bytes(machine.take(width), 'little')}>")
 
     return push
 
@@ -454,8 +455,7 @@ def _pickles_in(machine: Lister, cls: Node, given: Node) -> list[bytes]:
         if not parts:
             return []
         machine.spend(len(parts) // _FEW_PARTS)
-    found = [data for data in map(_bytes, parts) if data[:1] in _STARTS and len(data) >= _SHORTEST]
-    return found[:_MOST_NESTED]
+    return [data for data in map(_bytes, parts) if data[:1] in _STARTS and len(data) >= _SHORTEST]
 
 
 def _values(machine: Lister, node: Node) -> list[Node]:
@@ -638,6 +638,7 @@ def _list_one(pickles: Pickles, arrays: bool) -> tuple[Pickle, Node, Mapping[Nod
     found = Pickle(start, end, error=error)
     found.calls, found.names = lister.listed(), list(lister.globals)
     found.cut = error is not None and pickles.cut
-    found.nested, found.unusual, found.makes = lister.nested, list(lister.unusual), lister.makes
+    found.nested = list({id(data): data for data in lister.nested}.values())
+    found.unusual, found.makes = list(lister.unusual), lister.makes
     found.has_arrays, found.two_ways = lister.has_arrays, lister.two_ways
     return found, value, lister.pids

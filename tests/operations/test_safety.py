@@ -748,3 +748,20 @@ def test_processes_say_the_same_as_one(tmp_path: Path) -> None:
         (tmp_path / f"{number}.pth").write_bytes((FIXTURES / "whole_module.pth").read_bytes())
     alone, shared = (ckpt_tools.scan(tmp_path, jobs=jobs) for jobs in (1, 2))
     assert [row.to_json() for row in alone] == [row.to_json() for row in shared]
+
+
+@pytest.mark.parametrize(
+    ("before", "verdict"),
+    [([b"\x80\x04N0000000."] * 70, "dangerous"), ([b"\x89PNG\r\n\x1a\n%d" % number for number in range(70)], "dangerous")],
+)
+def test_every_pickle_in_a_state_is_looked_at(before: list[bytes], verdict: str, tmp_path: Path) -> None:
+    """The last of many texts of bytes in an instance's state counts as the first does; without it they are only bytes."""
+
+    def state(parts: list[bytes]) -> bytes:
+        held = b"".join(b"C" + bytes([len(part)]) + part for part in parts)
+        return b"\x80\x04cmodels\nNet\n)\x81](" + held + b"eb."
+
+    path = tmp_path / "state.pkl"
+    for parts, expected in ((before, "needs-code"), ([*before, b"cos\nsystem\n(S'true'\ntR."], verdict)):
+        path.write_bytes(state(parts))
+        assert ckpt_tools.scan(path)[0].safety.verdict == expected
