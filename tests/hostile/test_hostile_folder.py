@@ -66,14 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, marker: Path) -> Path:
     """Checkpoints, and a module by the name of all that ckpt, Python, or an installed package could ask for."""
     folder = tmp_path_factory.mktemp("downloads")
     code = f"import sys\nopen({str(marker)!r}, 'a').write(__name__ + ' in ' + ' '.join(sys.orig_argv) + '\\n')\n"
-    names = {
-        *sys.stdlib_module_names,
-        *packages_distributions(),
-        *_asked_for(),
-        "sitecustomize",
-        "usercustomize",
-        "runs_on_import",
-    }
+    names = {*sys.stdlib_module_names, *packages_distributions(), *_asked_for(), "sitecustomize", "usercustomize", "plug_in"}
     for name in names:
         (folder / f"{name}.py").write_text(code)
     for name in ("ckpt_tools", "torch", "safetensors", "multiprocessing"):  # a package goes before a module
@@ -83,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, marker: Path) -> Path:
     about = folder / "stranger-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[torch.backends]\nx = runs_on_import:f\n[fsspec.specs]\nx = runs_on_import.F\n")
+    (about / "entry_points.txt").write_text("[torch.backends]\nx = plug_in:f\n[fsspec.specs]\nx = plug_in.F\n")
     for name in ("ddp.pth", "single.pth", "whole_module.pth"):
         shutil.copy(FIXTURES / name, folder)
     torch.save(torch.nn.Linear(3, 2).state_dict(), folder / "linear.pth")
@@ -95,9 +88,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, marker: Path) -> Path:
         os.link(folder / "single.pth", folder / f"single.{number}.pth")
     header = b'{"w":{"dtype":"U8","shape":[35000000],"data_offsets":[0,35000000]}}'
     for name in ("large", "larger"):  # together more than what one process checks
-        with (folder / f"{name}.safetensors").open("wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            file.truncate(8 + len(header) + 35_000_000)
+        with (folder / f"{name}.safetensors").open("wb") as sparse:
+            sparse.write(len(header).to_bytes(8, "little") + header)
+            sparse.truncate(8 + len(header) + 35_000_000)
     return folder
 
 

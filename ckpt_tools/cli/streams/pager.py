@@ -43,7 +43,7 @@ def _paged(command: list[str], text: str) -> bool:
     import subprocess
 
     if os.name == "nt":  # which looks for a program in the current folder first
-        os.environ["NoDefaultCurrentDirectoryInExePath"] = "1"
+        os.environ["NODEFAULTCURRENTDIRECTORYINEXEPATH"] = "1"
     try:
         pager = subprocess.Popen(  # noqa: S603  what the user calls the pager
             command, stdin=subprocess.PIPE, env={"LESS": "FRX", **os.environ}
