@@ -135,6 +135,11 @@ class Once(click.Option):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "multiple": True})
 
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        """The text of a variable is one value, with the spaces in it."""
+        value = self.resolve_envvar_value(ctx)
+        return None if value is None else (value,)
+
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         given = super().process_value(ctx, value)
         if given and len(given) > 1:
