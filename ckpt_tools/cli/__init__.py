@@ -237,9 +237,9 @@ def _open_streams() -> None:
 
 def _is_there(text: str) -> bool:
     """Whether something is called so that `inspect` can be asked about: a file, a folder, an address."""
-    from ckpt_tools.io.output import is_address
+    from ckpt_tools.io.output import is_address, is_there
 
-    return os.path.lexists(text) or is_address(text)
+    return is_there(text) or is_address(text)
 
 
 def _error_document(error: CkptError) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
 
     check_document_name(output, "digests", ".digest")
     local = [path for path in paths if not isinstance(path, Handed) and not is_address(path)]
-    if len(paths) == len(local) == 1 and paths[0].is_dir() and find_layout(paths[0]) is not None:
+    if len(paths) == len(local) == 1 and os.path.isdir(paths[0]) and find_layout(paths[0]) is not None:
         return Expanded(list(paths), {})
     expanded = expand(paths)
     if len(expanded.checkpoints) != 1:

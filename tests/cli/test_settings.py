@@ -78,7 +78,7 @@ def test_kinds_of_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CKPT_CONVERT_STRIP_MODULE", "0")
     monkeypatch.setenv("CKPT_CONVERT_JSON", "1")
     assert json.loads(ckpt("convert", "ddp.pth", "--overwrite").stdout)["container"]
-    assert json.loads(ckpt("convert", "none.pth").stdout)["error"] == "NotACheckpointError"
+    assert json.loads(ckpt("convert", "ddp.pth").stdout)["error"] == "OutputExistsError"
     assert "module." in "".join(torch.load("an output.pth"))
     monkeypatch.setenv("CKPT_CHECK_FORMAT", "json")
     assert json.loads(ckpt("check", "ddp.pth").stdout)["verdict"] == "findings"
