@@ -68,12 +68,12 @@ def top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     if not subprocess.run([sys.executable, "-c", unlisted], preexec_fn=held_to_modes, stderr=subprocess.DEVNULL).returncode:
         pytest.skip("modes do not hold here")
     yield Path("top")
-    for name in modes:
-        os.chmod(name, 0o700)
+    for name in modes:  # so that pytest can remove them
+        os.chmod(name if os.path.lexists(name) else f"{os.path.basename(name)}.aside", 0o700)
 
 
 def test_scan_names_all_of_it(top: Path) -> None:
-    """Each is "could not be examined" by name, with the reason, and makes the exit code 1; links inside are looked through once."""
+    """Each is "could not be examined" by name, with the reason, and fails; what links inside lead to is looked through once."""
     done = run("scan", "--json", top)
     found = {row["path"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert done.returncode == 1
@@ -132,7 +132,7 @@ def test_check_and_inspect_of_a_folder(command: str, top: Path) -> None:
     """What cannot be read is an error of its own and stops nothing else; what is no checkpoint, or not followed, is named."""
     done = run(command, "--json", top)
     *rows, others = map(json.loads, done.stdout.splitlines())
-    unreadable = {row["path"] for row in rows if "error" in row or row["verdict"] == "unreadable"}
+    unreadable = {row["path"] for row in rows if "error" in row or row.get("verdict") == "unreadable"}
     assert done.returncode == 3
     assert unreadable == {"top/unlisted", "top/unsearched/model.pth", "top/unreadable.pth", "top/loop.pth", "top/gone.pth"}
     assert {row["path"] for row in rows} - unreadable == {"top/good.pth", "top/own/model.pth", "top/linked.pth"}
@@ -146,8 +146,8 @@ def test_a_folder_that_vanishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     real = os.scandir
 
     def scandir(path: str) -> object:
-        if os.path.basename(path) == "a":
-            shutil.rmtree(path)
+        if str(path).endswith("a") and os.path.isdir(path):
+            os.rmdir(path)
         return real(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
@@ -162,9 +162,7 @@ def hook(name: str) -> tuple[list[str], re.Pattern[str]]:
     return [*said["entry"].split()[1:], *re.findall(r"[^\[\], ]+", said.get("args", ""))], re.compile(said.get("files", ""))
 
 
-EVIL_NAMES = (
-    "a.pkl.gz", "a.PTH", "a.mar", "weights", "a.txt", "-x.pth", "--all", "a.py", "deep/a.model", "a.data", "a.dill", "a.jbl", "a b.bin",
-)  # fmt: skip
+EVIL_NAMES = ("a.pkl.gz", "a.PTH", "a.mar", "weights", "a.txt", "-x.pth", "--all", "a.py", "deep/a.model", "a.dill", "a b.bin")
 
 
 @pytest.mark.parametrize("name", EVIL_NAMES)
@@ -182,21 +180,20 @@ def test_the_hook_goes_by_content(name: str, tmp_path: Path, monkeypatch: pytest
     assert (done.exit_code, "dangerous" in done.output) == (1, True), done.output
 
 
-def test_the_hook_on_source_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hook_on_source_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A repository's texts hold nothing to run: not one is named, and the exit code is 0."""
     monkeypatch.chdir(ROOT)
     arguments, _ = hook("ckpt-scan")
-    files = [
-        str(path) for folder in ("ckpt_tools", "tests", "docs") for path in Path(folder).rglob("*.*") if path.suffix != ".pyc"
-    ]
-    done = ckpt(*arguments, "--", *files) if "--" not in arguments else ckpt(*arguments, *files)
+    places = [path for folder in ("ckpt_tools", "tests", "docs") for path in Path(folder).rglob("*.*")]
+    files = [str(path) for path in places if path.suffix != ".pyc"]
+    done = ckpt(*arguments, *files)
     assert done.exit_code == 0, done.output
     assert done.output == f"{len(files):,} files: {len(files):,} nothing to run\n"
 
 
 @pytest.mark.parametrize("name", ["-x.pth", "a.PTH", "a.pth.gz", "a.pth.tar", "a.Safetensors"])
 def test_the_hook_for_whole_files(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ckpt check gets what is called a checkpoint, in any case and compressed, and nothing else; a name that begins with - is a name."""
+    """ckpt check gets what is called a checkpoint, in any case and compressed, and nothing else; -x.pth is a name."""
     monkeypatch.chdir(tmp_path)
     arguments, wanted = hook("ckpt-check")
     shutil.copy(SINGLE, "good.pth")
