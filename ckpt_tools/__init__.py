@@ -1,11 +1,13 @@
 """Inspect, convert, check and repair PyTorch checkpoints, executing nothing in them. Importing this imports no torch."""
 
-from __future__ import annotations
-
 import sys
 
-if sys.argv[:1] == ["-m"] and sys.orig_argv[1:3] == ["-m", __name__] and not sys.flags.safe_path:
-    sys.path[:1] = []  # the folder of whoever says `python -m ckpt_tools`: a rich.py in it is not to be run
+# `python -m ckpt_tools`, as torchrun starts it too: the current folder may be a stranger's, and is on Python's path from
+# the start. Until it is taken off nothing may be imported, `__future__` included.
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
+    _started = sys.orig_argv[-len(sys.argv)].removesuffix(".__main__")  # in -m ckpt_tools and -um ckpt_tools a word of its own
+    if _started == __name__ or (_started[:1] == "-" and _started.endswith(f"m{__name__}")):
+        sys.path[:1] = []
 
 from typing import TYPE_CHECKING, Any
 

@@ -33,7 +33,7 @@ COMMANDS = (
     "inspect", "show", "convert", "match", "check", "scan", "repair", "diff", "stats", "average", "extract-lora", "report",
     "prove", "sign", "verify", "explain", "completion", "help",
 )  # fmt: skip
-_VERBOSE = "ckpt.verbose"  # in the meta of the group's context
+_VERBOSE, _COMMAND = "ckpt.verbose", "ckpt.command"  # in the meta of the contexts
 _READ_NO_FILE = ("explain", "completion", "help")
 # Commands whose module is in a room of its own, or another one's.
 _ROOMS = {
@@ -50,24 +50,44 @@ atexit.register(gc.freeze)
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 
-def _raise_limits(_ctx: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> None:
+def _begin(ctx: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> None:
+    ctx.meta[_COMMAND] = ctx
+    ctx.call_on_close(lambda: _tell_variables(ctx))
     limits.set_limits(map(limits.parse, given))
 
 
 _LIMIT = click.Option(
     ["--limit"], multiple=True, metavar="NAME=VALUE", envvar="CKPT_LIMITS", expose_value=False, is_eager=True,
-    callback=_raise_limits,
+    callback=_begin,
     help="Raise a limit, for a file that you trust: --limit records=2000000 (docs/limits.md).",
 )  # fmt: skip
 
 
-def _take_settings(ctx: click.Context) -> None:
-    """The defaults that a pyproject.toml sets."""
-    from ckpt_tools.cli.shell.settings import load
+def _name_variables(command: click.Command, name: str) -> None:
+    """Each option takes its value from a variable too, where it is not given: --ignore of check from CKPT_CHECK_IGNORE."""
+    for option in command.params:
+        if isinstance(option, click.Option) and option.expose_value:
+            spelled = next(text for text in option.opts if text.startswith("--"))
+            variable = f"CKPT_{name}{spelled[1:]}".replace("-", "_").upper()
+            option.envvar = [variable, *([option.envvar] if isinstance(option.envvar, str) else [])]
 
-    settings = load()
-    limits.set_limits(settings.limits.items())
-    ctx.default_map = settings.default_map()
+
+def _variable_of(ctx: click.Context, option: click.Parameter) -> str | None:
+    """The variable that an option has its value from."""
+    if ctx.get_parameter_source(option.name or "") is not click.core.ParameterSource.ENVIRONMENT:
+        return None
+    named = option.envvar or ()
+    return next((name for name in ([named] if isinstance(named, str) else named) if os.environ.get(name)), None)
+
+
+def _tell_variables(ctx: click.Context) -> None:
+    """Say what was not typed and counted all the same."""
+    for option in ctx.command.params if not ctx.params.get("quiet") else ():
+        if (variable := _variable_of(ctx, option)) is not None:
+            from ckpt_tools.text import printable
+
+            with _telling():
+                click.echo(printable(f"{option.opts[0]} is set by {variable}={os.environ[variable]}"), err=True)
 
 
 def _wants_json(args: Sequence[str]) -> bool:
@@ -91,6 +111,7 @@ class _Group(click.Group):
         command = getattr(import_module(f"ckpt_tools.cli.{_ROOMS.get(name, name)}"), name)
         assert isinstance(command, click.Command)
         if _LIMIT not in command.params and cmd_name not in _READ_NO_FILE:
+            _name_variables(command, cmd_name)
             command.params.append(_LIMIT)
         return command
 
@@ -124,10 +145,7 @@ class _Group(click.Group):
                 from ckpt_tools.cli.shell.other_words import about_command
 
                 ctx.fail(f"No command and no file is called {args[0]!r}. {about_command(args[0], COMMANDS)}".rstrip())
-        found = super().resolve_command(ctx, args)
-        if found[0] not in _READ_NO_FILE and not ctx.resilient_parsing:
-            _take_settings(ctx)
-        return found
+        return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem  # click itself imports it only where a shell asks
@@ -158,6 +176,9 @@ class _Group(click.Group):
             self.print_failure(_usage_document, wrong)
             raise wrong from None
         except click.ClickException as error:  # options of a command; click prints it
+            if isinstance(error, click.BadParameter) and error.ctx is not None and error.param is not None:
+                variable = _variable_of(error.ctx, error.param)
+                error.param_hint = variable if variable is not None else error.param_hint
             self.print_failure(_usage_document, error)
             raise
         except KeyboardInterrupt:
@@ -179,7 +200,10 @@ class _Group(click.Group):
 
         Of the processes that torchrun started the first one speaks, as it does for a report.
         """
-        if not self.as_json or _rank() > 0:
+        ctx = click.get_current_context(silent=True)
+        command = ctx.meta.get(_COMMAND) if ctx is not None else None
+        set_so = command is not None and (command.params.get("as_json") or command.params.get("form") == "json")
+        if not (self.as_json or set_so) or _rank() > 0:
             return
         from ckpt_tools.render.json import print_document
 
@@ -215,9 +239,9 @@ def _open_streams() -> None:
 
 def _is_there(text: str) -> bool:
     """Whether something is called so that `inspect` can be asked about: a file, a folder, an address."""
-    from ckpt_tools.io.output import is_address
+    from ckpt_tools.io.output import is_address, is_there
 
-    return os.path.lexists(text) or is_address(text)
+    return is_there(text) or is_address(text)
 
 
 def _error_document(error: CkptError) -> dict[str, Any]:

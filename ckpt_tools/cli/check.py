@@ -21,7 +21,6 @@ from ckpt_tools.cli.options import (
     quiet_option,
     show_progress,
 )
-from ckpt_tools.cli.shell.settings import from_settings
 from ckpt_tools.cli.streams.stdin import PIPED, with_pipes_read
 from ckpt_tools.io.member_paths import Handed
 from ckpt_tools.io.output import is_address
@@ -41,7 +40,7 @@ _JOBS = 4
 @click.option("--output", "-o", cls=Once, type=OUT_PATH, metavar="FILE", help="Write the digests to FILE.")
 @click.option("--against", cls=Once, metavar="FILE", help="Compare with a digest file or another checkpoint.")
 @click.option(
-    "--ignore", multiple=True, metavar="CODE", help="Leave out findings with this code. Repeatable.", **from_settings("ignore")
+    "--ignore", multiple=True, metavar="CODE", envvar="CKPT_IGNORE", help="Leave out findings with this code. Repeatable."
 )
 @click.option(
     "--device", cls=Once, metavar="DEVICE",
@@ -157,7 +156,7 @@ def _only(paths: tuple[Path, ...], output: Path) -> Expanded:
 
     check_document_name(output, "digests", ".digest")
     local = [path for path in paths if not isinstance(path, Handed) and not is_address(path)]
-    if len(paths) == len(local) == 1 and paths[0].is_dir() and find_layout(paths[0]) is not None:
+    if len(paths) == len(local) == 1 and os.path.isdir(paths[0]) and find_layout(paths[0]) is not None:
         return Expanded(list(paths), {})
     expanded = expand(paths)
     if len(expanded.checkpoints) != 1:

@@ -24,7 +24,6 @@ from ckpt_tools.cli.options import (
     show_progress,
     work_shared,
 )
-from ckpt_tools.cli.shell.settings import from_settings, give_way
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.convert.run import convert as convert_checkpoint
 from ckpt_tools.values.pytorch import need_torch
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="IN", type=LOCATION)
 @click.argument("target", metavar="[OUT]", type=OUT, required=False)
 @click.argument("more", metavar="| IN... --to-dir DIR", nargs=-1, type=OUTPUT)
-@options_of(ConvertOptions, objects=from_settings("objects"))
+@options_of(ConvertOptions, objects={"envvar": "CKPT_OBJECTS"})
 @click.option(
     "--prove", multiple=True, metavar="[NAME=]SHAPE[:N]",
     help="At the end run IN and OUT in the model of --like on such inputs, as ckpt prove does. Repeatable.",
@@ -92,9 +91,7 @@ def convert(
 
     Exit code: 0 done, 1 --prove found a difference, 2 usage, 3 refused, 130 interrupted.
     """
-    asked = given(options)
-    if "objects" in asked and (in_place or asked.get("slim")) and give_way("objects"):
-        del asked["objects"]
+    asked = _asked(options, in_place=in_place)
     if to_dir is not None:
         refuse_beside_many(in_place, prove, out)
         sys.exit(convert_many(inputs((source, target, *more)), to_dir, asked, jobs=jobs or 1, quiet=quiet, as_json=as_json))
@@ -123,6 +120,15 @@ def convert(
             _prove(source, report.target, asked, prove, prove_model, quiet=quiet, as_json=as_json)
     if ranks is not None and ranks.world > 1:
         end_process()
+
+
+def _asked(options: dict[str, Any], *, in_place: bool) -> dict[str, Any]:
+    """What was given; --objects from a variable is not meant for --in-place and --slim, which have no use for it."""
+    asked = given(options)
+    source = click.get_current_context().get_parameter_source("objects")
+    if (in_place or asked.get("slim")) and source is click.core.ParameterSource.ENVIRONMENT:
+        asked.pop("objects", None)
+    return asked
 
 
 def _check_provable(asked: dict[str, Any], prove: tuple[str, ...], prove_model: str | None, *, in_place: bool) -> None:

@@ -45,12 +45,13 @@ def expand(paths: tuple[Path, ...]) -> Expanded:
     """Folders as the checkpoints in them and the other files; files and addresses as they are."""
     expanded = Expanded([], {})
     for path in paths:
-        if isinstance(path, Handed) or is_address(path) or not path.is_dir():
+        if isinstance(path, Handed) or is_address(path) or not os.path.isdir(path):
             expanded.checkpoints.append(path)
             continue
         from ckpt_tools.operations.in_folders import find_checkpoints
 
         found = find_checkpoints(path)
+        found.checkpoints = sorted([*found.checkpoints, *found.unlisted])  # each says why when it is opened
         if not found.checkpoints:
             count = f"None of its {len(found.others)} files is one" if found.others else "It has no files"
             raise NotACheckpointError(f"{path} is a folder without checkpoints.", why=f"{count}.")
@@ -91,6 +92,9 @@ def print_failure(path: Path, error: CkptError, *, as_json: bool, safety: Safety
 
 class Location(click.Path):
     """The type of an argument: a path, or an address (s3://..., https://...), which stays as it is given."""
+
+    def __init__(self, path_type: type[Path] | type[str]) -> None:
+        super().__init__(path_type=path_type, readable=False)  # why one of several cannot be read is said of that one
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path, or the address in a path's place.
@@ -134,6 +138,11 @@ class Once(click.Option):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "multiple": True})
+
+    def value_from_envvar(self, ctx: click.Context) -> Any:
+        """The text of a variable is one value, with the spaces in it."""
+        value = self.resolve_envvar_value(ctx)
+        return None if value is None else (value,)
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         given = super().process_value(ctx, value)

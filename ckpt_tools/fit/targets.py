@@ -234,7 +234,7 @@ def _called(spec: str, build: Callable[[], Any], option: str) -> Any:
 
 def _imported(spec: str) -> Callable[..., Any]:
     module_name, _, attribute = spec.rpartition(":")
-    with _from_here():
+    with _from_here(module_name):
         try:
             with redirect_stdout(sys.stderr):
                 found: Any = _run_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
@@ -256,14 +256,24 @@ def _imported(spec: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _from_here() -> Iterator[None]:
-    """The working directory last on Python's path: what is installed is never taken from a stranger's folder."""
+def _from_here(module: str) -> Iterator[None]:
+    """The current folder last on Python's path, where the module is in it: an installed one may try to import what is not."""
     here, before = str(Path.cwd()), list(sys.path)
-    sys.path[:] = [place for place in before if place not in ("", here)] + [here]
+    sys.path[:] = [place for place in before if place not in ("", here)]
     try:
+        if sys.path != before or not _is_installed(module.partition(".")[0]):
+            sys.path.append(here)
         yield
     finally:
         sys.path[:] = before
+
+
+def _is_installed(package: str) -> bool:
+    """Whether Python finds a package on its path; a folder without code is none."""
+    if package in sys.modules:
+        return True
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    return spec is not None and spec.origin is not None
 
 
 def _run_file(path: str) -> Any:

@@ -195,6 +195,9 @@ def identity_of(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+_SPECIAL = "not a regular file (a pipe, socket or device)"
+
+
 def open_regular(path: Path) -> int:
     """Open for reading; a directory, a FIFO or a dangling link is refused, and never waited for."""
     try:
@@ -205,6 +208,8 @@ def open_regular(path: Path) -> int:
     except (OSError, ValueError) as error:
         if os.path.isdir(path):  # Windows refuses to open a directory
             raise _not_regular(path, "a directory") from None
+        if os.path.exists(path) and not os.path.isfile(path):  # Linux refuses to open a socket
+            raise _not_regular(path, _SPECIAL) from None
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         kind = ForbiddenFileError if isinstance(error, PermissionError) else NotACheckpointError
         raise kind(f"{path} cannot be read.", why=f"{why}.") from None
@@ -215,8 +220,28 @@ def open_regular(path: Path) -> int:
         raise NotACheckpointError(f"{path} cannot be read.", why=f"{error.strerror}.") from None
     if not stat.S_ISREG(mode):
         os.close(fd)
-        raise _not_regular(path, "a directory" if stat.S_ISDIR(mode) else "not a regular file (a pipe, socket or device)")
+        raise _not_regular(path, "a directory" if stat.S_ISDIR(mode) else _SPECIAL)
     return fd
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether something is at a path; what may not be looked at counts: whoever opens it is told why."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def leads_out(link: str | os.PathLike[str], top: str | os.PathLike[str]) -> bool:
+    """Whether a link to a folder leads to where what is below a folder is not."""
+    try:
+        place, whole = os.path.realpath(link), os.path.realpath(top)
+    except OSError:  # another user's `/proc/PID/cwd`, which may not be followed
+        return True
+    return place != whole and not place.startswith(os.path.join(whole, ""))
 
 
 def missing(path: Path) -> MissingFileError:

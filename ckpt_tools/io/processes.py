@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TypeVar
@@ -34,11 +35,15 @@ def in_processes(
     from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import active_children, get_context
 
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (limits.changed(),))
+    if sys.flags.ignore_environment and not sys.flags.safe_path:  # `python -E`: nothing would tell them to keep to safe paths
+        yield from map(function, items)
+        return
+    with _safe_paths():  # its first lock starts the resource tracker
+        pool = ProcessPoolExecutor(jobs, get_context("spawn"), _begin, (limits.changed(),))
     others = active_children()
     try:
         # `Executor.map` would cancel what is left when it is interrupted, and 3.11 then prints a traceback
-        with _interrupts_held():
+        with _safe_paths(), _interrupts_held():
             futures = [pool.submit(_all_of, function, items[at : at + batch]) for at in range(0, len(items), batch)][::-1]
         workers = [child for child in active_children() if child not in others]
         while futures:
@@ -64,6 +69,19 @@ def in_processes(
         pool.shutdown()  # they remove what they were writing
         raise
     pool.shutdown()
+
+
+@contextlib.contextmanager
+def _safe_paths() -> Iterator[None]:
+    """Pythons that are started in the block do not begin with the current folder on their path: it may be a stranger's."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 @contextlib.contextmanager

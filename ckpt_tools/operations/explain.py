@@ -93,11 +93,6 @@ def without_links(text: str) -> str:
     return _LINK.sub(r"\1", _ASIDE.sub("", text))
 
 
-def severities() -> dict[str, str]:
-    """How grave each code of a finding is: info, warning, problem, or several of them."""
-    return {code: row["severity"] for code, row in _known()["findings"].items()}
-
-
 def topics() -> list[tuple[str, str]]:
     """Everything that `explain` knows: (code or message, where it stands), the messages first."""
     known = _known()

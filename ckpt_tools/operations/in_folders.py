@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shlex
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.formats.parts.grouping import COMMON, MP_RANK, ShardName, describes_items, shard_name
 from ckpt_tools.io.in_place import marks
 from ckpt_tools.io.member_paths import Handed
-from ckpt_tools.io.output import Source, is_address
+from ckpt_tools.io.output import Source, is_address, leads_out
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.sources import Files
 from ckpt_tools.text import printable
@@ -55,23 +56,24 @@ class FolderContent:
 
     Attributes:
         checkpoints: files, and folders that are one checkpoint, in the order of their paths.
-        others: the other files, likewise, but for the journals of edits in place.
+        others: the other files, likewise, but for the journals of edits in place; and links to folders elsewhere.
+        unlisted: folders that cannot be listed.
     """
 
     checkpoints: list[Path] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
+    unlisted: list[Path] = field(default_factory=list)
 
 
 def find_checkpoints(top: Path) -> FolderContent:
     """Every checkpoint below a folder, the folder itself among them where it is one, and every other file.
 
     A file that a link in the folder leads to counts once, under the name of the link (Hugging Face's cache).
-
-    Raises:
-        NotACheckpointError: a folder cannot be read.
     """
     found, linked = FolderContent(), set()
-    for folder, folders, names in os.walk(top, onerror=_unreadable):
+    for folder, folders, names in os.walk(top, onerror=lambda error: found.unlisted.append(Path(error.filename))):
+        links = (Path(folder, name) for name in folders if os.path.islink(os.path.join(folder, name)))
+        found.others += [link for link in links if leads_out(link, top)]
         folders[:] = sorted(name for name in folders if name not in _SKIPPED)
         ranks = [name for name in folders if MP_RANK.fullmatch(name)]
         wholes, parts = _wholes(Path(folder), sorted([*names, *ranks]))
@@ -79,12 +81,12 @@ def find_checkpoints(top: Path) -> FolderContent:
             folders[:] = [name for name in folders if name not in ranks]
         found.checkpoints += wholes
         for path in (Path(folder, name) for name in names if name not in parts):
-            if path.is_symlink():
+            if os.path.islink(path):
                 linked.add(_led_to(path))
             if (is_one := _is_checkpoint(path)) or not _is_journal(path.name):
                 (found.checkpoints if is_one else found.others).append(path)
-        linked |= {_led_to(Path(folder, name)) for name in parts if Path(folder, name).is_symlink()}
-    found.checkpoints = sorted(path for path in found.checkpoints if path.is_symlink() or str(path.absolute()) not in linked)
+        linked |= {_led_to(Path(folder, name)) for name in parts if os.path.islink(os.path.join(folder, name))}
+    found.checkpoints = sorted(path for path in found.checkpoints if os.path.islink(path) or str(path.absolute()) not in linked)
     found.others.sort()
     return found
 
@@ -99,10 +101,6 @@ def _led_to(link: Path) -> str:
         return os.path.realpath(link)
     except OSError:  # another user's `/proc/PID/cwd`, which may not be followed
         return ""
-
-
-def _unreadable(error: OSError) -> None:
-    raise NotACheckpointError(f"{error.filename} cannot be read.", why=f"{error.strerror or error}.") from None
 
 
 def _wholes(folder: Path, names: Sequence[str]) -> tuple[list[Path], set[str]]:
@@ -158,10 +156,13 @@ def indexed_files(path: Path) -> list[str] | None:
 
 def _is_checkpoint(path: Path) -> bool:
     suffix, name = path.suffix.lower(), path.name.lower()
-    if not path.exists():  # a dangling link is told about where a checkpoint is missing
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a socket, a pipe
+            return False
+    except PermissionError:  # told about when it is opened
+        return True
+    except OSError:  # a dangling link is told about where a checkpoint is missing
         return suffix in _ALWAYS | _MAYBE
-    if not path.is_file():  # a socket, a pipe
-        return False
     if suffix in _ALWAYS or name.endswith(_TARRED) or _PACKED.fullmatch(name):
         return True
     try:

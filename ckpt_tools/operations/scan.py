@@ -14,7 +14,7 @@ from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.open import HEAD, collector_paused, open_source
 from ckpt_tools.io.member_paths import File, Handed, as_path
-from ckpt_tools.io.output import is_address, missing
+from ckpt_tools.io.output import is_address, is_there, leads_out, missing
 from ckpt_tools.io.processes import in_processes
 from ckpt_tools.operations.safety import Safety, Verdict, as_it_lies, examine
 from ckpt_tools.text import brief, notebook
@@ -84,6 +84,8 @@ def scan_files(paths: Sequence[str | os.PathLike[str]], *, jobs: int = 1) -> Ite
 def scan_file(path: str | os.PathLike[str]) -> Scanned:
     """Examine one file."""
     size = 0
+    if not isinstance(path, Handed) and not is_address(path) and os.path.isdir(path):
+        return Scanned(str(path), 0, Safety("unexamined", unexamined=[("", _why_passed_over(path))]))
     try:
         with collector_paused(), contextlib.closing(open_source(path)) as source:
             size = source.size
@@ -92,12 +94,24 @@ def scan_file(path: str | os.PathLike[str]) -> Scanned:
                 safety = Safety("plain")
             safety = as_it_lies(safety, [source])
     except CkptError as error:
-        safety = Safety("unexamined", unexamined=[("", error.what)])
+        why = error.why if error.what == f"{path} cannot be read." else error.what
+        safety = Safety("unexamined", unexamined=[("", why)])
     return Scanned(str(path), size, safety)
 
 
+def _why_passed_over(folder: str | os.PathLike[str]) -> str:
+    """Why a folder below another one is itself among what is to be examined."""
+    if os.path.islink(folder):
+        return "a link to a folder elsewhere, which is not followed"
+    try:
+        os.scandir(folder).close()
+    except OSError as error:
+        return f"The folder cannot be listed. {error.strerror or error}."
+    return "The folder could not be listed."
+
+
 def files_of(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str | os.PathLike[str]]:
-    """The files that are meant: addresses and files as they are, of a folder all that are below it, by name.
+    """The files that are meant: addresses and files as they are, of a folder all that is below it, by name.
 
     Raises:
         NotACheckpointError: there is no such file or folder, or nothing in it.
@@ -105,7 +119,7 @@ def files_of(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str | os.PathL
     for path in paths:
         given = isinstance(path, Handed) or is_address(path)
         if given or not os.path.isdir(path):
-            if not given and not os.path.lexists(path):
+            if not given and not is_there(path):
                 raise missing(Path(path))
             yield path
             continue
@@ -116,12 +130,13 @@ def files_of(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str | os.PathL
 
 
 def _below(top: str | os.PathLike[str]) -> Iterator[Path]:
-    """The regular files below a folder; links to folders are not followed."""
-    for folder, _, names in os.walk(top):
-        for name in names:
-            path = Path(folder, name)
-            if path.is_file() or (path.is_symlink() and not path.exists()):  # a dangling link is told about
-                yield path
+    """All that is below a folder but folders; of those the ones that cannot be listed, and links that lead elsewhere."""
+    unlisted: list[OSError] = []
+    for folder, folders, names in os.walk(top, onerror=unlisted.append):
+        yield from (Path(folder, name) for name in names)
+        links = (Path(folder, name) for name in folders if os.path.islink(os.path.join(folder, name)))
+        yield from (link for link in links if leads_out(link, top))
+    yield from (Path(error.filename) for error in unlisted)
 
 
 def counts(reports: Iterable[Scanned]) -> dict[Verdict, int]:

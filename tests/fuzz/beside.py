@@ -1,4 +1,4 @@
-"""What lies beside a checkpoint or around it: adapters, quantised weights, settings, signatures, compressed tars."""
+"""What lies beside a checkpoint or around it: adapters, quantised weights, signatures, compressed tars."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from typing import Any
 import torch
 
 import ckpt_tools
-from ckpt_tools import limits
-from ckpt_tools.cli.shell import settings as shell
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.operations.signing.envelope import PAYLOAD_TYPE, seal
 from tests.fuzz import headers, raw, tars
 from tests.fuzz.guard import FindingError
-from tests.fuzz.values import number, text
+from tests.fuzz.values import text
 from tests.support.keys import write_keys
 
 _FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -84,35 +82,6 @@ def quantised(rng: Random, folder: Path) -> Callable[[], object]:
             lambda: ckpt_tools.inspect(path),
         )
     )
-
-
-# --- settings
-
-_SETTINGS = (
-    '[tool.ckpt]\nignore = ["wrapper-prefix", "device-tags"]\nobjects = "plain"\nlimits = { records = 1000, tensors = 10 }\n'
-)
-_WORDS = (
-    '"keep"', '"unsafe-pickle"', '"code"', "99999999999999999999", "-1", "true", "[]", "{}", "[tool.ckpt]\n",
-    "[tool]\nckpt = 3\n", "tool.ckpt = 1\n", "inflated", "objects", "limits", "ignore", ".a", "\\u202e", "[[", '"""', "=",
-    "nan", "1e9", "'", "\x00", "\n",
-)  # fmt: skip
-
-
-def settings(rng: Random, folder: Path) -> Callable[[], object]:
-    """A stranger's pyproject.toml: it may make us stricter, and nothing else."""
-    changed = _SETTINGS
-    for _ in range(rng.choice((1, 1, 2, 4))):
-        at = rng.randrange(len(changed) + 1)
-        put = rng.choice((*_WORDS, *_WORDS, str(number(rng, 1000)), json.dumps(text(rng))))
-        changed = changed[:at] + put + changed[at + rng.choice((0, 0, 1, 5, len(put))) :]
-    (folder / shell.NAME).write_bytes(changed.encode("utf-8", "surrogatepass"))
-    return lambda: _no_less_safe(shell.load(folder))
-
-
-def _no_less_safe(found: shell.Settings) -> None:
-    raised = [name for name, value in found.limits.items() if value > limits.LIMITS[name].default]
-    if raised or found.objects not in (None, "plain", "drop"):
-        raise FindingError(f"a pyproject.toml sets limits {raised}, objects {found.objects}")
 
 
 # --- signatures

@@ -173,6 +173,6 @@ class _Socket:
 
 
 KINDS: tuple[Callable[[Random, Path], Callable[[], object]], ...] = (
-    plan, index, answer, folders.folder, journals.journal, beside.adapter, beside.quantised, beside.settings, beside.signature,
+    plan, index, answer, folders.folder, journals.journal, beside.adapter, beside.quantised, beside.signature,
     beside.packed,
 )  # fmt: skip

@@ -38,12 +38,15 @@ ckpt inspect shows them, before --strip-module and --rename; what holds no tenso
 '*.norm.*=fp32'). Quote them, or the shell takes them for files. One that matches nothing is refused.
 """,
     "environment": """\
-CKPT_LIMITS    "records=2000000 depth=50000": raised limits, for files that you trust (docs/limits.md)
-CKPT_IGNORE    "wrapper-prefix device-tags": findings that ckpt check leaves out
-CKPT_OBJECTS   what ckpt convert does with Python objects: plain, drop, keep
+CKPT_COMMAND_OPTION   any option of a command: CKPT_SCAN_JOBS=1, CKPT_CHECK_FORMAT=json; 1 or 0 for one
+                      without a value, several values separated by spaces
+CKPT_CHECK_IGNORE     "wrapper-prefix device-tags": findings that ckpt check leaves out; also CKPT_IGNORE
+CKPT_CONVERT_OBJECTS  what ckpt convert does with Python objects: plain, drop, keep; also CKPT_OBJECTS
+CKPT_LIMITS           "records=2000000 depth=50000": raised limits, for files that you trust (docs/limits.md)
 
-NO_COLOR, COLUMNS, PAGER and TMPDIR mean what they mean elsewhere. Options go before variables, variables before
-[tool.ckpt] in pyproject.toml; ckpt --version --verbose shows what is set, and by what.
+An option that is given goes before its variable; an empty variable is not set; ckpt --version --verbose
+lists those that are. No file sets anything.
+NO_COLOR, COLUMNS, PAGER and TMPDIR mean what they mean elsewhere.
 """,
     "json": """\
 --json prints one document, of inspect, check and scan one a line for each file; errors too,

@@ -1,4 +1,4 @@
-"""`ckpt --version --verbose`: what it runs on, and each setting with where it comes from."""
+"""`ckpt --version --verbose`: what it runs on, and the variables that set options."""
 
 from __future__ import annotations
 
@@ -10,32 +10,18 @@ from importlib import metadata
 
 import click
 
-from ckpt_tools import limits
-from ckpt_tools.cli.shell.settings import VARIABLES, Settings, load
-from ckpt_tools.errors import CkptError
 from ckpt_tools.text import printable
 
 _PACKAGES = ("torch", "safetensors", "click", "rich", "isal", "cryptography", "h5py")
 
 
 def print_surroundings() -> None:
-    """Python, the system, packages (none is imported), then the settings.
-
-    Raises:
-        UsageError: what pyproject.toml sets cannot be read.
-    """
+    """Python, the system, packages (none is imported), then the variables that options have their values from."""
     click.echo(f"Python {platform.python_version()}, {sys.executable}")
     click.echo(platform.platform())
     click.echo(", ".join(_versions()))
-    try:
-        settings = load()
-    except CkptError as error:
-        raise click.UsageError(printable(str(error))) from None
-    rows = [("setting", "value", "from"), *_rows(settings)]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    click.echo()
-    for name, value, origin in rows:
-        click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+    for line in dict.fromkeys(_variables()):
+        click.echo(printable(line))
 
 
 def _versions() -> Iterator[str]:
@@ -46,18 +32,13 @@ def _versions() -> Iterator[str]:
             yield f"no {name}"
 
 
-def _rows(settings: Settings) -> Iterator[tuple[str, str, str]]:
-    """Name, value, origin of every setting; of the limits, of those that are not the default."""
-    path = printable(os.fspath(settings.path)) if settings.path is not None else ""
-    for name in ("ignore", "objects"):
-        given, own = os.environ.get(VARIABLES[name], "").split(), getattr(settings, name)
-        shown = " ".join(given) if given else own if isinstance(own, str) else " ".join(own or ())
-        yield name, printable(shown) or "none", VARIABLES[name] if given else path if own else "default"
-    changed = {name: (value, path) for name, value in settings.limits.items()}
-    for text in os.environ.get(VARIABLES["limits"], "").split():
-        name, number = limits.parse(text)
-        changed[name] = (number, VARIABLES["limits"])
-    for name, (number, origin) in changed.items():
-        yield f"limits.{name}", str(number), origin
-    if not changed:
-        yield "limits", "docs/limits.md", "default"
+def _variables() -> Iterator[str]:
+    ctx = click.get_current_context()
+    assert isinstance(ctx.command, click.Group)
+    for name in ctx.command.list_commands(ctx):
+        command = ctx.command.get_command(ctx, name)
+        for option in command.params if command is not None else ():
+            named = option.envvar or ()
+            for variable in [named] if isinstance(named, str) else named:
+                if os.environ.get(variable):
+                    yield f"{variable}={os.environ[variable]}"

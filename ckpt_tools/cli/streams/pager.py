@@ -26,13 +26,13 @@ def show_paged(render: Callable[[Page], None], *, allowed: bool) -> None:
 
 
 def _pager() -> list[str]:
-    """The pager's command: $PAGER, or less; none where NO_PAGER is set, or PAGER is empty or `cat`."""
+    """The pager's command: $PAGER, or less (on Windows none); none where NO_PAGER is set, or PAGER is empty or `cat`."""
     import shlex  # only a terminal needs it
 
     if os.environ.get("NO_PAGER"):
         return []
     try:
-        told = shlex.split(os.environ.get("PAGER", "more" if os.name == "nt" else "less"))
+        told = shlex.split(os.environ.get("PAGER", "" if os.name == "nt" else "less"))
     except ValueError:  # a quotation mark without its partner
         return []
     return [] if told == ["cat"] else told
@@ -42,6 +42,8 @@ def _paged(command: list[str], text: str) -> bool:
     """Whether the pager could be started, and has been read to its end. Of less: colours stay, and so does the page."""
     import subprocess
 
+    if os.name == "nt":  # which looks for a program in the current folder first
+        os.environ["NODEFAULTCURRENTDIRECTORYINEXEPATH"] = "1"
     try:
         pager = subprocess.Popen(  # noqa: S603  what the user calls the pager
             command, stdin=subprocess.PIPE, env={"LESS": "FRX", **os.environ}

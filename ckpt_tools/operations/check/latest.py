@@ -12,7 +12,7 @@ from pathlib import Path
 from ckpt_tools.errors import CkptError, NotACheckpointError
 from ckpt_tools.formats.contents import StateDict, is_tensor
 from ckpt_tools.formats.open import Checkpoint, collector_paused, open_checkpoint
-from ckpt_tools.io.output import is_address, missing
+from ckpt_tools.io.output import is_address, is_there, missing
 from ckpt_tools.io.parsers import load_json
 from ckpt_tools.io.writer import Progress
 from ckpt_tools.operations.check.report import Checked
@@ -153,10 +153,13 @@ def _below(paths: Sequence[Path]) -> Iterator[tuple[Path, tuple[str, ...]]]:
     for path in paths:
         if is_address(path):
             raise NotACheckpointError(f"{path} is an address.", why="The last good checkpoint is looked for in folders here.")
-        if not os.path.lexists(path):
+        if not is_there(path):
             raise missing(path)
-        if path.is_dir():
-            yield from ((found, found.relative_to(path).parts) for found in find_checkpoints(path).checkpoints)
+        if os.path.isdir(path):
+            content = find_checkpoints(path)
+            if content.unlisted:  # where the last one may be
+                raise NotACheckpointError(f"{content.unlisted[0]} cannot be read.", why="The folder cannot be listed.")
+            yield from ((found, found.relative_to(path).parts) for found in content.checkpoints)
         else:
             yield path, (path.name,)
 

@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_tools.errors import ChecksumError, DamagedFileError, SignatureError
 from ckpt_tools.formats.open import collector_paused, open_checkpoint
 from ckpt_tools.io.content import Literal, Piece
-from ckpt_tools.io.output import replacing
+from ckpt_tools.io.output import is_there, replacing
 from ckpt_tools.io.writer import write
 from ckpt_tools.operations.check import digests
 from ckpt_tools.operations.check.digests import Compared, Digest
@@ -130,7 +130,7 @@ def verify(
 def _beside(path: str | os.PathLike[str]) -> str:
     """The signature that lies beside a checkpoint. Raises SignatureError."""
     place = _signature_of(path)
-    if not os.path.lexists(place):
+    if not is_there(place):
         fix = "The signature of the file that it was made from is valid for it too: `signature=FILE.sig`."
         raise SignatureError(f"There is no signature {place}.", fix=fix)
     return place
