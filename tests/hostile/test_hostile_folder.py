@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ckpt_tools
+from docs import pyz
 from tests.operations.test_passed_over import hook
 from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES
@@ -25,7 +26,7 @@ MANY = 200  # files from which on processes share the work
 SCRIPT = str(Path(sys.executable).with_name("ckpt"))
 
 # The ways to start ckpt.
-STARTS = {"ckpt": [SCRIPT], "python -m": [sys.executable, "-m", "ckpt_tools"]}
+STARTS = {"ckpt": [SCRIPT], "python -m": [sys.executable, "-m", "ckpt_tools"], "the one file": [sys.executable, "PYZ"]}
 # The other spellings of `python -m`: torchrun's comes first; with -S nothing has imported __future__ yet.
 SPELLINGS = ("-u -m ckpt_tools", "-mckpt_tools", "-Bum ckpt_tools", "-S -m ckpt_tools", "-m ckpt_tools.__main__",
              "-X utf8 -m ckpt_tools", "-E -m ckpt_tools", "-P -m ckpt_tools")  # fmt: skip
@@ -53,6 +54,8 @@ TYPED = {
     3: ("inspect memory://none.pth",),
 }  # fmt: skip
 EXIT_CODES = {line: code for code, lines in TYPED.items() for line in lines}
+# What is typed for the other ways to start: what is imported later is the same. A process for each line takes a second.
+FEW = (*SHARED, "convert ddp.pth OUT/dcp --format dcp", "report ddp.pth -o OUT/f.html", "diff --values ddp.pth single.pth")
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +153,9 @@ def ran(marker: Path) -> str:
 @pytest.mark.parametrize("start", STARTS)
 def test_no_command_runs_the_folder(start: str, folder: Path, marker: Path, tmp_path: Path) -> None:
     """Each command, alone and with processes that share its work, does what it is for, and runs nothing of the folder."""
-    command = STARTS[start]
+    command = [word.replace("PYZ", str(tmp_path / "ckpt.pyz")) for word in STARTS[start]]
+    if start == "the one file":
+        (tmp_path / "ckpt.pyz").write_bytes(pyz.archive())
     here = without_pythons_own(folder, command, tmp_path) if "-m" in command else folder
 
     def typed(line: str) -> subprocess.CompletedProcess[str]:
@@ -158,9 +163,10 @@ def test_no_command_runs_the_folder(start: str, folder: Path, marker: Path, tmp_
         # Python says on standard error what each of its processes imports
         return run([*command, *arguments], here, **({"PYTHONPROFILEIMPORTTIME": "1"} if line in SHARED else {}))
 
+    lines = EXIT_CODES if start == "ckpt" else FEW
     with ThreadPoolExecutor(2) as pool:
-        done = dict(zip(EXIT_CODES, pool.map(typed, EXIT_CODES), strict=True))
-    assert {line: each.returncode for line, each in done.items()} == EXIT_CODES
+        done = dict(zip(lines, pool.map(typed, lines), strict=True))
+    assert {line: each.returncode for line, each in done.items()} == {line: EXIT_CODES[line] for line in lines}
     assert [line for line in SHARED if done[line].stderr.count("| multiprocessing.spawn\n") < 2] == []  # had no other process
     assert ran(marker) == ""
 
