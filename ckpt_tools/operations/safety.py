@@ -17,7 +17,7 @@ from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import archive_and_member
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
-from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED
 from ckpt_tools.text import listed, printable
 from ckpt_tools.tree.findings import Finding, mending
 from ckpt_tools.tree.nodes import Global
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckpt_tools.pickling.calls import Call
 
 Verdict: TypeAlias = Literal["nothing", "plain", "needs-code", "unexamined", "dangerous"]
+_PLAIN = ALLOWED | ALLOWED_NESTED
 _SHOWN_CALLS = 20  # of a file, as findings; JSON has them all
 
 
@@ -52,7 +53,7 @@ class Safety:
     @property
     def classes(self) -> list[str]:
         """The globals that weights_only does not allow, as `module.name`."""
-        return [str(name) for name in self.names if name not in ALLOWED]
+        return [str(name) for name in self.names if name not in _PLAIN]
 
     @property
     def text(self) -> str:
@@ -116,7 +117,7 @@ def of_pickles(found: Pickles) -> Safety:
     calls = [*found.evaluated, *((pickle.where, call) for pickle in found.pickles for call in pickle.calls)]
     names = list(dict.fromkeys(name for pickle in found.pickles for name in pickle.names))
     verdict: Verdict = "plain" if found.pickles else "nothing"
-    if found.program or not ALLOWED.issuperset(names):
+    if found.program or not _PLAIN.issuperset(names):
         verdict = "needs-code"
     if found.unexamined:
         verdict = "unexamined"
@@ -187,7 +188,7 @@ def _of_data(found: Safety, names: Sequence[Global]) -> Safety:
     """The answer for a checkpoint without a pickle: plain, unless its reader has read one that names more than data."""
     if found.verdict != "nothing":
         return found
-    if ALLOWED.issuperset(names):
+    if _PLAIN.issuperset(names):
         return replace(found, verdict="plain")
     return replace(found, verdict="unexamined", unexamined=[("", _MISSED)])
 
