@@ -25,7 +25,7 @@ from ckpt_tools.tree.nodes import (
 _RECONSTRUCT = Global("numpy.core.multiarray", "_reconstruct")
 _NDARRAY, _MEMMAP = Global("numpy", "ndarray"), Global("numpy", "memmap")
 _VERSION = 1  # of the state of an array
-_WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once had a copy of
+WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once had a copy of
 _BESIDE = ("NDArrayWrapper", "ZNDArrayWrapper")  # of joblib before 0.10: the array is in another file
 _BY_COPYREG = frozenset(Global("copyreg", name) for name in ("_reconstructor", "__newobj__", "__newobj_ex__"))
 _DTYPE = Global("numpy", "dtype")
@@ -63,7 +63,7 @@ class ArrayMachine(Machine):
         if name in _BESIDE:
             self.has_arrays = True
             raise self.error("names an array of joblib's in another file, which joblib loads whatever is in it")
-        if name != _WRAPPER or type(target) is not Object:
+        if name != WRAPPER or type(target) is not Object:
             return
         self.has_arrays = True
         self._leave_frame()

@@ -213,7 +213,7 @@ _INSIDES = re.compile("__.*__", re.DOTALL)
 # To call them does harm or makes nothing that harms by itself; to name them, as programs and enumerations do, does none.
 _NAMED_FREELY = _named(
     "functools:reduce builtins:getattr,type,map,filter,property,iter,next,super,memoryview collections:namedtuple enum:Enum "
-    "itertools:groupby,accumulate numpy:vectorize _functools:reduce uuid:uuid4 time:time,perf_counter,monotonic"
+    "itertools:groupby,accumulate numpy:vectorize,memmap _functools:reduce uuid:uuid4 time:time,perf_counter,monotonic"
 )
 _NAMED_FREELY_MODULES = _words("operator _operator threading _thread io _io unittest")
 _RUN_WHEN_IMPORTED = _words("antigravity this idlelib.idle test.autotest")
