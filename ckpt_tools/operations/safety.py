@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Verdict: TypeAlias = Literal["nothing", "plain", "needs-code", "unexamined", "dangerous"]
 _PLAIN = ALLOWED | ALLOWED_NESTED
+LINE = 200  # characters of one that is printed
+_LABEL = len("problem [dangerous]: ")
 _SHOWN_CALLS = 20  # of a file, as findings; JSON has them all
 
 
@@ -57,16 +59,20 @@ class Safety:
 
     @property
     def text(self) -> str:
-        """The verdict in one line, safe to show."""
+        """The verdict in one line, safe to show, with room for a label before it."""
+        return self.line(LINE - _LABEL)
+
+    def line(self, room: int) -> str:
+        """The verdict in so many characters, safe to show: what a pickle calls or names is cut."""
         if self.verdict == "dangerous":
             more = f", and {len(self.calls) - 1} more" if len(self.calls) > 1 else ""
-            return f"dangerous: it {_does(self.calls[0][1])}{more}"
+            return f"dangerous: it {_does(self.calls[0][1], room - len('dangerous: it ') - len(more))}{more}"
         if self.verdict == "needs-code":
             names = listed(self.classes, 3) if self.classes else "a program"
-            return printable(f"needs code: {names}; none known to do harm")
+            return f"needs code: {cut(printable(names), room - 35)}; none known to do harm"
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
-            return printable(f"could not be examined: {where + ': ' if where else ''}{why}")
+            return cut(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), room)
         return "plain: it names nothing but data" if self.verdict == "plain" else "nothing to run"
 
     def to_json(self) -> dict[str, Any]:
@@ -87,29 +93,39 @@ class Safety:
         taken = f" This takes its tensors alone: {mending('convert', path, '--objects plain')}"
         fix = f"Do not load it.{taken if opens else ''}"
         advice = [(_EXPECTED, fix)] + [("", "")] * _SHOWN_CALLS
-        shown = [sentence(where, call) for where, call in self.calls[:_SHOWN_CALLS]]
+        shown = [sentence(where, call, LINE - _LABEL) for where, call in self.calls[:_SHOWN_CALLS]]
         if len(self.calls) > _SHOWN_CALLS:
             shown.append(f"... and {len(self.calls) - _SHOWN_CALLS} more calls")
         found = [Finding("dangerous", "problem", [], text, *told) for text, told in zip(shown, advice, strict=False)]
         if self.unexamined:
             reasons = listed([f"{printable(where) or 'the file'}: {printable(why)}" for where, why in self.unexamined])
-            found.append(Finding("unexamined", "warning", [], f"not all of it could be examined: {reasons}", "", ""))
+            text = cut(f"not all of it could be examined: {reasons}", LINE - _LABEL)
+            found.append(Finding("unexamined", "warning", [], text, "", ""))
         return found
 
 
 _EXPECTED = "data, and calls that make data (docs/scan.md)"
 
 
-def sentence(where: str, call: Call) -> str:
-    """What one call does, for people."""
-    place = f" ({printable(where)})" if where else ""
-    return ("this " if call.does == "names" else "loading this without weights_only ") + _does(call) + place
+def sentence(where: str, call: Call, room: int | None = None) -> str:
+    """What one call does, for people; in so many characters."""
+    place = f" ({printable(where) if room is None else cut(printable(where), room // 4)})" if where else ""
+    begin = "this " if call.does == "names" else "loading this without weights_only "
+    return begin + _does(call, room and room - len(begin) - len(place)) + place
 
 
-def _does(call: Call) -> str:
+def _does(call: Call, room: int | None = None) -> str:
+    """What a call does, the call itself cut to what room there is."""
     if call.does == "names" and call.rating == "harmful":
-        return f"names {call.text}, which can run code"
-    return f"{call.does} {call.text}{'' if call.rating == 'harmful' else ', which is not known: treat it as dangerous'}"
+        begin, end = "names ", ", which can run code"
+    else:
+        begin, end = f"{call.does} ", "" if call.rating == "harmful" else ", which is not known: treat it as dangerous"
+    return begin + (call.text if room is None else cut(call.text, room - len(begin) - len(end))) + end
+
+
+def cut(text: str, room: int) -> str:
+    """Text in so many characters, three dots for what is left out."""
+    return text if len(text) <= room else f"{text[: max(room - 3, 0)]}..."
 
 
 def of_pickles(found: Pickles) -> Safety:

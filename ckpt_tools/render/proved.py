@@ -73,7 +73,7 @@ def print_not_signed(found: NotSigned) -> None:
 def _not_plain(found: Sequence[Scanned]) -> list[str]:
     """A line for each file that may run code."""
     more = [f"... {len(found) - _SHOWN_TENSORS} more files"] if len(found) > _SHOWN_TENSORS else []
-    return [f"{report.path}: {report.safety.text}" for report in found[:_SHOWN_TENSORS]] + more
+    return [report.line for report in found[:_SHOWN_TENSORS]] + more
 
 
 def print_signed(report: Signed) -> None:
