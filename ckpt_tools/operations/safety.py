@@ -20,7 +20,8 @@ from ckpt_tools.io.sources import Files
 from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED
 from ckpt_tools.text import listed, printable
 from ckpt_tools.tree.findings import Finding, mending
-from ckpt_tools.tree.nodes import Global
+from ckpt_tools.tree.nodes import Global, Node, Object
+from ckpt_tools.tree.visit import walk
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.pickles import Pickles
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Verdict: TypeAlias = Literal["nothing", "plain", "needs-code", "unexamined", "dangerous"]
 _PLAIN = ALLOWED | ALLOWED_NESTED
 LINE = 200  # characters of one that is printed
+_LEAST, _BESIDE = 60, 84  # what is always shown of a call; what else stands in a line about a conversion
 _LABEL = len("problem [dangerous]: ")
 _SHOWN_CALLS = 20  # of a file, as findings; JSON has them all
 
@@ -184,6 +186,20 @@ def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | No
     with contextlib.suppress(CkptError), contextlib.closing(open_source(archive_and_member(path)[0])) as source:
         return examine(source)
     return None
+
+
+def danger_in(checkpoint: Checkpoint, path: str) -> str:
+    """That the checkpoint at a path is dangerous, and what it calls, in a sentence; empty where it is not."""
+    found = of_checkpoint(checkpoint)
+    shown = printable(path)
+    return f"{shown} is {found.line(max(_LEAST, LINE - _BESIDE - len(shown)))}." if found.calls else ""
+
+
+def danger_note(danger: str, written: Node, *, keeps_objects: bool) -> tuple[str, str]:
+    """A code and the sentence about what is written of a dangerous checkpoint: with its objects, it is dangerous too."""
+    if keeps_objects and any(type(node) is Object for _, node in walk(written, plain=False)):
+        return "dangerous", f"{danger} What is written keeps its objects: treat it as dangerous too."
+    return "dangerous-input", f"{danger} What is written is data alone."
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> Safety:
