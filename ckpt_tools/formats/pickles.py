@@ -137,7 +137,7 @@ class _Walk:
         if depth > limits.NESTED.value:
             self.skip_beyond(where, limits.NESTED, "It lies too deep.")
             return
-        head = source.read(0, min(_HEAD, source.size))
+        head, before = source.read(0, min(_HEAD, source.size)), len(self.found.pickles)
         locked = next((kind for magic, kind in _LOCKED if head.startswith(magic)), None)
         if locked:
             self.skip(where, f"{locked}, which has to be unpacked first")
@@ -156,7 +156,7 @@ class _Walk:
         else:
             self.stream(source, where, depth, between=between)
         text = texts.text_in(source, head)
-        if text is not None:
+        if text is not None and len(self.found.pickles) == before:  # a pickle, or an archive of some, is no text
             self.guarded(where, lambda: self.texts(text, where, depth))
 
     def texts(self, source: Source, where: str, depth: int) -> None:

@@ -17,6 +17,7 @@ from ckpt_tools.io.sources import Window
 
 _BLOCK = 4 << 20
 _IN_HDF5 = 16 << 20  # bytes of such a file that are looked through: attributes come first
+_SMALL = 1 << 20  # bytes of any other file, which are looked through whatever they are
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _SHORTEST = 16  # characters of base64 that a pickle with a call takes
 _LONGEST = 64 << 20  # bytes of one text
@@ -44,12 +45,12 @@ def is_text(head: bytes) -> bool:
 
 
 def text_in(source: Source, head: bytes) -> Source | None:
-    """The part of a file that is text: all of it, or its header; None where there is none."""
+    """The part of a file that may hold text: all of it, its header, its beginning; None where there is none."""
     if safetensors.sniff(head):
         return Window(source, 8, min(int.from_bytes(head[:8], "little"), source.size - 8))
     if head.startswith(_HDF5):
         return Window(source, 0, min(source.size, _IN_HDF5))
-    return source if is_text(head) else None
+    return source if source.size <= _SMALL or is_text(head) else None
 
 
 def bytes_in(source: Source) -> Iterator[tuple[int, bytes]]:
