@@ -49,7 +49,8 @@ def repair(
     ckpt repair half-edited.pth
     ckpt repair folder
 
-    Exit code: 0 all saved, 1 something could not be saved (OUT is written without it), 3 nothing to save.
+    Exit code: 0 all saved, 1 something could not be saved (OUT is written without it) or OUT is as dangerous
+    as IN, 3 nothing to save.
     """
     from ckpt_tools.operations.repair.missing_index import write_index
     from ckpt_tools.operations.repair.run import repair as repair_checkpoint

@@ -209,8 +209,9 @@ def _values(root: Node, state_dict: StateDict, flat: Flat) -> None:
         where = (*found[index][0], *below) if type(index) is int else fate.where
         flat.fates.append(plain.Fate(where, fate.name, fate.became))
     texts = _Json()
-    for (where, _), (_, node) in zip(found, values.items, strict=True):
-        _value(where, node, texts, flat)
+    for number, node in values.items:  # what was dropped is not there, and told as such
+        assert type(number) is int
+        _value(found[number][0], node, texts, flat)
 
 
 def _beside(root: Node, state_dict: StateDict) -> Iterator[tuple[Where, Node]]:

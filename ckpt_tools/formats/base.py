@@ -181,8 +181,10 @@ class Decoded:
 
     @property
     def _may_hide(self) -> bool:
-        """Whether the file has bytes that its reader did not read as what they are: a record, a call of what a call made."""
+        """Whether the file has what its reader did not read as it is: a record, a text, a call of what a call made."""
         if any(use.startswith("call of") for use in self.unusual) or any(row.code in _MORE_BYTES for row in self.warnings):
+            return True
+        if any(len(text) >= _MAY_BE_PICKLE for text in self.metadata.values()):
             return True
         storages, known = f"{self.root_folder}/data/", {f"{self.root_folder}/{name}" for name in _RECORDS}
         return not known.issuperset([row.name for row in self.records if row.is_array or not row.name.startswith(storages)])
@@ -196,6 +198,7 @@ class Decoded:
 
 # The containers of which nothing but what their reader has read is a pickle.
 _READ_WHOLE = frozenset(("torch-zip", "torch-legacy", "safetensors", "gguf", "onnx", "flax"))
+_MAY_BE_PICKLE = 16  # characters of metadata that could be one in base64
 # Readers say so of what they did not read, or of what lies behind the end of what they read.
 _MORE_BYTES = frozenset(("trailing-bytes", "trailing-pickle-bytes"))
 _RECORDS = ("data.pkl", "version", "byteorder", ".data/serialization_id", ".format_version", ".storage_alignment")

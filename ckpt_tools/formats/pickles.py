@@ -21,6 +21,7 @@ from ckpt_tools import limits
 from ckpt_tools.errors import CkptError, LimitError, PickleError, ZipError
 from ckpt_tools.formats.base import is_tar, is_zip
 from ckpt_tools.formats.numpy_files import parse_header
+from ckpt_tools.formats.packed import texts
 from ckpt_tools.formats.packed.compressed import KINDS, new_xz, runs, zstd_blocks
 from ckpt_tools.formats.packed.tars import pay
 from ckpt_tools.formats.programs import harm
@@ -43,6 +44,9 @@ _COST_OF_PICKLE = 5  # in members
 _MOST_EVALUATED = 100  # texts of a program that are told
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
+# What names a module in the midst of a pickle: two lines; an opcode, and a text somewhere before.
+_IN_LINES, _BY_OPCODE = re.compile(rb"[ci][A-Za-z_][\w.]*+\n[A-Za-z_][\w.]*+\n"), b"\x93"
+_IN_TEXT = re.compile(rb"(?:\x8c.|[\x8dXUT].{1,7}|[SV]['\"]?)[A-Za-z_]\w", re.DOTALL)
 _OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks like
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
 _ZFILE = 2 + len(hex(2**64))
@@ -72,6 +76,7 @@ _BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib
 _MOST_LZMA = 1 << 38  # bytes; as liblzma has it
 _A_NAME = re.compile(rb"[ci][^\n]*\n|\x93")  # the opcodes by which a pickle names something by words
 _PACKED = (*(magic for magic, _ in _LOCKED), *(magic for magic, _, _ in _COMPRESSED))
+_BEGINS = re.compile(b"|".join((_STARTS.pattern, *map(re.escape, (*_PACKED, NUMPY, b"PK")))))
 
 
 @dataclass(slots=True)
@@ -133,7 +138,7 @@ class _Walk:
         if depth > limits.NESTED.value:
             self.skip_beyond(where, limits.NESTED, "It lies too deep.")
             return
-        head = source.read(0, min(_HEAD, source.size))
+        head, before = source.read(0, min(_HEAD, source.size)), len(self.found.pickles)
         locked = next((kind for magic, kind in _LOCKED if head.startswith(magic)), None)
         if locked:
             self.skip(where, f"{locked}, which has to be unpacked first")
@@ -151,6 +156,19 @@ class _Walk:
             self.arrays(source, where, depth)
         else:
             self.stream(source, where, depth, between=between)
+        text = texts.text_in(source, head)
+        if text is not None and len(self.found.pickles) == before:  # a pickle, or an archive of some, is no text
+            self.guarded(where, lambda: self.texts(text, where, depth))
+
+    def texts(self, source: Source, where: str, depth: int) -> None:
+        """The texts in a part that is text, where they stand for pickles."""
+        for at, data in texts.bytes_in(source):
+            if texts.is_code(data):
+                self.skip(_inside(where, f"text at byte {at}"), "it is code of Python's, written by marshal")
+            elif _begins_as_pickle(data) and not self.has_enough() and _is_meant(data):
+                self.examine(_InMemory(data, source), _inside(where, f"text at byte {at}"), depth + 1)
+            if self.is_full:
+                return
 
     def guarded(self, where: str, look: Callable[[], None]) -> None:
         """Look into a part; where that fails, it is told, and the rest goes on."""
@@ -291,7 +309,8 @@ class _Walk:
         name = _inside(where, record.name)
 
         def look() -> None:
-            if not record.deflated or record.size <= _HEAD or _may_hold_pickles(record_head(source, record, _HEAD)):
+            head = record_head(source, record, _HEAD) if record.deflated and record.size > _HEAD else b""
+            if not head or texts.is_text(head) or _may_hold_pickles(head):
                 self.examine(self.opened(source, record), name, depth + 1)
 
         self.guarded(name, look)
@@ -468,6 +487,36 @@ def _is_by_chance(data: bytes) -> bool:
     read = [pickle for pickle in list_pickles(BytesPart(data)) if pickle.may_matter]
     named = any(not name.name.startswith(EXTENSION) for pickle in read for name in pickle.names)
     return not named and all(type(pickle.error) is PickleError for pickle in read)
+
+
+def _begins_as_pickle(data: bytes) -> bool:
+    """Whether bytes that a text may stand for begin as a pickle or as what may hold one, or name a module as one does."""
+    if _BEGINS.match(data):
+        return True
+    at = data.rfind(_BY_OPCODE)
+    return (at > 0 and _IN_TEXT.search(data, 0, at) is not None) or (b"\n" in data and _IN_LINES.search(data) is not None)
+
+
+def _is_meant(data: bytes) -> bool:
+    """Whether bytes that begin so are a pickle, which goes through or names what can be a module, or hold some."""
+    if is_zip(data) or data.startswith(NUMPY) or _inflates(data):
+        return True
+    pickle = next(list_pickles(BytesPart(data)), None)
+    if pickle is None:
+        return False
+    is_named = any(name.name[:1] != "<" and _MODULE.fullmatch(name.module) for name in pickle.names)
+    return is_named or (pickle.error is None and _STARTS.match(data) is not None)
+
+
+def _inflates(data: bytes) -> bool:
+    """Whether bytes begin as something compressed, and give the first of what was: two bytes do so by chance."""
+    if any(data.startswith(magic) for magic, _ in _LOCKED):
+        return True
+    make = next((make or zlib.decompressobj for magic, _, make in _COMPRESSED if data.startswith(magic)), None)
+    try:
+        return make is not None and len(make().decompress(data, _HEAD)) > 0
+    except (zlib.error, lzma.LZMAError, EOFError, OSError):
+        return False
 
 
 def _may_hold_pickles(head: bytes) -> bool:

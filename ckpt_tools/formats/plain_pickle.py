@@ -2,7 +2,8 @@
 
     pickle   MUST   protocol 2 to 5, or an older one that begins with a dict, a list or a global of Python, NumPy or torch
                     tensors are calls of `_rebuild_tensor_v2` and the like on `torch.storage._load_from_bytes(bytes)`, whose
-                    bytes are a torch-legacy stream; NumPy arrays of numbers are tensors too
+                    bytes are a torch-legacy stream; NumPy arrays of numbers are tensors too; those that joblib puts
+                    between opcodes are read as NumPy pickles them
     more     MAY    bytes behind it: not kept
 
 From protocol 3 on the bytes of a storage lie in the file as they are, and are copied from there; before, they are encoded as
@@ -32,6 +33,7 @@ from ckpt_tools.formats.legacy import torch_legacy
 from ckpt_tools.formats.legacy.stream import MAGIC_NUMBER, PROTOCOL_VERSION, Blobs
 from ckpt_tools.formats.numpy_files import Arrays
 from ckpt_tools.io.output import Source
+from ckpt_tools.pickling.arrays_behind import ArrayMachine
 from ckpt_tools.pickling.old_tensors import modernise
 from ckpt_tools.pickling.reader import Machine
 from ckpt_tools.pickling.stream import FilePart, Pickles
@@ -46,6 +48,7 @@ from ckpt_tools.tree.nodes import (
 _START = re.compile(
     rb"\x80[\x02-\x05]|\([dl]p?\d*\n|[}\]]q\x00\(|c(?:__builtin__|builtins|collections|copy_reg|copyreg|numpy|torch)[\w.]*\n\w+\n"
 )
+_PICKLE, _JOBLIB = "a pickle that torch.save did not write", "a joblib dump"
 _DAMAGED_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19."  # of torch-legacy; what stands before it may have lost a line feed
 
 
@@ -62,14 +65,15 @@ def decode(source: Source) -> Decoded:
     """
     part = FilePart(source, 0, source.size)
     pickles = Pickles(part)
-    blobs = Blobs(part)
+    blobs, machine = Blobs(part), ArrayMachine(b"", {}, _refuse)
 
     def make(data: bytes, offset: int) -> Machine:
-        nonlocal blobs
+        nonlocal blobs, machine
         blobs = Blobs(part)
-        return blobs.watch(Machine(data, blobs.makers, _refuse, offset), pickles.anchor)
+        machine = ArrayMachine(data, blobs.makers, _refuse, offset)
+        return blobs.watch(machine, pickles.anchor)
 
-    machine, root = pickles.load(make)
+    _, root = pickles.load(make)
     left = pickles.left
     if type(root) is int and root == MAGIC_NUMBER:  # torch-legacy, in opcodes that torch does not write and reads
         return torch_legacy.decode(source)
@@ -78,7 +82,7 @@ def decode(source: Source) -> Decoded:
     arrays = Arrays(source)
     root = modernise(arrays.as_tensors(root, blobs), machine.globals)
     return Decoded(
-        "pickle", root, source, list(machine.globals), ["a pickle that torch.save did not write", *machine.unusual],
+        "pickle", root, source, list(machine.globals), [_JOBLIB if machine.has_arrays else _PICKLE, *machine.unusual],
         warnings=[*validate_tree(root), *trailing(left, "the pickle")],
         storage_bytes=blobs.storage_bytes + arrays.storage_bytes,
     )  # fmt: skip

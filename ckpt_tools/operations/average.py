@@ -37,6 +37,7 @@ from ckpt_tools.operations.convert.options import ConvertOptions
 from ckpt_tools.operations.convert.report import Converted, Note
 from ckpt_tools.operations.convert.run import open_output
 from ckpt_tools.operations.options import AverageOptions
+from ckpt_tools.operations.safety import danger_in
 from ckpt_tools.text import brief, dotted, listed, notebook
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.dtypes import DType
@@ -141,6 +142,8 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
             _take_state_dicts(checkpoints, report.output)
         mean = _Mean(checkpoints, parts, options, report)
         mean.apply()
+        dangers = [danger_in(checkpoint, str(path)) for path, checkpoint in zip(paths[1:], checkpoints[1:], strict=True)]
+        report.output.notes += [Note("dangerous-input", f"{danger} Only its tensors are read.") for danger in dangers if danger]
         if to_folder:
             run_dcp(checkpoints[0], folder, edits, report.output, stack)
         else:

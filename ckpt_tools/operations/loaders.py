@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from ckpt_tools.formats.base import PART_CONTAINERS, PROGRAMS
 from ckpt_tools.formats.open import Checkpoint
 from ckpt_tools.frozen import frozen
+from ckpt_tools.pickling.arrays_behind import WRAPPER
 from ckpt_tools.tree.nodes import Entry
 
 TORCH_LOAD = "torch.load"
 _SAFETENSORS = "safetensors.torch.load_file"
+_JOBLIB = "joblib.load"
 _DCP = "torch.distributed.checkpoint.load"
 _RANK_FILES = f"{TORCH_LOAD}, one rank's part each"
 _DEEPSPEED = "DeepSpeed's load_checkpoint, on as many processes"
@@ -87,7 +89,8 @@ def how_it_loads(checkpoint: Checkpoint, elsewhere: Sequence[str] = ()) -> Loads
     container, misnamed = checkpoint.container, misnaming(checkpoint)
     if checkpoint.packed is not None:
         reason = f"it lies in a file of {checkpoint.packed.kind}, which has to be unpacked first"
-        return Loads(f"{_call(checkpoint)}, {_UNPACKED}", checkpoint.refused_globals, [reason])
+        call = _call(checkpoint)
+        return Loads(call if call == _JOBLIB else f"{call}, {_UNPACKED}", checkpoint.refused_globals, [reason])
     if container in PROGRAMS:  # torch.load looks at none of their globals
         reason = (
             _REFUSED[container] if not is_first_torchscript(checkpoint) else "it is a TorchScript program of torch 1.0 or 1.1"
@@ -116,6 +119,8 @@ def is_first_torchscript(checkpoint: Checkpoint) -> bool:
 
 
 def _call(checkpoint: Checkpoint) -> str:
+    if checkpoint.container == "pickle" and any(name.name == WRAPPER for name in checkpoint.decoded.globals):
+        return _JOBLIB
     if is_first_torchscript(checkpoint):
         return "torch.jit.load of torch 1.0 to 1.4"
     if checkpoint.container != "sharded":

@@ -17,16 +17,21 @@ from ckpt_tools.frozen import frozen
 from ckpt_tools.io.member_paths import archive_and_member
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.sources import Files
-from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED
 from ckpt_tools.text import listed, printable
 from ckpt_tools.tree.findings import Finding, mending
-from ckpt_tools.tree.nodes import Global
+from ckpt_tools.tree.nodes import Global, Node, Object
+from ckpt_tools.tree.visit import walk
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.pickles import Pickles
     from ckpt_tools.pickling.calls import Call
 
 Verdict: TypeAlias = Literal["nothing", "plain", "needs-code", "unexamined", "dangerous"]
+_PLAIN = ALLOWED | ALLOWED_NESTED
+LINE = 200  # characters of one that is printed
+_LEAST, _BESIDE = 60, 84  # what is always shown of a call; what else stands in a line about a conversion
+_LABEL = len("problem [dangerous]: ")
 _SHOWN_CALLS = 20  # of a file, as findings; JSON has them all
 
 
@@ -52,20 +57,24 @@ class Safety:
     @property
     def classes(self) -> list[str]:
         """The globals that weights_only does not allow, as `module.name`."""
-        return [str(name) for name in self.names if name not in ALLOWED]
+        return [str(name) for name in self.names if name not in _PLAIN]
 
     @property
     def text(self) -> str:
-        """The verdict in one line, safe to show."""
+        """The verdict in one line, safe to show, with room for a label before it."""
+        return self.line(LINE - _LABEL)
+
+    def line(self, room: int) -> str:
+        """The verdict in so many characters, safe to show: what a pickle calls or names is cut."""
         if self.verdict == "dangerous":
             more = f", and {len(self.calls) - 1} more" if len(self.calls) > 1 else ""
-            return f"dangerous: it {_does(self.calls[0][1])}{more}"
+            return f"dangerous: it {_does(self.calls[0][1], room - len('dangerous: it ') - len(more))}{more}"
         if self.verdict == "needs-code":
             names = listed(self.classes, 3) if self.classes else "a program"
-            return printable(f"needs code: {names}; none known to do harm")
+            return f"needs code: {cut(printable(names), room - 35)}; none known to do harm"
         if self.verdict == "unexamined":
             where, why = self.unexamined[0]
-            return printable(f"could not be examined: {where + ': ' if where else ''}{why}")
+            return cut(printable(f"could not be examined: {where + ': ' if where else ''}{why}"), room)
         return "plain: it names nothing but data" if self.verdict == "plain" else "nothing to run"
 
     def to_json(self) -> dict[str, Any]:
@@ -86,29 +95,39 @@ class Safety:
         taken = f" This takes its tensors alone: {mending('convert', path, '--objects plain')}"
         fix = f"Do not load it.{taken if opens else ''}"
         advice = [(_EXPECTED, fix)] + [("", "")] * _SHOWN_CALLS
-        shown = [sentence(where, call) for where, call in self.calls[:_SHOWN_CALLS]]
+        shown = [sentence(where, call, LINE - _LABEL) for where, call in self.calls[:_SHOWN_CALLS]]
         if len(self.calls) > _SHOWN_CALLS:
             shown.append(f"... and {len(self.calls) - _SHOWN_CALLS} more calls")
         found = [Finding("dangerous", "problem", [], text, *told) for text, told in zip(shown, advice, strict=False)]
         if self.unexamined:
             reasons = listed([f"{printable(where) or 'the file'}: {printable(why)}" for where, why in self.unexamined])
-            found.append(Finding("unexamined", "warning", [], f"not all of it could be examined: {reasons}", "", ""))
+            text = cut(f"not all of it could be examined: {reasons}", LINE - _LABEL)
+            found.append(Finding("unexamined", "warning", [], text, "", ""))
         return found
 
 
 _EXPECTED = "data, and calls that make data (docs/scan.md)"
 
 
-def sentence(where: str, call: Call) -> str:
-    """What one call does, for people."""
-    place = f" ({printable(where)})" if where else ""
-    return ("this " if call.does == "names" else "loading this without weights_only ") + _does(call) + place
+def sentence(where: str, call: Call, room: int | None = None) -> str:
+    """What one call does, for people; in so many characters."""
+    place = f" ({printable(where) if room is None else cut(printable(where), room // 4)})" if where else ""
+    begin = "this " if call.does == "names" else "loading this without weights_only "
+    return begin + _does(call, room and room - len(begin) - len(place)) + place
 
 
-def _does(call: Call) -> str:
+def _does(call: Call, room: int | None = None) -> str:
+    """What a call does, the call itself cut to what room there is."""
     if call.does == "names" and call.rating == "harmful":
-        return f"names {call.text}, which can run code"
-    return f"{call.does} {call.text}{'' if call.rating == 'harmful' else ', which is not known: treat it as dangerous'}"
+        begin, end = "names ", ", which can run code"
+    else:
+        begin, end = f"{call.does} ", "" if call.rating == "harmful" else ", which is not known: treat it as dangerous"
+    return begin + (call.text if room is None else cut(call.text, room - len(begin) - len(end))) + end
+
+
+def cut(text: str, room: int) -> str:
+    """Text in so many characters, three dots for what is left out."""
+    return text if len(text) <= room else f"{text[: max(room - 3, 0)]}..."
 
 
 def of_pickles(found: Pickles) -> Safety:
@@ -116,7 +135,7 @@ def of_pickles(found: Pickles) -> Safety:
     calls = [*found.evaluated, *((pickle.where, call) for pickle in found.pickles for call in pickle.calls)]
     names = list(dict.fromkeys(name for pickle in found.pickles for name in pickle.names))
     verdict: Verdict = "plain" if found.pickles else "nothing"
-    if found.program or not ALLOWED.issuperset(names):
+    if found.program or not _PLAIN.issuperset(names):
         verdict = "needs-code"
     if found.unexamined:
         verdict = "unexamined"
@@ -169,6 +188,20 @@ def of_unreadable(path: str | os.PathLike[str], error: CkptError) -> Safety | No
     return None
 
 
+def danger_in(checkpoint: Checkpoint, path: str) -> str:
+    """That the checkpoint at a path is dangerous, and what it calls, in a sentence; empty where it is not."""
+    found = of_checkpoint(checkpoint)
+    shown = printable(path)
+    return f"{shown} is {found.line(max(_LEAST, LINE - _BESIDE - len(shown)))}." if found.calls else ""
+
+
+def danger_note(danger: str, written: Node, *, keeps_objects: bool) -> tuple[str, str]:
+    """A code and the sentence about what is written of a dangerous checkpoint: with its objects, it is dangerous too."""
+    if keeps_objects and any(type(node) is Object for _, node in walk(written, plain=False)):
+        return "dangerous", f"{danger} What is written keeps its objects: treat it as dangerous too."
+    return "dangerous-input", f"{danger} What is written is data alone."
+
+
 def of_checkpoint(checkpoint: Checkpoint) -> Safety:
     """The answer for an open checkpoint; not read again where its reader has seen every pickle and none names a class."""
     return as_it_lies(_of_checkpoint(checkpoint), checkpoint.files)
@@ -187,7 +220,7 @@ def _of_data(found: Safety, names: Sequence[Global]) -> Safety:
     """The answer for a checkpoint without a pickle: plain, unless its reader has read one that names more than data."""
     if found.verdict != "nothing":
         return found
-    if ALLOWED.issuperset(names):
+    if _PLAIN.issuperset(names):
         return replace(found, verdict="plain")
     return replace(found, verdict="unexamined", unexamined=[("", _MISSED)])
 

@@ -16,8 +16,8 @@ from ckpt_tools.formats.open import HEAD, collector_paused, open_source
 from ckpt_tools.io.member_paths import File, Handed, as_path
 from ckpt_tools.io.output import is_address, is_there, leads_out, missing
 from ckpt_tools.io.processes import in_processes
-from ckpt_tools.operations.safety import Safety, Verdict, as_it_lies, examine
-from ckpt_tools.text import brief, notebook
+from ckpt_tools.operations.safety import LINE, Safety, Verdict, as_it_lies, examine
+from ckpt_tools.text import brief, notebook, printable
 from ckpt_tools.tree.arguments import natural
 
 # Worst first. The first two make the exit code 1.
@@ -42,6 +42,12 @@ class Scanned:
     def verdict(self) -> Verdict:
         """The word for it."""
         return self.safety.verdict
+
+    @property
+    def line(self) -> str:
+        """Its path and what loading it would run, in one line, safe to show."""
+        path = printable(self.path)
+        return f"{path}: {self.safety.line(max(LINE // 2, LINE - len(path) - 2))}"
 
     @property
     def failed(self) -> bool:

@@ -1,13 +1,17 @@
 """Arrays that joblib writes into the stream right behind the object that describes them, where no opcode is.
 
-Only joblib passes over them: to any other loader what stands there are opcodes.
+Only joblib passes over them: to any other loader what stands there are opcodes. What is read is the array as NumPy pickles it.
+
+Source: joblib/numpy_pickle.py.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from ckpt_tools.pickling.reader import Machine
+from ckpt_tools.pickling.reader import OPCODES, Machine
 from ckpt_tools.tree.dtypes import BY_NUMPY
 from ckpt_tools.tree.nodes import (
     Build,
@@ -17,7 +21,10 @@ from ckpt_tools.tree.nodes import (
     Object,
 )
 
-_WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once had a copy of
+_RECONSTRUCT = Global("numpy.core.multiarray", "_reconstruct")
+_NDARRAY, _MEMMAP = Global("numpy", "ndarray"), Global("numpy", "memmap")
+_VERSION = 1  # of the state of an array
+WRAPPER = "NumpyArrayWrapper"  # of joblib.numpy_pickle, which scikit-learn once had a copy of
 _BESIDE = ("NDArrayWrapper", "ZNDArrayWrapper")  # of joblib before 0.10: the array is in another file
 _BY_COPYREG = frozenset(Global("copyreg", name) for name in ("_reconstructor", "__newobj__", "__newobj_ex__"))
 _DTYPE = Global("numpy", "dtype")
@@ -29,14 +36,80 @@ _SUBARRAY, _ITEMSIZE, _FLAGS = 2, 5, 7  # in it
 _MOST = 1 << 50
 
 
-def is_wrapper(node: Object) -> bool:
-    """Whether an object stands for an array that joblib reads from behind it."""
-    return _class_of(node) == _WRAPPER
+class ArrayMachine(Machine):
+    """A reading that passes over arrays of joblib's, as joblib does.
+
+    Args:
+        arrays: whether it does; else their bytes are opcodes.
+
+    Attributes:
+        has_arrays: whether there was one.
+    """
+
+    def __init__(self, *args: Any, arrays: bool = True, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.arrays, self.has_arrays = arrays, False
+        # The pickles around this one: an array of objects is a pickle with a memo of its own, in which joblib passes over none.
+        self.outer: list[tuple[list[Node], list[list[Node]], list[Node], dict[int, Node], int]] = []
+
+    def pass_array(self, target: Node) -> None:
+        """Put the array in the place of a wrapper that has just been given its state, or go on in the pickle that it is.
+
+        Raises:
+            PickleError: where the array ends cannot be told, it is cut off, or it is in another file.
+        """
+        name = _class_of(target) if self.arrays and not self.outer and type(target) is Object else ""
+        if name in _BESIDE:
+            self.has_arrays = True
+            raise self.error("names an array of joblib's in another file, which joblib loads whatever is in it")
+        if name != WRAPPER or type(target) is not Object:
+            return
+        self.has_arrays = True
+        self._leave_frame()
+        given = _given(target)
+        length = _array_bytes(given, self)
+        self.stack.pop()
+        if length is None:
+            self.outer.append((self.stack, self.marks, self.memo, self.far_memo, self.protocol))
+            self.stack, self.marks, self.memo, self.far_memo = [], [], [], {}
+            return
+        self.position += _padding(given, self)
+        data = self.data[self.position : self.position + length]
+        self.places[id(data)] = (self.position, data)
+        self.position += length
+        cls = given.get("subclass", _NDARRAY)
+        self.make(_RECONSTRUCT, (_NDARRAY if cls == _MEMMAP else cls, (0,), b"b"))
+        made = self.stack[-1]
+        if type(made) is Object:
+            made.steps.append(Build((_VERSION, given["shape"], given["dtype"], given.get("order") == "F", data)))
+
+    def end_pickle(self) -> None:
+        """Go on in the pickle around this one.
+
+        Raises:
+            Stop: there is none.
+        """
+        if not self.outer:
+            OPCODES[b"."[0]](self)
+        made = self.stack.pop()
+        self._leave_frame()
+        self.stack, self.marks, self.memo, self.far_memo, self.protocol = self.outer.pop()
+        self.stack.append(made)
+
+    def _leave_frame(self) -> None:
+        """joblib has read the whole frame at once: what does not belong to the pickle comes from behind that."""
+        if self.frame > self.position:
+            raise self.error("is followed by an array of joblib's in the middle of a frame")
+        self.limit = self.end
 
 
-def is_beside(node: Object) -> bool:
-    """Whether an object stands for an array in another file, which joblib loads whatever is in it, a pickle too."""
-    return _class_of(node) in _BESIDE
+def _build(machine: ArrayMachine) -> None:
+    OPCODES[b"b"[0]](machine)
+    machine.pass_array(machine.stack[-1])
+
+
+_OWN: dict[int, Callable[[Any], None]] = {b"b"[0]: _build, b"."[0]: ArrayMachine.end_pickle}
+ArrayMachine.opcodes = [_OWN.get(code, handler) for code, handler in enumerate(OPCODES)]
 
 
 def _class_of(node: Object) -> str:
@@ -47,31 +120,34 @@ def _class_of(node: Object) -> str:
     return made_of.name.rpartition(".")[2] if type(made_of) is Global else ""
 
 
-def array_bytes(node: Object, machine: Machine) -> int | None:
-    """How many bytes of the stream the array of a wrapper takes, with the padding before it.
-
-    None where a pickle of its own follows, with a memo of its own: joblib writes arrays of objects so.
-
-    Source: joblib/numpy_pickle.py, `NumpyArrayWrapper.read_array`: a byte with the length of the padding comes first
-    where the wrapper has an alignment.
+def _array_bytes(given: Mapping[str, Node], machine: Machine) -> int | None:
+    """How many bytes of the stream an array takes; None where it is a pickle of its own, as arrays of objects are.
 
     Raises:
-        PickleError: what follows cannot be told, or it is cut off.
+        PickleError: that cannot be told, or it is cut off.
     """
-    given = _given(node)
     size, count = _itemsize(given.get("dtype")), _count(given.get("shape"))
     if size is None or count is None:
         raise machine.error("is followed by an array of joblib's whose length cannot be told")
     if size < 0:
         return None
     length = count * size
-    if _is_padded(given.get("numpy_array_alignment_bytes"), machine):
-        if machine.position >= machine.end:
-            raise machine.short("is followed by an array that is cut off", machine.position + 1)
-        length += 1 + machine.data[machine.position]
-    if length > machine.end - machine.position:
-        raise machine.short("is followed by an array that is cut off", machine.position + length)
+    behind = machine.position + _padding(given, machine) + length
+    if behind > machine.end:
+        raise machine.short("is followed by an array that is cut off", behind)
     return length
+
+
+def _padding(given: Mapping[str, Node], machine: Machine) -> int:
+    """How many bytes stand before an array: where the wrapper has an alignment, one that tells how many more."""
+    alignment = given.get("numpy_array_alignment_bytes")
+    if alignment is None:
+        return 0
+    if type(alignment) is not int and type(alignment) is not bool:
+        raise machine.error("is followed by an array of joblib's whose alignment is not a number")
+    if machine.position >= machine.end:
+        raise machine.short("is followed by an array that is cut off", machine.position + 1)
+    return 1 + machine.data[machine.position]
 
 
 def _given(node: Object) -> dict[str, Node]:
@@ -81,12 +157,6 @@ def _given(node: Object) -> dict[str, Node]:
     if type(state) is not Dict or not all(type(name) is str for name, _ in state.items):
         return {}
     return state.named
-
-
-def _is_padded(alignment: Node, machine: Machine) -> bool:
-    if type(alignment) is not int and type(alignment) is not bool and alignment is not None:
-        raise machine.error("is followed by an array of joblib's whose alignment is not a number")
-    return alignment is not None
 
 
 def _itemsize(dtype: Node) -> int | None:

@@ -9,7 +9,7 @@ import re
 from functools import lru_cache
 
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES
-from ckpt_tools.pickling.weights_only import ALLOWED
+from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_NESTED
 from ckpt_tools.tree.nodes import Global
 
 
@@ -55,7 +55,7 @@ _EXCEPTIONS = _named(
 )
 
 # Functions and classes that make data, whatever they are given: they call none of their arguments.
-_DATA = ALLOWED | _ENUMERATIONS | _EXCEPTIONS | _named(
+_DATA = ALLOWED | ALLOWED_NESTED | _ENUMERATIONS | _EXCEPTIONS | _named(
     "argparse:Namespace types:SimpleNamespace array:array,_array_reconstructor random:Random itertools:count "
     "builtins:list,dict,tuple,set,frozenset,int,float,str,bytes,bytearray,complex,bool,range,slice,object "
     "collections:defaultdict,deque,ChainMap,UserDict,UserList copyreg:_reconstructor,__newobj__,__newobj_ex__ "
@@ -85,7 +85,7 @@ CONSTRUCTED = _named(
     "sklearn.tree._tree:Tree sklearn.linear_model._sgd_fast:Hinge,SquaredHinge,ModifiedHuber,Log,SquaredLoss,Huber,"
     "EpsilonInsensitive,SquaredEpsilonInsensitive sklearn._loss._loss:CyHalfSquaredError,CyAbsoluteError,CyPinballLoss,"
     "CyHuberLoss,CyHalfPoissonLoss,CyHalfGammaLoss,CyHalfTweedieLoss,CyHalfTweedieLossIdentity,CyHalfBinomialLoss,"
-    "CyHalfMultinomialLoss,CyExponentialLoss"
+    "CyHalfMultinomialLoss,CyExponentialLoss torch.nn.backends.thnn:_get_thnn_function_backend"  # of modules up to PyTorch 1.1
 )
 _MOST_DOTS = 16  # of a name that are looked at
 _NUMPY_DTYPE = re.compile(r"\w+DType")
@@ -131,6 +131,7 @@ KEEPS_ITEMS = _named("collections:OrderedDict,defaultdict,Counter,deque,UserDict
 SHARED = _ENUMERATIONS | _named(
     "builtins:getattr,type operator:getitem _operator:getitem logging:getLogger pytz:_UTC,_p "
     "zoneinfo:ZoneInfo._unpickle typing:_GenericAlias,_UnionGenericAlias,_SpecialForm,_LiteralGenericAlias types:GenericAlias "
+    "torch.nn.backends.thnn:_get_thnn_function_backend "
     # these give what they are given
     "torch.jit._pickle:build_intlist,build_floatlist,build_doublelist,build_boollist,build_tensorlist,restore_type_tag"
 )
@@ -212,7 +213,7 @@ _INSIDES = re.compile("__.*__", re.DOTALL)
 # To call them does harm or makes nothing that harms by itself; to name them, as programs and enumerations do, does none.
 _NAMED_FREELY = _named(
     "functools:reduce builtins:getattr,type,map,filter,property,iter,next,super,memoryview collections:namedtuple enum:Enum "
-    "itertools:groupby,accumulate numpy:vectorize _functools:reduce uuid:uuid4 time:time,perf_counter,monotonic"
+    "itertools:groupby,accumulate numpy:vectorize,memmap _functools:reduce uuid:uuid4 time:time,perf_counter,monotonic"
 )
 _NAMED_FREELY_MODULES = _words("operator _operator threading _thread io _io unittest")
 _RUN_WHEN_IMPORTED = _words("antigravity this idlelib.idle test.autotest")

@@ -15,8 +15,8 @@ from functools import partial
 from ckpt_tools import limits
 from ckpt_tools.errors import TWO_FILES, CkptError, LimitError, PickleError
 from ckpt_tools.pickling import ratings
-from ckpt_tools.pickling.arrays_behind import array_bytes, is_beside, is_wrapper
-from ckpt_tools.pickling.callables import ENCODE, HASHES, HASHES_KEYS, OF_CLASS, QUIET, STATEFUL
+from ckpt_tools.pickling.arrays_behind import ArrayMachine
+from ckpt_tools.pickling.callables import ENCODE, GETATTR, HASHES, HASHES_KEYS, OF_CLASS, QUIET, RECONSTRUCTOR, STATEFUL
 from ckpt_tools.pickling.ratings import Rating
 from ckpt_tools.pickling.raw_between import Between, LegacyStorages, Pid
 from ckpt_tools.pickling.reader import OPCODES, Machine
@@ -134,7 +134,7 @@ class Pickle:
         return bool(self.names) or self.error is None or self.two_ways or isinstance(self.error, LimitError)
 
 
-class Lister(Machine):
+class Lister(ArrayMachine):
     """A reading of one pickle stream that lists calls. It makes no tensors, and goes on where Python's unpickler does.
 
     Args:
@@ -144,13 +144,12 @@ class Lister(Machine):
 
     def __init__(self, data: bytes, offset: int = 0, *, arrays: bool = True) -> None:
         self.pids: dict[Node, tuple[Node, ...]] = {}  # of storages, by their keys
-        super().__init__(data, _MAKERS, partial(_stand_in, self.pids), offset, fast=False)
+        super().__init__(data, _MAKERS, partial(_stand_in, self.pids), offset, fast=False, arrays=arrays)
         self.opcodes = _LENIENT
         self.calls: dict[tuple[str, str], Call] = {}
         self.nested: list[bytes] = []
         self.told, self.makes = 0, False
-        self.arrays, self.has_arrays = arrays, False
-        self.outer: list[tuple[list[Node], list[list[Node]], list[Node], dict[int, Node]]] = []  # pickles around this one
+        self.classes: set[Global] = set()  # of which instances were made
 
     def make(self, function: Node, args: tuple[Node, ...]) -> None:
         """Rate a call, then stand in for its result."""
@@ -196,9 +195,17 @@ class Lister(Machine):
         self.spend(_COST_OF_LOOKING if has_parts else _COST_OF_RATING)
         if type(function) is Global and function in HASHING:
             self.spend(sum(_cost_of_hash(item) for arg in args if type(arg) is List for item in arg.items))
-        self.rate(ratings.of_call(function, args), function, args)
+        self.rate(ratings.of_call(function, self._by_class(function, args)), function, args)
         if type(function) is Global and function == LOAD_FROM_BYTES:
             self._load_from_bytes(args)
+
+    def _by_class(self, function: Node, args: tuple[Node, ...]) -> tuple[Node, ...]:
+        """The arguments; of `getattr(class, name)` with an instance for what is certainly a class: one has been made of it."""
+        if function == RECONSTRUCTOR and args and type(args[0]) is Global:
+            self.classes.add(args[0])
+        if function == GETATTR and args and type(args[0]) is Global and args[0] in self.classes:
+            return (Object("new", args[0], ()), *args[1:])
+        return args
 
     def _load_from_bytes(self, args: tuple[Node, ...]) -> None:
         data = args[0] if len(args) == 1 else None
@@ -375,6 +382,8 @@ def _new(machine: Lister, kwargs: Node = None) -> None:
     cls = machine.stack.pop()
     machine.check_callable(cls)
     machine.makes = True
+    if type(cls) is Global:
+        machine.classes.add(cls)
     machine.spend(_COST_OF_RATING if given else 1)
     machine.rate(ratings.of_instance(cls, given), cls, given)
     if given:
@@ -411,38 +420,13 @@ def _build(machine: Lister) -> None:
     if type(target) is Object:
         target.steps.append(Build(state))
         machine.nested += _pickles_in(machine, ratings.made_of(target), state)
-        if machine.arrays and not machine.outer:
-            _pass_array(machine, target)
+        machine.pass_array(target)
 
 
 def _spend_on_items(machine: Lister, target: Node) -> None:
     """Count the items of an instance, which are examined for functions."""
     if type(target) is Object and target.steps:
         machine.spend(sum(len(step.pairs) // 8 for step in target.steps[:_FEW_PARTS] if type(step) is SetItems))
-
-
-def _pass_array(machine: Lister, target: Object) -> None:
-    """Go on behind an array of joblib's, or in the pickle that it is, in which joblib looks for no further ones."""
-    if is_beside(target):
-        machine.has_arrays = True
-        raise machine.error("names an array of joblib's in another file, which joblib loads whatever is in it")
-    if not is_wrapper(target):
-        return
-    machine.has_arrays = True
-    _check_frame(machine)
-    length = array_bytes(target, machine)
-    machine.limit = machine.end
-    if length is not None:
-        machine.position += length
-        return
-    machine.outer.append((machine.stack, machine.marks, machine.memo, machine.far_memo))
-    machine.stack, machine.marks, machine.memo, machine.far_memo = [], [], [], {}
-
-
-def _check_frame(machine: Lister) -> None:
-    """joblib has read the whole frame at once: what does not belong to the pickle comes from behind that."""
-    if machine.frame > machine.position:
-        raise machine.error("is followed by an array of joblib's in the middle of a frame")
 
 
 def _pickles_in(machine: Lister, cls: Node, given: Node) -> list[bytes]:
@@ -481,8 +465,7 @@ def _stop(machine: Lister) -> None:
     if not machine.outer:
         machine.two_ways |= machine.position < machine.frame < machine.position + _MOST_FRAME
         raise Stop(machine.stack.pop())
-    _check_frame(machine)
-    machine.stack, machine.marks, machine.memo, machine.far_memo = machine.outer.pop()
+    machine.end_pickle()
 
 
 def _append(machine: Lister) -> None:

@@ -41,6 +41,12 @@ ALLOWED = frozenset(
     )
 )  # fmt: skip
 
+# What it accepts too once `torch.nested` and `torch._dynamo` are imported: jagged nested tensors. It asks for these imports.
+ALLOWED_NESTED = frozenset((
+    Global("torch.nested._internal.nested_tensor", "NestedTensor"),
+    Global("torch.nested._internal.nested_tensor", "_rebuild_njt"), Global("torch._dynamo.decorators", "_DimRange"),
+))  # fmt: skip
+
 # The classes of which torch lets a state be set, beside collections.OrderedDict.
 BUILT = frozenset((
     Global("torch.nn.parameter", "Parameter"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from ckpt_tools.operations.proved import Fault, Proved, Setting, Unproved
-from ckpt_tools.operations.signing.run import Signed, Verified
+from ckpt_tools.operations.scan import Scanned
+from ckpt_tools.operations.signing.run import NotSigned, Signed, Verified
 from ckpt_tools.render.plain import Page
 from ckpt_tools.render.text import counted, path_text
 from ckpt_tools.text import listed, printable
@@ -61,6 +63,19 @@ def _setting(row: Setting) -> str:
     return f"{row.where or '(the model)'}.{row.name} {row.old}, {row.new}"
 
 
+def print_not_signed(found: NotSigned) -> None:
+    """What a signature will not cover."""
+    rows = [("values", found.values), ("metadata", found.metadata), ("files", found.files)]
+    lines = [f"not signed  {label}: {listed(names, _SHOWN)}" for label, names in rows if names]
+    _print([*lines, *(f"not signed  {line}" for line in _not_plain(found.not_plain))])
+
+
+def _not_plain(found: Sequence[Scanned]) -> list[str]:
+    """A line for each file that may run code."""
+    more = [f"... {len(found) - _SHOWN_TENSORS} more files"] if len(found) > _SHOWN_TENSORS else []
+    return [report.line for report in found[:_SHOWN_TENSORS]] + more
+
+
 def print_signed(report: Signed) -> None:
     """What was signed, by which key."""
     _print(
@@ -72,7 +87,7 @@ def print_verified(report: Verified) -> None:
     """The verdict, and every tensor that is not the one that was signed."""
     compared = report.compared
     lines = [
-        f"{report.path}: {'verified' if report else 'not what was signed'}",
+        f"{report.path}: {_verified(report)}",
         f"signature  {report.signature}, of {report.signed}, is valid for the key {report.keyid}",
         f"tensors    {compared.equal} of {report.tensors} are those that were signed",
     ]
@@ -82,7 +97,16 @@ def print_verified(report: Verified) -> None:
     for label, wheres in (("missing", compared.missing), ("unsigned", compared.unexpected)):
         if wheres:
             lines.append(f"{label:10} {listed([path_text(where) for where in wheres], _SHOWN_TENSORS)}")
-    _print([*lines, "not signed what lies beside the tensors: settings, epochs, code in a pickle"])
+    lines += [f"may run    {line}" for line in _not_plain(report.not_plain)]
+    _print([*lines, "not signed what lies beside the tensors: settings, epochs, objects"])
+
+
+def _verified(report: Verified) -> str:
+    if not report.same_tensors:
+        return "not what was signed"
+    if report:
+        return "its tensors are verified" if report.tensors_only else "verified"
+    return "not verified: its tensors are those that were signed, but it may run code"
 
 
 def _print(lines: list[str]) -> None:

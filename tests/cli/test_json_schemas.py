@@ -176,10 +176,12 @@ def test_sign_and_verify() -> None:
     write_keys(Path(), "key")
     torch.save({"a.weight": torch.ones(2), "b.weight": torch.ones(3), "same.weight": torch.ones(4)}, "in.pth")
     signed = documents("sign", "in.pth", "--key", "key.pem")
+    torch.save({"same.weight": torch.ones(4), "kind": slice(1)}, "code.pth")
     torch.save({"x": {"a.weight": torch.zeros(2), "c.weight": torch.ones(5), "same.weight": torch.ones(4)}}, "other.pth")
     found = [
         *documents("verify", "in.pth", "--key", "key.pub"),
         *documents("verify", "other.pth", "--key", "key.pub", "--signature", "in.pth.sig"),
+        *documents("verify", "code.pth", "--key", "key.pub", "--signature", "in.pth.sig", "--tensors-only"),
     ]
     assert (filled(signed), filled(found)) == (fields("sign"), fields("verify"))
     assert filled([found[1]["compared"]]) == {"against", "equal", "renamed", "different", "missing", "unexpected"}

@@ -53,7 +53,8 @@ def expect_listed(path: Path, name: str) -> None:
     """`inspect` lists the global; `convert` refuses until it is told what to do, and then does it, without the global."""
     assert name in ckpt_tools.inspect(path).globals
     assert name in ckpt_tools.inspect(path).weights_only["refused"]
-    expect_convert_refused(path, ObjectsError, "not plain data", name, "`objects`")
+    said = "not plain data" if name == "collections.UserDict" else "is dangerous: "
+    expect_convert_refused(path, ObjectsError, said, name, "`objects`")
     ckpt_tools.convert(path, path.parent / "drop.pth", objects="drop")
     assert name not in ckpt_tools.inspect(path.parent / "drop.pth").globals
     ckpt_tools.convert(path, path.parent / "plain.pth", objects="plain")

@@ -38,6 +38,7 @@ from ckpt_tools.io.output import Source
 from ckpt_tools.operations.check.run import check
 from ckpt_tools.operations.inspect import inspect
 from ckpt_tools.operations.safety import Safety, examine
+from tests.cli.test_cli import ckpt
 from tests.hostile import pickles as p
 from tests.support import tars
 from tests.support.legacy import MAGIC, floats, legacy
@@ -765,3 +766,51 @@ def test_every_pickle_in_a_state_is_looked_at(before: list[bytes], verdict: str,
     for parts, expected in ((before, "needs-code"), ([*before, b"cos\nsystem\n(S'true'\ntR."], verdict)):
         path.write_bytes(state(parts))
         assert ckpt_tools.scan(path)[0].safety.verdict == expected
+
+
+def test_names_of_torch_and_scipy_are_no_danger(tmp_path: Path) -> None:
+    """Jagged nested tensors are plain; the backend that modules up to PyTorch 1.1 name, and methods of a class, need code."""
+    ragged = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    torch.save({"o": ragged, "p": torch.nn.Parameter(ragged), "w": torch.ones(2)}, tmp_path / "jag.pth")
+    (tmp_path / "thnn.pkl").write_bytes(b"\x80\x02}U\x08_backendctorch.nn.backends.thnn\n_get_thnn_function_backend\n)Rs.")
+    instance = b"cscipy.interpolate._interpolate\ninterp1d\nq\0)\x81}U\x05_call"
+    member = b"c__builtin__\ngetattr\n%sU\x0f_call_linear_np\x86Rsb."
+    (tmp_path / "interp.pkl").write_bytes(b"\x80\x02" + instance + member % b"h\0")
+    found = {Path(report.path).name: report.verdict for report in ckpt_tools.scan(tmp_path)}
+    assert found == {"jag.pth": "plain", "thnn.pkl": "needs-code", "interp.pkl": "needs-code"}
+    changed = b"\x80\x02ctorch.nn.backends.thnn\n_get_thnn_function_backend\n)R}U\x01xcos\nsystem\nsb."
+    assert examined(tmp_path / "changed.pkl", changed).verdict == "dangerous"
+    other = member % b"cscipy.interpolate\nother\n"  # of which no instance was made: it may be a module
+    assert examined(tmp_path / "other.pkl", b"\x80\x02" + instance + other).verdict == "dangerous"
+
+
+def test_conversions_say_that_their_input_is_dangerous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """convert, average and repair name the call, and say whether what they write is data alone."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.ones(2), "x": SYSTEM}, "in.pth")
+    torch.save({"w": torch.ones(2)}, "plain.pth")
+    said = f"in.pth is dangerous: it runs {RUNS}."
+    refused = ckpt("convert", "in.pth", "out.safetensors")
+    assert refused.exit_code == 3
+    assert said in refused.output
+    for arguments in (
+        ("convert", "in.pth", "1.safetensors", "--objects", "plain"), ("convert", "in.pth", "1.pth", "--objects", "drop"),
+        ("convert", "in.pth", "2", "--shard-size", "1 KB", "--objects", "drop"), ("repair", "in.pth", "2.safetensors"),
+        ("convert", "in.pth", "plain.pth", "--to-dir", "3", "--objects", "drop"),
+    ):  # fmt: skip
+        done = ckpt(*arguments)
+        assert done.exit_code == 0, done.output
+        assert f"{said} What is written is data alone." in done.output
+    kept = ckpt("convert", "in.pth", "4.pth", "--objects", "keep")
+    assert kept.exit_code == 0
+    assert f"{said} What is written keeps its objects: treat it as dangerous too." in kept.output
+    mean = ckpt("average", "plain.pth", "in.pth", "-o", "5.pth", "--objects", "drop")
+    assert mean.exit_code == 0, mean.output
+    assert f"{said} Only its tensors are read." in mean.output
+    repaired = ckpt("repair", "in.pth", "6.pth")
+    assert repaired.exit_code == 1
+    assert f"{said} What is written keeps its objects" in repaired.output
+    report = json.loads(ckpt("repair", "in.pth", "6.pth", "--overwrite", "--json").stdout)
+    assert [code for code, _ in report["notes"]] == ["dangerous"]
+    in_place = ckpt("convert", "in.pth", "--in-place", "--objects", "keep", "--add-prefix", "a.")
+    assert said in in_place.output

@@ -6,6 +6,8 @@ import base64
 import hashlib
 import json
 import os
+import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import ckpt_tools
 from ckpt_tools.errors import ChecksumError, DamagedFileError, SignatureError, UsageError
 from ckpt_tools.io.in_place import rollback
 from ckpt_tools.io.in_place.marks import journal_path
+from ckpt_tools.operations.signing.run import NotSigned
 from tests.cli.test_cli import ROOT, ckpt
 from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES
@@ -215,7 +218,7 @@ def test_the_commands(signed: tuple[Path, Path, Path]) -> None:
     """sign and verify print what they did, as a page and as JSON after their schemas."""
     path, public, signature = signed
     page = ckpt("sign", path, "--key", path.with_name("key.pem"), "-o", path.with_name("b.sig"))
-    assert (page.exit_code, page.output.splitlines()[0]) == (0, f"wrote {path.with_name('b.sig')}")
+    assert (page.exit_code, page.output.splitlines()[1]) == (0, f"wrote {path.with_name('b.sig')}")
     assert ckpt("verify", path, "--key", public).output.startswith(f"{path}: verified\n")
     for name, arguments in (
         ("sign", ("sign", path, "--key", path.with_name("key.pem"), "--overwrite")),
@@ -285,7 +288,84 @@ def test_what_lies_beside_is_said_not_to_be_signed(signed: tuple[Path, Path, Pat
     torch.save({"epoch": 4, "model": torch.load(path)["model"]}, path)
     page = ckpt("verify", path, "--key", public)
     assert page.exit_code == 0
-    assert page.output.splitlines()[-1] == "not signed what lies beside the tensors: settings, epochs, code in a pickle"
+    assert page.output.splitlines()[-1] == "not signed what lies beside the tensors: settings, epochs, objects"
+
+
+class Runs:
+    """Runs a command when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+BESIDE: dict[str, tuple[Any, str]] = {
+    "a call": (Runs(), "dangerous: it runs posix.system('true')"),
+    "a class": (torch.nn.Linear, "needs code: torch.nn.modules.linear.Linear"),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_signature_does_not_vouch_for_code(name: str, signed: tuple[Path, Path, Path]) -> None:
+    """An object beside the signed tensors is named, exit code 1; --tensors-only compares the tensors alone."""
+    path, public, signature = signed
+    added, said = BESIDE[name]
+    torch.save({"model": torch.load(path)["model"], "x": added}, path.with_name("added.pth"))
+    call = ("verify", path.with_name("added.pth"), "--key", public, "--signature", signature)
+    page = ckpt(*call)
+    assert page.exit_code == 1
+    assert "added.pth: not verified: its tensors are those that were signed, but it may run code" in page.output
+    assert said in page.output
+    assert not ckpt_tools.verify(path.with_name("added.pth"), key=public, signature=signature)
+    assert ckpt_tools.verify(path.with_name("added.pth"), key=public, signature=signature, tensors_only=True)
+    tensors = ckpt(*call, "--tensors-only")
+    assert tensors.exit_code == 0
+    assert said in tensors.output
+
+
+def test_what_cannot_be_examined_is_not_verified(signed: tuple[Path, Path, Path]) -> None:
+    """A record of the zip that nobody here can open may hold anything."""
+    path, public, signature = signed
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("model/extra/code", b"7z\xbc\xaf\x27\x1c" + bytes(90))
+    report = ckpt_tools.verify(path, key=public, signature=signature)
+    assert not report
+    assert report.same_tensors
+    assert [found.verdict for found in report.not_plain] == ["unexamined"]
+
+
+def test_every_file_of_a_folder_counts(signed: tuple[Path, Path, Path]) -> None:
+    """A pickle that was laid beside signed shards is named; the tensors themselves are still those that were signed."""
+    path, public, signature = signed
+    folder = path.with_name("shards")
+    ckpt_tools.convert(path, folder, select="model", shard_size="5 KB")
+    assert ckpt_tools.verify(folder, key=public, signature=signature)
+    (folder / "training_args.bin").write_bytes(pickle.dumps(Runs()))
+    report = ckpt_tools.verify(folder, key=public, signature=signature)
+    assert not report
+    assert report.same_tensors
+    assert [Path(found.path).name for found in report.not_plain] == ["training_args.bin"]
+    (index,) = folder.glob("*.index.json")
+    assert ckpt_tools.verify(index, key=public, signature=signature)  # what it names, and no other file
+
+
+def test_sign_says_what_it_does_not_cover(signed: tuple[Path, Path, Path]) -> None:
+    """Plain values, objects, metadata and other files are named before the signature is written."""
+    path = signed[0]
+    torch.save({"epoch": 3, "w": torch.ones(2), "x": Runs()}, path.with_name("added.pth"))
+    page = ckpt("sign", path.with_name("added.pth"), "--key", path.with_name("key.pem")).output.splitlines()
+    assert page[0] == "not signed  values: epoch"
+    assert page[1].startswith("not signed ")
+    assert page[1].endswith("added.pth: dangerous: it runs posix.system('true')")
+    assert page[2].startswith("wrote ")
+    folder = path.with_name("shards")
+    ckpt_tools.convert(path, folder, select="model", shard_size="5 KB")
+    (folder / "config.json").write_text("{}")
+    report = ckpt_tools.sign(folder, key=path.with_name("key.pem"))
+    assert [Path(file).name for file in report.not_signed.files] == ["config.json"]
+    save_file({"w": torch.ones(2)}, path.with_name("m.safetensors"), {"format": "pt"})
+    seen: list[NotSigned] = []
+    ckpt_tools.sign(path.with_name("m.safetensors"), key=path.with_name("key.pem"), before=seen.append)
+    assert [found.metadata for found in seen] == [["format"]]
 
 
 def reinterpreted(state: dict[str, torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ from ckpt_tools.edit.objects.values import (
     plain_subclass,
 )  # fmt: skip
 from ckpt_tools.frozen import frozen
+from ckpt_tools.pickling.arrays_behind import WRAPPER
 from ckpt_tools.pickling.old_tensors import VARIABLE
 from ckpt_tools.pickling.torch_objects import LOAD_FROM_BYTES, unusual_tensor
 from ckpt_tools.pickling.weights_only import ALLOWED, ALLOWED_2_4
@@ -39,7 +40,7 @@ from ckpt_tools.tree.nodes import (
 
 def is_resolved(name: Global) -> bool:
     """Whether nothing is lost where no object names a global: known data, and what readers make entries of."""
-    return is_known(name) or name in (LOAD_FROM_BYTES, VARIABLE)
+    return is_known(name) or name in (LOAD_FROM_BYTES, VARIABLE) or name.name == WRAPPER
 
 
 _INSIDE: Where = ("<inside an object>",)

@@ -52,12 +52,29 @@ KINDS = (
     Kind("xz", "an xz archive", b"\xfd7zXZ\x00", ".xz", "unxz", new_xz),
     Kind("zstd", "a zstd archive", b"\x28\xb5\x2f\xfd", ".zst", "unzstd", None),
 )
+# joblib's other two. Their few first bytes begin other files too: one is meant where it inflates to the start of a pickle.
+_OF_PICKLES = (
+    *(
+        Kind("zlib", "a zlib archive", b"x" + level, ".z", "zlib-flate -uncompress <", zlib.decompressobj)
+        for level in (b"\x01", b"\x5e", b"\x9c", b"\xda")
+    ),
+    Kind("lzma", "an lzma archive", b"]\x00", ".lzma", "unlzma", new_xz),
+)
 _ZSTD = ("compression.zstd", "zstandard")  # since Python 3.14, and the package of that name
 
 
 def kind_of(head: bytes) -> Kind | None:
     """How a file that starts with these bytes is compressed."""
-    return next((kind for kind in KINDS if head.startswith(kind.magic)), None)
+    found = next((kind for kind in (*KINDS, *_OF_PICKLES) if head.startswith(kind.magic)), None)
+    return None if found in _OF_PICKLES and not _begins_pickle(found, head) else found
+
+
+def _begins_pickle(kind: Kind, head: bytes) -> bool:
+    assert kind.make is not None
+    try:
+        return bytes(kind.make().decompress(head, 2))[:1] == b"\x80"
+    except (zlib.error, lzma.LZMAError, EOFError):
+        return False
 
 
 def inflate(source: Source, kind: Kind) -> Spooled:

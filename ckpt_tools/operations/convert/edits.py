@@ -76,7 +76,7 @@ class Edits:
 
     def apply(self, checkpoint: Checkpoint, report: Converted, stack: ExitStack) -> Edited:
         """Edit the tree and tell the report; `stack` gets what must stay open until the bytes are written."""
-        ties = _begin(checkpoint, report)
+        ties, danger = _begin(checkpoint, report), _danger(checkpoint)
         root, used = self._narrow(self._selected(checkpoint), checkpoint, report)
         if self.kind in ("safetensors", "gguf") and any(name.module.startswith("numpy") for name in checkpoint.decoded.globals):
             root = _arrays(root, report)  # it holds nothing else of them
@@ -103,6 +103,7 @@ class Edits:
         report.dropped += [(key, "`drop_metadata`") for key in self.metadata.dropped]
         if self.metadata.texts:
             report.notes.append(Note("metadata-set", f"Metadata: {listed([repr(key) for key, _ in self.metadata.texts])} set."))
+        _tell_danger(danger, root, self.kind, report)
         report.tensors = count_tensors(root)
         _check_not_empty(checkpoint, report)
         return Edited(root, ties, casting)
@@ -213,6 +214,22 @@ def _note_alone(checkpoint: Checkpoint, report: Converted) -> None:
 
         if (found := alone(checkpoint)) is not None:
             report.notes.append(Note(found.code, f"The input is {found.found}. {found.fix}"))
+
+
+def _danger(checkpoint: Checkpoint) -> str:
+    """That the input is dangerous, and what it calls; most are known not to be."""
+    if checkpoint.decoded.is_examined and checkpoint.packed is None:
+        return ""
+    from ckpt_tools.operations.safety import danger_in
+
+    return danger_in(checkpoint, str(checkpoint.path))
+
+
+def _tell_danger(danger: str, root: Node, kind: str, report: Converted) -> None:
+    if danger:
+        from ckpt_tools.operations.safety import danger_note
+
+        report.notes.append(Note(*danger_note(danger, root, keeps_objects=kind in ("pth", "pth-legacy"))))
 
 
 def _begin(checkpoint: Checkpoint, report: Converted) -> dict[str, str]:

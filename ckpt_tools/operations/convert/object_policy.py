@@ -11,6 +11,7 @@ from ckpt_tools.errors import NothingMatchedError, ObjectsError
 from ckpt_tools.formats.base import PROGRAMS
 from ckpt_tools.formats.open import Checkpoint, find_tensors
 from ckpt_tools.operations.convert.report import Converted, Note, ObjectFate
+from ckpt_tools.operations.safety import danger_in
 from ckpt_tools.text import dotted
 from ckpt_tools.tree import visit
 from ckpt_tools.tree.findings import mending
@@ -157,6 +158,5 @@ def _objects_error(checkpoint: Checkpoint, unknown: list[tuple[Where, str]], hid
     if any(name in WRAPPER_CLASSES for _, name in unknown):
         mended = mending("convert", str(checkpoint.path), "--strip-module --objects plain")
         fix = f"A model was saved whole, inside its wrapper; its weights, by their plain names: {mended}"
-    return ObjectsError(
-        f"{checkpoint.path} holds objects that are not plain data.", why="; ".join(lines[:8]) + more + ".", fix=fix
-    )  # fmt: skip
+    what = danger_in(checkpoint, str(checkpoint.path)) or f"{checkpoint.path} holds objects that are not plain data."
+    return ObjectsError(what, why="; ".join(lines[:8]) + more + ".", fix=fix)

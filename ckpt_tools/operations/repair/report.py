@@ -8,10 +8,10 @@ from typing import Any
 from ckpt_tools.operations.repair.mends import Mended
 from ckpt_tools.text import brief, notebook
 
-# Notes about what could not be saved.
+# Notes about what could not be saved, or what was written and is not to be loaded.
 _UNSAVED = (
-    "assumed-byteorder", "cut-archives", "damaged-names", "damaged-pickle", "damaged-values", "enclosed", "mixed-writers",
-    "unproved-places",
+    "assumed-byteorder", "cut-archives", "damaged-names", "damaged-pickle", "damaged-values", "dangerous", "enclosed",
+    "mixed-writers", "unproved-places",
 )  # fmt: skip
 
 
@@ -65,5 +65,5 @@ class Repaired:
 
     @property
     def exit_code(self) -> int:
-        """0 all saved, 1 something could not be."""
+        """0 all saved, 1 something could not be, or what was written is dangerous."""
         return 1 if self.missing or any(code in _UNSAVED for code, _ in self.notes) else 0

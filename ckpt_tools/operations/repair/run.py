@@ -42,6 +42,7 @@ from ckpt_tools.operations.repair.opening import opened, scratch_place
 from ckpt_tools.operations.repair.report import Missing, Repaired
 from ckpt_tools.operations.repair.salvage import NO_CHECKSUMS, Salvaged, find_lost, leave_out
 from ckpt_tools.operations.repair.verification import entries, verify
+from ckpt_tools.operations.safety import danger_in, danger_note
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.findings import mending
 from ckpt_tools.tree.nodes import (
@@ -187,6 +188,7 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list
     report.notes += salvaged.notes
     if not (decoded.has_checksums or "no-checksums" in dict(report.notes)):
         report.notes.append(("no-checksums", NO_CHECKSUMS))
+    danger = danger_in(Checkpoint(decoded), report.source)
     _check_names(decoded, choices, report)
     _check_part(decoded, choices, report)
     _count(salvaged, choices.keep_damaged, report)
@@ -207,6 +209,8 @@ def _plan(salvaged: Salvaged, choices: _Choices, report: Repaired) -> tuple[list
         report.mended += tie(root, _equal(Checkpoint(decoded)))
     if choices.to_fill is not None:
         report.filled = choices.to_fill.fill(root)
+    if danger:
+        report.notes.append(danger_note(danger, root, keeps_objects=choices.kind != "safetensors"))
     return _lay_out(root, salvaged, choices.kind, report)
 
 

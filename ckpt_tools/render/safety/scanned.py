@@ -17,8 +17,9 @@ _WORDS = {"unexamined": "could not be examined", "needs-code": "needs code", "no
 
 def print_scanned(report: Scanned, out: Page) -> None:
     """The line of one file."""
-    word, _, rest = report.safety.text.partition(":")
-    line = Text(f"{printable(report.path)}: ") + Text(word, style=_COLOURS[report.verdict])
+    path = f"{printable(report.path)}: "
+    word, _, rest = report.line.removeprefix(path).partition(":")
+    line = Text(path) + Text(word, style=_COLOURS[report.verdict])
     out.print(line + Text(f":{rest}" if rest else ""), soft_wrap=True)
 
 

@@ -1,0 +1,129 @@
+"""Pickles in texts: in JSON and other texts as base64, as hexadecimal digits, or a character for each byte.
+
+Loaders of bundles take such texts for pickles: stable-baselines3 those under `:serialized:` in the member `data` of its zips.
+Keras keeps the code of a Lambda layer so, by marshal.
+"""
+
+from __future__ import annotations
+
+import binascii
+import json
+import re
+from collections.abc import Generator, Iterator
+
+from ckpt_tools.formats import safetensors
+from ckpt_tools.io.output import Source
+from ckpt_tools.io.sources import Window
+
+_BLOCK = 4 << 20
+_IN_HDF5 = 16 << 20  # bytes of such a file that are looked through: attributes come first
+_SMALL = 1 << 20  # bytes of any other file, which are looked through whatever they are
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+_SHORTEST = 16  # characters of base64 that a pickle with a call takes
+_LONGEST = 64 << 20  # bytes of one text
+_CONTROL = re.compile(rb"[\x00-\x08\x0b\x0e-\x1f]")
+_WORD = rb"[\w+/-]"  # characters of base64, of either alphabet
+_ALPHABET = bytes(range(48, 58)) + bytes(range(65, 91)) + bytes(range(97, 123)) + b"+/-_= \t\n\r\x0b\x0c"
+# A run of base64, and not of digits alone, which may go on behind white space.
+_RUN = re.compile(rb"(?=[\d+/-]*+[A-Za-z_])%s{%d,}+=*+(?:\s++%s++=*+){,65536}+" % (_WORD, _SHORTEST, _WORD), re.ASCII)
+# A text in quotes, a quote without an end, else a run of base64.
+_TEXT = re.compile(rb'"(?P<quoted>[^"\\]*+(?:\\.[^"\\]*+)*+)"|(?P<open>")|' + _RUN.pattern, re.DOTALL | re.ASCII)
+_PART = re.compile(rf"[\w+/-]{{{_SHORTEST},}}=*", re.ASCII)
+_HEX = re.compile(r"(?:[0-9a-fA-F]{2}\s*)+")
+_URL_SAFE = str.maketrans("-_", "+/")
+_CODE = re.compile(rb"[\xe3c](?:.\0\0\0){3}", re.DOTALL)  # of marshal: how many arguments a function has, of three kinds
+
+
+def is_text(head: bytes) -> bool:
+    """Whether what begins so is text in UTF-8."""
+    try:
+        head.decode()
+    except UnicodeDecodeError as error:
+        if error.end < len(head) or error.reason != "unexpected end of data":
+            return False
+    return bool(head) and _CONTROL.search(head) is None
+
+
+def text_in(source: Source, head: bytes) -> Source | None:
+    """The part of a file that may hold text: all of it, its header, its beginning; None where there is none."""
+    if safetensors.sniff(head):
+        return Window(source, 8, min(int.from_bytes(head[:8], "little"), source.size - 8))
+    if head.startswith(_HDF5):
+        return Window(source, 0, min(source.size, _IN_HDF5))
+    return source if source.size <= _SMALL or is_text(head) else None
+
+
+def bytes_in(source: Source) -> Iterator[tuple[int, bytes]]:
+    """What may be meant by each text in a source that is long enough, and where the text stands.
+
+    Raises:
+        ValueError: a text is longer than any real one.
+    """
+    for at, text in _texts(source):
+        for made in _readings(text):
+            yield at, made
+
+
+def is_code(data: bytes) -> bool:
+    """Whether this is the code of a function, as marshal writes it."""
+    return _CODE.match(data) is not None
+
+
+def _texts(source: Source) -> Iterator[tuple[int, str]]:
+    """The texts, in blocks of the source; one that goes on in the next is read there."""
+    start, data, is_last = 0, b"", False
+    while not is_last:
+        at = start + len(data)
+        data += source.read(at, min(max(_BLOCK, len(data)), source.size - at))
+        is_last = start + len(data) >= source.size
+        done = yield from _whole(data, start, _TEXT if len(data) < _LONGEST else _RUN, is_last)
+        if len(data) - done >= _LONGEST:
+            raise ValueError("a text in it is longer than any real one")
+        start, data = start + done, data[done:]
+
+
+def _whole(data: bytes, start: int, form: re.Pattern[bytes], is_last: bool) -> Generator[tuple[int, str], None, int]:
+    """The texts that are whole in a block, and where the rest of it begins."""
+    done = 0
+    for found in form.finditer(data):
+        is_open = form is _TEXT and found["open"] is not None
+        if is_open and is_last:
+            yield from ((start + run.start(), run[0].decode("ascii")) for run in _RUN.finditer(data, found.end()))
+        if is_open or (found.end() == len(data) and not is_last and data[-1:] != b'"'):
+            return found.start()
+        done = found.end()
+        if done - found.start() >= _SHORTEST:
+            yield start + found.start(), _unescaped(found[0])
+    return max(done, len(data.rstrip(_ALPHABET)))
+
+
+def _unescaped(found: bytes) -> str:
+    if not found.startswith(b'"'):
+        return found.decode("ascii")
+    if b"\\" not in found:
+        return found[1:-1].decode(errors="replace")
+    try:
+        return str(json.loads(found.decode(errors="replace"), strict=False))
+    except ValueError:  # no JSON
+        return found[1:-1].decode(errors="replace")
+
+
+def _readings(text: str) -> Iterator[bytes]:
+    """The bytes that a text may stand for. Python decodes base64 whatever else stands between its characters."""
+    for part in (text, *(run for run in _PART.findall(text) if len(run) < len(text))):
+        yield from _decoded(part)
+        if "-" in part or "_" in part:
+            yield from _decoded(part.translate(_URL_SAFE))
+        if _HEX.fullmatch(part):
+            yield bytes.fromhex(part)
+    try:
+        yield text.encode("latin-1")
+    except UnicodeEncodeError:
+        return
+
+
+def _decoded(text: str) -> Iterator[bytes]:
+    try:
+        yield binascii.a2b_base64(text.encode("ascii", "ignore") + b"==")
+    except binascii.Error:
+        return

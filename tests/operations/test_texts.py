@@ -1,0 +1,168 @@
+"""Pickles in texts: base64 in JSON, as stable-baselines3 keeps them, and every other way a text may hold one."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import io
+import json
+import marshal
+import os
+import pickle
+import struct
+import tarfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpt_tools
+from ckpt_tools.operations.scan import Scanned
+from tests.cli.test_cli import ckpt
+
+
+class Runs:
+    """Runs a command when it is loaded."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+EVIL = pickle.dumps({"x": Runs()}, 4)
+OLD = pickle.dumps({"x": Runs()}, 0)
+TEXT = base64.b64encode(EVIL).decode()
+
+
+def archive(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """A zip of these members."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", compression) as file:
+        for name, data in members.items():
+            file.writestr(name, data)
+    return made.getvalue()
+
+
+def tar(name: str, data: bytes) -> bytes:
+    """A tar with one member."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as file:
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        file.addfile(info, io.BytesIO(data))
+    return made.getvalue()
+
+
+def in_json(text: str) -> bytes:
+    """A text where stable-baselines3 keeps a pickle."""
+    return json.dumps({"verbose": 0, "policy_class": {":type:": "<class 'abc.ABCMeta'>", ":serialized:": text}}).encode()
+
+
+HEADER = json.dumps({"__metadata__": {"x": TEXT}, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+HIDDEN = {
+    "a member of a zip": archive({"data": in_json(TEXT)}),
+    "a deflated member of a zip": archive({"data": in_json(TEXT) + b" " * 9000}, zipfile.ZIP_DEFLATED),
+    "a member of a tar": tar("algorithm.json", in_json(TEXT)),
+    "a file of JSON": in_json(TEXT),
+    "JSON with escapes": in_json(TEXT).replace(TEXT[:4].encode(), "".join(f"\\u{ord(sign):04x}" for sign in TEXT[:4]).encode()),
+    "lines of base64 in JSON": in_json(base64.encodebytes(EVIL).decode()),
+    "what base64 passes over": in_json("!".join(TEXT)),
+    "the other alphabet of base64": in_json(base64.urlsafe_b64encode(pickle.dumps({"\u07ff?>": Runs()}, 4)).decode()),
+    "protocol 0": in_json(base64.b64encode(OLD).decode()),
+    "without PROTO": in_json(base64.b64encode(EVIL[2:]).decode()),
+    "hexadecimal digits": in_json(EVIL.hex()),
+    "a character for each byte": in_json(EVIL.decode("latin-1")),
+    "protocol 0 as it is": in_json(OLD.decode()),
+    "zlib in base64": in_json(base64.b64encode(zlib.compress(EVIL)).decode()),
+    "gzip in base64": in_json(base64.b64encode(gzip.compress(EVIL)).decode()),
+    "a key": json.dumps({TEXT: 1}).encode(),
+    "in a longer text": json.dumps({"source": f"load('{TEXT}')"}).encode(),
+    "YAML": f"model: !!binary |\n  {base64.encodebytes(EVIL).decode()}\n".encode(),
+    "no quotes": f"model = {TEXT}\n".encode(),
+    "behind a quote without an end": f'5" x\nmodel = {TEXT}\n'.encode(),
+    "across blocks of the reader": b'["' + b'","'.join([b"ab cd"] * 524_286) + b'","' + TEXT.encode() + b'"]',
+    "metadata of safetensors": struct.pack("<Q", len(HEADER)) + HEADER + bytes(4),
+    "a small file that is no text": b"\x0a\x02\x08\x01\xff" + in_json(TEXT),
+    "an attribute of HDF5": b"\x89HDF\r\n\x1a\n" + bytes(2 << 20) + in_json(TEXT) + bytes(99),
+}
+
+
+def scanned(tmp_path: Path, data: bytes) -> Scanned:
+    """The report on a file of these bytes."""
+    (tmp_path / "file").write_bytes(data)
+    (report,) = ckpt_tools.scan(tmp_path / "file")
+    return report
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_pickles_in_texts_are_looked_through(name: str, tmp_path: Path) -> None:
+    """The call is named, wherever the text stands and however it says the pickle."""
+    report = scanned(tmp_path, HIDDEN[name])
+    assert report.verdict == "dangerous", report
+    assert f"{os.system.__module__}.system('true')" in [call.text for _, call in report.safety.calls]
+
+
+def test_an_honest_policy_needs_code(tmp_path: Path) -> None:
+    """What stable-baselines3 saves names its own classes: it is as its pickles are."""
+    classes = pickle.dumps({"optimizer": torch.optim.Adam}, 4)
+    torch.save({"w": torch.ones(2)}, tmp_path / "policy.pth")
+    members = {"data": in_json(base64.b64encode(classes).decode()), "policy.pth": (tmp_path / "policy.pth").read_bytes()}
+    report = scanned(tmp_path, archive(members))
+    assert (report.verdict, report.safety.classes) == ("needs-code", ["torch.optim.adam.Adam"])
+
+
+def test_code_of_a_lambda_layer_could_not_be_examined(tmp_path: Path) -> None:
+    """Keras keeps the code of a function by marshal, in base64."""
+    code = base64.b64encode(marshal.dumps((lambda x: x).__code__)).decode()
+    report = scanned(tmp_path, archive({"config.json": json.dumps({"class_name": "__lambda__", "code": code}).encode()}))
+    assert report.verdict == "unexamined"
+    assert "marshal" in report.safety.unexamined[0][1]
+
+
+DIGESTS = [hashlib.sha256(bytes([number % 256, number // 256])).digest() for number in range(3000)]
+HONEST = {
+    "digests": json.dumps({digest.hex(): 1 for digest in DIGESTS}).encode(),
+    "base64 of numbers": json.dumps([base64.b64encode(digest).decode() for digest in DIGESTS]).encode(),
+    "a table": "".join(f"{n},{n / 7},hello world {n}\n" for n in range(3000)).encode(),
+    "source code": b'class Net:\n    """A network."""\n\nimport torch\nfrom torch import nn\n' * 99,
+    "a vocabulary": json.dumps({f"{'token' * (n % 9)}\u0120{n}": n for n in range(3000)}).encode(),
+    "a quote without an end": b'"' + b'\\"' * 100_000,
+    "nothing": b"",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_texts_hold_nothing_to_run(name: str, tmp_path: Path) -> None:
+    """Digests, tables, source code and vocabularies are no pickles, plain or in base64."""
+    assert scanned(tmp_path, HONEST[name]).verdict == "nothing"
+
+
+def test_every_command_sees_the_metadata_of_safetensors(tmp_path: Path) -> None:
+    """scan, inspect and check say the same of a pickle in the header."""
+    save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors", {"x": TEXT})
+    verdicts = [ckpt_tools.scan(tmp_path / "m.safetensors")[0].verdict]
+    verdicts += [ckpt_tools.inspect(tmp_path / "m.safetensors").safety.verdict]
+    assert verdicts == ["dangerous", "dangerous"]
+    assert ckpt("check", tmp_path / "m.safetensors").exit_code == 1
+
+
+def test_a_line_about_safety_has_at_most_200_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call is given may be long: people see its beginning, JSON has it."""
+    monkeypatch.chdir(tmp_path)
+
+    class Long:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, ("x" * 190, "y" * 190)
+
+    torch.save({"w": torch.ones(2), "x": Long()}, "a.pth")
+    for command in ("scan", "inspect", "check"):
+        lines = [line for line in ckpt(command, "a.pth").output.splitlines() if "system" in line and "weights_only" not in line]
+        assert lines or command == "check"
+        assert max(map(len, lines), default=0) <= 200
+    assert max(len(line) for line in ckpt("check", "a.pth").output.splitlines() if "dangerous]" in line) <= 200
+    report = json.loads(ckpt("scan", "a.pth", "--json").stdout)
+    assert len(report["calls"][0]["call"]) > 380
