@@ -78,7 +78,7 @@ def _pickles(folder: Path) -> None:
         (folder / f"arrays{protocol}.pkl").write_bytes(pickle.dumps(arrays, protocol))
     (folder / "evil.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     torch.save(
-        {"model": network().state_dict(), "run": complex(1, 2), "tags": {"a", "b"}, "when": Path("x/y")}, folder / "values.pth"
+        {"model": network().state_dict(), "run": complex(1, 2), "tags": {"a"}, "when": Path("x/y")}, folder / "values.pth"
     )
     torch.save(
         {"a": torch.eye(3).to_sparse(), "b": torch.eye(4).to_sparse_csr(), "c": torch.ones(2).to("meta")}, folder / "sparse.pth"
