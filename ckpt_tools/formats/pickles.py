@@ -45,7 +45,7 @@ _MOST_EVALUATED = 100  # texts of a program that are told
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
 # What names a module in the midst of a pickle: two lines; an opcode, and a text somewhere before.
-_IN_LINES, _BY_OPCODE = re.compile(rb"[ci][A-Za-z_][\w.]*+\n[A-Za-z_][\w.]*+\n"), b"\x93"
+_IN_LINES, _BY_OPCODE = re.compile(rb"[ci][A-Za-z_][\w.]{0,200}+\n[A-Za-z_][\w.]{0,200}+\n"), b"\x93"
 _IN_TEXT = re.compile(rb"(?:\x8c.|[\x8dXUT].{1,7}|[SV]['\"]?)[A-Za-z_]\w", re.DOTALL)
 _OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks like
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header

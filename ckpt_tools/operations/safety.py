@@ -65,7 +65,7 @@ class Safety:
         return self.line(LINE - _LABEL)
 
     def line(self, room: int) -> str:
-        """The verdict in so many characters, safe to show: what a pickle calls or names is cut."""
+        """The verdict in `room` characters, safe to show: what a pickle calls or names is cut."""
         if self.verdict == "dangerous":
             more = f", and {len(self.calls) - 1} more" if len(self.calls) > 1 else ""
             return f"dangerous: it {_does(self.calls[0][1], room - len('dangerous: it ') - len(more))}{more}"

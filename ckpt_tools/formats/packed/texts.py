@@ -7,6 +7,7 @@ Keras keeps the code of a Lambda layer so, by marshal.
 from __future__ import annotations
 
 import binascii
+import contextlib
 import json
 import re
 from collections.abc import Generator, Iterator
@@ -20,16 +21,20 @@ _IN_HDF5 = 16 << 20  # bytes of such a file that are looked through: attributes 
 _SMALL = 1 << 20  # bytes of any other file, which are looked through whatever they are
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _SHORTEST = 16  # characters of base64 that a pickle with a call takes
-_LONGEST = 64 << 20  # bytes of one text
+_LONGEST = 16 << 20  # bytes of one text
 _CONTROL = re.compile(rb"[\x00-\x08\x0b\x0e-\x1f]")
 _WORD = rb"[\w+/-]"  # characters of base64, of either alphabet
-_ALPHABET = bytes(range(48, 58)) + bytes(range(65, 91)) + bytes(range(97, 123)) + b"+/-_= \t\n\r\x0b\x0c"
-# A run of base64, and not of digits alone, which may go on behind white space.
-_RUN = re.compile(rb"(?=[\d+/-]*+[A-Za-z_])%s{%d,}+=*+(?:\s++%s++=*+){,65536}+" % (_WORD, _SHORTEST, _WORD), re.ASCII)
-# A text in quotes, a quote without an end, else a run of base64.
-_TEXT = re.compile(rb'"(?P<quoted>[^"\\]*+(?:\\.[^"\\]*+)*+)"|(?P<open>")|' + _RUN.pattern, re.DOTALL | re.ASCII)
+_ALPHABET = bytes(range(48, 58)) + bytes(range(65, 91)) + bytes(range(97, 123)) + b"+/-_="
+# A run of base64, which may go on behind white space.
+_IN_RUN = rb"%s{%d,}+=*+(?:\s++%s++=*+){,65536}+" % (_WORD, _SHORTEST, _WORD)
+_RUN = re.compile(rb"(?P<text>%s)(?P<open>(?!))?" % _IN_RUN, re.ASCII)
+# Behind what is too short: a text in quotes, a run, a quote without an end.
+_SHORT = rb'(?:"[^"\\]{,13}+"|[^"\w+/-]++|%s{1,%d}+(?!%s)){,4096}+' % (_WORD, _SHORTEST - 1, _WORD)
+_QUOTED = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_TEXT = re.compile(_SHORT + rb'(?:(?P<text>%s|%s)|(?P<open>"))?' % (_QUOTED, _IN_RUN), re.DOTALL | re.ASCII)
 _PART = re.compile(rf"[\w+/-]{{{_SHORTEST},}}=*", re.ASCII)
-_HEX = re.compile(r"(?:[0-9a-fA-F]{2}\s*)+")
+_LETTER = re.compile(rb"[A-Za-z_]")  # in whatever a pickle is in; a table has long numbers
+_HEX = re.compile(r"[0-9a-fA-F\s]+")
 _URL_SAFE = str.maketrans("-_", "+/")
 _CODE = re.compile(rb"[\xe3c](?:.\0\0\0){3}", re.DOTALL)  # of marshal: how many arguments a function has, of three kinds
 
@@ -76,7 +81,7 @@ def _texts(source: Source) -> Iterator[tuple[int, str]]:
         at = start + len(data)
         data += source.read(at, min(max(_BLOCK, len(data)), source.size - at))
         is_last = start + len(data) >= source.size
-        done = yield from _whole(data, start, _TEXT if len(data) < _LONGEST else _RUN, is_last)
+        done = yield from _whole(data, start, _TEXT if b'"' in data and len(data) < _LONGEST else _RUN, is_last)
         if len(data) - done >= _LONGEST:
             raise ValueError("a text in it is longer than any real one")
         start, data = start + done, data[done:]
@@ -84,16 +89,21 @@ def _texts(source: Source) -> Iterator[tuple[int, str]]:
 
 def _whole(data: bytes, start: int, form: re.Pattern[bytes], is_last: bool) -> Generator[tuple[int, str], None, int]:
     """The texts that are whole in a block, and where the rest of it begins."""
-    done = 0
+    done, end = 0, len(data.rstrip())
     for found in form.finditer(data):
-        is_open = form is _TEXT and found["open"] is not None
-        if is_open and is_last:
-            yield from ((start + run.start(), run[0].decode("ascii")) for run in _RUN.finditer(data, found.end()))
-        if is_open or (found.end() == len(data) and not is_last and data[-1:] != b'"'):
-            return found.start()
+        text, at = found["text"], found.start("text")
+        if found["open"] is not None:
+            at = found.start("open")
+            if is_last:
+                yield from ((start + run.start(), run[0].decode("ascii")) for run in _RUN.finditer(data, at + 1))
+            return at
+        if text is None:
+            continue
         done = found.end()
-        if done - found.start() >= _SHORTEST:
-            yield start + found.start(), _unescaped(found[0])
+        if done >= end and not is_last and text[:1] != b'"':
+            return at
+        if _LETTER.search(text):
+            yield start + at, _unescaped(text)
     return max(done, len(data.rstrip(_ALPHABET)))
 
 
@@ -115,7 +125,8 @@ def _readings(text: str) -> Iterator[bytes]:
         if "-" in part or "_" in part:
             yield from _decoded(part.translate(_URL_SAFE))
         if _HEX.fullmatch(part):
-            yield bytes.fromhex(part)
+            with contextlib.suppress(ValueError):  # half a byte
+                yield bytes.fromhex(part)
     try:
         yield text.encode("latin-1")
     except UnicodeEncodeError:
