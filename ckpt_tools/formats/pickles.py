@@ -473,7 +473,7 @@ def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
         return pickle.error is None or bool(pickle.names) or pickle.end > pickle.start + _BY_CHANCE
     imported = next((name for name in pickle.names if "Storage" not in name.name), None)
     if imported is not None and not _MODULE.fullmatch(imported.module):  # Python would go no further than such an import
-        return False
+        return any(call.does == "changes" for call in pickle.calls)  # maybe a storage, before it
     return bool(pickle.calls) or (bool(pickle.names) and (pickle.makes or pickle.error is None))
 
 
