@@ -48,9 +48,9 @@ def shared() -> Any:
     return {"a": part, "b": [part, [1], (part,)], "t": [text, text], "n": (long, long), "e": [(), ()], "d": {"x": part}}
 
 
-def built(make: Callable[..., Any], **state: Any) -> Any:
+def built(make: Any, **state: Any) -> Any:
     """An object with this state."""
-    made = make.__new__(make)  # type: ignore[call-overload]
+    made = make.__new__(make)
     for name, value in state.items():
         setattr(made, name, value)
     return made
@@ -76,13 +76,13 @@ VALUES: dict[str, Callable[[], Any]] = {
     "build-counter": lambda: collections.Counter("abca"),
     "build-mapping": lambda: filled(classes.Mapping(), "m"), "build-parameter": lambda: parameter(),
     "tuples": lambda: [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ((((),),),)],
-    "numbers": lambda: [0, 255, 256, 65535, 65536, 2**31 - 1, 2**31, -1, -(2**31), -(2**31) - 1, 2**2040, -(2**70), True, False],
+    "numbers": lambda: [0, 255, 256, 65535, 65536, 2**31 - 1, 2**31, -1, -(2**31), -(2**31) - 1, 2**2040, -(2**70), True],
     "floats": lambda: [0.0, -0.0, 1e-310, 1.5, float("inf"), -float("inf"), NAN, 1 / 3, complex(-0.0, NAN)],
     "texts": lambda: ["", "a", "é\n\\u0041\r\t\x1a", "\ud800", "x" * 255, "x" * 256, "x" * 70_000, "名"],
     "bytes": lambda: [b"", b"\x00\xff", b"x" * 256, bytearray(b"ab"), bytearray()],
     "sets": lambda: [set(), {1, "a"}, frozenset(), frozenset([(1, 2)])],
     "batches": lambda: [list(range(2001)), dict.fromkeys(range(2001)), set(range(1001))],
-    "keys": lambda: {1: "i", 1.5: "f", "1": "t", b"1": "b", None: "n", (1, "a"): "p", 2**70: "l", NAN: "q", frozenset([1]): "s"},
+    "keys": lambda: {1: "i", 1.5: "f", "1": "t", b"1": "b", None: "n", (1, "a"): "p", 2**70: "l", NAN: "q"},
 }  # fmt: skip
 
 
@@ -223,7 +223,7 @@ BROKEN: dict[str, bytes] = {
 def test_what_no_unpickler_takes(name: str, tmp_path: Path) -> None:
     """torch fails and so do we, with an error of ours; nothing is written."""
     path = zipped(tmp_path, p.EMPTY_DICT, p.text("w"), p.tensor(), p.SETITEM, p.text("x"), BROKEN[name], p.SETITEM)
-    with pytest.raises(Exception):  # noqa: B017, PT011 - of a dozen classes
+    with pytest.raises(Exception):  # noqa: B017 - of a dozen classes
         torch.load(path, weights_only=False)
     for work in (lambda: ckpt_tools.inspect(path), lambda: ckpt_tools.convert(path, tmp_path / "out.pth")):
         with pytest.raises(CkptError):

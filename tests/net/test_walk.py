@@ -25,11 +25,16 @@ def ties() -> dict[str, Any]:
     return {"model": {"a.w": base, "b.w": base[:3]}, "ema": {"a.w": base, "c.w": base[3:], "d.w": torch.arange(6.0)}}
 
 
-def deep() -> dict[str, Any]:
+def deep() -> dict[str | int, Any]:
     """Lists, tuples, keys with dots and numbers, an OrderedDict with `_metadata`, an empty dict."""
     state: Any = OrderedDict({"x.w": torch.ones(1), "x.b": torch.zeros(1)})
     state._metadata = OrderedDict({"": {"version": 1}, "x": {"version": 2}})
-    return {"nets": [state, {"y.w": torch.ones(2)}], "a.b": {"c": torch.ones(3)}, "pair": (torch.ones(4), {}), 7: {"z": torch.ones(5)}}
+    return {
+        "nets": [state, {"y.w": torch.ones(2)}],
+        "a.b": {"c": torch.ones(3)},
+        "pair": (torch.ones(4), {}),
+        7: {"z": torch.ones(5)},
+    }
 
 
 def ring() -> dict[str, Any]:
@@ -39,7 +44,7 @@ def ring() -> dict[str, Any]:
     return made
 
 
-MADE = {"twice": twice, "ties": ties, "deep": deep, "ring": ring}
+MADE: dict[str, Any] = {"twice": twice, "ties": ties, "deep": deep, "ring": ring}
 # the paths of the tensors that are listed, in order
 LISTED = {
     "twice": ["model.a.w", "model.b.w", "best.a.w", "best.b.w"],

@@ -7,7 +7,9 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,7 +120,7 @@ def with_second_end() -> bytes:
 
 def claims(**lies: int) -> bytes:
     """An end record, or its zip64 form, that says other things."""
-    return build(rows(), **lies)
+    return build(rows(), comment=b"", after=b"", **lies)
 
 
 TWICE: dict[str, Callable[[], bytes]] = {
@@ -152,7 +154,7 @@ def test_two_readings_or_none(name: str, tmp_path: Path) -> None:
     """Nothing is shown, loaded or written of a file that two readers could read differently."""
     path = tmp_path / "in.pth"
     path.write_bytes(TWICE[name]())
-    works = [
+    works: list[Callable[[], Any]] = [
         lambda: ckpt_tools.inspect(path), lambda: ckpt_tools.convert(path, tmp_path / "out.pth"),
         lambda: ckpt_tools.torch.load(path), lambda: ckpt_tools.stats(path),
     ]  # fmt: skip
@@ -181,7 +183,7 @@ def test_names_beyond_64_kib(method: int, tmp_path: Path) -> None:
     torch.save({LONG: torch.arange(3.0), LONG + "2": torch.ones(2)}, tmp_path / "saved.pth")
     rewrite(tmp_path / "saved.pth", tmp_path / "in.pth", method=method)
     steps = ["in.pth", "out.safetensors", "back.pth", "old.pth"]
-    for source, target in zip(steps, steps[1:], strict=False):
+    for source, target in pairwise(steps):
         ckpt_tools.convert(tmp_path / source, tmp_path / target, format="pth-legacy" if target == "old.pth" else None)
     found = torch.load(tmp_path / "old.pth")
     assert {name: value.tolist() for name, value in found.items()} == {LONG: [0, 1, 2], LONG + "2": [1, 1]}
