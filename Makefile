@@ -82,7 +82,7 @@ NET := tests/golden tests/net \
 	tests/formats/test_megatron.py tests/formats/test_numpy_files.py tests/formats/test_oracle.py \
 	tests/formats/test_part_fixtures.py tests/formats/test_partial.py tests/formats/test_parts_compose.py \
 	tests/formats/test_parts_into_folders.py tests/formats/test_torch_dist.py \
-	tests/hostile/test_hostile_adapters.py tests/hostile/test_hostile_faults.py tests/hostile/test_hostile_files.py \
+	tests/hostile/test_hostile_adapters.py tests/hostile/test_hostile_files.py \
 	tests/hostile/test_hostile_legacy.py tests/hostile/test_hostile_parts.py tests/hostile/test_hostile_quantised.py \
 	tests/hostile/test_hostile_readings.py tests/hostile/test_hostile_tensors.py tests/hostile/test_hostile_zips.py \
 	tests/operations/test_convert_lora.py tests/operations/test_sharing.py \
