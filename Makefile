@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help install demo test lint coverage check matrix fuzz faults format bench fixtures golden pictures docs man wheel pyz release-check clean
+.PHONY: help install demo test lint coverage check matrix fuzz faults format bench fixtures golden net pictures docs man wheel pyz release-check clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -72,6 +72,26 @@ fixtures: install  ## fixtures/ again, by torch itself
 
 golden: install  ## tests/golden/kept again: what commands and functions say; read the diff
 	$(BIN)/python -m tests.golden
+
+# What must not change while the code does. These files import the public face and tests/support alone.
+NET := tests/golden tests/net \
+	tests/test_fixtures.py tests/test_found.py tests/test_properties.py \
+	tests/edit/test_losses.py tests/edit/test_slim.py \
+	tests/formats/test_consolidated.py tests/formats/test_every_container.py tests/formats/test_exported_programs.py \
+	tests/formats/test_flax_and_onnx.py tests/formats/test_keras.py tests/formats/test_loose_shards.py \
+	tests/formats/test_megatron.py tests/formats/test_numpy_files.py tests/formats/test_oracle.py \
+	tests/formats/test_part_fixtures.py tests/formats/test_partial.py tests/formats/test_parts_compose.py \
+	tests/formats/test_parts_into_folders.py tests/formats/test_torch_dist.py \
+	tests/hostile/test_hostile_adapters.py tests/hostile/test_hostile_files.py \
+	tests/hostile/test_hostile_legacy.py tests/hostile/test_hostile_parts.py tests/hostile/test_hostile_quantised.py \
+	tests/hostile/test_hostile_readings.py tests/hostile/test_hostile_tensors.py tests/hostile/test_hostile_zips.py \
+	tests/operations/test_convert_lora.py tests/operations/test_sharing.py \
+	tests/render/test_notebooks.py \
+	tests/torch/test_load_hooks.py tests/torch/test_load_into_partners.py tests/torch/test_prove.py \
+	tests/torch/test_torch.py
+
+net: install  ## golden files, oracles, tables and genuine folders alone
+	$(PYTEST) $(NET)
 
 pictures: install  ## docs/images again, from real commands
 	$(BIN)/python -m docs.pictures

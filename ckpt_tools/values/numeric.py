@@ -92,7 +92,8 @@ def narrow(old: torch.Tensor, new: torch.Tensor, count: CastCount) -> None:
     wide, narrowed = (part if part.itemsize > 1 else part.float() for part in (old, new))  # fp8 has no isfinite
     if before.max > after.max:  # bf16 -> fp16 too, of the same size
         count.overflowed += _became_infinite(wide, narrowed)
-    if before.smallest_normal < after.smallest_normal:
+    # fp8_e5m2 has the exponents of fp16 and fewer digits; so has bf16 those of fp32, where nobody has use for what is lost
+    if before.smallest_normal < after.smallest_normal or new.itemsize == 1 < old.itemsize:
         count.underflowed += int(torch.count_nonzero(wide)) - int(torch.count_nonzero(narrowed))
 
 

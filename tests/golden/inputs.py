@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import pickle
@@ -62,14 +63,31 @@ def _packed(folder: Path, data: bytes) -> None:
 
 
 def _containers(folder: Path) -> None:
+    torch.jit._state._clear_class_state()  # else a class that this process has scripted before gets another name
+    torch._C._jit_clear_class_registry()
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 3)).eval()
     torch.save(network().state_dict(), folder / "legacy.pth", _use_new_zipfile_serialization=False)
     np.savez(folder / "arrays.npz", weight=np.arange(6.0).reshape(2, 3), bias=np.zeros(2, "f4"))
     np.savez_compressed(folder / "deflated.npz", weight=np.arange(6.0))
     np.save(folder / "array.npy", np.arange(6, dtype="i4").reshape(2, 3))
-    torch.jit.script(model).save(folder / "scripted.pt")
-    torch.jit.freeze(torch.jit.script(model)).save(folder / "frozen.pt")
-    torch.export.save(torch.export.export(model, (torch.zeros(1, 1, 8, 8),)), folder / "exported.pt2")
+    _program(torch.jit.script(model), folder / "scripted.pt")
+    _program(torch.jit.freeze(torch.jit.script(model)), folder / "frozen.pt")
+    exported = torch.export.export(model, (torch.zeros(1, 1, 8, 8),))
+    for node in exported.graph.nodes:
+        node.meta.pop("stack_trace", None)  # it has the paths of this machine
+    torch.export.save(exported, folder / "exported.pt2")
+
+
+def _program(model: torch.jit.ScriptModule, path: Path) -> None:
+    """Without the records that tell where on this machine the source lies."""
+    whole = io.BytesIO()
+    torch.jit.save(model, whole)
+    reader, writer = torch._C.PyTorchFileReader(io.BytesIO(whole.getvalue())), torch._C.PyTorchFileWriter(str(path))
+    for name in reader.get_all_records():
+        if not name.endswith(".debug_pkl") and name not in ("version", ".data/serialization_id"):
+            data = reader.get_record(name)
+            writer.write_record(name, data, len(data))
+    writer.write_end_of_file()
 
 
 def _pickles(folder: Path) -> None:

@@ -31,6 +31,9 @@ MASKS = [
     (re.compile(r"(?<=[ (])\d+\.\d+ s\b(?:, [\d.]+ [KMG]?i?B/s)?"), "<time>"),
     (re.compile(r"(\bseconds(?:[\"']: ?|=))[\d.e-]+"), r"\g<1>0"),
     (re.compile(r'\btime="[\d.]+"'), 'time="0"'),
+    (re.compile(r"(?<=\.html, )[\d.]+ KiB"), "<size>"),  # a page has the path of its file in it
+    (re.compile(r"(?<=\.html', bytes=)\d+"), "<bytes>"),
+    (re.compile(r'("(?:difference|relative)": \d\.\d\d)\d+'), r"\1"),  # sums of another CPU end in other digits
     (re.compile(r"127\.0\.0\.1:\d+"), "127.0.0.1:<port>"),
     (re.compile(r"0x[0-9a-f]{8,}"), "0x<address>"),
     (re.compile(r"torch[ =]+\d+\.\d+\.\d+(\+\w+)?"), "torch <version>"),

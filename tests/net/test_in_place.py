@@ -1,0 +1,153 @@
+"""Edits in place: what a copy gives, edit after edit; killed at any call, or on a full disk, the old file or the new one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpt_tools
+import ckpt_tools.torch
+from ckpt_tools.errors import CkptError
+from tests.faults.layer import Fault, Layer
+from tests.support.graphs import assert_same
+
+CONTAINERS = ("model.pth", "old.pth", "model.safetensors")
+EDITS: list[dict[str, Any]] = [
+    {"add_prefix": "some.longer.prefix.of.many.letters."}, {"strip_prefix": "some.longer.prefix.of.many.letters."},
+    {"strip_module": True}, {"rename": r"^layer\.(\d+)=l\1"}, {"add_module": True}, {"unwrap": True}, {"rename": r"^l=layer."},
+]  # fmt: skip
+
+
+def made(folder: Path, name: str) -> Path:
+    """A wrapped state dict with a tie and a view where the container has them, and room for longer names."""
+    state = {f"module.layer.{index}.w": torch.full((30, 7), float(index)) for index in range(8)}
+    if name == "model.safetensors":
+        save_file(state, folder / "source.safetensors")
+        ckpt_tools.convert(folder / "source.safetensors", folder / name, reserve=4000)
+        return folder / name
+    state |= {"module.tied.w": state["module.layer.0.w"], "module.view.w": torch.arange(40.0)[3:30:3]}
+    value = {"model": state, "epoch": 3} if name == "model.pth" else state
+    torch.save(value, folder / name, _use_new_zipfile_serialization=name != "old.pth")
+    return folder / name
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_an_edit_of_an_edited_file(name: str, tmp_path: Path) -> None:
+    """After each of seven edits the file loads as the copy that got the same edits, and nothing lies beside it."""
+    path, copy = made(tmp_path, name), tmp_path / f"copy.{name}"
+    copy.write_bytes(path.read_bytes())
+    beside = set(os.listdir(tmp_path))
+    edits = EDITS if name != "old.pth" else EDITS[2:]
+    for number, edit in enumerate(edits):
+        form: Any = "pth-legacy" if name == "old.pth" else None
+        ckpt_tools.convert(copy, tmp_path / f"next{number}.{name}", format=form, **edit)
+        (tmp_path / f"next{number}.{name}").replace(copy)
+        inode = path.stat().st_ino
+        ckpt_tools.edit_in_place(path, **edit)
+        assert set(os.listdir(tmp_path)) == beside
+        assert path.stat().st_ino == inode
+        assert_same(ckpt_tools.torch.load(copy), ckpt_tools.torch.load(path))
+        if name != "model.safetensors":
+            assert_same(torch.load(copy, weights_only=True), torch.load(path, weights_only=True))
+        assert ckpt_tools.check(path, values=True).verdict in ("healthy", "findings")
+        assert not [row for row in ckpt_tools.check(path).findings if row.severity == "problem"]
+    names = [row["name"] for row in ckpt_tools.inspect(path).tensors]
+    assert names[:2] == ["layer.0.w", "layer.1.w"]
+
+
+def child(work: Callable[[], Any], fault: Fault | None) -> tuple[int, dict[str, int]]:
+    """Do something in a forked process with one call that fails; its exit code, and how often each function was called."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        layer, leave, write = Layer(fault), os._exit, os.write
+        code = 0
+        try:
+            work()
+        except CkptError:
+            code = 3
+        except BaseException:
+            code = 9
+        write(writer, repr(layer.counts).encode())
+        leave(code)
+    os.close(writer)
+    _, status = os.waitpid(pid, 0)
+    with os.fdopen(reader, "rb") as told:
+        counts = told.read().decode()
+    return os.waitstatus_to_exitcode(status), eval(counts) if counts else {}
+
+
+WRITES = (
+    "pwrite",
+    "write",
+    "ftruncate",
+    "fsync",
+    "fdatasync",
+    "unlink",
+    "rename",
+    "replace",
+    "open",
+    "link",
+    "copy_file_range",
+)
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_killed_or_without_room_at_each_call(name: str, tmp_path: Path) -> None:
+    """Whatever call is the last, every reader sees the old file or the new one, and the next edit succeeds and tidies up."""
+    path = made(tmp_path, name)
+    old = path.read_bytes()
+    before = ckpt_tools.torch.load(path)
+
+    def work() -> None:
+        ckpt_tools.edit_in_place(path, strip_module=True)
+
+    code, counts = child(work, None)
+    assert code == 0
+    after, new = ckpt_tools.torch.load(path), path.read_bytes()
+    assert old != new
+    beside, seen = set(os.listdir(tmp_path)), set()
+    faults = [
+        Fault(call, count, kind)
+        for call in WRITES
+        for count in range(1, counts.get(call, 0) + 1)
+        for kind in ("kill", "enospc")
+    ]
+    assert len(faults) > 20
+    for fault in faults:
+        path.write_bytes(old)
+        code, _ = child(work, fault)
+        assert code in ((-signal.SIGKILL,) if fault.kind.startswith("kill") else (0, 3)), fault
+        found, is_new = ckpt_tools.torch.load(path), ckpt_tools.inspect(path).tensors[0]["name"].startswith("layer")
+        assert_same(after if is_new else before, found)
+        assert code != 0 or is_new, fault
+        seen.add((code, is_new))
+        again, _ = child(lambda: ckpt_tools.edit_in_place(path, add_prefix="x."), None)
+        assert again == 0, fault
+        assert set(os.listdir(tmp_path)) == beside, fault
+        first = ckpt_tools.inspect(path).tensors[0]["name"]
+        assert first == ("x.layer.0.w" if is_new else "x.module.layer.0.w")
+    assert {(-signal.SIGKILL, False), (-signal.SIGKILL, True), (3, False)} <= seen
+
+
+def test_what_cannot_be_edited_is_left_alone(tmp_path: Path) -> None:
+    """Options that move tensors, names without room, two names that become one, a file that may not be written."""
+    path = made(tmp_path, "model.pth")
+    save_file({"module.a": torch.ones(1)}, tmp_path / "tight.safetensors")
+    rows: list[tuple[Path, dict[str, Any]]] = [
+        (path, {"rename": r"\d+=1"}), (path, {"rename": r".*="}),
+        (tmp_path / "tight.safetensors", {"add_prefix": "p" * 5000}), (tmp_path / "none.pth", {"strip_module": True}),
+    ]  # fmt: skip
+    for place, options in rows:
+        before = place.read_bytes() if place.exists() else b""
+        with pytest.raises(CkptError):
+            ckpt_tools.edit_in_place(place, **options)
+        assert (place.read_bytes() if place.exists() else b"") == before
+    assert sorted(os.listdir(tmp_path)) == ["model.pth", "tight.safetensors"]
