@@ -131,7 +131,7 @@ class _Walk:
         self.found = Pickles()
         self.left, self.parts = limits.INFLATED.most(size), 0
 
-    def examine(self, source: Source, where: str, depth: int, between: Between | None = None) -> None:
+    def examine(self, source: Source, where: str, depth: int, between: Between | None = None, *, of_text: bool = False) -> None:
         """A file, a member of an archive, or bytes that a pickle loads: as whatever it may be read as."""
         if self.has_enough():
             return
@@ -156,7 +156,7 @@ class _Walk:
             self.arrays(source, where, depth)
         else:
             self.stream(source, where, depth, between=between)
-        text = texts.text_in(source, head)
+        text = None if of_text else texts.text_in(source, head)
         if text is not None and len(self.found.pickles) == before:  # a pickle, or an archive of some, is no text
             self.guarded(where, lambda: self.texts(text, where, depth))
 
@@ -166,7 +166,7 @@ class _Walk:
             if texts.is_code(data):
                 self.skip(_inside(where, f"text at byte {at}"), "it is code of Python's, written by marshal")
             elif _begins_as_pickle(data) and not self.has_enough() and _is_meant(data):
-                self.examine(_InMemory(data, source), _inside(where, f"text at byte {at}"), depth + 1)
+                self.examine(_InMemory(data, source), _inside(where, f"text at byte {at}"), depth + 1, of_text=True)
             if self.is_full:
                 return
 
