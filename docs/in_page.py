@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ckpt_tools.cli import main
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, MissingPackageError, ObjectsError
 from ckpt_tools.io.content import Joined, Late, Piece, Range, chunks
 from ckpt_tools.io.output import Source
 from ckpt_tools.operations.convert.conversion import CONTAINERS, open_input, plan
@@ -24,6 +24,7 @@ from ckpt_tools.operations.convert.report import Converted
 from ckpt_tools.render.converted import show_converted
 from ckpt_tools.render.wording import as_options
 from ckpt_tools.text import dotted
+from ckpt_tools.tree.findings import stem_and_extension
 from ckpt_tools.tree.output_names import Format
 
 FOLDER = Path("/in")
@@ -60,20 +61,29 @@ def convert(to: str) -> dict[str, Any]:
         `name` of the new file, its `parts`, the `command` that makes the same, and its `text`. Refused: `text` alone.
     """
     try:
-        return _convert(_name, to)
+        try:
+            return _convert(_name, to, None)
+        except ObjectsError:  # what is no plain data becomes it, without its classes
+            return _convert(_name, to, "plain")
+    except MissingPackageError:
+        return {
+            "text": "This file needs PyTorch to be converted, which the page has not. `ckpt convert` on your machine does it."
+        }
     except CkptError as error:
         return {"text": as_options(str(error))}
 
 
-def _convert(name: str, to: str) -> dict[str, Any]:
+def _convert(name: str, to: str, objects: Literal["plain"] | None) -> dict[str, Any]:
     started = time.perf_counter()
     with ExitStack() as stack:
         checkpoint = stack.enter_context(open_input(name, ConvertOptions()))
         found = checkpoint.state_dicts
         select = dotted(found[0].where) if to == "safetensors" and len(found) == 1 and found[0].where else None
-        options = ConvertOptions(unwrap=True, select=select)
+        options = ConvertOptions(unwrap=True, select=select, objects=objects)
         kind: Format = "safetensors" if to == "safetensors" or checkpoint.container == "safetensors" else "pth"
-        target = Path(name).stem + (".plain.pth" if kind == "pth" else ".safetensors" if to == kind else ".plain.safetensors")
+        target = stem_and_extension(name)[0] + (
+            ".plain.pth" if kind == "pth" else ".safetensors" if to == kind else ".plain.safetensors"
+        )
         report = Converted(name, target, CONTAINERS[kind])
         planned = plan(checkpoint, Edits(options, kind), report, stack)
         whole = checkpoint.decoded.source if checkpoint.decoded.packed is None else None
@@ -83,6 +93,7 @@ def _convert(name: str, to: str) -> dict[str, Any]:
         with contextlib.redirect_stdout(out):
             show_converted(report)
         command = ["ckpt", "convert", name, target, "--unwrap", *(["--select", select] if select else [])]
+        command += ["--objects", objects] if objects else []
         return {"name": target, "parts": parts, "command": shlex.join(command), "text": out.getvalue()}
 
 

@@ -165,7 +165,7 @@ class _Walk:
         for at, data in texts.bytes_in(source):
             if texts.is_code(data):
                 self.skip(_inside(where, f"text at byte {at}"), "it is code of Python's, written by marshal")
-            elif _begins_as_pickle(data) and not self.has_enough() and _is_meant(data):
+            elif _begins_as_pickle(data) and _is_meant(data) and not self.has_enough():
                 self.examine(_InMemory(data, source), _inside(where, f"text at byte {at}"), depth + 1, of_text=True)
             if self.is_full:
                 return
@@ -412,6 +412,7 @@ _OF_PROGRAMS = (
     "/archive_version",
     "/model.json",
     "/serialized_exported_program.json",
+    "/.data/extern_modules",
 )
 
 
@@ -490,22 +491,21 @@ def _is_by_chance(data: bytes) -> bool:
 
 
 def _begins_as_pickle(data: bytes) -> bool:
-    """Whether bytes that a text may stand for begin as a pickle or as what may hold one, or name a module as one does."""
-    if _BEGINS.match(data):
-        return True
-    at = data.rfind(_BY_OPCODE)
-    return (at > 0 and _IN_TEXT.search(data, 0, at) is not None) or (b"\n" in data and _IN_LINES.search(data) is not None)
+    """Whether bytes that a text may stand for begin as a pickle or as what may hold one, or name something as one does."""
+    return _BEGINS.match(data) is not None or _A_NAME.search(data) is not None
 
 
 def _is_meant(data: bytes) -> bool:
-    """Whether bytes that begin so are a pickle, which goes through or names what can be a module, or hold some."""
+    """Whether bytes that begin so are a pickle, which goes through or makes something of what can be a module, or hold some."""
     if is_zip(data) or data.startswith(NUMPY) or _inflates(data):
         return True
     pickle = next(list_pickles(BytesPart(data)), None)
     if pickle is None:
         return False
+    if pickle.two_ways or isinstance(pickle.error, LimitError):  # a call may stand behind what was read
+        return True
     is_named = any(name.name[:1] != "<" and _MODULE.fullmatch(name.module) for name in pickle.names)
-    return is_named or (pickle.error is None and _STARTS.match(data) is not None)
+    return (is_named and (pickle.makes or pickle.error is None)) or (pickle.error is None and _STARTS.match(data) is not None)
 
 
 def _inflates(data: bytes) -> bool:

@@ -388,7 +388,7 @@ _READERS: dict[str, Reader] = {
     "model_args": read_some_keywords,
     **dict.fromkeys(
         ("unwrap", "overwrite", "dry_run", "keep_damaged", "tie_equal", "values", "digest", "contents",
-         "mmap", "wrapped", "whole"),
+         "mmap", "wrapped", "whole", "tensors_only"),
         read_flag,
     ),
     **dict.fromkeys(("select", "format", "filter", "device", "index"), read_optional(read_text)),
@@ -399,7 +399,7 @@ _READERS: dict[str, Reader] = {
     "depth": read_optional(read_whole),
     "dtype": read_optional(read_dtype),
     "map_location": read_optional(read_location),
-    "progress": read_optional(read_call),
+    **dict.fromkeys(("progress", "before"), read_optional(read_call)),
     "state_dict": read_state_dict,
     **dict.fromkeys(("like", "options", "model", "model_or_mapping"), read_anything),
 }  # fmt: skip

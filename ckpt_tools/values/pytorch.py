@@ -60,4 +60,4 @@ def _failed_to_import(error: Exception) -> bool:
     import traceback
 
     where = "".join(traceback.format_exception(error))
-    return re.search(r"[/\\]torch[/\\]([\w.]+[/\\])*\w+\.py\", line \d+, in <module>", where) is not None
+    return re.search(r"[/\\]torch[/\\][\w./\\]*\.py\", line \d+, in <module>", where) is not None

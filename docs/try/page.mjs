@@ -36,7 +36,7 @@ const answers = {
   },
   read: ({ opens, checked }) => {
     wait(null);
-    say(opens ? "" : "ckpt opens no checkpoint in this file.");
+    say(opens ? "" : "This file cannot be opened as a checkpoint; the reason is below.");
     at("actions").hidden = !opens;
     at("check").hidden = checked;
   },

@@ -377,7 +377,7 @@ def test_a_file_called_like_a_command_stays_the_command(training_file: Path, mon
 
 def test_version() -> None:
     """`ckpt --version` and `python -m ckpt_tools` agree on the name."""
-    assert shell("--version").stdout.startswith("ckpt, version 0.1.0")
+    assert shell("--version").stdout.startswith(f"ckpt, version {ckpt_tools.__version__}")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

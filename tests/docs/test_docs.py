@@ -36,6 +36,8 @@ def folder(tmp_path: Path) -> Path:
     """A folder with the checkpoints that the pages talk about."""
     for name in ("ddp.pth", "single.pth", "training.pth"):
         shutil.copy(ROOT / "fixtures" / name, tmp_path / name)
+        (tmp_path / "fixtures").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "fixtures" / name, tmp_path / "fixtures" / name)
     shutil.copy(ROOT / "tests" / "support" / "attention.py", tmp_path)
     torch.save(Old().state_dict(), tmp_path / "alpha.pth")
     shutil.copytree(ROOT / "fixtures" / "lora" / "plain", tmp_path / "adapter")

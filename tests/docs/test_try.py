@@ -136,7 +136,7 @@ def test_rubbish_gets_the_sentence_of_inspect(tab: tuple[Tab, str], tmp_path: Pa
     rubbish = tmp_path / "<b>notes.txt"
     rubbish.write_text("hello")
     page.choose(rubbish)
-    assert page.wait_for(DONE) == "ckpt opens no checkpoint in this file."
+    assert page.wait_for(DONE) == "This file cannot be opened as a checkpoint; the reason is below."
     with pytest.raises(CkptError) as refused:
         ckpt_tools.inspect(rubbish)
     sentence = str(refused.value).splitlines()[0].removeprefix(f"{tmp_path}/")
@@ -202,6 +202,7 @@ def test_parts_are_what_convert_writes(path: Path, to: str, tmp_path: Path, monk
     old = path.read_bytes()
     new = b"".join(part if isinstance(part, bytes) else old[part[0] : sum(part)] for part in made["parts"])
     target = tmp_path / made["name"]
-    select = made["command"].partition(" --select ")[2] or None
-    ckpt_tools.convert(path, target, unwrap=True, select=select)
+    command = made["command"].split()
+    select = command[command.index("--select") + 1] if "--select" in command else None
+    ckpt_tools.convert(path, target, unwrap=True, select=select, objects="plain" if "--objects" in command else None)
     assert new == target.read_bytes()

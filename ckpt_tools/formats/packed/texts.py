@@ -35,6 +35,7 @@ _TEXT = re.compile(_SHORT + rb'(?:(?P<text>%s|%s)|(?P<open>"))?' % (_QUOTED, _IN
 _PART = re.compile(rf"[\w+/-]{{{_SHORTEST},}}=*", re.ASCII)
 _LETTER = re.compile(rb"[A-Za-z_]")  # in whatever a pickle is in; a table has long numbers
 _HEX = re.compile(r"[0-9a-fA-F\s]+")
+_PLAIN = re.compile(r"[\w+/=\s-]*", re.ASCII)
 _URL_SAFE = str.maketrans("-_", "+/")
 _CODE = re.compile(rb"[\xe3c](?:.\0\0\0){3}", re.DOTALL)  # of marshal: how many arguments a function has, of three kinds
 
@@ -67,6 +68,9 @@ def bytes_in(source: Source) -> Iterator[tuple[int, bytes]]:
     for at, text in _texts(source):
         for made in _readings(text):
             yield at, made
+        if not _PLAIN.fullmatch(text):  # what is base64 alone is no pickle by its characters
+            with contextlib.suppress(UnicodeEncodeError):
+                yield at, text.encode("latin-1")
 
 
 def is_code(data: bytes) -> bool:
@@ -127,10 +131,6 @@ def _readings(text: str) -> Iterator[bytes]:
         if _HEX.fullmatch(part):
             with contextlib.suppress(ValueError):  # half a byte
                 yield bytes.fromhex(part)
-    try:
-        yield text.encode("latin-1")
-    except UnicodeEncodeError:
-        return
 
 
 def _decoded(text: str) -> Iterator[bytes]:
