@@ -5,9 +5,9 @@ from __future__ import annotations
 TOPICS = {
     "exit-codes": """\
 0    you have what you asked for
-1    the answer is no: findings (check), a file that is dangerous or could not be examined (scan), a difference (diff,
-     prove), tensors without a partner (match), something that could not be saved (repair), another signature, or a file
-     that may run code (verify)
+1    the answer is no: findings (check), a file that is dangerous or could not be examined (scan), a
+     difference (diff, prove), tensors without a partner (match), something that could not be saved (repair),
+     another signature, or a file that may run code (verify)
 2    the command line is wrong; nothing was done
 3    refused: a file cannot be read or written, or the result would not be what you asked for
 130  interrupted (Ctrl-C); 143 ended by SIGTERM
