@@ -72,7 +72,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_version_has_its_section() -> None:
-    """CHANGELOG.md has a dated section of a released version, behind what is not released yet; its text comes before its lists."""
+    """CHANGELOG.md has a dated section of a released version behind what is not released; its text comes before its lists."""
     text = (ROOT / "CHANGELOG.md").read_text()
     sections = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?\n\n(?=(.?))", text, re.MULTILINE)
     first, last, *_ = [name for name, _, _ in sections]

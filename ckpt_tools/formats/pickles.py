@@ -74,7 +74,6 @@ _AGAIN: dict[str, tuple[bytes, ...]] = {
 }
 _BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib
 _MOST_LZMA = 1 << 38  # bytes; as liblzma has it
-_A_NAME = re.compile(rb"[ci][^\n]*\n|\x93")  # the opcodes by which a pickle names something by words
 _PACKED = (*(magic for magic, _ in _LOCKED), *(magic for magic, _, _ in _COMPRESSED))
 _BEGINS = re.compile(b"|".join((_STARTS.pattern, *map(re.escape, (*_PACKED, NUMPY, b"PK")))))
 
@@ -478,12 +477,18 @@ def _is_pickle(source: Source, start: int, pickle: Pickle) -> bool:
     return bool(pickle.calls) or (bool(pickle.names) and (pickle.makes or pickle.error is None))
 
 
+def _may_name(data: bytes) -> bool:
+    """Whether the opcodes are in it by which a pickle names something by words: GLOBAL or INST and a line, or STACK_GLOBAL."""
+    end = data.rfind(b"\n")
+    return b"\x93" in data or data.find(b"c", 0, max(end, 0)) >= 0 or data.find(b"i", 0, max(end, 0)) >= 0
+
+
 def _is_by_chance(data: bytes) -> bool:
     """Whether bytes read as a pickle so far, and name nothing by words: any random ones may."""
     head = data[:_HEAD]
     if head.startswith((NUMPY, *_PACKED)) or is_zip(head) or is_tar(head):
         return False
-    if not _A_NAME.search(data):
+    if not _may_name(data):
         return True
     read = [pickle for pickle in list_pickles(BytesPart(data)) if pickle.may_matter]
     named = any(not name.name.startswith(EXTENSION) for pickle in read for name in pickle.names)
@@ -492,7 +497,7 @@ def _is_by_chance(data: bytes) -> bool:
 
 def _begins_as_pickle(data: bytes) -> bool:
     """Whether bytes that a text may stand for begin as a pickle or as what may hold one, or name something as one does."""
-    return _BEGINS.match(data) is not None or _A_NAME.search(data) is not None
+    return _BEGINS.match(data) is not None or _may_name(data)
 
 
 def _is_meant(data: bytes) -> bool:

@@ -106,6 +106,55 @@ def test_pickles_in_texts_are_looked_through(name: str, tmp_path: Path) -> None:
     assert f"{os.system.__module__}.system('true')" in [call.text for _, call in report.safety.calls]
 
 
+BEHIND = b"cos\nsystem\n(S'true'\ntR."
+ESCAPED = "".join(f"\\u{ord(letter):04x}" for letter in "os"), "".join(f"\\u{ord(letter):04x}" for letter in "system")
+
+
+@pytest.mark.parametrize(
+    ("data", "verdict"),
+    [
+        (f"V{ESCAPED[0]}\nV{ESCAPED[1]}\n\x93Vtrue\n\x85R.".encode("latin-1"), "dangerous"),
+        (f"N0V{ESCAPED[0]}\nV{ESCAPED[1]}\n\x93Vtrue\n\x85R.".encode("latin-1"), "dangerous"),
+        (b"S'\\157\\163'\nS'\\163\\171\\163\\164\\145\\155'\n\x93(S'true'\ntR.", "dangerous"),
+        (b"\x8d\2\0\0\0\0\0\0\0os\x8d\6\0\0\0\0\0\0\0system\x93\x8c\4true\x85R.", "dangerous"),
+        (b"\x80\x04" + b"(" * 30000 + b"1" * 30000 + BEHIND, "unexamined"),
+        (b"\x80\x02}q\0" + b"h\0" * 200000 + BEHIND, "unexamined"),
+    ],
+    ids=["escapes", "behind another value", "octal", "long counts", "beyond depth", "beyond objects"],
+)
+def test_however_a_pickle_in_a_text_begins(data: bytes, verdict: str, tmp_path: Path) -> None:
+    """Names that are escaped, counts of eight bytes and what no limit lets be read are seen in a text as in a file."""
+    path = tmp_path / "ppo.zip"
+    path.write_bytes(archive({"data": in_json(base64.b64encode(data).decode())}))
+    assert ckpt_tools.scan(path)[0].verdict == verdict
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_a_package_of_torch_is_a_program(tmp_path: Path) -> None:
+    """torch.package runs the sources in its archive, so that even `collections.OrderedDict` may be a module of it."""
+    with torch.package.PackageExporter(tmp_path / "package.pt") as exporter:
+        exporter.save_pickle("model", "model.pkl", {"w": torch.ones(2)})
+    assert ckpt_tools.scan(tmp_path / "package.pt")[0].verdict == "needs-code"
+
+
+@pytest.mark.parametrize(
+    "text", ["3" * 300_000, "1234567890123456+/-" * 50_000, "ab" * 500_000], ids=["digits", "signs", "hex"]
+)
+def test_long_texts_of_digits_hold_nothing(text: str, tmp_path: Path) -> None:
+    """Digits of any number of characters are read once and are nothing to run."""
+    (tmp_path / "a.json").write_text(f'{{"a": "{text}", "b": {text}}}')
+    assert ckpt_tools.scan(tmp_path / "a.json")[0].verdict == "nothing"
+
+
+def test_a_certificate_holds_nothing(tmp_path: Path) -> None:
+    """Lines of base64 that begin with `c` or `i` are no names of a pickle."""
+    lines = [base64.b64encode(hashlib.sha256(b"%d" % number).digest() * 2)[:64].decode() for number in range(300)]
+    lines = [f"{'ci'[number % 2]}{line[1:]}" for number, line in enumerate(lines)]
+    text = "-----BEGIN CERTIFICATE-----\n" + "\n".join(lines) + "\n-----END CERTIFICATE-----\n"
+    (tmp_path / "a.pem").write_text(text)
+    assert ckpt_tools.scan(tmp_path / "a.pem")[0].verdict == "nothing"
+
+
 def test_an_honest_policy_needs_code(tmp_path: Path) -> None:
     """What stable-baselines3 saves names its own classes: it is as its pickles are."""
     classes = pickle.dumps({"optimizer": torch.optim.Adam}, 4)
