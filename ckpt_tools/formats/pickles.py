@@ -73,6 +73,7 @@ _AGAIN: dict[str, tuple[bytes, ...]] = {
     "lzma": (b"\xfd7zXZ\x00", _LZMA),
 }
 _BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib
+_TAIL, _END_OF_ZIP = (1 << 16) + 22, b"PK\x05\x06"  # bytes in which readers look for the end of a zip
 _MOST_LZMA = 1 << 38  # bytes; as liblzma has it
 _PACKED = (*(magic for magic, _ in _LOCKED), *(magic for magic, _, _ in _COMPRESSED))
 _BEGINS = re.compile(b"|".join((_STARTS.pattern, *map(re.escape, (*_PACKED, NUMPY, b"PK")))))
@@ -309,10 +310,19 @@ class _Walk:
 
         def look() -> None:
             head = record_head(source, record, _HEAD) if record.deflated and record.size > _HEAD else b""
-            if not head or texts.is_text(head) or _may_hold_pickles(head):
+            looked_at = not head or texts.is_text(head) or _may_hold_pickles(head)
+            if looked_at or (not head.startswith(NUMPY) and self.ends_as_zip(source, record)):
                 self.examine(self.opened(source, record), name, depth + 1)
 
         self.guarded(name, look)
+
+    def ends_as_zip(self, source: Source, record: Record) -> bool:
+        """Whether the end record of a zip stands at the end of a deflated record: any bytes may stand in front of a zip."""
+        self.spend(record.size)
+        tail = b""
+        for chunk in chunks(record_content(source, record)):
+            tail = (tail + chunk)[-_TAIL:]
+        return _END_OF_ZIP in tail
 
     def opened(self, source: Source, record: Record) -> Source:
         """A record as a source of its own; a deflated one is inflated."""

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.package.package_exporter import PackageExporter
 
 import ckpt_tools
 from ckpt_tools.operations.scan import Scanned
@@ -129,10 +130,18 @@ def test_however_a_pickle_in_a_text_begins(data: bytes, verdict: str, tmp_path: 
     assert ckpt_tools.scan(path)[0].verdict == verdict
 
 
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_zip_in_a_zip_may_have_bytes_in_front(compression: int, tmp_path: Path) -> None:
+    """A member that ends as a zip is one, whatever it begins with."""
+    inner = b"\xff\xfe\0\1" * 2000 + archive({"data": in_json(TEXT)})
+    (tmp_path / "outer.zip").write_bytes(archive({"model/best.zip": inner}, compression))
+    assert ckpt_tools.scan(tmp_path / "outer.zip")[0].verdict == "dangerous"
+
+
 @pytest.mark.filterwarnings("ignore:TypedStorage")
 def test_a_package_of_torch_is_a_program(tmp_path: Path) -> None:
     """torch.package runs the sources in its archive, so that even `collections.OrderedDict` may be a module of it."""
-    with torch.package.PackageExporter(tmp_path / "package.pt") as exporter:
+    with PackageExporter(tmp_path / "package.pt") as exporter:
         exporter.save_pickle("model", "model.pkl", {"w": torch.ones(2)})
     assert ckpt_tools.scan(tmp_path / "package.pt")[0].verdict == "needs-code"
 
