@@ -118,7 +118,7 @@ def _lines(text: str) -> list[str]:
 def _masked(text: str) -> str:
     for pattern, stand_in in MASKS:
         text = pattern.sub(stand_in, text)
-    return text.replace(os.getcwd(), "<here>")
+    return text.replace(os.getcwd(), "<here>").replace(ckpt_tools.__version__, "<ckpt>")
 
 
 def _written(path: Path) -> str:
