@@ -44,9 +44,6 @@ _COST_OF_PICKLE = 5  # in members
 _MOST_EVALUATED = 100  # texts of a program that are told
 _STARTS = re.compile(rb"\x80[\x00-\x05]")
 _MODULE = re.compile(r"[\w.+-]+")
-# What names a module in the midst of a pickle: two lines; an opcode, and a text somewhere before.
-_IN_LINES, _BY_OPCODE = re.compile(rb"[ci][A-Za-z_][\w.]{0,200}+\n[A-Za-z_][\w.]{0,200}+\n"), b"\x93"
-_IN_TEXT = re.compile(rb"(?:\x8c.|[\x8dXUT].{1,7}|[SV]['\"]?)[A-Za-z_]\w", re.DOTALL)
 _OF_TORCH = "/data.pkl"  # what torch.load reads as a pickle, whatever it looks like
 _BY_CHANCE = 8  # bytes that something else may have in common with a pickle: the length of a safetensors header
 _ZFILE = 2 + len(hex(2**64))
@@ -73,7 +70,7 @@ _AGAIN: dict[str, tuple[bytes, ...]] = {
     "lzma": (b"\xfd7zXZ\x00", _LZMA),
 }
 _BY_ACCIDENT = 1024  # bytes that are inflated of what is no zlib
-_TAIL, _END_OF_ZIP = (1 << 16) + 22, b"PK\x05\x06"  # bytes in which readers look for the end of a zip
+_TAIL = (1 << 16) + 22  # bytes in which readers look for the end of a zip
 _MOST_LZMA = 1 << 38  # bytes; as liblzma has it
 _PACKED = (*(magic for magic, _ in _LOCKED), *(magic for magic, _, _ in _COMPRESSED))
 _BEGINS = re.compile(b"|".join((_STARTS.pattern, *map(re.escape, (*_PACKED, NUMPY, b"PK")))))
@@ -322,7 +319,7 @@ class _Walk:
         tail = b""
         for chunk in chunks(record_content(source, record)):
             tail = (tail + chunk)[-_TAIL:]
-        return _END_OF_ZIP in tail
+        return has_end(_InMemory(tail, source))
 
     def opened(self, source: Source, record: Record) -> Source:
         """A record as a source of its own; a deflated one is inflated."""
