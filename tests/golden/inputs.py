@@ -8,7 +8,6 @@ import io
 import json
 import lzma
 import pickle
-import tarfile
 import warnings
 import zipfile
 from pathlib import Path
@@ -51,8 +50,8 @@ def _packed(folder: Path, data: bytes) -> None:
     (folder / "ddp.pth.xz").write_bytes(lzma.compress(data))
     (folder / "ddp.tar").write_bytes(tar(**{"ddp.pth": data}))
     (folder / "two.tar").write_bytes(tar(**{"ddp.pth": data, "single.pth": (FIXTURES / "single.pth").read_bytes()}))
-    with tarfile.open(folder / "model.tar.gz", "w:gz") as archive:
-        archive.add(FIXTURES / "single.safetensors", "model.safetensors")
+    packed = tar(**{"model.safetensors": (FIXTURES / "single.safetensors").read_bytes()})
+    (folder / "model.tar.gz").write_bytes(gzip.compress(packed, mtime=0))
     with zipfile.ZipFile(folder / "bundle.zip", "w") as bundle:
         bundle.writestr("weights/best.pth", data)
     (folder / "empty.pth").write_bytes(b"")

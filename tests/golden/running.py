@@ -33,7 +33,8 @@ MASKS = [
     (re.compile(r'\btime="[\d.]+"'), 'time="0"'),
     (re.compile(r"(?<=\.html, )[\d.]+ KiB"), "<size>"),  # a page has the path of its file in it
     (re.compile(r"(?<=\.html', bytes=)\d+"), "<bytes>"),
-    (re.compile(r'("(?:difference|relative)": \d\.\d\d)\d+'), r"\1"),  # sums of another CPU end in other digits
+    (re.compile(r"(\d\.\d{6})\d{6,}"), r"\1"),  # sums of another CPU end in other digits
+    (re.compile(r'(?<="python": ")[\d.]+'), "<version>"),
     (re.compile(r"127\.0\.0\.1:\d+"), "127.0.0.1:<port>"),
     (re.compile(r"0x[0-9a-f]{8,}"), "0x<address>"),
     (re.compile(r"torch[ =]+\d+\.\d+\.\d+(\+\w+)?"), "torch <version>"),
