@@ -18,11 +18,11 @@ from torch import nn
 
 import ckpt_tools
 import ckpt_tools.torch as load_code
-from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, NotACheckpointError, NothingMatchedError, UsageError
 from ckpt_tools.operations.convert.options import ConvertOptions, InPlaceOptions
 from ckpt_tools.operations.options import AverageOptions, ExtractOptions, LoadOptions, MatchOptions
 from ckpt_tools.tree import arguments
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
 
 SINGLE = FIXTURES / "single.pth"

@@ -17,10 +17,10 @@ from click.testing import CliRunner
 import ckpt_tools
 import ckpt_tools.torch
 from ckpt_tools import errors
-from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.io.output import output_error
 from ckpt_tools.render import wording
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
 
 SINGLE = FIXTURES / "single.pth"

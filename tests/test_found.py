@@ -12,8 +12,8 @@ import torch
 from click.testing import CliRunner, Result
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.torch import load_state_dict
+from tests.support.commands import main
 from train.checkpoint import PARTS
 from train.cli import command as train
 from train.config import Config

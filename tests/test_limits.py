@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools import limits
-from ckpt_tools.cli import main
 from ckpt_tools.errors import LimitError, UsageError
+from tests.support.commands import main
 
 ROOT = Path(__file__).parents[1]
 

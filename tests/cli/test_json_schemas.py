@@ -16,9 +16,9 @@ from referencing import Registry, Resource
 from torch import nn
 
 from ckpt_tools import convert
-from ckpt_tools.cli import main
 from tests.cli.test_cli import ROOT, ckpt
 from tests.support import attention, proving
+from tests.support.commands import main
 from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES, PTH, SAFETENSORS
 

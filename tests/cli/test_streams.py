@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ckpt_tools.cli import main
 from ckpt_tools.cli.streams.stdin import PIPED
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
 
 DDP = FIXTURES / "ddp.pth"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ckpt_tools.cli import main
+from tests.support.commands import main
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "howto").glob("*.md"))
 SETUP = re.compile(r"<!-- setup\n(.*?)\n-->", re.DOTALL)

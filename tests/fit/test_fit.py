@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     CkptError,
     ConvertError,
@@ -25,6 +24,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.torch import load_into
 from fixtures.make import network
+from tests.support.commands import main
 from tests.support.graphs import element_bytes
 from tests.support.samples import FIXTURES
 

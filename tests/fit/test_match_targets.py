@@ -10,11 +10,11 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, TargetError, UsageError
 from ckpt_tools.fit.plan_files import read_plan
 from ckpt_tools.fit.targets import read_target
 from tests.support import networks as nets
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
 
 MODULE = """

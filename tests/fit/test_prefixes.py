@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import MatchError
 from ckpt_tools.torch import load_into
 from ckpt_tools.tree.prefixes import between, of_all
+from tests.support.commands import main
 
 
 def network() -> nn.Module:

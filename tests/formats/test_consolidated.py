@@ -10,9 +10,9 @@ import torch
 from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import DamagedFileError, PartError
 from ckpt_tools.torch import load_into, load_state_dict
+from tests.support.commands import main
 
 State = dict[str, torch.Tensor]
 DIM, HIDDEN, WORDS = 12, 24, 36

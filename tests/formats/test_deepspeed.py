@@ -10,12 +10,12 @@ import torch
 from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import NotACheckpointError, NothingMatchedError, PartError
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.formats.parts.zero.patterns import Patterns
 from ckpt_tools.io.content import Joined
 from ckpt_tools.torch import load, load_state_dict
+from tests.support.commands import main
 from tests.support.trees import entry_at
 from tests.support.zero_files import TAG, model_file, save_zero, trained
 

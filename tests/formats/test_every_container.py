@@ -17,9 +17,9 @@ from ckpt_tools import (
     inspect,
     stats,
 )
-from ckpt_tools.cli import main
 from tests.hostile.pickles import pickle
 from tests.render.test_report import embedded
+from tests.support.commands import main
 from tests.support.containers import MAKERS, state
 from tests.support.samples import FIXTURES
 

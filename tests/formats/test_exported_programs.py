@@ -16,7 +16,6 @@ from torch import nn
 from torch.export.pt2_archive import _package
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     CkptError,
     LimitError,
@@ -25,6 +24,7 @@ from ckpt_tools.errors import (
     ZipError,
 )
 from ckpt_tools.torch import load_state_dict
+from tests.support.commands import main
 from tests.support.graphs import assert_same
 
 pytestmark = [

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, DamagedFileError, NotACheckpointError, PartError, UsageError
 from ckpt_tools.torch import load_state_dict
+from tests.support.commands import main
 
 State = dict[str, torch.Tensor]
 PARTS: list[State] = [{"b.w": torch.arange(6.0).view(2, 3)}, {"a.w": torch.ones(3), "c.w": torch.zeros(2)}]

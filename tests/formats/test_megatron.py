@@ -10,9 +10,9 @@ import torch
 from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import FolderError, PartError
 from ckpt_tools.torch import load_state_dict
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
 
 State = dict[str, torch.Tensor]

@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools
 from ckpt_tools import limits
-from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     AmbiguousFileError,
     CkptError,
@@ -36,6 +35,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.hostile.refusals import expect_refused, write
+from tests.support.commands import main
 from tests.support.containers import Net, state
 from tests.support.rank_files import fsdp2, save_ranks
 from tests.support.samples import FIXTURES

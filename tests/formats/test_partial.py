@@ -10,8 +10,8 @@ import torch
 from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import PartError
+from tests.support.commands import main
 from tests.support.rank_files import Cut, fsdp1, fsdp2, hsdp, save_ranks, tp
 from tests.support.zero_files import save_zero, trained
 

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import FolderError, PartError, TensorError
 from ckpt_tools.formats.open import open_checkpoint
 from ckpt_tools.io.content import Joined
 from ckpt_tools.torch import load, load_into, load_state_dict
+from tests.support.commands import main
 from tests.support.rank_files import (
     Net,
     State,

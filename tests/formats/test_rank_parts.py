@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import PartError, TensorError
 from ckpt_tools.formats.parts.rank_parts import Placement, box_at, cut_order
 from ckpt_tools.torch import (
@@ -24,6 +23,7 @@ from ckpt_tools.torch import (
     load_state_dict,
     save,
 )
+from tests.support.commands import main
 from tests.support.rank_files import (
     Net,
     fsdp1,

@@ -23,7 +23,6 @@ from ckpt_tools import (
     inspect,
     open_checkpoint,
 )
-from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     ChangedFileError,
     DamagedFileError,
@@ -36,6 +35,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import sharded
 from ckpt_tools.io.sources import OPEN_FILES, Files, is_plain_name
+from tests.support.commands import main
 
 Tensors = dict[str, torch.Tensor]
 

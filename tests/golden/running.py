@@ -20,8 +20,8 @@ import torch
 
 import ckpt_tools
 import ckpt_tools.torch
-from ckpt_tools.cli import main
 from tests.golden.rows import MARK
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
 
 COLUMNS = 100

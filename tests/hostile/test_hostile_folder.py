@@ -104,7 +104,7 @@ import contextlib, sys
 asked = set()
 sys.addaudithook(lambda event, about: event == "import" and asked.add(about[0].split(".")[0]))
 import click, cryptography, fsspec, h5py, jinja2, numpy, rich.console, safetensors.torch, torch.distributed.checkpoint
-from ckpt_tools.cli import main
+from tests.support.commands import main
 with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
     main(["check", "--values", {str(FIXTURES / "ddp.pth")!r}])
 print(*asked)

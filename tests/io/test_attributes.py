@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import NotACheckpointError, OutputError
+from tests.support.commands import main
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes")
 KERNEL = 2 << 20

@@ -24,7 +24,6 @@ from ckpt_tools import (
     inspect,
     open_checkpoint,
 )
-from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     ChangedFileError,
     OutputError,
@@ -33,6 +32,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.torch import load_state_dict
 from ckpt_tools.tree.findings import mending
+from tests.support.commands import main
 from tests.support.servers import Server
 
 

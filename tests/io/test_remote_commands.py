@@ -20,10 +20,10 @@ from ckpt_tools import (
     repair,
     stats,
 )
-from ckpt_tools.cli import main
 from ckpt_tools.errors import OutputError, RemoteError, UnsupportedContainerError
 from ckpt_tools.torch import load_into, load_state_dict
 from tests.conftest import small_model
+from tests.support.commands import main
 from tests.support.servers import Server
 
 SIZE = 400  # a tensor of SIZE x SIZE: 640 kB

@@ -9,13 +9,13 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.cli import match as command
 from ckpt_tools.errors import MatchError, NothingMatchedError, UsageError
 from ckpt_tools.matching import match
 from ckpt_tools.matching.left_over.extras import extras
 from ckpt_tools.matching.left_over.questions import questions
 from ckpt_tools.matching.params import Param
+from tests.support.commands import main
 
 
 class Net(nn.Module):

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from torch import nn
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.matching import match
 from ckpt_tools.matching.params import Param
+from tests.support.commands import main
 from tests.support.zips import big_endian
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import ckpt_tools.torch
 from ckpt_tools import average
-from ckpt_tools.cli import main
 from ckpt_tools.errors import ConvertError, OutputExistsError, UsageError
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
 
 

@@ -22,7 +22,6 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools import check
-from ckpt_tools.cli import main
 from ckpt_tools.errors import DigestError, OutputExistsError, UsageError
 from ckpt_tools.formats.base import CUT_ARCHIVE, PROGRAMS
 from ckpt_tools.io.content import CHUNK
@@ -35,6 +34,7 @@ from ckpt_tools.tree.findings import CODES
 from tests.hostile import pickles as p
 from tests.hostile.refusals import write
 from tests.hostile.zips import torch_zip
+from tests.support.commands import main
 from tests.support.samples import (
     FIXTURES,
     PTH,

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import NotACheckpointError, OutputError
 from ckpt_tools.operations.convert import companions
+from tests.support.commands import main
 from tests.support.rank_files import fsdp2, save_ranks
 
 CONFIG = b'{"architectures": ["Net"], "torch_dtype": "float32"}\n'

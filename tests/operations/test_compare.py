@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckpt_tools import convert
-from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, LimitError, NothingMatchedError
 from ckpt_tools.operations.compare import sides
 from ckpt_tools.operations.compare.differences import diff
@@ -30,6 +29,7 @@ from ckpt_tools.operations.compare.report import ValueChange
 from ckpt_tools.operations.compare.stats import stats
 from ckpt_tools.render.numbers.stats import draw
 from ckpt_tools.values.measures import Gap, Moments, histogram
+from tests.support.commands import main
 from tests.support.samples import (
     FIXTURES,
     PTH,

@@ -6,11 +6,11 @@ import pytest
 from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import NothingMatchedError, UsageError
 from ckpt_tools.operations.explain import topics
 from ckpt_tools.tree.findings import CODES
 from docs.explained import PLACE, document, pages
+from tests.support.commands import main
 
 MESSAGES = {
     "module-prefix": [

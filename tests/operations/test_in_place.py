@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 import ckpt_tools
-from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     ChangedFileError,
     ContainerLimitError,
@@ -29,6 +28,7 @@ from ckpt_tools.io.in_place import journal, marks, rollback
 from ckpt_tools.io.output import Source
 from ckpt_tools.io.temporaries import sync_folder
 from ckpt_tools.torch import load_state_dict, save
+from tests.support.commands import main
 
 
 def weights(count: int = 12) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt_tools
-from ckpt_tools.cli import main
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
 
 LORA = FIXTURES / "lora"

@@ -15,12 +15,12 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 from ckpt_tools import convert, match
-from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, TargetError, UsageError, ZipError
 from ckpt_tools.operations.match import Matched
 from ckpt_tools.torch import load_state_dict
 from tests.matching import test_match_graphs
 from tests.support import attention
+from tests.support.commands import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 OLD, NEW = "tests.support.attention:Old", "tests.support.attention:New"

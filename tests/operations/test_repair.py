@@ -28,7 +28,6 @@ from ckpt_tools import (
     open_checkpoint,
     repair,
 )
-from ckpt_tools.cli import main
 from ckpt_tools.errors import (
     ChecksumError,
     CkptError,
@@ -45,6 +44,7 @@ from ckpt_tools.operations.repair.zip_walk import Found, by_name, walk_zip
 from ckpt_tools.tree.nodes import as_dict
 from tests.hostile import pickles as p
 from tests.hostile.zips import torch_zip
+from tests.support.commands import main
 from tests.support.samples import PTH, SAFETENSORS
 from tests.support.trees import value_at
 from tests.support.zips import flip_byte, rewrite

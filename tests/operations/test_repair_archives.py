@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 from ckpt_tools import check, inspect, repair
-from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError
 from tests.hostile import pickles as p
 from tests.hostile.zips import torch_zip
+from tests.support.commands import main
 
 STATE = {f"layer{index}.weight": torch.arange(210.0).reshape(21, 10) + 1000 * index for index in range(4)}
 

@@ -30,7 +30,6 @@ from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools import limits
-from ckpt_tools.cli import main
 from ckpt_tools.errors import LimitError
 from ckpt_tools.formats import pickles
 from ckpt_tools.formats.open import open_source
@@ -41,6 +40,7 @@ from ckpt_tools.operations.safety import Safety, examine
 from tests.cli.test_cli import ckpt
 from tests.hostile import pickles as p
 from tests.support import tars
+from tests.support.commands import main
 from tests.support.legacy import MAGIC, floats, legacy
 from tests.support.samples import (
     FIXTURES,

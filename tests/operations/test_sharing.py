@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.cli import main
+from tests.support.commands import main
 
 BASE = torch.arange(24.0)
 MATRIX = BASE.reshape(4, 6)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from ckpt_tools.cli import main
 from ckpt_tools.render.inspected.overview import step_text
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
 
 

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools import diff, inspect, stats
-from ckpt_tools.cli import main
 from ckpt_tools.errors import UsageError
 from ckpt_tools.render.html import page
 from ckpt_tools.tree.findings import Finding
 from tests.support.browser import CHROMIUM, Browser
+from tests.support.commands import main
 from tests.support.samples import (
     FIXTURES,
     PTH,

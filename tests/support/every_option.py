@@ -11,7 +11,7 @@ import click
 import torch
 
 import ckpt_tools
-from ckpt_tools.cli import main
+from tests.support.commands import main
 from tests.support.samples import FIXTURES
 from tests.support.without import Done, run
 
