@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from pathlib import Path
@@ -12,27 +11,15 @@ import click
 import jsonschema
 import pytest
 import torch
-from referencing import Registry, Resource
 from torch import nn
 
 from ckpt_tools import convert
-from tests.cli.test_cli import ROOT, ckpt
+from tests.cli.test_cli import ckpt
 from tests.support import attention, proving
 from tests.support.commands import main
 from tests.support.keys import write_keys
 from tests.support.samples import FIXTURES, PTH, SAFETENSORS
-
-DOCS = ROOT / "docs"
-
-
-@functools.cache
-def validator(name: str) -> jsonschema.Draft202012Validator:
-    """The schema of a command; a reference to another schema is found beside it."""
-    schemas = {path.name: json.loads(path.read_text()) for path in DOCS.glob("*.schema.json")}
-    registry: Registry[Any] = Registry().with_resources(
-        (key, Resource.from_contents(schema)) for key, schema in schemas.items()
-    )
-    return jsonschema.Draft202012Validator(schemas[f"{name}.schema.json"], registry=registry)
+from tests.support.schemas import DOCS, validator
 
 
 def documents(*arguments: object) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ import ckpt_tools.torch
 from tests.golden.rows import MARK
 from tests.support.commands import main
 from tests.support.samples import FIXTURES
+from tests.support.schemas import hold
 
 COLUMNS = 100
 # what differs from run to run, and its stand-in
@@ -108,7 +109,10 @@ def _python(row: str, names: dict[str, Any]) -> str:
 
 def _text(out: io.StringIO, row: str) -> list[str]:
     if "--json" in row:
-        return [_masked(json.dumps(json.loads(line), ensure_ascii=True)) for line in out.getvalue().splitlines()]
+        documents = [json.loads(line) for line in out.getvalue().splitlines()]
+        for document in documents:
+            hold(row.split()[1], document)
+        return [_masked(json.dumps(document, ensure_ascii=True)) for document in documents]
     return _lines(out.getvalue())
 
 
