@@ -362,7 +362,7 @@ class _Problems:
         if others or without:
             why = f"{len(prefix.longer)} names {sides[0]} are {prefix.text!r} plus {sides[1]}."
             why += "".join(f" Without a partner: {listed(names, 6)}." for names in (others, without) if names)
-        option, value = prefix.removal if taken is not None else ("add_prefix", prefix.text)
+        option, value = ("strip_prefix" if taken is not None else "add_prefix"), prefix.text
         fix = _advice(in_code, f"Give `{option}={value!r}` too", 'match="names" takes a common prefix')
         missing, unexpected = (without, others) if taken is not None else (others, without)
         if unexpected:

@@ -135,9 +135,8 @@ def _prefixes(facts: Facts) -> Iterator[_Advised]:
     for state_dict, row in zip(facts.checkpoint.state_dicts, facts.state_dicts, strict=True):
         prefix = None if row["wrappers"] else of_all(state_dict.names, holders)
         if prefix is not None:
-            option, value = prefix.removal
             select = f" --select {shlex.quote(dotted(state_dict.where))}" if state_dict.where else ""
-            fix = facts.fix(f"--{option.replace('_', '-')} {shlex.quote(value)}{select}")
+            fix = facts.fix(f"--strip-prefix {shlex.quote(prefix.text)}{select}")
             expected = "names without it, where your model has no such attribute"
             where, found = list(state_dict.where), f"every name starts with {prefix.text}"
             yield Finding("common-prefix", "info", where, found, expected, fix), ""

@@ -16,7 +16,7 @@ _StateDict = TypeVar("_StateDict", bound=Mapping[str, Any])
 
 @natural
 def strip_prefix(state_dict: _StateDict, prefix: str = "module.") -> _StateDict:
-    """A state dict of the same kind without a leading prefix (repeated ones too); order and `_metadata` are kept.
+    """A state dict of the same kind without a leading prefix, taken once; order and `_metadata` are kept.
 
     Args:
         state_dict: of a model; it is left as it is. prefix: what is removed.
@@ -24,7 +24,7 @@ def strip_prefix(state_dict: _StateDict, prefix: str = "module.") -> _StateDict:
     Raises:
         CollisionError: two tensors would get one name.
     """
-    return renamed_state_dict(state_dict, lambda name: names.strip_leading(name, prefix))
+    return renamed_state_dict(state_dict, lambda name: names.strip_prefix(name, prefix))
 
 
 @natural

@@ -52,12 +52,9 @@ def unwrapping(part: str) -> str:
     return rf"^{re.escape(part)}\.module\.={part}."
 
 
-def strip_leading(name: str, prefix: str) -> str:
-    """Remove `prefix` from the front of `name`, repeated ones too; a name that is nothing else stays as it is."""
-    at = 0
-    while prefix and name.startswith(prefix, at) and len(name) > at + len(prefix):
-        at += len(prefix)
-    return name[at:]
+def strip_prefix(name: str, prefix: str) -> str:
+    """Remove `prefix` from the front of `name`, once; a name that is nothing else stays as it is."""
+    return name.removeprefix(prefix) or name
 
 
 def strip_module(name: str) -> str:
@@ -66,7 +63,9 @@ def strip_module(name: str) -> str:
     >>> strip_module("module.module.conv1.weight"), strip_module("norm.module.weight")
     ('conv1.weight', 'norm.module.weight')
     """
-    return strip_leading(name, MODULE)
+    while len(name) > len(MODULE) and name.startswith(MODULE):
+        name = name[len(MODULE) :]
+    return name
 
 
 def uneven(names: Iterable[str]) -> tuple[str, str] | None:

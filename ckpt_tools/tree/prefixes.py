@@ -5,13 +5,11 @@ No wrapper puts it there, so nothing takes it away unasked: a model may have an 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from ckpt_tools import limits
 from ckpt_tools.frozen import frozen
-from ckpt_tools.tree.names import strip_leading
 
 # What people call the attribute.
 HOLDERS = frozenset((
@@ -30,13 +28,6 @@ class Prefix:
     text: str
     longer: list[str]
     shorter: list[str]
-
-    @property
-    def removal(self) -> tuple[str, str]:
-        """The option of `convert` that takes it away once, and its value: `strip_prefix` takes repeated ones too."""
-        if all(strip_leading(longer, self.text) == shorter for longer, shorter in zip(self.longer, self.shorter, strict=True)):
-            return "strip_prefix", self.text
-        return "rename", f"^{re.escape(self.text)}="
 
 
 def between(names: Sequence[str], wanted: Sequence[str]) -> Prefix | None:

@@ -78,7 +78,7 @@ def test_a_prefix_that_is_in_the_names_too(tmp_path: Path) -> None:
     source, like = saved(nn.ModuleDict({"model": inner}), tmp_path / "in.pth"), saved(inner, tmp_path / "like.pth")
     command = ["convert", str(source), str(tmp_path / "out.pth"), "--like", str(like)]
     said = CliRunner().invoke(main, command).stderr
-    option = said[said.index("--rename") :].partition(" too")[0]
+    option = said[said.index("--strip-prefix") :].partition(" too")[0]
     assert CliRunner().invoke(main, [*command, *shlex.split(option)]).exit_code == 0, option
     inner.load_state_dict(torch.load(tmp_path / "out.pth"))
     (finding,) = [row for row in ckpt_tools.inspect(source).findings if row.code == "common-prefix"]

@@ -232,13 +232,13 @@ def test_load_state_dict_dtype_must_be_a_float() -> None:
 
 def test_strip_prefix() -> None:
     """The kind, order and `_metadata` stay; the tensors are the same objects; the original is not touched."""
-    wrapped = nn.DataParallel(nn.DataParallel(network())).state_dict()
+    wrapped = nn.DataParallel(network()).state_dict()
     names = list(wrapped)
     stripped = ckpt.strip_prefix(wrapped)
     assert type(stripped) is OrderedDict
     assert_is_network(stripped)
     assert list(wrapped) == names
-    assert stripped["fc1.weight"] is wrapped["module.module.fc1.weight"]
+    assert stripped["fc1.weight"] is wrapped["module.fc1.weight"]
     assert list(ckpt.strip_prefix(wrapped, "")) == names
 
 
@@ -264,7 +264,7 @@ def test_collisions_of_live_names() -> None:
 
 def test_mixed_live_dict() -> None:
     """`n_averaged` stays, the rest is stripped."""
-    stripped = ckpt.strip_prefix(AveragedModel(nn.DataParallel(network())).state_dict())
+    stripped = ckpt.unwrap(AveragedModel(nn.DataParallel(network())).state_dict())
     assert list(stripped) == ["n_averaged", *network().state_dict()]
 
 

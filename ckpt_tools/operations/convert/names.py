@@ -26,7 +26,7 @@ class Names:
         if options.unwrap:
             self.steps.append(("unwrap", names.unwrap))
         if strip_prefix is not None:
-            self.steps.append((f"strip_prefix={strip_prefix!r}", lambda name: names.strip_leading(name, strip_prefix)))
+            self.steps.append((f"strip_prefix={strip_prefix!r}", lambda name: names.strip_prefix(name, strip_prefix)))
         for text in options.rename:
             pattern, replacement = renaming.parse_rename(text)
             self.steps.append((f"rename={text!r}", lambda name, p=pattern, r=replacement: p.sub(r, name)))  # type: ignore[misc]

@@ -32,7 +32,7 @@ class NameOptions(Options):
     strip_module: bool = flag("Remove leading 'module.', repeated ones too, in every state dict.", common=True)
     add_module: bool = flag("Put 'module.' before every name.")
     unwrap: bool = flag("Remove every known wrapper (module, _orig_mod, FSDP ...) in any order and depth.", common=True)
-    strip_prefix: str | None = text("Remove a leading literal prefix.", metavar="P")
+    strip_prefix: str | None = text("Remove a leading literal prefix, once.", metavar="P")
     add_prefix: str | None = text("Put a literal prefix before every name.", metavar="P")
     rename: Renames = texts(
         r"re.sub on names, in order; \1 works.", read=arguments.read_rules, metavar="REGEX=REPLACEMENT",
