@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.edit.casts import to_little_endian
 from ckpt_tools.edit.objects.losses import check_lost, packed_tensors
@@ -57,17 +57,16 @@ from ckpt_tools.tree.output_names import check_one_file, output_format
 from ckpt_tools.tree.visit import walk
 from ckpt_tools.values.measures import Spread
 from ckpt_tools.values.numeric import (
+    CastCount,
     has_numbers,
     largest,
     row_major,
     view_of,
-    weighted_sum,
+    weighted_mean,
+    widest,
 )
 from ckpt_tools.values.pytorch import need_torch
 from ckpt_tools.values.same_bytes import same_bytes, same_unusual
-
-if TYPE_CHECKING:
-    pass
 
 COUNTER = "num_batches_tracked"
 
@@ -107,8 +106,8 @@ class Averaged:
 def average(sources: Sequence[File], target: File, options: AverageOptions) -> Averaged:
     """Write the mean of several checkpoints of one model: the whole new file, or nothing.
 
-    The tensors of state dicts are averaged in float64 (complex128), a chunk at a time, and rounded once, to the dtype that
-    they have in the first file. What else there is (optimizer, epoch) comes from the first file. Integer and bool tensors
+    The tensors of state dicts are averaged in float64 (complex128), a chunk at a time, and rounded once, to the smallest dtype
+    that holds what the files have. What else there is (optimizer, epoch) comes from the first file. Integer and bool tensors
     that are equal everywhere stay; of `num_batches_tracked` the largest is taken, the count of the run that went furthest.
 
     Args:
@@ -153,6 +152,9 @@ def average(sources: Sequence[File], target: File, options: AverageOptions) -> A
         for checkpoint in checkpoints:
             checkpoint.decoded.source.check_unchanged()
     report.spread = mean.largest_spread()
+    if beyond := mean.overflowed():
+        text = f"Values of the mean are beyond the largest number of their dtype: {listed(beyond, 3)}."
+        report.output.notes.append(Note("overflowed", text))
     return report
 
 
@@ -208,6 +210,8 @@ class _Mean:
         self.paths = [str(checkpoint.path) for checkpoint in checkpoints]
         self.made: dict[Any, Entry] = {}
         self.spreads: list[tuple[str, Spread]] = []
+        self.counts: list[tuple[str, CastCount]] = []
+        self.widened: list[str] = []
 
     def apply(self) -> None:
         """Exchange every tensor of every state dict of the first tree."""
@@ -217,6 +221,7 @@ class _Mean:
                 raise _no_state_dict(path, root)
             if any(map(names_quantised, state_dicts)):
                 _check_plain(state_dicts, path)
+        self.count = len(found[0])
         for base in found[0]:
             others = [self.counterpart(base, state_dicts, path) for state_dicts, path in zip(found, self.paths, strict=True)]
             sides = [self.named(state_dict, path) for state_dict, path in zip(others, self.paths, strict=True)]
@@ -226,16 +231,20 @@ class _Mean:
                 (key, self.mean(self.name(key), sides) if type(key) is str and is_tensor(node) else node)
                 for key, node in base.node.items
             ]
+        self.note_widened()
         self.note_rest(found[0])
 
     def counterpart(self, base: StateDict, found: list[StateDict], path: str) -> StateDict:
-        """The state dict of another source at the same path, or its only one."""
-        same = [state_dict for state_dict in found if state_dict.where == base.where] or (found if len(found) == 1 else [])
+        """The state dict of another source at the same path; its only one, where both have one and one of them is the root."""
+        same = [state_dict for state_dict in found if state_dict.where == base.where]
+        if not same and len(found) == self.count == 1 and not (found[0].where and base.where):
+            same = found
         if not same:
             wheres = ", ".join(dotted(state_dict.where) or "(root)" for state_dict in found) or "none"
+            where = dotted(found[0].where) if len(found) == 1 else "WHERE"
             raise ConvertError(
                 f"{path} has no state dict at {dotted(base.where) or 'the root'}.", why=f"It has {wheres}.",
-                fix="Choose one that all have: `select=WHERE`.",
+                fix=f"Choose one that all have (`select=WHERE`), or take it out first: {mending('convert', path, f'--select {where}')}",
             )  # fmt: skip
         return same[0]
 
@@ -260,9 +269,12 @@ class _Mean:
             return self.integer(name, entries, sides)
         self.report.averaged += 1
         parts = [(row_major(entry), entry.dtype, weight) for entry, weight in zip(entries, self.weights, strict=True)]
-        spread = Spread(len(parts))
+        spread, dtype = Spread(len(parts)), self.widest(name, entries)
+        count = CastCount() if min(self.weights) < 0 else None  # else the mean is within what they have
         self.spreads.append((name, spread))
-        return self.entry(entries, weighted_sum(parts, entries[0].dtype, spread))
+        if count is not None:
+            self.counts.append((name, count))
+        return self.entry(entries, weighted_mean(parts, dtype, spread, count), dtype)
 
     def largest_spread(self) -> dict[str, Any] | None:
         """Where the sources are furthest from their mean."""
@@ -286,19 +298,37 @@ class _Mean:
                 fix=f"Say what is taken: `integers='first'`{' or max' if _has_largest(first.dtype) else ''}.",
             )
         self.report.largest.append(name)
-        return self.entry(entries, largest([(row_major(entry), entry.dtype) for entry in entries], first.dtype))
+        dtype = self.widest(name, entries)
+        return self.entry(entries, largest([(row_major(entry), entry.dtype) for entry in entries], dtype), dtype)
 
-    def entry(self, entries: Sequence[Entry], content: Content) -> Entry:
+    def widest(self, name: str, entries: Sequence[Entry]) -> DType:
+        """The dtype that holds the values of all sources."""
+        dtype = widest([entry.dtype for entry in entries])
+        if dtype is not entries[0].dtype:
+            self.widened.append(f"{name} ({dtype.name})")
+        return dtype
+
+    def overflowed(self) -> list[str]:
+        """Names of tensors whose mean is beyond their dtype's largest number."""
+        return [name for name, count in self.counts if count.overflowed or count.saturated]
+
+    def entry(self, entries: Sequence[Entry], content: Content, dtype: DType) -> Entry:
         """A new entry with this content; names that are tied in every source stay tied."""
         key = tuple(view_of(entry) for entry in entries)
         if key not in self.made:
             first = entries[0]
-            dtype = first.storage.dtype and first.dtype
-            storage = Storage(f"mean{len(self.made)}", dtype, content.length, first.storage.device, content)
+            typed = dtype if first.storage.dtype and dtype.storage else None
+            storage = Storage(f"mean{len(self.made)}", typed, content.length, first.storage.device, content)
             extras = replace(first.extras, metadata=None) if first.extras else None  # the conj and neg bits are worked in
             stride = contiguous_stride(first.shape)
-            self.made[key] = replace(first, storage=storage, stride=stride, offset=0, extras=extras)
+            self.made[key] = replace(first, dtype=dtype, storage=storage, stride=stride, offset=0, extras=extras)
         return replace(self.made[key], kind=entries[0].kind, requires_grad=entries[0].requires_grad)
+
+    def note_widened(self) -> None:
+        """Say which tensors have another dtype than in the first file."""
+        if self.widened:
+            text = f"In OUT as wide as in the file that has it widest: {listed(self.widened, 3)}."
+            self.report.output.notes.append(Note("widest-dtype", text))
 
     def note_rest(self, state_dicts: Sequence[StateDict]) -> None:
         """Say what was not averaged."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Iterator
+import math
+import operator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +22,7 @@ from ckpt_tools.io.content import (
     equal_chunks,
     read_into,
 )
-from ckpt_tools.tree.dtypes import DType
+from ckpt_tools.tree.dtypes import DTYPES, DType
 from ckpt_tools.tree.nodes import Entry
 from ckpt_tools.values.pytorch import need_torch
 
@@ -355,31 +357,41 @@ def _numbers(data: bytearray, dtype: DType) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch.float64)
 
 
-def weighted_sum(parts: list[tuple[Content, DType, float]], target: DType, spread: Spread | None = None) -> Computed:
-    """The sum of contents times their weights, worked out in float64 (complex128) and rounded once, to `target`.
+def weighted_mean(
+    parts: list[tuple[Content, DType, float]], target: DType, spread: Spread | None = None, count: CastCount | None = None
+) -> Computed:
+    """The mean of contents, worked out in float64 (complex128) and rounded once, to `target`; of equal values that value.
 
     Args:
         parts: contents of equally many elements, each with its dtype and weight.
-        spread: takes in how far they are from their sum, while that is worked out.
+        spread: takes in how far they are from their mean, while that is worked out. count: as of `cast`.
     """
+    largest = math.fsum(abs(weight) for *_, weight in parts)
+    weights = [math.ldexp(weight, -math.frexp(largest)[1]) for *_, weight in parts]  # their sum cannot overflow
+    whole, exact = math.fsum(weights), target.name in ("float64", "complex128")  # what is rounded needs no last bit
 
     def work() -> Iterator[memoryview]:
         if spread is not None:
             spread.start()
         streams = [numbers(content, dtype) for content, dtype, _ in parts]
-        for values in zip(*streams, strict=True):
-            total = values[0] * parts[0][2]
-            for value, (_, _, weight) in zip(values[1:], parts[1:], strict=True):
-                total += value * weight
+        for first, *others in zip(*streams, strict=True):
+            mean, same = first * weights[0], None
+            for value, weight in zip(others, weights[1:], strict=True):
+                mean.add_(value, alpha=weight)
+                if exact:
+                    same = value == first if same is None else same.logical_and_(value == first)
+            mean.div_(whole)
+            if same is not None:
+                mean = first.where(same, mean)
             if spread is not None:
-                spread.add(values, total)
-            yield as_bytes(total, target)
+                spread.add([first, *others], mean)
+            yield as_bytes(mean, target, count)
 
     content, dtype, _ = parts[0]
     return Computed(content.length // dtype.itemsize * target.itemsize, work)
 
 
-def as_bytes(values: torch.Tensor, dtype: DType) -> memoryview:
+def as_bytes(values: torch.Tensor, dtype: DType, count: CastCount | None = None) -> memoryview:
     """Numbers as the bytes of a dtype."""
     import torch
 
@@ -388,8 +400,35 @@ def as_bytes(values: torch.Tensor, dtype: DType) -> memoryview:
     else:
         name = dtype.name
     out = bytearray(values.numel() * getattr(torch, name).itemsize)
-    torch.frombuffer(out, dtype=getattr(torch, name)).copy_(values)
+    result = torch.frombuffer(out, dtype=getattr(torch, name))
+    if count is None:
+        result.copy_(values)
+    else:
+        narrow(values, result, count)
     return memoryview(out)
+
+
+def widest(dtypes: Sequence[DType]) -> DType:
+    """The smallest dtype of their family that has the range and the digits of each (as torch.promote_types where that can).
+
+    Raises:
+        ValueError: none has (uint64 with a signed one).
+    """
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+
+    def range_of(dtype: DType) -> tuple[float, ...]:
+        import torch
+
+        if dtype.family == "int":
+            return torch.iinfo(torch_dtype(dtype)).max, -torch.iinfo(torch_dtype(dtype)).min
+        info = torch.finfo(torch_dtype(dtype))
+        return info.max, 1 / info.eps, 1 / info.smallest_normal
+
+    least = [max(column) for column in zip(*map(range_of, dtypes), strict=True)]
+    rows = [row for row in DTYPES.values() if row.family == dtypes[0].family and has_numbers(row) and row.packed == 1]
+    able = (row for row in rows if all(map(operator.ge, range_of(row), least)))
+    return min(able, key=lambda row: row.bits)
 
 
 def largest(parts: list[tuple[Content, DType]], target: DType) -> Computed:

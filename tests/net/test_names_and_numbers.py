@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+import ckpt_tools
+from ckpt_tools.errors import ConvertError
 from tests.support.commands import ckpt
 
 
@@ -22,3 +26,52 @@ def test_a_prefix_goes_once_and_comes_back(tmp_path: Path) -> None:
     assert list(again) == names
     assert all(torch.equal(again[name], old[name]) for name in names)
     assert list(torch.load(tmp_path / "plain.pth"))[-1] == "w", "wrappers are no names of a model: all of them go"
+
+
+def averaged(folder: Path, *states: object, **options: Any) -> dict[str, torch.Tensor]:
+    """The mean of these state dicts."""
+    paths = [folder / f"{number}.pth" for number in range(len(states))]
+    for path, state in zip(paths, states, strict=True):
+        torch.save(state, path)
+    ckpt_tools.average(paths, folder / "mean.pth", overwrite=True, **options)
+    found: dict[str, torch.Tensor] = torch.load(folder / "mean.pth")
+    return found
+
+
+def test_a_mean_is_as_wide_as_its_files(tmp_path: Path) -> None:
+    """No value wraps or overflows because the first file has a narrower dtype; where the mean itself is beyond, it is said."""
+    narrow = {"i.w": torch.tensor([-3], dtype=torch.int8), "f.w": torch.tensor([1.0]).half()}
+    narrow["b.num_batches_tracked"] = torch.tensor(1, dtype=torch.int32)
+    wide = {"i.w": torch.tensor([300]), "f.w": torch.tensor([1e6]), "b.num_batches_tracked": torch.tensor(2**40)}
+    found = averaged(tmp_path, narrow, wide, integers="max")
+    assert [found[name].item() for name in wide] == [300, 500000.5, 2**40]
+    mixed = averaged(
+        tmp_path,
+        {"a.w": torch.ones(1).half(), "u.w": torch.ones(1, dtype=torch.uint8)},
+        {"a.w": torch.ones(1).bfloat16(), "u.w": -torch.ones(1, dtype=torch.int8)},
+        integers="max",
+    )
+    assert (mixed["a.w"].dtype, mixed["u.w"].dtype) == (torch.float32, torch.int16)
+    far = ckpt_tools.average([tmp_path / "0.pth", tmp_path / "1.pth"], tmp_path / "far.pth", weights=[2, -1], integers="first")
+    assert "overflowed" not in [note.code for note in far.output.notes]
+    torch.save({"a.w": torch.tensor([60000.0]).half()}, tmp_path / "a.pth")
+    torch.save({"a.w": torch.tensor([-60000.0]).half()}, tmp_path / "b.pth")
+    far = ckpt_tools.average([tmp_path / "a.pth", tmp_path / "b.pth"], tmp_path / "sum.pth", weights=[2, -1])
+    assert ["a.w" in note.text for note in far.output.notes if note.code == "overflowed"] == [True]
+
+
+def test_the_mean_of_equal_files_is_equal(tmp_path: Path) -> None:
+    """To the last bit, NaN and the infinities among them."""
+    torch.manual_seed(0)
+    value = torch.cat([torch.randn(100_000, dtype=torch.float64), torch.tensor([float("inf"), float("nan"), 1.7e308])])
+    for count in (2, 3, 7):
+        assert torch.equal(averaged(tmp_path, *[{"a.w": value}] * count)["a.w"].nan_to_num(), value.nan_to_num())
+
+
+def test_a_mean_of_other_state_dicts_is_refused(tmp_path: Path) -> None:
+    """`ema` of one file is not paired with `model` of another, though that has no other."""
+    model, ema = {"a.w": torch.zeros(2)}, {"a.w": torch.ones(2)}
+    for first, other in (({"model": model, "ema": ema}, {"model": model}), ({"ema": ema}, {"model": model})):
+        with pytest.raises(ConvertError, match="no state dict at ema"):
+            averaged(tmp_path, first, other)
+    assert averaged(tmp_path, model, {"model": ema})["a.w"].tolist() == [0.5, 0.5]
