@@ -241,10 +241,10 @@ class _Mean:
             same = found
         if not same:
             wheres = ", ".join(dotted(state_dict.where) or "(root)" for state_dict in found) or "none"
-            where = dotted(found[0].where) if len(found) == 1 else "WHERE"
+            out = mending("convert", path, f"--select {dotted(found[0].where) if len(found) == 1 else 'WHERE'}")
             raise ConvertError(
                 f"{path} has no state dict at {dotted(base.where) or 'the root'}.", why=f"It has {wheres}.",
-                fix=f"Choose one that all have (`select=WHERE`), or take it out first: {mending('convert', path, f'--select {where}')}",
+                fix=f"Choose one that all have (`select=WHERE`), or take it out first: {out}",
             )  # fmt: skip
         return same[0]
 
