@@ -142,7 +142,7 @@ def _chosen(
     names = [dotted(tensor.where) for tensor in tensors]
     last = [str(tensor.where[-1]) for tensor in tensors if tensor.where]
     why = did_you_mean(wanted, dict.fromkeys([*last, *names]))
-    if not why and wanted in open_side(checkpoint, select).values:
+    if not why and wanted in map(dotted, open_side(checkpoint, select).values):
         why = "It is a value; ckpt inspect shows those."
     below = [name for name in dict.fromkeys([*last, *names]) if name.startswith(f"{wanted}.")]
     if below:

@@ -139,12 +139,13 @@ class Gap:
             self.nonfinite += int(differ.sum())
             self.changed += int(differ.sum())
             left, right = left[both], right[both]
-        if left.numel():
-            self._add_finite(left, right)
+        if left.numel() and (left.is_floating_point() or left.is_complex()):
+            self._add_finite(left, right, (left - right).abs())
+        elif left.numel():
+            self._add_finite(left.double(), right.double(), _apart(left, right))
 
-    def _add_finite(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        apart = (left - right).abs()
-        self.changed += int((left != right).sum())
+    def _add_finite(self, left: torch.Tensor, right: torch.Tensor, apart: torch.Tensor) -> None:
+        self.changed += int(apart.count_nonzero())
         self.max_abs = max(self.max_abs, float(apart.max()))
         larger = left.abs().maximum(right.abs())
         self.max_rel = max(self.max_rel, float((apart / larger.where(larger > 0, 1.0)).max()))
@@ -220,6 +221,13 @@ class Spread:
         if not self.squares or not math.isfinite(self.squares) or not math.isfinite(self.apart):
             return None
         return math.sqrt(self.apart / self.sources) / math.sqrt(self.squares)
+
+
+def _apart(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """How far integers are apart, as floats: the difference is exact where it is small, and never 0 where they differ."""
+    far = (left.double() - right.double()).abs()
+    near = (left.long() - right.long()).abs().double()  # wraps around, but not where they are near each other
+    return far.where(far > 2.0**62, near)
 
 
 def _number(value: float) -> float | None:

@@ -94,8 +94,8 @@ def narrow(old: torch.Tensor, new: torch.Tensor, count: CastCount) -> None:
     wide, narrowed = (part if part.itemsize > 1 else part.float() for part in (old, new))  # fp8 has no isfinite
     if before.max > after.max:  # bf16 -> fp16 too, of the same size
         count.overflowed += _became_infinite(wide, narrowed)
-    # fp8_e5m2 has the exponents of fp16 and fewer digits; so has bf16 those of fp32, where nobody has use for what is lost
-    if before.smallest_normal < after.smallest_normal or new.itemsize == 1 < old.itemsize:
+    fewer = before.smallest_normal < after.smallest_normal or new.itemsize < old.itemsize  # bf16 has fp32's exponents
+    if fewer and not narrowed.abs().amin() > 0:  # NaN is not
         count.underflowed += int(torch.count_nonzero(wide)) - int(torch.count_nonzero(narrowed))
 
 
@@ -104,9 +104,10 @@ def _saturated(values: torch.Tensor, dtype: torch.dtype, count: CastCount) -> to
     import torch
 
     largest = torch.finfo(dtype).max
-    beyond = (values.float() if values.itemsize == 1 else values).abs() > largest
+    wide = values.float() if values.itemsize == 1 else values  # a float64 beyond float32 is finite too
+    beyond = wide.abs() > largest
     if dtype is torch.float8_e5m2:
-        beyond &= ~values.float().isinf()
+        beyond &= ~wide.isinf()
     count.saturated += int(beyond.sum())
     return values.float().clamp(-largest, largest).where(beyond, values.float()) if bool(beyond.any()) else values
 
@@ -310,13 +311,14 @@ def has_numbers(dtype: DType) -> bool:
 _INTS = frozenset(("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"))
 
 
-def numbers(content: Content, dtype: DType) -> Iterator[torch.Tensor]:
+def numbers(content: Content, dtype: DType, *, as_floats: bool = True) -> Iterator[torch.Tensor]:
     """The values of a content as float64 (complex128 for complex ones), `ELEMENTS` at a time.
 
-    Integers above 2**53 are rounded, as float64 does. Two float4 in a byte: the low half comes first, as in torch.
+    Integers above 2**53 are rounded, as float64 does, unless they are to stay integers. Two float4 in a byte: the low half
+    comes first, as in torch.
     """
     for block in equal_chunks(content, ELEMENTS * dtype.itemsize // dtype.packed):
-        yield _numbers(bytearray(block), dtype)
+        yield (_numbers if as_floats else exact)(bytearray(block), dtype)
 
 
 def exact(data: bytearray, dtype: DType) -> torch.Tensor:

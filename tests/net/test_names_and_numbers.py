@@ -75,3 +75,58 @@ def test_a_mean_of_other_state_dicts_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConvertError, match="no state dict at ema"):
             averaged(tmp_path, first, other)
     assert averaged(tmp_path, model, {"model": ema})["a.w"].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ({"x": {1: 2}}, {"x": {"1": 2}}), ({"p.q": 2}, {"p": {"q": 2}}), ({"x": {}}, {}), ({"x": []}, {"x": ()}),
+        ({"x": [1, 2]}, {"x": (1, 2)}), ({"x": [{"a": 1}]}, {"x": ({"a": 1},)}), ({"x": {}}, {"x": []}),
+        ({"x": 1}, {"x": True}), ({"x": 1}, {"x": 1.0}),
+        ({"x": {0: {"y": 1}}}, {"x": [{"y": 1}]}), ({1: torch.ones(2)}, {"1": torch.ones(2)}),
+        ({"p.q": torch.ones(2)}, {"p": {"q": torch.ones(2)}}), ({"x": None}, {}), ({"x": b"1"}, {"x": "1"}),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_same_differs(tmp_path: Path, left: dict[Any, Any], right: dict[Any, Any]) -> None:
+    """Paths are compared as they are, empty containers are values, and each kind of container is one of its own."""
+    for name, value in (("left", left), ("right", right)):
+        torch.save({"w": {"a.w": torch.ones(1)}} | value, tmp_path / f"{name}.pth")
+    ckpt("diff", tmp_path / "left.pth", tmp_path / "right.pth", code=1)
+    ckpt("diff", tmp_path / "left.pth", tmp_path / "left.pth")
+    ckpt("diff", tmp_path / "right.pth", tmp_path / "right.pth")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_how_far_large_whole_numbers_are_apart(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Those beyond 2**53 too, which float64 takes for equal."""
+    left = torch.tensor([2**53, 2**62, 7, -(2**63) if dtype.is_signed else 0]).to(dtype)
+    right = torch.tensor([2**53 + 1, 2**62, 7, 2**63 - 1]).to(dtype)
+    for name, value in (("left", left), ("right", right)):
+        torch.save({"a.w": value[:3], "b.w": value[3:]}, tmp_path / f"{name}.pth")
+    near, far = ckpt_tools.diff(tmp_path / "left.pth", tmp_path / "right.pth", values=True).changed
+    assert near.gap is not None
+    assert far.gap is not None
+    assert (near.gap["changed"], near.gap["max_abs"]) == (1, 1.0)
+    assert far.gap["max_abs"] == pytest.approx(2.0**64 if dtype.is_signed else 2.0**63)
+
+
+@pytest.mark.parametrize(
+    ("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp8_e5m2", torch.float8_e5m2)]
+)
+def test_what_a_cast_loses_is_counted(tmp_path: Path, word: Any, dtype: torch.dtype) -> None:
+    """What becomes zero where the smallest normal number is the same too; and nothing finite is an infinity in fp8."""
+    tiny = torch.tensor([1e-45, -1e-45, 0.0, 1.0, float("nan")])
+    torch.save({"a.w": tiny, "h.w": torch.tensor([6e-8, 1.0]).half()}, tmp_path / "tiny.pth")
+    report = ckpt_tools.convert(tmp_path / "tiny.pth", tmp_path / "out.pth", dtype=word)
+    lost = {
+        name: int((value != 0).sum() - (value.to(dtype) != 0).sum())
+        for name, value in torch.load(tmp_path / "tiny.pth").items()
+    }
+    assert report.underflowed == {name: number for name, number in lost.items() if number}
+    torch.save({"a.w": torch.tensor([1e300, 1e30, -1e300], dtype=torch.float64)}, tmp_path / "far.pth")
+    report = ckpt_tools.convert(tmp_path / "far.pth", tmp_path / "near.pth", dtype=word)
+    found = torch.load(tmp_path / "near.pth")["a.w"].float()
+    if dtype is torch.float8_e5m2:
+        assert (report.saturated, found.tolist()) == ({"a.w": 3}, [57344.0, 57344.0, -57344.0])
+    else:
+        assert sum(report.overflowed.values()) == int(found.isinf().sum()) > 0

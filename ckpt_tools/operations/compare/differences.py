@@ -43,7 +43,7 @@ from ckpt_tools.operations.inspect import value_text
 from ckpt_tools.text import did_you_mean, dotted
 from ckpt_tools.tree.arguments import natural
 from ckpt_tools.tree.globs import Globs
-from ckpt_tools.tree.nodes import Entry, Node
+from ckpt_tools.tree.nodes import Dict, Entry, Node, Where
 from ckpt_tools.values.numeric import (
     has_numbers,
     numbers,
@@ -99,7 +99,7 @@ def diff(
         _compare_facts(pairs, report)
         if filter is None:
             _join_modules(*sides)
-            report.values = list(_compare_values(*_values(*sides)))
+            report.values = [*_compare_kinds(*sides), *_compare_values(*_values(*sides))]
             report.objects = list(_compare_values(sides[0].objects, sides[1].objects))
         if contents:
             _compare_contents(pairs, report, progress, measure=values)
@@ -261,30 +261,44 @@ def _join_modules(left: Side, right: Side) -> None:
     """What is in a pickled module counts where the other side has one too; else the module is one difference."""
     for where in left.modules.keys() & right.modules.keys():
         for side in (left, right):
-            module, prefix = side.modules[where], f"{where}." if where else ""
-            side.values |= {f"{prefix}{below}": value for below, value in module.values.items()}
-            side.objects |= {f"{prefix}{below}": name for below, name in module.objects.items()}
+            module = side.modules[where]
+            side.values |= {(*where, *below): value for below, value in module.values.items()}
+            side.objects |= {(*where, *below): name for below, name in module.objects.items()}
 
 
-def _values(left: Side, right: Side) -> tuple[dict[str, Any], dict[str, Any]]:
+def _values(left: Side, right: Side) -> tuple[dict[Where, Any], dict[Where, Any]]:
     """The values of both, as text where one of the containers knows nothing else."""
     if left.texts == right.texts:
         return left.values, right.values
     return as_texts(left.values), as_texts(right.values)
 
 
-def _compare_values(left: dict[str, Any], right: dict[str, Any]) -> Iterator[ValueChange]:
+def _compare_kinds(left: Side, right: Side) -> Iterator[ValueChange]:
+    """A dict, list or tuple where the other side has another one of them."""
+    for where, kind in left.containers.items() if left.texts == right.texts else ():
+        if (other := right.containers.get(where, kind)) != kind:
+            yield ValueChange(dotted(where) or "(root)", "changed", f"a {kind}", f"a {other}")
+
+
+def _compare_values(left: dict[Where, Any], right: dict[Where, Any]) -> Iterator[ValueChange]:
+    texts = Counter(map(dotted, left.keys() | right.keys()))
+
+    def path(where: Where) -> str:
+        return (dotted(where) if texts[dotted(where)] == 1 else ".".join(map(repr, where))) or "(root)"
+
     for where, old in left.items():
         if where not in right:
-            yield ValueChange(where or "(root)", "removed", left=_text(old))
+            yield ValueChange(path(where), "removed", left=_text(old))
         elif type(old) is not type(right[where]) or (old != right[where] and repr(old) != repr(right[where])):
-            yield ValueChange(where or "(root)", "changed", _text(old), _text(right[where]))
+            yield ValueChange(path(where), "changed", _text(old), _text(right[where]))
     for where, new in right.items():
         if where not in left:
-            yield ValueChange(where or "(root)", "added", right=_text(new))
+            yield ValueChange(path(where), "added", right=_text(new))
 
 
 def _text(value: Any) -> Any:
+    if type(value) is Dict:
+        return "an empty dict"
     return str(value) if type(value) is Array else value_text(value)
 
 
@@ -390,11 +404,12 @@ def _gap(left: Entry, right: Entry | None) -> Gap:
 
     gap = Gap()
     with one_thread():
-        ours = numbers(row_major(left), left.dtype)
         if right is None:
-            for block in ours:
+            for block in numbers(row_major(left), left.dtype):
                 gap.add_equal(block)
-        else:
-            for one, other in zip(ours, numbers(row_major(right), right.dtype), strict=True):
-                gap.add(one, other)
+            return gap
+        whole = left.dtype.family == right.dtype.family == "int"  # those beyond 2**53 are not what they are as floats
+        sides = (numbers(row_major(side), side.dtype, as_floats=not whole) for side in (left, right))
+        for one, other in zip(*sides, strict=True):
+            gap.add(one, other)
     return gap

@@ -31,6 +31,7 @@ from ckpt_tools.tree.modules import classes, is_module, settings
 from ckpt_tools.tree.nodes import (
     PLAIN,
     ByteString,
+    Dict,
     Entry,
     Global,
     List,
@@ -65,14 +66,16 @@ class Array:
 
 
 Value: TypeAlias = Node | Array
+_KINDS: dict[type, str] = {Dict: "dict", List: "list", tuple: "tuple"}
+_EMPTY = Dict([])  # all of them, so that they are equal
 
 
 @dataclass(slots=True)
 class Module:
-    """What a pickled module holds beside its tensors: the settings and the classes, by their dotted paths in it."""
+    """What a pickled module holds beside its tensors: the settings and the classes, by their paths in it."""
 
-    values: dict[str, Value] = field(default_factory=dict)
-    objects: dict[str, str] = field(default_factory=dict)
+    values: dict[Where, Value] = field(default_factory=dict)
+    objects: dict[Where, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -81,8 +84,9 @@ class Side:
 
     Attributes:
         path, container: of the file. root: its tree, or the part of it that was selected.
-        tensors: by path. state_dicts: as found. values: plain values by dotted path; `texts` says that they are all text.
-        objects: the globals of Python objects, by dotted path. modules: pickled modules by dotted path, each where it is first.
+        tensors: by path. state_dicts: as found. values: plain values by path; `texts` says that they are all text.
+        objects: the globals of Python objects, by path. modules: pickled modules by path, each where it is first.
+        containers: by path, "dict", "list" or "tuple".
     """
 
     path: str
@@ -90,9 +94,10 @@ class Side:
     root: Node
     tensors: dict[Where, Tensor]
     state_dicts: list[StateDict]
-    values: dict[str, Value] = field(default_factory=dict)
-    objects: dict[str, str] = field(default_factory=dict)
-    modules: dict[str, Module] = field(default_factory=dict)
+    values: dict[Where, Value] = field(default_factory=dict)
+    objects: dict[Where, str] = field(default_factory=dict)
+    modules: dict[Where, Module] = field(default_factory=dict)
+    containers: dict[Where, str] = field(default_factory=dict)
     texts: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -116,7 +121,7 @@ def open_side(checkpoint: Checkpoint, where: str | None = None, plain: Plain | N
     if checkpoint.container in ("safetensors", "sharded", "gguf", "onnx"):
         side.texts = True
         own = _OWN_METADATA | ties.keys()
-        side.values |= {key: text for key, text in checkpoint.decoded.metadata.items() if key not in own}
+        side.values |= {(key,): text for key, text in checkpoint.decoded.metadata.items() if key not in own}
     return side
 
 
@@ -166,12 +171,14 @@ def _select(checkpoint: Checkpoint, where: str) -> Node:
 
 
 def _collect(side: Side) -> None:
-    """Plain values and objects by their dotted paths; what is in pickled modules apart."""
+    """Plain values and objects by their paths; what is in pickled modules apart."""
     seen: set[int] = set()
     for where, node in walk(side.root, stop=_is_closed):
         if is_module(node) and id(node) not in seen:
             seen.add(id(node))
-            side.modules[dotted(where)] = _module(node)
+            side.modules[where] = _module(node)
+        if type(node) in _KINDS and not is_tensor(node):
+            side.containers[where] = _KINDS[type(node)]
         if where or is_module(node):
             _add(where, node, side.values, side.objects)
 
@@ -179,28 +186,30 @@ def _collect(side: Side) -> None:
 def _module(node: Object) -> Module:
     found = Module()
     with contextlib.suppress(LimitError):  # modules that hold one another: the first ones are compared
-        found.objects = {dotted(where): name for where, name in classes(node) if where}
+        found.objects = {where: name for where, name in classes(node) if where}
         for where, setting in settings(node):
             for below, inner in walk(setting, stop=_is_closed):
                 _add((*where, *below), inner, found.values, found.objects)
     return found
 
 
-def _add(where: Where, node: Node, values: dict[str, Value], objects: dict[str, str]) -> None:
-    """Add what a node is, if it is a value or an object; short rows of plain values are one value."""
+def _add(where: Where, node: Node, values: dict[Where, Value], objects: dict[Where, str]) -> None:
+    """Add what a node is, if it is a value or an object; short rows of plain values are one value, and so is an empty dict."""
     value = _value(node) if type(node) is Object else node
     if is_tensor(node) or type(node) is Storage:
         return
     if type(node) is Global:
-        objects[dotted(where)] = str(node)
+        objects[where] = str(node)
     elif type(node) is Object and value is None:
-        objects[dotted(where)] = node.name
+        objects[where] = node.name
     elif type(value) is ByteString:
-        values[dotted(where)] = value.data
+        values[where] = value.data
     elif (type(value) is List or type(value) is tuple) and is_hollow(value):
-        values[dotted(where)] = tuple(value.items if type(value) is List else value)
+        values[where] = tuple(value.items) if type(value) is List else value
     elif type(value) is Array or type(value) in PLAIN:
-        values[dotted(where)] = value
+        values[where] = value
+    elif type(value) is Dict and not value.items:
+        values[where] = _EMPTY
 
 
 def _is_closed(node: Node) -> bool:
@@ -217,14 +226,14 @@ def _value(node: Object) -> Value:
     return Array(entry.dtype.name, entry.shape, entry.stride, entry.storage.content.data)
 
 
-def as_texts(values: dict[str, Value]) -> dict[str, str]:
+def as_texts(values: dict[Where, Value]) -> dict[Where, str]:
     """Values as a safetensors header holds them: text, the rest as JSON. JSON in text is taken apart, path by path."""
-    found: dict[str, str] = {}
+    found: dict[Where, str] = {}
     for path, value in values.items():
         if type(value) is str:
-            found.update(_leaves(path, value))
-        else:
-            found[path] = _text(value)
+            found.update(((path,), text) for path, text in _leaves(dotted(path), value))
+        elif type(value) is not Dict:
+            found[dotted(path),] = _text(value)
     return found
 
 
