@@ -177,6 +177,23 @@ def find_optimizers(root: Node) -> Iterator[tuple[Where, Optimizer]]:
             yield where, optimizer
 
 
+def parameter_numbers(optimizer: Optimizer) -> dict[str, int]:
+    """The whole numbers by which an optimizer's groups name their parameters, by their text."""
+    lists = [group.get("params") for group in optimizer.groups.items if type(group) is Dict]
+    numbers = [number for each in lists if type(each) is List for number in each.items if type(number) is int]
+    return {str(number): number for number in numbers}
+
+
+def restore_state_numbers(root: Node) -> None:
+    """Give the states of optimizers their parameters' whole numbers: a distributed checkpoint has all keys as text."""
+    for _, optimizer in find_optimizers(root):
+        numbers = parameter_numbers(optimizer)
+        if not any(type(key) is int for key, _ in optimizer.state.items):
+            optimizer.state.items[:] = [
+                (numbers.get(key, key) if type(key) is str else key, value) for key, value in optimizer.state.items
+            ]
+
+
 def is_extra(key: object) -> bool:
     """Whether a key of a state dict is that of what `get_extra_state` gave; dicts of tensors in there are no state dicts."""
     return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"

@@ -33,6 +33,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.base import Decoded, is_zip
+from ckpt_tools.formats.contents import restore_state_numbers
 from ckpt_tools.formats.sharded import Keys, joined, partly
 from ckpt_tools.formats.zip import archives
 from ckpt_tools.io.content import (
@@ -118,6 +119,7 @@ def decode(source: Source, files: Files, *, partial: bool = False) -> Decoded:
     root = builder.root
     if lost and not root.items:
         raise PartError(f"Nothing is whole in the files that are there: {lost[0][0]!r} {lost[0][1]}.")
+    restore_state_numbers(root)
     validate(root)
     decoded = joined("dcp", root, files, reader.blobs, {})
     decoded.has_checksums = False  # those of the chunks' archives are not looked at

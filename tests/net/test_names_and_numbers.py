@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ckpt_tools
-from ckpt_tools.errors import ConvertError
+from ckpt_tools.errors import ContainerLimitError, ConvertError
 from tests.support.commands import ckpt
 
 
@@ -130,3 +132,27 @@ def test_what_a_cast_loses_is_counted(tmp_path: Path, word: Any, dtype: torch.dt
         assert (report.saturated, found.tolist()) == ({"a.w": 3}, [57344.0, 57344.0, -57344.0])
     else:
         assert sum(report.overflowed.values()) == int(found.isinf().sum()) > 0
+
+
+def test_an_optimizer_comes_back_from_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """Its moments are found again under the whole numbers of its parameters; states that no group names are refused."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    run: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scores": {1: 0.5}}
+    torch.save(run, tmp_path / "run.pth")
+    report = ckpt_tools.convert(tmp_path / "run.pth", tmp_path / "folder", format="dcp")
+    assert [note.code for note in report.notes][:2] == ["keys-text", "optimizer-keys"]
+    ckpt_tools.convert(tmp_path / "folder", tmp_path / "again.pth")
+    with warnings.catch_warnings(action="ignore"):  # of no process group
+        dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "torch")
+    ckpt_tools.convert(tmp_path / "torch", tmp_path / "torch.pth")
+    for path in (tmp_path / "again.pth", tmp_path / "torch.pth"):
+        found = torch.load(path)["optimizer"]["state"]
+        assert list(found) == [0, 1]
+        assert torch.equal(found[0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    run["optimizer"]["param_groups"][0]["params"] = [7, 8]
+    torch.save(run, tmp_path / "odd.pth")
+    with pytest.raises(ContainerLimitError, match="whole numbers"):
+        ckpt_tools.convert(tmp_path / "odd.pth", tmp_path / "odd", format="dcp")

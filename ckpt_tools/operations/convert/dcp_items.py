@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ckpt_tools import limits
 from ckpt_tools.errors import CollisionError, ContainerLimitError
+from ckpt_tools.formats.contents import find_optimizers, parameter_numbers
 from ckpt_tools.formats.open import is_tensor
 from ckpt_tools.formats.zip import torch_layout
 from ckpt_tools.io.content import Content, to_bytes
@@ -50,6 +51,7 @@ class Items:
     items: list[Item] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     text_keys: int = 0
+    states: int = 0
     attributes: bool = False
 
 
@@ -66,6 +68,15 @@ def collect(root: Node, file_bytes: int = 0) -> Items:
             "A distributed checkpoint holds a mapping; this checkpoint is something else.", fix="Take one out of it: `select`."
         )
     found = Items()
+    for where, optimizer in find_optimizers(root):
+        numbers = {key for key, _ in optimizer.state.items if type(key) is int}
+        if lost := numbers.difference(parameter_numbers(optimizer).values()):
+            raise ContainerLimitError(
+                f"A distributed checkpoint has text for keys, and {dotted(where)!r} has states under whole numbers.",
+                why=f"No group of the optimizer names {min(lost)}: nothing would find the state again.",
+                fix="Write a .pth, which keeps the numbers.",
+            )
+        found.states += len(numbers)
     names: dict[str, Path] = {}
     first: dict[tuple[int, str], str] = {}
     for path, node in _leaves(root, found, limits.TENSORS.most(file_bytes)):

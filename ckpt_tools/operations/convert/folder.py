@@ -238,7 +238,7 @@ def run_dcp(checkpoint: Checkpoint, target: FolderTarget, edits: Edits, report: 
     edited, found, beside = ranks.make_same(plan, checksum)
     if edits.options.verify:
         report.notes.append(Note("not-verified", "`verify`: not for `format='dcp'`, whose tensors torch writes anew."))
-    _note_dcp(found.text_keys, found.attributes, report)
+    _note_dcp(found, report)
     report.aliases = dict(found.aliases)
     written = [item for item in found.items if item.name not in found.aliases]
     report.bytes = sum(item.nbytes for item in written)
@@ -272,11 +272,14 @@ def write_dcp(root: Node, path: str | os.PathLike[str]) -> None:
         _save(found, staging, target.ranks, None)
 
 
-def _note_dcp(text_keys: int, attributes: bool, report: Converted) -> None:
-    if text_keys:
-        text = f"{text_keys} keys that are not text became text, as torch.distributed.checkpoint makes them."
+def _note_dcp(found: Items, report: Converted) -> None:
+    if others := found.text_keys - found.states:
+        text = f"{others} keys that are not text became text, as torch.distributed.checkpoint makes them."
         report.notes.append(Note("keys-text", text))
-    if attributes:
+    if found.states:
+        text = f"{found.states} optimizer states lie under text, as torch has it; ckpt reads them under whole numbers again."
+        report.notes.append(Note("optimizer-keys", text))
+    if found.attributes:
         text = "A distributed checkpoint has no place for the _metadata of state dicts (module versions); it is left out."
         report.notes.append(Note("state-dict-metadata", text))
 
